@@ -1,0 +1,175 @@
+"""What the user asks for: one frozen, validated `SnipConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+POLICIES = (
+    "snip",
+    "bf16",
+    "uniform-fp8",
+    "uniform-fp4",
+    "random",
+    "min-abs-err",
+    "min-rel-err",
+    "layer-type",
+    "layer-position",
+)
+
+_CHOICES = {
+    "granularity": ("layer", "gemm"),
+    "policy": POLICIES,
+    "start_format": ("fp8", "bf16"),
+    "loss_form": ("token-fisher", "norm"),
+    "solver": ("auto", "cbc", "highs", "greedy"),
+    "backend": ("auto", "emulated", "hopper"),
+}
+_AT_LEAST = {
+    "refresh_every": 1,
+    "first_refresh": 1,
+    "apply_delay": 0,
+    "probes": 1,
+    "seed": 0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnipConfig:
+    """Everything that decides how a run chooses and applies its precisions.
+
+    Steps are optimizer steps, counted from 1. Every field is checked when the config is built.
+
+    Raises:
+        ValueError: a field's value is out of range; the message names the field, the value and what is expected.
+        TypeError: a field's value has the wrong type.
+    """
+
+    target_fp4_fraction: float = 0.75
+    """Least share of the linear FLOPs that the plan runs in FP4, 0..1, in every stage. Not a reduction of FLOPs."""
+    granularity: str = "layer"
+    """"layer": the three GEMMs of a linear share one format (the paper). "gemm": each is decided by itself (ours)."""
+    policy: str = "snip"
+    """Who decides: "snip", or one of the baselines in `POLICIES`."""
+    plan: str | None = None
+    """Path of a plan file to apply before the first step and hold fixed; `policy` is then not asked."""
+    refresh_every: int = 1000
+    """Steps between two refreshes."""
+    first_refresh: int = 100
+    """Step of the first probe."""
+    apply_delay: int = 10
+    """Steps between a probe and the application of its plan; the solver runs meanwhile. At most `refresh_every`."""
+    start_format: str = "fp8"
+    """Format of every GEMM until the first plan is applied: "fp8" or "bf16" (= not quantized)."""
+    probes: int = 1
+    """Random directions per refresh; each costs two forward-backward passes."""
+    probe_tokens: int | None = 1024
+    """Tokens per layer that the probe keeps, in whole runs of 128; None keeps all."""
+    loss_form: str = "token-fisher"
+    """Estimator of the loss divergence: "token-fisher" (ours) or "norm" (first order, from norms)."""
+    loss_weight: float = 1.0
+    """Weight of the normalised loss divergence in the objective."""
+    weight_weight: float = 1.0
+    """Weight of the normalised weight divergence in the objective."""
+    skip_modules: tuple[str, ...] = ()
+    """Exact names or globs (`fnmatch`, whole name) of linears that stay as they are."""
+    ties: tuple[tuple[str, ...], ...] = ()
+    """Sibling linears that share a format, by their last name, e.g. (("q_proj", "k_proj", "v_proj"),)."""
+    stages: int | tuple[tuple[str, ...], ...] | None = None
+    """None: one constraint for the whole model. A number: that many contiguous, equal runs of blocks. Or the layer
+    names of each stage. Every stage attains `target_fp4_fraction` by itself."""
+    switching_cost: float = 0.0
+    """Added to the objective for the share of groups that change format against the plan in force."""
+    solver: str = "auto"
+    """"cbc" (python-mip), "highs" (scipy), "greedy" (ours), or "auto": the first of them that fits and is installed."""
+    solver_time_limit: float = 60.0
+    """Seconds after which the solver is stopped."""
+    solver_gap: float = 1e-4
+    """Relative gap at which the solver may stop."""
+    backend: str = "auto"
+    """Kernels: "emulated" (any device, slower than BF16), "hopper" (not in this version), or "auto"."""
+    seed: int = 0
+    """Seed of stochastic rounding, of the probe's directions and of the `random` policy."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name), str(field.type))
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not known; expected one of {', '.join(choices)}.")
+        for name, least in _AT_LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)!r} is too small; expected at least {least}.")
+        self._check_ranges()
+        object.__setattr__(self, "skip_modules", _as_names("skip_modules", self.skip_modules))
+        object.__setattr__(self, "ties", tuple(_as_names("ties", tie) for tie in self.ties))
+        if not (self.stages is None or isinstance(self.stages, int)):
+            object.__setattr__(self, "stages", tuple(_as_names("stages", stage) for stage in self.stages))
+
+    def _check_ranges(self) -> None:
+        if not 0 <= self.target_fp4_fraction <= 1:
+            raise ValueError(
+                f"target_fp4_fraction={self.target_fp4_fraction!r} is outside 0..1; it is the share of the linear FLOPs "
+                "that run in FP4, e.g. 0.75."
+            )
+        if self.apply_delay > self.refresh_every:
+            raise ValueError(
+                f"apply_delay={self.apply_delay} is larger than refresh_every={self.refresh_every}; a plan must be "
+                "applied before the next probe. Lower apply_delay or raise refresh_every."
+            )
+        if self.probe_tokens is not None and self.probe_tokens < 128:
+            raise ValueError(f"probe_tokens={self.probe_tokens} is too small; expected None or at least 128 (one tile).")
+        for name in ("loss_weight", "weight_weight", "switching_cost", "solver_gap"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a finite number of at least 0.")
+        if self.loss_weight == self.weight_weight == 0:
+            raise ValueError("loss_weight and weight_weight are both 0; at least one must be above 0.")
+        if not (math.isfinite(self.solver_time_limit) and self.solver_time_limit > 0):
+            raise ValueError(f"solver_time_limit={self.solver_time_limit!r} is not a number of seconds above 0.")
+        if isinstance(self.stages, int) and self.stages < 1:
+            raise ValueError(f"stages={self.stages} is too small; expected None, a number of at least 1, or lists of names.")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SnipConfig:
+        """Builds a config from plain YAML or JSON data (lists stand for tuples).
+
+        Raises:
+            ValueError: a key that is not a field.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = [key for key in values if key not in known]
+        if unknown:
+            raise ValueError(f"Unknown SnipConfig field {unknown[0]!r}; the fields are {', '.join(known)}.")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data that `from_dict` and `json` take."""
+        return {field.name: _as_plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+def _check_type(name: str, value: object, annotation: str) -> None:
+    """Raises TypeError unless value fits the field's annotation (numbers, strings, None; sequences for tuples)."""
+    if annotation == "float":
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+    else:
+        fits = (
+            ("None" in annotation and value is None)
+            or ("int" in annotation and isinstance(value, int) and not isinstance(value, bool))
+            or (annotation.startswith("str") and isinstance(value, str))
+            or ("tuple" in annotation and isinstance(value, list | tuple))
+        )
+    if not fits:
+        raise TypeError(f"{name}={value!r} has type {type(value).__name__}; expected {annotation}.")
+
+
+def _as_names(field: str, names: object) -> tuple[str, ...]:
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{field}: got {names!r}; expected a list of names.")
+    return tuple(names)
+
+
+def _as_plain(value: Any) -> Any:
+    return [_as_plain(item) for item in value] if isinstance(value, tuple) else value

@@ -1,0 +1,81 @@
+"""How the three GEMMs are computed anywhere: rounding in software, products in FP32, as custom operators.
+
+Legend: T tokens, I in_features, O out_features; x (T, I), weight (O, I), grad_output (T, O). `state` is the layer's
+int64 tensor of `STATE_SIZE` numbers on its device: the format codes of the three GEMMs (in the order of
+`formats.GEMMS`), seed, step, micro-batch, layer key. Operators read it at run time, so that a new plan or step is new
+data for the same code.
+
+In FP8 and FP4 both operands are quantized along the contraction, multiplied and summed in FP32, and the result is cast
+to the operands' dtype. In BF16 (= the compute dtype) the operators call exactly the aten functions that `nn.Linear` and
+its autograd call, so that such a layer gives the same bits as an `nn.Linear`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..formats import FORMAT_NAMES, FORMATS, GEMMS, NumberFormat
+from ..quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, fake_quantize, stream_key
+
+STATE_SIZE = 7
+
+
+@torch.library.custom_op("snip_hf::forward_gemm", mutates_args=())
+def forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
+    """Returns x @ weight^T + bias, (T, O), in x's dtype; the bias is added after the GEMM in FP32."""
+    fmt, _ = _read(state, "forward")
+    if fmt is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    # (T, I) x (I, O): contracts I
+    y_fp32 = fake_quantize(x, fmt, ROW_TILE) @ fake_quantize(weight, fmt, SQUARE_TILE).t()
+    if bias is not None:
+        y_fp32 += bias.to(torch.float32)
+    return y_fp32.to(x.dtype)
+
+
+@torch.library.custom_op("snip_hf::grad_input_gemm", mutates_args=())
+def grad_input_gemm(grad_output: Tensor, weight: Tensor, state: Tensor) -> Tensor:
+    """Returns grad_output @ weight, (T, I), in grad_output's dtype."""
+    fmt, key = _read(state, "grad_input")
+    if fmt is None:
+        return grad_output.mm(weight)
+    # (T, O) x (O, I): contracts O
+    return (fake_quantize(grad_output, fmt, ROW_TILE, key) @ fake_quantize(weight, fmt, SQUARE_TILE)).to(grad_output.dtype)
+
+
+@torch.library.custom_op("snip_hf::grad_weight_gemm", mutates_args=())
+def grad_weight_gemm(grad_output: Tensor, x: Tensor, state: Tensor) -> Tensor:
+    """Returns grad_output^T @ x, (O, I), in grad_output's dtype."""
+    fmt, key = _read(state, "grad_weight")
+    if fmt is None:
+        return grad_output.t().mm(x)
+    # (O, T) x (T, I): contracts T
+    return (fake_quantize(grad_output, fmt, COLUMN_TILE, key).t() @ fake_quantize(x, fmt, COLUMN_TILE)).to(grad_output.dtype)
+
+
+@forward_gemm.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@grad_input_gemm.register_fake
+def _(grad_output: Tensor, weight: Tensor, state: Tensor) -> Tensor:
+    return grad_output.new_empty(grad_output.shape[0], weight.shape[1])
+
+
+@grad_weight_gemm.register_fake
+def _(grad_output: Tensor, x: Tensor, state: Tensor) -> Tensor:
+    return grad_output.new_empty(grad_output.shape[1], x.shape[1])
+
+
+def _read(state: Tensor, gemm: str) -> tuple[NumberFormat | None, int | None]:
+    """Returns the format of `gemm` and the key for rounding its output gradient (None: to nearest).
+
+    Only output gradients in FP4 are rounded stochastically (docs/method.md, section 2).
+    """
+    numbers = state.tolist()
+    operand = GEMMS.index(gemm)
+    name = FORMAT_NAMES[numbers[operand]]
+    key = stream_key(*numbers[len(GEMMS) :], operand) if name == "fp4" else None
+    return FORMATS[name], key

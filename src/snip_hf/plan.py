@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import nn
 
-from snip_hf.formats import GEMMS, check_format
-from snip_hf.linear import snip_linears
+from .formats import GEMMS, check_format
+from .linear import snip_linears
 
 SCHEMA_VERSION = 1
 KIND = "snip-hf precision plan"
@@ -268,10 +268,11 @@ def parse_json(data: bytes) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for key, count in Counter(key for key, _ in pairs).items():
-        if count > 1:
-            raise ValueError(f"the key {_short(key)} occurs {count} times in one object.")
-    return dict(pairs)
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        key, count = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {_short(key)} occurs {count} times in one object.")
+    return mapping
 
 
 def _refuse_constant(name: str) -> Any:

@@ -1,0 +1,244 @@
+"""How a recipe becomes a model: `accelerate launch recipes/pretrain.py RECIPE.yaml [--override key=value ...]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import datasets
+import psutil
+import torch
+from data import collate, load_documents, load_tokenizer, pack
+from huggingface_hub import HfApi
+from recipe import EvalSection, ModelSection, Recipe, load_recipe, to_plain
+from rich.console import Console
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+
+from snip_hf.callback import SnipCallback
+from snip_hf.config import SnipConfig
+from snip_hf.linear import restore_model
+from snip_hf.report import run_report
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Reads the command line, runs the recipe, and returns what it wrote to OUTPUT/result.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipe", type=Path, help="YAML file; its keys are in recipes/README.md")
+    parser.add_argument(
+        "--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="e.g. training.max_steps=10"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        recipe = load_recipe(options.recipe, options.override)
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        parser.error(str(error))
+    return run(recipe)
+
+
+def run(recipe: Recipe) -> dict[str, Any]:
+    """Trains, evaluates, saves and reports; returns the losses and times."""
+    start = time.perf_counter()
+    args = TrainingArguments(**({"dataloader_pin_memory": torch.accelerator.is_available()} | recipe.training))
+    console = Console(quiet=args.process_index != 0, soft_wrap=True, highlight=False)
+    _use_all_cores(recipe, args)
+    with args.main_process_first(desc="text and tokenizer"):  # The others read what the first one cached.
+        if args.process_index != 0:
+            datasets.disable_progress_bars()
+        documents = load_documents(recipe.data)
+        tokenizer = load_tokenizer(recipe.tokenizer, recipe.model.name_or_path, documents[0])
+        train, validation = pack(*documents, tokenizer, recipe.data)
+    set_seed(args.seed)
+    model = build_model(recipe.model, tokenizer)
+    _print_setup(console, recipe, model, tokenizer, train, validation)
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=train,
+        eval_dataset=validation,
+        data_collator=collate,
+        processing_class=tokenizer,
+        callbacks=[SnipCallback(recipe.snip)] if recipe.snip else None,
+    )
+    prepared = time.perf_counter()
+    cpu_before = time.process_time()
+    # Empty (None, False) starts anew; true finds the last checkpoint in the output folder.
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or None)
+    trained = time.perf_counter()
+    cpu_seconds = time.process_time() - cpu_before
+    trainer.save_model()
+    trainer.save_state()
+    validation_loss = final_losses(trainer, quantized=recipe.snip is not None)
+    result = {
+        "validation_loss": validation_loss,
+        "train_loss": trainer.state.log_history[-1].get("train_loss"),
+        "steps": trainer.state.global_step,
+        "parameters": model.num_parameters(),
+        "seconds": {"prepare": prepared - start, "train": trained - prepared, "train_cpu": cpu_seconds},
+    } | _origin(recipe)
+    if trainer.is_world_process_zero():
+        output = Path(args.output_dir)
+        (output / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        if recipe.snip:
+            written = run_report(output)
+            console.print("Figures: " + ", ".join(map(str, written)))
+        _print_losses(console, trainer, validation_loss)
+        run_benchmarks(console, output, recipe.eval)
+        console.print(f"Model, plan, history and report: {output} ({time.perf_counter() - start:.0f} s in all)")
+    return result
+
+
+def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Returns the model to train, in training precision, with a vocabulary that holds the tokenizer's.
+
+    Raises:
+        ValueError: an unknown field of the architecture's config, or a vocabulary smaller than the tokenizer's.
+    """
+    options = {"dtype": section.dtype}
+    if section.attn_implementation is not None:
+        options["attn_implementation"] = section.attn_implementation
+    if section.name_or_path is not None:
+        model = AutoModelForCausalLM.from_pretrained(section.name_or_path, **options)
+    else:
+        known = AutoConfig.for_model(section.model_type)
+        unknown = [key for key in section.config if not hasattr(known, key)]
+        if unknown:
+            names = ", ".join(sorted(known.to_dict()))
+            raise ValueError(
+                f"model.config: {unknown[0]!r} is no field of {section.model_type!r}; its fields are {names}."
+            )
+        follows = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(section.model_type, **(follows | section.config)), **options
+        )
+    if model.get_input_embeddings().weight.shape[0] < len(tokenizer):
+        raise ValueError(
+            f"The model has {model.get_input_embeddings().weight.shape[0]} embeddings, the tokenizer {len(tokenizer)} "
+            "tokens. Raise model.config.vocab_size, or give the model's own tokenizer."
+        )
+    return model
+
+
+def final_losses(trainer: Trainer, quantized: bool) -> dict[str, float]:
+    """Returns the held-out loss by arithmetic: "plan" (as trained; only with SNIP) and "high_precision"."""
+    losses = {}
+    if quantized:
+        losses["plan"] = trainer.evaluate(metric_key_prefix="eval_plan")["eval_plan_loss"]
+        restore_model(trainer.model)
+    losses["high_precision"] = trainer.evaluate(metric_key_prefix="eval_high_precision")["eval_high_precision_loss"]
+    return losses
+
+
+def run_benchmarks(console: Console, output: Path, section: EvalSection | None) -> None:
+    """Scores the saved model through `eval/run.py` in a process of its own; says why where it cannot."""
+    if section is None or not section.tasks:
+        return
+    script, tasks = _ROOT / "eval" / "run.py", ",".join(section.tasks)
+    command = [sys.executable, str(script), str(output), "--tasks", tasks, "--output", str(output / "benchmarks.jsonl")]
+    if section.data_dir is not None:
+        command += ["--data-dir", section.data_dir]
+    elif not _hub_answers():
+        console.print(
+            f"Benchmarks skipped: no local data was given and the Hugging Face Hub does not answer. For "
+            f"{', '.join(section.tasks)}: --override eval.data_dir=DIR here, or later\n  python eval/run.py {output} "
+            f"--tasks {','.join(section.tasks)} --data-dir DIR",
+        )
+        return
+    if section.limit is not None:
+        command += ["--limit", str(section.limit)]
+    # A launcher's variables would make the child wait for the other ranks.
+    mine = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "MASTER_", "TORCHELASTIC_"))}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"):
+        mine.pop(name, None)
+    mine["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    if subprocess.run(command, env=mine, check=False).returncode != 0:
+        console.print(f"[red]The benchmarks failed (see above)[/]; the model is saved. Run again: {' '.join(command)}")
+
+
+def _use_all_cores(recipe: Recipe, args: TrainingArguments) -> None:
+    """Sets the threads of a CPU run: `accelerate launch` without a config leaves one (OMP_NUM_THREADS=1)."""
+    if args.device.type != "cpu":
+        return
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = min(psutil.cpu_count(logical=False) or 1, len(psutil.Process().cpu_affinity() or [0]))
+    torch.set_num_threads(recipe.cpu_threads or max(1, cores // processes))
+
+
+def _hub_answers() -> bool:
+    """Whether one short request to the Hub succeeds."""
+    try:
+        HfApi().dataset_info("allenai/ai2_arc", timeout=5)
+    except Exception:  # Offline mode, no route, a proxy's page, a refusal: whatever it is, there is no data from there.
+        return False
+    return True
+
+
+def _print_setup(
+    console: Console,
+    recipe: Recipe,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    train: Any,
+    validation: datasets.Dataset,
+) -> None:
+    length = recipe.data.sequence_length
+    rows = f"{len(train) * length:,} tokens" if isinstance(train, datasets.Dataset) else "a stream"
+    console.print(
+        f"{model.config.model_type}, {model.num_parameters() / 1e6:.2f}M parameters · vocabulary {len(tokenizer):,} · "
+        f"training text {rows} · held out {len(validation) * length:,} tokens · {model.device}, "
+        f"{torch.get_num_threads()} threads",
+    )
+    console.print(f"precision: {_describe(recipe.snip)} · output: {recipe.training['output_dir']}")
+
+
+def _describe(snip: SnipConfig | None) -> str:
+    if snip is None:
+        return "as in `training`, nothing quantized (no SNIP)"
+    if snip.plan is not None:
+        return f"plan {snip.plan}, held fixed"
+    uniform = snip.policy == "bf16" or snip.policy.startswith("uniform-")
+    return f"policy {snip.policy}" + ("" if uniform else f", target FP4 share {snip.target_fp4_fraction}")
+
+
+def _print_losses(console: Console, trainer: Trainer, final: dict[str, float]) -> None:
+    curve = [(row["step"], row["eval_loss"]) for row in trainer.state.log_history if "eval_loss" in row]
+    if curve:
+        console.print("validation loss by step: " + ", ".join(f"{s}: {v:.4f}" for s, v in curve))
+    for name, loss in final.items():
+        console.print(f"final validation loss, {name}: {loss:.4f} (perplexity {math.exp(loss):.2f})")
+
+
+def _origin(recipe: Recipe) -> dict[str, Any]:
+    """Where the numbers come from: recipe, command, commit, versions, machine."""
+    git = subprocess.run(["git", "-C", str(_ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    packages = ("torch", "torchao", "transformers", "accelerate", "datasets", "tokenizers")
+    return {
+        "recipe": to_plain(recipe),
+        "command": " ".join(sys.argv),
+        "commit": git.stdout.strip() or None,
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
+        "machine": {"platform": platform.platform(), "threads": torch.get_num_threads()},
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""What one training run is: a YAML recipe, its base and its overrides, merged and checked before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from transformers import TrainingArguments
+
+from snip_hf.config import SnipConfig
+
+SOURCES = ("python-stdlib", "files", "hub")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """The model: a new one (`model_type` and `config`) or a trained one (`name_or_path`)."""
+
+    name_or_path: str | None = None
+    """Hub name or folder of a trained causal LM to continue from."""
+    model_type: str | None = None
+    """Architecture of a new model as transformers names it, e.g. "llama"."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the architecture's config; vocabulary size and special tokens follow the tokenizer."""
+    dtype: str = "float32"
+    """Type of the parameters (the master weights); computing in BF16 is `training.bf16`."""
+    attn_implementation: str | None = None
+    """As in transformers, e.g. "sdpa"; None leaves the choice to it."""
+
+    def __post_init__(self) -> None:
+        if (self.name_or_path is None) == (self.model_type is None):
+            raise ValueError(
+                f"model: got name_or_path={self.name_or_path!r} and model_type={self.model_type!r}; expected exactly "
+                "one of them. Set the other to null."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSection:
+    """The tokenizer: a given one, one trained on the training text, or (neither) that of the trained model."""
+
+    name_or_path: str | None = None
+    """Hub name or folder of a tokenizer."""
+    vocab_size: int | None = None
+    """Train a byte-level BPE of at most this many tokens on the training text."""
+    train_documents: int | None = None
+    """Train on the first so many documents; None takes all (a stream needs a number)."""
+    eos_token: str = "<|endoftext|>"
+    """End of a document, in a trained tokenizer."""
+
+    def __post_init__(self) -> None:
+        if self.name_or_path is not None and self.vocab_size is not None:
+            raise ValueError(
+                f"tokenizer: got both name_or_path={self.name_or_path!r} and vocab_size={self.vocab_size}; the first "
+                "takes a tokenizer, the second trains one. Set one of them to null."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """The text, what of it is held out, and how long a sequence is."""
+
+    source: str
+    """"python-stdlib" (the standard library of the running Python), "files" or "hub"."""
+    files: tuple[str, ...] = ()
+    """source=files: paths or globs (`**` too) of text, .jsonl/.json or .parquet files, all of one kind."""
+    dataset: str | None = None
+    """source=hub: name of the dataset."""
+    dataset_config: str | None = None
+    """source=hub: its configuration, e.g. "wikitext-2-raw-v1"."""
+    split: str = "train"
+    """source=hub: split to train on."""
+    validation_files: tuple[str, ...] = ()
+    """Held-out files; taken out of `files` where a glob there matches them too."""
+    validation_split: str | None = None
+    """source=hub: held-out split."""
+    validation_fraction: float | None = None
+    """Share of the documents to hold out, chosen by a hash of their text: equal documents are never on both sides."""
+    validation_sequences: int = 256
+    """Evaluate on at most so many sequences of the held-out text, the first ones."""
+    text_column: str = "text"
+    """Column of the text in .jsonl, .parquet and Hub data (text files have the one column "text")."""
+    sample_by: str = "document"
+    """Text files: "document" (a file is one), "paragraph" (ended by a blank line) or "line"."""
+    document_separator: str | None = None
+    """Text is cut into documents at lines that hold only this, e.g. "<|endoftext|>"."""
+    streaming: bool = False
+    """Read while training, in the source's order, instead of preparing all data first (which is then shuffled)."""
+    sequence_length: int = 1024
+    """Tokens in a packed sequence."""
+
+    def __post_init__(self) -> None:
+        if self.source not in SOURCES:
+            raise ValueError(f"data.source={self.source!r} is not known; expected one of {', '.join(SOURCES)}.")
+        self._check_source()
+        held_out = {name: getattr(self, name) for name in _HELD_OUT if getattr(self, name)}
+        if len(held_out) != 1:
+            raise ValueError(
+                f"data: got {held_out or 'no held-out data'}; expected exactly one of {', '.join(_HELD_OUT)}."
+            )
+        if self.validation_fraction is not None and not 0 < self.validation_fraction < 1:
+            raise ValueError(
+                f"data.validation_fraction={self.validation_fraction} is not between 0 and 1; e.g. 0.01 holds out 1%."
+            )
+        if self.sample_by not in ("document", "paragraph", "line"):
+            raise ValueError(f"data.sample_by={self.sample_by!r} is not known; expected document, paragraph or line.")
+        for name in ("validation_sequences", "sequence_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data.{name}={getattr(self, name)} is too small; expected at least 1.")
+
+    def _check_source(self) -> None:
+        """Raises ValueError unless exactly the keys of the chosen source are given."""
+        needs = {"files": ("files",), "hub": ("dataset",)}.get(self.source, ())
+        owner = {"files": "files", "validation_files": "files", "dataset": "hub", "dataset_config": "hub",
+                 "validation_split": "hub"}  # fmt: skip
+        for name in needs:
+            if not getattr(self, name):
+                raise ValueError(f"data.source={self.source!r} needs data.{name}, which is not given.")
+        for name, source in owner.items():
+            if getattr(self, name) and source != self.source:
+                raise ValueError(f"data.{name} belongs to data.source={source!r}, but the source is {self.source!r}.")
+
+
+_HELD_OUT = ("validation_files", "validation_split", "validation_fraction")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSection:
+    """Benchmarks to run on the trained model through `eval/run.py`."""
+
+    tasks: tuple[str, ...] = ("arc_easy", "arc_challenge", "mmlu")
+    """Tasks as `eval/run.py` names them."""
+    data_dir: str | None = None
+    """Folder of local benchmark files; None takes the Hub's, and skips the benchmarks where it cannot be reached."""
+    limit: int | None = None
+    """Questions per task (per subject for MMLU); None takes all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One run. `training` holds keywords of `transformers.TrainingArguments`; `snip` is None in a plain run."""
+
+    model: ModelSection
+    tokenizer: TokenizerSection
+    data: DataSection
+    training: dict[str, Any]
+    snip: SnipConfig | None = None
+    eval: EvalSection | None = None
+    cpu_threads: int | None = None
+    """Threads on a machine without GPU; None takes its physical cores, shared by the processes on it."""
+
+    def __post_init__(self) -> None:
+        if self.tokenizer.name_or_path is None and self.tokenizer.vocab_size is None and self.model.model_type:
+            raise ValueError(
+                "tokenizer: a new model needs a tokenizer; give name_or_path (a trained one) or vocab_size (train one)."
+            )
+        if self.tokenizer.vocab_size is not None and self.model.name_or_path:
+            raise ValueError(
+                f"tokenizer.vocab_size={self.tokenizer.vocab_size} trains a new tokenizer, but model.name_or_path="
+                f"{self.model.name_or_path!r} was trained with its own. Set tokenizer.vocab_size to null."
+            )
+        if self.data.streaming and self.tokenizer.vocab_size is not None and self.tokenizer.train_documents is None:
+            raise ValueError(
+                "tokenizer.train_documents is null: training a tokenizer on a stream needs a number of documents."
+            )
+        if self.data.streaming and self.training.get("max_steps", -1) < 1:
+            raise ValueError("data.streaming has no length: set training.max_steps to the number of optimizer steps.")
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe file, merges it over its `base` files and the overrides over all, and checks the result.
+
+    Args:
+        path: YAML file with the keys of `Recipe` and, optionally, `base`: another recipe, relative to this file.
+        overrides: `dotted.key=YAML value`, e.g. `training.max_steps=10`; later ones win.
+
+    Raises:
+        ValueError: an unknown key (the message lists the known ones), a missing section, or a value out of range.
+        TypeError: a value of the wrong type.
+    """
+    values = _read(path)
+    for override in overrides:
+        values = _merged(values, _parse_override(override))
+    values.setdefault("training", {})
+    _check_keys("training", values["training"], [f.name for f in dataclasses.fields(TrainingArguments) if f.init])
+    values["training"] = {"output_dir": f"runs/{path.stem}"} | values["training"]
+    builders = {"model": ModelSection, "tokenizer": TokenizerSection, "data": DataSection, "eval": EvalSection}
+    for name, section in builders.items():
+        if values.get(name) is not None:
+            values[name] = _build(section, name, values[name])
+    if values.get("snip") is not None:
+        values["snip"] = SnipConfig.from_dict(_mapping("snip", values["snip"]))
+    return _build(Recipe, "recipe", values)
+
+
+def to_plain(recipe: Recipe) -> dict[str, Any]:
+    """Returns the recipe as data for JSON, with every default written out."""
+    values = dataclasses.asdict(recipe)
+    values["snip"] = recipe.snip.to_dict() if recipe.snip else None
+    return values
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 scalars: PyYAML alone reads `1e-3` as a string, and `no` (a value of `eval_strategy`) as false."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML's own attribute)
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool" or first in "tTfF"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)$"), list("-+.0123456789")
+)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    values = _mapping(str(path), yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader))
+    base = values.pop("base", None)
+    return values if base is None else _merged(_read(path.parent / base), values)
+
+
+def _parse_override(text: str) -> dict[str, Any]:
+    """`a.b=1` -> {"a": {"b": 1}}."""
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ValueError(
+            f"--override {text!r} is not understood; expected dotted.key=value, e.g. training.max_steps=10."
+        )
+    parsed = yaml.load(value, Loader=_Loader)
+    for part in reversed(key.split(".")):
+        parsed = {part: parsed}
+    return parsed
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns base with over's values; mappings are merged, everything else replaced."""
+    result = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = _merged(result[key], value) if both else value
+    return result
+
+
+def _mapping(name: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name}: got {value!r}; expected keys with values (a YAML mapping).")
+    return dict(value)
+
+
+def _check_keys(name: str, values: object, known: Sequence[str]) -> None:
+    unknown = [key for key in _mapping(name, values) if key not in known]
+    if unknown:
+        raise ValueError(f"{name}: the key {unknown[0]!r} is not known; known keys are {', '.join(known)}.")
+
+
+Section = TypeVar("Section")
+
+
+def _build(section: type[Section], name: str, values: object) -> Section:
+    """Builds a section's dataclass from YAML data: known keys only, each of its annotated type."""
+    fields = {f.name: f for f in dataclasses.fields(section)}  # type: ignore[arg-type]
+    _check_keys(name, values, list(fields))
+    values = _mapping(name, values)
+    for key, f in fields.items():
+        if key not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{name}: the key {key!r} is missing; known keys are {', '.join(fields)}.")
+    return section(**{key: _typed(f"{name}.{key}", value, str(fields[key].type)) for key, value in values.items()})
+
+
+_TYPES = {"str": str, "int": int, "float": (int, float), "bool": bool, "dict": dict, "None": type(None)}
+
+
+def _typed(name: str, value: Any, annotation: str) -> Any:
+    """Returns value where it fits the annotation (lists become tuples); a section that is built already passes."""
+    if dataclasses.is_dataclass(value):
+        return value
+    if annotation.startswith("tuple") and isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+        return tuple(value)
+    for part in annotation.split(" | "):
+        accepted = _TYPES.get(part.partition("[")[0], ())
+        if isinstance(value, accepted) and (not isinstance(value, bool) or part == "bool"):
+            return value
+    raise TypeError(f"{name}={value!r} has type {type(value).__name__}; expected {annotation}.")

@@ -1,0 +1,139 @@
+"""How a Hugging Face `Trainer` drives the controller: `SnipCallback` forwards events and holds no logic of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from accelerate.state import AcceleratorState
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .config import SnipConfig
+from .controller import SnipController, check_launch, unwrap
+from .hub import prepare_push, tag_model
+from .kernels import select_backend
+from .linear import convert_model
+from .plan import read_json, write_json_atomic
+from .policies import needs_probe
+
+logger = logging.getLogger(__name__)
+
+STATE_NAME = "snip_state.json"
+
+
+class SnipCallback(TrainerCallback):
+    """Trains the Trainer's model under SNIP: `Trainer(..., callbacks=[SnipCallback(SnipConfig(...))])`.
+
+    Every checkpoint gets a `snip_state.json`; `trainer.train(resume_from_checkpoint=...)` continues from it bit for bit.
+
+    Args:
+        config: what the user asks for; the defaults if None.
+        resume: True looks for the state in OUTPUT/checkpoint-STEP of the step that the Trainer resumes at; a path names
+            a checkpoint folder elsewhere; False starts a new plan even if there is a state.
+    """
+
+    def __init__(self, config: SnipConfig | None = None, resume: bool | str | os.PathLike[str] = True) -> None:
+        self.config = config or SnipConfig()
+        self.controller: SnipController | None = None
+        self._resume = resume
+        self._hook: Any = None
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuses what cannot work, and swaps the linears before the Trainer wraps or compiles the model."""
+        if args.n_gpu > 1 and args.parallel_mode.value == "not_distributed":
+            raise ValueError(
+                f"The Trainer would put the model into nn.DataParallel on {args.n_gpu} GPUs, which copies the plan in every "
+                "step. Start one process per GPU with `accelerate launch`, or show one GPU only (CUDA_VISIBLE_DEVICES=0)."
+            )
+        if needs_probe(self.config) and args.label_smoothing_factor > 0:
+            raise ValueError(
+                f"label_smoothing_factor={args.label_smoothing_factor} takes the labels away from the model, which then gives "
+                "no loss to probe. Set it to 0, or use a policy that needs no probe, such as policy='layer-position'."
+            )
+        check_launch(self.config, AcceleratorState())
+        convert_model(unwrap(kwargs["model"]), self.config)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        model: nn.Module = unwrap(kwargs["model"])
+        output_dir = args.output_dir if state.is_world_process_zero else None
+        self.controller = SnipController(model, kwargs["optimizer"], self.config, AcceleratorState(), output_dir)
+        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        found = self._find_state(args, state)
+        if found is None:
+            self.controller.step = state.global_step
+            self.controller.start()
+        else:
+            try:
+                self.controller.load_state_dict(read_json(found))
+            except ValueError as error:
+                raise ValueError(f"Cannot resume from {found}: {error}") from error
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._running().before_optimizer_step(state.global_step + 1)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._running().after_step(state.global_step)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            write_json_atomic(_checkpoint(args, state) / STATE_NAME, self._running().state_dict())
+
+    def on_push_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero:
+            emulated = select_backend(self.config.backend) == "emulated"
+            prepare_push(args.output_dir, unwrap(kwargs["model"]), emulated=emulated)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stops what still runs. The model keeps its swapped layers and the plan; `restore_model` undoes the swap."""
+        controller = self._running()
+        controller.close()
+        tag_model(controller.model, controller.plan)
+        self._hook.remove()
+
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if model.training:
+            self._running().capture(kwargs)
+
+    def _running(self) -> SnipController:
+        if self.controller is None:
+            raise RuntimeError("SnipCallback got a training event before on_train_begin; add it before train() is called.")
+        return self.controller
+
+    def _find_state(self, args: TrainingArguments, state: TrainerState) -> Path | None:
+        """Returns the file to resume from, None to start a new plan; says which in the log."""
+        if state.global_step == 0 or self._resume is False:
+            return None
+        folders = [_checkpoint(args, state)]
+        if isinstance(args.resume_from_checkpoint, str) and os.path.isdir(args.resume_from_checkpoint):
+            folders.insert(0, Path(args.resume_from_checkpoint))
+        if self._resume is not True:
+            folders = [Path(self._resume)]
+        found = [folder / STATE_NAME for folder in folders if (folder / STATE_NAME).is_file()]
+        if found:
+            logger.info("snip-hf: resuming from %s.", found[0])
+            return found[0]
+        if self._resume is not True:
+            raise ValueError(f"There is no {STATE_NAME} in {self._resume}, which SnipCallback(resume=...) names.")
+        logger.warning(
+            "snip-hf: resuming at step %d without a SNIP state (looked for %s in %s): taken for a checkpoint trained without "
+            "SNIP, the plan starts anew. If the checkpoint lies elsewhere, name its folder in SnipCallback(resume=...).",
+            state.global_step, STATE_NAME, ", ".join(map(str, folders)),
+        )
+        return None
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"

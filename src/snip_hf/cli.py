@@ -1,0 +1,152 @@
+"""What can be asked from a shell: `snip-hf solve`, `snip-hf inspect`, `snip-hf report`.
+
+Exit codes: 0, 1 (the plan does not fit the model; no solution), 2 (bad input). An error is one sentence on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from .config import SnipConfig
+from .cost import linear_flops
+from .linear import convert_model
+from .plan import PrecisionPlan, read_json, write_json_atomic
+from .report import plan_table, run_report, stage_table
+from .solver import SolverError, SolverProcess
+
+# Longer lists of layers are cut: one mistake, such as another prefix, makes every layer a mismatch.
+_MOST_LISTED = 20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code (argparse itself exits on `--help`, `--version` and wrong usage)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (OSError, ValueError, TypeError) as error:
+        return _fail(error, 2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="snip-hf", description="Plans of FP4/FP8 training: solve, inspect, report.")
+    parser.add_argument("--version", action="version", version=f"snip-hf {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    solve = commands.add_parser("solve", help="solve an integer program, as JSON, in a process of its own")
+    solve.add_argument("problem", type=Path, metavar="problem.json")
+    solve.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the solution here, not to stdout")
+    solve.set_defaults(run=_solve)
+
+    inspect = commands.add_parser("inspect", help="show a plan; with --model, compare it with a model")
+    inspect.add_argument("plan", type=Path, metavar="plan.json")
+    inspect.add_argument("--model", metavar="NAME_OR_DIR", help="a causal LM; only its config is read")
+    inspect.set_defaults(run=_inspect)
+
+    report = commands.add_parser("report", help="tables and figures of a run")
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the Trainer's output_dir")
+    report.add_argument("--out", type=Path, metavar="DIR", help="folder for the figures (default: RUN_DIR/snip)")
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _solve(arguments: argparse.Namespace) -> int:
+    try:
+        problem = read_json(arguments.problem)
+    except ValueError as error:
+        raise ValueError(f"{arguments.problem} is not a usable problem: {error}") from error
+    if not isinstance(problem, dict):
+        raise ValueError(f"{arguments.problem} holds a {type(problem).__name__}, expected a JSON object with groups.")
+    try:
+        with SolverProcess.start(problem) as process:
+            result = process.result()
+    except SolverError as error:
+        return _fail(error, 2 if error.reason == "bad problem" else 1)
+    solution = dataclasses.asdict(result)
+    if arguments.output is None:
+        print(json.dumps(solution, indent=1))
+    else:
+        write_json_atomic(arguments.output, solution)
+        print(f"{result.status}, objective {result.objective:.6g}, by {result.solver}: {arguments.output}")
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    plan = PrecisionPlan.load(arguments.plan)
+    console = Console()
+    console.print(plan_table(plan))
+    console.print(stage_table(plan))
+    for field in dataclasses.fields(plan.provenance):
+        value = getattr(plan.provenance, field.name)
+        if value is not None:
+            shown = json.dumps(dict(value)) if field.name == "config" else value
+            console.print(f"{field.name}: {shown}", markup=False, highlight=False)
+    return 0 if arguments.model is None else _compare(plan, arguments.model)
+
+
+def _compare(plan: PrecisionPlan, name: str) -> int:
+    """Prints what does not fit between a plan and a model; returns 1 if anything does not."""
+    model = _empty_model(name)
+    # The plan's own config, because what was skipped then has to be skipped now.
+    config = SnipConfig() if plan.provenance.config is None else SnipConfig.from_dict(plan.provenance.config)
+    layers = convert_model(model, config)
+    flops = linear_flops(model)
+    missing, unexpected = plan.mismatches(layers)
+    # The forward GEMM, because a frozen weight has no grad_weight FLOPs.
+    resized = [x for x in layers if x in plan.flops and plan.flops[x]["forward"] != flops[x]["forward"]]
+    for what, names in (
+        (f"in {name} but not in the plan", missing),
+        (f"in the plan but not in {name}", unexpected),
+        (f"of another size in {name} than in the plan", resized),
+    ):
+        if names:
+            print(f"{len(names)} layers are {what}:")
+            print("".join(f"  {layer}\n" for layer in names[:_MOST_LISTED]) + "  ...\n" * (len(names) > _MOST_LISTED))
+    if missing or unexpected or resized:
+        return 1
+    print(f"The plan fits {name}: all {len(layers)} layers agree in name and size.")
+    return 0
+
+
+def _empty_model(name: str) -> nn.Module:
+    """The causal LM `name`, built from its config on the meta device: layers without memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # Slow to import, and only needed here.
+
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # Whatever a foreign config makes of it.
+        raise ValueError(f"Cannot build the model {name!r} from its config: {error}") from error
+    return model
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    for path in run_report(arguments.run_dir, arguments.out):
+        print(path)
+    return 0
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"snip-hf: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
+
+
+def _version() -> str:
+    try:
+        return metadata.version("snip-hf")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

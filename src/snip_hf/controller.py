@@ -1,0 +1,497 @@
+"""When to probe, solve and apply. Knows no Trainer, so that a plain Accelerate loop can drive it.
+
+One refresh at optimizer step s: `capture` keeps the step's first micro-batch; `before_optimizer_step` probes it and
+starts the solver in a process of its own; training goes on; `after_step(s + apply_delay)` reads the solution, waiting
+for it only if it is not there yet, and applies it. The planner may fail, training may not: whatever goes wrong on the
+way keeps the plan in force, with a warning and a line in the history.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import policies
+from .config import SnipConfig
+from .cost import linear_flops
+from .divergence import CHOICES, DivergenceTable, divergences_at
+from .kernels import select_backend
+from .linear import convert_model, set_step, snip_linears
+from .optimizers import check_optimizer, responses
+from .plan import PlanProvenance, PrecisionPlan, parse_json, write_json_atomic
+from .probe import Batch
+from .solver import SolverProcess, SolverResult
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+# Seconds that training waits for a solver beyond its time limit before the plan in force is kept.
+_GRACE = 30.0
+
+
+@dataclass
+class _Pending:
+    """A refresh between its probe and its application."""
+
+    step: int
+    due: int
+    problem: dict[str, Any]
+    record: dict[str, Any]
+    """The history line so far."""
+    process: SolverProcess | None = None
+
+
+@dataclass
+class _Armed:
+    """A refresh whose step is running: its micro-batch, and the gradients' size before clipping."""
+
+    batch: Batch | None = None
+    squares: dict[str, Tensor] = field(default_factory=dict)
+    """Layer -> |gradient|^2 as accumulated so far."""
+    hooks: list[Any] = field(default_factory=list)
+
+
+class SnipController:
+    """Drives the precision of one model through one training run.
+
+    Args:
+        model: a causal LM, converted or not; wrappers (DDP, compile) are looked through.
+        optimizer: the optimizer that trains it, wrapped or not.
+        config: what the user asks for.
+        accelerator: the Accelerate object of the loop, if there is one; its settings are checked.
+        output_dir: folder that gets `snip/` with the plan, the history and the divergences; None writes nothing.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, KeyError: anything that cannot work, before training starts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        config: SnipConfig,
+        accelerator: Any = None,
+        output_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.model = unwrap(model)
+        self.config = config
+        self.step = 0
+        """Optimizer steps done."""
+        self._optimizer = optimizer
+        self._folder = None if output_dir is None else Path(output_dir) / "snip"
+        self._micro_batch = 0
+        self._armed: _Armed | None = None
+        self._pending: _Pending | None = None
+        self._checked_labels = False
+        backend = select_backend(config.backend)
+        check_launch(config, accelerator)
+        convert_model(self.model, config)
+        self._layers = snip_linears(self.model)
+        self.needs_probe = policies.needs_probe(config)
+        if self.needs_probe:
+            self._check_probe()
+        flops = linear_flops(self.model)
+        self._setting = policies.Setting(config, flops, policies.find_stages(list(flops), config))
+        self.model_name = getattr(getattr(self.model, "config", None), "_name_or_path", "") or type(self.model).__name__
+        self.plan = self._first_plan()
+        self.plan.apply(self.model)
+        set_step(self._layers, config.seed, 1, 0)
+        logger.info("snip-hf: backend %s, policy %s, %s.", backend, config.policy, _describe(self.plan))
+
+    def start(self) -> None:
+        """Writes the plan and the first line of a new history. To be called once, unless a state is loaded."""
+        self._save_plan()
+        if self._folder is not None:
+            (self._folder / "history.jsonl").unlink(missing_ok=True)
+        self._append(self._start_line())
+
+    def capture(self, batch: Mapping[str, Any]) -> None:
+        """Tells the controller that a training micro-batch is about to run forward.
+
+        Args:
+            batch: keyword arguments of the model's forward. References are kept until the optimizer step if this step
+                refreshes the plan.
+
+        Raises:
+            ValueError: the very first batch has no labels, and the policy needs them.
+        """
+        if self.needs_probe and not self._checked_labels:
+            Batch.of(batch)
+            self._checked_labels = True
+        step = self.step + 1
+        set_step(self._layers, self.config.seed, step, self._micro_batch)
+        if self._micro_batch == 0 and self._refreshes(step):
+            self._armed = _Armed()
+            self._watch_gradients(self._armed)
+            with self._keeping_plan(step):
+                self._armed.batch = Batch.of(batch)
+        self._micro_batch += 1
+
+    def before_optimizer_step(self, step: int) -> None:
+        """To be called with the gradients of optimizer step `step` (from 1) complete and clipped; probes if it is due."""
+        armed, self._armed = self._armed, None
+        if armed is None:
+            return
+        for hook in armed.hooks:
+            hook.remove()
+        if armed.batch is None:
+            return
+        self._abandon(f"the next refresh began at step {step}")
+        with self._keeping_plan(step):
+            self._refresh(step, armed)
+
+    def after_step(self, step: int) -> None:
+        """To be called when optimizer step `step` (from 1) is done; applies a plan that is due."""
+        self.step, self._micro_batch = step, 0
+        pending = self._pending
+        if pending is not None and step >= pending.due:
+            self._pending = None
+            with self._keeping_plan(step, pending.record):
+                self._apply(pending, step)
+        set_step(self._layers, self.config.seed, step + 1, 0)
+
+    def close(self) -> None:
+        """Stops a solver that is still running. The model keeps the plan in force."""
+        self._abandon(f"training ended at step {self.step}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""
+        pending = self._pending
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "step": self.step,
+            "config": self.config.to_dict(),
+            "plan": self.plan.to_dict(),
+            "pending": None
+            if pending is None
+            else {"step": pending.step, "due": pending.due, "problem": pending.problem, "record": pending.record},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a `state_dict`. Nothing is changed if it does not fit.
+
+        Raises:
+            ValueError: another schema version, another configuration, or a state that is not complete.
+            KeyError: the plan in it is for another model.
+        """
+        if not isinstance(state, Mapping) or state.get("schema_version") != SCHEMA_VERSION:
+            raise ValueError(f"The SNIP state has no schema_version {SCHEMA_VERSION}; it is not a state of this version.")
+        try:
+            saved, step, pending = dict(state["config"]), int(state["step"]), state["pending"]
+            plan = PrecisionPlan.from_dict(state["plan"])
+            resumed = None if pending is None else _Pending(
+                int(pending["step"]), int(pending["due"]), dict(pending["problem"]), dict(pending["record"])
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"The SNIP state is not complete ({error!r}); restore the file from another checkpoint.") from error
+        mine = self.config.to_dict()
+        different = [name for name in mine if name in _DECIDING and saved.get(name) != mine[name]]
+        if different:
+            name = different[0]
+            raise ValueError(
+                f"The checkpoint was trained with {name}={saved.get(name)!r}, this run asks for {name}={mine[name]!r} "
+                f"(different fields: {', '.join(different)}). Use the checkpoint's configuration to resume its run, or "
+                "SnipCallback(..., resume=False) to start a new plan from its weights."
+            )
+        plan.apply(self.model)
+        self.plan, self.step, self._pending = plan, step, resumed
+        if resumed is not None:
+            resumed.process = SolverProcess.start(resumed.problem)
+        set_step(self._layers, self.config.seed, step + 1, 0)
+        self._cut_history(step)
+        self._save_plan()
+
+    def _first_plan(self) -> PrecisionPlan:
+        setting, config = self._setting, self.config
+        if config.plan is not None:
+            return PrecisionPlan.load(config.plan)
+        provenance = PlanProvenance(
+            step=0,
+            policy=config.policy,
+            granularity=config.granularity,
+            target_fp4_fraction=config.target_fp4_fraction,
+            config=config.to_dict(),
+            model_name=self.model_name,
+        )
+        if self.needs_probe:
+            return PrecisionPlan.uniform(setting.flops, config.start_format, setting.stages, provenance)
+        return PrecisionPlan(policies.rule_assignment(setting), setting.flops, setting.stages, provenance)
+
+    def _check_probe(self) -> None:
+        check_optimizer(self._optimizer)
+        attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None) or ""
+        if attention.startswith("flash"):
+            raise ValueError(
+                f"attn_implementation={attention!r} cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. Load the "
+                "model with attn_implementation='sdpa', or use a policy that needs no probe."
+            )
+
+    def _refreshes(self, step: int) -> bool:
+        first, every = self.config.first_refresh, self.config.refresh_every
+        return self.needs_probe and step >= first and (step - first) % every == 0
+
+    def _watch_gradients(self, armed: _Armed) -> None:
+        """Notes each weight's gradient norm whenever it grows, so that the factor of a later clipping is known."""
+
+        def watch(name: str) -> Any:
+            def note(parameter: Tensor) -> None:
+                if parameter.grad is not None:
+                    armed.squares[name] = parameter.grad.detach().to(torch.float32).square().sum()
+
+            return note
+
+        for name, layer in self._layers.items():
+            if layer.weight.requires_grad:
+                armed.hooks.append(layer.weight.register_post_accumulate_grad_hook(watch(name)))
+
+    def _refresh(self, step: int, armed: _Armed) -> None:
+        assert armed.batch is not None
+        began = time.perf_counter()
+        weights = {name: layer.weight for name, layer in self._layers.items()}
+        gradients = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
+        table = divergences_at(
+            self.model,
+            armed.batch,
+            responses(self._optimizer, weights),
+            gradients,
+            self.config,
+            step,
+            gradient_scale=_clip_factor(armed.squares, gradients),
+            micro_batches=self._micro_batch,
+        )
+        bad = [row for row in table.rows if not (_finite(row.loss_divergence) and _finite(row.weight_divergence))]
+        if bad:
+            raise ValueError(f"The divergences of layer {bad[0].layer!r} are not finite; expected finite activations and gradients.")
+        program = policies.problem(self._setting, table, self.plan.assignment)
+        seconds = time.perf_counter() - began
+        self._write_divergences(step, table)
+        record = {
+            "event": "refresh",
+            "step": step,
+            "loss": table.loss,
+            "divergence": {fmt: table.totals(fmt) for fmt in CHOICES},
+            "seconds": {"probe": seconds, "solver": None, "waited": None},
+        }
+        self._pending = _Pending(step, step + self.config.apply_delay, program, record, SolverProcess.start(program))
+
+    def _apply(self, pending: _Pending, step: int) -> None:
+        assert pending.process is not None
+        began = time.perf_counter()
+        result = pending.process.result(self.config.solver_time_limit + _GRACE)
+        pending.record["seconds"] |= {"solver": result.seconds, "waited": time.perf_counter() - began}
+        plan = self._new_plan(pending.step, result)
+        changes = self.plan.changes(plan)
+        plan.apply(self.model)
+        self.plan = plan
+        self._save_plan()
+        layers_changed = len({change.rpartition(":")[0] for change in changes})
+        self._append(
+            pending.record
+            | {
+                "applied_step": step,
+                "decided_step": step,
+                "status": "applied",
+                "reason": None,
+                "fp4_fraction": plan.fp4_fraction,
+                "stage_fp4_fractions": list(plan.stage_fp4_fractions),
+                "changes": changes,
+                "layers_changed": layers_changed,
+                "objective": result.objective,
+                "bound": result.bound,
+                "gap": result.gap,
+                "solver": result.solver,
+                "solver_version": result.solver_version,
+            }
+        )
+        logger.info(
+            "snip-hf: plan of step %d applied after step %d: %s, %d layers changed.",
+            pending.step, step, _describe(plan), layers_changed,
+        )
+
+    def _new_plan(self, step: int, result: SolverResult) -> PrecisionPlan:
+        provenance = PlanProvenance(
+            step=step,
+            policy=self.config.policy,
+            granularity=self.config.granularity,
+            target_fp4_fraction=self.config.target_fp4_fraction,
+            objective=result.objective,
+            bound=result.bound,
+            gap=result.gap,
+            solver=result.solver,
+            solver_version=result.solver_version,
+            seconds=result.seconds,
+            config=self.config.to_dict(),
+            model_name=self.model_name,
+        )
+        return PrecisionPlan(
+            self._setting.assignment(result.choices), self._setting.flops, self._setting.stages, provenance
+        )
+
+    @contextlib.contextmanager
+    def _keeping_plan(self, step: int, record: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """Turns any failure inside into a warning and a history line; the plan in force stays."""
+        try:
+            yield
+        except Exception as error:  # the planner may fail; training may not
+            record = record or {"event": "refresh", "step": step}
+            self._keep(step, record, f"{type(error).__name__}: {error}")
+
+    def _keep(self, step: int, record: Mapping[str, Any], reason: str) -> None:
+        logger.warning("snip-hf: the refresh of step %d failed, the plan in force stays: %s", record["step"], reason)
+        kept = {
+            "applied_step": None,
+            "decided_step": step,
+            "status": "kept",
+            "reason": reason,
+            "fp4_fraction": self.plan.fp4_fraction,
+            "stage_fp4_fractions": list(self.plan.stage_fp4_fractions),
+            "changes": {},
+            "layers_changed": 0,
+        }
+        self._append(dict(record) | kept)
+
+    def _abandon(self, reason: str) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            if pending.process is not None:
+                pending.process.kill()
+            self._keep(self.step, pending.record, f"{reason}, before step {pending.due} at which its plan was due")
+
+    def _start_line(self) -> dict[str, Any]:
+        return {
+            "event": "start",
+            "step": self.step,
+            "config": self.config.to_dict(),
+            "plan": {layer: dict(formats) for layer, formats in self.plan.assignment.items()},
+            "flops": {layer: dict(flops) for layer, flops in self.plan.flops.items()},
+            "stages": [list(stage) for stage in self.plan.stages],
+            "model_name": self.model_name,
+        }
+
+    def _save_plan(self) -> None:
+        with self._reporting_disk():
+            if self._folder is not None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self.plan.save(self._folder / "plan.json")
+
+    def _write_divergences(self, step: int, table: DivergenceTable) -> None:
+        with self._reporting_disk():
+            if self._folder is not None:
+                document = {"schema_version": SCHEMA_VERSION, "step": step, "loss": table.loss, "records": table.to_records()}
+                write_json_atomic(self._folder / f"divergence-{step}.json", document)
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        with self._reporting_disk():
+            if self._folder is not None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with open(self._folder / "history.jsonl", "a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+
+    def _cut_history(self, step: int) -> None:
+        """Leaves of the history what was decided up to `step`: what came after is about to happen again."""
+        with self._reporting_disk():
+            if self._folder is None:
+                return
+            path = self._folder / "history.jsonl"
+            lines = path.read_bytes().splitlines() if path.exists() else []
+            events = [event for event in map(_parse_line, lines) if event is not None]
+            kept = [event for event in events if event.get("decided_step", 0) <= step]
+            if not kept or kept[0].get("event") != "start":
+                kept = [self._start_line()]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(".history.jsonl.tmp")
+            temporary.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
+            os.replace(temporary, path)
+
+    @contextlib.contextmanager
+    def _reporting_disk(self) -> Iterator[None]:
+        """A disk that cannot be written costs the record, not the run."""
+        try:
+            yield
+        except OSError as error:
+            logger.warning("snip-hf: could not write to %s, training goes on: %s", self._folder, error)
+
+
+# Fields that decide the course of a run; the others may differ on resume.
+_DECIDING = tuple(
+    name for name in SnipConfig().to_dict() if name not in ("solver_time_limit", "backend")
+)
+
+
+def check_launch(config: SnipConfig, accelerator: Any) -> None:
+    """Refuses what this version cannot run under.
+
+    Raises:
+        ValueError: FP8 or FP16 mixed precision; sharded or several processes with a policy that needs a probe.
+    """
+    if accelerator is None:
+        return
+    if accelerator.mixed_precision == "fp8":
+        raise ValueError(
+            "mixed_precision='fp8' would convert the linears a second time; snip-hf does the FP8 itself. Use 'bf16' or 'no'."
+        )
+    if not policies.needs_probe(config):
+        return
+    if accelerator.mixed_precision == "fp16":
+        raise ValueError("mixed_precision='fp16' scales the gradients that the probe needs; use 'bf16' or 'no'.")
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if accelerator.num_processes > 1 or kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        raise ValueError(
+            f"policy={config.policy!r} runs in one process so far; got {accelerator.num_processes} processes ({kind}). Launch with "
+            "--num_processes 1, or use a policy that needs no probe, such as a plan file or policy='layer-position'."
+        )
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Returns the model inside DDP and torch.compile wrappers.
+
+    Raises:
+        ValueError: it is in `nn.DataParallel`.
+    """
+    while True:
+        if isinstance(model, nn.DataParallel):
+            raise ValueError(
+                "nn.DataParallel copies the model in every step, and the plan with it; start one process per GPU with "
+                "`accelerate launch`, or show one GPU only (CUDA_VISIBLE_DEVICES=0)."
+            )
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _clip_factor(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
+    """Returns what clipping multiplied the gradients by: norm after / norm before, over the swapped layers."""
+    unclipped = sum(float(square) for square in before.values())
+    clipped = sum(float(gradient.to(torch.float32).square().sum()) for gradient in after.values())
+    return (clipped / unclipped) ** 0.5 if unclipped > 0 else 1.0
+
+
+def _finite(value: float) -> bool:
+    return value == value and abs(value) != float("inf")
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    """Returns the event of a history line, None for one that a crash left broken."""
+    try:
+        event = parse_json(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) else None
+
+
+def _describe(plan: PrecisionPlan) -> str:
+    stages = ", ".join(f"{share:.1%}" for share in plan.stage_fp4_fractions)
+    return f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (per stage: {stages})"

@@ -1,0 +1,222 @@
+"""How measurements become a plan: `snip` and every baseline, behind one small interface.
+
+A policy either needs a probe, and gives every choice a cost for the integer program, or is a rule, and gives the
+assignment outright. Both meet the target share of FLOPs in every stage, never from below. What the program decides, or
+a rule orders, are groups: linears at granularity "layer", (linear, GEMM) pairs at granularity "gemm".
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .config import SnipConfig
+from .divergence import CHOICES, LAYER, Divergence, DivergenceTable
+from .formats import GEMMS
+
+Assignment = Mapping[str, Mapping[str, str]]
+# Shares of FLOPs are sums of floating-point numbers: what is short of the target by this much attains it.
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every policy is told: the config, the FLOPs per token of each layer and GEMM, and the stages' layers."""
+
+    config: SnipConfig
+    flops: Mapping[str, Mapping[str, float]]
+    stages: tuple[tuple[str, ...], ...]
+
+    def groups(self, layers: Sequence[str]) -> list[str]:
+        """Returns the names of the groups of these layers: "layer", or "layer:gemm" at granularity "gemm"."""
+        if self.config.granularity == "layer":
+            return list(layers)
+        return [f"{layer}:{gemm}" for layer in layers for gemm in GEMMS]
+
+    def members(self, group: str) -> list[tuple[str, str]]:
+        """Returns the (layer, GEMM) pairs of a group."""
+        layer, _, gemm = group.rpartition(":")
+        return [(layer, gemm)] if self.config.granularity == "gemm" else [(group, gemm) for gemm in GEMMS]
+
+    def share(self, group: str, stage: Sequence[str]) -> float:
+        """Returns the group's share of the stage's linear FLOPs."""
+        total = sum(sum(self.flops[layer].values()) for layer in stage)
+        return sum(self.flops[layer][gemm] for layer, gemm in self.members(group)) / total
+
+    def assignment(self, choices: Mapping[str, str]) -> dict[str, dict[str, str]]:
+        """Returns layer -> GEMM -> format for a format per group."""
+        result: dict[str, dict[str, str]] = {layer: {} for layer in self.flops}
+        for group, fmt in choices.items():
+            for layer, gemm in self.members(group):
+                result[layer][gemm] = fmt
+        return result
+
+
+def needs_probe(config: SnipConfig) -> bool:
+    """Tells whether the policy decides from measurements (and refreshes), or is a rule or a file (and stays)."""
+    return config.plan is None and config.policy in _COSTS
+
+
+def find_stages(layers: Sequence[str], config: SnipConfig) -> tuple[tuple[str, ...], ...]:
+    """Returns the layer names of each stage; the order of `layers` is kept.
+
+    Raises:
+        ValueError: more stages than blocks, or explicit stages that do not hold every layer exactly once.
+    """
+    if config.stages is None:
+        return (tuple(layers),)
+    if isinstance(config.stages, int):
+        blocks = list(dict.fromkeys(block_of(layer) for layer in layers))
+        if config.stages > len(blocks):
+            raise ValueError(f"stages={config.stages} but the model has {len(blocks)} blocks; expected at most one stage each.")
+        stage_of = {block: index * config.stages // len(blocks) for index, block in enumerate(blocks)}
+        return tuple(
+            tuple(layer for layer in layers if stage_of[block_of(layer)] == stage) for stage in range(config.stages)
+        )
+    named = [layer for stage in config.stages for layer in stage]
+    wrong = [layer for layer in (*named, *layers) if named.count(layer) != 1 or layer not in layers]
+    if wrong:
+        raise ValueError(
+            f"stages: layer {wrong[0]!r} is named {named.count(wrong[0])} times and is "
+            f"{'a' if wrong[0] in layers else 'no'} swapped layer; expected every swapped layer in exactly one stage."
+        )
+    return config.stages
+
+
+def block_of(layer: str) -> str:
+    """Returns the name of the block that a layer is in: up to and with the first number ("model.layers.3")."""
+    match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", layer)
+    return match.group() if match else layer
+
+
+def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> dict[str, Any]:
+    """Returns the integer program (`snip_hf.ilp`) of a policy that needs a probe.
+
+    Args:
+        setting: as above.
+        table: the measurements, with a row for every layer, GEMM and choice.
+        in_force: the assignment in force, for the switching cost.
+    """
+    config = setting.config
+    cost = _COSTS[config.policy](config, table)
+    rows = {(row.layer, row.gemm, row.format): row for row in table.rows}
+    groups, constraints = [], []
+    count = sum(len(setting.groups(stage)) for stage in setting.stages)
+    for index, stage in enumerate(setting.stages):
+        names = setting.groups(stage)
+        for group in names:
+            members = setting.members(group)
+            layer, gemm = members[0] if config.granularity == "gemm" else (group, LAYER)
+            options = []
+            for fmt in CHOICES:
+                changes = any(in_force[name][part] != fmt for name, part in members)
+                # A layer that took no part in the probe (an expert without tokens) has no row and costs nothing.
+                damage = cost(rows[layer, gemm, fmt]) if (layer, gemm, fmt) in rows else 0.0
+                weight = setting.share(group, stage) if fmt == "fp4" else 0.0
+                options.append({"name": fmt, "cost": damage + config.switching_cost / count * changes, "weight": weight})
+            groups.append({"name": group, "options": options})
+        constraints.append({"name": f"stage {index}", "groups": names, "minimum": config.target_fp4_fraction})
+    return {
+        "groups": groups,
+        "constraints": constraints,
+        "ties": _ties(setting),
+        "solver": config.solver,
+        "time_limit": config.solver_time_limit,
+        "relative_gap": config.solver_gap,
+    }
+
+
+def rule_assignment(setting: Setting) -> dict[str, dict[str, str]]:
+    """Returns the assignment of a policy that needs no probe."""
+    config = setting.config
+    uniform = {"bf16": "bf16", "uniform-fp8": "fp8", "uniform-fp4": "fp4"}.get(config.policy)
+    choices: dict[str, str] = {}
+    for stage in setting.stages:
+        if uniform is not None:
+            choices |= dict.fromkeys(setting.groups(stage), uniform)
+        else:
+            choices |= _fill(setting, stage, _ORDERS[config.policy](setting, stage))
+    return setting.assignment(choices)
+
+
+def _fill(setting: Setting, stage: Sequence[str], order: Sequence[str]) -> dict[str, str]:
+    """Returns group -> format for one stage: FP4 in the given order until the target is met, FP8 for the rest.
+
+    Where the next unit would meet the target, the smallest remaining one that does takes its place; what then turns
+    out not to be needed goes back to FP8, the last one first. Tied groups are one unit.
+    """
+    tied = {name: tuple(tie) for tie in _ties(setting) for name in tie}
+    units = list(dict.fromkeys(tied.get(group, (group,)) for group in order))
+    share = {unit: sum(setting.share(group, stage) for group in unit) for unit in units}
+    missing = setting.config.target_fp4_fraction - _TOLERANCE
+    chosen: list[tuple[str, ...]] = []
+    while missing > 0:
+        unit = units[0]
+        if share[unit] >= missing:
+            unit = min((unit for unit in units if share[unit] >= missing), key=lambda unit: share[unit])
+        units.remove(unit)
+        chosen.append(unit)
+        missing -= share[unit]
+    for unit in reversed(list(chosen)):
+        if missing + share[unit] <= 0:
+            chosen.remove(unit)
+            missing += share[unit]
+    in_fp4 = {group for unit in chosen for group in unit}
+    return {group: "fp4" if group in in_fp4 else "fp8" for group in order}
+
+
+def _ties(setting: Setting) -> list[list[str]]:
+    """Returns the lists of groups that must share a format: siblings whose last names `config.ties` puts together."""
+    ties: list[list[str]] = []
+    for stage in setting.stages:
+        for names in setting.config.ties:
+            siblings: dict[str, list[str]] = {}
+            for layer in stage:
+                parent, _, last = layer.rpartition(".")
+                if last in names:
+                    siblings.setdefault(parent, []).append(layer)
+            for layers in siblings.values():
+                parts = [layers] if setting.config.granularity == "layer" else [[f"{x}:{gemm}" for x in layers] for gemm in GEMMS]
+                ties += [part for part in parts if len(part) > 1]
+    return ties
+
+
+def _random_order(setting: Setting, stage: Sequence[str]) -> list[str]:
+    order = setting.groups(stage)
+    random.Random(f"{setting.config.seed} {stage[0]}").shuffle(order)
+    return order
+
+
+def _type_order(setting: Setting, stage: Sequence[str]) -> list[str]:
+    """Linears of the MLP first, attention's last (ours: the paper names "by layer type" without an order)."""
+    return sorted(setting.groups(stage), key=lambda group: "attn" in group or "attention" in group)
+
+
+def _position_order(setting: Setting, stage: Sequence[str]) -> list[str]:
+    """Middle blocks of the model first, so that its first and last blocks stay in FP8 longest."""
+    blocks = list(dict.fromkeys(block_of(layer) for layer in setting.flops))
+    position = {block: abs(index - (len(blocks) - 1) / 2) for index, block in enumerate(blocks)}
+    return sorted(setting.groups(stage), key=lambda group: position[block_of(setting.members(group)[0][0])])
+
+
+def _snip_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:
+    """Both divergences, each divided by its total under "everything in FP4" (docs/method.md, section 6)."""
+    totals = table.totals("fp4")
+    loss = config.loss_weight / totals["loss"] if totals["loss"] > 0 else 0.0
+    weight = config.weight_weight / totals["weight"] if totals["weight"] > 0 else 0.0
+    return lambda row: loss * row.loss_divergence + weight * row.weight_divergence
+
+
+def _absolute_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:
+    return lambda row: row.absolute_error or 0.0
+
+
+def _relative_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:
+    return lambda row: row.relative_error or 0.0
+
+
+_COSTS = {"snip": _snip_cost, "min-abs-err": _absolute_cost, "min-rel-err": _relative_cost}
+_ORDERS = {"random": _random_order, "layer-type": _type_order, "layer-position": _position_order}

@@ -1,0 +1,284 @@
+"""What one probe of the model measures in each layer: inputs, output gradients, and how they answer to moved weights.
+
+Legend: T tokens, I in_features, O out_features, n sampled tokens. A probe runs forward and backward at W + eps * d and
+at W - eps * d for one random direction d through all swapped layers. The mean of the two gives every layer's input X
+and output gradient G (up to eps^2), their difference the derivatives Xdot and Gdot along d (docs/method.md, section 5).
+
+The passes leave no trace. They run on FP32 copies of the weights handed to `torch.func.functional_call`, without
+autocast and without quantization, on clones of the buffers, and outside any wrapper (DDP, compile): no parameter, no
+gradient, no buffer and no optimizer state is written, and all random generators are put back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .formats import TILE
+from .linear import SnipLinear, snip_linears
+from .quantize import stream_key
+
+# |eps * d| / |W| over all swapped weights: small enough for first order, large enough for FP32 (method.md, section 5).
+RELATIVE_STEP = 1e-3
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The state of every generator that a forward pass may draw from: torch (CPU, CUDA), numpy, python."""
+
+    cpu: Tensor
+    cuda: list[Tensor]
+    numpy: Any
+    python: Any
+
+    @classmethod
+    def now(cls) -> RandomState:
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch as the model's forward takes it, and the generators' state with which it was first run."""
+
+    kwargs: Mapping[str, Any]
+    random_state: RandomState
+
+    @classmethod
+    def of(cls, kwargs: Mapping[str, Any]) -> Batch:
+        """Keeps references to the inputs, not copies.
+
+        `num_items_in_batch` is dropped: without it, Hugging Face models return the mean loss of the micro-batch.
+
+        Raises:
+            ValueError: there are no labels, so that the model gives no loss.
+        """
+        if kwargs.get("labels") is None:
+            raise ValueError(
+                f"The batch has no labels (its keys are {', '.join(kwargs) or 'none'}), so the model gives no loss to probe. "
+                "Expected a causal LM batch with `labels`. Label smoothing and a custom compute_loss_func take them away: "
+                "turn these off, or use a policy that needs no probe, such as policy='layer-position'."
+            )
+        return cls({key: value for key, value in kwargs.items() if key != "num_items_in_batch"}, RandomState.now())
+
+
+@dataclass
+class LayerSample:
+    """What one layer showed on the sampled tokens, FP32, for the mean loss of the micro-batch."""
+
+    tokens: int
+    """T: all tokens that passed through the layer."""
+    x: Tensor
+    """(n, I)"""
+    grad_output: Tensor
+    """(n, O)"""
+    x_dot: list[Tensor] = field(default_factory=list)
+    """(n, I) per probe"""
+    grad_output_dot: list[Tensor] = field(default_factory=list)
+    """(n, O) per probe"""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The outcome of a probe: mean loss of the micro-batch, and a sample per layer that took part in it."""
+
+    loss: float
+    layers: dict[str, LayerSample]
+
+
+def run_probe(
+    model: nn.Module,
+    batch: Batch,
+    sensitivity: Mapping[str, Tensor],
+    probes: int = 1,
+    probe_tokens: int | None = None,
+    seed: int = 0,
+    step: int = 0,
+) -> Probe:
+    """Probes every swapped layer of the model; `probes` times two forward-backward passes.
+
+    Args:
+        model: a converted model, without wrappers.
+        batch: the micro-batch to run.
+        sensitivity: layer -> D (O, I); the direction is D * z with z ~ N(0, 1). Layers without an entry stay put.
+        probes: number of independent directions.
+        probe_tokens: tokens kept per layer, in whole runs of 128; None keeps all.
+        seed: with `step`, decides the directions and the sampled tokens.
+        step: see seed.
+    """
+    layers = snip_linears(model)
+    samples: dict[str, LayerSample] = {}
+    losses = []
+    for index in range(probes):
+        generator = torch.Generator().manual_seed(stream_key(seed, step, index, 0, 0) >> 1)
+        direction = {name: d * _normal(d, generator) for name, d in sensitivity.items()}
+        epsilon = _step_size(layers, direction)
+        sides = []
+        for sign in (1.0, -1.0):
+            weights = {
+                f"{name}.weight": layers[name].weight.detach().to(torch.float32) + sign * epsilon * moved
+                for name, moved in direction.items()
+            }
+            recorder = _Recorder(probe_tokens, seed, step)
+            with _recording(layers, recorder):
+                losses.append(float(run_pass(model, batch, weights)))
+            sides.append(recorder.records)
+            del weights
+        _combine(samples, *sides, epsilon)
+    return Probe(sum(losses) / len(losses), samples)
+
+
+def run_pass(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor], without_trace: bool = True) -> Tensor:
+    """Runs one forward and backward pass in FP32 on stand-ins for the parameters and returns the loss.
+
+    Args:
+        model: a model without wrappers.
+        batch: the micro-batch; the generators start from its state.
+        weights: parameter name -> the tensor to use instead; gradients go to its `.grad` if it requires them.
+            Parameters that are not named are used as detached FP32 copies.
+        without_trace: False leaves the generators where the pass left them.
+    """
+    before = RandomState.now()
+    frozen = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        copy = weights[name] if name in weights else parameter.detach()
+        if name not in weights and parameter.is_floating_point():
+            # Something before the first layer must ask for gradients, so that the backward pass reaches all of them.
+            copy = copy.to(torch.float32).requires_grad_(id(parameter) not in frozen)
+        tensors[name] = copy
+    for name, buffer in model.named_buffers():
+        tensors[name] = buffer.clone().to(torch.float32) if buffer.is_floating_point() else buffer.clone()
+    try:
+        batch.random_state.restore()
+        stand_in = _ForwardBackward(model)
+        named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        loss = torch.func.functional_call(stand_in, named, (dict(batch.kwargs),))
+    finally:
+        if without_trace:
+            before.restore()
+    return loss
+
+
+class _ForwardBackward(nn.Module):
+    """Forward and backward in one call: recomputation under activation checkpointing needs the stand-ins in backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, kwargs: dict[str, Any]) -> Tensor:
+        # Accelerate wraps `forward` in autocast and keeps the original here.
+        forward = getattr(self.model, "_original_forward", self.model.forward)
+        device = next(self.model.parameters()).device
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            outputs = forward(**kwargs)
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+            loss.backward()
+        return loss.detach()
+
+
+class _RecordedLinear(torch.autograd.Function):
+    """Y = X W^T + b in high precision; backward hands (X, G) to the recorder and passes on only the input's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, recorder: _Recorder) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.name, ctx.recorder = name, recorder
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        ctx.recorder.keep(ctx.name, x, grad_output)
+        return grad_output @ weight if ctx.needs_input_grad[0] else None, None, None, None, None
+
+
+class _Recorder:
+    """Keeps a sample of (X, G) per layer: all tokens, or whole runs of 128 consecutive ones."""
+
+    def __init__(self, probe_tokens: int | None, seed: int, step: int) -> None:
+        self.records: dict[str, tuple[int, Tensor, Tensor]] = {}
+        self._probe_tokens = probe_tokens
+        self._seed, self._step = seed, step
+
+    def keep(self, name: str, x: Tensor, grad_output: Tensor) -> None:
+        tokens = self._sample(x.shape[0]).to(x.device)
+        if name in self.records:  # a layer that is called twice shows its tokens one after the other
+            count, x_before, grad_before = self.records[name]
+            x_kept = torch.cat([x_before, x.detach()[tokens]])
+            grad_kept = torch.cat([grad_before, grad_output.detach()[tokens]])
+            self.records[name] = (count + x.shape[0], x_kept, grad_kept)
+        else:
+            self.records[name] = (x.shape[0], x.detach()[tokens], grad_output.detach()[tokens])
+
+    def _sample(self, tokens: int) -> Tensor:
+        if self._probe_tokens is None or tokens <= self._probe_tokens:
+            return torch.arange(tokens)
+        generator = torch.Generator().manual_seed(stream_key(self._seed, self._step, 0, 0, 1) >> 1)
+        runs = torch.randperm(tokens // TILE, generator=generator)[: self._probe_tokens // TILE].sort().values
+        return (runs[:, None] * TILE + torch.arange(TILE)).flatten()
+
+
+@contextmanager
+def _recording(layers: Mapping[str, SnipLinear], recorder: _Recorder) -> Iterator[None]:
+    """Lets every layer compute through `_RecordedLinear` for the time of the context."""
+
+    def recorded(name: str) -> Callable[[SnipLinear, Tensor], Tensor]:
+        def forward(layer: SnipLinear, input: Tensor) -> Tensor:
+            x = input.reshape(-1, input.shape[-1])
+            y = _RecordedLinear.apply(x, layer.weight, layer.bias, name, recorder)
+            return y.view(*input.shape[:-1], layer.out_features)
+
+        return forward
+
+    try:
+        for name, layer in layers.items():
+            layer.snip_recorder = recorded(name)
+        yield
+    finally:
+        for layer in layers.values():
+            layer.snip_recorder = None
+
+
+def _combine(
+    samples: dict[str, LayerSample],
+    plus: dict[str, tuple[int, Tensor, Tensor]],
+    minus: dict[str, tuple[int, Tensor, Tensor]],
+    epsilon: float,
+) -> None:
+    """Adds one probe's central differences to the samples, and X and G where they are still missing."""
+    for name in (name for name in plus if name in minus):
+        tokens, x_plus, grad_plus = plus[name]
+        _, x_minus, grad_minus = minus[name]
+        if x_plus.shape != x_minus.shape:  # a router sent other tokens here; no derivative can be taken
+            continue
+        if name not in samples:
+            samples[name] = LayerSample(tokens, (x_plus + x_minus) / 2, (grad_plus + grad_minus) / 2)
+        samples[name].x_dot.append((x_plus - x_minus) / (2 * epsilon))
+        samples[name].grad_output_dot.append((grad_plus - grad_minus) / (2 * epsilon))
+
+
+def _step_size(layers: Mapping[str, SnipLinear], direction: Mapping[str, Tensor]) -> float:
+    weights = sum(float(layers[name].weight.detach().to(torch.float32).square().sum()) for name in direction)
+    moves = sum(float(moved.square().sum()) for moved in direction.values())
+    return RELATIVE_STEP * (weights / moves) ** 0.5 if moves > 0 else 1.0
+
+
+def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Returns standard normal numbers of like's shape, the same on every device."""
+    return torch.randn(like.shape, generator=generator).to(like.device)

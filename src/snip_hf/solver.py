@@ -1,0 +1,241 @@
+"""How is the integer program solved beside training, and what if that goes wrong?
+
+The parent's side of ``ilp.py``: start it as a process of its own, go on, ask whether it has finished, read and re-check
+its answer. Whatever happens there arrives here as a `SolverError` that says which; nothing waits without a bound.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import IO, Any
+
+from snip_hf import ilp
+
+# Seconds beyond the problem's time_limit until the process is killed: interpreter, imports, building the model, and a
+# solver that looks at its clock only now and then.
+START_UP_ALLOWANCE = 30.0
+
+
+class SolverError(RuntimeError):
+    """The solver process gave no usable map; the message says why.
+
+    `reason`: "crashed", "garbage", "timeout", "killed", "missing", "infeasible", "rejected" (the map failed the
+    re-check), "bad problem" or "no solution".
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class SolverResult:
+    """A map that was re-checked against its problem; objective and constraints are recomputed here."""
+
+    status: str
+    """ "optimal" (within the wanted gap) or "feasible"."""
+    choices: dict[str, str]
+    objective: float
+    bound: float | None
+    gap: float | None
+    constraints: dict[str, float]
+    """Name -> attained value."""
+    solver: str
+    solver_version: str
+    seconds: float
+
+
+def check_solution(problem: dict[str, Any], solution: Any) -> SolverResult:
+    """Re-check a solution against its problem: shape, every group once, known options, ties, constraints, objective.
+
+    Raises:
+        SolverError: "garbage" (not a solution at all), "infeasible" (with the attainable values) or "rejected".
+        snip_hf.ilp.ProblemError: if the problem itself is malformed.
+    """
+    program = ilp.parse(problem)
+    expected = {field.name for field in fields(SolverResult)}
+    if not isinstance(solution, dict) or set(solution) != expected or not isinstance(solution["choices"], dict):
+        raise SolverError("garbage", f"The solver's output is no solution: {str(solution)[:80]!r}.")
+    for field in ("bound", "gap", "seconds"):
+        if not isinstance(solution[field], (int, float, type(None))):
+            raise SolverError("garbage", f"The solver's {field} is {solution[field]!r}, expected a number or null.")
+    if solution["status"] == "infeasible":
+        raise SolverError("infeasible", _infeasible_message(program, solution["constraints"]))
+    if solution["status"] not in ("optimal", "feasible"):
+        raise SolverError("garbage", f"The solver's status is {solution['status']!r}, which is unknown.")
+
+    choices = solution["choices"]
+    for unit in program.units:
+        for group in unit.groups:
+            if choices.get(group) not in unit.options:
+                raise _rejected(f"group {group!r} got {choices.get(group)!r}, expected one of {list(unit.options)}")
+            if choices[group] != choices[unit.groups[0]]:
+                raise _rejected(f"tied groups {unit.groups[0]!r} and {group!r} got different options")
+    names = {group for unit in program.units for group in unit.groups}
+    if len(choices) > len(names):
+        raise _rejected(f"{next(name for name in choices if name not in names)!r} is no group of the problem")
+    objective, attained = ilp.evaluate(problem, choices)
+    for row in ilp.missed(program, attained):
+        raise _rejected(f"constraint {row.name!r} attains {attained[row.name]!r}, below its minimum {row.minimum!r}")
+    size = math.fsum(max(map(abs, unit.costs)) for unit in program.units)
+    if not _close(solution["objective"], objective, size):
+        raise _rejected(f"it reports the objective {solution['objective']!r}, its own map costs {objective!r}")
+    return SolverResult(**{**solution, "objective": objective, "constraints": attained})
+
+
+def _rejected(what: str) -> SolverError:
+    return SolverError("rejected", f"The solver's map failed the re-check: {what}.")
+
+
+def _close(reported: Any, recomputed: float, size: float) -> bool:
+    return isinstance(reported, (int, float)) and abs(reported - recomputed) <= 1e-9 * size
+
+
+def _infeasible_message(program: ilp.Program, attainable: Any) -> str:
+    parts = [
+        f"{row.name!r}: minimum {row.minimum:.6g}, attainable {attainable.get(row.name):.6g}"
+        for row in program.constraints
+        if isinstance(attainable, dict) and isinstance(attainable.get(row.name), (int, float))
+    ]
+    return f"No map meets all constraints ({'; '.join(parts)}, each by itself). Lower the target or tie less."
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End the process and all it started, and reap it; does nothing if it has ended."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+class SolverProcess:
+    """One integer program being solved in a process of its own; get one from `start`.
+
+    Input and outputs are unnamed temporary files: nothing blocks on a full pipe and nothing is left behind. A process
+    whose owner forgets it is killed when the owner is collected or Python ends.
+    """
+
+    def __init__(
+        self, problem: dict[str, Any], process: subprocess.Popen[bytes], files: list[IO[bytes]], limit: float
+    ) -> None:
+        self._problem = problem
+        self._process = process
+        self._files = files
+        self._limit = limit
+        self._deadline = time.monotonic() + limit
+        self._outcome: SolverResult | SolverError | None = None
+        self._finalizer = weakref.finalize(self, _kill_group, process)
+
+    @classmethod
+    def start(
+        cls, problem: dict[str, Any], command: Sequence[str] | None = None, allowance: float = START_UP_ALLOWANCE
+    ) -> SolverProcess:
+        """Start solving and return at once.
+
+        Args:
+            problem: as laid out in `snip_hf.ilp`. It is checked by the process: a bad one shows in `result`.
+            command: the program to run instead of ``python -I ilp.py``, with the same input and output.
+            allowance: seconds beyond the problem's `time_limit` after which the process is killed.
+
+        Raises:
+            SolverError: if the process cannot be started.
+        """
+        limit = problem.get("time_limit", 60.0)
+        seconds = (float(limit) if isinstance(limit, (int, float)) and math.isfinite(limit) else 0.0) + allowance
+        stdin, stdout, stderr = files = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115 (closed in _end)
+        stdin.write(json.dumps(problem).encode())
+        stdin.seek(0)
+        words = [sys.executable, "-I", ilp.__file__] if command is None else list(command)
+        try:
+            process = subprocess.Popen(words, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
+        except OSError as error:
+            for file in files:
+                file.close()
+            raise SolverError("crashed", f"The solver process could not be started: {error}") from error
+        stdin.close()
+        return cls(problem, process, [stdout, stderr], seconds)
+
+    def poll(self) -> bool:
+        """Whether `result` would return (or raise) without waiting."""
+        if self._outcome is None and self._process.poll() is None and time.monotonic() > self._deadline:
+            self._end(SolverError("timeout", f"The solver ran past its limit of {self._limit:g} s and was killed."))
+        return self._outcome is not None or self._process.poll() is not None
+
+    def result(self, timeout: float | None = None) -> SolverResult:
+        """The re-checked solution. Waits `timeout` seconds or until the process's own limit at most, then kills it.
+
+        Asking again gives the same answer.
+
+        Raises:
+            SolverError: whatever went wrong; `reason` says which.
+        """
+        if self._outcome is None:
+            left = max(self._deadline - time.monotonic(), 0.0)
+            waited = left if timeout is None else min(left, timeout)
+            try:
+                self._process.wait(waited)
+            except subprocess.TimeoutExpired:
+                limit = f"its limit of {self._limit:g} s" if waited == left else f"the {waited:g} s it was waited for"
+                self._end(SolverError("timeout", f"The solver ran past {limit} and was killed."))
+            else:
+                self._end(self._read())
+        if isinstance(self._outcome, SolverError):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
+
+    def kill(self) -> None:
+        """End the process if it still runs and give up its files. May be called at any time, any number of times."""
+        if self._outcome is None:
+            self._end(SolverError("killed", "The solver process was killed before its result was read."))
+
+    close = kill
+
+    def __enter__(self) -> SolverProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _end(self, outcome: SolverResult | SolverError) -> None:
+        self._finalizer()
+        for file in self._files:
+            file.close()
+        self._outcome = outcome
+
+    def _read(self) -> SolverResult | SolverError:
+        """The outcome of a process that has ended."""
+        texts = []
+        for file in self._files:
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+        output, errors = texts
+        code = self._process.returncode
+        reasons = {ilp.BAD_INPUT: "bad problem", ilp.MISSING_SOLVER: "missing", ilp.NO_SOLUTION: "no solution"}
+        try:
+            reply = json.loads(output)
+        except ValueError:
+            reply = None
+        if code in reasons and isinstance(reply, dict) and "error" in reply:
+            return SolverError(reasons[code], f"The solver gave up ({reasons[code]}): {reply['error']}")
+        if code != 0:
+            end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            last = "; ".join(errors.strip().splitlines()[-3:]) or "nothing on stderr"
+            return SolverError("crashed", f"The solver process crashed ({end}): {last}")
+        if reply is None:
+            return SolverError("garbage", f"The solver's output is no JSON object (it begins with {output[:80]!r}).")
+        try:
+            return check_solution(self._problem, reply)
+        except SolverError as error:
+            return error
+        except ilp.ProblemError as error:
+            return SolverError("bad problem", f"The solver answered a malformed problem: {error}")

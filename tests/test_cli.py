@@ -1,0 +1,231 @@
+"""Does the command line say what is so, exit with the right code, and never show a traceback?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from snip_hf.cli import main
+from snip_hf.config import SnipConfig
+from snip_hf.cost import linear_flops
+from snip_hf.formats import GEMMS
+from snip_hf.linear import convert_model
+from snip_hf.plan import PlanProvenance, PrecisionPlan
+
+# fp4 costs i + 1 for the i-th group and counts a quarter each: two quarters are cheapest as a and b, for 3.
+PROBLEM = {
+    "groups": [
+        {
+            "name": name,
+            "options": [
+                {"name": "fp8", "cost": 0.0, "weight": 0.0},
+                {"name": "fp4", "cost": cost, "weight": 0.25},
+            ],
+        }
+        for name, cost in (("a", 1.0), ("b", 2.0), ("c", 3.0), ("d", 4.0))
+    ],
+    "constraints": [{"name": "stage 0", "groups": None, "minimum": 0.5}],
+    "ties": [],
+    "solver": "greedy",
+    "time_limit": 10.0,
+    "relative_gap": 1e-4,
+}
+CHOICES = {"a": "fp4", "b": "fp4", "c": "fp8", "d": "fp8"}
+
+
+def llama(**changes: Any) -> LlamaConfig:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaConfig(**{**sizes, "num_key_value_heads": 1, "vocab_size": 50, **changes})
+
+
+@pytest.fixture
+def plan_path(tmp_path: Path) -> Path:
+    """A plan for the model whose config is in `model/`, with down_proj skipped: 12 layers in two stages."""
+    llama().save_pretrained(tmp_path / "model")
+    config = SnipConfig(skip_modules=("*.down_proj",))
+    model = AutoModelForCausalLM.from_config(llama())
+    layers = convert_model(model, config)
+    plan = PrecisionPlan(
+        {layer: dict.fromkeys(GEMMS, "fp4" if row < 6 else "fp8") for row, layer in enumerate(layers)},
+        linear_flops(model),
+        (tuple(layers[:6]), tuple(layers[6:])),
+        PlanProvenance(step=40, policy="snip", solver="cbc", gap=0.001, config=config.to_dict(), model_name="[tiny]"),
+    )
+    plan.save(tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def write(path: Path, document: object) -> str:
+    path.write_text(json.dumps(document))
+    return str(path)
+
+
+def test_solve_prints_the_solution_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["solve", write(tmp_path / "problem.json", PROBLEM)]) == 0
+    solution = json.loads(capsys.readouterr().out)
+    assert solution["choices"] == CHOICES
+    assert solution["objective"] == 3.0
+    assert solution["constraints"] == {"stage 0": 0.5}
+
+
+def test_solve_writes_the_solution_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "solution.json"
+    assert main(["solve", write(tmp_path / "problem.json", PROBLEM), "-o", str(output)]) == 0
+    assert json.loads(output.read_text())["choices"] == CHOICES
+    assert capsys.readouterr().out == f"optimal, objective 3, by greedy: {output}\n"
+
+
+def test_solve_exits_with_1_and_the_attainable_value_when_no_map_is_good_enough(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = {**PROBLEM, "constraints": [{"name": "stage 0", "groups": None, "minimum": 1.5}]}
+    assert main(["solve", write(tmp_path / "problem.json", problem), "-o", str(tmp_path / "solution.json")]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "'stage 0': minimum 1.5, attainable 1" in captured.err
+    assert not (tmp_path / "solution.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "PATH is not a usable problem: it is not valid JSON, perhaps truncated (line 1: "),
+        ("[]", "PATH holds a list, expected a JSON object with groups."),
+        (
+            '{"groups": [], "groups": []}',
+            "PATH is not a usable problem: the key 'groups' occurs 2 times in one object.",
+        ),
+        (json.dumps({**PROBLEM, "solver": "gurobi"}), "The solver gave up (bad problem): solver"),
+    ],
+)
+def test_solve_exits_with_2_and_one_line_on_a_bad_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    path = tmp_path / "problem.json"
+    path.write_text(text)
+    assert main(["solve", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("snip-hf: " + message.replace("PATH", str(path)))
+    assert error.count("\n") == 1
+
+
+def test_inspect_shows_blocks_stages_and_provenance(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(plan_path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["block", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"] in lines
+    assert ["0", *["fp4"] * 6] in lines
+    assert ["1", *["fp8"] * 6] in lines
+    shares = [line for line in lines if len(line) == 3 and "." in line[2]]
+    assert shares == [["0", "6", "1.0000"], ["1", "6", "0.0000"], ["all", "12", "0.5000"]]
+    for shown in ("step: 40", "policy: snip", "solver: cbc", "gap: 0.001", "model_name: [tiny]"):
+        assert shown.split() in lines
+    assert not any(line[:1] == ["objective:"] for line in lines)
+
+
+def test_inspect_finds_that_a_plan_fits_its_model(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = plan_path.parent / "model"
+    assert main(["inspect", str(plan_path), "--model", str(model)]) == 0
+    assert f"The plan fits {model}: all 12 layers agree in name and size.\n" in capsys.readouterr().out
+
+
+def test_inspect_lists_what_does_not_fit_and_exits_with_1(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    llama(num_hidden_layers=3, intermediate_size=96).save_pretrained(other)
+    assert main(["inspect", str(plan_path), "--model", str(other)]) == 1
+    out = capsys.readouterr().out
+    kinds = [f"self_attn.{x}_proj" for x in "qkvo"] + ["mlp.gate_proj", "mlp.up_proj"]
+    new = "".join(f"  model.layers.2.{kind}\n" for kind in kinds)
+    assert f"6 layers are in {other} but not in the plan:\n{new}" in out
+    resized = "".join(f"  model.layers.{i}.mlp.{kind}_proj\n" for i in (0, 1) for kind in ("gate", "up"))
+    assert f"4 layers are of another size in {other} than in the plan:\n{resized}" in out
+    llama(num_hidden_layers=1).save_pretrained(other)
+    assert main(["inspect", str(plan_path), "--model", str(other)]) == 1
+    gone = "".join(f"  model.layers.1.{kind}\n" for kind in kinds)
+    assert f"6 layers are in the plan but not in {other}:\n{gone}" in capsys.readouterr().out
+
+
+def test_inspect_cuts_a_long_list_of_mismatches(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    llama(num_hidden_layers=8).save_pretrained(tmp_path / "deep")
+    assert main(["inspect", str(plan_path), "--model", str(tmp_path / "deep")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index(f"36 layers are in {tmp_path / 'deep'} but not in the plan:")
+    assert [line.startswith("  model.layers.") for line in lines[start + 1 : start + 21]] == [True] * 20
+    assert lines[start + 21] == "  ..."
+
+
+def test_inspect_of_a_broken_plan_or_model_is_one_line_and_2(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "no such architecture"}')
+    assert main(["inspect", str(plan_path), "--model", str(tmp_path / "model")]) == 2
+    error = capsys.readouterr().err
+    assert f"snip-hf: Cannot build the model {str(tmp_path / 'model')!r} from its config: " in error
+    plan_path.write_text(plan_path.read_text()[:200])
+    assert main(["inspect", str(plan_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"snip-hf: {plan_path} is not a usable precision plan: it is not valid JSON")
+    assert error.count("\n") == 1
+    assert main(["inspect", str(tmp_path / "none.json")]) == 2
+    assert capsys.readouterr().err == f"snip-hf: [Errno 2] No such file or directory: '{tmp_path / 'none.json'}'\n"
+
+
+def test_report_prints_tables_and_the_figures_it_wrote(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    document = PrecisionPlan.load(plan_path).to_dict()
+    start = {
+        "event": "start",
+        "step": 0,
+        "config": {**document["provenance"]["config"], "policy": "layer-position"},
+        "plan": document["assignment"],
+        "flops": document["flops"],
+        "stages": document["stages"],
+        "model_name": "tiny",
+    }
+    (tmp_path / "run" / "snip").mkdir(parents=True)
+    write(tmp_path / "run" / "snip" / "history.jsonl", start)
+    assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "figures")]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith(f"{tmp_path / 'figures' / 'plan.png'}\n")
+    assert "No refresh was recorded (policy layer-position" in out
+    assert (tmp_path / "figures" / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_report_of_a_folder_that_holds_no_run_is_one_line_and_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"snip-hf: {tmp_path}/snip/history.jsonl does not exist; "
+        "expected the output folder of a run with SnipCallback.\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["--help"], 0), ([], 2), (["solve"], 2)])
+def test_usage_exits_with_argparses_codes(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == code
+
+
+def test_the_module_runs_as_a_process_of_its_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "snip_hf.cli", "solve", write(tmp_path / "problem.json", PROBLEM)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["choices"] == CHOICES
+    command[-1] = str(tmp_path / "none.json")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("snip-hf: [Errno 2] No such file or directory: ")
+    assert "Traceback" not in done.stderr

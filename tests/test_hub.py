@@ -1,0 +1,312 @@
+"""The model card in itself, and real Trainer runs that push to a local HTTP server.
+
+`huggingface_hub` reads the endpoint when it is imported, so the runs take place in a process of their own that gets the
+server's address in `HF_ENDPOINT`, as a user's process would.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hub_server import TOKEN, USER, Hub, Repository
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from snip_hf import SnipCallback, SnipConfig
+from snip_hf.formats import GEMMS
+from snip_hf.hub import keep_model_card, model_card_section, model_tags, prepare_push, tag_model
+from snip_hf.plan import PlanProvenance, PrecisionPlan
+
+TAGS = ["snip-hf", "fp4", "fp8", "mixed-precision-training"]
+APPLIED = {"event": "refresh", "status": "applied"}
+KEPT = {"event": "refresh", "status": "kept"}
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
+
+
+def plan(*formats: str, policy: str = "snip", target: float | None = 0.5, stages: int = 1) -> PrecisionPlan:
+    """One layer per format, of equal FLOPs."""
+    layers = [f"layers.{index}.mlp" for index in range(len(formats))]
+    return PrecisionPlan(
+        {layer: dict.fromkeys(GEMMS, name) for layer, name in zip(layers, formats, strict=True)},
+        {layer: dict.fromkeys(GEMMS, 2.0) for layer in layers},
+        tuple(tuple(layers[stage::stages]) for stage in range(stages)),
+        PlanProvenance(step=3, policy=policy, target_fp4_fraction=target),
+    )
+
+
+def write_run(output_dir: Path, plan: PrecisionPlan, *events: dict[str, Any]) -> None:
+    folder = output_dir / "snip"
+    folder.mkdir(parents=True, exist_ok=True)
+    plan.save(folder / "plan.json")
+    (folder / "history.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def metadata(card: bytes | str) -> dict[str, Any]:
+    text = card.decode() if isinstance(card, bytes) else card
+    return yaml.safe_load(text.split("---\n")[1])
+
+
+def train_and_push(folder: str) -> None:
+    """The other process: one run for each way to push. Prints what only it can know, as JSON."""
+    run(f"{folder}/every-save", hub_strategy="every_save")
+    run(f"{folder}/last-checkpoint", hub_strategy="checkpoint")
+    trainer = run(f"{folder}/at-the-end", hub_strategy="end")
+    trainer.push_to_hub(tags="mine")
+    refused = run(f"{folder}/read-only", hub_strategy="every_save")
+    try:
+        refused.push_to_hub()
+    except Exception as raised:
+        error = str(raised)
+    trainer = run(f"{folder}/kept-card", hub_strategy="end")
+    keep_model_card(trainer)
+    trainer.push_to_hub()
+    trainer.push_to_hub()
+    model = LlamaForCausalLM.from_pretrained(f"{USER}/kept-card", token=TOKEN)
+    pairs = zip(model.parameters(), trainer.model.parameters(), strict=True)
+    same = all(torch.equal(pushed, trained) for pushed, trained in pairs)
+    print(json.dumps({"same weights": same, "refused at step": refused.state.global_step, "error": error}))
+
+
+def run(output_dir: str, **arguments: Any) -> Trainer:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    tokens = list(range(8))
+    # One refresh: probe at step 1, applied after step 2, which is when the checkpoint is saved and pushed.
+    snip = SnipConfig(target_fp4_fraction=0.5, first_refresh=1, apply_delay=1, solver="greedy")
+    figure = Path(output_dir) / "snip" / "plan.png"
+    figure.parent.mkdir(parents=True)
+    figure.write_bytes(PNG)
+    trainer = Trainer(
+        LlamaForCausalLM(config),
+        TrainingArguments(
+            output_dir=output_dir,
+            max_steps=2,
+            # One push: a second save would change files under the first one's upload, which runs in the background.
+            save_steps=2,
+            per_device_train_batch_size=1,
+            push_to_hub=True,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            **arguments,
+        ),
+        train_dataset=[{"input_ids": tokens, "labels": tokens}] * 2,
+        callbacks=[SnipCallback(snip)],
+    )
+    trainer.train()
+    return trainer
+
+
+def in_other_process(folder: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    settings = {
+        "HF_ENDPOINT": endpoint,
+        "HF_TOKEN": TOKEN,
+        "HF_HOME": str(folder / "hf-home"),
+        # The server speaks Git LFS, not Xet.
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "NO_PROXY": "127.0.0.1",
+        "no_proxy": "127.0.0.1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, "-c", f"import test_hub; test_hub.train_and_push({str(folder)!r})"]
+    return subprocess.run(command, env=kept | settings, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def pushed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hub, Path, dict[str, Any]]]:
+    """(the server after all runs, the folder that holds their output folders, what the process printed last)."""
+    folder = tmp_path_factory.mktemp("pushed")
+    with Hub.running() as hub:
+        hub.read_only.add(f"{USER}/read-only")
+        result = in_other_process(folder, hub.url)
+        assert result.returncode == 0, result.stderr
+        yield hub, folder, json.loads(result.stdout.splitlines()[-1])
+
+
+def repository(hub: Hub, name: str) -> Repository:
+    return hub.repositories[f"{USER}/{name}"]
+
+
+def test_the_client_asked_the_server_nothing_that_it_does_not_know(pushed: Any) -> None:
+    hub = pushed[0]
+    assert hub.unknown == []
+    assert any(request.startswith("PUT /lfs/") for request in hub.requests)
+
+
+@pytest.mark.parametrize("name", ["every-save", "last-checkpoint", "at-the-end", "kept-card"])
+def test_plan_history_divergences_and_figures_travel_with_the_model(pushed: Any, name: str) -> None:
+    hub, folder, _ = pushed
+    files = repository(hub, name).files
+    for file in ("plan.json", "history.jsonl", "divergence-1.json", "plan.png", "README.md"):
+        assert files[f"snip/{file}"] == (folder / name / "snip" / file).read_bytes()
+    for file in ("model.safetensors", "config.json"):
+        assert files[file] == (folder / name / file).read_bytes()
+    assert json.loads(files["snip/history.jsonl"].splitlines()[-1])["status"] == "applied"
+    assert not any("tmp" in path or path.startswith("_") for path in files)
+
+
+@pytest.mark.parametrize("name", ["every-save", "last-checkpoint"])
+def test_a_push_during_training_carries_card_section_and_tags(pushed: Any, name: str) -> None:
+    hub, folder, _ = pushed
+    message, files = repository(hub, name).commits[0]
+    assert message == "Training in progress, step 2"
+    assert metadata(files["README.md"])["tags"] == TAGS
+    assert b"1 applied of 1" in files["README.md"]
+    assert (folder / name / "snip" / "README.md").read_bytes().strip() in files["README.md"]
+
+
+def test_the_last_checkpoint_of_a_push_is_the_one_on_disk(pushed: Any) -> None:
+    hub, folder, _ = pushed
+    files = repository(hub, "last-checkpoint").files
+    state = (folder / "last-checkpoint" / "checkpoint-2" / "trainer_state.json").read_bytes()
+    assert files["last-checkpoint/trainer_state.json"] == state
+    print(sorted(files))
+
+
+def test_the_trainer_keeps_our_tags_but_not_our_section_in_its_own_card(pushed: Any) -> None:
+    # Fails when transformers gets an event after create_model_card: then keep_model_card is no longer needed.
+    card = repository(pushed[0], "at-the-end").files["README.md"]
+    assert set(metadata(card)["tags"]) == {*TAGS, "generated_from_trainer", "mine"}
+    assert b"How this model was trained" not in card
+
+
+def test_a_kept_model_card_has_the_trainers_text_and_our_section_once(pushed: Any) -> None:
+    hub, folder, _ = pushed
+    card = repository(hub, "kept-card").files["README.md"]
+    assert set(metadata(card)["tags"]) == {*TAGS, "generated_from_trainer"}
+    assert b"### Training hyperparameters" in card
+    assert card.count(b"How this model was trained") == 1
+    assert card.count((folder / "kept-card" / "snip" / "README.md").read_bytes().strip()) == 1
+
+
+def test_the_pushed_checkpoint_is_an_ordinary_one(pushed: Any) -> None:
+    # The other process loaded it from the server with `from_pretrained`.
+    assert pushed[2]["same weights"] is True
+
+
+def test_a_hub_that_refuses_the_push_lets_training_end_and_a_push_by_hand_says_so(pushed: Any) -> None:
+    hub, folder, printed = pushed
+    assert printed["refused at step"] == 2
+    assert "The repository is read-only now." in printed["error"]
+    assert repository(hub, "read-only").files == {}
+    assert (folder / "read-only" / "snip" / "plan.json").exists()
+    assert (folder / "read-only" / "model.safetensors").exists()
+
+
+def test_an_unreachable_hub_stops_the_run_before_the_first_step(tmp_path: Path) -> None:
+    with Hub.running() as hub:
+        endpoint = hub.url
+    result = in_other_process(tmp_path, endpoint)
+    assert result.returncode != 0
+    assert "ConnectError" in result.stderr.splitlines()[-1]
+    assert list(tmp_path.glob("*/snip")) == []
+
+
+def test_section_tells_policy_target_share_refreshes_arithmetic_and_source() -> None:
+    text = model_card_section(plan("fp4", "fp4", "fp8"), [{"event": "start"}, APPLIED, KEPT, APPLIED], emulated=True)
+    assert "| policy | `snip` |" in text
+    assert "| target | at least 50.0% of the linear FLOPs in FP4 |" in text
+    assert "| 66.7% of the linear FLOPs in FP4 (not a reduction of FLOPs) |" in text
+    assert "| refreshes of the plan | 2 applied of 3 |" in text
+    assert "| arithmetic | emulated: " in text
+    assert "(https://arxiv.org/abs/2602.01410)" in text
+    assert "ordinary checkpoint" in text
+
+
+def test_section_of_a_native_run_does_not_speak_of_emulation() -> None:
+    text = model_card_section(plan("fp4"), [], emulated=False)
+    assert "FP8 tensor cores" in text and "emulated" not in text
+
+
+def test_section_names_the_smallest_share_among_the_stages() -> None:
+    text = model_card_section(plan("fp4", "fp4", "fp4", "fp8", stages=2), [], emulated=True)
+    assert "75.0% of the linear FLOPs" in text and "50.0% or more in each of 2 stages" in text
+
+
+@pytest.mark.parametrize("policy", ["bf16", "uniform-fp8", "uniform-fp4"])
+def test_section_of_a_policy_that_ignores_the_target_states_none(policy: str) -> None:
+    assert "| target | none |" in model_card_section(plan("fp8", policy=policy), [], emulated=True)
+
+
+@pytest.mark.parametrize(
+    ("formats", "tags"),
+    [
+        (("fp8", "fp4", "bf16"), TAGS),
+        (("fp8", "fp8"), ["snip-hf", "fp8", "mixed-precision-training"]),
+        (("fp4",), ["snip-hf", "fp4", "mixed-precision-training"]),
+        (("bf16",), ["snip-hf"]),
+    ],
+)
+def test_tags_name_the_formats_of_the_plan_and_no_others(formats: tuple[str, ...], tags: list[str]) -> None:
+    assert model_tags(plan(*formats)) == tags
+
+
+def test_tagging_twice_adds_each_tag_once_and_leaves_the_class_alone() -> None:
+    class Tagged(nn.Linear):
+        model_tags: Any = None
+
+    Tagged.model_tags = ["of the class"]
+    model = Tagged(2, 2)
+    tag_model(model, plan("fp8"))
+    tag_model(model, plan("fp4", "fp8"))
+    assert model.model_tags == ["of the class", "snip-hf", "fp8", "mixed-precision-training", "fp4"]
+    assert Tagged.model_tags == ["of the class"]
+    assert list(model.state_dict()) == ["weight", "bias"]
+
+
+def test_a_card_that_the_user_wrote_keeps_its_text_and_metadata(tmp_path: Path) -> None:
+    write_run(tmp_path, plan("fp4", "fp8"), {"event": "start"})
+    (tmp_path / "README.md").write_text("---\nlicense: mit\ntags:\n- poetry\n---\n\n# Mine\n\nBackslash \\1, über.\n")
+    for _ in range(2):
+        prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
+    card = (tmp_path / "README.md").read_text()
+    assert metadata(card) == {"license": "mit", "tags": ["poetry", *TAGS]}
+    assert "# Mine\n\nBackslash \\1, über.\n" in card
+    assert card.count("How this model was trained") == 1
+
+
+def test_text_below_the_section_stays_where_it_is(tmp_path: Path) -> None:
+    write_run(tmp_path, plan("fp4", "fp8"), {"event": "start"})
+    prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
+    with open(tmp_path / "README.md", "a") as file:
+        file.write("\n## Below\n")
+    write_run(tmp_path, plan("fp4", "fp8"), {"event": "start"}, APPLIED)
+    prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
+    card = (tmp_path / "README.md").read_text()
+    assert card.endswith("\n## Below\n") and "1 applied of 1" in card and "0 applied of 0" not in card
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("snip/plan.json", '{"kind": ', "plan.json is not a usable precision plan"),
+        ("snip/history.jsonl", '{"event": "start"}\n{"event": "ref', "history.jsonl, line 2: it is not valid JSON"),
+        ("snip/history.jsonl", "{}\n[1]\n", "history.jsonl, line 2: got list, expected a JSON object."),
+        ("README.md", "---\ntags: [unclosed\n---\n\n# Mine\n", "while parsing a flow sequence"),
+        ("README.md", "---\n- a list\n---\n\n# Mine\n", "metadata block should be a dict"),
+    ],
+)
+def test_a_broken_file_gives_a_warning_and_leaves_the_card(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, content: str, message: str
+) -> None:
+    write_run(tmp_path, plan("fp4", "fp8"), {"event": "start"})
+    (tmp_path / "README.md").write_text("# Mine\n")
+    (tmp_path / file).write_text(content)
+    card = (tmp_path / "README.md").read_text()
+    with caplog.at_level(logging.WARNING, "snip_hf.hub"):
+        prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
+    assert message in caplog.text
+    assert (tmp_path / "README.md").read_text() == card

@@ -1,0 +1,391 @@
+"""Is a plan exactly what was put in, on disk and in the model, and is everything else refused?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from snip_hf.config import SnipConfig
+from snip_hf.formats import FORMAT_NAMES, GEMMS
+from snip_hf.linear import convert_model, snip_linears
+from snip_hf.plan import PlanProvenance, PrecisionPlan, read_json, write_json_atomic
+
+ADVICE = "Restore the file (each checkpoint and the Hub copy hold one) or let a run write it again."
+
+
+def random_plan(seed: int) -> PrecisionPlan:
+    rng = random.Random(seed)
+    layers = [f"model.layers.{i}.{name}" for i in range(rng.randint(1, 5)) for name in ("q_proj", "down_proj")]
+    rng.shuffle(layers)
+    cuts = sorted(rng.sample(range(1, len(layers)), rng.randint(0, len(layers) - 1)))
+    stages = tuple(tuple(layers[a:b]) for a, b in zip([0, *cuts], [*cuts, len(layers)], strict=True))
+    provenance = PlanProvenance(
+        step=rng.randint(0, 10**6),
+        policy="snip",
+        objective=rng.choice([None, rng.random() * 10 ** rng.randint(-300, 300)]),
+        gap=rng.choice([None, 0.0, rng.random()]),
+        config=rng.choice([None, {"ties": (("q_proj", "k_proj"),), "seed": 3, "plan": None}]),
+        model_name=rng.choice([None, "Llama ü"]),
+    )
+    return PrecisionPlan(
+        {layer: {gemm: rng.choice(FORMAT_NAMES) for gemm in GEMMS} for layer in layers},
+        {layer: {gemm: rng.uniform(1.0, 1e9) for gemm in GEMMS} for layer in rng.sample(layers, len(layers))},
+        stages,
+        provenance,
+    )
+
+
+def small_plan(**changes: Any) -> PrecisionPlan:
+    plan = PrecisionPlan.uniform(
+        {"a": dict.fromkeys(GEMMS, 2.0), "b": dict.fromkeys(GEMMS, 1.0)},
+        "fp8",
+        [["a"], ["b"]],
+        PlanProvenance(step=0, policy="uniform-fp8"),
+    )
+    return dataclasses.replace(plan, **changes)
+
+
+class Blocks(nn.Module):
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
+
+
+def plan_for(model: nn.Module, **formats: str) -> PrecisionPlan:
+    """A plan for the SnipLinears of `model`: bf16, except for the GEMMs in `formats`."""
+    layers = list(snip_linears(model))
+    assignment = {layer: dict.fromkeys(GEMMS, "bf16") | formats for layer in layers}
+    flops = {layer: dict.fromkeys(GEMMS, 1.0) for layer in layers}
+    return PrecisionPlan(assignment, flops, (tuple(layers),), PlanProvenance(step=0, policy="snip"))
+
+
+def test_a_saved_plan_loads_as_the_same_plan_and_saves_as_the_same_bytes(tmp_path: Path) -> None:
+    for seed in range(60):
+        plan = random_plan(seed)
+        plan.save(tmp_path / "plan.json")
+        loaded = PrecisionPlan.load(tmp_path / "plan.json")
+        assert loaded == plan
+        loaded.save(tmp_path / "again.json")
+        assert (tmp_path / "again.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
+
+
+def test_the_order_in_which_layers_were_given_does_not_change_the_file() -> None:
+    plan = random_plan(5)
+    turned = PrecisionPlan(
+        {layer: dict(reversed(plan.assignment[layer].items())) for layer in reversed(plan.assignment)},
+        dict(reversed(plan.flops.items())),
+        plan.stages,
+        plan.provenance,
+    )
+    assert json.dumps(turned.to_dict()) == json.dumps(plan.to_dict())
+
+
+def test_the_file_has_the_documented_layout(tmp_path: Path) -> None:
+    small_plan().save(tmp_path / "plan.json")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert list(document) == ["schema_version", "kind", "assignment", "flops", "stages", "provenance"]
+    assert document["schema_version"] == 1
+    assert document["kind"] == "snip-hf precision plan"
+    assert document["assignment"]["a"] == {"forward": "fp8", "grad_input": "fp8", "grad_weight": "fp8"}
+    assert document["stages"] == [["a"], ["b"]]
+    assert document["provenance"]["policy"] == "uniform-fp8"
+    assert document["provenance"]["gap"] is None
+
+
+def test_fp4_fractions_are_those_of_exact_rational_arithmetic() -> None:
+    def share(plan: PrecisionPlan, layers: tuple[str, ...]) -> Fraction:
+        cells = [(layer, gemm) for layer in layers for gemm in GEMMS]
+        total = sum(Fraction(plan.flops[layer][gemm]) for layer, gemm in cells)
+        fp4 = sum(Fraction(plan.flops[layer][gemm]) for layer, gemm in cells if plan.assignment[layer][gemm] == "fp4")
+        return Fraction(fp4, total)
+
+    for seed in range(60):
+        plan = random_plan(seed)
+        assert plan.fp4_fraction == pytest.approx(float(share(plan, tuple(plan.assignment))), rel=1e-15)
+        assert plan.stage_fp4_fractions == pytest.approx([float(share(plan, s)) for s in plan.stages], rel=1e-15)
+
+
+def test_uniform_plans_have_fp4_share_one_or_zero() -> None:
+    flops, stages, provenance = small_plan().flops, small_plan().stages, small_plan().provenance
+    shares = [PrecisionPlan.uniform(flops, name, stages, provenance).fp4_fraction for name in ("bf16", "fp8", "fp4")]
+    assert shares == [0.0, 0.0, 1.0]
+
+
+def test_changes_name_what_leads_from_one_plan_to_the_other() -> None:
+    old = small_plan()
+    new = small_plan(assignment={"a": old.assignment["a"], "b": {**old.assignment["b"], "grad_input": "fp4"}})
+    assert old.changes(new) == {"b:grad_input": ["fp8", "fp4"]}
+    assert new.changes(old) == {"b:grad_input": ["fp4", "fp8"]}
+    assert old.changes(old) == {}
+
+
+def test_changes_between_plans_of_two_models_are_refused() -> None:
+    other = PrecisionPlan.uniform({"a": dict.fromkeys(GEMMS, 2.0)}, "fp8", [["a"]], PlanProvenance(step=0, policy="x"))
+    for one, two in ((small_plan(), other), (other, small_plan())):
+        with pytest.raises(ValueError) as caught:
+            one.changes(two)
+        assert str(caught.value) == "Layer 'b' is in only one of the two plans; compare plans of the same model."
+
+
+def test_a_plan_does_not_change_with_the_mappings_it_was_built_from_and_cannot_be_written() -> None:
+    assignment = {layer: dict(formats) for layer, formats in small_plan().assignment.items()}
+    config = {"ties": [["a", "b"]]}
+    plan = small_plan(assignment=assignment, provenance=PlanProvenance(step=0, policy="snip", config=config))
+    assignment["a"]["forward"] = "fp4"
+    config["ties"][0][0] = "changed"
+    assert plan.assignment["a"]["forward"] == "fp8"
+    assert plan.to_dict()["provenance"]["config"] == {"ties": [["a", "b"]]}
+    with pytest.raises(TypeError):
+        plan.assignment["a"]["forward"] = "fp4"  # type: ignore[index]
+    with pytest.raises(TypeError):
+        plan.flops["c"] = {}  # type: ignore[index]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.stages = ()  # type: ignore[misc]
+    plan.to_dict()["assignment"]["a"]["forward"] = "fp4"
+    assert plan.assignment["a"]["forward"] == "fp8"
+
+
+ROW = {"forward": 1.0, "grad_input": 1.0, "grad_weight": 1.0}
+FP8 = dict.fromkeys(GEMMS, "fp8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"assignment": {}}, "assignment is empty, expected at least one layer."),
+        ({"assignment": []}, "assignment is [], expected a mapping from layer names."),
+        ({"assignment": {"a": FP8, "b": "fp8"}}, "assignment['b'] is 'fp8', expected a mapping from GEMMs."),
+        (
+            {"assignment": {"a": FP8, "b": {"forward": "fp8", "grad_input": "fp8"}}},
+            "assignment['b'] has no entry 'grad_weight'; expected exactly forward, grad_input, grad_weight.",
+        ),
+        (
+            {"assignment": {"a": FP8, "b": {**FP8, "backward": "fp8"}}},
+            "assignment['b'] has an unknown entry 'backward'; expected exactly forward, grad_input, grad_weight.",
+        ),
+        (
+            {"assignment": {"a": FP8, "b": {**FP8, "forward": "fp6"}}},
+            "Unknown format 'fp6' for assignment['b']['forward']; expected one of bf16, fp8, fp4.",
+        ),
+        ({"assignment": {"a": FP8}}, "assignment has no entry for layer 'b'; both must name the same layers."),
+        ({"flops": {"a": ROW}}, "flops has no entry for layer 'b'; both must name the same layers."),
+        (
+            {"flops": {"a": ROW, "b": {**ROW, "forward": -1.0}}},
+            "flops['b']['forward'] is -1.0, expected a finite number of at least 0.",
+        ),
+        (
+            {"flops": {"a": ROW, "b": {**ROW, "forward": float("nan")}}},
+            "flops['b']['forward'] is nan, expected a finite number of at least 0.",
+        ),
+        (
+            {"flops": {"a": ROW, "b": {**ROW, "forward": True}}},
+            "flops['b']['forward'] is True, expected a finite number of at least 0.",
+        ),
+        (
+            {"flops": {"a": ROW, "b": {**ROW, "forward": 10**400}}},
+            f"flops['b']['forward'] is 1{'0' * 56}..., expected a finite number of at least 0.",
+        ),
+        (
+            {"flops": {"a": ROW, "b": dict.fromkeys(GEMMS, 0.0)}},
+            "stages[1] has no FLOPs, so its FP4 share means nothing; leave the stage out.",
+        ),
+        ({"stages": (("a",),)}, "layer 'b' is in no stage, expected in exactly one."),
+        ({"stages": (("a",), ("b", "a"))}, "layer 'a' is in stages[0] and stages[1], expected in one."),
+        ({"stages": (("a",), ("b", "c"))}, "stages[1] names layer 'c', which the assignment does not have."),
+        ({"stages": ()}, "layer 'a' is in no stage, expected in exactly one."),
+        ({"stages": (("a", "b"), ())}, "stages[1] has no FLOPs, so its FP4 share means nothing; leave the stage out."),
+        ({"stages": ("a", "b")}, "stages[0] is 'a', expected a list of layer names."),
+        ({"stages": (("a",), (["b"],))}, "a layer name in stages[1] is ['b'], expected printable text."),
+        (
+            {"assignment": {"a": FP8, "\x1b[31mb": FP8}},
+            "a layer name in assignment is '\\x1b[31mb', expected printable text.",
+        ),
+        ({"provenance": {"step": 0}}, "provenance is {'step': 0}, expected a PlanProvenance."),
+    ],
+)
+def test_what_is_no_plan_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        small_plan(**changes)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("step", -1, "provenance.step is -1, expected an integer of at least 0."),
+        ("step", True, "provenance.step is True, expected an integer of at least 0."),
+        ("policy", "", "provenance.policy is '', expected printable text."),
+        ("solver", 3, "provenance.solver is 3, expected printable text."),
+        ("gap", float("inf"), "provenance.gap is inf, expected a finite number."),
+        ("objective", "low", "provenance.objective is 'low', expected a finite number."),
+        ("config", {"a": object}, "provenance.config is not JSON data: Object of type type is not JSON serializable."),
+        ("config", [], "provenance.config is [], expected a JSON object."),
+    ],
+)
+def test_bad_provenance_is_refused_by_name(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        PlanProvenance(**{"step": 0, "policy": "snip", field: value})
+    assert str(caught.value) == message
+
+
+def test_a_file_cut_after_any_byte_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    small_plan().save(path)
+    data = path.read_bytes()
+    # The last byte is the line break behind the document: without it the plan is still whole.
+    for length in [*range(0, len(data) - 1, 7), len(data) - 2]:
+        path.write_bytes(data[:length])
+        with pytest.raises(
+            ValueError, match=r"^.*plan\.json is not a usable precision plan: it is not valid JSON, perh"
+        ):
+            PrecisionPlan.load(path)
+
+
+def test_a_file_with_any_flipped_bit_is_refused_or_is_another_valid_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    small_plan().save(path)
+    data = path.read_bytes()
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(300):
+        broken = bytearray(data)
+        broken[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(bytes(broken))
+        try:
+            PrecisionPlan.load(path).to_dict()
+        except ValueError as error:
+            assert str(error).endswith(ADVICE)
+            refused += 1
+    assert refused > 200
+
+
+def edited(**changes: Any) -> str:
+    return json.dumps({**small_plan().to_dict(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "the document is [], expected a JSON object."),
+        ("{}", "kind is None, expected 'snip-hf precision plan'."),
+        (edited(schema_version=2), "schema_version is 2, expected 1."),
+        (edited(schema_version=True), "schema_version is True, expected 1."),
+        (
+            edited(comment=""),
+            "the document has an unknown entry 'comment'; expected exactly schema_version, kind, assignment, flops, "
+            "stages, provenance.",
+        ),
+        (edited(provenance=[]), "provenance is [], expected a JSON object."),
+        (edited(stages={"a": 1}), "stages is {'a': 1}, expected a list of lists of layer names."),
+        (edited().replace("2.0", "NaN"), "it holds NaN, which is not a JSON number."),
+        (
+            edited().replace("2.0", "1e999", 1),
+            "flops['a']['forward'] is inf, expected a finite number of at least 0.",
+        ),
+        (edited().replace('"b"', '"a"'), "the key 'a' occurs 2 times in one object."),
+        ("[" * 200_000, "its JSON is nested too deeply."),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused_with_its_name_the_field_and_a_way_out(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        PrecisionPlan.load(path)
+    assert str(caught.value) == f"{path} is not a usable precision plan: {message} {ADVICE}"
+
+
+def test_bytes_that_are_not_utf8_and_files_that_are_too_large_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(b'{"kind": "\xff"}')
+    with pytest.raises(
+        ValueError, match=r"plan\.json is not a usable precision plan: it is not UTF-8 text \(byte 10\)"
+    ):
+        PrecisionPlan.load(path)
+    path.write_text("1" * 1001)
+    with pytest.raises(ValueError, match=r"^the file is larger than 1000 bytes\.$"):
+        read_json(path, max_bytes=1000)
+
+
+def test_a_plan_that_is_not_there_is_an_oserror_naming_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"plan\.json"):
+        PrecisionPlan.load(tmp_path / "plan.json")
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state.json"
+    write_json_atomic(path, {"old": 1})
+
+    def full_disk(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        write_json_atomic(path, {"new": 2})
+    with pytest.raises(ValueError, match="Out of range float"):
+        write_json_atomic(path, {"new": float("nan")})
+    assert [file.name for file in tmp_path.iterdir()] == ["state.json"]
+    assert read_json(path) == {"old": 1}
+
+
+def test_the_written_file_has_the_permissions_of_any_other_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    write_json_atomic(tmp_path / "plan.json", {})
+    assert (tmp_path / "plan.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_apply_sets_every_gemm_of_every_layer_by_exact_name() -> None:
+    model = Blocks(11)  # layers.1 and layers.10: names match whole, not by prefix
+    names = convert_model(model, SnipConfig())
+    plan = plan_for(model, grad_input="fp4")
+    rng = random.Random(0)
+    plan = dataclasses.replace(
+        plan, assignment={name: {gemm: rng.choice(FORMAT_NAMES) for gemm in GEMMS} for name in names}
+    )
+    plan.apply(model)
+    assert {name: layer.formats for name, layer in snip_linears(model).items()} == plan.to_dict()["assignment"]
+
+
+def test_apply_refuses_a_plan_without_one_of_the_models_layers_and_writes_nothing() -> None:
+    small, large = Blocks(2), Blocks(3)
+    convert_model(small, SnipConfig())
+    convert_model(large, SnipConfig())
+    before = [layer.snip_state.clone() for layer in snip_linears(large).values()]
+    with pytest.raises(KeyError) as caught:
+        plan_for(small, forward="fp4").apply(large)
+    assert caught.value.args[0] == (
+        "The plan has no entry for layer 'layers.2' (it names 2 layers, e.g. 'layers.0'). "
+        "Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
+    )
+    assert all(torch.equal(a, b.snip_state) for a, b in zip(before, snip_linears(large).values(), strict=True))
+
+
+def test_apply_refuses_a_plan_that_names_a_layer_the_model_does_not_have_and_writes_nothing() -> None:
+    small, large = Blocks(2), Blocks(3)
+    convert_model(small, SnipConfig())
+    convert_model(large, SnipConfig())
+    before = [layer.snip_state.clone() for layer in snip_linears(small).values()]
+    with pytest.raises(KeyError) as caught:
+        plan_for(large, forward="fp4").apply(small)
+    assert caught.value.args[0] == (
+        "The plan names layer 'layers.2', which is no SnipLinear of the model (it has 2, e.g. 'layers.0'). "
+        "Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
+    )
+    assert all(torch.equal(a, b.snip_state) for a, b in zip(before, snip_linears(small).values(), strict=True))
+
+
+def test_mismatches_lists_both_directions_in_order() -> None:
+    assert small_plan().mismatches(["x", "b", "y"]) == (["x", "y"], ["a"])
+    assert small_plan().mismatches(["b", "a"]) == ([], [])

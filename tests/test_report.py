@@ -1,0 +1,346 @@
+"""Do the tables and figures say what the files of a run say, and does a run with missing pieces get a report too?"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from rich.console import Console
+
+from snip_hf.formats import GEMMS
+from snip_hf.plan import PlanProvenance, PrecisionPlan
+from snip_hf.report import COLOURS, divergence_figure, load_run, plan_figure, print_report, run_report, write_figures
+
+Assignment = dict[str, dict[str, str]]
+KINDS = ("self_attn.q_proj", "mlp.down_proj")
+
+
+def random_assignments(count: int, blocks: int = 3, granularity: str = "gemm", seed: int = 0) -> list[Assignment]:
+    rng = random.Random(seed)
+
+    def formats() -> dict[str, str]:
+        picked = [rng.choice(("fp8", "fp4")) for _ in GEMMS]
+        return dict(zip(GEMMS, picked if granularity == "gemm" else picked[:1] * 3, strict=True))
+
+    return [{f"model.layers.{b}.{k}": formats() for b in range(blocks) for k in KINDS} for _ in range(count)]
+
+
+def write_run(folder: Path, assignments: list[Assignment], kept: tuple[int, ...] = (), every: int = 100) -> None:
+    """A run under assignments[0] at the start and assignments[i] after step `every * i + 10`, but for those kept."""
+    snip = folder / "snip"
+    snip.mkdir(parents=True)
+    layers = list(assignments[0])
+    flops = {layer: dict.fromkeys(GEMMS, 1.0 + row % 2) for row, layer in enumerate(layers)}
+    config = {"policy": "snip", "granularity": "gemm", "target_fp4_fraction": 0.5, "first_refresh": every}
+    start = {"event": "start", "step": 0, "config": config, "plan": assignments[0], "flops": flops}
+    lines: list[dict[str, Any]] = [{**start, "stages": [layers], "model_name": "tiny"}]
+    now = assignments[0]
+    for index, new in list(enumerate(assignments))[1:]:
+        applied = index not in kept
+        cells = [
+            (layer, gemm) for layer in layers for gemm in GEMMS if applied and now[layer][gemm] != new[layer][gemm]
+        ]
+        lines.append(
+            {
+                "event": "refresh",
+                "step": every * index,
+                "applied_step": every * index + 10 if applied else None,
+                "status": "applied" if applied else "kept",
+                "reason": None if applied else "The solver [cbc] was killed after 60 s.",
+                "fp4_fraction": 0.5,
+                "stage_fp4_fractions": [0.5],
+                "changes": {f"{layer}:{gemm}": [now[layer][gemm], new[layer][gemm]] for layer, gemm in cells},
+                "layers_changed": len({layer for layer, _ in cells}),
+                "objective": 12.345678 if applied else None,
+                "bound": 12.3,
+                "gap": 0.00367 if applied else None,
+                "solver": "cbc",
+                "solver_version": "2.10",
+                "seconds": {"probe": 1.25, "divergence": 0.5, "solver": 3.0, "waited": 0.0},
+                "loss": 4.0,
+                "divergence": {},
+            }
+        )
+        now = new if applied else now
+    (snip / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    PrecisionPlan(now, flops, (tuple(layers),), PlanProvenance(step=0, policy="snip")).save(snip / "plan.json")
+
+
+def write_divergence(folder: Path, step: int, values: dict[tuple[str, str], tuple[float, float]]) -> None:
+    records = [
+        {
+            "layer": layer,
+            "gemm": gemm,
+            "format": name,
+            "loss_divergence": loss,
+            "weight_divergence": weight,
+            "flops": 1.0,
+        }
+        for (layer, gemm), (loss, weight) in values.items()
+        for name, loss, weight in (("fp8", loss / 100, weight / 10), ("fp4", loss, weight))
+    ]
+    document = {"schema_version": 1, "step": step, "loss": 4.0, "records": records}
+    (folder / "snip" / f"divergence-{step}.json").write_text(json.dumps(document))
+
+
+def write_losses(path: Path, steps: int) -> None:
+    """Training losses 10 - step / 100 at every tenth step, validation losses 20 - step / 100 at every fiftieth."""
+    log: list[dict[str, float]] = []
+    for step in range(10, steps + 1, 10):
+        log.append({"step": step, "loss": 10 - step / 100, "grad_norm": 1.0})
+        if step % 50 == 0:
+            log.append({"step": step, "eval_loss": 20 - step / 100, "eval_runtime": 1.0})
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"global_step": steps, "log_history": log}))
+
+
+def printed(folder: Path) -> str:
+    text = io.StringIO()
+    print_report(folder, Console(file=text, width=100))
+    return text.getvalue()
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def test_the_plans_in_force_are_rebuilt_from_the_start_and_the_changes(tmp_path: Path) -> None:
+    assignments = random_assignments(6)
+    write_run(tmp_path, assignments, kept=(3,))
+    run = load_run(tmp_path)
+    assert [step for step, _ in run.plans] == [0, 110, 210, 410, 510]
+    rebuilt = [plan.to_dict()["assignment"] for _, plan in run.plans]
+    assert rebuilt == [assignments[i] for i in (0, 1, 2, 4, 5)]
+
+
+def test_the_refreshes_are_printed_with_share_objective_gap_and_seconds(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(3, granularity="layer"), kept=(2,))
+    changed = load_run(tmp_path).refreshes[0].layers_changed
+    text = printed(tmp_path)
+    assert ["100", "110", "0.5000", str(changed), "12.35", "3.7e-03", "1.25", "3.00", "0.00"] in rows(text)
+    assert ["200", "kept", "0.5000", "0", "-", "-", "1.25", "3.00", "0.00"] in rows(text)
+    assert "Step 200: plan kept. The solver [cbc] was killed after 60 s.\n" in text
+
+
+def test_the_plan_is_printed_per_block_and_kind_with_one_format_or_one_per_gemm(tmp_path: Path) -> None:
+    assignment = {
+        "model.layers.0.self_attn.q_proj": {"forward": "fp8", "grad_input": "fp4", "grad_weight": "bf16"},
+        "model.layers.0.mlp.down_proj": dict.fromkeys(GEMMS, "fp4"),
+        "model.layers.10.self_attn.q_proj": dict.fromkeys(GEMMS, "bf16"),
+    }
+    write_run(tmp_path, [assignment])
+    text = rows(printed(tmp_path))
+    assert text[text.index(["block", "q_proj", "down_proj"]) + 2 :][:2] == [["0", "8/4/16", "fp4"], ["10", "bf16"]]
+
+
+def test_the_losses_are_printed_at_the_validations_and_thinned_to_twenty_rows(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(2))
+    write_losses(tmp_path / "trainer_state.json", 200)
+    assert [row for row in rows(printed(tmp_path)) if len(row) == 3 and row[0].isdigit()][:4] == [
+        ["50", "9.5000", "19.5000"],
+        ["100", "9.0000", "19.0000"],
+        ["150", "8.5000", "18.5000"],
+        ["200", "8.0000", "18.0000"],
+    ]
+    write_losses(tmp_path / "trainer_state.json", 5000)
+    text = printed(tmp_path)
+    table = [row for row in rows(text[text.index("Losses") : text.index("Plan (")]) if row and row[0].isdigit()]
+    assert [row[0] for row in (table[0], table[-1])] == ["50", "5000"]
+    assert len(table) == 20
+
+
+def test_the_losses_come_from_the_trainer_state_that_got_furthest(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(2))
+    for folder, steps in (("checkpoint-90", 90), ("checkpoint-1000", 1000), (".", 500)):
+        write_losses(tmp_path / folder / "trainer_state.json", steps)
+    assert max(load_run(tmp_path).losses) == 1000
+
+
+def test_a_loss_that_the_trainer_wrote_as_nan_does_not_stop_the_report(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(2))
+    state = '{"global_step": 2, "log_history": [{"step": 1, "loss": 3.5}, {"step": 2, "loss": NaN}]}'
+    (tmp_path / "trainer_state.json").write_text(state)
+    assert ["2", "nan", "-"] in rows(printed(tmp_path))
+    assert (tmp_path / "snip" / "losses.png") in write_figures(tmp_path)
+
+
+def test_a_run_that_ended_before_its_first_refresh_has_a_plain_report(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(1))
+    text = " ".join(printed(tmp_path).split())
+    assert (
+        "No refresh was recorded (policy snip, first refresh due at step 100 if it probes): "
+        "the plan of the start is in force." in text
+    )
+    assert "Note: There are no divergence files, so there is no figure of the divergences." in text
+    assert (
+        "Note: There is no trainer_state.json with losses (saved with a checkpoint or by trainer.save_state())." in text
+    )
+    assert write_figures(tmp_path) == [tmp_path / "snip" / "plan.png"]
+
+
+def test_a_history_whose_last_line_is_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(4))
+    path = tmp_path / "snip" / "history.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert [step for step, _ in load_run(tmp_path).plans] == [0, 110, 210]
+    assert "Note: The last line of history.jsonl is not complete and is left out." in printed(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "old", "new", "message"),
+    [
+        (1, '"flops"', '"flop"', "it has no entry 'flops'."),
+        (1, '"grad_input": "fp', '"grad_input": "f', "Unknown format 'f"),
+        (2, '"event": "refresh"', '"event": "party"', "event is 'party', expected 'refresh'."),
+        (2, '"gap"', '"pag"', "it has no entry 'gap'."),
+        (2, "{", "", "it is not valid JSON, perhaps truncated (line 1: Extra data)."),
+    ],
+)
+def test_a_broken_history_is_refused_with_file_line_and_reason(
+    tmp_path: Path, line: int, old: str, new: str, message: str
+) -> None:
+    write_run(tmp_path, random_assignments(3))
+    path = tmp_path / "snip" / "history.jsonl"
+    lines = path.read_text().splitlines()
+    lines[line - 1] = lines[line - 1].replace(old, new, 1)
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError) as caught:
+        load_run(tmp_path)
+    assert str(caught.value).startswith(f"Line {line} of {path} is not a line of a snip-hf history: {message}")
+
+
+def test_a_folder_without_a_history_and_an_empty_history_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "snip" / "history.jsonl"
+    with pytest.raises(FileNotFoundError) as missing:
+        load_run(tmp_path)
+    assert str(missing.value) == f"{path} does not exist; expected the output folder of a run with SnipCallback."
+    path.parent.mkdir()
+    path.touch()
+    with pytest.raises(ValueError) as empty:
+        load_run(tmp_path)
+    assert str(empty.value) == f"{path} is empty; expected a line with the start of the run."
+
+
+def test_a_change_of_a_layer_that_the_start_does_not_have_is_refused_by_name(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(2))
+    path = tmp_path / "snip" / "history.jsonl"
+    start, refresh = path.read_text().splitlines()
+    record = json.loads(refresh)
+    record["changes"] = {"model.layers.99.mlp.up_proj:forward": ["fp8", "fp4"]}
+    path.write_text(f"{start}\n{json.dumps(record)}\n")
+    with pytest.raises(ValueError) as caught:
+        load_run(tmp_path)
+    assert str(caught.value) == (
+        "The refresh of step 100 changes layer 'model.layers.99.mlp.up_proj', which the start does not have."
+    )
+
+
+def test_files_that_cannot_be_used_are_named_in_notes(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(2))
+    (tmp_path / "snip" / "plan.json").write_text("{")
+    (tmp_path / "snip" / "divergence-7.json").write_text('{"step": 7, "records": [{"layer": "a"}]}')
+    (tmp_path / "trainer_state.json").write_text("[]")
+    notes = load_run(tmp_path).notes
+    assert notes[0].startswith(f"plan.json cannot be used: {tmp_path}/snip/plan.json is not a usable precision plan:")
+    assert notes[1] == "divergence-7.json cannot be used and is left out: 'gemm'"
+    assert notes[3].startswith("trainer_state.json cannot be used and is left out: ")
+
+
+def test_a_plan_file_that_differs_from_the_history_is_noted(tmp_path: Path) -> None:
+    assignments = random_assignments(2, granularity="layer")
+    write_run(tmp_path, assignments)
+    path = tmp_path / "snip" / "plan.json"
+    document = json.loads(path.read_text())
+    layer = next(iter(document["assignment"]))
+    ours = document["assignment"][layer]["grad_input"]
+    document["assignment"][layer]["grad_input"] = "bf16"
+    path.write_text(json.dumps(document))
+    assert load_run(tmp_path).notes[0] == (
+        f"plan.json differs from the history in 1 GEMMs ({layer}:grad_input is bf16, by the history {ours}); "
+        "the tables and figures follow the history."
+    )
+
+
+@pytest.mark.parametrize("granularity", ["layer", "gemm"])
+def test_the_share_of_fp4_coloured_pixels_is_the_share_of_layers_and_steps_in_fp4(
+    tmp_path: Path, granularity: str
+) -> None:
+    assignments = random_assignments(5, blocks=6, granularity=granularity)
+    write_run(tmp_path, assignments)
+    write_losses(tmp_path / "trainer_state.json", 600)
+    path = write_figures(tmp_path)[0]
+    image = np.round(imread(path)[..., :3] * 255).astype(int)
+
+    def pixels(name: str) -> int:
+        rgb = [int(COLOURS[name][i : i + 2], 16) for i in (1, 3, 5)]
+        return int((image == rgb).all(axis=-1).sum())
+
+    steps = np.diff([0, 110, 210, 310, 410, 600])
+    cells = np.array([[f == "fp4" for row in plan.values() for f in row.values()] for plan in assignments])
+    assert pixels("fp4") / (pixels("fp4") + pixels("fp8")) == pytest.approx(
+        np.average(cells, axis=0, weights=steps).mean(), abs=0.01
+    )
+    assert len(plan_figure(load_run(tmp_path)).axes) == (1 if granularity == "layer" else 3)
+
+
+def test_the_divergence_figure_shows_the_recorded_values_on_a_log_scale(tmp_path: Path) -> None:
+    assignments = random_assignments(2)
+    write_run(tmp_path, assignments)
+    layers = list(assignments[0])
+    rng = random.Random(0)
+    values = {step: {(layer, "layer"): (rng.random(), rng.random()) for layer in layers} for step in (1000, 200)}
+    values[200][layers[1], "layer"] = (0.0, 0.5)  # A zero has no logarithm: it stays white.
+    for step, table in values.items():
+        write_divergence(tmp_path, step, table)
+    images = [axes.images[0] for axes in divergence_figure(load_run(tmp_path)).axes if axes.images]
+    assert len(images) == 2
+    for which, image in enumerate(images):
+        expected = np.array([[values[step][layer, "layer"][which] for step in (200, 1000)] for layer in layers])
+        shown = np.ma.filled(image.get_array(), 0.0)
+        assert np.array_equal(np.nan_to_num(shown), expected)
+        assert image.norm.vmin == expected[expected > 0].min()
+        middle = np.sqrt(image.norm.vmin * image.norm.vmax)
+        assert image.norm(middle) == pytest.approx(0.5)
+
+
+def test_divergences_of_single_gemms_get_a_panel_each(tmp_path: Path) -> None:
+    assignments = random_assignments(2)
+    write_run(tmp_path, assignments)
+    table = {(layer, g): (0.1 if g == "forward" else 0.0, 0.3) for layer in assignments[0] for g in GEMMS}
+    write_divergence(tmp_path, 100, table)
+    labels = [axes.get_xlabel() for axes in divergence_figure(load_run(tmp_path)).axes if not axes.images]
+    assert labels == [
+        "loss divergence, forward",
+        "weight divergence, forward",
+        "weight divergence, grad_input",
+        "weight divergence, grad_weight",
+    ]
+    assert tmp_path / "snip" / "divergence.png" in write_figures(tmp_path)
+
+
+def test_many_layers_are_labelled_by_block_and_few_by_name(tmp_path: Path) -> None:
+    write_run(tmp_path / "few", random_assignments(2))
+    write_run(tmp_path / "many", random_assignments(2, blocks=280))
+    few, many = (plan_figure(load_run(tmp_path / name)).axes[0].get_yticklabels() for name in ("few", "many"))
+    assert [label.get_text() for label in few][:3] == ["0 self_attn.q_proj", "0 mlp.down_proj", "1 self_attn.q_proj"]
+    assert [label.get_text() for label in many][:2] == ["model.layers.0", "model.layers.7"]
+    assert len(many) == 40
+
+
+def test_run_report_prints_and_writes_every_figure_where_it_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assignments = random_assignments(3)
+    write_run(tmp_path, assignments, kept=(1,))
+    write_losses(tmp_path / "checkpoint-300" / "trainer_state.json", 300)
+    write_divergence(tmp_path, 100, {(layer, "layer"): (0.1, 0.2) for layer in assignments[0]})
+    files = run_report(tmp_path, tmp_path / "out")
+    assert files == [tmp_path / "out" / name for name in ("plan.png", "divergence.png", "losses.png")]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+    assert "Refreshes" in capsys.readouterr().out

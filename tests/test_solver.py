@@ -1,0 +1,316 @@
+"""The parent's side of the solver process: every way in which it can go wrong, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from snip_hf import ilp
+from snip_hf.solver import SolverError, SolverProcess, SolverResult, check_solution
+
+
+def make_problem(**fields: Any) -> dict[str, Any]:
+    def group(name: str, cost: float) -> dict[str, Any]:
+        options = [{"name": "fp8", "cost": 1.0, "weight": 0.0}, {"name": "fp4", "cost": cost, "weight": 0.5}]
+        return {"name": name, "options": options}
+
+    constraints = [{"name": "stage 0", "groups": None, "minimum": 0.5}]
+    return {"groups": [group("a", 4.0), group("b", 3.0)], "constraints": constraints, **fields}
+
+
+def python(program: str) -> list[str]:
+    return [sys.executable, "-S", "-c", program]
+
+
+def failure(command: list[str] | None, problem: dict[str, Any] | None = None, **limits: float) -> SolverError:
+    with SolverProcess.start(problem or make_problem(), command, **limits) as process:
+        with pytest.raises(SolverError) as caught:
+            process.result(30.0)
+        with pytest.raises(SolverError) as again:
+            process.result()
+        assert again.value is caught.value
+        assert process.poll()
+    return caught.value
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs (a zombie does not)."""
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Any, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("solver", ["cbc", "highs", "greedy"])
+def test_a_problem_is_solved_beside_and_its_result_can_be_asked_for_again(solver: str) -> None:
+    with SolverProcess.start(make_problem(solver=solver)) as process:
+        wait_until(process.poll)
+        result = process.result(0.0)
+        assert process.result() is result
+    assert isinstance(result, SolverResult)
+    assert (result.status, result.choices, result.objective) == ("optimal", {"a": "fp8", "b": "fp4"}, 4.0)
+    assert (result.constraints, result.solver, result.bound) == ({"stage 0": 0.5}, solver, pytest.approx(4.0))
+
+
+def test_start_does_not_wait_for_a_child_that_never_reads_its_input() -> None:
+    problem = make_problem()
+    problem["groups"][0]["name"] = "x" * 5_000_000  # far beyond a pipe's buffer
+    started = time.monotonic()
+    with SolverProcess.start(problem, python("import time; time.sleep(60)")) as process:
+        assert not process.poll()
+    assert time.monotonic() - started < 10
+
+
+def test_the_process_that_imports_the_parent_side_never_loads_a_solver() -> None:
+    program = (
+        "import json, sys; from snip_hf.solver import SolverProcess;"
+        "result = SolverProcess.start(json.load(sys.stdin)).result(60);"
+        "print(result.solver, 'mip' in sys.modules, 'scipy.optimize._milp' in sys.modules)"
+    )
+    source = str(Path(ilp.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=json.dumps(make_problem(solver="cbc")),
+        env={**os.environ, "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split()[:2] == ["cbc", "False"]
+
+
+def test_the_child_runs_with_raised_niceness() -> None:
+    wrapper = (
+        "import os, sys, threading, time; sys.path.insert(0, sys.argv[1]); import ilp;"
+        "ilp.solve = lambda problem: {'nice': os.nice(0), 'threads': os.environ['OMP_NUM_THREADS']}; ilp.main()"
+    )
+    command = [sys.executable, "-I", "-c", wrapper, str(Path(ilp.__file__).parent)]
+    done = subprocess.run(command, input="{}", capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {"nice": min(os.nice(0) + 10, 19), "threads": "1"}
+
+
+def test_a_crash_is_reported_with_exit_code_and_the_last_lines() -> None:
+    program = "import sys; print('\\n'.join(f'line {i}' for i in range(9)), file=sys.stderr); sys.exit(7)"
+    error = failure(python(program))
+    assert error.reason == "crashed"
+    assert str(error) == "The solver process crashed (exit code 7): line 6; line 7; line 8"
+
+
+def test_a_death_by_signal_is_reported_with_its_name() -> None:
+    error = failure(python("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"))
+    assert error.reason == "crashed"
+    assert str(error) == "The solver process crashed (signal SIGSEGV): nothing on stderr"
+
+
+def test_a_program_that_does_not_exist_is_reported_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(SolverError, match=r"^The solver process could not be started: .*No such file") as caught:
+        SolverProcess.start(make_problem(), [str(tmp_path / "nothing")])
+    assert caught.value.reason == "crashed"
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("", "The solver's output is no JSON object (it begins with '')."),
+        ("Welcome to CBC", "The solver's output is no JSON object (it begins with 'Welcome to CBC')."),
+        ('{"status": "optimal", "cho', "The solver's output is no JSON object (it begins with"),
+        ("[1, 2]", "The solver's output is no solution: '[1, 2]'."),
+        ('{"status": "optimal"}', "The solver's output is no solution:"),
+        ("null", "The solver's output is no JSON object (it begins with 'null')."),
+    ],
+)
+def test_garbage_on_the_output_is_reported(output: str, message: str) -> None:
+    error = failure(python(f"print({output!r}, end='')"))
+    assert error.reason == "garbage"
+    assert str(error).startswith(message)
+
+
+def test_bytes_that_are_no_text_are_garbage() -> None:
+    assert failure(python("import sys; sys.stdout.buffer.write(bytes(range(128, 256)))")).reason == "garbage"
+
+
+def test_a_solver_beyond_its_limit_is_killed_with_everything_it_started(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    shell = f"sleep 60 & echo $! $$ > {pids}.part; mv {pids}.part {pids}; wait"
+    with SolverProcess.start(make_problem(time_limit=0.5), ["sh", "-c", shell], allowance=0.5) as process:
+        wait_until(pids.exists)
+        with pytest.raises(SolverError, match=r"ran past its limit of 1 s and was killed") as caught:
+            process.result()
+    assert caught.value.reason == "timeout"
+    child, parent = (int(pid) for pid in pids.read_text().split())
+    wait_until(lambda: not alive(child))
+    assert not Path(f"/proc/{parent}").exists()  # reaped
+
+
+def test_asking_whether_it_is_done_kills_it_beyond_its_limit_too() -> None:
+    sleeper = python("import time; time.sleep(60)")
+    process = SolverProcess.start(make_problem(time_limit=0.1), sleeper, allowance=0.1)
+    wait_until(process.poll)
+    with pytest.raises(SolverError, match=r"limit of 0\.2 s") as caught:
+        process.result()
+    assert caught.value.reason == "timeout"
+
+
+def test_waiting_is_bounded_by_the_callers_own_limit() -> None:
+    started = time.monotonic()
+    process = SolverProcess.start(make_problem(), python("import time; time.sleep(60)"))
+    with pytest.raises(SolverError, match=r"ran past the 0\.2 s it was waited for and was killed") as caught:
+        process.result(0.2)
+    assert caught.value.reason == "timeout"
+    assert time.monotonic() - started < 10
+
+
+def test_a_solver_that_is_not_installed_is_named() -> None:
+    error = failure([sys.executable, "-I", "-S", ilp.__file__], make_problem(solver="highs"))
+    assert error.reason == "missing"
+    assert str(error).startswith("The solver gave up (missing): solver: 'highs' needs scipy, which ")
+
+
+def test_a_malformed_problem_is_reported_with_its_field() -> None:
+    problem = make_problem(solver="greedy")
+    problem["groups"][1]["options"][0]["cost"] = float("nan")
+    error = failure(None, problem)
+    assert error.reason == "bad problem"
+    assert "groups[1].options[0].cost: got nan" in str(error)
+    error = failure(None, make_problem(time_limit="soon"))
+    assert error.reason == "bad problem"
+    assert "time_limit: got 'soon', expected a number" in str(error)
+
+
+def test_an_infeasible_problem_is_reported_with_what_is_attainable() -> None:
+    problem = make_problem()
+    problem["constraints"][0]["minimum"] = 1.25
+    error = failure(None, problem)
+    assert error.reason == "infeasible"
+    assert str(error) == (
+        "No map meets all constraints ('stage 0': minimum 1.25, attainable 1, each by itself). "
+        "Lower the target or tie less."
+    )
+
+
+def test_killing_is_idempotent_and_ends_the_process() -> None:
+    process = SolverProcess.start(make_problem(), python("import time; time.sleep(60)"))
+    pid = process._process.pid
+    assert alive(pid)
+    process.kill()
+    process.close()
+    assert not Path(f"/proc/{pid}").exists()
+    with pytest.raises(SolverError, match="was killed before its result was read") as caught:
+        process.result()
+    assert caught.value.reason == "killed"
+
+
+def test_a_result_survives_closing() -> None:
+    process = SolverProcess.start(make_problem(solver="greedy"))
+    result = process.result(60.0)
+    process.close()
+    assert process.result() is result
+
+
+def test_a_forgotten_process_is_killed_and_reaped() -> None:
+    process = SolverProcess.start(make_problem(), python("import time; time.sleep(60)"))
+    pid = process._process.pid
+    for file in process._files:
+        file.close()
+    del process
+    gc.collect()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_trainer_that_ends_takes_its_solver_along() -> None:
+    program = (
+        "import sys; from snip_hf.solver import SolverProcess;"
+        "p = SolverProcess.start({}, [sys.executable, '-c', 'import time; time.sleep(60)']); print(p._process.pid)"
+    )
+    source = str(Path(ilp.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not alive(int(done.stdout))
+
+
+def test_no_file_and_no_open_descriptor_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = set(os.listdir("/proc/self/fd"))
+    with SolverProcess.start(make_problem(solver="greedy")) as process:
+        assert list(tmp_path.iterdir()) == []  # unnamed even while it runs
+        process.result(60.0)
+    failure(python("print('garbage')"))
+    SolverProcess.start(make_problem(), python("import time; time.sleep(60)")).kill()
+    with pytest.raises(SolverError):
+        SolverProcess.start(make_problem(), [str(tmp_path / "nothing")])
+    assert list(tmp_path.iterdir()) == []
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def solution(**changes: Any) -> dict[str, Any]:
+    return ilp.solve(make_problem(solver="greedy")) | changes
+
+
+def test_check_solution_accepts_the_solvers_own_answer_with_its_numbers_recomputed() -> None:
+    result = check_solution(make_problem(), solution(constraints={"stage 0": 99.0}))
+    assert (result.objective, result.constraints) == (4.0, {"stage 0": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"choices": {"b": "fp4"}}, "group 'a' got None, expected one of ['fp8', 'fp4']"),
+        ({"choices": {"a": "fp2", "b": "fp4"}}, "group 'a' got 'fp2', expected one of ['fp8', 'fp4']"),
+        ({"choices": {"a": ["fp4"], "b": "fp4"}}, "group 'a' got ['fp4'], expected one of ['fp8', 'fp4']"),
+        ({"choices": {"a": "fp8", "b": "fp4", "c": "fp4"}}, "'c' is no group of the problem"),
+        (
+            {"choices": {"a": "fp8", "b": "fp8"}, "objective": 2.0},
+            "constraint 'stage 0' attains 0.0, below its minimum 0.5",
+        ),
+        ({"objective": 3.9}, "it reports the objective 3.9, its own map costs 4.0"),
+        ({"objective": None}, "it reports the objective None, its own map costs 4.0"),
+    ],
+)
+def test_a_map_that_fails_the_recheck_is_rejected(changes: dict[str, Any], message: str) -> None:
+    reply = solution(**changes)
+    error = failure(python(f"print({json.dumps(reply)!r})"))
+    assert error.reason == "rejected"
+    assert str(error) == f"The solver's map failed the re-check: {message}."
+
+
+def test_a_map_that_breaks_a_tie_is_rejected() -> None:
+    with pytest.raises(SolverError, match=r"tied groups 'a' and 'b' got different options") as caught:
+        check_solution(make_problem(ties=[["a", "b"]]), solution())
+    assert caught.value.reason == "rejected"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"status": "unbounded"}, "The solver's status is 'unbounded', which is unknown."),
+        ({"gap": "small"}, "The solver's gap is 'small', expected a number or null."),
+        ({"choices": None}, "The solver's output is no solution:"),
+        ({"comment": "hello"}, "The solver's output is no solution:"),
+    ],
+)
+def test_a_solution_with_unknown_or_misshapen_fields_is_garbage(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SolverError) as caught:
+        check_solution(make_problem(), solution(**changes))
+    assert caught.value.reason == "garbage"
+    assert str(caught.value).startswith(message)

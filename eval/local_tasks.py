@@ -211,7 +211,7 @@ def local_tasks(stock: TaskManager, data_dir: Path, num_fewshot: int | None, yam
 
 
 def _local_fields(name: str, stock: Row, data_dir: Path, num_fewshot: int | None) -> Row:
-    """What replaces the stock task's own fields: where documents come from, and splits that the folder does not have."""
+    """What replaces the stock task's own fields: the source of documents, and the splits that the folder lacks."""
     files = _files_of(name)
     available = [split for split, relative in files.paths.items() if (data_dir / relative).is_file()]
     needed = [stock.get("test_split") or stock["validation_split"]]

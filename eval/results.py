@@ -55,7 +55,7 @@ def _with_members(
 
 
 def _metrics(scores: Mapping[str, Any], higher_is_better: Mapping[str, bool]) -> dict[str, Row]:
-    """{"acc": {"value": 0.25, "stderr": 0.1, "higher_is_better": True}} from {"acc,none": 0.25, "acc_stderr,none": 0.1}."""
+    """{"acc": {"value": 0.25, "stderr": 0.1, ...}} from lm-eval's {"acc,none": 0.25, "acc_stderr,none": 0.1}."""
     names = [key.removesuffix(",none") for key in scores if key.endswith(",none") and "_stderr," not in key]
     return {
         name: {
@@ -122,7 +122,7 @@ def table(rows: Sequence[Row]) -> str:
                     )
                 )
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def _cell(value: float | None) -> str:

@@ -1,6 +1,6 @@
 """How good is a checkpoint? lm-eval's stock tasks, on the Hub's data or on local files, as a table and JSON lines.
 
-    python eval/run.py MODEL --tasks arc_easy,arc_challenge,mmlu [--data-dir DIR] [--limit N] [--output results.jsonl]
+python eval/run.py MODEL --tasks arc_easy,arc_challenge,mmlu [--data-dir DIR] [--limit N] [--output results.jsonl]
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _load(manager: TaskManager, names: Sequence[str], from_hub: bool) -> dict[st
             ) from error
         twice = loaded["tasks"].keys() & new["tasks"].keys()
         if twice:
-            raise EvaluationError(f"{min(twice)!r} is asked for twice, the second time by {name!r}; name each task once.")
+            raise EvaluationError(f"{min(twice)!r} is asked for twice, last by {name!r}; name each task once.")
         loaded["tasks"].update(new["tasks"])
         loaded["groups"].update(new["groups"])
     return loaded
@@ -140,7 +140,8 @@ def load_model(name: str, device: str) -> tuple[PreTrainedModel, PreTrainedToken
             f"{name!r} could not be loaded as a causal language model with its tokenizer: {error} Expected a folder "
             "written by save_pretrained (both model and tokenizer) or the name of a model on the Hub."
         ) from error
-    return model.to(device), tokenizer
+    model.to(device)  # type: ignore[arg-type]
+    return model, tokenizer
 
 
 def use_plan(model: PreTrainedModel, name: str, plan_path: str | None) -> str:
@@ -149,7 +150,7 @@ def use_plan(model: PreTrainedModel, name: str, plan_path: str | None) -> str:
     Args:
         name: the model's folder or Hub name, whose snip/plan.json is taken if `plan_path` is None.
     """
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     from snip_hf.config import SnipConfig
     from snip_hf.linear import convert_model
@@ -164,25 +165,26 @@ def use_plan(model: PreTrainedModel, name: str, plan_path: str | None) -> str:
         plan.apply(model)
     except (OSError, ValueError, KeyError) as error:
         raise EvaluationError(
-            f"--arithmetic plan: {error.args[0] if error.args else error} Give the plan of this model with --plan PATH, "
-            "or evaluate with --arithmetic bf16."
+            f"--arithmetic plan: {error.args[0] if isinstance(error, KeyError) else error} "
+            "Give the plan of this model with --plan PATH, or evaluate with --arithmetic bf16."
         ) from error
     return path
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Details: eval/README.md")
-    parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a causal language model with its tokenizer")
-    parser.add_argument("--tasks", required=True, help="comma-separated, e.g. arc_easy,arc_challenge,mmlu")
-    parser.add_argument("--data-dir", metavar="DIR", help="local files instead of the Hub's data; needs no network")
-    parser.add_argument("--limit", type=_positive, metavar="N", help="documents per task (per subject for mmlu)")
-    parser.add_argument("--batch-size", type=_positive, default=16, metavar="N")
-    parser.add_argument("--num-fewshot", type=_not_negative, metavar="N", help="examples in the prompt (default: the task's own, 0)")
-    parser.add_argument("--arithmetic", choices=("bf16", "plan"), default="bf16", help="bf16: as saved; plan: quantized")
-    parser.add_argument("--plan", metavar="PATH", help="plan file for --arithmetic plan (default: MODEL/snip/plan.json)")
-    parser.add_argument("--output", metavar="FILE", help="JSON lines; added to the end of an existing file")
-    parser.add_argument("--seed", type=_not_negative, default=DEFAULT_SEED, metavar="N")
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder or Hub name of a causal language model with its tokenizer")
+    add("--tasks", required=True, help="comma-separated, e.g. arc_easy,arc_challenge,mmlu")
+    add("--data-dir", metavar="DIR", help="local files instead of the Hub's data; needs no network")
+    add("--limit", type=_positive, metavar="N", help="documents per task (per subject for mmlu)")
+    add("--batch-size", type=_positive, default=16, metavar="N")
+    add("--num-fewshot", type=_not_negative, metavar="N", help="examples in the prompt (default: the task's own, 0)")
+    add("--arithmetic", choices=("bf16", "plan"), default="bf16", help="bf16: as saved; plan: quantized")
+    add("--plan", metavar="PATH", help="plan file for --arithmetic plan (default: MODEL/snip/plan.json)")
+    add("--output", metavar="FILE", help="JSON lines; added to the end of an existing file")
+    add("--seed", type=_not_negative, default=DEFAULT_SEED, metavar="N")
+    add("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
     return parser
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import random
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +17,10 @@ import pyarrow.parquet
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from snip_hf.config import SnipConfig
+from snip_hf.linear import convert_model
+from snip_hf.plan import PrecisionPlan
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
@@ -319,6 +324,15 @@ def test_a_base_is_read_relative_to_its_recipe_and_null_takes_a_section_out(tmp_
     assert recipe.training == load_recipe(QUICKSTART).training | {"max_steps": 3, "output_dir": "runs/mine"}
 
 
+def test_the_examples_of_the_readme_load(tmp_path: Path) -> None:
+    shutil.copy(QUICKSTART, tmp_path)
+    examples = re.findall(r"```yaml\n(.*?)```", (RECIPES / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(examples) == 2
+    for i, example in enumerate(examples):
+        (tmp_path / f"example{i}.yaml").write_text(example, encoding="utf-8")
+        load_recipe(tmp_path / f"example{i}.yaml")
+
+
 # --- the model
 
 
@@ -401,6 +415,47 @@ def test_a_resumed_run_gives_the_losses_of_an_uninterrupted_one(folder: Path, tm
     shutil.copytree(saved, tmp_path / "true" / "checkpoint-4")
     pretrain.run(tiny(folder, tmp_path / "true", *common, "training.resume_from_checkpoint=true"))
     assert losses(tmp_path / "true") == whole
+
+
+def test_snip_that_never_refreshes_in_bf16_gives_the_plain_runs_losses_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    plain = pretrain.run(tiny(folder, tmp_path / "plain", "snip=null"))
+    snip = pretrain.run(tiny(folder, tmp_path / "snip", "snip.start_format=bf16", "snip.first_refresh=100"))
+    assert losses(tmp_path / "snip") == losses(tmp_path / "plain")
+    loss = plain["validation_loss"]["high_precision"]
+    assert snip["validation_loss"] == {"plan": loss, "high_precision": loss}
+
+
+def test_a_snip_run_refreshes_reports_and_evaluates_in_both_arithmetics(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    refreshes = ["snip.first_refresh=2", "snip.refresh_every=2", "snip.apply_delay=1", "snip.probe_tokens=128"]
+    result = pretrain.run(tiny(folder, output, "training.max_steps=9", *refreshes))
+    history = [json.loads(line) for line in (output / "snip" / "history.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["status"]) for line in history[1:]] == [(s, "applied") for s in (2, 4, 6, 8)]
+    assert all(min(line["stage_fp4_fractions"]) >= 0.75 for line in history[1:])
+    assert len(history[0]["stages"]) == 2
+    shown = capsys.readouterr().out
+    assert "Refreshes" in shown
+    assert (output / "snip" / "plan.png").stat().st_size > 0
+    # The saved model alone gives the loss in high precision; its weights were trained under the plan.
+    recipe = tiny(folder, output)
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    _, validation = data.pack(*data.load_documents(recipe.data), tokenizer, recipe.data)
+    model = AutoModelForCausalLM.from_pretrained(output)
+    with torch.no_grad():
+        loss = model(**data.collate(list(validation))).loss.item()
+    assert result["validation_loss"]["high_precision"] == pytest.approx(loss, rel=1e-5)
+    PrecisionPlan.load(output / "snip" / "plan.json").apply(convert_and_return(model))
+    with torch.no_grad():
+        loss = model(**data.collate(list(validation))).loss.item()
+    assert result["validation_loss"]["plan"] == pytest.approx(loss, rel=1e-5)
+    assert result["validation_loss"]["plan"] != pytest.approx(result["validation_loss"]["high_precision"], rel=1e-5)
+
+
+def convert_and_return(model: Any) -> Any:
+    convert_model(model, SnipConfig())
+    return model
 
 
 def test_benchmarks_without_data_and_hub_are_skipped_with_the_way_out(

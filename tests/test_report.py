@@ -128,6 +128,25 @@ def test_the_refreshes_are_printed_with_share_objective_gap_and_seconds(tmp_path
     assert "Step 200: plan kept. The solver [cbc] was killed after 60 s.\n" in text
 
 
+def test_a_refresh_that_failed_before_its_probe_has_a_line_without_figures(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(1))
+    failed = {"event": "refresh", "step": 100, "applied_step": None, "decided_step": 100, "status": "kept"}
+    failed |= {"reason": "ValueError: the loss is NaN.", "fp4_fraction": 0.0, "changes": {}, "layers_changed": 0}
+    with open(tmp_path / "snip" / "history.jsonl", "a") as file:
+        file.write(json.dumps(failed) + "\n" + json.dumps(failed | {"step": 200}) + "\n")
+    text = printed(tmp_path)
+    assert ["100", "kept", "0.0000", "0", "-", "-", "-", "-", "-"] in rows(text)
+    assert "Step 200: plan kept. ValueError: the loss is NaN.\n" in text
+    assert write_figures(tmp_path) == [tmp_path / "snip" / "plan.png"]
+
+
+def test_a_run_that_continued_a_checkpoint_without_snip_starts_at_its_step(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(2), every=1000)
+    path = tmp_path / "snip" / "history.jsonl"
+    path.write_text(path.read_text().replace('"step": 0', '"step": 500', 1))
+    assert [step for step, _ in load_run(tmp_path).plans] == [500, 1010]
+
+
 def test_the_plan_is_printed_per_block_and_kind_with_one_format_or_one_per_gemm(tmp_path: Path) -> None:
     assignment = {
         "model.layers.0.self_attn.q_proj": {"forward": "fp8", "grad_input": "fp4", "grad_weight": "bf16"},
@@ -198,7 +217,8 @@ def test_a_history_whose_last_line_is_cut_off_is_read_up_to_there(tmp_path: Path
         (1, '"flops"', '"flop"', "it has no entry 'flops'."),
         (1, '"grad_input": "fp', '"grad_input": "f', "Unknown format 'f"),
         (2, '"event": "refresh"', '"event": "party"', "event is 'party', expected 'refresh'."),
-        (2, '"gap"', '"pag"', "it has no entry 'gap'."),
+        (1, '"event": "start"', '"event": "refresh"', "event is 'refresh', expected 'start'."),
+        (2, '"changes"', '"change"', "it has no entry 'changes'."),
         (2, "{", "", "it is not valid JSON, perhaps truncated (line 1: Extra data)."),
     ],
 )

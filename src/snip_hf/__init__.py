@@ -1,7 +1,7 @@
 """Adaptive FP4/FP8 training for Hugging Face causal language models (SNIP, arXiv:2602.01410).
 
-    trainer = Trainer(model, args, train_dataset=data, callbacks=[SnipCallback(SnipConfig(target_fp4_fraction=0.75))])
-    trainer.train()
+trainer = Trainer(model, args, train_dataset=data, callbacks=[SnipCallback(SnipConfig(target_fp4_fraction=0.75))])
+trainer.train()
 """
 
 from .callback import SnipCallback

@@ -27,7 +27,7 @@ STATE_NAME = "snip_state.json"
 class SnipCallback(TrainerCallback):
     """Trains the Trainer's model under SNIP: `Trainer(..., callbacks=[SnipCallback(SnipConfig(...))])`.
 
-    Every checkpoint gets a `snip_state.json`; `trainer.train(resume_from_checkpoint=...)` continues from it bit for bit.
+    Each checkpoint gets `snip_state.json`; `trainer.train(resume_from_checkpoint=...)` continues from it, bit for bit.
 
     Args:
         config: what the user asks for; the defaults if None.
@@ -41,18 +41,19 @@ class SnipCallback(TrainerCallback):
         self._resume = resume
         self._hook: Any = None
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuses what cannot work, and swaps the linears before the Trainer wraps or compiles the model."""
         if args.n_gpu > 1 and args.parallel_mode.value == "not_distributed":
             raise ValueError(
-                f"The Trainer would put the model into nn.DataParallel on {args.n_gpu} GPUs, which copies the plan in every "
-                "step. Start one process per GPU with `accelerate launch`, or show one GPU only (CUDA_VISIBLE_DEVICES=0)."
+                f"The Trainer would put the model into nn.DataParallel on {args.n_gpu} GPUs, which copies the "
+                "plan in every "
+                "step. Start one process per GPU with `accelerate launch`, or show one GPU only "
+                "(CUDA_VISIBLE_DEVICES=0)."
             )
         if needs_probe(self.config) and args.label_smoothing_factor > 0:
             raise ValueError(
-                f"label_smoothing_factor={args.label_smoothing_factor} takes the labels away from the model, which then gives "
+                f"label_smoothing_factor={args.label_smoothing_factor} takes the labels away from the model, "
+                "which then gives "
                 "no loss to probe. Set it to 0, or use a policy that needs no probe, such as policy='layer-position'."
             )
         check_launch(self.config, AcceleratorState())
@@ -80,9 +81,7 @@ class SnipCallback(TrainerCallback):
     ) -> None:
         self._running().before_optimizer_step(state.global_step + 1)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._running().after_step(state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -94,9 +93,11 @@ class SnipCallback(TrainerCallback):
     ) -> None:
         if state.is_world_process_zero:
             emulated = select_backend(self.config.backend) == "emulated"
-            prepare_push(args.output_dir, unwrap(kwargs["model"]), emulated=emulated)
+            prepare_push(str(args.output_dir), unwrap(kwargs["model"]), emulated=emulated)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Stops what still runs. The model keeps its swapped layers and the plan; `restore_model` undoes the swap."""
         controller = self._running()
         controller.close()
@@ -109,7 +110,9 @@ class SnipCallback(TrainerCallback):
 
     def _running(self) -> SnipController:
         if self.controller is None:
-            raise RuntimeError("SnipCallback got a training event before on_train_begin; add it before train() is called.")
+            raise RuntimeError(
+                "SnipCallback got a training event before on_train_begin; add it before train() is called."
+            )
         return self.controller
 
     def _find_state(self, args: TrainingArguments, state: TrainerState) -> Path | None:
@@ -128,9 +131,13 @@ class SnipCallback(TrainerCallback):
         if self._resume is not True:
             raise ValueError(f"There is no {STATE_NAME} in {self._resume}, which SnipCallback(resume=...) names.")
         logger.warning(
-            "snip-hf: resuming at step %d without a SNIP state (looked for %s in %s): taken for a checkpoint trained without "
-            "SNIP, the plan starts anew. If the checkpoint lies elsewhere, name its folder in SnipCallback(resume=...).",
-            state.global_step, STATE_NAME, ", ".join(map(str, folders)),
+            "snip-hf: resuming at step %d without a SNIP state (looked for %s in %s): taken for a checkpoint "
+            "trained without "
+            "SNIP, the plan starts anew. If the checkpoint lies elsewhere, name its folder in "
+            "SnipCallback(resume=...).",
+            state.global_step,
+            STATE_NAME,
+            ", ".join(map(str, folders)),
         )
         return None
 

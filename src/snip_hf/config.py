@@ -112,7 +112,8 @@ class SnipConfig:
     def _check_ranges(self) -> None:
         if not 0 <= self.target_fp4_fraction <= 1:
             raise ValueError(
-                f"target_fp4_fraction={self.target_fp4_fraction!r} is outside 0..1; it is the share of the linear FLOPs "
+                f"target_fp4_fraction={self.target_fp4_fraction!r} is outside 0..1; it is the share of the linear "
+                "FLOPs "
                 "that run in FP4, e.g. 0.75."
             )
         if self.apply_delay > self.refresh_every:
@@ -121,7 +122,9 @@ class SnipConfig:
                 "applied before the next probe. Lower apply_delay or raise refresh_every."
             )
         if self.probe_tokens is not None and self.probe_tokens < 128:
-            raise ValueError(f"probe_tokens={self.probe_tokens} is too small; expected None or at least 128 (one tile).")
+            raise ValueError(
+                f"probe_tokens={self.probe_tokens} is too small; expected None or at least 128 (one tile)."
+            )
         for name in ("loss_weight", "weight_weight", "switching_cost", "solver_gap"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a finite number of at least 0.")
@@ -130,7 +133,9 @@ class SnipConfig:
         if not (math.isfinite(self.solver_time_limit) and self.solver_time_limit > 0):
             raise ValueError(f"solver_time_limit={self.solver_time_limit!r} is not a number of seconds above 0.")
         if isinstance(self.stages, int) and self.stages < 1:
-            raise ValueError(f"stages={self.stages} is too small; expected None, a number of at least 1, or lists of names.")
+            raise ValueError(
+                f"stages={self.stages} is too small; expected None, a number of at least 1, or lists of names."
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SnipConfig:

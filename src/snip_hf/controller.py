@@ -138,7 +138,7 @@ class SnipController:
         self._micro_batch += 1
 
     def before_optimizer_step(self, step: int) -> None:
-        """To be called with the gradients of optimizer step `step` (from 1) complete and clipped; probes if it is due."""
+        """To be called with the gradients of optimizer step `step` (from 1) complete and clipped; probes if due."""
         armed, self._armed = self._armed, None
         if armed is None:
             return
@@ -185,15 +185,23 @@ class SnipController:
             KeyError: the plan in it is for another model.
         """
         if not isinstance(state, Mapping) or state.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(f"The SNIP state has no schema_version {SCHEMA_VERSION}; it is not a state of this version.")
+            raise ValueError(
+                f"The SNIP state has no schema_version {SCHEMA_VERSION}; it is not a state of this version."
+            )
         try:
             saved, step, pending = dict(state["config"]), int(state["step"]), state["pending"]
             plan = PrecisionPlan.from_dict(state["plan"])
-            resumed = None if pending is None else _Pending(
-                int(pending["step"]), int(pending["due"]), dict(pending["problem"]), dict(pending["record"])
+            resumed = (
+                None
+                if pending is None
+                else _Pending(
+                    int(pending["step"]), int(pending["due"]), dict(pending["problem"]), dict(pending["record"])
+                )
             )
         except (KeyError, TypeError) as error:
-            raise ValueError(f"The SNIP state is not complete ({error!r}); restore the file from another checkpoint.") from error
+            raise ValueError(
+                f"The SNIP state is not complete ({error!r}); restore the file from another checkpoint."
+            ) from error
         mine = self.config.to_dict()
         different = [name for name in mine if name in _DECIDING and saved.get(name) != mine[name]]
         if different:
@@ -232,7 +240,8 @@ class SnipController:
         attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None) or ""
         if attention.startswith("flash"):
             raise ValueError(
-                f"attn_implementation={attention!r} cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. Load the "
+                f"attn_implementation={attention!r} cannot run the probe's FP32 passes; expected 'sdpa' or "
+                "'eager'. Load the "
                 "model with attn_implementation='sdpa', or use a policy that needs no probe."
             )
 
@@ -271,7 +280,9 @@ class SnipController:
         )
         bad = [row for row in table.rows if not (_finite(row.loss_divergence) and _finite(row.weight_divergence))]
         if bad:
-            raise ValueError(f"The divergences of layer {bad[0].layer!r} are not finite; expected finite activations and gradients.")
+            raise ValueError(
+                f"The divergences of layer {bad[0].layer!r} are not finite; expected finite activations and gradients."
+            )
         program = policies.problem(self._setting, table, self.plan.assignment)
         seconds = time.perf_counter() - began
         self._write_divergences(step, table)
@@ -315,7 +326,10 @@ class SnipController:
         )
         logger.info(
             "snip-hf: plan of step %d applied after step %d: %s, %d layers changed.",
-            pending.step, step, _describe(plan), layers_changed,
+            pending.step,
+            step,
+            _describe(plan),
+            layers_changed,
         )
 
     def _new_plan(self, step: int, result: SolverResult) -> PrecisionPlan:
@@ -348,7 +362,7 @@ class SnipController:
 
     def _keep(self, step: int, record: Mapping[str, Any], reason: str) -> None:
         logger.warning("snip-hf: the refresh of step %d failed, the plan in force stays: %s", record["step"], reason)
-        kept = {
+        kept: dict[str, Any] = {
             "applied_step": None,
             "decided_step": step,
             "status": "kept",
@@ -387,7 +401,12 @@ class SnipController:
     def _write_divergences(self, step: int, table: DivergenceTable) -> None:
         with self._reporting_disk():
             if self._folder is not None:
-                document = {"schema_version": SCHEMA_VERSION, "step": step, "loss": table.loss, "records": table.to_records()}
+                document = {
+                    "schema_version": SCHEMA_VERSION,
+                    "step": step,
+                    "loss": table.loss,
+                    "records": table.to_records(),
+                }
                 write_json_atomic(self._folder / f"divergence-{step}.json", document)
 
     def _append(self, line: Mapping[str, Any]) -> None:
@@ -423,9 +442,7 @@ class SnipController:
 
 
 # Fields that decide the course of a run; the others may differ on resume.
-_DECIDING = tuple(
-    name for name in SnipConfig().to_dict() if name not in ("solver_time_limit", "backend")
-)
+_DECIDING = tuple(name for name in SnipConfig().to_dict() if name not in ("solver_time_limit", "backend"))
 
 
 def check_launch(config: SnipConfig, accelerator: Any) -> None:
@@ -438,7 +455,8 @@ def check_launch(config: SnipConfig, accelerator: Any) -> None:
         return
     if accelerator.mixed_precision == "fp8":
         raise ValueError(
-            "mixed_precision='fp8' would convert the linears a second time; snip-hf does the FP8 itself. Use 'bf16' or 'no'."
+            "mixed_precision='fp8' would convert the linears a second time; snip-hf does the FP8 itself. Use "
+            "'bf16' or 'no'."
         )
     if not policies.needs_probe(config):
         return
@@ -447,7 +465,8 @@ def check_launch(config: SnipConfig, accelerator: Any) -> None:
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if accelerator.num_processes > 1 or kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         raise ValueError(
-            f"policy={config.policy!r} runs in one process so far; got {accelerator.num_processes} processes ({kind}). Launch with "
+            f"policy={config.policy!r} runs in one process so far; got {accelerator.num_processes} processes "
+            f"({kind}). Launch with "
             "--num_processes 1, or use a policy that needs no probe, such as a plan file or policy='layer-position'."
         )
 

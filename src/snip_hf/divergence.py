@@ -1,7 +1,7 @@
-"""How much damage each format does to each GEMM: loss and weight divergence, estimated from a probe or measured directly.
+"""How much damage does each format do to each GEMM? Loss and weight divergence, estimated or directly measured.
 
-Legend: T tokens of the micro-batch, n of them sampled, I in_features, O out_features. X (n, I), G (n, O) and W (O, I) are
-a layer's input, output gradient and weight in high precision; eX, eG, eW their quantization errors; Xdot, Gdot the
+Legend: T tokens of the micro-batch, n of them sampled, I in_features, O out_features. X (n, I), G (n, O) and W (O, I)
+are a layer's input, output gradient and weight in high precision; eX, eG, eW their quantization errors; Xdot, Gdot the
 derivatives along the probe's direction; D (O, I) = h'(g) / |W| the sensitivity of the optimizer's update, relative to
 the weight's norm. Formulas: docs/method.md, sections 4 and 5.
 
@@ -124,7 +124,8 @@ def divergences_at(
     """
     layers = snip_linears(model)
     sensitivity = {
-        name: answer.derivative(gradients[name]) / torch.linalg.vector_norm(layers[name].weight.detach().to(torch.float32))
+        name: answer.derivative(gradients[name])
+        / torch.linalg.vector_norm(layers[name].weight.detach().to(torch.float32))
         for name, answer in answers.items()
         if name in gradients
     }
@@ -213,7 +214,11 @@ class _LayerTerms:
         """Returns the estimated rise of the loss (not yet relative) from quantizing the forward GEMM."""
         x, w = fake_quantize(self.x, fmt, ROW_TILE), fake_quantize(self.w, fmt, SQUARE_TILE)
         if form == "norm":
-            on_x = _dot(self.g_w.square().sum(), (x - self.x).square().sum()) * self.scale**2 / (self.tokens * self.x.shape[1])
+            on_x = (
+                _dot(self.g_w.square().sum(), (x - self.x).square().sum())
+                * self.scale**2
+                / (self.tokens * self.x.shape[1])
+            )
             grad_weight = self.scale * (self.g.t() @ self.x)
             on_w = _dot(grad_weight.square().sum(), (w - self.w).square().sum()) / self.w.numel()
             return float((on_x + on_w) ** 0.5)
@@ -302,7 +307,9 @@ def _update_distance(
 
 def _gradients(model: nn.Module, batch: Batch, layers: Mapping[str, SnipLinear]) -> tuple[float, dict[str, Tensor]]:
     """Returns the loss and the swapped layers' FP32 gradients under the formats that the layers hold now."""
-    leaves = {name: layer.weight.detach().to(torch.float32, copy=True).requires_grad_() for name, layer in layers.items()}
+    leaves = {
+        name: layer.weight.detach().to(torch.float32, copy=True).requires_grad_() for name, layer in layers.items()
+    }
     loss = run_pass(model, batch, {f"{name}.weight": leaf for name, leaf in leaves.items()})
     return float(loss), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 

@@ -11,7 +11,8 @@ so everything under `snip/` travels along by itself. The model card does not (tr
   anew and keeps only tags, then the upload. No event comes after `create_model_card`, so a callback alone cannot save
   its section. So the tags go through the model, the same text travels as `snip/README.md`, and
   `keep_model_card(trainer)`, one line for the user, puts it into README.md too.
-- `on_save` comes after the upload of a checkpoint has begun: what must be in it has to be written in `on_push_begin`.
+- A checkpoint folder is handed to the background thread before `on_save`. What `on_save` writes at once arrives all
+  the same, because the thread uploads the model first; only what `on_push_begin` writes is certain to arrive.
 
 A Hub that cannot be reached: `Trainer.__init__` raises (it creates the repository). Pushes during training fail without
 a word in their background thread and training goes on; `trainer.push_to_hub()` afterwards raises, with everything

@@ -40,7 +40,8 @@ class _ThreeGemms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, state)
-        return forward_gemm(x, weight, bias, state)
+        y: Tensor = forward_gemm(x, weight, bias, state)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -70,11 +71,13 @@ class SnipLinear(nn.Linear):
         """Returns input @ weight^T + bias; (..., I) -> (..., O)."""
         if self.snip_recorder is not None:
             return self.snip_recorder(self, input)
-        x, weight, bias = input, self.weight, self.bias
+        x = input
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        y = _ThreeGemms.apply(x.reshape(-1, x.shape[-1]), weight, bias, self.snip_state)
+        y: Tensor = _ThreeGemms.apply(x.reshape(-1, x.shape[-1]), weight, bias, self.snip_state)
         return y.view(*x.shape[:-1], self.out_features)
 
     @property
@@ -100,7 +103,7 @@ class SnipLinear(nn.Linear):
 
 @dataclass
 class SnipLinearConfig(AOBaseConfig):
-    """For torchao's `quantize_(model, SnipLinearConfig(...), filter_fn)`: swaps every linear that the filter lets pass."""
+    """For torchao's `quantize_(model, SnipLinearConfig(...), filter_fn)`: swaps every linear that the filter passes."""
 
     start_format: str = "fp8"
     """Format of the three GEMMs until a plan is applied."""
@@ -118,9 +121,10 @@ def _swap(module: nn.Module, config: SnipLinearConfig) -> nn.Module:
         return module
     if not _is_linear(module):
         raise TypeError(
-            f"Cannot quantize a {type(module).__name__}; expected nn.Linear itself (or {', '.join(_KNOWN_SUBCLASSES)}). "
+            f"Cannot quantize a {type(module).__name__}; expected nn.Linear itself or {', '.join(_KNOWN_SUBCLASSES)}. "
             "Let the filter pass only such modules."
         )
+    assert isinstance(module, nn.Linear)
     original_class, device = type(module), module.weight.device
     module.__class__ = SnipLinear
     assert isinstance(module, SnipLinear)
@@ -150,7 +154,9 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     chosen = [name for name, reason in reasons.items() if reason is None]
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     if not chosen:
-        kinds = sorted({type(module).__name__ for module in model.modules() if getattr(module, "weight", None) is not None})
+        kinds = sorted(
+            {type(module).__name__ for module in model.modules() if getattr(module, "weight", None) is not None}
+        )
         raise ValueError(
             f"No layer of {type(model).__name__} can be swapped: {len(skipped)} linears are skipped "
             f"({_summary(skipped)}); modules with weights are of the classes {', '.join(kinds) or 'none'}. "
@@ -184,7 +190,7 @@ def restore_model(model: nn.Module) -> None:
         module._non_persistent_buffers_set.discard("snip_state")
         original_class = module.snip_original_class
         del module.snip_original_class, module.snip_recorder
-        module.__class__ = original_class
+        module.__class__ = original_class  # type: ignore[assignment]
 
 
 def snip_linears(model: nn.Module) -> dict[str, SnipLinear]:
@@ -227,7 +233,8 @@ def _refuse_quantized(model: nn.Module) -> None:
     method = getattr(getattr(model, "config", None), "quantization_config", None)
     if method is not None or getattr(model, "is_quantized", False):
         raise ValueError(
-            f"The model is already quantized ({type(method).__name__ if method is not None else 'is_quantized is set'}); "
+            "The model is already quantized "
+            f"({type(method).__name__ if method is not None else 'is_quantized is set'}); "
             "expected ordinary weights. Load it without a quantization_config, or dequantize it first."
         )
     for name, module in model.named_modules():
@@ -241,4 +248,7 @@ def _summary(skipped: Mapping[str, str | None]) -> str:
     names: dict[str, list[str]] = {}
     for name, reason in skipped.items():
         names.setdefault(str(reason), []).append(name)
-    return "; ".join(f"{reason}: {', '.join(group[:3])}{', ...' * (len(group) > 3)}" for reason, group in names.items()) or "none"
+    return (
+        "; ".join(f"{reason}: {', '.join(group[:3])}{', ...' * (len(group) > 3)}" for reason, group in names.items())
+        or "none"
+    )

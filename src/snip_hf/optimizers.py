@@ -109,13 +109,14 @@ def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     Raises:
         TypeError: it is not one whose update can be differentiated here.
     """
-    inner = optimizer
+    inner: torch.optim.Optimizer = optimizer
     while hasattr(inner, "optimizer"):
         inner = inner.optimizer
     if type(inner) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         raise TypeError(
             f"Cannot differentiate the update of {type(inner).__module__}.{type(inner).__name__}; expected "
-            "torch.optim.AdamW, Adam or SGD. Use one of these (Trainer: optim='adamw_torch' or 'adamw_torch_fused'), or "
+            "torch.optim.AdamW, Adam or SGD. Use one of these (Trainer: optim='adamw_torch' or "
+            "'adamw_torch_fused'), or "
             "a policy that needs no probe, such as policy='layer-position'."
         )
     return inner

@@ -71,7 +71,9 @@ def find_stages(layers: Sequence[str], config: SnipConfig) -> tuple[tuple[str, .
     if isinstance(config.stages, int):
         blocks = list(dict.fromkeys(block_of(layer) for layer in layers))
         if config.stages > len(blocks):
-            raise ValueError(f"stages={config.stages} but the model has {len(blocks)} blocks; expected at most one stage each.")
+            raise ValueError(
+                f"stages={config.stages} but the model has {len(blocks)} blocks; expected at most one stage each."
+            )
         stage_of = {block: index * config.stages // len(blocks) for index, block in enumerate(blocks)}
         return tuple(
             tuple(layer for layer in layers if stage_of[block_of(layer)] == stage) for stage in range(config.stages)
@@ -116,7 +118,9 @@ def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> d
                 # A layer that took no part in the probe (an expert without tokens) has no row and costs nothing.
                 damage = cost(rows[layer, gemm, fmt]) if (layer, gemm, fmt) in rows else 0.0
                 weight = setting.share(group, stage) if fmt == "fp4" else 0.0
-                options.append({"name": fmt, "cost": damage + config.switching_cost / count * changes, "weight": weight})
+                options.append(
+                    {"name": fmt, "cost": damage + config.switching_cost / count * changes, "weight": weight}
+                )
             groups.append({"name": group, "options": options})
         constraints.append({"name": f"stage {index}", "groups": names, "minimum": config.target_fp4_fraction})
     return {
@@ -179,7 +183,11 @@ def _ties(setting: Setting) -> list[list[str]]:
                 if last in names:
                     siblings.setdefault(parent, []).append(layer)
             for layers in siblings.values():
-                parts = [layers] if setting.config.granularity == "layer" else [[f"{x}:{gemm}" for x in layers] for gemm in GEMMS]
+                parts = (
+                    [layers]
+                    if setting.config.granularity == "layer"
+                    else [[f"{x}:{gemm}" for x in layers] for gemm in GEMMS]
+                )
                 ties += [part for part in parts if len(part) > 1]
     return ties
 

@@ -69,8 +69,10 @@ class Batch:
         """
         if kwargs.get("labels") is None:
             raise ValueError(
-                f"The batch has no labels (its keys are {', '.join(kwargs) or 'none'}), so the model gives no loss to probe. "
-                "Expected a causal LM batch with `labels`. Label smoothing and a custom compute_loss_func take them away: "
+                f"The batch has no labels (its keys are {', '.join(kwargs) or 'none'}), so the model gives no "
+                "loss to probe. "
+                "Expected a causal LM batch with `labels`. Label smoothing and a custom compute_loss_func take "
+                "them away: "
                 "turn these off, or use a policy that needs no probe, such as policy='layer-position'."
             )
         return cls({key: value for key, value in kwargs.items() if key != "num_items_in_batch"}, RandomState.now())
@@ -127,7 +129,7 @@ def run_probe(
         generator = torch.Generator().manual_seed(stream_key(seed, step, index, 0, 0) >> 1)
         direction = {name: d * _normal(d, generator) for name, d in sensitivity.items()}
         epsilon = _step_size(layers, direction)
-        sides = []
+        sides: list[dict[str, tuple[int, Tensor, Tensor]]] = []
         for sign in (1.0, -1.0):
             weights = {
                 f"{name}.weight": layers[name].weight.detach().to(torch.float32) + sign * epsilon * moved
@@ -138,7 +140,7 @@ def run_probe(
                 losses.append(float(run_pass(model, batch, weights)))
             sides.append(recorder.records)
             del weights
-        _combine(samples, *sides, epsilon)
+        _combine(samples, sides[0], sides[1], epsilon)
     return Probe(sum(losses) / len(losses), samples)
 
 
@@ -167,7 +169,7 @@ def run_pass(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor], with
         batch.random_state.restore()
         stand_in = _ForwardBackward(model)
         named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        loss = torch.func.functional_call(stand_in, named, (dict(batch.kwargs),))
+        loss: Tensor = torch.func.functional_call(stand_in, named, (dict(batch.kwargs),))
     finally:
         if without_trace:
             before.restore()
@@ -175,7 +177,7 @@ def run_pass(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor], with
 
 
 class _ForwardBackward(nn.Module):
-    """Forward and backward in one call: recomputation under activation checkpointing needs the stand-ins in backward."""
+    """Forward and backward in one call: recomputation in backward (checkpointing) needs the stand-ins too."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -187,13 +189,13 @@ class _ForwardBackward(nn.Module):
         device = next(self.model.parameters()).device
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
             outputs = forward(**kwargs)
-            loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+            loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
             loss.backward()
         return loss.detach()
 
 
 class _RecordedLinear(torch.autograd.Function):
-    """Y = X W^T + b in high precision; backward hands (X, G) to the recorder and passes on only the input's gradient."""
+    """Y = X W^T + b in high precision; backward hands (X, G) to the recorder and returns the input's gradient only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, recorder: _Recorder) -> Tensor:
@@ -241,7 +243,7 @@ def _recording(layers: Mapping[str, SnipLinear], recorder: _Recorder) -> Iterato
     def recorded(name: str) -> Callable[[SnipLinear, Tensor], Tensor]:
         def forward(layer: SnipLinear, input: Tensor) -> Tensor:
             x = input.reshape(-1, input.shape[-1])
-            y = _RecordedLinear.apply(x, layer.weight, layer.bias, name, recorder)
+            y: Tensor = _RecordedLinear.apply(x, layer.weight, layer.bias, name, recorder)
             return y.view(*input.shape[:-1], layer.out_features)
 
         return forward

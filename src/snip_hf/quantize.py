@@ -29,7 +29,7 @@ _MASK32 = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Quantized:
-    """A quantized tensor. `values` (R, C), FP32, on the format's grid; `scales` (R / tile_rows, C / tile_columns), FP32."""
+    """`values` (R, C) on the format's grid, `scales` (R / tile_rows, C / tile_columns), both FP32."""
 
     values: Tensor
     scales: Tensor
@@ -63,7 +63,7 @@ def quantize(x: Tensor, fmt: NumberFormat, tile: tuple[int, int], key: int | Non
 
 
 def fake_quantize(x: Tensor, fmt: NumberFormat | None, tile: tuple[int, int], key: int | None = None) -> Tensor:
-    """Returns what a GEMM in `fmt` sees of x, in FP32: quantized and multiplied by its scales; x itself for fmt None."""
+    """Returns what a GEMM in `fmt` sees of x, in FP32: quantized, times its scales; x itself for fmt None."""
     if fmt is None or x.numel() == 0:
         return x.to(torch.float32)
     return quantize(x, fmt, tile, key).dequantize()

@@ -92,7 +92,7 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
     folder = Path(run_dir)
     notes: list[str] = []
     start, refreshes = _read_history(folder / "snip" / "history.jsonl", notes)
-    plans = [(0, start)]
+    plans = [(start.provenance.step, start)]
     for refresh in refreshes:
         if refresh.applied_step is not None:
             plans.append((refresh.applied_step, _changed(plans[-1][1], refresh)))
@@ -124,17 +124,24 @@ def _read_history(path: Path, notes: list[str]) -> tuple[PrecisionPlan, list[Ref
 
 
 def _start_plan(record: Mapping[str, Any]) -> PrecisionPlan:
+    _check_event(record, "start")
     config = record["config"]
     provenance = PlanProvenance(
-        step=0, policy=config["policy"], config=config, model_name=record.get("model_name") or None
+        step=record["step"], policy=config["policy"], config=config, model_name=record["model_name"] or None
     )
     return PrecisionPlan(record["plan"], record["flops"], record["stages"], provenance)
 
 
 def _refresh(record: Mapping[str, Any]) -> Refresh:
-    if record["event"] != "refresh":
-        raise ValueError(f"event is {record['event']!r}, expected 'refresh'.")
-    return Refresh(**{field.name: record[field.name] for field in dataclasses.fields(Refresh)})
+    _check_event(record, "refresh")
+    # A refresh that failed early has no objective, gap or seconds yet.
+    given = {"objective": None, "gap": None, "seconds": {}} | dict(record)
+    return Refresh(**{field.name: given[field.name] for field in dataclasses.fields(Refresh)})
+
+
+def _check_event(record: Mapping[str, Any], expected: str) -> None:
+    if record["event"] != expected:
+        raise ValueError(f"event is {record['event']!r}, expected {expected!r}.")
 
 
 def _changed(plan: PrecisionPlan, refresh: Refresh) -> PrecisionPlan:

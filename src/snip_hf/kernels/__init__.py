@@ -20,6 +20,7 @@ def select_backend(requested: str) -> str:
     """
     if requested == "hopper":
         raise NotImplementedError(
-            "backend='hopper' is not in this version of snip-hf; use backend='auto' or 'emulated' (same numerics, slower)."
+            "backend='hopper' is not in this version of snip-hf; use backend='auto' or 'emulated' (same "
+            "numerics, slower)."
         )
     return "emulated"

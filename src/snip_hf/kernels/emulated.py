@@ -28,7 +28,7 @@ def forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) 
     if fmt is None:
         return torch.nn.functional.linear(x, weight, bias)
     # (T, I) x (I, O): contracts I
-    y_fp32 = fake_quantize(x, fmt, ROW_TILE) @ fake_quantize(weight, fmt, SQUARE_TILE).t()
+    y_fp32 = _multiply(fake_quantize(x, fmt, ROW_TILE), fake_quantize(weight, fmt, SQUARE_TILE).t())
     if bias is not None:
         y_fp32 += bias.to(torch.float32)
     return y_fp32.to(x.dtype)
@@ -41,7 +41,8 @@ def grad_input_gemm(grad_output: Tensor, weight: Tensor, state: Tensor) -> Tenso
     if fmt is None:
         return grad_output.mm(weight)
     # (T, O) x (O, I): contracts O
-    return (fake_quantize(grad_output, fmt, ROW_TILE, key) @ fake_quantize(weight, fmt, SQUARE_TILE)).to(grad_output.dtype)
+    left = fake_quantize(grad_output, fmt, ROW_TILE, key)
+    return _multiply(left, fake_quantize(weight, fmt, SQUARE_TILE)).to(grad_output.dtype)
 
 
 @torch.library.custom_op("snip_hf::grad_weight_gemm", mutates_args=())
@@ -51,7 +52,8 @@ def grad_weight_gemm(grad_output: Tensor, x: Tensor, state: Tensor) -> Tensor:
     if fmt is None:
         return grad_output.t().mm(x)
     # (O, T) x (T, I): contracts T
-    return (fake_quantize(grad_output, fmt, COLUMN_TILE, key).t() @ fake_quantize(x, fmt, COLUMN_TILE)).to(grad_output.dtype)
+    left = fake_quantize(grad_output, fmt, COLUMN_TILE, key).t()
+    return _multiply(left, fake_quantize(x, fmt, COLUMN_TILE)).to(grad_output.dtype)
 
 
 @forward_gemm.register_fake
@@ -69,6 +71,12 @@ def _(grad_output: Tensor, x: Tensor, state: Tensor) -> Tensor:
     return grad_output.new_empty(grad_output.shape[1], x.shape[1])
 
 
+def _multiply(left_fp32: Tensor, right_fp32: Tensor) -> Tensor:
+    """Returns left @ right, in FP32 also under autocast, which would cast both to BF16."""
+    with torch.autocast(left_fp32.device.type, enabled=False):
+        return left_fp32 @ right_fp32
+
+
 def _read(state: Tensor, gemm: str) -> tuple[NumberFormat | None, int | None]:
     """Returns the format of `gemm` and the key for rounding its output gradient (None: to nearest).
 
@@ -77,5 +85,6 @@ def _read(state: Tensor, gemm: str) -> tuple[NumberFormat | None, int | None]:
     numbers = state.tolist()
     operand = GEMMS.index(gemm)
     name = FORMAT_NAMES[numbers[operand]]
-    key = stream_key(*numbers[len(GEMMS) :], operand) if name == "fp4" else None
+    seed, step, micro_batch, layer = numbers[len(GEMMS) :]
+    key = stream_key(seed, step, micro_batch, layer, operand) if name == "fp4" else None
     return FORMATS[name], key

@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,13 @@ Row = dict[str, Any]
 END = "<|endoftext|>"
 
 # One document per task, in the Hub's columns and in the local layout. The first is HellaSwag's own example.
-HUB_AND_LOCAL: dict[str, tuple[str, Row, str, Row]] = {
+HUB_AND_LOCAL: dict[str, tuple[Row, str, Row]] = {
     "arc_easy": (
-        "test",
         {"id": "a", "question": "Why?", "choices": {"text": ["no", "yes"], "label": ["1", "2"]}, "answerKey": "2"},
         "arc/ARC-Easy-test.jsonl",
         {"id": "a", "question": "Why?", "choices": {"text": ["no", "yes"], "label": ["1", "2"]}, "answerKey": "2"},
     ),
     "hellaswag": (
-        "validation",
         {
             "activity_label": "Roof shingle removal",
             "ctx_a": "A man is sitting on a roof.",
@@ -52,13 +50,11 @@ HUB_AND_LOCAL: dict[str, tuple[str, Row, str, Row]] = {
         },
     ),
     "piqa": (
-        "validation",
         {"goal": "open a jar?", "sol1": "twist", "sol2": "shout", "label": 0},
         "piqa/piqa_validation.jsonl",
         {"query": "Question: open a jar?\n", "choices": ["twist", "shout"], "gold": 0},
     ),
     "boolq": (
-        "validation",
         {"passage": "Snow is cold.\nQuestion: is it", "question": "is snow cold", "label": 1, "idx": 0},
         "boolq/boolq_validation.jsonl",
         {
@@ -68,13 +64,11 @@ HUB_AND_LOCAL: dict[str, tuple[str, Row, str, Row]] = {
         },
     ),
     "winogrande": (
-        "validation",
         {"sentence": "Ann saw Bea so _ waved.", "option1": "Ann", "option2": "Bea", "answer": "2"},
         "winogrande/winogrande_xl_validation.jsonl",
         {"context_options": ["Ann saw Bea so Ann", "Ann saw Bea so Bea"], "continuation": "waved.", "gold": 1},
     ),
     "openbookqa": (
-        "test",
         {
             "question_stem": "Predators eat",
             "choices": {"text": ["lions", "humans", "bunnies", "grass"], "label": ["A", "B", "C", "D"]},
@@ -84,7 +78,6 @@ HUB_AND_LOCAL: dict[str, tuple[str, Row, str, Row]] = {
         {"query": "Predators eat", "choices": ["lions", "humans", "bunnies", "grass"], "gold": 2},
     ),
     "lambada_openai": (
-        "test",
         {"text": "He saw a light and then the light"},
         "lambada/lambada_openai_test.jsonl",
         {"context": "He saw a light and then the", "continuation": "light"},
@@ -123,12 +116,12 @@ def _mmlu_subjects() -> list[str]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny files in the layout of eval/README.md."""
     folder = tmp_path_factory.mktemp("data")
-    for _, _, path, row in HUB_AND_LOCAL.values():
+    for _, path, row in HUB_AND_LOCAL.values():
         _write_lines(folder / path, [row])
     questions = [_arc(n) for n in range(10)] + [_arc(10, "1234"), _arc(11, "ABC")]
     _write_lines(folder / "arc/ARC-Challenge-test.jsonl", questions)
     lines = [{"context": f"the {n} light and the", "continuation": word} for n, word in enumerate(("light", "cube"))]
-    _write_lines(folder / "lambada/lambada_openai_test.jsonl", [HUB_AND_LOCAL["lambada_openai"][3], *lines])
+    _write_lines(folder / "lambada/lambada_openai_test.jsonl", [HUB_AND_LOCAL["lambada_openai"][2], *lines])
     (folder / "wikitext-2-raw").mkdir()
     (folder / "wikitext-2-raw/wiki.test.raw").write_text(" \n" + "\n".join(WIKI_PAGES), encoding="utf-8")
     for index, subject in enumerate(_mmlu_subjects()):
@@ -137,7 +130,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w", newline="", encoding="utf-8") as file:
                 for n in range(count):
-                    csv.writer(file).writerow([f"{split} {n},\nor {index}?", "w", " x", "y", "z", "ABCD"[(index + n) % 4]])
+                    csv.writer(file).writerow(
+                        [f"{split} {n},\nor {index}?", "w", " x", "y", "z", "ABCD"[(index + n) % 4]]
+                    )
     return folder
 
 
@@ -188,9 +183,8 @@ def _local(data: Path, names: list[str], tmp_path: Path, num_fewshot: int | None
 def test_local_rows_give_the_prompt_target_and_choices_of_the_hub_rows(
     name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split, hub_row, _, _ = HUB_AND_LOCAL[name]
-    # Where a split is empty the stock task only needs it to be there.
-    hub = datasets.DatasetDict({s: datasets.Dataset.from_list([hub_row]) for s in {"train", "validation", "test", split}})
+    hub_row, _, _ = HUB_AND_LOCAL[name]
+    hub = datasets.DatasetDict({s: datasets.Dataset.from_list([hub_row]) for s in ("train", "validation", "test")})
     monkeypatch.setattr(datasets, "load_dataset", lambda **_: hub)
     stock = local_tasks.stock_tasks().load([name])["tasks"][name]
     local = _local(data, [name], tmp_path)[name]
@@ -317,7 +311,7 @@ def test_command_writes_a_complete_json_line_per_task_and_prints_a_table(
     assert set(line["versions"]) == {"torch", "transformers", "datasets", "lm_eval", "snip_hf"}
     assert lines[1]["task_version"] == "1.0+local"
     table = capsys.readouterr().out
-    assert table.splitlines()[0].split() == "task metric value stderr chance samples shots version".split()
+    assert table.startswith("task       metric    value")
     assert "arc_easy" in table and "0.5000" in table
 
 
@@ -332,9 +326,12 @@ def test_commit_is_that_of_the_checkout() -> None:
 
 
 def test_command_starts_without_the_package_or_heavy_imports() -> None:
-    code = "import sys, runpy; sys.argv = ['run.py', '--help']\ntry: runpy.run_path(r'{}', run_name='__main__')\n"
-    code = code.replace("{}", str(EVAL / "run.py")) + "except SystemExit: print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", f"import sys; sys.path.insert(0, r'{EVAL}')\n{code}"], capture_output=True)
+    code = (
+        f"import runpy, sys; sys.path.insert(0, {str(EVAL)!r}); sys.argv = ['run.py', '--help']\n"
+        f"try: runpy.run_path({str(EVAL / 'run.py')!r}, run_name='__main__')\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
     assert done.returncode == 0, done.stderr
     assert b"--data-dir" in done.stdout and done.stdout.split()[-1] == b"False"
 
@@ -371,7 +368,7 @@ def test_hub_out_of_reach_names_both_ways_out(loaded: tuple[Any, Any], monkeypat
     [
         ("arc_eazy", None, r"Unknown task 'arc_eazy'; known are arc_easy, .*, mmlu, .*mmlu_anatomy"),
         ("mmlu,mmlu_stem", None, r"is asked for twice, last by 'mmlu_stem'; name each task once"),
-        ("hellaswag", 2, r"hellaswag: few-shot examples come from the split 'train', for which the local layout has no"),
+        ("hellaswag", 2, r"hellaswag: few-shot examples come from the split 'train', for which the local"),
         ("arc_easy", 2, r"arc_easy: .*ARC-Easy-train.jsonl does not exist"),
     ],
 )
@@ -385,7 +382,7 @@ def test_tasks_that_cannot_be_run_say_why(
 def test_missing_and_malformed_files_are_named(tmp_path: Path, loaded: tuple[Any, Any]) -> None:
     with pytest.raises(run.EvaluationError, match=r"piqa: .*piqa_validation.jsonl does not exist"):
         run.evaluate(*loaded, ["piqa"], tmp_path)
-    _write_lines(tmp_path / "piqa/piqa_validation.jsonl", [HUB_AND_LOCAL["piqa"][3], {"query": "Question: x"}])
+    _write_lines(tmp_path / "piqa/piqa_validation.jsonl", [HUB_AND_LOCAL["piqa"][2], {"query": "Question: x"}])
     with pytest.raises(run.EvaluationError, match=r"piqa_validation.jsonl, row 2: KeyError\('choices'\)"):
         run.evaluate(*loaded, ["piqa"], tmp_path)
     with pytest.raises(run.EvaluationError, match=r"--data-dir .*nowhere is not a folder"):
@@ -398,7 +395,7 @@ def test_command_reports_a_model_that_cannot_be_loaded(tmp_path: Path, capsys: p
 
 
 @pytest.fixture
-def saved_plan(model_dir: Path, tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+def saved_plan(model_dir: Path, tmp_path: Path) -> Callable[[str], Path]:
     """Writes a plan that runs the model's linears in one format."""
     from snip_hf.config import SnipConfig
     from snip_hf.cost import linear_flops
@@ -415,7 +412,7 @@ def saved_plan(model_dir: Path, tmp_path: Path) -> Iterator[Callable[[str], Path
         PrecisionPlan.uniform(flops, number_format, [list(flops)], provenance).save(path)
         return path
 
-    yield save
+    return save
 
 
 def test_plan_arithmetic_runs_the_planned_layers_quantized_and_no_others(

@@ -177,12 +177,34 @@ def test_a_file_is_cut_at_its_separator_lines_only(tmp_path: Path, texts: list[s
     assert sorted(train + held_out) == sorted(documents)
 
 
-def test_the_standard_library_is_the_same_every_time_and_has_no_tests() -> None:
-    first, second = data._standard_library(), data._standard_library()
-    assert rows(first) == rows(second)
-    joined = Path(dataclasses.__file__).read_text(encoding="utf-8")
-    assert joined in rows(first)
-    assert not any("class TestCase" not in text and "import test.support" in text for text in rows(first))
+def test_the_standard_library_is_its_own_source_in_the_order_of_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (
+        "b.py",
+        "a/z.py",
+        "a.py",
+        "notes.txt",
+        "test/t.py",
+        "a/tests/t.py",
+        "lib2to3/l.py",
+        "site-packages/s.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}\n", encoding="utf-8")
+    (tmp_path / "empty.py").touch()
+    (tmp_path / "latin.py").write_bytes("# größer".encode("latin-1"))
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert rows(data._standard_library()) == ["# a/z.py\n", "# a.py\n", "# b.py\n", "# notes.txt\n"]
+
+
+def test_the_standard_library_of_this_python_is_found_and_held_out_by_file() -> None:
+    train, held_out = map(rows, data.load_documents(load_recipe(QUICKSTART).data))
+    source = Path(dataclasses.__file__).read_text(encoding="utf-8")
+    assert (source in train) != (source in held_out)
+    assert not set(train) & set(held_out)
+    assert sum(map(len, train)) > 2_000_000
+    assert len(held_out) >= 5
 
 
 def test_a_pattern_without_files_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -446,16 +468,12 @@ def test_a_snip_run_refreshes_reports_and_evaluates_in_both_arithmetics(
     with torch.no_grad():
         loss = model(**data.collate(list(validation))).loss.item()
     assert result["validation_loss"]["high_precision"] == pytest.approx(loss, rel=1e-5)
-    PrecisionPlan.load(output / "snip" / "plan.json").apply(convert_and_return(model))
+    convert_model(model, SnipConfig())
+    PrecisionPlan.load(output / "snip" / "plan.json").apply(model)
     with torch.no_grad():
         loss = model(**data.collate(list(validation))).loss.item()
     assert result["validation_loss"]["plan"] == pytest.approx(loss, rel=1e-5)
     assert result["validation_loss"]["plan"] != pytest.approx(result["validation_loss"]["high_precision"], rel=1e-5)
-
-
-def convert_and_return(model: Any) -> Any:
-    convert_model(model, SnipConfig())
-    return model
 
 
 def test_benchmarks_without_data_and_hub_are_skipped_with_the_way_out(

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -104,6 +105,7 @@ class SnipCallback(TrainerCallback):
         tag_model(controller.model, controller.plan)
         self._hook.remove()
 
+    @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if model.training:
             self._running().capture(kwargs)

@@ -126,8 +126,12 @@ def run_probe(
     samples: dict[str, LayerSample] = {}
     losses = []
     for index in range(probes):
-        generator = torch.Generator().manual_seed(stream_key(seed, step, index, 0, 0) >> 1)
-        direction = {name: d * _normal(d, generator) for name, d in sensitivity.items()}
+        key = stream_key(seed, step, index, 0, 0) >> 1
+        generators = {d.device: torch.Generator(d.device).manual_seed(key) for d in sensitivity.values()}
+        direction = {
+            name: d * torch.randn(d.shape, generator=generators[d.device], device=d.device)
+            for name, d in sensitivity.items()
+        }
         epsilon = _step_size(layers, direction)
         sides: list[dict[str, tuple[int, Tensor, Tensor]]] = []
         for sign in (1.0, -1.0):
@@ -280,7 +284,3 @@ def _step_size(layers: Mapping[str, SnipLinear], direction: Mapping[str, Tensor]
     moves = sum(float(moved.square().sum()) for moved in direction.values())
     return RELATIVE_STEP * (weights / moves) ** 0.5 if moves > 0 else 1.0
 
-
-def _normal(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns standard normal numbers of like's shape, the same on every device."""
-    return torch.randn(like.shape, generator=generator).to(like.device)

@@ -18,7 +18,7 @@ from typing import Any
 import datasets
 import psutil
 import torch
-from data import collate, load_documents, load_tokenizer, pack
+from data import Documents, collate, load_documents, load_tokenizer, pack
 from huggingface_hub import HfApi
 from recipe import EvalSection, ModelSection, Recipe, load_recipe, to_plain
 from rich.console import Console
@@ -32,9 +32,7 @@ from transformers import (
     set_seed,
 )
 
-from snip_hf.callback import SnipCallback
-from snip_hf.config import SnipConfig
-from snip_hf.linear import restore_model
+from snip_hf import SnipCallback, SnipConfig, restore_model
 from snip_hf.report import run_report
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -56,20 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def run(recipe: Recipe) -> dict[str, Any]:
-    """Trains, evaluates, saves and reports; returns the losses and times."""
+    """Trains, saves, evaluates and reports; returns the losses and times of OUTPUT/result.json."""
     start = time.perf_counter()
     args = TrainingArguments(**({"dataloader_pin_memory": torch.accelerator.is_available()} | recipe.training))
     console = Console(quiet=args.process_index != 0, soft_wrap=True, highlight=False)
     _use_all_cores(recipe, args)
-    with args.main_process_first(desc="text and tokenizer"):  # The others read what the first one cached.
-        if args.process_index != 0:
-            datasets.disable_progress_bars()
-        documents = load_documents(recipe.data)
-        tokenizer = load_tokenizer(recipe.tokenizer, recipe.model.name_or_path, documents[0])
-        train, validation = pack(*documents, tokenizer, recipe.data)
+    tokenizer, train, validation = prepare_data(recipe, args)
     set_seed(args.seed)
     model = build_model(recipe.model, tokenizer)
-    _print_setup(console, recipe, model, tokenizer, train, validation)
+    console.print(_setup(recipe, args, model, tokenizer, train, validation))
     trainer = Trainer(
         model=model,
         args=args,
@@ -79,32 +72,43 @@ def run(recipe: Recipe) -> dict[str, Any]:
         processing_class=tokenizer,
         callbacks=[SnipCallback(recipe.snip)] if recipe.snip else None,
     )
-    prepared = time.perf_counter()
-    cpu_before = time.process_time()
-    # Empty (None, False) starts anew; true finds the last checkpoint in the output folder.
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or None)
-    trained = time.perf_counter()
-    cpu_seconds = time.process_time() - cpu_before
-    trainer.save_model()
-    trainer.save_state()
-    validation_loss = final_losses(trainer, quantized=recipe.snip is not None)
+    seconds = {"prepare": time.perf_counter() - start} | train_and_save(trainer)
     result = {
-        "validation_loss": validation_loss,
-        "train_loss": trainer.state.log_history[-1].get("train_loss"),
+        "validation_loss": final_losses(trainer, quantized=recipe.snip is not None),
         "steps": trainer.state.global_step,
         "parameters": model.num_parameters(),
-        "seconds": {"prepare": prepared - start, "train": trained - prepared, "train_cpu": cpu_seconds},
+        "seconds": seconds,
     } | _origin(recipe)
     if trainer.is_world_process_zero():
         output = Path(args.output_dir)
         (output / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        if recipe.snip:
-            written = run_report(output)
-            console.print("Figures: " + ", ".join(map(str, written)))
-        _print_losses(console, trainer, validation_loss)
+        report(console, output, trainer, result["validation_loss"], snip=recipe.snip is not None)
         run_benchmarks(console, output, recipe.eval)
-        console.print(f"Model, plan, history and report: {output} ({time.perf_counter() - start:.0f} s in all)")
+        console.print(f"All of it is in {output}; it took {time.perf_counter() - start:.0f} s.")
     return result
+
+
+def prepare_data(
+    recipe: Recipe, args: TrainingArguments
+) -> tuple[PreTrainedTokenizerBase, Documents, datasets.Dataset]:
+    """Returns tokenizer, training and validation rows; the other processes read what the first left in the cache."""
+    with args.main_process_first(desc="text and tokenizer"):
+        if args.process_index != 0:
+            datasets.disable_progress_bars()
+        documents = load_documents(recipe.data)
+        tokenizer = load_tokenizer(recipe.tokenizer, recipe.model.name_or_path, documents[0])
+        return tokenizer, *pack(*documents, tokenizer, recipe.data)
+
+
+def train_and_save(trainer: Trainer) -> dict[str, float]:
+    """Trains, writes model, tokenizer and trainer_state.json, and returns the seconds it took, wall clock and CPU."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    # Empty (None, False) starts anew; true finds the last checkpoint in the output folder.
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint or None)
+    seconds = {"train": time.perf_counter() - wall, "train_cpu": time.process_time() - cpu}
+    trainer.save_model()
+    trainer.save_state()
+    return seconds
 
 
 def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -146,6 +150,17 @@ def final_losses(trainer: Trainer, quantized: bool) -> dict[str, float]:
         restore_model(trainer.model)
     losses["high_precision"] = trainer.evaluate(metric_key_prefix="eval_high_precision")["eval_high_precision_loss"]
     return losses
+
+
+def report(console: Console, output: Path, trainer: Trainer, final: dict[str, float], snip: bool) -> None:
+    """Prints the losses and, with SNIP, the refreshes and the plan; writes the figures."""
+    if snip:
+        console.print("Figures: " + ", ".join(map(str, run_report(output))))
+    else:
+        curve = [f"{row['step']}: {row['eval_loss']:.4f}" for row in trainer.state.log_history if "eval_loss" in row]
+        console.print("Validation loss by step: " + ", ".join(curve))
+    for name, loss in final.items():
+        console.print(f"Final validation loss, {name}: {loss:.4f} (perplexity {math.exp(loss):.2f})")
 
 
 def run_benchmarks(console: Console, output: Path, section: EvalSection | None) -> None:
@@ -192,22 +207,21 @@ def _hub_answers() -> bool:
     return True
 
 
-def _print_setup(
-    console: Console,
+def _setup(
     recipe: Recipe,
+    args: TrainingArguments,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    train: Any,
+    train: Documents,
     validation: datasets.Dataset,
-) -> None:
+) -> str:
     length = recipe.data.sequence_length
-    rows = f"{len(train) * length:,} tokens" if isinstance(train, datasets.Dataset) else "a stream"
-    console.print(
+    text = f"{len(train) * length:,} tokens" if isinstance(train, datasets.Dataset) else "a stream"
+    return (
         f"{model.config.model_type}, {model.num_parameters() / 1e6:.2f}M parameters · vocabulary {len(tokenizer):,} · "
-        f"training text {rows} · held out {len(validation) * length:,} tokens · {model.device}, "
-        f"{torch.get_num_threads()} threads",
+        f"training text {text} · held out {len(validation) * length:,} tokens · {args.device}, "
+        f"{torch.get_num_threads()} threads\nprecision: {_describe(recipe.snip)} · output: {args.output_dir}"
     )
-    console.print(f"precision: {_describe(recipe.snip)} · output: {recipe.training['output_dir']}")
 
 
 def _describe(snip: SnipConfig | None) -> str:
@@ -217,14 +231,6 @@ def _describe(snip: SnipConfig | None) -> str:
         return f"plan {snip.plan}, held fixed"
     uniform = snip.policy == "bf16" or snip.policy.startswith("uniform-")
     return f"policy {snip.policy}" + ("" if uniform else f", target FP4 share {snip.target_fp4_fraction}")
-
-
-def _print_losses(console: Console, trainer: Trainer, final: dict[str, float]) -> None:
-    curve = [(row["step"], row["eval_loss"]) for row in trainer.state.log_history if "eval_loss" in row]
-    if curve:
-        console.print("validation loss by step: " + ", ".join(f"{s}: {v:.4f}" for s, v in curve))
-    for name, loss in final.items():
-        console.print(f"final validation loss, {name}: {loss:.4f} (perplexity {math.exp(loss):.2f})")
 
 
 def _origin(recipe: Recipe) -> dict[str, Any]:

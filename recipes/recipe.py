@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import yaml
 from transformers import TrainingArguments
 
-from snip_hf.config import SnipConfig
+from snip_hf import SnipConfig
 
 SOURCES = ("python-stdlib", "files", "hub")
 

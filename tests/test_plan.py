@@ -340,6 +340,14 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     assert read_json(path) == {"old": 1}
 
 
+def test_whoever_has_the_old_file_open_still_reads_all_of_it(tmp_path: Path) -> None:
+    small_plan().save(tmp_path / "plan.json")
+    with open(tmp_path / "plan.json") as reader:
+        random_plan(0).save(tmp_path / "plan.json")
+        assert PrecisionPlan.from_dict(json.loads(reader.read())) == small_plan()
+    assert PrecisionPlan.load(tmp_path / "plan.json") == random_plan(0)
+
+
 def test_the_written_file_has_the_permissions_of_any_other_new_file(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     write_json_atomic(tmp_path / "plan.json", {})

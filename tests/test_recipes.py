@@ -18,9 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from snip_hf.config import SnipConfig
-from snip_hf.linear import convert_model
-from snip_hf.plan import PrecisionPlan
+from snip_hf import PrecisionPlan, SnipConfig, convert_model
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 sys.path.insert(0, str(RECIPES))
@@ -164,6 +162,20 @@ def test_jsonl_and_parquet_give_the_documents_of_their_text_column(tmp_path: Pat
         assert sorted(train + held_out) == sorted(texts)  # The empty document is gone.
     with pytest.raises(ValueError, match=r"data\.text_column='text' is not in the data; its columns are id, body"):
         data.load_documents(section(tmp_path, files=(str(path),)))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_hub_dataset_is_read_by_split(tmp_path: Path, texts: list[str], streaming: bool) -> None:
+    # `datasets` takes a folder for a Hub name, and finds the splits by the names of its files.
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    for split, part in (("train", texts[:30]), ("validation", texts[30:])):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in part), encoding="utf-8")
+    hub = {"source": "hub", "dataset": str(folder), "sequence_length": 16, "streaming": streaming}
+    train, held_out = map(rows, data.load_documents(DataSection(validation_split="validation", **hub)))
+    assert (train, held_out) == (texts[:30], texts[30:])
+    train, held_out = map(rows, data.load_documents(DataSection(validation_fraction=0.25, **hub)))
+    assert sorted(train + held_out) == sorted(texts[:30])
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -474,6 +486,16 @@ def test_a_snip_run_refreshes_reports_and_evaluates_in_both_arithmetics(
         loss = model(**data.collate(list(validation))).loss.item()
     assert result["validation_loss"]["plan"] == pytest.approx(loss, rel=1e-5)
     assert result["validation_loss"]["plan"] != pytest.approx(result["validation_loss"]["high_precision"], rel=1e-5)
+
+
+def test_a_pretrained_folder_is_continued_with_its_own_tokenizer_under_snip(folder: Path, tmp_path: Path) -> None:
+    first = pretrain.run(tiny(folder, tmp_path / "first", "snip=null"))
+    pretrained = ["model.model_type=null", f"model.name_or_path={tmp_path / 'first'}", "tokenizer.vocab_size=null"]
+    second = pretrain.run(tiny(folder, tmp_path / "second", *pretrained, "snip.first_refresh=100"))
+    curve = json.loads((tmp_path / "second" / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    assert curve[0]["step"] == 0
+    assert curve[0]["eval_loss"] == pytest.approx(first["validation_loss"]["high_precision"], rel=0.02)
+    assert second["validation_loss"]["high_precision"] < first["validation_loss"]["high_precision"]
 
 
 def test_benchmarks_without_data_and_hub_are_skipped_with_the_way_out(

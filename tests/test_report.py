@@ -83,7 +83,7 @@ def write_divergence(folder: Path, step: int, values: dict[tuple[str, str], tupl
             "flops": 1.0,
         }
         for (layer, gemm), (loss, weight) in values.items()
-        for name, loss, weight in (("fp8", loss / 100, weight / 10), ("fp4", loss, weight))
+        for name, loss, weight in (("fp4", loss, weight), ("fp8", loss / 100, weight / 10))
     ]
     document = {"schema_version": 1, "step": step, "loss": 4.0, "records": records}
     (folder / "snip" / f"divergence-{step}.json").write_text(json.dumps(document))
@@ -241,7 +241,11 @@ def test_a_folder_without_a_history_and_an_empty_history_are_refused_by_name(tmp
         load_run(tmp_path)
     assert str(missing.value) == f"{path} does not exist; expected the output folder of a run with SnipCallback."
     path.parent.mkdir()
-    path.touch()
+    path.write_text("{")
+    with pytest.raises(ValueError) as cut:
+        load_run(tmp_path)
+    assert str(cut.value).startswith(f"Line 1 of {path} is not a line of a snip-hf history: it is not valid JSON")
+    path.write_text("")
     with pytest.raises(ValueError) as empty:
         load_run(tmp_path)
     assert str(empty.value) == f"{path} is empty; expected a line with the start of the run."
@@ -342,6 +346,14 @@ def test_divergences_of_single_gemms_get_a_panel_each(tmp_path: Path) -> None:
         "weight divergence, grad_weight",
     ]
     assert tmp_path / "snip" / "divergence.png" in write_figures(tmp_path)
+
+
+def test_whole_layers_are_shown_where_both_they_and_their_gemms_were_measured(tmp_path: Path) -> None:
+    assignments = random_assignments(2)
+    write_run(tmp_path, assignments)
+    write_divergence(tmp_path, 100, {(layer, g): (0.1, 0.3) for layer in assignments[0] for g in (*GEMMS, "layer")})
+    labels = [axes.get_xlabel() for axes in divergence_figure(load_run(tmp_path)).axes if not axes.images]
+    assert labels == ["loss divergence, all three GEMMs", "weight divergence, all three GEMMs"]
 
 
 def test_many_layers_are_labelled_by_block_and_few_by_name(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from .policies import needs_probe
 logger = logging.getLogger(__name__)
 
 STATE_NAME = "snip_state.json"
+_MARK = "snip-hf"
 
 
 class SnipCallback(TrainerCallback):
@@ -44,38 +45,30 @@ class SnipCallback(TrainerCallback):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuses what cannot work, and swaps the linears before the Trainer wraps or compiles the model."""
-        if args.n_gpu > 1 and args.parallel_mode.value == "not_distributed":
-            raise ValueError(
-                f"The Trainer would put the model into nn.DataParallel on {args.n_gpu} GPUs, which copies the "
-                "plan in every "
-                "step. Start one process per GPU with `accelerate launch`, or show one GPU only "
-                "(CUDA_VISIBLE_DEVICES=0)."
-            )
-        if needs_probe(self.config) and args.label_smoothing_factor > 0:
-            raise ValueError(
-                f"label_smoothing_factor={args.label_smoothing_factor} takes the labels away from the model, "
-                "which then gives "
-                "no loss to probe. Set it to 0, or use a policy that needs no probe, such as policy='layer-position'."
-            )
-        check_launch(self.config, AcceleratorState())
+        self._check_arguments(args)
         convert_model(unwrap(kwargs["model"]), self.config)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        # A callback that was added later saw no on_init_end; a run that an error ended saw no on_train_end.
+        self._check_arguments(args)
+        self._release()
         model: nn.Module = unwrap(kwargs["model"])
         output_dir = args.output_dir if state.is_world_process_zero else None
         self.controller = SnipController(model, kwargs["optimizer"], self.config, AcceleratorState(), output_dir)
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         found = self._find_state(args, state)
+        # Travels in trainer_state.json: tells a checkpoint trained with SNIP from others wherever it is moved.
+        state.stateful_callbacks.setdefault(_MARK, {})
         if found is None:
             self.controller.step = state.global_step
             self.controller.start()
         else:
             try:
-                self.controller.load_state_dict(read_json(found))
-            except ValueError as error:
-                raise ValueError(f"Cannot resume from {found}: {error}") from error
+                self.controller.load_state_dict(read_json(found), state.global_step)
+            except (KeyError, ValueError) as error:
+                raise ValueError(f"Cannot resume from {found}: {error.args[0]}") from error
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -87,7 +80,11 @@ class SnipCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            write_json_atomic(_checkpoint(args, state) / STATE_NAME, self._running().state_dict())
+            path = _checkpoint(args, state) / STATE_NAME
+            try:
+                write_json_atomic(path, self._running().state_dict())
+            except OSError as error:
+                logger.warning("snip-hf: could not write %s; resuming there will start a new plan: %s", path, error)
 
     def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -101,9 +98,31 @@ class SnipCallback(TrainerCallback):
     ) -> None:
         """Stops what still runs. The model keeps its swapped layers and the plan; `restore_model` undoes the swap."""
         controller = self._running()
-        controller.close()
+        self._release()
         tag_model(controller.model, controller.plan)
-        self._hook.remove()
+
+    def _check_arguments(self, args: TrainingArguments) -> None:
+        if args.n_gpu > 1 and args.parallel_mode.value == "not_distributed":
+            raise ValueError(
+                f"The Trainer would put the model into nn.DataParallel on {args.n_gpu} GPUs, which copies the plan in "
+                "every step. Start one process per GPU with `accelerate launch`, or show one GPU only "
+                "(CUDA_VISIBLE_DEVICES=0)."
+            )
+        if needs_probe(self.config) and args.label_smoothing_factor > 0:
+            raise ValueError(
+                f"label_smoothing_factor={args.label_smoothing_factor} takes the labels away from the model, which "
+                "then gives no loss to probe. Set it to 0, or use a policy that needs no probe, such as "
+                "policy='layer-position'."
+            )
+        check_launch(self.config, AcceleratorState())
+
+    def _release(self) -> None:
+        """Stops the controller of a run that has ended, if there is one."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self.controller is not None:
+            self.controller.close()
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -132,6 +151,12 @@ class SnipCallback(TrainerCallback):
             return found[0]
         if self._resume is not True:
             raise ValueError(f"There is no {STATE_NAME} in {self._resume}, which SnipCallback(resume=...) names.")
+        if _MARK in state.stateful_callbacks:
+            raise ValueError(
+                f"The checkpoint of step {state.global_step} was trained with SNIP, but there is no {STATE_NAME} in "
+                f"{', '.join(map(str, folders))}. Name its folder in SnipCallback(resume=FOLDER), or say "
+                "SnipCallback(resume=False) to start a new plan."
+            )
         logger.warning(
             "snip-hf: resuming at step %d without a SNIP state (looked for %s in %s): taken for a checkpoint "
             "trained without "

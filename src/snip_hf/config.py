@@ -108,6 +108,7 @@ class SnipConfig:
         object.__setattr__(self, "ties", tuple(_as_names("ties", tie) for tie in self.ties))
         if not (self.stages is None or isinstance(self.stages, int)):
             object.__setattr__(self, "stages", tuple(_as_names("stages", stage) for stage in self.stages))
+        self._check_lists()
 
     def _check_ranges(self) -> None:
         if not 0 <= self.target_fp4_fraction <= 1:
@@ -136,6 +137,17 @@ class SnipConfig:
             raise ValueError(
                 f"stages={self.stages} is too small; expected None, a number of at least 1, or lists of names."
             )
+
+    def _check_lists(self) -> None:
+        names = [name for tie in self.ties for name in dict.fromkeys(tie)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"ties: {name!r} is in more than one tie; put all names that share a format into one."
+                )
+        for index, stage in enumerate(() if isinstance(self.stages, int) else self.stages or ()):
+            if not stage:
+                raise ValueError(f"stages: stage {index} names no layer; expected at least one in every stage.")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SnipConfig:

@@ -50,6 +50,15 @@ class _Pending:
     """The history line so far."""
     process: SolverProcess | None = None
 
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> _Pending:
+        """Reads what `to_dict` gave; raises KeyError, TypeError or ValueError if it is not that."""
+        record = dict(saved["record"]) | {"step": int(saved["step"]), "seconds": dict(saved["record"]["seconds"])}
+        return cls(int(saved["step"]), int(saved["due"]), dict(saved["problem"]), record)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "due": self.due, "problem": self.problem, "record": self.record}
+
 
 @dataclass
 class _Armed:
@@ -111,8 +120,9 @@ class SnipController:
     def start(self) -> None:
         """Writes the plan and the first line of a new history. To be called once, unless a state is loaded."""
         self._save_plan()
-        if self._folder is not None:
-            (self._folder / "history.jsonl").unlink(missing_ok=True)
+        with self._reporting_disk():
+            if self._folder is not None:
+                (self._folder / "history.jsonl").unlink(missing_ok=True)
         self._append(self._start_line())
 
     def capture(self, batch: Mapping[str, Any]) -> None:
@@ -139,30 +149,29 @@ class SnipController:
 
     def before_optimizer_step(self, step: int) -> None:
         """To be called with the gradients of optimizer step `step` (from 1) complete and clipped; probes if due."""
-        armed, self._armed = self._armed, None
-        if armed is None:
+        armed = self._disarm()
+        if armed is None or armed.batch is None:
             return
-        for hook in armed.hooks:
-            hook.remove()
-        if armed.batch is None:
-            return
-        self._abandon(f"the next refresh began at step {step}")
+        # With apply_delay = refresh_every the plan before is due after this very step, whose passes are done.
+        self._apply_due(step)
         with self._keeping_plan(step):
             self._refresh(step, armed)
 
     def after_step(self, step: int) -> None:
         """To be called when optimizer step `step` (from 1) is done; applies a plan that is due."""
         self.step, self._micro_batch = step, 0
-        pending = self._pending
-        if pending is not None and step >= pending.due:
-            self._pending = None
-            with self._keeping_plan(step, pending.record):
-                self._apply(pending, step)
+        self._apply_due(step)
         set_step(self._layers, self.config.seed, step + 1, 0)
 
     def close(self) -> None:
         """Stops a solver that is still running. The model keeps the plan in force."""
-        self._abandon(f"training ended at step {self.step}")
+        self._disarm()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            if pending.process is not None:
+                pending.process.kill()
+            reason = f"training ended at step {self.step}, before step {pending.due} at which its plan was due"
+            self._keep(self.step, pending.record, reason)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""
@@ -172,16 +181,18 @@ class SnipController:
             "step": self.step,
             "config": self.config.to_dict(),
             "plan": self.plan.to_dict(),
-            "pending": None
-            if pending is None
-            else {"step": pending.step, "due": pending.due, "problem": pending.problem, "record": pending.record},
+            "pending": None if pending is None else pending.to_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], at_step: int | None = None) -> None:
         """Continues from a `state_dict`. Nothing is changed if it does not fit.
 
+        Args:
+            state: what `state_dict` returned, also through JSON.
+            at_step: the optimizer steps that the weights have done; the state must be of the same. None: not checked.
+
         Raises:
-            ValueError: another schema version, another configuration, or a state that is not complete.
+            ValueError: another schema version, another configuration, another step, or a state that is not complete.
             KeyError: the plan in it is for another model.
         """
         if not isinstance(state, Mapping) or state.get("schema_version") != SCHEMA_VERSION:
@@ -191,16 +202,10 @@ class SnipController:
         try:
             saved, step, pending = dict(state["config"]), int(state["step"]), state["pending"]
             plan = PrecisionPlan.from_dict(state["plan"])
-            resumed = (
-                None
-                if pending is None
-                else _Pending(
-                    int(pending["step"]), int(pending["due"]), dict(pending["problem"]), dict(pending["record"])
-                )
-            )
-        except (KeyError, TypeError) as error:
+            resumed = None if pending is None else _Pending.of(pending)
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"The SNIP state is not complete ({error!r}); restore the file from another checkpoint."
+                f"The SNIP state is not complete or damaged ({error!r}); restore the file from another checkpoint."
             ) from error
         mine = self.config.to_dict()
         different = [name for name in mine if name in _DECIDING and saved.get(name) != mine[name]]
@@ -211,13 +216,20 @@ class SnipController:
                 f"(different fields: {', '.join(different)}). Use the checkpoint's configuration to resume its run, or "
                 "SnipCallback(..., resume=False) to start a new plan from its weights."
             )
+        if at_step not in (None, step):
+            raise ValueError(
+                f"The SNIP state is of step {step}, but the weights are of step {at_step}. Take both from the same "
+                "checkpoint folder."
+            )
         plan.apply(self.model)
-        self.plan, self.step, self._pending = plan, step, resumed
-        if resumed is not None:
-            resumed.process = SolverProcess.start(resumed.problem)
+        self.plan, self.step = plan, step
         set_step(self._layers, self.config.seed, step + 1, 0)
-        self._cut_history(step)
+        self._cut_history(step, None if resumed is None else resumed.step)
         self._save_plan()
+        if resumed is not None:
+            with self._keeping_plan(step, resumed.record):
+                resumed.process = SolverProcess.start(resumed.problem)
+                self._pending = resumed
 
     def _first_plan(self) -> PrecisionPlan:
         setting, config = self._setting, self.config
@@ -263,11 +275,21 @@ class SnipController:
             if layer.weight.requires_grad:
                 armed.hooks.append(layer.weight.register_post_accumulate_grad_hook(watch(name)))
 
+    def _disarm(self) -> _Armed | None:
+        """Ends what `capture` began for a refresh, and returns it."""
+        armed, self._armed = self._armed, None
+        for hook in [] if armed is None else armed.hooks:
+            hook.remove()
+        return armed
+
     def _refresh(self, step: int, armed: _Armed) -> None:
         assert armed.batch is not None
         began = time.perf_counter()
         weights = {name: layer.weight for name, layer in self._layers.items()}
         gradients = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
+        for name, gradient in gradients.items():
+            if not bool(torch.isfinite(gradient).all()):
+                raise ValueError(f"The gradient of layer {name!r} is not finite; expected finite numbers.")
         table = divergences_at(
             self.model,
             armed.batch,
@@ -294,6 +316,13 @@ class SnipController:
             "seconds": {"probe": seconds, "solver": None, "waited": None},
         }
         self._pending = _Pending(step, step + self.config.apply_delay, program, record, SolverProcess.start(program))
+
+    def _apply_due(self, step: int) -> None:
+        pending = self._pending
+        if pending is not None and step >= pending.due:
+            self._pending = None
+            with self._keeping_plan(step, pending.record):
+                self._apply(pending, step)
 
     def _apply(self, pending: _Pending, step: int) -> None:
         assert pending.process is not None
@@ -374,13 +403,6 @@ class SnipController:
         }
         self._append(dict(record) | kept)
 
-    def _abandon(self, reason: str) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            if pending.process is not None:
-                pending.process.kill()
-            self._keep(self.step, pending.record, f"{reason}, before step {pending.due} at which its plan was due")
-
     def _start_line(self) -> dict[str, Any]:
         return {
             "event": "start",
@@ -416,8 +438,11 @@ class SnipController:
                 with open(self._folder / "history.jsonl", "a", encoding="utf-8") as file:
                     file.write(json.dumps(line) + "\n")
 
-    def _cut_history(self, step: int) -> None:
-        """Leaves of the history what was decided up to `step`: what came after is about to happen again."""
+    def _cut_history(self, step: int, pending: int | None) -> None:
+        """Leaves of the history what was decided up to `step`: what came after is about to happen again.
+
+        The refresh of step `pending` is not decided, even if a run that ended in its middle wrote so.
+        """
         with self._reporting_disk():
             if self._folder is None:
                 return
@@ -425,6 +450,7 @@ class SnipController:
             lines = path.read_bytes().splitlines() if path.exists() else []
             events = [event for event in map(_parse_line, lines) if event is not None]
             kept = [event for event in events if event.get("decided_step", 0) <= step]
+            kept = [event for event in kept if event.get("event") != "refresh" or event.get("step") != pending]
             if not kept or kept[0].get("event") != "start":
                 kept = [self._start_line()]
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -47,10 +47,11 @@ class _ThreeGemms(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, state = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_rows = grad_output.reshape(-1, grad_output.shape[-1])
         return (
-            grad_input_gemm(grad_output, weight, state) if needs_x else None,
-            grad_weight_gemm(grad_output, x, state) if needs_weight else None,
-            grad_output.sum(0) if needs_bias else None,
+            grad_input_gemm(grad_rows, weight, state).view(x.shape) if needs_x else None,
+            grad_weight_gemm(grad_rows, x.reshape(-1, x.shape[-1]), state) if needs_weight else None,
+            grad_rows.sum(0) if needs_bias else None,
             None,
         )
 
@@ -77,8 +78,8 @@ class SnipLinear(nn.Linear):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        y: Tensor = _ThreeGemms.apply(x.reshape(-1, x.shape[-1]), weight, bias, self.snip_state)
-        return y.view(*x.shape[:-1], self.out_features)
+        y: Tensor = _ThreeGemms.apply(x, weight, bias, self.snip_state)
+        return y
 
     @property
     def formats(self) -> dict[str, str]:

@@ -37,10 +37,10 @@ class Response:
         return self._evaluate(gradient)[1]
 
     def _evaluate(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        gradient = gradient.to(torch.float32)
-        if self.kind is torch.optim.SGD:
-            return self._sgd(gradient)
-        return self._adam(gradient)
+        sign = -1.0 if self.group["maximize"] else 1.0
+        rule = self._sgd if self.kind is torch.optim.SGD else self._adam
+        update, slope = rule(sign * gradient.to(torch.float32))
+        return update, sign * slope
 
     def _sgd(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         group, lr, momentum = self.group, _number(self.group["lr"]), _number(self.group["momentum"])
@@ -77,7 +77,8 @@ class Response:
         divisor = root + eps
         mean = first / unbiased1
         # h = lr * mean / divisor; method.md section 5 with its guard for elements that were never touched
-        slope = (1 - beta1) / unbiased1 / divisor - mean * second_slope / (2 * unbiased2) / (root * divisor.square())
+        # (grouped so that nothing underflows: root * divisor^2 would be 0 for small gradients under a tiny eps)
+        slope = ((1 - beta1) / unbiased1 - mean / divisor * (second_slope / (2 * unbiased2) / root)) / divisor
         return lr * mean / divisor, torch.where(second > 0, lr * slope, zeros)
 
 

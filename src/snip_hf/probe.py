@@ -159,7 +159,9 @@ def run_pass(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor], with
         without_trace: False leaves the generators where the pass left them.
     """
     before = RandomState.now()
-    frozen = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    linears = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    # An embedding that is tied to the output head counts as an embedding: it may be all that lies before the first layer.
+    frozen = linears - {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         copy = weights[name] if name in weights else parameter.detach()

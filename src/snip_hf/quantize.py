@@ -77,7 +77,8 @@ def tile_scales(x_fp32: Tensor, fmt: NumberFormat, tile: tuple[int, int]) -> Ten
     blocks = magnitude.view(magnitude.shape[0] // rows, rows, magnitude.shape[1] // columns, columns)
     amax = blocks.amax(dim=(1, 3))  # keeps NaN
     # The floor keeps an all-zero tile's scale above 0 (and its elements from 0 * inf = NaN).
-    scales = (amax / fmt.max).clamp_min(_SMALLEST_NORMAL)
+    # Divided by a tensor: by a Python number, CUDA multiplies by its rounded reciprocal, one bit off.
+    scales = (amax / amax.new_full((1,), fmt.max)).clamp_min(_SMALLEST_NORMAL)
     return torch.where(torch.isfinite(amax), scales, torch.nan)
 
 

@@ -23,15 +23,17 @@ STATE_SIZE = 7
 
 @torch.library.custom_op("snip_hf::forward_gemm", mutates_args=())
 def forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
-    """Returns x @ weight^T + bias, (T, O), in x's dtype; the bias is added after the GEMM in FP32."""
+    """Returns x @ weight^T + bias, (..., O) for x (..., I), in x's dtype; the bias is added after the GEMM in FP32."""
     fmt, _ = _read(state, "forward")
     if fmt is None:
+        # x as it came: aten adds the bias inside the GEMM or after it, depending on x's dimensions and strides.
         return torch.nn.functional.linear(x, weight, bias)
     # (T, I) x (I, O): contracts I
-    y_fp32 = _multiply(fake_quantize(x, fmt, ROW_TILE), fake_quantize(weight, fmt, SQUARE_TILE).t())
+    left = fake_quantize(x.reshape(-1, x.shape[-1]), fmt, ROW_TILE)
+    y_fp32 = _multiply(left, fake_quantize(weight, fmt, SQUARE_TILE).t())
     if bias is not None:
         y_fp32 += bias.to(torch.float32)
-    return y_fp32.to(x.dtype)
+    return y_fp32.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
 @torch.library.custom_op("snip_hf::grad_input_gemm", mutates_args=())
@@ -58,7 +60,7 @@ def grad_weight_gemm(grad_output: Tensor, x: Tensor, state: Tensor) -> Tensor:
 
 @forward_gemm.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 @grad_input_gemm.register_fake

@@ -1,0 +1,324 @@
+"""Does a run that was interrupted go on, to the bit, as if it had not been, wherever it was interrupted?"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from snip_hf import SnipCallback, SnipConfig
+from tiny_runs import (
+    SCHEDULE,
+    STEPS,
+    Run,
+    differing,
+    history,
+    model_with_dropout,
+    solve_with,
+    tiny_llama,
+    train,
+    weights,
+    without_seconds,
+)
+
+CONFIG = SnipConfig(stages=2, **SCHEDULE)
+OTHER = SnipConfig(stages=2, granularity="gemm", target_fp4_fraction=0.5, probes=2, **(SCHEDULE | {"apply_delay": 4}))
+SAVING = {"save_strategy": "steps", "save_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The uninterrupted run: 12 steps, a checkpoint after each."""
+    run = train(tmp_path_factory.mktemp("full"), CONFIG, **SAVING)
+    assert [(line["step"], line["applied_step"]) for line in run.refreshes] == [(2, 4), (6, 8), (10, 12)]
+    assert run.refreshes[0]["layers_changed"] > 0
+    return run
+
+
+def interrupted(run: Run, step: int, folder: Path) -> Path:
+    """Copies what a run leaves to `folder`, with the checkpoint of `step` as the only one; returns the checkpoint."""
+    shutil.copytree(run.folder / "snip", folder / "snip")
+    return shutil.copytree(run.folder / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+
+
+def state(folder: Path, step: int) -> dict[str, Any]:
+    return json.loads((folder / f"checkpoint-{step}" / "snip_state.json").read_text())
+
+
+def assert_same_end(resumed: Run, full: Run) -> None:
+    assert resumed.losses == full.losses
+    assert differing(weights(resumed.model), weights(full.model)) == []
+    plans = [json.loads((run.folder / "snip" / "plan.json").read_text()) for run in (resumed, full)]
+    assert without_seconds(plans[0]) == without_seconds(plans[1])
+
+
+def assert_same_states(resumed: Run, full: Run, steps: range) -> None:
+    """The plan in force, and the problem and the record of a refresh under way, after each step."""
+    for step in steps:
+        assert without_seconds(state(resumed.folder, step)) == without_seconds(state(full.folder, step))
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_resuming_after_any_step_gives_the_uninterrupted_run(full: Run, step: int, tmp_path: Path) -> None:
+    checkpoint = interrupted(full, step, tmp_path)
+    resumed = train(tmp_path, CONFIG, resume=checkpoint, **SAVING)
+    assert_same_end(resumed, full)
+    assert_same_states(resumed, full, range(step + 1, STEPS + 1))
+    assert without_seconds(resumed.history) == without_seconds(full.history)
+
+
+def test_the_states_are_of_runs_in_the_middle_of_a_refresh_too(full: Run) -> None:
+    pending = {step: state(full.folder, step)["pending"] for step in range(1, STEPS + 1)}
+    assert [step for step in pending if pending[step] is not None] == [2, 3, 6, 7, 10, 11]
+
+
+def test_the_comparison_notices_a_state_of_another_seed(full: Run, tmp_path: Path) -> None:
+    checkpoint = interrupted(full, 5, tmp_path)
+    saved = state(tmp_path, 5)
+    saved["config"]["seed"] = 1
+    (checkpoint / "snip_state.json").write_text(json.dumps(saved))
+    resumed = train(tmp_path, SnipConfig(stages=2, seed=1, **SCHEDULE), resume=checkpoint, **SAVING)
+    assert resumed.losses[5] == full.losses[5]
+    assert resumed.losses[6] != full.losses[6]
+
+
+@pytest.mark.parametrize("step", [3, 6, 8])
+def test_resuming_holds_under_autocast_gemm_granularity_and_back_to_back_refreshes(
+    other: Run, step: int, tmp_path: Path
+) -> None:
+    checkpoint = interrupted(other, step, tmp_path)
+    resumed = train(tmp_path, OTHER, resume=checkpoint, bf16=True, **SAVING)
+    assert_same_end(resumed, other)
+    assert without_seconds(resumed.history) == without_seconds(other.history)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = train(tmp_path_factory.mktemp("other"), OTHER, bf16=True, **SAVING)
+    # The last refresh is due after step 14, so that the end of training comes before it.
+    assert [(line["step"], line["applied_step"]) for line in run.refreshes] == [(2, 6), (6, 10), (10, None)]
+    return run
+
+
+class _Power(TrainerCallback):
+    """Ends training after a step and its checkpoint: politely, or by an error as a lost machine would."""
+
+    def __init__(self, step: int, polite: bool) -> None:
+        self.step, self.polite = step, polite
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        if state.global_step == self.step:
+            if not self.polite:
+                raise KeyboardInterrupt
+            control.should_training_stop = True
+        return control
+
+
+@pytest.mark.parametrize("step", [7, 8])
+@pytest.mark.parametrize("polite", [True, False])
+def test_a_run_that_was_really_stopped_goes_on_in_its_folder(full: Run, polite: bool, step: int, tmp_path: Path) -> None:
+    if polite:
+        stopped = train(tmp_path, CONFIG, callbacks=[_Power(step, True)], **SAVING)
+        assert len(stopped.losses) == step
+    else:
+        callback = SnipCallback(CONFIG)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path, callback=callback, callbacks=[_Power(step, False)], **SAVING)
+        pending = callback.controller._pending
+        assert (pending is not None) == (step == 7)
+        if pending is not None:
+            pending.process.kill()
+    resumed = train(tmp_path, CONFIG, resume=tmp_path / f"checkpoint-{step}", **SAVING)
+    assert_same_end(resumed, full)
+    assert without_seconds(resumed.history) == without_seconds(full.history)
+
+
+def test_a_history_that_a_crash_left_broken_is_repaired(full: Run, tmp_path: Path) -> None:
+    checkpoint = interrupted(full, 5, tmp_path)
+    path = tmp_path / "snip" / "history.jsonl"
+    path.write_bytes(path.read_bytes()[:-40])
+    assert without_seconds(train(tmp_path, CONFIG, resume=checkpoint, **SAVING).history) == without_seconds(full.history)
+
+
+def test_a_solver_that_cannot_be_started_again_costs_the_refresh_and_not_the_run(
+    full: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = interrupted(full, 3, tmp_path)
+    monkeypatch.setattr("snip_hf.solver.sys.executable", "/nowhere/python")
+    resumed = train(tmp_path, CONFIG, resume=checkpoint, max_steps=5)
+    assert [(line["step"], line["status"], line["decided_step"]) for line in resumed.refreshes] == [(2, "kept", 3)]
+    assert "could not be started" in resumed.refreshes[0]["reason"]
+    assert "the refresh of step 2 failed, the plan in force stays: SolverError" in caplog.text
+    assert set(resumed.losses) == {1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("named_in", ["callback", "training arguments"])
+@pytest.mark.parametrize("step", [5, 7])
+def test_a_moved_checkpoint_is_found_when_it_is_named(full: Run, named_in: str, step: int, tmp_path: Path) -> None:
+    moved = shutil.copytree(full.folder / f"checkpoint-{step}", tmp_path / "elsewhere" / "best")
+    in_callback = named_in == "callback"
+    resumed = train(
+        tmp_path / "run",
+        callback=SnipCallback(CONFIG, resume=moved if in_callback else True),
+        resume=moved,
+        resume_from_checkpoint=None if in_callback else str(moved),
+    )
+    assert_same_end(resumed, full)
+    start, *refreshes = resumed.history
+    assert (start["event"], start["step"], start["plan"]) == ("start", step, state(full.folder, step)["plan"]["assignment"])
+    assert without_seconds(refreshes) == without_seconds([line for line in full.refreshes if line["decided_step"] > step])
+
+
+def test_a_checkpoint_trained_without_snip_is_continued_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train(tmp_path, **SAVING | {"save_steps": 5})
+    resumed = train(tmp_path, CONFIG, resume=tmp_path / "checkpoint-5", **SAVING | {"save_steps": 5})
+    expected = (
+        f"snip-hf: resuming at step 5 without a SNIP state (looked for snip_state.json in {tmp_path}/checkpoint-5): taken "
+        "for a checkpoint trained without SNIP, the plan starts anew. If the checkpoint lies elsewhere, name its folder "
+        "in SnipCallback(resume=...)."
+    )
+    assert [record.message for record in caplog.records if record.name == "snip_hf.callback"] == [expected]
+    start, *refreshes = resumed.history
+    assert (start["step"], {fmt for formats in start["plan"].values() for fmt in formats.values()}) == (5, {"fp8"})
+    assert [(line["step"], line["applied_step"]) for line in refreshes] == [(6, 8), (10, 12)]
+    assert state(tmp_path, 10)["pending"]["step"] == 10
+
+    # With a plan that stays bf16 it is the run without SNIP, to the bit.
+    solve_with(monkeypatch, "raise SystemExit(1)")
+    untouched = SnipConfig(start_format="bf16", **SCHEDULE)
+    shutil.rmtree(tmp_path / "checkpoint-10")
+    again = train(tmp_path, untouched, resume=tmp_path / "checkpoint-5", **SAVING | {"save_steps": 5})
+    assert again.losses == plain.losses
+    assert differing(weights(again.model), weights(plain.model)) == []
+
+
+def test_resume_false_starts_a_new_plan_from_the_weights(
+    full: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "snip_hf")
+    checkpoint = interrupted(full, 7, tmp_path)
+    callback = SnipCallback(SnipConfig(**SCHEDULE | {"refresh_every": 2, "apply_delay": 1}), resume=False)
+    resumed = train(tmp_path, callback=callback, resume=checkpoint)
+    start, *refreshes = resumed.history
+    assert (start["step"], {fmt for formats in start["plan"].values() for fmt in formats.values()}) == (7, {"fp8"})
+    assert [(line["step"], line["applied_step"]) for line in refreshes] == [(8, 9), (10, 11), (12, None)]
+    assert all("failed" in record.message for record in caplog.records if record.name.startswith("snip_hf"))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def refused(folder: Path, callback: SnipCallback, resume: Path, kind: type[Exception] = ValueError, **more: Any) -> str:
+    """Returns the message with which training is refused, after checking that not one file was changed."""
+    before = files(folder)
+    with pytest.raises(kind) as caught:
+        train(folder, callback=callback, resume=resume, **more)
+    assert files(folder) == before
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(full: Run, tmp_path: Path) -> None:
+    checkpoint = interrupted(full, 7, tmp_path)
+    config = SnipConfig(stages=2, target_fp4_fraction=0.5, seed=3, **SCHEDULE)
+    model = model_with_dropout()
+    assert refused(tmp_path, SnipCallback(config), checkpoint, model=model) == (
+        f"Cannot resume from {checkpoint}/snip_state.json: The checkpoint was trained with target_fp4_fraction=0.75, this "
+        "run asks for target_fp4_fraction=0.5 (different fields: target_fp4_fraction, seed). Use the checkpoint's "
+        "configuration to resume its run, or SnipCallback(..., resume=False) to start a new plan from its weights."
+    )
+    # What the message advises works, with the same model, and with the state as it was.
+    resumed = train(tmp_path, CONFIG, model=model, resume=checkpoint, **SAVING)
+    assert_same_end(resumed, full)
+
+
+def test_the_solvers_time_limit_may_differ_on_resume(full: Run, tmp_path: Path) -> None:
+    checkpoint = interrupted(full, 11, tmp_path)
+    resumed = train(tmp_path, SnipConfig(stages=2, solver_time_limit=5.0, **SCHEDULE), resume=checkpoint, **SAVING)
+    assert_same_end(resumed, full)
+
+
+DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda data: b"", "it is not valid JSON, perhaps truncated (line 1: Expecting value)."),
+    "truncated": (lambda data: data[: len(data) // 2], "it is not valid JSON, perhaps truncated"),
+    "not text": (lambda data: b"\x80\x04" + data, "it is not UTF-8 text (byte 0)."),
+    "a list": (lambda data: b"[]", "The SNIP state has no schema_version 1; it is not a state of this version."),
+    "of the future": (
+        lambda data: data.replace(b'"schema_version": 1', b'"schema_version": 2', 1),
+        "The SNIP state has no schema_version 1; it is not a state of this version.",
+    ),
+    "a plan instead": (
+        lambda data: json.dumps(json.loads(data)["plan"]).encode(),
+        "The SNIP state is not complete or damaged (KeyError('config')); restore the file from another checkpoint.",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_state_is_refused_by_the_name_of_its_file(full: Run, damage: str, tmp_path: Path) -> None:
+    change, expected = DAMAGE[damage]
+    path = interrupted(full, 7, tmp_path) / "snip_state.json"
+    path.write_bytes(change(path.read_bytes()))
+    assert refused(tmp_path, SnipCallback(CONFIG), path.parent).startswith(f"Cannot resume from {path}: {expected}")
+
+
+def test_a_state_of_another_step_is_refused(full: Run, tmp_path: Path) -> None:
+    checkpoint = interrupted(full, 7, tmp_path)
+    other = full.folder / "checkpoint-6"
+    assert refused(tmp_path, SnipCallback(CONFIG, resume=other), checkpoint) == (
+        f"Cannot resume from {other}/snip_state.json: The SNIP state is of step 6, but the weights are of step 7. Take "
+        "both from the same checkpoint folder."
+    )
+
+
+def test_a_state_of_another_model_is_refused(full: Run, tmp_path: Path) -> None:
+    config = SnipConfig(**SCHEDULE)
+    bigger = train(tmp_path / "bigger", config, model=tiny_llama(hidden=32, layers=3), max_steps=1, **SAVING)
+    plain = train(tmp_path / "run", max_steps=1, **SAVING)
+    message = refused(
+        plain.folder, SnipCallback(config, resume=bigger.folder / "checkpoint-1"), plain.folder / "checkpoint-1"
+    )
+    assert message == (
+        f"Cannot resume from {bigger.folder}/checkpoint-1/snip_state.json: The plan names layer "
+        "'model.layers.2.self_attn.q_proj', which is no SnipLinear of the model (it has 14, e.g. "
+        "'model.layers.0.self_attn.q_proj'). Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to "
+        "compare."
+    )
+
+
+def test_a_folder_that_was_named_and_has_no_state_is_refused(full: Run, tmp_path: Path) -> None:
+    checkpoint = interrupted(full, 7, tmp_path)
+    assert refused(tmp_path, SnipCallback(CONFIG, resume=tmp_path), checkpoint) == (
+        f"There is no snip_state.json in {tmp_path}, which SnipCallback(resume=...) names."
+    )
+
+
+def test_a_state_that_cannot_be_written_costs_a_warning_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full_disk(path: Path, document: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("snip_hf.callback.write_json_atomic", full_disk)
+    run = train(tmp_path, CONFIG, max_steps=1, **SAVING)
+    assert len(run.losses) == 1
+    path = tmp_path / "checkpoint-1" / "snip_state.json"
+    assert not path.exists()
+    assert (
+        f"snip-hf: could not write {path}; resuming there will start a new plan: [Errno 28] No space left on device"
+    ) in caplog.messages
+
+
+def test_a_finished_run_resumes_to_more_steps_without_a_second_line_for_its_last_refresh(tmp_path: Path) -> None:
+    train(tmp_path, CONFIG, max_steps=3, **SAVING)
+    assert [(line["step"], line["status"]) for line in history(tmp_path)[1:]] == [(2, "kept")]
+    train(tmp_path, CONFIG, max_steps=5, resume=tmp_path / "checkpoint-3", **SAVING)
+    assert [(line["step"], line["status"], line["applied_step"]) for line in history(tmp_path)[1:]] == [(2, "applied", 4)]

@@ -1,0 +1,98 @@
+"""What does a tensor become in a small format? Loops over tiles in numpy, rounding by ml_dtypes (an independent reading).
+
+The stochastic rule and the random numbers are written out from their definitions (docs/method.md, section 2) without
+any code of the package; the counter hash is in Python integers.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+
+GRIDS = {"e2m1": ml_dtypes.float4_e2m1fn, "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+MASK32 = 0xFFFFFFFF
+
+
+def grid_values(grid: str) -> NDArray[np.float64]:
+    """All finite values of at least 0, rising, read from every code of the format."""
+    codes = np.arange(2 ** ml_dtypes.finfo(GRIDS[grid]).bits, dtype=np.uint8).view(GRIDS[grid]).astype(np.float64)
+    return np.unique(np.abs(codes[np.isfinite(codes)]))
+
+
+def nearest(x: Floats, grid: str) -> Floats:
+    """Nearest grid value, ties to even; larger numbers become the largest one; NaN stays NaN."""
+    largest = np.float32(grid_values(grid)[-1])
+    rounded = np.clip(np.nan_to_num(x, nan=0.0), -largest, largest).astype(GRIDS[grid]).astype(np.float32)
+    return np.where(np.isnan(x), x, rounded)
+
+
+def stochastic(x: Floats, grid: str, random: Floats) -> Floats:
+    """The upper neighbour b of a < |x| < b exactly if random < (|x| - a) / (b - a); x's sign; saturating."""
+    values = grid_values(grid)
+    magnitude = np.minimum(np.abs(x.astype(np.float64)), values[-1])
+    index = np.searchsorted(values, magnitude, side="right") - 1
+    below, above = values[index], values[np.minimum(index + 1, len(values) - 1)]
+    gap = np.where(above > below, above - below, 1.0)  # at the largest value nothing is left to round
+    up = random.astype(np.float64) < (magnitude - below) / gap
+    return np.copysign(np.where(up, above, below), x).astype(np.float32)
+
+
+def quantized(
+    x: Floats, grid: str, tile: tuple[int, int], random: Floats | None = None
+) -> tuple[Floats, Floats, Floats]:
+    """Values, scales and their products (R, C), (tiles along R, tiles along C), (R, C), one tile after another."""
+    rows, columns = tile
+    largest, smallest_normal = np.float32(grid_values(grid)[-1]), np.finfo(np.float32).tiny
+    values, products = np.empty_like(x), np.empty_like(x)
+    scales = np.empty((-(-x.shape[0] // rows), -(-x.shape[1] // columns)), np.float32)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            here = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+            block = x[here]
+            if not np.isfinite(block).all():
+                values[here], scales[i, j], products[here] = np.nan, np.nan, np.nan
+                continue
+            scale = np.maximum(np.abs(block).max() / largest, smallest_normal)
+            scaled = block * (np.float32(1) / scale)
+            values[here] = nearest(scaled, grid) if random is None else stochastic(scaled, grid, random[here])
+            scales[i, j], products[here] = scale, values[here] * scale
+    return values, scales, products
+
+
+def mixed(x: int) -> int:
+    """`lowbias32` of Chris Wellons' hash prospector: 32 bits to 32 bits."""
+    x ^= x >> 16
+    x = x * 0x7FEB352D & MASK32
+    x ^= x >> 15
+    x = x * 0x846CA68B & MASK32
+    return x ^ x >> 16
+
+
+def stream_halves(seed: int, step: int, micro_batch: int, layer: int, operand: int) -> tuple[int, int]:
+    """The two 32-bit halves (low, high) that key one stream; the start is the fraction of pi."""
+    low, high = 0x243F6A88, 0x85A308D3
+    for word in (seed & MASK32, seed >> 32, step, micro_batch, layer, operand):
+        low = mixed(low ^ word)
+        high = mixed((high + low) & MASK32)
+    return low, high
+
+
+def random_integer(low: int, high: int, position: int) -> int:
+    """The 24-bit number at one position of a stream."""
+    x = (position & MASK32) ^ low
+    x ^= x >> 16
+    x = x * 0x7FEB352D & MASK32
+    x = (x + high) & MASK32
+    x ^= x >> 15
+    x = x * 0x846CA68B & MASK32
+    return (x ^ x >> 16) >> 8
+
+
+def random_numbers(key: tuple[int, int, int, int, int], shape: tuple[int, ...]) -> Floats:
+    """The numbers in [0, 1) of the stream keyed by (seed, step, micro-batch, layer, operand)."""
+    low, high = stream_halves(*key)
+    integers = [random_integer(low, high, position) for position in range(int(np.prod(shape)))]
+    return (np.array(integers, np.float64) / 2**24).astype(np.float32).reshape(shape)

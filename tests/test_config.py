@@ -1,0 +1,218 @@
+"""Is every field of SnipConfig checked when it is built, and does it survive YAML and JSON?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import pytest
+
+from snip_hf.config import POLICIES, SnipConfig
+
+FIELDS = [field.name for field in dataclasses.fields(SnipConfig)]
+# One value per field that differs from the default.
+OTHER: dict[str, Any] = {
+    "target_fp4_fraction": 0.5,
+    "granularity": "gemm",
+    "policy": "random",
+    "plan": "plan.json",
+    "refresh_every": 7,
+    "first_refresh": 3,
+    "apply_delay": 0,
+    "start_format": "bf16",
+    "probes": 2,
+    "probe_tokens": None,
+    "loss_form": "norm",
+    "loss_weight": 0.0,
+    "weight_weight": 2,
+    "skip_modules": ("*.down_proj", "model.layers.0.mlp.up_proj"),
+    "ties": (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
+    "stages": (("a.0", "a.1"), ("a.2",)),
+    "switching_cost": 0.25,
+    "solver": "greedy",
+    "solver_time_limit": 1,
+    "solver_gap": 0.0,
+    "backend": "emulated",
+    "seed": 5,
+}
+
+BAD_VALUES: list[tuple[dict[str, Any], str]] = [
+    *(
+        (
+            {"target_fp4_fraction": value},
+            f"target_fp4_fraction={value} is outside 0..1; it is the share of the linear FLOPs "
+            "that run in FP4, e.g. 0.75.",
+        )
+        for value in (-0.01, 1.01, 75, float("nan"), float("inf"))
+    ),
+    ({"granularity": "block"}, "granularity='block' is not known; expected one of layer, gemm."),
+    (
+        {"policy": "snap"},
+        "policy='snap' is not known; expected one of snip, bf16, uniform-fp8, uniform-fp4, random, min-abs-err, "
+        "min-rel-err, layer-type, layer-position.",
+    ),
+    ({"policy": "SNIP"}, f"policy='SNIP' is not known; expected one of {', '.join(POLICIES)}."),
+    ({"start_format": "fp4"}, "start_format='fp4' is not known; expected one of fp8, bf16."),
+    ({"start_format": "int8"}, "start_format='int8' is not known; expected one of fp8, bf16."),
+    ({"loss_form": "hessian"}, "loss_form='hessian' is not known; expected one of token-fisher, norm."),
+    ({"solver": "gurobi"}, "solver='gurobi' is not known; expected one of auto, cbc, highs, greedy."),
+    ({"backend": "blackwell"}, "backend='blackwell' is not known; expected one of auto, emulated, hopper."),
+    ({"refresh_every": 0}, "refresh_every=0 is too small; expected at least 1."),
+    ({"first_refresh": 0}, "first_refresh=0 is too small; expected at least 1."),
+    ({"apply_delay": -1}, "apply_delay=-1 is too small; expected at least 0."),
+    ({"probes": 0}, "probes=0 is too small; expected at least 1."),
+    ({"seed": -1}, "seed=-1 is too small; expected at least 0."),
+    (
+        {"apply_delay": 11, "refresh_every": 10},
+        "apply_delay=11 is larger than refresh_every=10; a plan must be applied before the next probe. "
+        "Lower apply_delay or raise refresh_every.",
+    ),
+    ({"probe_tokens": 127}, "probe_tokens=127 is too small; expected None or at least 128 (one tile)."),
+    *(
+        ({name: value}, f"{name}={value!r} is not a finite number of at least 0.")
+        for name in ("loss_weight", "weight_weight", "switching_cost", "solver_gap")
+        for value in (-1, -0.5, float("inf"), float("nan"))
+    ),
+    ({"loss_weight": 0, "weight_weight": 0.0}, "loss_weight and weight_weight are both 0; at least one must be above 0."),
+    *(
+        ({"solver_time_limit": value}, f"solver_time_limit={value!r} is not a number of seconds above 0.")
+        for value in (0, -1.0, float("inf"), float("nan"))
+    ),
+    ({"stages": 0}, "stages=0 is too small; expected None, a number of at least 1, or lists of names."),
+    ({"stages": [["a"], []]}, "stages: stage 1 names no layer; expected at least one in every stage."),
+    (
+        {"ties": [["q_proj", "k_proj"], ["k_proj", "v_proj"]]},
+        "ties: 'k_proj' is in more than one tie; put all names that share a format into one.",
+    ),
+]
+
+BAD_TYPES: list[tuple[str, Any, str]] = [
+    ("target_fp4_fraction", "0.75", "target_fp4_fraction='0.75' has type str; expected float."),
+    ("target_fp4_fraction", None, "target_fp4_fraction=None has type NoneType; expected float."),
+    ("target_fp4_fraction", True, "target_fp4_fraction=True has type bool; expected float."),
+    ("granularity", None, "granularity=None has type NoneType; expected str."),
+    ("policy", ["snip"], "policy=['snip'] has type list; expected str."),
+    ("plan", 3, "plan=3 has type int; expected str | None."),
+    ("refresh_every", 10.0, "refresh_every=10.0 has type float; expected int."),
+    ("first_refresh", True, "first_refresh=True has type bool; expected int."),
+    ("apply_delay", "10", "apply_delay='10' has type str; expected int."),
+    ("start_format", 8, "start_format=8 has type int; expected str."),
+    ("probes", None, "probes=None has type NoneType; expected int."),
+    ("probe_tokens", 256.0, "probe_tokens=256.0 has type float; expected int | None."),
+    ("loss_form", None, "loss_form=None has type NoneType; expected str."),
+    ("loss_weight", "1", "loss_weight='1' has type str; expected float."),
+    ("weight_weight", [1.0], "weight_weight=[1.0] has type list; expected float."),
+    ("skip_modules", "*.q_proj", "skip_modules='*.q_proj' has type str; expected tuple[str, ...]."),
+    ("skip_modules", [3], "skip_modules: got [3]; expected a list of names."),
+    ("ties", "q_proj", "ties='q_proj' has type str; expected tuple[tuple[str, ...], ...]."),
+    ("ties", ["q_proj", "k_proj"], "ties: got 'q_proj'; expected a list of names."),
+    ("stages", True, "stages=True has type bool; expected int | tuple[tuple[str, ...], ...] | None."),
+    ("stages", 2.0, "stages=2.0 has type float; expected int | tuple[tuple[str, ...], ...] | None."),
+    ("stages", ["a", "b"], "stages: got 'a'; expected a list of names."),
+    ("switching_cost", None, "switching_cost=None has type NoneType; expected float."),
+    ("solver", None, "solver=None has type NoneType; expected str."),
+    ("solver_time_limit", "60", "solver_time_limit='60' has type str; expected float."),
+    ("solver_gap", False, "solver_gap=False has type bool; expected float."),
+    ("backend", 1, "backend=1 has type int; expected str."),
+    ("seed", 0.5, "seed=0.5 has type float; expected int."),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD_VALUES)
+def test_a_value_out_of_range_is_refused_with_the_field_and_what_is_expected(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        SnipConfig(**values)
+
+
+@pytest.mark.parametrize(("name", "value", "message"), BAD_TYPES)
+def test_a_value_of_the_wrong_type_is_refused_with_the_field_and_the_type(name: str, value: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        SnipConfig(**{name: value})
+
+
+def test_the_tables_above_leave_no_field_out() -> None:
+    assert list(OTHER) == FIELDS
+    assert {name for name, *_ in BAD_TYPES} == set(FIELDS)
+    free = {"plan", "skip_modules"}  # any string will do
+    assert {name for values, _ in BAD_VALUES for name in values} == set(FIELDS) - free
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_survives_to_dict_json_and_from_dict(name: str) -> None:
+    config = SnipConfig(**{"apply_delay": 1, name: OTHER[name]})
+    assert config != SnipConfig()
+    assert SnipConfig.from_dict(config.to_dict()) == config
+    restored = SnipConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert restored == config
+    assert hash(restored) == hash(config)
+
+
+def test_to_dict_has_every_field_in_order_and_no_tuple() -> None:
+    plain = SnipConfig(**OTHER).to_dict()
+    assert list(plain) == FIELDS
+    assert plain["ties"] == [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]
+    assert plain["stages"] == [["a.0", "a.1"], ["a.2"]]
+    assert json.loads(json.dumps(plain)) == plain
+
+
+def test_lists_become_tuples_so_that_a_config_cannot_be_changed_through_them() -> None:
+    names = ["a"]
+    config = SnipConfig(skip_modules=names, ties=[["a", "b"]], stages=[["x"]])  # type: ignore[arg-type]
+    names.append("b")
+    assert (config.skip_modules, config.ties, config.stages) == (("a",), (("a", "b"),), (("x",),))
+
+
+def test_an_unknown_field_is_refused_with_the_fields_that_there_are() -> None:
+    message = f"Unknown SnipConfig field 'target_fp4'; the fields are {', '.join(FIELDS)}."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        SnipConfig.from_dict({"target_fp4": 0.75})
+
+
+def test_from_dict_checks_values_too() -> None:
+    with pytest.raises(ValueError, match=r"^target_fp4_fraction=2 is outside 0\.\.1"):
+        SnipConfig.from_dict({"target_fp4_fraction": 2})
+
+
+def test_a_config_is_frozen_and_takes_keywords_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SnipConfig().seed = 1  # type: ignore[misc]
+    with pytest.raises(TypeError, match="positional"):
+        SnipConfig(0.5)  # type: ignore[misc]
+
+
+def test_the_ends_of_every_range_are_allowed() -> None:
+    for target in (0, 1, 0.0, 1.0):
+        assert SnipConfig(target_fp4_fraction=target).target_fp4_fraction == target
+    config = SnipConfig(
+        refresh_every=1, first_refresh=1, apply_delay=1, probes=1, probe_tokens=128, stages=1, switching_cost=0, seed=0
+    )
+    assert config.apply_delay == config.refresh_every == 1
+
+
+def test_the_defaults_are_those_of_the_contract() -> None:
+    assert SnipConfig().to_dict() == {
+        "target_fp4_fraction": 0.75,
+        "granularity": "layer",
+        "policy": "snip",
+        "plan": None,
+        "refresh_every": 1000,
+        "first_refresh": 100,
+        "apply_delay": 10,
+        "start_format": "fp8",
+        "probes": 1,
+        "probe_tokens": 1024,
+        "loss_form": "token-fisher",
+        "loss_weight": 1.0,
+        "weight_weight": 1.0,
+        "skip_modules": [],
+        "ties": [],
+        "stages": None,
+        "switching_cost": 0.0,
+        "solver": "auto",
+        "solver_time_limit": 60.0,
+        "solver_gap": 1e-4,
+        "backend": "auto",
+        "seed": 0,
+    }

@@ -1,0 +1,132 @@
+"""The same on a GPU: rounding bit for bit, products, the probe without a trace, and a resumed Trainer run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from snip_hf import SnipCallback, SnipConfig, convert_model, estimate_divergence, measure_divergence
+from snip_hf.formats import E2M1, E4M3, GEMMS
+from snip_hf.linear import snip_linears
+from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, quantize, stream_key
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def llama(layers: int = 2) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=0.1,
+    )
+    return LlamaForCausalLM(config).cuda()
+
+
+def tokens(rows: int, length: int = 128) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 8, (rows, length), generator=generator).cumsum(1) % 256
+
+
+@pytest.mark.parametrize("fmt", [E2M1, E4M3], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("tile", [ROW_TILE, COLUMN_TILE, SQUARE_TILE])
+@pytest.mark.parametrize("key", [None, stream_key(1, 2, 3, 4, 5)], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_quantize_on_cuda_gives_the_bits_of_the_cpu(fmt: Any, tile: Any, key: int | None, dtype: torch.dtype) -> None:
+    x = torch.randn(300, 500, generator=torch.Generator().manual_seed(0)).mul(3).to(dtype)
+    x[0, 0], x[200, 300], x[128:256, 128:256] = float("nan"), float("inf"), 0
+    x[257, :128] *= 1e-6
+    cpu, cuda = quantize(x, fmt, tile, key), quantize(x.cuda(), fmt, tile, key)
+    assert torch.equal(cpu.scales.view(torch.int32), cuda.scales.cpu().view(torch.int32))
+    both_nan = cpu.values.isnan() & cuda.values.cpu().isnan()
+    assert torch.equal(cpu.values.masked_fill(both_nan, 0), cuda.values.cpu().masked_fill(both_nan, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_in_bf16_gives_the_bits_of_nn_linear(dtype: torch.dtype) -> None:
+    block = torch.nn.ModuleList([torch.nn.Linear(200, 136)]).to("cuda", dtype)
+    x = torch.randn(3, 50, 200, device="cuda", dtype=dtype, requires_grad=True)
+    parameters = [x, *block.parameters()]
+    expected = torch.autograd.grad(block[0](x).square().sum(), parameters)
+    convert_model(block, SnipConfig(start_format="bf16"))
+    for ours, theirs in zip(torch.autograd.grad(block[0](x).square().sum(), parameters), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True, "capturable": True}, {}], ids=str)
+def test_a_probe_leaves_no_trace_on_cuda(options: dict[str, bool]) -> None:
+    model = llama()
+    convert_model(model, SnipConfig())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
+    batch = {"input_ids": tokens(4).cuda(), "labels": tokens(4).cuda()}
+    model(**batch).loss.backward()
+    optimizer.step()
+    model(**batch).loss.backward()
+
+    def everything() -> list[torch.Tensor]:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+        random = [torch.get_rng_state(), torch.cuda.get_rng_state()]
+        return [t.clone() for t in (*model.parameters(), *model.buffers(), *grads, *state, *random)]
+
+    before = everything()
+    estimate_divergence(model, batch, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))
+
+
+def test_the_estimate_is_close_to_the_measured_truth_on_cuda() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = llama()
+    model.config.attention_dropout = 0.0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    batch = {"input_ids": tokens(8).cuda(), "labels": tokens(8).cuda()}
+    for _ in range(60):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    estimate = estimate_divergence(model, batch, optimizer)
+    truth = measure_divergence(model, batch, optimizer, gemms=("layer",))
+    guesses = {(row.layer, row.format): row.weight_divergence for row in estimate.rows if row.gemm == "layer"}
+    for fmt in ("fp8", "fp4"):
+        errors = [abs(guesses[r.layer, fmt] / r.weight_divergence - 1) for r in truth.rows if r.format == fmt]
+        assert torch.tensor(errors).median() <= 0.10
+
+
+def test_a_resumed_bf16_run_is_the_run(tmp_path: Path) -> None:
+    data = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in tokens(64)]
+
+    def train(folder: Path, resume: Path | None = None) -> tuple[list[float], dict[str, dict[str, str]]]:
+        args = TrainingArguments(
+            str(folder),
+            max_steps=10,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            bf16=True,
+            optim="adamw_torch_fused",
+            logging_steps=1,
+            save_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+            full_determinism=True,
+        )
+        config = SnipConfig(first_refresh=2, refresh_every=4, apply_delay=2, stages=2, solver="highs")
+        trainer = Trainer(llama(4), args, train_dataset=data, callbacks=[SnipCallback(config, resume=resume or True)])
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        formats = {name: layer.formats for name, layer in snip_linears(trainer.model).items()}
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], formats
+
+    losses, formats = train(tmp_path / "whole")
+    assert set(formats[next(iter(formats))]) == set(GEMMS)
+    assert any("fp4" in row.values() for row in formats.values())
+    assert train(tmp_path / "resumed", tmp_path / "whole" / "checkpoint-3") == (losses, formats)

@@ -1,0 +1,87 @@
+"""The formats against the descriptions in ml_dtypes, gfloat and torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import gfloat
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from gfloat import formats as gfloat_formats
+from oracles.rounding import GRIDS, grid_values
+
+from snip_hf.formats import E2M1, E4M3, E5M2, FORMAT_CODES, FORMAT_NAMES, FORMATS, GEMMS, NumberFormat, check_format
+
+GFLOAT = {
+    "e2m1": gfloat_formats.format_info_ocp_e2m1,
+    "e4m3": gfloat_formats.format_info_ocp_e4m3,
+    "e5m2": gfloat_formats.format_info_ocp_e5m2,
+}
+
+
+@pytest.mark.parametrize("fmt", [E2M1, E4M3, E5M2], ids=lambda fmt: fmt.name)
+class TestEachFormat:
+    def test_has_the_constants_of_ml_dtypes(self, fmt: NumberFormat) -> None:
+        info = ml_dtypes.finfo(GRIDS[fmt.name])
+        got = (fmt.max, 2.0**fmt.min_exponent, fmt.mantissa_bits, fmt.exponent_bits)
+        assert got == (float(info.max), float(info.smallest_normal), info.nmant, info.nexp)
+
+    def test_has_the_constants_of_gfloat(self, fmt: NumberFormat) -> None:
+        info = GFLOAT[fmt.name]
+        got = (fmt.max, 2.0**fmt.min_exponent, fmt.mantissa_bits + 1, fmt.exponent_bits)
+        assert got == (info.max, info.smallest_normal, info.precision, info.expBits)
+
+    def test_its_fields_span_exactly_the_finite_values_of_every_code(self, fmt: NumberFormat) -> None:
+        steps = 2**fmt.mantissa_bits
+        values = {step * 2.0 ** (fmt.min_exponent - fmt.mantissa_bits) for step in range(steps)}
+        exponent = fmt.min_exponent
+        while 2.0**exponent <= fmt.max:
+            values |= {(1 + step / steps) * 2.0**exponent for step in range(steps)}
+            exponent += 1
+        assert sorted(value for value in values if value <= fmt.max) == grid_values(fmt.name).tolist()
+
+    def test_cannot_be_changed(self, fmt: NumberFormat) -> None:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            fmt.max = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), [(E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)])
+def test_fp8_formats_have_the_range_of_torch(fmt: NumberFormat, dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    assert (fmt.max, 2.0**fmt.min_exponent) == (info.max, info.smallest_normal)
+
+
+def test_every_e2m1_value_is_an_e4m3_value() -> None:
+    assert np.isin(grid_values("e2m1"), grid_values("e4m3")).all()
+    assert grid_values("e2m1").tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def test_every_code_of_a_plan_stands_for_one_format_and_never_moves() -> None:
+    """Plans and checkpoints hold these names and codes."""
+    assert dict(FORMAT_CODES) == {"bf16": 0, "fp8": 1, "fp4": 2}
+    assert FORMAT_NAMES == ("bf16", "fp8", "fp4")
+    assert dict(FORMATS) == {"bf16": None, "fp8": E4M3, "fp4": E2M1}
+    assert GEMMS == ("forward", "grad_input", "grad_weight")
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "fp4"])
+def test_a_known_format_name_passes_unchanged(name: str) -> None:
+    assert check_format(name, "forward") == name
+
+
+@pytest.mark.parametrize("name", ["FP4", "int8", "", None, 2, ["fp4"]])
+def test_an_unknown_format_is_named_with_its_place_and_the_known_ones(name: object) -> None:
+    with pytest.raises(ValueError) as error:
+        check_format(name, "model.layers.0.q_proj:forward")
+    assert str(error.value) == (
+        f"Unknown format {name!r} for model.layers.0.q_proj:forward; expected one of bf16, fp8, fp4."
+    )
+
+
+def test_gfloat_and_ml_dtypes_agree_on_every_value_of_the_formats() -> None:
+    """The two oracles of the rounding tests describe the same grids."""
+    for grid, info in GFLOAT.items():
+        decoded = {abs(gfloat.decode_float(info, code).fval) for code in range(2**info.k)}
+        assert sorted(value for value in decoded if np.isfinite(value)) == grid_values(grid).tolist()

@@ -1,0 +1,492 @@
+"""Does a probe record every layer's true inputs, output gradients and their derivatives?"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+from small import Batch as Inputs
+from small import exact_tensors, relative_error, text, tiny_llama, tiny_lm, tokens
+from torch import Tensor, nn
+from transformers import Olmo2Config, Olmo2ForCausalLM
+
+from snip_hf.config import SnipConfig
+from snip_hf.linear import convert_model, snip_linears
+from snip_hf.probe import Batch, Probe, run_probe
+
+LAYERS = ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"]
+# One central difference in FP32 at a relative step of 1e-3: rounding (6e-8 / 1e-3, and more by cancellation).
+FIRST_ORDER = 3e-3
+
+
+def sensitivity_of(model: nn.Module, names: list[str] = LAYERS) -> dict[str, Tensor]:
+    """A D that is different for every element."""
+    generator = torch.Generator().manual_seed(3)
+    modules = dict(model.named_modules())
+    return {name: torch.rand(modules[name].weight.shape, generator=generator) for name in names}
+
+
+def probed(
+    model: nn.Module, inputs: Inputs, monkeypatch: pytest.MonkeyPatch | None = None, **options: Any
+) -> tuple[Probe, list[dict[str, Tensor]]]:
+    """The probe of a converted copy, and the directions d = D * z that it took."""
+    converted = copy.deepcopy(model)
+    convert_model(converted, SnipConfig())
+    names = list(snip_linears(converted))
+    sensitivity = options.pop("sensitivity", None) or sensitivity_of(model, names)
+    drawn: list[Tensor] = []
+    randn = torch.randn
+
+    def watch(*args: Any, **kwargs: Any) -> Tensor:
+        drawn.append(randn(*args, **kwargs))
+        return drawn[-1]
+
+    with monkeypatch.context() if monkeypatch else contextlib.nullcontext() as patch:
+        if patch:
+            patch.setattr(torch, "randn", watch)
+        probe = run_probe(converted, Batch.of(inputs), sensitivity, **options)
+    rounds = [drawn[start : start + len(sensitivity)] for start in range(0, len(drawn), len(sensitivity))]
+    directions = [
+        {name: d * z for (name, d), z in zip(sensitivity.items(), zs, strict=True)} for zs in rounds
+    ]
+    return probe, directions
+
+
+def in_float64(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).double()
+
+
+def weights_of(model: nn.Module, names: list[str] = LAYERS) -> dict[str, Tensor]:
+    modules = dict(model.named_modules())
+    return {f"{name}.weight": modules[name].weight.detach() for name in names}
+
+
+def moving(direction: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{name}.weight": d.double() for name, d in direction.items()}
+
+
+def assert_same_probe(got: Probe, expected: Probe) -> None:
+    """To the bit."""
+    assert got.loss == expected.loss
+    assert list(got.layers) == list(expected.layers)
+    for name, sample in got.layers.items():
+        other = expected.layers[name]
+        assert sample.tokens == other.tokens
+        for a, b in zip(
+            [sample.x, sample.grad_output, *sample.x_dot, *sample.grad_output_dot],
+            [other.x, other.grad_output, *other.x_dot, *other.grad_output_dot],
+            strict=True,
+        ):
+            assert torch.equal(a, b), name
+
+
+def test_x_and_g_are_those_that_hooks_see_on_the_plain_model() -> None:
+    model, inputs = tiny_lm(), tokens()
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def watch(name: str, module: nn.Module) -> None:
+        def note(_: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+            output.register_hook(lambda grad: seen.update({name: (args[0].detach(), grad)}))
+
+        module.register_forward_hook(note)
+
+    plain = copy.deepcopy(model)
+    for name in LAYERS:
+        watch(name, plain.get_submodule(name))
+    loss = plain(**inputs)["loss"]
+    loss.backward()
+    probe, _ = probed(model, inputs)
+    # The mean of the two sides is right up to the square of the relative step, 1e-6 times the curvature.
+    assert probe.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert set(probe.layers) == set(LAYERS)
+    for name, (x, grad_output) in seen.items():
+        sample = probe.layers[name]
+        assert sample.tokens == 18
+        torch.testing.assert_close(sample.x, x.flatten(0, 1), rtol=1e-4, atol=1e-5)
+        assert relative_error(sample.grad_output, grad_output.flatten(0, 1)) < 1e-4
+
+
+@pytest.mark.parametrize("probes", [1, 2])
+def test_the_derivatives_are_those_of_jvp_in_float64(probes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = tiny_lm(), tokens()
+    probe, directions = probed(model, inputs, monkeypatch, probes=probes)
+    assert len(directions) == probes
+    exact = in_float64(model)
+    for index, direction in enumerate(directions):
+
+        def run(weights: dict[str, Tensor]) -> Any:
+            return exact_tensors(exact, inputs, weights, LAYERS)[1:]
+
+        _, (x_dot, g_dot) = torch.func.jvp(run, (weights_of(exact),), (moving(direction),))
+        for name in LAYERS[1:]:
+            sample = probe.layers[name]
+            assert len(sample.x_dot) == len(sample.grad_output_dot) == probes
+            assert relative_error(sample.x_dot[index], x_dot[name]) < FIRST_ORDER
+            assert relative_error(sample.grad_output_dot[index], g_dot[name]) < FIRST_ORDER
+        # Nothing that moves lies before the first layer.
+        assert probe.layers[LAYERS[0]].x_dot[index].abs().max() == 0 == x_dot[LAYERS[0]].abs().max()
+        assert relative_error(probe.layers[LAYERS[0]].grad_output_dot[index], g_dot[LAYERS[0]]) < FIRST_ORDER
+
+
+def test_the_derivatives_of_a_llama_are_finite_differences_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = tiny_llama(hidden=32), text(2, 16)
+    probe, (direction,) = probed(model, inputs, monkeypatch)
+    exact = in_float64(model)
+    names = list(direction)
+    assert len(names) == 14
+    start, step = weights_of(exact, names), 1e-6
+    ends = []
+    for sign in (1, -1):
+        weights = {name: start[name] + sign * step * moved for name, moved in moving(direction).items()}
+        ends.append(exact_tensors(exact, inputs, weights, names)[1:])
+    for name, sample in probe.layers.items():
+        for got, part in ((sample.x_dot[0], 0), (sample.grad_output_dot[0], 1)):
+            wanted = (ends[0][part][name] - ends[1][part][name]) / (2 * step)
+            if wanted.norm() == 0:
+                assert got.norm() == 0
+            else:
+                assert relative_error(got, wanted) < FIRST_ORDER, name
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_probe_of_all_weights_is_the_adjoint_of_an_error_in_one_layer(
+    layer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """<d, change of all gradients> = <Gdot, E> for an error E of Y, and = <F, Xdot> for an error F of X's gradient."""
+    model, inputs = tiny_lm(), tokens()
+    probe, (direction,) = probed(model, inputs, monkeypatch)
+    exact = in_float64(model)
+    linear = exact.get_submodule(layer)
+    generator = torch.Generator().manual_seed(8)
+    size = 1e-6
+
+    def gradients(of_output: Tensor, of_grad_input: Tensor) -> dict[str, Tensor]:
+        def disturb_input(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+            x = args[0].clone()
+            x.register_hook(lambda grad: grad + of_grad_input.view_as(grad))
+            return (x,)
+
+        hooks = [
+            linear.register_forward_pre_hook(disturb_input),
+            linear.register_forward_hook(lambda _, args, output: output + of_output.view_as(output)),
+        ]
+        exact.zero_grad()
+        exact(**inputs)["loss"].backward()
+        for hook in hooks:
+            hook.remove()
+        return {name: exact.get_submodule(name).weight.grad.clone() for name in LAYERS}
+
+    def response(e: Tensor, f: Tensor) -> float:
+        up, down = gradients(size * e, size * f), gradients(-size * e, -size * f)
+        return sum(float((direction[name] * (up[name] - down[name])).sum() / (2 * size)) for name in LAYERS)
+
+    sample = probe.layers[layer]
+    e = torch.randn(18, linear.out_features, generator=generator, dtype=torch.float64)
+    f = torch.randn(18, linear.in_features, generator=generator, dtype=torch.float64)
+    none_e, none_f = torch.zeros_like(e), torch.zeros_like(f)
+    scale = float(sample.grad_output_dot[0].norm() * e.norm())
+    assert response(e, none_f) == pytest.approx(float((sample.grad_output_dot[0] * e).sum()), abs=FIRST_ORDER * scale)
+    scale = float(sample.x_dot[0].norm() * f.norm())
+    assert response(none_e, f) == pytest.approx(float((sample.x_dot[0] * f).sum()), abs=FIRST_ORDER * scale + 1e-9)
+
+
+def test_layers_without_sensitivity_stay_put(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = tiny_lm(), tokens()
+    only = sensitivity_of(model, ["layers.1.up"])
+    probe, (direction,) = probed(model, inputs, monkeypatch, sensitivity=only)
+    exact = in_float64(model)
+
+    def run(weights: dict[str, Tensor]) -> Any:
+        return exact_tensors(exact, inputs, weights, LAYERS)[1:]
+
+    _, (x_dot, g_dot) = torch.func.jvp(run, (weights_of(exact, ["layers.1.up"]),), (moving(direction),))
+    assert set(probe.layers) == set(LAYERS)
+    for name in LAYERS[:3]:
+        assert probe.layers[name].x_dot[0].abs().max() == 0
+    assert relative_error(probe.layers["layers.1.down"].x_dot[0], x_dot["layers.1.down"]) < FIRST_ORDER
+    assert relative_error(probe.layers["layers.0.up"].grad_output_dot[0], g_dot["layers.0.up"]) < FIRST_ORDER
+
+
+def test_the_scale_of_the_sensitivity_does_not_change_the_relative_step() -> None:
+    model, inputs = tiny_lm(), tokens()
+    small = {name: 1e-6 * d for name, d in sensitivity_of(model).items()}
+    one, other = probed(model, inputs)[0], probed(model, inputs, sensitivity=small)[0]
+    for name in LAYERS:
+        assert relative_error(1e6 * other.layers[name].grad_output_dot[0], one.layers[name].grad_output_dot[0]) < FIRST_ORDER
+
+
+def test_a_sensitivity_of_zeros_gives_derivatives_of_zero() -> None:
+    model = tiny_lm()
+    zeros = {name: torch.zeros_like(d) for name, d in sensitivity_of(model).items()}
+    for sample in probed(model, tokens(), sensitivity=zeros)[0].layers.values():
+        assert torch.equal(sample.x_dot[0], torch.zeros_like(sample.x))
+        assert torch.equal(sample.grad_output_dot[0], torch.zeros_like(sample.grad_output))
+
+
+def test_seed_and_step_decide_the_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = tiny_lm(), tokens()
+    found = []
+    for seed, step in ((0, 0), (0, 1), (1, 0), (0, 0)):
+        found.append(probed(model, inputs, monkeypatch, probes=2, seed=seed, step=step)[1])
+    first = [directions[0]["layers.0.up"] for directions in found]
+    assert torch.equal(first[0], first[3])
+    assert len({tuple(d.flatten().tolist()) for d in first}) == 3
+    assert not torch.equal(found[0][0]["layers.0.up"], found[0][1]["layers.0.up"])
+
+
+def test_directions_are_standard_normal_times_the_sensitivity(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_lm(hidden=64, inner=128)
+    ones = {name: torch.ones_like(d) for name, d in sensitivity_of(model).items()}
+    _, (direction,) = probed(model, tokens(), monkeypatch, sensitivity=ones)
+    z = torch.cat([d.flatten() for d in direction.values()])  # 32768 numbers; 5 standard deviations below
+    assert abs(z.mean().item()) < 5 / z.numel() ** 0.5
+    assert abs(z.square().mean().item() - 1) < 5 * (2 / z.numel()) ** 0.5
+    assert len(set(direction["layers.0.up"].flatten().tolist()) & set(direction["layers.1.up"].flatten().tolist())) < 10
+
+
+# -------------------------------------------------------------------------------------------------------- token samples
+
+
+def test_a_sample_is_made_of_whole_runs_of_128_tokens_taken_from_the_whole() -> None:
+    model, inputs = tiny_lm(), tokens(rows=4, length=160)  # 640 tokens = 5 runs
+    whole = probed(model, inputs)[0]
+    for step in range(4):
+        part = probed(model, inputs, probe_tokens=300, step=step, sensitivity=sensitivity_of(model))[0]
+        chosen = set()
+        for name, sample in part.layers.items():
+            assert sample.tokens == 640
+            assert sample.x.shape[0] == sample.grad_output.shape[0] == 256  # 300 rounded down to whole runs
+            assert sample.x_dot[0].shape == sample.x.shape
+            assert sample.grad_output_dot[0].shape == sample.grad_output.shape
+            # Other directions are at work at other steps; x of the first layer never moves.
+            if name == "layers.0.up":
+                runs = whole.layers[name].x.view(5, 128, -1)
+                chosen = {i for i in range(5) for half in sample.x.view(2, 128, -1) if torch.equal(runs[i], half)}
+        assert len(chosen) == 2
+
+
+def test_the_same_tokens_are_kept_in_every_layer_and_probe() -> None:
+    model, inputs = tiny_lm(), tokens(rows=4, length=160)
+    whole = probed(model, inputs, probes=2)[0]
+    part = probed(model, inputs, probes=2, probe_tokens=256)[0]
+    runs = whole.layers["layers.0.up"].x.view(5, 128, -1)
+    kept = part.layers["layers.0.up"].x.view(2, 128, -1)
+    chosen = [next(i for i in range(5) if torch.equal(runs[i], half)) for half in kept]
+    assert chosen == sorted(chosen)
+
+    def pick(tensor: Tensor) -> Tensor:
+        return tensor.view(5, 128, -1)[chosen].flatten(0, 1)
+
+    for name, sample in part.layers.items():
+        full = whole.layers[name]
+        for got, wanted in zip(
+            [sample.x, sample.grad_output, *sample.x_dot, *sample.grad_output_dot],
+            [full.x, full.grad_output, *full.x_dot, *full.grad_output_dot],
+            strict=True,
+        ):
+            assert torch.equal(got, pick(wanted))
+
+
+def test_the_sample_depends_on_seed_and_step_only() -> None:
+    model, inputs = tiny_lm(blocks=1), tokens(rows=4, length=160)
+
+    def kept(**options: int) -> Tensor:
+        torch.rand(3)  # the global generator must not matter
+        return probed(model, inputs, probe_tokens=128, **options)[0].layers["layers.0.up"].x
+
+    assert torch.equal(kept(seed=1, step=2), kept(seed=1, step=2))
+    assert len({tuple(kept(step=step).flatten().tolist()) for step in range(8)}) > 1
+    assert len({tuple(kept(seed=seed).flatten().tolist()) for seed in range(8)}) > 1
+
+
+@pytest.mark.parametrize(("probe_tokens", "kept"), [(None, 200), (200, 200), (256, 200), (199, 128), (128, 128)])
+def test_a_ragged_end_is_kept_only_when_everything_is(probe_tokens: int | None, kept: int) -> None:
+    sample = probed(tiny_lm(), tokens(rows=1, length=200), probe_tokens=probe_tokens)[0].layers["layers.0.up"]
+    assert (sample.tokens, sample.x.shape[0]) == (200, kept)
+
+
+def test_sums_over_the_sample_times_t_over_n_are_unbiased() -> None:
+    model, inputs = tiny_lm(blocks=1, hidden=4, inner=4), tokens(rows=4, length=160)
+    whole = probed(model, inputs)[0].layers["layers.0.up"]
+    wanted = (whole.grad_output.square().sum().item(), whole.x.square().sum().item())
+    draws: list[tuple[float, float]] = []
+    for step in range(40):
+        sample = probed(model, inputs, probe_tokens=128, step=step)[0].layers["layers.0.up"]
+        scale = sample.tokens / sample.x.shape[0]
+        draws.append((scale * sample.grad_output.square().sum().item(), scale * sample.x.square().sum().item()))
+    for index, total in enumerate(wanted):
+        found = torch.tensor([draw[index] for draw in draws], dtype=torch.float64)
+        assert found.std() > 0
+        assert abs(found.mean().item() - total) < 4 * found.std().item() / len(draws) ** 0.5
+
+
+def test_a_layer_that_is_called_twice_shows_all_its_tokens() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tiny_lm(blocks=1)
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            halves = [self.inner(input_ids[i : i + 1], labels[i : i + 1])["loss"] for i in range(2)]
+            return {"loss": sum(halves) / 2}
+
+    model, inputs = Twice(), tokens()
+    probe = probed(model, inputs)[0]
+    once = probed(model.inner, inputs)[0]
+    for name, sample in probe.layers.items():
+        other = once.layers[name.removeprefix("inner.")]
+        assert sample.tokens == 18
+        order = torch.cat([torch.arange(9, 18), torch.arange(9)])  # backward comes to the second call first
+        assert relative_error(sample.x, other.x[order]) < 1e-5
+        assert relative_error(sample.grad_output, other.grad_output[order]) < 1e-3
+
+
+# ------------------------------------------------------------------------------------------- the model's circumstances
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_activation_checkpointing_gives_the_same_numbers(reentrant: bool, dropout: float) -> None:
+    inputs = tokens()
+    state = torch.get_rng_state()
+    plain = probed(tiny_lm(dropout=dropout), inputs, probes=2)[0]
+    torch.set_rng_state(state)
+    assert_same_probe(probed(tiny_lm(dropout=dropout, reentrant=reentrant), inputs, probes=2)[0], plain)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_of_a_transformers_model_gives_the_same_numbers(reentrant: bool) -> None:
+    inputs = text(2, 16)
+    model = tiny_llama(hidden=32)
+    model.train()
+    plain = probed(model, inputs)[0]
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    assert model.is_gradient_checkpointing
+    assert_same_probe(probed(model, inputs)[0], plain)
+
+
+def test_both_sides_of_a_probe_draw_the_same_dropout_masks() -> None:
+    model, inputs = tiny_lm(dropout=0.5), tokens()
+    first, other = [], []
+    for kept in (first, other):
+        kept.append(probed(model, inputs)[0])  # the second from another state of the generator
+        torch.rand(1)
+    x = first[0].layers["layers.1.down"].x
+    # The mean over both sides is 0 where the mask is 0, and half a value where only one side's mask was.
+    assert 0.3 < (x == 0).float().mean() < 0.7
+    assert first[0].layers["layers.1.down"].x_dot[0][x == 0].abs().max() == 0
+    assert not torch.equal(x == 0, other[0].layers["layers.1.down"].x == 0)
+
+
+def test_the_masks_are_those_of_the_training_pass_whose_generator_state_the_batch_holds() -> None:
+    model, inputs = tiny_lm(dropout=0.5), tokens()
+    converted = copy.deepcopy(model)
+    convert_model(converted, SnipConfig())
+    batch = Batch.of(inputs)
+    seen: list[Tensor] = []
+    model.layers[1].down.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    model(**inputs)
+    torch.rand(5)
+    sample = run_probe(converted, batch, sensitivity_of(model)).layers["layers.1.down"]
+    assert torch.equal(sample.x == 0, seen[0].flatten(0, 1) == 0)
+
+
+def test_bfloat16_weights_are_probed_in_float32() -> None:
+    model, inputs = tiny_lm().bfloat16(), tokens()
+    wide = copy.deepcopy(model).float()
+    probe = probed(model, inputs)[0]
+    assert_same_probe(probe, probed(wide, inputs)[0])
+    assert probe.layers["layers.0.up"].x.dtype == torch.float32
+
+
+def test_autocast_does_not_reach_the_probe() -> None:
+    model, inputs = tiny_lm(), tokens()
+    wanted = probed(model, inputs)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same_probe(probed(model, inputs)[0], wanted)
+
+
+def test_a_probe_runs_where_gradients_are_switched_off() -> None:
+    model, inputs = tiny_lm(), tokens()
+    wanted = probed(model, inputs)[0]
+    with torch.no_grad():
+        assert_same_probe(probed(model, inputs)[0], wanted)
+
+
+@pytest.mark.parametrize("start_format", ["fp8", "bf16"])
+def test_the_formats_in_force_do_not_reach_the_probe(start_format: str) -> None:
+    model, inputs = tiny_lm(), tokens()
+    wanted = probed(model, inputs)[0]
+    convert_model(model, SnipConfig(start_format=start_format))
+    for layer in snip_linears(model).values():
+        layer.set_formats({"forward": "fp4", "grad_input": "fp8", "grad_weight": "fp4"})
+    assert_same_probe(run_probe(model, Batch.of(inputs), sensitivity_of(model)), wanted)
+
+
+def test_frozen_weights_do_not_change_what_is_recorded() -> None:
+    model, inputs = tiny_lm(), tokens()
+    wanted = probed(model, inputs)[0]
+    model.requires_grad_(False)
+    model.layers[1].down.weight.requires_grad_(True)
+    assert_same_probe(probed(model, inputs)[0], wanted)
+
+
+def test_every_layer_is_recorded_where_no_norm_comes_first_and_the_embedding_is_tied_to_the_head() -> None:
+    config = Olmo2Config(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = Olmo2ForCausalLM(config)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    converted = convert_model(copy.deepcopy(model), SnipConfig())
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.train()
+            model.activation_checkpointing_enable({"use_reentrant": True})
+        assert set(probed(model, text(2, 16))[0].layers) == set(converted)
+
+
+def test_a_layer_that_takes_no_part_is_left_out() -> None:
+    model = tiny_lm()
+    model.layers[0].spare = nn.Linear(12, 12)
+    names = [*LAYERS, "layers.0.spare"]
+    assert set(probed(model, tokens(), sensitivity=sensitivity_of(model, names))[0].layers) == set(LAYERS)
+
+
+# --------------------------------------------------------------------------------------------------------------- batch
+
+
+def test_a_batch_without_labels_is_refused() -> None:
+    advice = (
+        "so the model gives no loss to probe. Expected a causal LM batch with `labels`. Label smoothing and a custom "
+        "compute_loss_func take them away: turn these off, or use a policy that needs no probe, such as "
+        "policy='layer-position'."
+    )
+    ids = tokens()["input_ids"]
+    for inputs, keys in (
+        ({"input_ids": ids, "attention_mask": ids}, "input_ids, attention_mask"),
+        ({"input_ids": ids, "labels": None}, "input_ids, labels"),
+        ({}, "none"),
+    ):
+        with pytest.raises(ValueError) as error:
+            Batch.of(inputs)
+        assert str(error.value) == f"The batch has no labels (its keys are {keys}), {advice}"
+
+
+def test_num_items_in_batch_is_dropped_so_that_the_loss_is_the_mean() -> None:
+    inputs = text(2, 16)
+    model = tiny_llama(hidden=32)
+    with_count = {**inputs, "num_items_in_batch": torch.tensor(1000)}
+    assert "num_items_in_batch" not in Batch.of(with_count).kwargs
+    probe = probed(model, with_count)[0]
+    assert probe.loss == pytest.approx(model(**inputs).loss.item(), rel=1e-5)

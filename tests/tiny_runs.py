@@ -1,0 +1,164 @@
+"""How do the tests of the controller and the callback train a tiny model, and what do they compare afterwards?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from small import tiny_llama
+from snip_hf import SnipCallback, SnipConfig
+from snip_hf.solver import SolverProcess
+
+transformers.logging.disable_progress_bar()
+
+# hull-greedy answers in a tenth of the time of the others; which solver runs makes no difference to these tests.
+FAST = {"solver": "greedy"}
+# Refreshes at steps 2, 6, 10, applied after steps 4, 8, 12.
+SCHEDULE = {"first_refresh": 2, "refresh_every": 4, "apply_delay": 2, **FAST}
+STEPS = 12
+
+
+@dataclass
+class Run:
+    """What a training run leaves."""
+
+    folder: Path
+    trainer: Trainer
+    callback: SnipCallback | None
+
+    @property
+    def model(self) -> LlamaForCausalLM:
+        return self.trainer.model
+
+    @property
+    def losses(self) -> dict[int, tuple[float, float]]:
+        """Step -> (loss, gradient norm before clipping)."""
+        return {line["step"]: (line["loss"], line["grad_norm"]) for line in self.trainer.state.log_history if "loss" in line}
+
+    @property
+    def eval_losses(self) -> list[float]:
+        return [line["eval_loss"] for line in self.trainer.state.log_history if "eval_loss" in line]
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        return history(self.folder)
+
+    @property
+    def refreshes(self) -> list[dict[str, Any]]:
+        return [line for line in self.history if line["event"] == "refresh"]
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "snip" / "history.jsonl").read_text().splitlines()]
+
+
+def without_seconds(value: Any) -> Any:
+    """JSON data without the measured times, which alone may differ between two runs."""
+    if isinstance(value, dict):
+        return {key: without_seconds(item) for key, item in value.items() if key != "seconds"}
+    return [without_seconds(item) for item in value] if isinstance(value, list) else value
+
+
+def model_with_dropout(**options: Any) -> LlamaForCausalLM:
+    return tiny_llama(hidden=32, attention_dropout=0.1, **options)
+
+
+def data(rows: int = 38, length: int = 24) -> list[dict[str, list[int]]]:
+    """Random tokens; every row has another number of labels, so that the mean over tokens is not that over rows.
+
+    38 rows are 19 micro-batches of 2: with accumulation over 2, the last step of an epoch has one micro-batch only.
+    """
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, 128, (rows, length), generator=generator).tolist()
+    return [
+        {"input_ids": row, "labels": [-100] * (index % 9) + row[index % 9 :]} for index, row in enumerate(tokens)
+    ]
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    values: dict[str, Any] = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(str(folder), **values | changes)
+
+
+def train(
+    folder: Path,
+    config: SnipConfig | None = None,
+    *,
+    callback: SnipCallback | None = None,
+    callbacks: Iterable[TrainerCallback] = (),
+    model: nn.Module | None = None,
+    resume: str | Path | None = None,
+    trainer: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Run:
+    """Trains under a real Trainer, with SNIP if there is a config or a callback.
+
+    Args:
+        callbacks: run after SNIP's.
+        trainer: further arguments of the Trainer.
+        changes: of the `TrainingArguments` above.
+    """
+    if config is not None:
+        callback = SnipCallback(config)
+    built = Trainer(
+        **{
+            "model": model if model is not None else model_with_dropout(),
+            "args": arguments(folder, **changes),
+            "train_dataset": data(),
+            "eval_dataset": data(6),
+            "callbacks": [*([] if callback is None else [callback]), *callbacks],
+            **(trainer or {}),
+        }
+    )
+    built.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return Run(folder, built, callback)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names of the tensors that are not equal to the bit."""
+    return [name for name in {**one, **other} if not (name in one and name in other and torch.equal(one[name], other[name]))]
+
+
+def solve_with(monkeypatch: Any, program: str, steps: Iterable[int] | None = None) -> list[SolverProcess]:
+    """Lets the controller's solver be a Python program; returns the list of processes that is filled as they start.
+
+    Args:
+        steps: numbers (from 0) of the solver calls it is for, None for all.
+    """
+    start = SolverProcess.start
+    started: list[SolverProcess] = []
+
+    def run_program(problem: dict[str, Any]) -> SolverProcess:
+        replaced = steps is None or len(started) in steps
+        started.append(start(problem, [sys.executable, "-S", "-c", program] if replaced else None))
+        return started[-1]
+
+    monkeypatch.setattr("snip_hf.controller.SolverProcess.start", run_program)
+    return started

@@ -57,7 +57,7 @@ def run(recipe: Recipe) -> dict[str, Any]:
     """Trains, saves, evaluates and reports; returns the losses and times of OUTPUT/result.json."""
     start = time.perf_counter()
     args = TrainingArguments(**({"dataloader_pin_memory": torch.accelerator.is_available()} | recipe.training))
-    console = Console(quiet=args.process_index != 0, soft_wrap=True, highlight=False)
+    console = Console(quiet=args.process_index != 0, soft_wrap=True, highlight=False, markup=False)
     _use_all_cores(recipe, args)
     tokenizer, train, validation = prepare_data(recipe, args)
     set_seed(args.seed)
@@ -186,7 +186,7 @@ def run_benchmarks(console: Console, output: Path, section: EvalSection | None) 
         mine.pop(name, None)
     mine["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     if subprocess.run(command, env=mine, check=False).returncode != 0:
-        console.print(f"[red]The benchmarks failed (see above)[/]; the model is saved. Run again: {' '.join(command)}")
+        console.print(f"The benchmarks failed (see above); the model is saved. Run again: {' '.join(command)}")
 
 
 def _use_all_cores(recipe: Recipe, args: TrainingArguments) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 Batch = dict[str, Tensor]
 Exact = dict[str, Tensor]
@@ -142,5 +142,11 @@ def exact_tensors(
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
     """|got - expected| / |expected| in float64."""
-    expected = expected.double()
-    return float((got.double() - expected).norm() / expected.norm())
+    expected = expected.detach().double()
+    return float((got.detach().double() - expected).norm() / expected.norm())
+
+
+def checkpoint_activations(model: PreTrainedModel, reentrant: bool) -> None:
+    """Switches it on under the method's old or new name (transformers 5.23 warns of the old one)."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})

@@ -16,8 +16,9 @@ from torch import nn
 
 from snip_hf.config import SnipConfig
 from snip_hf.formats import FORMAT_NAMES, GEMMS
+from snip_hf.jsonfiles import read_json, write_json_atomic
 from snip_hf.linear import convert_model, snip_linears
-from snip_hf.plan import PlanProvenance, PrecisionPlan, read_json, write_json_atomic
+from snip_hf.plan import PlanProvenance, PrecisionPlan
 
 ADVICE = "Restore the file (each checkpoint and the Hub copy hold one) or let a run write it again."
 

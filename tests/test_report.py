@@ -13,9 +13,11 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
+from snip_hf.figures import COLOURS, divergence_figure, plan_figure, write_figures
 from snip_hf.formats import GEMMS
 from snip_hf.plan import PlanProvenance, PrecisionPlan
-from snip_hf.report import COLOURS, divergence_figure, load_run, plan_figure, print_report, run_report, write_figures
+from snip_hf.report import print_report, run_report
+from snip_hf.runs import load_run
 
 Assignment = dict[str, dict[str, str]]
 KINDS = ("self_attn.q_proj", "mlp.down_proj")
@@ -137,7 +139,7 @@ def test_a_refresh_that_failed_before_its_probe_has_a_line_without_figures(tmp_p
     text = printed(tmp_path)
     assert ["100", "kept", "0.0000", "0", "-", "-", "-", "-", "-"] in rows(text)
     assert "Step 200: plan kept. ValueError: the loss is NaN.\n" in text
-    assert write_figures(tmp_path) == [tmp_path / "snip" / "plan.png"]
+    assert write_figures(load_run(tmp_path)) == [tmp_path / "snip" / "plan.png"]
 
 
 def test_a_run_that_continued_a_checkpoint_without_snip_starts_at_its_step(tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_a_loss_that_the_trainer_wrote_as_nan_does_not_stop_the_report(tmp_path:
     state = '{"global_step": 2, "log_history": [{"step": 1, "loss": 3.5}, {"step": 2, "loss": NaN}]}'
     (tmp_path / "trainer_state.json").write_text(state)
     assert ["2", "nan", "-"] in rows(printed(tmp_path))
-    assert (tmp_path / "snip" / "losses.png") in write_figures(tmp_path)
+    assert (tmp_path / "snip" / "losses.png") in write_figures(load_run(tmp_path))
 
 
 def test_a_run_that_ended_before_its_first_refresh_has_a_plain_report(tmp_path: Path) -> None:
@@ -200,7 +202,7 @@ def test_a_run_that_ended_before_its_first_refresh_has_a_plain_report(tmp_path: 
     assert (
         "Note: There is no trainer_state.json with losses (saved with a checkpoint or by trainer.save_state())." in text
     )
-    assert write_figures(tmp_path) == [tmp_path / "snip" / "plan.png"]
+    assert write_figures(load_run(tmp_path)) == [tmp_path / "snip" / "plan.png"]
 
 
 def test_a_history_whose_last_line_is_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
@@ -298,7 +300,7 @@ def test_the_share_of_fp4_coloured_pixels_is_the_share_of_layers_and_steps_in_fp
     assignments = random_assignments(5, blocks=6, granularity=granularity)
     write_run(tmp_path, assignments)
     write_losses(tmp_path / "trainer_state.json", 600)
-    path = write_figures(tmp_path)[0]
+    path = write_figures(load_run(tmp_path))[0]
     image = np.round(imread(path)[..., :3] * 255).astype(int)
 
     def pixels(name: str) -> int:
@@ -345,7 +347,7 @@ def test_divergences_of_single_gemms_get_a_panel_each(tmp_path: Path) -> None:
         "weight divergence, grad_input",
         "weight divergence, grad_weight",
     ]
-    assert tmp_path / "snip" / "divergence.png" in write_figures(tmp_path)
+    assert tmp_path / "snip" / "divergence.png" in write_figures(load_run(tmp_path))
 
 
 def test_whole_layers_are_shown_where_both_they_and_their_gemms_were_measured(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.state import AcceleratorState
@@ -15,9 +15,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from .config import SnipConfig
 from .controller import SnipController, check_launch, unwrap
 from .hub import prepare_push, tag_model
+from .jsonfiles import read_json, write_json_atomic
 from .kernels import select_backend
 from .linear import convert_model
-from .plan import read_json, write_json_atomic
 from .policies import needs_probe
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class SnipCallback(TrainerCallback):
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         found = self._find_state(args, state)
         # Travels in trainer_state.json: tells a checkpoint trained with SNIP from others wherever it is moved.
-        state.stateful_callbacks.setdefault(_MARK, {})
+        _marks(state).setdefault(_MARK, {})
         if found is None:
             self.controller.step = state.global_step
             self.controller.start()
@@ -79,17 +79,14 @@ class SnipCallback(TrainerCallback):
         self._running().after_step(state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            path = _checkpoint(args, state) / STATE_NAME
-            try:
-                write_json_atomic(path, self._running().state_dict())
-            except OSError as error:
-                logger.warning("snip-hf: could not write %s; resuming there will start a new plan: %s", path, error)
+        self._save_state(args, state)
 
     def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero:
+            # A push of a checkpoint begins before on_save.
+            self._save_state(args, state)
             emulated = select_backend(self.config.backend) == "emulated"
             prepare_push(str(args.output_dir), unwrap(kwargs["model"]), emulated=emulated)
 
@@ -115,6 +112,15 @@ class SnipCallback(TrainerCallback):
                 "policy='layer-position'."
             )
         check_launch(self.config, AcceleratorState())
+
+    def _save_state(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Writes the state into the checkpoint of this step, if there is one."""
+        folder = _checkpoint(args, state)
+        if state.is_world_process_zero and self.controller is not None and folder.is_dir():
+            try:
+                write_json_atomic(folder / STATE_NAME, self.controller.state_dict())
+            except OSError as error:
+                logger.warning("snip-hf: could not write %s; resuming there will fail: %s", folder / STATE_NAME, error)
 
     def _release(self) -> None:
         """Stops the controller of a run that has ended, if there is one."""
@@ -151,7 +157,7 @@ class SnipCallback(TrainerCallback):
             return found[0]
         if self._resume is not True:
             raise ValueError(f"There is no {STATE_NAME} in {self._resume}, which SnipCallback(resume=...) names.")
-        if _MARK in state.stateful_callbacks:
+        if _MARK in _marks(state):
             raise ValueError(
                 f"The checkpoint of step {state.global_step} was trained with SNIP, but there is no {STATE_NAME} in "
                 f"{', '.join(map(str, folders))}. Name its folder in SnipCallback(resume=FOLDER), or say "
@@ -167,6 +173,11 @@ class SnipCallback(TrainerCallback):
             ", ".join(map(str, folders)),
         )
         return None
+
+
+def _marks(state: TrainerState) -> dict[str, Any]:
+    """Returns the dict that the Trainer keeps in trainer_state.json for what callbacks have to say."""
+    return cast("dict[str, Any]", state.stateful_callbacks)
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

@@ -19,8 +19,9 @@ from torch import nn
 
 from .config import SnipConfig
 from .cost import linear_flops
+from .jsonfiles import read_json, write_json_atomic
 from .linear import convert_model
-from .plan import PrecisionPlan, read_json, write_json_atomic
+from .plan import PrecisionPlan
 from .report import plan_table, run_report, stage_table
 from .solver import SolverError, SolverProcess
 

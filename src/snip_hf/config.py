@@ -142,9 +142,7 @@ class SnipConfig:
         names = [name for tie in self.ties for name in dict.fromkeys(tie)]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(
-                    f"ties: {name!r} is in more than one tie; put all names that share a format into one."
-                )
+                raise ValueError(f"ties: {name!r} is in more than one tie; put all names that share a format into one.")
         for index, stage in enumerate(() if isinstance(self.stages, int) else self.stages or ()):
             if not stage:
                 raise ValueError(f"stages: stage {index} names no layer; expected at least one in every stage.")

@@ -25,10 +25,11 @@ from . import policies
 from .config import SnipConfig
 from .cost import linear_flops
 from .divergence import CHOICES, DivergenceTable, divergences_at
+from .jsonfiles import parse_json, write_json_atomic
 from .kernels import select_backend
 from .linear import convert_model, set_step, snip_linears
 from .optimizers import check_optimizer, responses
-from .plan import PlanProvenance, PrecisionPlan, parse_json, write_json_atomic
+from .plan import PlanProvenance, PrecisionPlan
 from .probe import Batch
 from .solver import SolverProcess, SolverResult
 

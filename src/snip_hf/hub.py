@@ -34,7 +34,8 @@ import yaml
 from huggingface_hub import ModelCard
 from torch import nn
 
-from snip_hf.plan import PrecisionPlan, parse_json
+from .jsonfiles import parse_json
+from .plan import PrecisionPlan
 
 if TYPE_CHECKING:
     from transformers import Trainer

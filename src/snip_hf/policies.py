@@ -94,6 +94,12 @@ def block_of(layer: str) -> str:
     return match.group() if match else layer
 
 
+def split_layer(layer: str) -> tuple[str, str]:
+    """Returns block and rest: "model.layers.3.mlp.up_proj" -> ("model.layers.3", "mlp.up_proj"); ("", layer) if none."""
+    block = block_of(layer)
+    return ("", layer) if block == layer else (block, layer[len(block) + 1 :])
+
+
 def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> dict[str, Any]:
     """Returns the integer program (`snip_hf.ilp`) of a policy that needs a probe.
 

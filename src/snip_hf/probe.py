@@ -160,7 +160,7 @@ def run_pass(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor], with
     """
     before = RandomState.now()
     linears = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
-    # An embedding that is tied to the output head counts as an embedding: it may be all that lies before the first layer.
+    # An embedding that is tied to the output head is an embedding: it may be all that precedes the first layer.
     frozen = linears - {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -285,4 +285,3 @@ def _step_size(layers: Mapping[str, SnipLinear], direction: Mapping[str, Tensor]
     weights = sum(float(layers[name].weight.detach().to(torch.float32).square().sum()) for name in direction)
     moves = sum(float(moved.square().sum()) for moved in direction.values())
     return RELATIVE_STEP * (weights / moves) ** 0.5 if moves > 0 else 1.0
-

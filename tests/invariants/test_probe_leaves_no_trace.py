@@ -1,0 +1,352 @@
+"""Is everything, to the bit, as if the probe had never run?"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from small import TinyLM, checkpoint_activations, text, tiny_llama, tiny_lm, tokens
+from torch import Tensor, nn
+
+from snip_hf.config import SnipConfig
+from snip_hf.divergence import divergences_at, estimate_divergence, measure_divergence
+from snip_hf.linear import convert_model, snip_linears
+from snip_hf.optimizers import responses
+from snip_hf.probe import Batch, run_probe
+
+Inputs = dict[str, Tensor]
+CONFIG = SnipConfig(probe_tokens=128)
+
+
+class Noisy(TinyLM):
+    """Draws from every generator, writes to buffers in place and by assignment, and counts its calls in an attribute."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(()), persistent=False)
+        self.register_buffer("last", torch.zeros(()))
+        self.count = 0
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.count += 1
+        self.calls += 1
+        outputs = super().forward(input_ids, labels)
+        noise = 1 + 0.1 * (random.random() + np.random.rand() + torch.rand((), device=input_ids.device))
+        self.mean.lerp_(outputs["loss"].detach(), 0.1)
+        self.last = outputs["loss"].detach()
+        return {"loss": outputs["loss"] * noise, "logits": outputs["logits"]}
+
+
+def noisy(device: str = "cpu") -> Noisy:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Noisy(dropout=0.3).to(device)
+    model.layers[0].dropout.eval()  # a flag that differs from its neighbours'
+    model.layers[1].up.bias.requires_grad_(False)
+    return model
+
+
+def bits(value: Any) -> Any:
+    """A value that compares equal only to the same bits."""
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        return (str(value.dtype), str(value.device), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes())
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, dict):
+        return {key: bits(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [bits(item) for item in value]
+    return value
+
+
+def generators() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return bits({"torch": torch.get_rng_state(), "cuda": cuda, "numpy": np.random.get_state(), "python": random.getstate()})
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """Plain attributes by value, tensors and hooks by identity and number of writes."""
+
+    def seen(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return id(value), value._version, value.requires_grad, value.is_leaf
+        if isinstance(value, dict):
+            return {key: seen(item) for key, item in value.items()}
+        return value if isinstance(value, (bool, int, float, str, set, type(None))) else id(value)
+
+    return {"class": type(module), **{key: copy.copy(seen(value)) for key, value in vars(module).items()}}
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "generators": generators(),
+        "modules": {name: attributes(module) for name, module in model.named_modules()},
+        "parameters": {name: bits(p) for name, p in model.named_parameters()},
+        "places": {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()},
+        "gradients": {
+            name: None if p.grad is None else (id(p.grad), p.grad._version, bits(p.grad))
+            for name, p in model.named_parameters()
+        },
+        "buffers": {name: bits(b) for name, b in model.named_buffers()},
+        "switches": (
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+            torch.get_default_dtype(),
+        ),
+        "accelerate": copy.deepcopy({k: v for k, v in GradientState._shared_state.items() if k != "dataloader_references"}),
+    }
+    if optimizer is not None:
+        found["optimizer"] = bits(optimizer.state_dict())
+        found["state size"] = len(optimizer.state)
+    return found
+
+
+def assert_nothing_changed(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert list(before) == list(after)
+    for part in before:
+        assert after[part] == before[part], part
+
+
+def probe_alone(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:
+    sensitivity = {name: torch.ones_like(layer.weight) for name, layer in snip_linears(model).items()}
+    run_probe(model, Batch.of(inputs), sensitivity, probes=2, probe_tokens=128)
+
+
+def refresh(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:
+    weights = {name: layer.weight for name, layer in snip_linears(model).items()}
+    gradients = {name: torch.ones_like(weight) for name, weight in weights.items()}
+    divergences_at(model, Batch.of(inputs), responses(optimizer, weights), gradients, CONFIG, step=3, micro_batches=2)
+
+
+def estimate(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:
+    estimate_divergence(model, inputs, optimizer, CONFIG)
+
+
+def measure(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:
+    measure_divergence(model, inputs, optimizer, CONFIG, draws=1, gemms=("layer", "forward"))
+
+
+ACTIONS: dict[str, Callable[..., None]] = {
+    "probe": probe_alone,
+    "refresh": refresh,
+    "estimate": estimate,
+    "measure": measure,
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "adam amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.1),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_generators() -> Iterator[None]:
+    states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+    yield
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])
+    random.setstate(states[2])
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    states = (AcceleratorState, PartialState, GradientState)
+    for state in states:
+        state._reset_state()
+    yield
+    for state in states:
+        state._reset_state()
+
+
+def some_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs, steps: int = 2, leave_gradients: bool = True
+) -> None:
+    for step in range(steps + leave_gradients):
+        model(**inputs)["loss"].backward()
+        if step < steps:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("rule", OPTIMIZERS)
+@pytest.mark.parametrize("action", ACTIONS)
+def test_weights_gradients_states_generators_buffers_and_flags_stay(action: str, rule: str) -> None:
+    model, inputs = noisy(), tokens()
+    if action in ("probe", "refresh"):
+        convert_model(model, CONFIG)
+    optimizer = OPTIMIZERS[rule](p for p in model.parameters() if p.requires_grad)
+    some_steps(model, optimizer, inputs)
+    assert model.head.weight.grad is not None
+    model.embed.weight.grad = None  # None has to stay None
+    before = everything(model, optimizer)
+    ACTIONS[action](model, inputs, optimizer)
+    assert_nothing_changed(before, everything(model, optimizer))
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_before_the_first_step_neither_gradients_nor_state_come_to_be(action: str) -> None:
+    model, inputs = noisy(), tokens()
+    if action in ("probe", "refresh"):
+        convert_model(model, CONFIG)
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    before = everything(model, optimizer)
+    ACTIONS[action](model, inputs, optimizer)
+    assert_nothing_changed(before, everything(model, optimizer))
+    assert all(p.grad is None for p in model.parameters())
+    assert len(optimizer.state) == 0
+
+
+@pytest.mark.parametrize("action", ["estimate", "measure"])
+@pytest.mark.parametrize("formats", [None, ("fp4", "fp8", "bf16")])
+def test_formats_and_keys_of_a_converted_model_stay(action: str, formats: tuple[str, str, str] | None) -> None:
+    model, inputs = noisy(), tokens()
+    convert_model(model, CONFIG)
+    for layer in snip_linears(model).values():
+        if formats:
+            layer.set_formats(dict(zip(("forward", "grad_input", "grad_weight"), formats, strict=True)))
+        layer.snip_state[3:6] = torch.tensor([9, 8, 7])  # seed, step, micro-batch
+    before = everything(model, None)
+    ACTIONS[action](model, inputs, None)
+    assert_nothing_changed(before, everything(model, None))
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_pass_that_fails_leaves_no_trace_either(action: str) -> None:
+    model, inputs = noisy(), tokens()
+    if action in ("probe", "refresh"):
+        convert_model(model, CONFIG)
+    model(**inputs)["loss"].backward()
+
+    def fail(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if not output.requires_grad:
+            return output
+        output.register_hook(lambda grad: (_ for _ in ()).throw(RuntimeError("no more memory")))
+        return output
+
+    handle = model.layers[0].norm.register_forward_hook(fail)
+    before = everything(model, None)
+    with pytest.raises(RuntimeError, match="no more memory"):
+        ACTIONS[action](model, inputs, None)
+    assert_nothing_changed(before, everything(model, None))
+    handle.remove()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("action", ACTIONS)
+def test_activation_checkpointing_with_dropout_leaves_no_trace(action: str, reentrant: bool) -> None:
+    model, inputs = tiny_llama(hidden=32, attention_dropout=0.2).train(), text(2, 8)
+    checkpoint_activations(model, reentrant)
+    convert_model(model, CONFIG)
+    model(**inputs).loss.backward()
+    before = everything(model, None)
+    ACTIONS[action](model, inputs, None)
+    assert_nothing_changed(before, everything(model, None))
+
+
+def test_a_rope_that_grows_with_the_longest_text_seen_does_not_see_the_probe() -> None:
+    options = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}
+    model, longer, inputs = tiny_llama(hidden=32, **options), text(1, 320), text(1, 280)
+    reference = copy.deepcopy(model)
+    estimate_divergence(model, longer)
+    assert torch.equal(model(**inputs).loss, reference(**inputs).loss)
+
+
+def test_autocast_and_no_grad_around_the_probe_stay() -> None:
+    model, inputs = noisy(), tokens()
+    convert_model(model, CONFIG)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+        before = everything(model, None)
+        refresh(model, inputs, torch.optim.AdamW(model.parameters()))
+        assert_nothing_changed(before, everything(model, None))
+
+
+def test_hooks_on_parameters_and_on_the_model_are_not_called() -> None:
+    model, inputs = tiny_lm(), tokens()
+    convert_model(model, CONFIG)
+    called: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
+        parameter.register_hook(lambda _, name=name: called.append(name))
+    model.register_forward_pre_hook(lambda *_: called.append("model"))
+    for action in ACTIONS.values():
+        action(model, inputs, None)
+    assert called == []
+
+
+def accelerated_run(probe_at: int | None, action: str = "refresh", **options: Any) -> tuple[list[bytes], Any]:
+    """Losses and final state of five optimizer steps of two micro-batches each, with or without a probe in between."""
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+    model = tiny_llama(hidden=32, attention_dropout=0.2, **options).train()
+    convert_model(model, SnipConfig(start_format="fp8"))
+    for layer in list(snip_linears(model).values())[::2]:
+        layer.set_formats(dict.fromkeys(("forward", "grad_input", "grad_weight"), "fp4"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    losses = []
+    for micro_batch in range(10):
+        inputs = text(2, 8, micro_batch)
+        with accelerator.accumulate(model):
+            loss = model(**inputs).loss
+            losses.append(bits(loss))
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            if micro_batch == probe_at:
+                before = everything(model, optimizer)
+                step = accelerator.step, accelerator.sync_gradients
+                ACTIONS[action](model, inputs, optimizer)
+                assert (accelerator.step, accelerator.sync_gradients) == step
+                assert_nothing_changed(before, everything(model, optimizer))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return losses, (bits(model.state_dict()), bits(optimizer.state_dict()), generators())
+
+
+@pytest.mark.parametrize("action", ["refresh", "measure"])
+def test_training_under_accelerate_goes_on_to_the_bit(action: str, fresh_accelerate: None) -> None:
+    plain = accelerated_run(None)
+    assert len(set(plain[0])) == 10
+    for probe_at in (3, 4):  # before an optimizer step, and between two micro-batches
+        probed = accelerated_run(probe_at, action)
+        assert probed[0] == plain[0]
+        assert probed[1] == plain[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize(
+    "options", [{}, {"foreach": True}, {"fused": True}, {"capturable": True}, {"fused": True, "capturable": True}]
+)
+def test_nothing_stays_on_cuda(action: str, options: dict[str, bool]) -> None:
+    model = noisy("cuda")
+    inputs = {name: value.cuda() for name, value in tokens().items()}
+    if action in ("probe", "refresh"):
+        convert_model(model, CONFIG)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
+    some_steps(model, optimizer, inputs)
+    before = everything(model, optimizer)
+    ACTIONS[action](model, inputs, optimizer)
+    assert_nothing_changed(before, everything(model, optimizer))

@@ -1,0 +1,216 @@
+"""The three GEMMs against products of the oracle's operands, and what torch demands of a custom operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from oracles.three_gemms import Layer, Product
+from torch import Tensor
+
+from snip_hf.formats import FORMAT_CODES
+from snip_hf.kernels import STATE_SIZE, forward_gemm, grad_input_gemm, grad_weight_gemm, select_backend
+
+KEY = (11, 250, 3, 0xCAFE)  # seed, step, micro-batch, layer
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+each_format = pytest.mark.parametrize("fmt", ["bf16", "fp8", "fp4"])
+each_dtype = pytest.mark.parametrize("dtype", UNIT, ids=["float32", "bfloat16", "float16"])
+# T, I, O: whole tiles; ragged in all three; smaller than a tile.
+each_size = pytest.mark.parametrize("size", [(128, 256, 128), (150, 200, 136), (3, 5, 7)], ids=str)
+
+
+def state(*formats: str) -> Tensor:
+    return torch.tensor([*(FORMAT_CODES[fmt] for fmt in formats), *KEY])
+
+
+def tensors(size: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x (T, I), weight (O, I), bias (O,), grad_output (T, O), with columns of different magnitude."""
+    t, i, o = size
+    generator = torch.Generator().manual_seed(t)
+    shapes = ((t, i), (o, i), (o,), (t, o))
+    x, weight, bias, grad_output = (torch.randn(shape, generator=generator) for shape in shapes)
+    x[:, ::7] *= 20
+    return x.to(dtype), (weight / 8).to(dtype), bias.to(dtype), grad_output.to(dtype)
+
+
+def oracle(x: Tensor, weight: Tensor, bias: Tensor | None, grad_output: Tensor) -> Layer:
+    x, weight, grad_output = x.float(), weight.float(), grad_output.float()
+    arrays = (x.numpy(), weight.numpy(), None if bias is None else bias.float().numpy(), grad_output.numpy())
+    return Layer(*arrays, KEY)
+
+
+def check(got: Tensor, expected: Product, dtype: torch.dtype, name: str) -> None:
+    assert got.dtype == dtype
+    expected.check(got.float().numpy(), UNIT[dtype], name)
+
+
+class TestEachGemm:
+    @each_dtype
+    @each_format
+    @each_size
+    @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no-bias"])
+    def test_forward_is_the_product_of_the_oracle_s_operands(
+        self, size: tuple[int, int, int], fmt: str, dtype: torch.dtype, with_bias: bool
+    ) -> None:
+        x, weight, bias, grad_output = tensors(size, dtype)
+        given = bias if with_bias else None
+        y = forward_gemm(x, weight, given, state(fmt, "bf16", "bf16"))
+        check(y, oracle(x, weight, given, grad_output).output(fmt), dtype, "y")
+
+    @each_dtype
+    @each_format
+    @each_size
+    def test_grad_input_is_the_product_of_the_oracle_s_operands(
+        self, size: tuple[int, int, int], fmt: str, dtype: torch.dtype
+    ) -> None:
+        x, weight, _, grad_output = tensors(size, dtype)
+        grad_input = grad_input_gemm(grad_output, weight, state("bf16", fmt, "bf16"))
+        check(grad_input, oracle(x, weight, None, grad_output).grad_input(fmt), dtype, "grad_input")
+
+    @each_dtype
+    @each_format
+    @each_size
+    def test_grad_weight_is_the_product_of_the_oracle_s_operands(
+        self, size: tuple[int, int, int], fmt: str, dtype: torch.dtype
+    ) -> None:
+        x, weight, _, grad_output = tensors(size, dtype)
+        grad_weight = grad_weight_gemm(grad_output, x, state("bf16", "bf16", fmt))
+        check(grad_weight, oracle(x, weight, None, grad_output).grad_weight(fmt), dtype, "grad_weight")
+
+
+def test_the_three_formats_differ_by_far_more_than_the_checks_allow() -> None:
+    """Guards the checks above: each of them would fail under another format, and grad_weight under nearest rounding."""
+    layer = oracle(*tensors((150, 200, 136), torch.float32))
+    for gemm in (layer.output, layer.grad_input, layer.grad_weight):
+        for right, wrong in (("fp8", "fp4"), ("fp4", "fp8"), ("bf16", "fp8")):
+            with pytest.raises(AssertionError, match="outside its error bound"):
+                gemm(right).check(gemm(wrong).value.astype(np.float32), 2.0**-8, "wrong")
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+def test_the_bias_is_added_in_fp32_to_an_unrounded_product(fmt: str) -> None:
+    """257 - 256 in BF16: the product alone would round to 256."""
+    x, weight = torch.ones(1, 257, dtype=torch.bfloat16), torch.ones(1, 257, dtype=torch.bfloat16)
+    y = forward_gemm(x, weight, torch.tensor([-256.0], dtype=torch.bfloat16), state(fmt, fmt, fmt))
+    assert y.item() == 1.0
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+def test_products_stay_in_fp32_under_autocast(fmt: str) -> None:
+    x, weight, bias, grad_output = tensors((150, 200, 136), torch.float32)
+    numbers = state(fmt, fmt, fmt)
+    plain = [forward_gemm(x, weight, bias, numbers), grad_input_gemm(grad_output, weight, numbers)]
+    plain.append(grad_weight_gemm(grad_output, x, numbers))
+    with torch.autocast("cpu", torch.bfloat16):
+        under = [forward_gemm(x, weight, bias, numbers), grad_input_gemm(grad_output, weight, numbers)]
+        under.append(grad_weight_gemm(grad_output, x, numbers))
+    assert all(torch.equal(a, b) for a, b in zip(plain, under, strict=True))
+
+
+@pytest.mark.parametrize("gemm", [0, 1, 2])
+def test_each_gemm_reads_its_own_format_only(gemm: int) -> None:
+    x, weight, bias, grad_output = tensors((150, 200, 136), torch.float32)
+    call: Callable[[Tensor], Tensor] = [
+        lambda numbers: forward_gemm(x, weight, bias, numbers),
+        lambda numbers: grad_input_gemm(grad_output, weight, numbers),
+        lambda numbers: grad_weight_gemm(grad_output, x, numbers),
+    ][gemm]
+    for fmt in FORMAT_CODES:
+        results = []
+        for others in FORMAT_CODES:
+            formats = [others] * 3
+            formats[gemm] = fmt
+            results.append(call(state(*formats)))
+        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("word", range(4), ids=["seed", "step", "micro-batch", "layer"])
+def test_only_fp4_output_gradients_depend_on_the_random_key(word: int) -> None:
+    x, weight, bias, grad_output = tensors((150, 200, 136), torch.float32)
+    for fmt in FORMAT_CODES:
+        numbers = state(fmt, fmt, fmt)
+        other = numbers.clone()
+        other[3 + word] += 1
+        assert torch.equal(forward_gemm(x, weight, bias, numbers), forward_gemm(x, weight, bias, other))
+        backward = [
+            torch.equal(grad_input_gemm(grad_output, weight, numbers), grad_input_gemm(grad_output, weight, other)),
+            torch.equal(grad_weight_gemm(grad_output, x, numbers), grad_weight_gemm(grad_output, x, other)),
+        ]
+        assert backward == [fmt != "fp4"] * 2
+
+
+@each_format
+def test_no_tokens_give_an_empty_output_and_a_zero_weight_gradient(fmt: str) -> None:
+    x, weight, bias, grad_output = tensors((4, 200, 136), torch.bfloat16)
+    numbers = state(fmt, fmt, fmt)
+    assert forward_gemm(x[:0], weight, bias, numbers).shape == (0, 136)
+    assert grad_input_gemm(grad_output[:0], weight, numbers).shape == (0, 200)
+    grad_weight = grad_weight_gemm(grad_output[:0], x[:0], numbers)
+    assert torch.equal(grad_weight, torch.zeros(136, 200, dtype=torch.bfloat16))
+
+
+@each_format
+def test_a_nan_in_one_token_reaches_every_product_that_its_tiles_enter(fmt: str) -> None:
+    x, weight, bias, grad_output = tensors((150, 200, 136), torch.float32)
+    numbers = state(fmt, fmt, fmt)
+    x[140, 5] = torch.nan
+    y = forward_gemm(x, weight, bias, numbers)
+    assert y[140].isnan().all() and y.isnan().sum() == 136
+    columns = grad_weight_gemm(grad_output, x, numbers).isnan()
+    assert columns[:, 5].all() and columns.sum() == 136
+    grad_output[7, 0] = torch.inf
+    rows = ~grad_input_gemm(grad_output, weight, numbers).isfinite()
+    assert rows[7].all() and rows.sum() == 200
+
+
+class TestRegistration:
+    """Fake tensors, schema and aliasing, as torch.compile relies on them."""
+
+    @each_format
+    @pytest.mark.parametrize("tokens", [0, 10])
+    def test_operators_pass_torch_s_own_checks(self, fmt: str, tokens: int) -> None:
+        x, weight, bias, grad_output = tensors((10, 6, 4), torch.bfloat16)
+        x, grad_output, numbers = x[:tokens], grad_output[:tokens], state(fmt, fmt, fmt)
+        torch.library.opcheck(torch.ops.snip_hf.forward_gemm.default, (x, weight, bias, numbers))
+        torch.library.opcheck(torch.ops.snip_hf.forward_gemm.default, (x, weight, None, numbers))
+        torch.library.opcheck(torch.ops.snip_hf.forward_gemm.default, (x.view(2, -1, 6), weight, bias, numbers))
+        torch.library.opcheck(torch.ops.snip_hf.grad_input_gemm.default, (grad_output, weight, numbers))
+        torch.library.opcheck(torch.ops.snip_hf.grad_weight_gemm.default, (grad_output, x, numbers))
+
+    @each_format
+    @each_dtype
+    def test_fake_results_have_the_real_ones_shape_strides_and_dtype(self, fmt: str, dtype: torch.dtype) -> None:
+        x, weight, bias, grad_output = tensors((10, 6, 4), dtype)
+        numbers = state(fmt, fmt, fmt)
+        transposed = torch.randn(5, 2, 6).to(dtype).transpose(0, 1)
+        calls = [
+            (forward_gemm, (x, weight, bias, numbers)),
+            (forward_gemm, (transposed, weight, bias, numbers)),
+            (grad_input_gemm, (grad_output, weight, numbers)),
+            (grad_weight_gemm, (grad_output, x, numbers)),
+        ]
+        for operator, arguments in calls:
+            real = operator(*arguments)
+            with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                fake = operator(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments))
+            assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+@pytest.mark.parametrize("requested", ["auto", "emulated"])
+def test_every_machine_has_the_emulated_backend(requested: str) -> None:
+    assert select_backend(requested) == "emulated"
+
+
+def test_the_hopper_backend_is_refused_with_the_way_out() -> None:
+    with pytest.raises(NotImplementedError) as error:
+        select_backend("hopper")
+    assert str(error.value) == (
+        "backend='hopper' is not in this version of snip-hf; use backend='auto' or 'emulated' (same numerics, slower)."
+    )
+
+
+def test_the_state_holds_three_formats_and_the_four_numbers_of_the_key() -> None:
+    assert len(state("bf16", "fp8", "fp4")) == STATE_SIZE

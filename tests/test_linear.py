@@ -1,0 +1,811 @@
+"""SnipLinear against nn.Linear and the written-out reference; the swap against the model as it was before."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import logging
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CONFIGS, LINEARS, batch, build
+from oracles.three_gemms import Layer
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torchao.quantization import quantize_
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from snip_hf import SnipConfig, SnipLinear, SnipLinearConfig, convert_model, restore_model
+from snip_hf.formats import FORMAT_NAMES, GEMMS
+from snip_hf.linear import set_step, skip_reasons, snip_linears
+
+T, I, O = 150, 200, 136  # tokens, in_features, out_features: ragged in every tiling  # noqa: E741
+FAMILIES = list(LINEARS)
+COMBINATIONS = list(itertools.product(FORMAT_NAMES, repeat=3))
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+
+each_combination = pytest.mark.parametrize("formats", COMBINATIONS, ids="/".join)
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def swapped(linear: nn.Linear, fmt: str = "fp8", seed: int = 0) -> SnipLinear:
+    """A copy of `linear` as a SnipLinear; the original stays an nn.Linear."""
+    model = nn.Sequential(copy.deepcopy(linear))
+    quantize_(model, SnipLinearConfig(start_format=fmt, seed=seed), filter_fn=lambda module, name: name == "0")
+    layer = model[0]
+    assert isinstance(layer, SnipLinear)
+    return layer
+
+
+def linear(bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Linear(I, O, bias=bias, dtype=dtype)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def gradients(layer: nn.Linear, x: Tensor, grad_output: Tensor | None = None) -> dict[str, Tensor]:
+    """The output and the gradients of x, weight and bias of one pass (those that there are)."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_(x.is_floating_point())
+    y = layer(x)
+    y.backward(randn(*y.shape, seed=9, dtype=y.dtype) if grad_output is None else grad_output)
+    found = {"y": y.detach(), "x": x.grad, "weight": layer.weight.grad}
+    found["bias"] = None if layer.bias is None else layer.bias.grad
+    return {name: value.clone() for name, value in found.items() if value is not None}
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype and torch.equal(got[name], value), f"{name} differs."
+
+
+class Calls(TorchDispatchMode):
+    """Counts the package's operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "snip_hf":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class TestGradients:
+    KEY = (5, 40, 2, 123)  # seed, step, micro-batch, layer
+
+    @pytest.fixture(scope="class")
+    def references(self) -> dict[torch.dtype, Layer]:
+        """The oracle's layer for every dtype that its tensors are rounded to; products are made once per format."""
+        found = {}
+        for dtype in UNIT:
+            layer = linear(dtype=dtype)
+            values = (randn(T, I, dtype=dtype), layer.weight.detach(), layer.bias.detach(), randn(T, O, seed=9, dtype=dtype))
+            found[dtype] = Layer(*(value.float().numpy() for value in values), self.KEY)
+        return found
+
+    def check(self, got: dict[str, Tensor], reference: Layer, formats: tuple[str, ...], unit: float) -> None:
+        reference.output(formats[0]).check(got["y"].float().numpy(), unit, "y")
+        reference.grad_input(formats[1]).check(got["x"].float().numpy(), unit, "grad_input")
+        reference.grad_weight(formats[2]).check(got["weight"].float().numpy(), unit, "grad_weight")
+        reference.grad_bias.check(got["bias"].float().numpy()[None], unit, "grad_bias")
+
+    @each_combination
+    @pytest.mark.parametrize("dtype", UNIT, ids=["float32", "bfloat16"])
+    def test_match_the_written_out_reference(
+        self, references: dict[torch.dtype, Layer], formats: tuple[str, str, str], dtype: torch.dtype
+    ) -> None:
+        layer = swapped(linear(dtype=dtype), seed=self.KEY[0])
+        layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
+        layer.snip_state[4:] = torch.tensor(self.KEY[1:])
+        got = gradients(layer, randn(T, I, dtype=dtype))
+        assert all(value.dtype == dtype for value in got.values())
+        self.check(got, references[dtype], formats, UNIT[dtype])
+
+    @each_combination
+    def test_match_the_written_out_reference_under_autocast_and_in_three_dimensions(
+        self, references: dict[torch.dtype, Layer], formats: tuple[str, str, str]
+    ) -> None:
+        """FP32 weights and inputs that are BF16 numbers, so that autocast computes what the BF16 reference does."""
+        layer = swapped(linear(dtype=torch.bfloat16).float(), seed=self.KEY[0])
+        layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
+        layer.snip_state[4:] = torch.tensor(self.KEY[1:])
+        with torch.autocast("cpu", torch.bfloat16):
+            x = randn(T, I, dtype=torch.bfloat16).float().view(3, T // 3, I)
+            got = gradients(layer, x, randn(T, O, seed=9, dtype=torch.bfloat16).view(3, T // 3, O))
+        assert got["y"].dtype == torch.bfloat16 and got["y"].shape == (3, T // 3, O)
+        assert all(got[name].dtype == torch.float32 for name in ("x", "weight", "bias"))
+        flat = {name: value.flatten(0, 1) if value.dim() == 3 else value for name, value in got.items()}
+        self.check(flat, references[torch.bfloat16], formats, UNIT[torch.bfloat16])
+
+    @each_combination
+    def test_do_not_depend_on_dimensions_or_strides(self, formats: tuple[str, str, str]) -> None:
+        layer = swapped(linear())
+        layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
+        x, grad_output = randn(60, I), randn(60, O, seed=1)
+        flat = gradients(layer, x, grad_output)
+        for shape in ((3, 20), (2, 3, 10), (1, 60)):
+            got = gradients(layer, x.view(*shape, I), grad_output.view(*shape, O))
+            assert_same({name: value.view(flat[name].shape) for name, value in got.items()}, flat)
+        turned = x.view(3, 20, I).transpose(0, 1).contiguous().transpose(0, 1)
+        got = gradients(layer, turned, grad_output.view(3, 20, O))
+        got["y"], got["x"] = got["y"].reshape(60, O), got["x"].reshape(60, I)
+        for name, value in flat.items():
+            # In BF16 aten adds the bias to such inputs in its own way, as for nn.Linear.
+            torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-5 if formats[0] == "bf16" else 0)
+
+    def test_one_token_as_a_vector(self) -> None:
+        layer = swapped(linear(), "fp4")
+        vector, row = gradients(layer, randn(I)), gradients(layer, randn(1, I))
+        assert vector["y"].shape == (O,)
+        assert_same(vector, {name: value.view(vector[name].shape) for name, value in row.items()})
+
+
+INPUTS: dict[str, Callable[[], Tensor]] = {
+    "2-D": lambda: randn(37, I),
+    "3-D": lambda: randn(3, 37, I),
+    "4-D": lambda: randn(2, 3, 7, I),
+    "1-D": lambda: randn(I),
+    "transposed": lambda: randn(I, 37).t(),
+    "batch-second": lambda: randn(37, 3, I).transpose(0, 1),
+    "features-first": lambda: randn(3, I, 37).transpose(1, 2),
+    "every-second": lambda: randn(3, 37, 2 * I)[..., ::2],
+    "expanded": lambda: randn(1, 37, I).expand(3, 37, I),
+    "4-D-heads": lambda: randn(2, 5, 3, I).transpose(1, 2),
+    "empty": lambda: randn(0, I),
+    "empty-3-D": lambda: randn(2, 0, I),
+}
+
+
+class TestBf16:
+    """With all three GEMMs in BF16 a SnipLinear is an nn.Linear, to the bit."""
+
+    @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no-bias"])
+    @pytest.mark.parametrize("shape", INPUTS)
+    @pytest.mark.parametrize("mode", ["float32", "bfloat16", "float16", "autocast"])
+    def test_gives_the_bits_of_nn_linear(self, mode: str, shape: str, with_bias: bool) -> None:
+        dtype = torch.float32 if mode == "autocast" else getattr(torch, mode)
+        plain = linear(with_bias, dtype)
+        x = INPUTS[shape]().to(dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+            assert_same(gradients(swapped(plain, "bf16"), x), gradients(plain, x))
+            with torch.no_grad():
+                assert torch.equal(swapped(plain, "bf16")(x), plain(x))
+
+    @each_family
+    @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+    def test_a_converted_model_trains_with_the_bits_of_the_plain_one(self, family: str, autocast: bool) -> None:
+        plain, converted = build(family), build(family)
+        convert_model(converted, SnipConfig(start_format="bf16"))
+        losses = []
+        for model in (plain, converted):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(**batch()).loss
+            loss.backward()
+            losses.append(loss)
+        assert torch.equal(*losses)
+        assert_same(
+            {name: parameter.grad for name, parameter in converted.named_parameters()},
+            {name: parameter.grad for name, parameter in plain.named_parameters()},
+        )
+
+
+class TestStep:
+    """What keys the random numbers, as seen from a layer."""
+
+    @pytest.mark.parametrize("field", ["seed", "step", "micro_batch"])
+    def test_each_part_of_the_key_changes_fp4_gradients_only(self, field: str) -> None:
+        layer = swapped(linear(), "fp4")
+        key = {"seed": 1, "step": 2, "micro_batch": 3}
+        set_step({"layer": layer}, **key)
+        first, again = gradients(layer, randn(T, I)), gradients(layer, randn(T, I))
+        assert_same(again, first)
+        set_step({"layer": layer}, **{**key, field: 9})
+        other = gradients(layer, randn(T, I))
+        assert torch.equal(other["y"], first["y"]) and torch.equal(other["bias"], first["bias"])
+        assert not torch.equal(other["x"], first["x"]) and not torch.equal(other["weight"], first["weight"])
+
+    def test_setting_the_step_leaves_formats_and_layer_keys_alone(self) -> None:
+        model = build("llama")
+        convert_model(model, SnipConfig())
+        layers = snip_linears(model)
+        before = {name: layer.snip_state.tolist() for name, layer in layers.items()}
+        set_step(layers, 2**40 + 1, 77, 5)
+        for name, layer in layers.items():
+            assert layer.snip_state.tolist() == [*before[name][:3], 2**40 + 1, 77, 5, before[name][6]]
+
+
+class TestCheckpointing:
+    @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+    @pytest.mark.parametrize("formats", ["bf16", "fp8", "fp4"])
+    def test_recomputation_gives_the_same_bits(self, formats: str, reentrant: bool) -> None:
+        first, second = swapped(nn.Linear(I, O), formats), swapped(nn.Linear(O, I), formats)
+        block = nn.Sequential(first, nn.GELU(), second)
+        set_step({"a": first, "b": second}, 1, 2, 3)
+
+        def run(recompute: bool) -> list[Tensor]:
+            block.zero_grad()
+            x = randn(2, 40, I).requires_grad_()
+            y = checkpoint(block, x, use_reentrant=reentrant) if recompute else block(x)
+            y.square().mean().backward()
+            assert x.grad is not None
+            return [y.detach(), x.grad, *(parameter.grad.clone() for parameter in block.parameters())]
+
+        assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+    @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+    @pytest.mark.parametrize("family", ["llama", "opt"])
+    def test_a_model_in_fp4_has_the_same_gradients(self, family: str, reentrant: bool) -> None:
+        def run(recompute: bool) -> dict[str, Tensor]:
+            model = build(family)
+            convert_model(model, SnipConfig())
+            for layer in snip_linears(model).values():
+                layer.set_formats(dict.fromkeys(GEMMS, "fp4"))
+            if recompute:
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+                model.enable_input_require_grads()
+            with Calls() as calls:
+                model(**batch()).loss.backward()
+            assert calls.names.count("forward_gemm") == len(LINEARS[family]) * (1 + recompute)
+            return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+        assert_same(run(True), run(False))
+
+
+class TestWhatIsNotNeeded:
+    def test_everything_needed_runs_each_gemm_once(self) -> None:
+        with Calls() as calls:
+            gradients(swapped(linear()), randn(4, I))
+        assert calls.names == ["forward_gemm", "grad_input_gemm", "grad_weight_gemm"]
+
+    @pytest.mark.parametrize("fmt", FORMAT_NAMES)
+    def test_a_frozen_weight_has_no_gradient_computed(self, fmt: str) -> None:
+        layer = swapped(linear(), fmt)
+        trained = gradients(layer, randn(4, I))
+        layer.weight.requires_grad_(False)
+        layer.weight.grad = None
+        with Calls() as calls:
+            got = gradients(layer, randn(4, I))
+        assert calls.names == ["forward_gemm", "grad_input_gemm"]
+        assert_same(got, {name: value for name, value in trained.items() if name != "weight"})
+
+    @pytest.mark.parametrize("fmt", FORMAT_NAMES)
+    def test_a_frozen_input_has_no_gradient_computed(self, fmt: str) -> None:
+        layer = swapped(linear(), fmt)
+        trained = gradients(layer, randn(4, I))
+        layer.zero_grad()
+        with Calls() as calls:
+            layer(randn(4, I)).backward(randn(4, O, seed=9))
+        assert calls.names == ["forward_gemm", "grad_weight_gemm"]
+        assert torch.equal(layer.weight.grad, trained["weight"]) and torch.equal(layer.bias.grad, trained["bias"])
+
+    def test_a_bias_alone_can_be_trained(self) -> None:
+        layer = swapped(linear())
+        layer.weight.requires_grad_(False)
+        with Calls() as calls:
+            layer(randn(4, I)).sum().backward()
+        assert calls.names == ["forward_gemm"] and torch.equal(layer.bias.grad, torch.full((O,), 4.0))
+
+    def test_a_frozen_bias_has_no_gradient(self) -> None:
+        layer = swapped(linear())
+        layer.bias.requires_grad_(False)
+        assert "bias" not in gradients(layer, randn(4, I))
+
+    def test_no_grad_runs_the_forward_gemm_only_and_gives_the_same_output(self) -> None:
+        layer = swapped(linear(), "fp4")
+        expected = gradients(layer, randn(4, I))["y"]
+        with Calls() as calls, torch.no_grad():
+            got = layer(randn(4, I))
+        assert calls.names == ["forward_gemm"] and torch.equal(got, expected) and not got.requires_grad
+
+    @each_combination
+    @pytest.mark.parametrize("shape", [(0,), (0, 7), (3, 0)], ids=str)
+    def test_empty_batches_pass_forward_and_backward(self, formats: tuple[str, ...], shape: tuple[int, ...]) -> None:
+        layer = swapped(linear())
+        layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
+        got = gradients(layer, torch.empty(*shape, I))
+        assert got["y"].shape == (*shape, O) and got["x"].shape == (*shape, I)
+        assert torch.equal(got["weight"], torch.zeros(O, I)) and torch.equal(got["bias"], torch.zeros(O))
+
+
+class TestFormats:
+    @each_combination
+    def test_are_read_back_as_they_were_set(self, formats: tuple[str, str, str]) -> None:
+        layer = swapped(linear())
+        wanted = dict(zip(GEMMS, formats, strict=True))
+        layer.set_formats(dict(reversed(wanted.items())))
+        assert layer.formats == wanted and f"formats={'/'.join(formats)}" in repr(layer)
+
+    def test_take_effect_at_the_next_pass_without_rebuilding(self) -> None:
+        """Also when the codes are written into the state tensor directly, in place."""
+        layer = swapped(linear(), "bf16")
+        state = layer.snip_state
+        expected = {fmt: gradients(swapped(linear(), fmt), randn(T, I)) for fmt in FORMAT_NAMES}
+        for code, fmt in ((2, "fp4"), (0, "bf16"), (1, "fp8"), (2, "fp4")):
+            layer.set_formats(dict.fromkeys(GEMMS, fmt))
+            assert_same(gradients(layer, randn(T, I)), expected[fmt])
+            layer.set_formats(dict.fromkeys(GEMMS, "bf16"))
+            state[:3] = code
+            assert_same(gradients(layer, randn(T, I)), expected[fmt])
+        assert layer.snip_state is state
+
+    @pytest.mark.parametrize(
+        ("formats", "message"),
+        [
+            (
+                {"forward": "fp4", "grad_input": "fp4"},
+                "Got formats for ['forward', 'grad_input']; expected exactly forward, grad_input, grad_weight.",
+            ),
+            (
+                dict.fromkeys([*GEMMS, "lm_head"], "fp8"),
+                "Got formats for ['forward', 'grad_input', 'grad_weight', 'lm_head']; expected exactly forward, "
+                "grad_input, grad_weight.",
+            ),
+            (
+                {**dict.fromkeys(GEMMS, "fp8"), "grad_input": "int4"},
+                "Unknown format 'int4' for grad_input; expected one of bf16, fp8, fp4.",
+            ),
+        ],
+    )
+    def test_that_are_wrong_are_refused_and_change_nothing(self, formats: dict[str, str], message: str) -> None:
+        layer = swapped(linear(), "fp8")
+        before = layer.snip_state.clone()
+        with pytest.raises(ValueError) as error:
+            layer.set_formats(formats)
+        assert str(error.value) == message and torch.equal(layer.snip_state, before)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def snapshot(model: nn.Module) -> list[tuple[Any, ...]]:
+    """Every module with its class and everything in its __dict__, tensors and hooks by identity."""
+    rows: list[tuple[Any, ...]] = []
+    for name, module in model.named_modules():
+        content = {key: list(value.items()) if isinstance(value, dict) else value for key, value in vars(module).items()}
+        shown = {
+            key: [(k, id(v)) for k, v in value]
+            if isinstance(value, list)
+            else sorted(value)
+            if isinstance(value, set)
+            else id(value)
+            for key, value in content.items()
+        }
+        rows.append((name, id(module), type(module), shown))
+    return rows
+
+
+@each_family
+class TestConvert:
+    def test_swaps_exactly_the_linears_of_the_blocks(self, family: str) -> None:
+        model = build(family)
+        assert set(convert_model(model, SnipConfig())) == LINEARS[family]
+        assert set(snip_linears(model)) == LINEARS[family]
+
+    def test_returns_the_names_in_the_model_s_order(self, family: str) -> None:
+        model = build(family)
+        order = [name for name, _ in model.named_modules() if name in LINEARS[family]]
+        assert convert_model(model, SnipConfig()) == order == list(snip_linears(model))
+
+    def test_leaves_parameters_ties_buffers_and_keys_as_they_were(self, family: str) -> None:
+        model = build(family)
+        before = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+        keys, buffers = list(model.state_dict()), {name for name, _ in model.named_buffers()}
+        weights = {key: value.clone() for key, value in model.state_dict().items()}
+        convert_model(model, SnipConfig())
+        assert {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)} == before
+        assert list(model.state_dict()) == keys
+        assert_same(model.state_dict(), weights)
+        added = {name for name, _ in model.named_buffers()} - buffers
+        assert added == {f"{name}.snip_state" for name in LINEARS[family]}
+
+    def test_then_restore_is_the_identity(self, family: str) -> None:
+        model = build(family)
+        handles = [module.register_forward_hook(lambda *_: None) for module in list(model.modules())[-3:]]
+        before, attributes = snapshot(model), {name: list(vars(m)) for name, m in model.named_modules()}
+        convert_model(model, SnipConfig())
+        assert snapshot(model) != before
+        restore_model(model)
+        assert snapshot(model) == before
+        assert {name: list(vars(m)) for name, m in model.named_modules()} == attributes
+        assert not snip_linears(model)
+        for handle in handles:
+            handle.remove()
+
+    def test_twice_is_once(self, family: str) -> None:
+        model = build(family)
+        names = convert_model(model, SnipConfig(seed=4))
+        snip_linears(model)[names[0]].set_formats(dict.fromkeys(GEMMS, "fp4"))
+        before, states = snapshot(model), {name: layer.snip_state.tolist() for name, layer in snip_linears(model).items()}
+        assert convert_model(model, SnipConfig(seed=4)) == names
+        assert snapshot(model) == before
+        assert {name: layer.snip_state.tolist() for name, layer in snip_linears(model).items()} == states
+
+    def test_starts_in_the_config_s_format_with_its_seed_and_a_key_from_the_name(self, family: str) -> None:
+        for start, code in (("fp8", 1), ("bf16", 0)):
+            model = build(family)
+            convert_model(model, SnipConfig(start_format=start, seed=2**40 + 3))
+            for name, layer in snip_linears(model).items():
+                assert layer.formats == dict.fromkeys(GEMMS, start)
+                assert layer.snip_state.tolist() == [code] * 3 + [2**40 + 3, 0, 0, zlib.crc32(name.encode())]
+                assert layer.snip_state.dtype == torch.int64
+
+    def test_a_deep_copy_is_a_converted_model_of_its_own(self, family: str) -> None:
+        model = build(family)
+        convert_model(model, SnipConfig())
+        twin = copy.deepcopy(model)
+        assert list(snip_linears(twin)) == list(snip_linears(model))
+        for layer in snip_linears(model).values():
+            layer.set_formats(dict.fromkeys(GEMMS, "fp4"))
+        assert all(layer.formats == dict.fromkeys(GEMMS, "fp8") for layer in snip_linears(twin).values())
+        assert not torch.equal(model(**batch()).loss, twin(**batch()).loss)
+        for layer in snip_linears(twin).values():
+            layer.set_formats(dict.fromkeys(GEMMS, "fp4"))
+        assert torch.equal(model(**batch()).loss, twin(**batch()).loss)
+
+    def test_is_invisible_in_saved_checkpoints(self, family: str, tmp_path: Path) -> None:
+        """save_pretrained writes the same files; plain transformers loads them and computes what it did."""
+        plain, model = build(family), build(family)
+        convert_model(model, SnipConfig())
+        plain.save_pretrained(tmp_path / "plain")
+        model.save_pretrained(tmp_path / "converted")
+        for path in (tmp_path / "plain").iterdir():
+            assert path.read_bytes() == (tmp_path / "converted" / path.name).read_bytes(), path.name
+        assert "quantization_config" not in json.loads((tmp_path / "converted" / "config.json").read_text())
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "converted").train()
+        assert not snip_linears(loaded)
+        assert_same(loaded.state_dict(), plain.state_dict())
+        assert torch.equal(loaded(**batch()).loss, plain(**batch()).loss)
+
+
+class TestHooks:
+    def test_run_as_before_and_see_the_same_tensors(self) -> None:
+        """Forward pre-hooks, forward hooks, full backward hooks and gradient hooks of a layer, put on before the swap."""
+        model = build("gpt-neox")
+        layer = model.get_submodule("gpt_neox.layers.1.mlp.dense_h_to_4h")
+        seen: list[str] = []
+        layer.register_forward_pre_hook(lambda module, args: seen.append("pre"))
+        layer.register_forward_hook(lambda module, args, output: seen.append(f"forward {tuple(output.shape)}"))
+        layer.register_full_backward_hook(lambda module, into, out: seen.append(f"backward {tuple(out[0].shape)}"))
+        layer.weight.register_hook(lambda grad: seen.append(f"weight {tuple(grad.shape)}"))
+        model(**batch()).loss.backward()
+        plain, seen[:] = list(seen), []
+        convert_model(model, SnipConfig())
+        model(**batch()).loss.backward()
+        assert sorted(seen) == sorted(plain) and len(plain) == 4
+
+    def test_a_hook_on_a_converted_layer_can_replace_its_output(self) -> None:
+        layer = swapped(linear())
+        layer.register_forward_hook(lambda module, args, output: output * 0)
+        assert (layer(randn(3, I)) == 0).all()
+
+
+class TestDevicesAndDtypes:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+    def test_casting_a_converted_model_leaves_the_state_alone(self, dtype: torch.dtype) -> None:
+        model = build("llama")
+        convert_model(model, SnipConfig())
+        before = {name: layer.snip_state.clone() for name, layer in snip_linears(model).items()}
+        model.to(dtype)
+        assert_same({name: layer.snip_state for name, layer in snip_linears(model).items()}, before)
+
+    def test_pickling_keeps_class_state_and_weights(self, tmp_path: Path) -> None:
+        layer = swapped(linear(), "fp4")
+        torch.save(layer, tmp_path / "layer.pt")
+        loaded = torch.load(tmp_path / "layer.pt", weights_only=False)
+        assert type(loaded) is SnipLinear and torch.equal(loaded.snip_state, layer.snip_state)
+        assert_same(gradients(loaded, randn(T, I)), gradients(layer, randn(T, I)))
+
+
+def test_tied_weights_stay_one_parameter_and_get_both_gradients() -> None:
+    model = build("llama-tied")
+    convert_model(model, SnipConfig())
+    assert model.lm_head.weight is model.model.embed_tokens.weight and type(model.lm_head) is nn.Linear
+    restore_model(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_layer_under_two_names_is_swapped_once_and_stays_one_layer() -> None:
+    block = nn.ModuleDict({"up": nn.Linear(8, 8)})
+    model = nn.ModuleDict({"layers": nn.ModuleList([block, block])})
+    assert convert_model(model, SnipConfig()) == ["layers.0.up"]
+    assert model["layers"][0]["up"] is model["layers"][1]["up"]
+    restore_model(model)
+    assert type(model["layers"][1]["up"]) is nn.Linear
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Router(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).softmax(-1)
+
+
+class Lora(nn.Module):
+    """A linear with an adapter, in the names that PEFT gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(8, 8)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(8, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 8, bias=False)})
+
+
+class TestSkipping:
+    def test_the_head_is_found_by_identity_under_any_name(self) -> None:
+        class Odd(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList([nn.ModuleDict({"up": nn.Linear(8, 8), "out": nn.Linear(8, 8)})])
+                self.lm_head = nn.Linear(8, 8)
+
+            def get_output_embeddings(self) -> nn.Module:
+                return self.layers[0]["out"]
+
+        model = Odd()
+        assert skip_reasons(model, SnipConfig()) == {
+            "layers.0.up": None,
+            "layers.0.out": "output head",
+            "lm_head": "outside the transformer blocks",
+        }
+        assert convert_model(model, SnipConfig()) == ["layers.0.up"]
+
+    @pytest.mark.parametrize(("family", "head"), [("llama", "lm_head"), ("llama-tied", "lm_head"), ("gpt-neox", "embed_out")])
+    def test_the_heads_of_real_models_are_skipped_also_when_tied(self, family: str, head: str) -> None:
+        model = build(family)
+        assert skip_reasons(model, SnipConfig())[head] == "output head"
+        convert_model(model, SnipConfig())
+        assert type(model.get_submodule(head)) is nn.Linear
+
+    def test_linears_outside_the_blocks_are_skipped(self) -> None:
+        """OPT's projections between embeddings and blocks."""
+        reasons = skip_reasons(build("opt"), SnipConfig())
+        outside = {name for name, reason in reasons.items() if reason == "outside the transformer blocks"}
+        assert outside == {"model.decoder.project_in", "model.decoder.project_out"}
+
+    def test_subclasses_with_another_forward_are_skipped_by_class(self) -> None:
+        model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(8, 8), "gate": Router(8, 4)})])})
+        assert skip_reasons(model, SnipConfig()) == {"layers.0.up": None, "layers.0.gate": "class Router"}
+        convert_model(model, SnipConfig())
+        assert type(model["layers"][0]["gate"]) is Router
+
+    def test_adapters_stay_in_high_precision_and_their_base_layer_does_not(self) -> None:
+        model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q_proj": Lora()})])})
+        assert skip_reasons(model, SnipConfig()) == {
+            "layers.0.q_proj.base_layer": None,
+            "layers.0.q_proj.lora_A.default": "adapter",
+            "layers.0.q_proj.lora_B.default": "adapter",
+        }
+        assert convert_model(model, SnipConfig()) == ["layers.0.q_proj.base_layer"]
+
+    def test_a_reason_does_not_depend_on_being_converted_already(self) -> None:
+        model = build("falcon")
+        before = skip_reasons(model, SnipConfig())
+        convert_model(model, SnipConfig())
+        assert skip_reasons(model, SnipConfig()) == before
+
+    @pytest.mark.parametrize(
+        ("patterns", "skipped"),
+        [
+            (["model.layers.1.mlp.down_proj"], {"model.layers.1.mlp.down_proj"}),
+            (["*.down_proj"], {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"}),
+            (["model.layers.0.*"], {name for name in LINEARS["llama"] if ".0." in name}),
+            (["*.self_attn.[qk]_proj"], {n for n in LINEARS["llama"] if n.endswith(("q_proj", "k_proj"))}),
+            (["*.q_proj", "model.layers.?.self_attn.o_proj"], {n for n in LINEARS["llama"] if n[-6] in "qo"}),
+            (["lm_head"], set()),  # skipped anyway, but it is a linear
+        ],
+    )
+    def test_skip_modules_take_exact_names_and_globs(self, patterns: list[str], skipped: set[str]) -> None:
+        model = build("llama")
+        names = convert_model(model, SnipConfig(skip_modules=tuple(patterns)))
+        assert set(names) == LINEARS["llama"] - skipped
+
+    @pytest.mark.parametrize("pattern", ["down_proj", "layers.1", "model.layers.1", "*.DOWN_PROJ", "model.embed_tokens"])
+    def test_a_pattern_is_never_a_substring_and_one_that_matches_nothing_is_named(self, pattern: str) -> None:
+        model = build("llama")
+        with pytest.raises(ValueError) as error:
+            convert_model(model, SnipConfig(skip_modules=("*.up_proj", pattern)))
+        assert str(error.value) == (
+            f"skip_modules: {pattern!r} matches no linear layer; the layers are named like "
+            "'model.layers.0.self_attn.q_proj'. Use exact names or globs over the whole name, such as '*.down_proj'."
+        )
+        assert not snip_linears(model)
+
+    def test_what_is_swapped_and_skipped_is_logged_with_reasons(self, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.INFO, "snip_hf.linear"):
+            convert_model(build("llama"), SnipConfig(skip_modules=("*_proj.nothing", "*.self_attn.*")[1:]))
+        assert caplog.messages == [
+            "snip-hf swapped 6 linear layers; skipped 9 (skip_modules: model.layers.0.self_attn.q_proj, "
+            "model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj, ...; output head: lm_head)."
+        ]
+
+    def test_skipping_a_layer_leaves_the_random_numbers_of_the_others_alone(self) -> None:
+        keys = []
+        for config in (SnipConfig(), SnipConfig(skip_modules=("model.layers.0.*",))):
+            model = build("llama")
+            convert_model(model, config)
+            keys.append({name: layer.snip_state[6].item() for name, layer in snip_linears(model).items()})
+        assert keys[1].items() < keys[0].items()
+        assert len(set(keys[0].values())) == len(LINEARS["llama"])
+
+
+class TestRefusals:
+    def test_conv1d_models_are_refused_with_the_classes_that_they_have(self) -> None:
+        model = build("gpt2")
+        before = snapshot(model)
+        with pytest.raises(ValueError) as error:
+            convert_model(model, SnipConfig())
+        assert str(error.value) == (
+            "No layer of GPT2LMHeadModel can be swapped: 1 linears are skipped (output head: lm_head); modules with "
+            "weights are of the classes Conv1D, Embedding, LayerNorm, Linear. Expected at least one nn.Linear inside a "
+            "numbered block; check skip_modules."
+        )
+        assert snapshot(model) == before
+
+    def test_skipping_everything_says_so(self) -> None:
+        with pytest.raises(ValueError) as error:
+            convert_model(build("llama"), SnipConfig(skip_modules=("model.layers.*",)))
+        assert str(error.value) == (
+            "No layer of LlamaForCausalLM can be swapped: 15 linears are skipped (skip_modules: "
+            "model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj, ...; "
+            "output head: lm_head); modules with weights are of the classes Embedding, Linear, LlamaRMSNorm. Expected "
+            "at least one nn.Linear inside a numbered block; check skip_modules."
+        )
+
+    def test_a_model_without_weights_says_so(self) -> None:
+        with pytest.raises(ValueError, match=r"0 linears are skipped \(none\); .* of the classes none\."):
+            convert_model(nn.Sequential(nn.GELU()), SnipConfig())
+
+    def quantized(self, **attributes: Any) -> PreTrainedModel:
+        model = build("llama")
+        model.config = copy.deepcopy(model.config)
+        for name, value in attributes.items():
+            setattr(model.config if name == "quantization_config" else model, name, value)
+        return model
+
+    def test_a_model_with_a_quantization_config_is_refused(self) -> None:
+        model = self.quantized(quantization_config={"quant_method": "bitsandbytes"})
+        with pytest.raises(ValueError) as error:
+            convert_model(model, SnipConfig())
+        assert str(error.value) == (
+            "The model is already quantized (dict); expected ordinary weights. Load it without a quantization_config, or "
+            "dequantize it first."
+        )
+        assert not snip_linears(model)
+
+    def test_a_model_marked_as_quantized_is_refused(self) -> None:
+        with pytest.raises(ValueError) as error:
+            convert_model(self.quantized(is_quantized=True), SnipConfig())
+        assert str(error.value) == (
+            "The model is already quantized (is_quantized is set); expected ordinary weights. Load it without a "
+            "quantization_config, or dequantize it first."
+        )
+
+    def test_integer_weights_are_refused_by_name(self) -> None:
+        model = build("llama")
+        layer = model.model.layers[1].mlp.up_proj
+        layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
+        with pytest.raises(ValueError) as error:
+            convert_model(model, SnipConfig())
+        assert str(error.value) == (
+            "Layer 'model.layers.1.mlp.up_proj' has torch.int8 weights; expected ordinary floating-point weights."
+        )
+
+
+class TestQuantize:
+    """torchao's own interface."""
+
+    def test_swaps_in_place_what_the_filter_lets_pass(self) -> None:
+        model = build("llama")
+        layer, weight = model.model.layers[0].mlp.up_proj, model.model.layers[0].mlp.up_proj.weight
+        quantize_(model, SnipLinearConfig("fp4", seed=6), filter_fn=lambda module, name: name.endswith("up_proj"))
+        assert set(snip_linears(model)) == {"model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"}
+        assert model.model.layers[0].mlp.up_proj is layer and layer.weight is weight
+        assert layer.formats == dict.fromkeys(GEMMS, "fp4") and layer.snip_state[3] == 6
+        restore_model(model)
+        assert not snip_linears(model) and type(layer) is nn.Linear
+
+    def test_has_fp8_as_its_default_format(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 8))
+        quantize_(model, SnipLinearConfig(), filter_fn=lambda module, name: isinstance(module, nn.Linear))
+        assert model[0].formats == dict.fromkeys(GEMMS, "fp8")
+
+    def test_takes_falcon_s_linear(self) -> None:
+        model = build("falcon")
+        quantize_(model, SnipLinearConfig(), filter_fn=lambda module, name: type(module).__name__ == "FalconLinear")
+        assert set(snip_linears(model)) == LINEARS["falcon"]
+
+    def test_a_filter_that_lets_another_class_pass_is_refused(self) -> None:
+        for module, name in ((Router(8, 4), "Router"), (nn.LayerNorm(8), "LayerNorm")):
+            with pytest.raises(TypeError) as error:
+                quantize_(nn.Sequential(module), SnipLinearConfig(), filter_fn=lambda _, name: name == "0")
+            assert str(error.value) == (
+                f"Cannot quantize a {name}; expected nn.Linear itself (or FalconLinear). Let the filter pass only such "
+                "modules."
+            )
+
+    def test_an_unknown_format_is_refused(self) -> None:
+        with pytest.raises(ValueError) as error:
+            SnipLinearConfig(start_format="fp6")
+        assert str(error.value) == "Unknown format 'fp6' for start_format; expected one of bf16, fp8, fp4."
+
+    def test_twice_changes_nothing(self) -> None:
+        layer = swapped(linear(), "fp4", seed=3)
+        model = nn.Sequential(layer)
+        quantize_(model, SnipLinearConfig("fp8", seed=8), filter_fn=lambda module, name: name == "0")
+        assert model[0] is layer and layer.snip_state.tolist() == [2, 2, 2, 3, 0, 0, 0]
+
+
+def test_every_family_of_the_tests_has_its_names_or_is_refused() -> None:
+    assert set(CONFIGS) == set(LINEARS) | {"gpt2"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class TestCompile:
+    @pytest.fixture
+    def dynamo(self) -> Any:
+        from torch._inductor import cpp_builder
+
+        try:
+            cpp_builder.get_cpp_compiler()
+        except Exception:
+            pytest.skip("torch.compile on CPU needs a C++ compiler")
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        yield torch._dynamo
+        torch._dynamo.reset()
+
+    def graphs(self) -> int:
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    def test_gives_the_eager_bits_and_takes_new_formats_without_recompilation(self, dynamo: Any) -> None:
+        block = nn.Sequential(swapped(linear()), nn.ReLU())
+        layer = block[0]
+        compiled = torch.compile(block, fullgraph=True)
+
+        def run(module: nn.Module) -> list[Tensor]:
+            layer.zero_grad()
+            x = randn(2, 30, I).requires_grad_()
+            y = module(x)
+            y.backward(randn(*y.shape, seed=9))
+            return [y.detach(), x.grad, layer.weight.grad.clone(), layer.bias.grad.clone()]
+
+        graphs = None
+        for step, formats in enumerate(COMBINATIONS[::4]):
+            layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
+            set_step({"layer": layer}, 1, step, 0)
+            got, expected = run(compiled), run(block)
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), formats
+            graphs = graphs or self.graphs()
+            assert self.graphs() == graphs == 1
+
+    def test_layers_in_different_formats_share_one_graph(self, dynamo: Any) -> None:
+        """One code path for all layers: precision is data, or a model of more than 8 layers would stop compiling."""
+        layers = [swapped(linear(), fmt) for fmt in ("bf16", "fp8", "fp4")]
+
+        def run(layer: SnipLinear, x: Tensor) -> Tensor:
+            return layer(x)
+
+        compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+        x = randn(30, I)
+        for layer in layers:
+            assert torch.equal(compiled(layer, x), layer(x))
+        assert self.graphs() == 1

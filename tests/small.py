@@ -54,7 +54,7 @@ class TinyLM(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         x = self.embed(input_ids)
         # A token sees the mean of those before it, so that tokens depend on each other.
-        x = x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
+        x = x + x.cumsum(1) / torch.arange(1, x.shape[1] + 1, dtype=x.dtype, device=x.device)[:, None]
         for layer in self.layers:
             x = layer(x) if self.reentrant is None else checkpoint(layer, x, use_reentrant=self.reentrant)
         logits = self.head(x)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from models import CONFIGS, LINEARS, batch, build
 from oracles.three_gemms import Layer
 from torch import Tensor, nn
+from torch._inductor import cpp_builder
+from torch._inductor.exc import InvalidCxxCompiler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
@@ -89,15 +92,14 @@ class Calls(TorchDispatchMode):
 class TestGradients:
     KEY = (5, 40, 2, 123)  # seed, step, micro-batch, layer
 
-    @pytest.fixture(scope="class")
-    def references(self) -> dict[torch.dtype, Layer]:
-        """The oracle's layer for every dtype that its tensors are rounded to; products are made once per format."""
-        found = {}
-        for dtype in UNIT:
-            layer = linear(dtype=dtype)
-            values = (randn(T, I, dtype=dtype), layer.weight.detach(), layer.bias.detach(), randn(T, O, seed=9, dtype=dtype))
-            found[dtype] = Layer(*(value.float().numpy() for value in values), self.KEY)
-        return found
+    @staticmethod
+    @functools.cache
+    def reference(dtype: torch.dtype) -> Layer:
+        """The oracle's layer with its tensors rounded to `dtype`; it makes every product once per format."""
+        layer = linear(dtype=dtype)
+        x, grad_output = randn(T, I, dtype=dtype), randn(T, O, seed=9, dtype=dtype)
+        values = (x, layer.weight.detach(), layer.bias.detach(), grad_output)
+        return Layer(*(value.float().numpy() for value in values), TestGradients.KEY)
 
     def check(self, got: dict[str, Tensor], reference: Layer, formats: tuple[str, ...], unit: float) -> None:
         reference.output(formats[0]).check(got["y"].float().numpy(), unit, "y")
@@ -107,19 +109,17 @@ class TestGradients:
 
     @each_combination
     @pytest.mark.parametrize("dtype", UNIT, ids=["float32", "bfloat16"])
-    def test_match_the_written_out_reference(
-        self, references: dict[torch.dtype, Layer], formats: tuple[str, str, str], dtype: torch.dtype
-    ) -> None:
+    def test_match_the_written_out_reference(self, formats: tuple[str, str, str], dtype: torch.dtype) -> None:
         layer = swapped(linear(dtype=dtype), seed=self.KEY[0])
         layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
         layer.snip_state[4:] = torch.tensor(self.KEY[1:])
         got = gradients(layer, randn(T, I, dtype=dtype))
         assert all(value.dtype == dtype for value in got.values())
-        self.check(got, references[dtype], formats, UNIT[dtype])
+        self.check(got, self.reference(dtype), formats, UNIT[dtype])
 
     @each_combination
     def test_match_the_written_out_reference_under_autocast_and_in_three_dimensions(
-        self, references: dict[torch.dtype, Layer], formats: tuple[str, str, str]
+        self, formats: tuple[str, str, str]
     ) -> None:
         """FP32 weights and inputs that are BF16 numbers, so that autocast computes what the BF16 reference does."""
         layer = swapped(linear(dtype=torch.bfloat16).float(), seed=self.KEY[0])
@@ -131,7 +131,7 @@ class TestGradients:
         assert got["y"].dtype == torch.bfloat16 and got["y"].shape == (3, T // 3, O)
         assert all(got[name].dtype == torch.float32 for name in ("x", "weight", "bias"))
         flat = {name: value.flatten(0, 1) if value.dim() == 3 else value for name, value in got.items()}
-        self.check(flat, references[torch.bfloat16], formats, UNIT[torch.bfloat16])
+        self.check(flat, self.reference(torch.bfloat16), formats, UNIT[torch.bfloat16])
 
     @each_combination
     def test_do_not_depend_on_dimensions_or_strides(self, formats: tuple[str, str, str]) -> None:
@@ -205,6 +205,17 @@ class TestBf16:
         )
 
 
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("shape", INPUTS)
+@pytest.mark.parametrize("fmt", FORMAT_NAMES)
+def test_an_output_can_be_changed_in_place(fmt: str, shape: str, with_bias: bool) -> None:
+    """As Falcon's parallel attention does with `attention_output += mlp_output`."""
+    layer, x = swapped(linear(with_bias), fmt), INPUTS[shape]()
+    expected = gradients(layer, x)
+    layer.register_forward_hook(lambda module, args, output: output.add_(0.0))
+    assert_same(gradients(layer, x), expected)
+
+
 class TestStep:
     """What keys the random numbers, as seen from a layer."""
 
@@ -223,11 +234,9 @@ class TestStep:
     def test_setting_the_step_leaves_formats_and_layer_keys_alone(self) -> None:
         model = build("llama")
         convert_model(model, SnipConfig())
-        layers = snip_linears(model)
-        before = {name: layer.snip_state.tolist() for name, layer in layers.items()}
-        set_step(layers, 2**40 + 1, 77, 5)
-        for name, layer in layers.items():
-            assert layer.snip_state.tolist() == [*before[name][:3], 2**40 + 1, 77, 5, before[name][6]]
+        before = states(model)
+        set_step(snip_linears(model), 2**40 + 1, 77, 5)
+        assert states(model) == {name: [*old[:3], 2**40 + 1, 77, 5, old[6]] for name, old in before.items()}
 
 
 class TestCheckpointing:
@@ -248,6 +257,7 @@ class TestCheckpointing:
 
         assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
 
+    @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
     @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
     @pytest.mark.parametrize("family", ["llama", "opt"])
     def test_a_model_in_fp4_has_the_same_gradients(self, family: str, reentrant: bool) -> None:
@@ -374,20 +384,22 @@ class TestFormats:
 
 
 def snapshot(model: nn.Module) -> list[tuple[Any, ...]]:
-    """Every module with its class and everything in its __dict__, tensors and hooks by identity."""
-    rows: list[tuple[Any, ...]] = []
-    for name, module in model.named_modules():
-        content = {key: list(value.items()) if isinstance(value, dict) else value for key, value in vars(module).items()}
-        shown = {
-            key: [(k, id(v)) for k, v in value]
-            if isinstance(value, list)
-            else sorted(value)
-            if isinstance(value, set)
-            else id(value)
-            for key, value in content.items()
-        }
-        rows.append((name, id(module), type(module), shown))
-    return rows
+    """Every module by identity, with its class and its __dict__ in order; what is in there by identity as well."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, dict):
+            return [(key, id(item)) for key, item in value.items()]
+        return sorted(value) if isinstance(value, set) else id(value)
+
+    return [
+        (name, id(module), type(module), [(key, shown(value)) for key, value in vars(module).items()])
+        for name, module in model.named_modules()
+    ]
+
+
+def states(model: nn.Module) -> dict[str, list[int]]:
+    """Returns layer -> the numbers of its state tensor."""
+    return {name: layer.snip_state.tolist() for name, layer in snip_linears(model).items()}
 
 
 @each_family
@@ -417,12 +429,11 @@ class TestConvert:
     def test_then_restore_is_the_identity(self, family: str) -> None:
         model = build(family)
         handles = [module.register_forward_hook(lambda *_: None) for module in list(model.modules())[-3:]]
-        before, attributes = snapshot(model), {name: list(vars(m)) for name, m in model.named_modules()}
+        before = snapshot(model)
         convert_model(model, SnipConfig())
         assert snapshot(model) != before
         restore_model(model)
         assert snapshot(model) == before
-        assert {name: list(vars(m)) for name, m in model.named_modules()} == attributes
         assert not snip_linears(model)
         for handle in handles:
             handle.remove()
@@ -431,10 +442,9 @@ class TestConvert:
         model = build(family)
         names = convert_model(model, SnipConfig(seed=4))
         snip_linears(model)[names[0]].set_formats(dict.fromkeys(GEMMS, "fp4"))
-        before, states = snapshot(model), {name: layer.snip_state.tolist() for name, layer in snip_linears(model).items()}
+        before, numbers = snapshot(model), states(model)
         assert convert_model(model, SnipConfig(seed=4)) == names
-        assert snapshot(model) == before
-        assert {name: layer.snip_state.tolist() for name, layer in snip_linears(model).items()} == states
+        assert snapshot(model) == before and states(model) == numbers
 
     def test_starts_in_the_config_s_format_with_its_seed_and_a_key_from_the_name(self, family: str) -> None:
         for start, code in (("fp8", 1), ("bf16", 0)):
@@ -475,7 +485,7 @@ class TestConvert:
 
 class TestHooks:
     def test_run_as_before_and_see_the_same_tensors(self) -> None:
-        """Forward pre-hooks, forward hooks, full backward hooks and gradient hooks of a layer, put on before the swap."""
+        """Forward pre-hooks, forward hooks, full backward hooks and gradient hooks, put on before the swap."""
         model = build("gpt-neox")
         layer = model.get_submodule("gpt_neox.layers.1.mlp.dense_h_to_4h")
         seen: list[str] = []
@@ -500,9 +510,10 @@ class TestDevicesAndDtypes:
     def test_casting_a_converted_model_leaves_the_state_alone(self, dtype: torch.dtype) -> None:
         model = build("llama")
         convert_model(model, SnipConfig())
-        before = {name: layer.snip_state.clone() for name, layer in snip_linears(model).items()}
+        before = states(model)
         model.to(dtype)
-        assert_same({name: layer.snip_state for name, layer in snip_linears(model).items()}, before)
+        assert states(model) == before and next(model.parameters()).dtype == dtype
+        assert all(layer.snip_state.dtype == torch.int64 for layer in snip_linears(model).values())
 
     def test_pickling_keeps_class_state_and_weights(self, tmp_path: Path) -> None:
         layer = swapped(linear(), "fp4")
@@ -512,12 +523,27 @@ class TestDevicesAndDtypes:
         assert_same(gradients(loaded, randn(T, I)), gradients(layer, randn(T, I)))
 
 
-def test_tied_weights_stay_one_parameter_and_get_both_gradients() -> None:
+def test_tied_weights_stay_one_parameter_also_after_restoring() -> None:
     model = build("llama-tied")
     convert_model(model, SnipConfig())
     assert model.lm_head.weight is model.model.embed_tokens.weight and type(model.lm_head) is nn.Linear
     restore_model(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_weight_shared_by_two_linears_stays_shared_and_sums_both_gradients() -> None:
+    """Two layers of one parameter; the gradient is the sum over the layers taken by themselves."""
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)])})
+    first, second = model["layers"]
+    second.weight = first.weight
+    assert convert_model(model, SnipConfig()) == ["layers.0", "layers.1"]
+    assert first.weight is second.weight
+    x = randn(5, 8)
+    alone = [gradients(layer, x)["weight"] for layer in (first, second)]
+    first.zero_grad()
+    grad_output = randn(5, 8, seed=9)
+    torch.autograd.backward([first(x), second(x)], [grad_output, grad_output])
+    assert torch.equal(first.weight.grad, alone[0] + alone[1])
 
 
 def test_a_layer_under_two_names_is_swapped_once_and_stays_one_layer() -> None:
@@ -566,12 +592,14 @@ class TestSkipping:
         }
         assert convert_model(model, SnipConfig()) == ["layers.0.up"]
 
-    @pytest.mark.parametrize(("family", "head"), [("llama", "lm_head"), ("llama-tied", "lm_head"), ("gpt-neox", "embed_out")])
-    def test_the_heads_of_real_models_are_skipped_also_when_tied(self, family: str, head: str) -> None:
+    @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt-neox", "opt"])
+    def test_the_heads_of_real_models_are_skipped_also_when_tied(self, family: str) -> None:
         model = build(family)
-        assert skip_reasons(model, SnipConfig())[head] == "output head"
+        heads = {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
+        reasons = skip_reasons(model, SnipConfig())
+        assert {name for name, reason in reasons.items() if reason == "output head"} == heads and len(heads) == 1
         convert_model(model, SnipConfig())
-        assert type(model.get_submodule(head)) is nn.Linear
+        assert type(model.get_output_embeddings()) is nn.Linear
 
     def test_linears_outside_the_blocks_are_skipped(self) -> None:
         """OPT's projections between embeddings and blocks."""
@@ -607,7 +635,7 @@ class TestSkipping:
             (["*.down_proj"], {"model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"}),
             (["model.layers.0.*"], {name for name in LINEARS["llama"] if ".0." in name}),
             (["*.self_attn.[qk]_proj"], {n for n in LINEARS["llama"] if n.endswith(("q_proj", "k_proj"))}),
-            (["*.q_proj", "model.layers.?.self_attn.o_proj"], {n for n in LINEARS["llama"] if n[-6] in "qo"}),
+            (["*.q_proj", "model.layers.?.mlp.*"], {n for n in LINEARS["llama"] if "mlp" in n or n.endswith("q_proj")}),
             (["lm_head"], set()),  # skipped anyway, but it is a linear
         ],
     )
@@ -616,7 +644,7 @@ class TestSkipping:
         names = convert_model(model, SnipConfig(skip_modules=tuple(patterns)))
         assert set(names) == LINEARS["llama"] - skipped
 
-    @pytest.mark.parametrize("pattern", ["down_proj", "layers.1", "model.layers.1", "*.DOWN_PROJ", "model.embed_tokens"])
+    @pytest.mark.parametrize("pattern", ["down_proj", "layers.1", "model.layers.1", "*.DOWN_PROJ", "model.norm"])
     def test_a_pattern_is_never_a_substring_and_one_that_matches_nothing_is_named(self, pattern: str) -> None:
         model = build("llama")
         with pytest.raises(ValueError) as error:
@@ -629,7 +657,7 @@ class TestSkipping:
 
     def test_what_is_swapped_and_skipped_is_logged_with_reasons(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO, "snip_hf.linear"):
-            convert_model(build("llama"), SnipConfig(skip_modules=("*_proj.nothing", "*.self_attn.*")[1:]))
+            convert_model(build("llama"), SnipConfig(skip_modules=("*.self_attn.*",)))
         assert caplog.messages == [
             "snip-hf swapped 6 linear layers; skipped 9 (skip_modules: model.layers.0.self_attn.q_proj, "
             "model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj, ...; output head: lm_head)."
@@ -640,7 +668,7 @@ class TestSkipping:
         for config in (SnipConfig(), SnipConfig(skip_modules=("model.layers.0.*",))):
             model = build("llama")
             convert_model(model, config)
-            keys.append({name: layer.snip_state[6].item() for name, layer in snip_linears(model).items()})
+            keys.append({name: numbers[6] for name, numbers in states(model).items()})
         assert keys[1].items() < keys[0].items()
         assert len(set(keys[0].values())) == len(LINEARS["llama"])
 
@@ -684,8 +712,8 @@ class TestRefusals:
         with pytest.raises(ValueError) as error:
             convert_model(model, SnipConfig())
         assert str(error.value) == (
-            "The model is already quantized (dict); expected ordinary weights. Load it without a quantization_config, or "
-            "dequantize it first."
+            "The model is already quantized (dict); expected ordinary weights. Load it without a quantization_config, "
+            "or dequantize it first."
         )
         assert not snip_linears(model)
 
@@ -736,7 +764,7 @@ class TestQuantize:
             with pytest.raises(TypeError) as error:
                 quantize_(nn.Sequential(module), SnipLinearConfig(), filter_fn=lambda _, name: name == "0")
             assert str(error.value) == (
-                f"Cannot quantize a {name}; expected nn.Linear itself (or FalconLinear). Let the filter pass only such "
+                f"Cannot quantize a {name}; expected nn.Linear itself or FalconLinear. Let the filter pass only such "
                 "modules."
             )
 
@@ -759,45 +787,48 @@ def test_every_family_of_the_tests_has_its_names_or_is_refused() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+# What torch's own compiler warns of is not ours.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 class TestCompile:
-    @pytest.fixture
-    def dynamo(self) -> Any:
-        from torch._inductor import cpp_builder
-
-        try:
-            cpp_builder.get_cpp_compiler()
-        except Exception:
-            pytest.skip("torch.compile on CPU needs a C++ compiler")
+    @pytest.fixture(autouse=True)
+    def fresh_compiler(self) -> Iterator[None]:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        yield torch._dynamo
+        yield
         torch._dynamo.reset()
 
     def graphs(self) -> int:
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
-    def test_gives_the_eager_bits_and_takes_new_formats_without_recompilation(self, dynamo: Any) -> None:
+    @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+    def test_gives_the_eager_result_and_takes_new_formats_without_recompilation(self, backend: str) -> None:
+        """All to the bit, but for the bias gradient under inductor, which sums over the tokens in another order."""
+        if backend == "inductor":
+            try:
+                cpp_builder.get_cpp_compiler()
+            except InvalidCxxCompiler:
+                pytest.skip("inductor needs a C++ compiler")
         block = nn.Sequential(swapped(linear()), nn.ReLU())
         layer = block[0]
-        compiled = torch.compile(block, fullgraph=True)
+        compiled = torch.compile(block, fullgraph=True, backend=backend)
 
-        def run(module: nn.Module) -> list[Tensor]:
+        def run(module: nn.Module) -> dict[str, Tensor]:
             layer.zero_grad()
             x = randn(2, 30, I).requires_grad_()
             y = module(x)
             y.backward(randn(*y.shape, seed=9))
-            return [y.detach(), x.grad, layer.weight.grad.clone(), layer.bias.grad.clone()]
+            return {"y": y.detach(), "x": x.grad, "weight": layer.weight.grad.clone(), "bias": layer.bias.grad.clone()}
 
-        graphs = None
-        for step, formats in enumerate(COMBINATIONS[::4]):
+        for step, formats in enumerate(COMBINATIONS):
             layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
             set_step({"layer": layer}, 1, step, 0)
             got, expected = run(compiled), run(block)
-            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), formats
-            graphs = graphs or self.graphs()
-            assert self.graphs() == graphs == 1
+            if backend == "inductor":
+                torch.testing.assert_close(got.pop("bias"), expected.pop("bias"), rtol=1e-5, atol=1e-5)
+            assert_same(got, expected)
+            assert self.graphs() == 1
 
-    def test_layers_in_different_formats_share_one_graph(self, dynamo: Any) -> None:
+    def test_layers_in_different_formats_share_one_graph(self) -> None:
         """One code path for all layers: precision is data, or a model of more than 8 layers would stop compiling."""
         layers = [swapped(linear(), fmt) for fmt in ("bf16", "fp8", "fp4")]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,8 +134,20 @@ def train(
             **(trainer or {}),
         }
     )
-    built.train(resume_from_checkpoint=None if resume is None else str(resume))
+    with one_thread():
+        built.train(resume_from_checkpoint=None if resume is None else str(resume))
     return Run(folder, built, callback)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Matrices this small are several times slower on two threads, which wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

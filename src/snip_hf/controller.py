@@ -166,11 +166,8 @@ class SnipController:
 
     def close(self) -> None:
         """Stops a solver that is still running. The model keeps the plan in force."""
-        self._disarm()
-        pending, self._pending = self._pending, None
+        pending = self._stop()
         if pending is not None:
-            if pending.process is not None:
-                pending.process.kill()
             reason = f"training ended at step {self.step}, before step {pending.due} at which its plan was due"
             self._keep(self.step, pending.record, reason)
 
@@ -223,7 +220,8 @@ class SnipController:
                 "checkpoint folder."
             )
         plan.apply(self.model)
-        self.plan, self.step = plan, step
+        self._stop()
+        self.plan, self.step, self._micro_batch = plan, step, 0
         set_step(self._layers, self.config.seed, step + 1, 0)
         self._cut_history(step, None if resumed is None else resumed.step)
         self._save_plan()
@@ -275,6 +273,14 @@ class SnipController:
         for name, layer in self._layers.items():
             if layer.weight.requires_grad:
                 armed.hooks.append(layer.weight.register_post_accumulate_grad_hook(watch(name)))
+
+    def _stop(self) -> _Pending | None:
+        """Ends what is under way, hooks and solver, and returns the refresh that comes to nothing by it."""
+        self._disarm()
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.process is not None:
+            pending.process.kill()
+        return pending
 
     def _disarm(self) -> _Armed | None:
         """Ends what `capture` began for a refresh, and returns it."""
@@ -424,6 +430,7 @@ class SnipController:
     def _write_divergences(self, step: int, table: DivergenceTable) -> None:
         with self._reporting_disk():
             if self._folder is not None:
+                self._folder.mkdir(parents=True, exist_ok=True)
                 document = {
                     "schema_version": SCHEMA_VERSION,
                     "step": step,

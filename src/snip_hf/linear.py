@@ -17,13 +17,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchao.core.config import AOBaseConfig
-from torchao.quantization import quantize_
-from torchao.quantization.transform_module import register_quantize_module_handler
 
 from .config import SnipConfig
 from .formats import FORMAT_CODES, FORMAT_NAMES, GEMMS, check_format
 from .kernels import STATE_SIZE, forward_gemm, grad_input_gemm, grad_weight_gemm
+
+# On import torchao warns of CUDA extensions that do not load and of how it registers enums; nothing here uses either.
+_noisy = {name: logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")}
+_levels = {name: noisy.level for name, noisy in _noisy.items()}
+try:
+    for _name in _noisy:
+        _noisy[_name].setLevel(logging.ERROR)
+    from torchao.core.config import AOBaseConfig
+    from torchao.quantization import quantize_
+    from torchao.quantization.transform_module import register_quantize_module_handler
+finally:
+    for _name in _noisy:
+        _noisy[_name].setLevel(_levels[_name])
 
 logger = logging.getLogger(__name__)
 

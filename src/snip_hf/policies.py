@@ -95,7 +95,7 @@ def block_of(layer: str) -> str:
 
 
 def split_layer(layer: str) -> tuple[str, str]:
-    """Returns block and rest: "model.layers.3.mlp.up_proj" -> ("model.layers.3", "mlp.up_proj"); ("", layer) if none."""
+    """Returns block and rest: "a.layers.3.mlp.up_proj" -> ("a.layers.3", "mlp.up_proj"); ("", layer) if none."""
     block = block_of(layer)
     return ("", layer) if block == layer else (block, layer[len(block) + 1 :])
 

@@ -6,7 +6,8 @@ and output gradient G (up to eps^2), their difference the derivatives Xdot and G
 
 The passes leave no trace. They run on FP32 copies of the weights handed to `torch.func.functional_call`, without
 autocast and without quantization, on clones of the buffers, and outside any wrapper (DDP, compile): no parameter, no
-gradient, no buffer and no optimizer state is written, and all random generators are put back.
+gradient, no buffer and no optimizer state is written, and all random generators and the modules' attributes are put
+back.
 """
 
 from __future__ import annotations
@@ -175,11 +176,25 @@ def run_pass(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor], with
         batch.random_state.restore()
         stand_in = _ForwardBackward(model)
         named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        loss: Tensor = torch.func.functional_call(stand_in, named, (dict(batch.kwargs),))
+        with _attributes_kept(model):
+            loss: Tensor = torch.func.functional_call(stand_in, named, (dict(batch.kwargs),))
     finally:
         if without_trace:
             before.restore()
     return loss
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back what a forward pass notes in its modules, such as the longest text that a dynamic RoPE has seen."""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            for now, then in ((vars(module), attributes), (module._buffers, buffers)):
+                now.clear()
+                now.update(then)
 
 
 class _ForwardBackward(nn.Module):

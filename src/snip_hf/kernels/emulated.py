@@ -27,13 +27,17 @@ def forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) 
     fmt, _ = _read(state, "forward")
     if fmt is None:
         # x as it came: aten adds the bias inside the GEMM or after it, depending on x's dimensions and strides.
-        return torch.nn.functional.linear(x, weight, bias)
-    # (T, I) x (I, O): contracts I
-    left = fake_quantize(x.reshape(-1, x.shape[-1]), fmt, ROW_TILE)
-    y_fp32 = _multiply(left, fake_quantize(weight, fmt, SQUARE_TILE).t())
-    if bias is not None:
-        y_fp32 += bias.to(torch.float32)
-    return y_fp32.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+        y = torch.nn.functional.linear(x, weight, bias)
+    else:
+        # (T, I) x (I, O): contracts I
+        left = fake_quantize(x.reshape(-1, x.shape[-1]), fmt, ROW_TILE)
+        y_fp32 = _multiply(left, fake_quantize(weight, fmt, SQUARE_TILE).t())
+        if bias is not None:
+            y_fp32 += bias.to(torch.float32)
+        y = y_fp32.to(x.dtype)
+    # A view would be refused by autograd where a model adds to it in place (Falcon: `attention_output += ...`).
+    result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
+    return result
 
 
 @torch.library.custom_op("snip_hf::grad_input_gemm", mutates_args=())

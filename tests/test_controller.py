@@ -1,0 +1,693 @@
+"""Does the controller drive a loop of one's own, and does whatever goes wrong in a refresh cost only the refresh?"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import nn
+
+from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model
+from snip_hf.controller import check_launch, unwrap
+from snip_hf.formats import GEMMS
+from snip_hf.linear import snip_linears
+from small import text, tiny_llama
+from tiny_runs import FAST, SCHEDULE, differing, history, one_thread, solve_with, weights, without_seconds
+
+CONFIG = SnipConfig(**SCHEDULE)
+SLEEP = "import time; time.sleep(60)"
+
+
+class Loop:
+    """A training loop without Trainer: AdamW, two micro-batches a step, clipping; with or without Accelerate."""
+
+    def __init__(
+        self,
+        config: SnipConfig | None = CONFIG,
+        folder: Path | None = None,
+        accelerator: Accelerator | None = None,
+        accumulation: int = 2,
+        max_norm: float = 0.5,
+    ) -> None:
+        self.model: Any = tiny_llama(hidden=32, attention_dropout=0.1)
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.accelerator, self.accumulation, self.max_norm = accelerator, accumulation, max_norm
+        if accelerator is not None:
+            self.model, self.optimizer = accelerator.prepare(self.model, self.optimizer)
+        self.controller = None
+        if config is not None:
+            self.controller = SnipController(self.model, self.optimizer, config, accelerator, folder)
+        self.step = 0
+        self.losses: list[float] = []
+        torch.manual_seed(0)
+
+    def run(self, until: int) -> Loop:
+        with one_thread():
+            while self.step < until:
+                self.one_step()
+        return self
+
+    def one_step(self) -> None:
+        self.step += 1
+        for micro_batch in range(self.accumulation):
+            batch = text(2, 24, index=self.accumulation * self.step + micro_batch)
+            if self.controller is not None:
+                self.controller.capture(batch)
+            with nullcontext() if self.accelerator is None else self.accelerator.accumulate(self.model):
+                loss = self.model(**batch)["loss"]
+                self.losses.append(loss.item())
+                if self.accelerator is None:
+                    (loss / self.accumulation).backward()
+                else:
+                    self.accelerator.backward(loss)
+        self.clip()
+        if self.controller is not None:
+            self.controller.before_optimizer_step(self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.controller is not None:
+            self.controller.after_step(self.step)
+
+    def clip(self) -> None:
+        if self.accelerator is None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        else:
+            self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_norm)
+
+    def formats(self) -> dict[str, dict[str, str]]:
+        return {name: layer.formats for name, layer in snip_linears(self.model).items()}
+
+
+@pytest.fixture
+def accelerator() -> Any:
+    """One that has nothing of an earlier test's."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    yield Accelerator(cpu=True, gradient_accumulation_steps=2)
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def test_a_loop_of_ones_own_is_refreshed_on_schedule(tmp_path: Path) -> None:
+    loop = Loop(folder=tmp_path)
+    loop.controller.start()
+    seen = []
+    for step in range(1, 9):
+        loop.run(step)
+        seen.append({fmt for formats in loop.formats().values() for fmt in formats.values()})
+    assert seen == [{"fp8"}] * 3 + [{"fp8", "fp4"}] * 5
+    assert [(line["step"], line["applied_step"]) for line in history(tmp_path)[1:]] == [(2, 4), (6, 8)]
+    assert PrecisionPlan.load(tmp_path / "snip" / "plan.json").assignment == loop.formats()
+
+
+def test_an_accelerate_loop_gives_the_same_losses_and_plans_as_one_without(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    plain = Loop(folder=tmp_path / "plain").run(9)
+    accelerated = Loop(folder=tmp_path / "accelerated", accelerator=accelerator).run(9)
+    assert accelerated.losses == plain.losses
+    assert accelerated.formats() == plain.formats()
+    assert differing(weights(accelerated.model), weights(plain.model)) == []
+    assert without_seconds(history(tmp_path / "accelerated")) == without_seconds(history(tmp_path / "plain"))
+    assert len(history(tmp_path / "plain")) == 2
+
+
+def test_accelerate_saves_and_loads_the_controller_in_the_middle_of_a_refresh(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    expected = Loop().run(5)
+    loop = Loop(accelerator=accelerator)
+    accelerator.register_for_checkpointing(loop.controller)
+    loop.run(3)
+    accelerator.save_state(str(tmp_path / "state"))
+    before = loop.losses[:]
+    loop.run(4)
+    accelerator.load_state(str(tmp_path / "state"))
+    loop.step, loop.losses = 3, before
+    assert loop.controller.step == 3
+    loop.run(5)
+    assert loop.losses == expected.losses
+    assert loop.formats() == expected.formats()
+
+
+def test_a_controller_without_a_folder_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loop = Loop(SnipConfig(**SCHEDULE))
+    loop.controller.start()
+    loop.run(4)
+    assert loop.controller.plan.fp4_fraction >= 0.75
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_state_continues_a_run_from_memory_and_is_not_changed_by_it() -> None:
+    full = Loop().run(5)
+    first = Loop().run(3)
+    state = json.loads(json.dumps(first.controller.state_dict()))
+    kept = copy.deepcopy(state)
+    generator = torch.get_rng_state()
+    for _ in range(2):
+        second = Loop()
+        second.model.load_state_dict(first.model.state_dict())
+        second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+        second.controller.load_state_dict(state)
+        second.step = 3
+        torch.set_rng_state(generator)
+        second.run(5)
+        assert second.losses == full.losses[6:]
+        assert second.formats() == full.formats()
+        assert state == kept
+    first.controller.close()
+
+
+@pytest.mark.parametrize("saved_at", [1, 3])
+def test_a_state_that_is_loaded_in_the_middle_of_a_refresh_takes_its_place(
+    saved_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = solve_with(monkeypatch, SLEEP)
+    loop = Loop(folder=tmp_path).run(saved_at)
+    state = json.loads(json.dumps(loop.controller.state_dict()))
+    loop.run(3)
+    loop.controller.load_state_dict(state)
+    assert processes[0]._process.returncode == -9
+    assert len(processes) == 1 + (saved_at == 3)
+    assert loop.controller.state_dict() == state
+    assert [line["event"] for line in history(tmp_path)] == ["start"]
+    loop.controller.close()
+
+
+def drop(*path: str) -> Callable[[dict[str, Any]], None]:
+    def change(state: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            state = state[key]
+        del state[path[-1]]
+
+    return change
+
+
+def put(value: Any, *path: str) -> Callable[[dict[str, Any]], None]:
+    def change(state: dict[str, Any]) -> None:
+        for key in path[:-1]:
+            state = state[key]
+        state[path[-1]] = value
+
+    return change
+
+
+INCOMPLETE = [
+    *[drop(key) for key in ("step", "config", "plan", "pending")],
+    *[drop("pending", key) for key in ("step", "due", "problem", "record")],
+    *[put(None, key) for key in ("step", "config", "plan")],
+    *[put([1], key) for key in ("step", "config", "plan", "pending")],
+    *[put("x", key) for key in ("step", "config", "plan", "pending")],
+    *[put("x", "pending", key) for key in ("step", "due", "problem", "record")],
+    drop("pending", "record", "seconds"),
+    drop("plan", "assignment"),
+    drop("plan", "assignment", "model.layers.1.mlp.up_proj"),
+    put("fp3", "plan", "assignment", "model.layers.1.mlp.up_proj", "forward"),
+]
+
+
+def test_an_incomplete_or_damaged_state_is_refused_and_changes_nothing() -> None:
+    first = Loop().run(3)
+    good = json.loads(json.dumps(first.controller.state_dict()))
+    first.controller.close()
+    loop = Loop()
+    for change in INCOMPLETE:
+        state = copy.deepcopy(good)
+        change(state)
+        with pytest.raises(ValueError, match=r"^The SNIP state is not complete or damaged \(.*\); restore the file"):
+            loop.controller.load_state_dict(state)
+        assert (loop.controller.step, loop.controller._pending) == (0, None)
+        assert {fmt for formats in loop.formats().values() for fmt in formats.values()} == {"fp8"}
+
+
+@pytest.mark.parametrize("state", [None, [], {}, {"schema_version": 2}, "state"])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    with pytest.raises(ValueError) as caught:
+        Loop().controller.load_state_dict(state)
+    assert str(caught.value) == "The SNIP state has no schema_version 1; it is not a state of this version."
+
+
+def test_a_pending_problem_that_was_damaged_costs_the_refresh_and_not_the_run(tmp_path: Path) -> None:
+    first = Loop().run(3)
+    state = json.loads(json.dumps(first.controller.state_dict()))
+    first.controller.close()
+    state["pending"]["problem"]["groups"] = "x"
+    second = Loop(folder=tmp_path)
+    second.controller.load_state_dict(state)
+    second.step = 3
+    second.run(5)
+    assert len(second.losses) == 4
+    (line,) = history(tmp_path)[1:]
+    assert (line["step"], line["status"], line["decided_step"]) == (2, "kept", 4)
+    assert "groups" in line["reason"]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_plan_that_is_due_at_the_next_refresh_is_applied_there(every: int, tmp_path: Path) -> None:
+    """apply_delay = refresh_every is the longest delay that the configuration allows."""
+    loop = Loop(SnipConfig(first_refresh=2, refresh_every=every, apply_delay=every, **FAST), tmp_path).run(8)
+    steps = range(2, 8, every)
+    assert [(line["step"], line["applied_step"]) for line in history(tmp_path)] == [
+        (step, step + every) for step in steps if step + every <= 8
+    ]
+    loop.controller.close()
+
+
+def test_the_switching_cost_counts_against_the_plan_in_force(tmp_path: Path) -> None:
+    """With a cost that outweighs everything, no layer changes its format in the second refresh, nor at equal delays."""
+    for delay in (1, 3):
+        config = SnipConfig(first_refresh=2, refresh_every=3, apply_delay=delay, switching_cost=1e6, **FAST)
+        Loop(config, tmp_path / str(delay)).run(8).controller.close()
+        first, second = history(tmp_path / str(delay))[:2]
+        assert first["layers_changed"] > 0
+        assert second["layers_changed"] == 0
+
+
+def test_every_micro_batch_has_rounding_numbers_of_its_own_and_each_step_starts_anew() -> None:
+    loop = Loop(SnipConfig(seed=5, **SCHEDULE))
+    layer = next(iter(snip_linears(loop.model).values()))
+    seen = []
+    handle = layer.register_forward_pre_hook(lambda module, args: seen.append(module.snip_state[3:6].tolist()))
+    loop.run(3)
+    handle.remove()
+    # The probe of step 2 runs the layer too, at W + eps * d and W - eps * d.
+    assert seen == [[5, 1, 0], [5, 1, 1], [5, 2, 0], [5, 2, 1], [5, 2, 1], [5, 2, 1], [5, 3, 0], [5, 3, 1]]
+    loop.controller.close()
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1e9])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_divergences_are_told_what_clipping_multiplied_the_gradients_by(
+    max_norm: float, accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from snip_hf import controller
+
+    calls = []
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return divergences_at(*args, **kwargs)
+
+    divergences_at = controller.divergences_at
+    monkeypatch.setattr("snip_hf.controller.divergences_at", note)
+    loop = Loop(accumulation=accumulation, max_norm=max_norm)
+    norms = []
+    clip = loop.clip
+    monkeypatch.setattr(
+        loop, "clip", lambda: (norms.append(float(nn.utils.get_total_norm([p.grad for p in loop.model.parameters()]))), clip())
+    )
+    loop.run(2)
+    loop.controller.close()
+    (call,) = calls
+    assert call["gradient_scale"] == pytest.approx(min(1.0, max_norm / norms[1]), rel=1e-5)
+    assert call["micro_batches"] == accumulation
+
+
+# --------------------------------------------------------------------------------------------------- what is refused
+
+
+def fake_accelerator(**changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"mixed_precision": "no", "num_processes": 1, "distributed_type": "NO"} | changes)
+
+
+def refusal(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value.args[0])
+
+
+def test_fp8_mixed_precision_is_refused_with_every_policy() -> None:
+    for policy in ("snip", "uniform-fp8"):
+        assert refusal(lambda p=policy: check_launch(SnipConfig(policy=p), fake_accelerator(mixed_precision="fp8"))) == (
+            "mixed_precision='fp8' would convert the linears a second time; snip-hf does the FP8 itself. Use 'bf16' or "
+            "'no'."
+        )
+
+
+def test_fp16_is_refused_where_gradients_are_probed() -> None:
+    scaled = fake_accelerator(mixed_precision="fp16")
+    assert refusal(lambda: check_launch(SnipConfig(), scaled)) == (
+        "mixed_precision='fp16' scales the gradients that the probe needs; use 'bf16' or 'no'."
+    )
+    check_launch(SnipConfig(policy="layer-position"), scaled)
+
+
+def test_several_processes_are_refused_where_one_would_have_to_tell_the_others() -> None:
+    several = fake_accelerator(num_processes=4, distributed_type="DistributedType.MULTI_GPU")
+    assert refusal(lambda: check_launch(SnipConfig(policy="min-abs-err"), several)) == (
+        "policy='min-abs-err' runs in one process so far; got 4 processes (MULTI_GPU). Launch with --num_processes 1, or "
+        "use a policy that needs no probe, such as a plan file or policy='layer-position'."
+    )
+    check_launch(SnipConfig(policy="random"), several)
+    check_launch(SnipConfig(plan="plan.json"), several)
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_sharded_parameters_are_refused_even_in_one_process(kind: str) -> None:
+    sharded = fake_accelerator(distributed_type=f"DistributedType.{kind}")
+    assert f"got 1 processes ({kind})" in refusal(lambda: check_launch(SnipConfig(), sharded))
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_one_process_in_high_precision_is_accepted(precision: str) -> None:
+    check_launch(SnipConfig(), fake_accelerator(mixed_precision=precision))
+    check_launch(SnipConfig(), None)
+
+
+def test_a_controller_refuses_before_it_touches_the_model() -> None:
+    model = tiny_llama(hidden=32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    refusal(lambda: SnipController(model, optimizer, SnipConfig(), fake_accelerator(mixed_precision="fp8")))
+    refusal(lambda: SnipController(model, optimizer, SnipConfig(backend="hopper")), NotImplementedError)
+    assert snip_linears(model) == {}
+
+
+def test_data_parallel_is_refused_and_other_wrappers_are_looked_through() -> None:
+    model = tiny_llama(hidden=32)
+    assert refusal(lambda: unwrap(nn.DataParallel(model))) == (
+        "nn.DataParallel copies the model in every step, and the plan with it; start one process per GPU with `accelerate "
+        "launch`, or show one GPU only (CUDA_VISIBLE_DEVICES=0)."
+    )
+    assert unwrap(model) is model
+    assert unwrap(torch.compile(model, backend="eager")) is model
+    refusal(lambda: unwrap(torch.compile(nn.DataParallel(model), backend="eager")))
+
+
+def test_an_optimizer_that_cannot_be_differentiated_is_refused_only_where_it_is_probed() -> None:
+    model = tiny_llama(hidden=32)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    message = refusal(lambda: SnipController(model, optimizer, SnipConfig()), TypeError)
+    assert message == (
+        "Cannot differentiate the update of torch.optim.adagrad.Adagrad; expected torch.optim.AdamW, Adam or SGD. Use one "
+        "of these (Trainer: optim='adamw_torch' or 'adamw_torch_fused'), or a policy that needs no probe, such as "
+        "policy='layer-position'."
+    )
+    assert SnipController(model, optimizer, SnipConfig(policy="uniform-fp4")).plan.fp4_fraction == 1.0
+
+
+def test_flash_attention_is_refused_where_it_is_probed() -> None:
+    model = tiny_llama(hidden=32)
+    model.config._attn_implementation = "flash_attention_2"
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert refusal(lambda: SnipController(model, optimizer, SnipConfig())) == (
+        "attn_implementation='flash_attention_2' cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. Load the "
+        "model with attn_implementation='sdpa', or use a policy that needs no probe."
+    )
+    SnipController(model, optimizer, SnipConfig(policy="layer-type"))
+
+
+def test_a_model_that_is_already_quantized_is_refused() -> None:
+    model = tiny_llama(hidden=32)
+    model.config.quantization_config = {"quant_method": "fp8"}
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert refusal(lambda: SnipController(model, optimizer, SnipConfig())) == (
+        "The model is already quantized (dict); expected ordinary weights. Load it without a quantization_config, or "
+        "dequantize it first."
+    )
+
+
+def test_a_first_batch_without_labels_is_refused_and_a_later_one_costs_a_refresh(tmp_path: Path) -> None:
+    loop = Loop(folder=tmp_path)
+    batch = {"input_ids": text(2, 24)["input_ids"]}
+    assert refusal(lambda: loop.controller.capture(batch)) == (
+        "The batch has no labels (its keys are input_ids), so the model gives no loss to probe. Expected a causal LM batch "
+        "with `labels`. Label smoothing and a custom compute_loss_func take them away: turn these off, or use a policy "
+        "that needs no probe, such as policy='layer-position'."
+    )
+    loop.run(1)
+    loop.controller.capture(batch)
+    loop.controller.before_optimizer_step(2)
+    loop.controller.after_step(2)
+    (line,) = history(tmp_path)
+    assert (line["step"], line["status"]) == (2, "kept")
+    assert line["reason"].startswith("ValueError: The batch has no labels (its keys are input_ids)")
+
+
+def test_a_policy_without_a_probe_takes_any_batch() -> None:
+    loop = Loop(SnipConfig(policy="random", target_fp4_fraction=0.5))
+    loop.controller.capture({"input_ids": text(2, 24)["input_ids"]})
+    assert loop.run(3).controller.plan.fp4_fraction >= 0.5
+
+
+def test_a_plan_file_is_held_fixed_and_that_of_another_model_is_refused(tmp_path: Path) -> None:
+    loop = Loop(folder=tmp_path).run(4)
+    path = tmp_path / "snip" / "plan.json"
+    fixed = Loop(SnipConfig(plan=str(path), **SCHEDULE))
+    assert fixed.formats() == loop.formats()
+    assert fixed.run(7).formats() == loop.formats()
+
+    other = tiny_llama(hidden=32, layers=3)
+    message = refusal(lambda: SnipController(other, None, SnipConfig(plan=str(path))), KeyError)
+    assert message == (
+        "The plan has no entry for layer 'model.layers.2.self_attn.q_proj' (it names 14 layers, e.g. "
+        "'model.layers.0.self_attn.q_proj'). Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to "
+        "compare."
+    )
+    path.write_bytes(path.read_bytes()[:500])
+    message = refusal(lambda: Loop(SnipConfig(plan=str(path))))
+    assert message.startswith(f"{path} is not a usable precision plan: it is not valid JSON, perhaps truncated (line ")
+
+
+# ------------------------------------------------------------------------- what costs a refresh, and never the training
+
+TINY = """
+import json, sys
+problem = json.load(sys.stdin)
+choices = {group["name"]: "fp8" for group in problem["groups"]}
+print(json.dumps({"status": "optimal", "choices": choices, "objective": 0.0, "bound": 0.0, "gap": 0.0,
+                  "constraints": {"stage 0": 1.0}, "solver": "liar", "solver_version": "1", "seconds": 0.1}))
+"""
+FAILURES = {
+    "crash": ("raise RuntimeError('out of luck')", "SolverError: The solver process crashed (exit code 1)", "out of luck"),
+    "signal": ("import os; os.kill(os.getpid(), 9)", "SolverError: The solver process crashed (signal SIGKILL)", ""),
+    "garbage": ("print('OPTIMAL')", "SolverError: The solver's output is no JSON object", "OPTIMAL"),
+    "silence": ("pass", "SolverError: The solver's output is no JSON object", ""),
+    "half an answer": ("print('{}')", "SolverError: The solver's output is no solution", ""),
+    "a lie": (TINY, "SolverError: The solver's map failed the re-check", "below its minimum 0.75"),
+    "timeout": (SLEEP, "SolverError: The solver ran past the 0.2 s it was waited for and was killed.", ""),
+}
+
+
+def kept(folder: Path) -> list[str]:
+    """The reasons of the history's refreshes, all of which kept the plan."""
+    lines = [line for line in history(folder) if line["event"] == "refresh"]
+    assert {(line["status"], line["applied_step"], line["layers_changed"], len(line["changes"])) for line in lines} == {
+        ("kept", None, 0, 0)
+    }
+    assert {line["fp4_fraction"] for line in lines} == {0.0}
+    return [line["reason"] for line in lines]
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failing_solver_keeps_the_plan_and_says_why(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    program, beginning, detail = FAILURES[failure]
+    processes = solve_with(monkeypatch, program, steps=[0])
+    monkeypatch.setattr("snip_hf.controller._GRACE", 0.0)
+    limit = {"solver_time_limit": 0.2} if failure == "timeout" else {}
+    loop = Loop(SnipConfig(**limit, **SCHEDULE | {"refresh_every": 100}), tmp_path).run(5)
+    (reason,) = kept(tmp_path)
+    assert reason.startswith(beginning)
+    assert detail in reason
+    assert caplog.messages == [f"snip-hf: the refresh of step 2 failed, the plan in force stays: {reason}"]
+    assert {fmt for formats in loop.formats().values() for fmt in formats.values()} == {"fp8"}
+    assert all(math.isfinite(loss) for loss in loop.losses) and len(loop.losses) == 10
+    assert processes[0]._process.returncode is not None
+
+
+def test_the_refresh_after_a_failed_one_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    solve_with(monkeypatch, "raise SystemExit(1)", steps=[0])
+    Loop(folder=tmp_path).run(8)
+    assert [(line["step"], line["status"]) for line in history(tmp_path)] == [(2, "kept"), (6, "applied")]
+
+
+def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from snip_hf import policies
+
+    problem = policies.problem
+
+    def too_much(*args: Any) -> dict[str, Any]:
+        program = problem(*args)
+        program["constraints"][0]["minimum"] = 1.5
+        return program
+
+    monkeypatch.setattr("snip_hf.controller.policies.problem", too_much)
+    Loop(folder=tmp_path).run(5)
+    assert kept(tmp_path) == [
+        "SolverError: No map meets all constraints ('stage 0': minimum 1.5, attainable 1, each by itself). Lower the "
+        "target or tie less."
+    ]
+
+
+def test_a_solver_that_cannot_be_started_keeps_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("snip_hf.solver.sys.executable", "/nowhere/python")
+    Loop(folder=tmp_path).run(5)
+    (reason,) = kept(tmp_path)
+    assert reason.startswith("SolverError: The solver process could not be started: [Errno 2]")
+
+
+def test_a_loss_that_is_nan_at_the_probe_keeps_the_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(folder=tmp_path)
+    loss_function = loop.model.loss_function
+
+    def nan_at_step_2(**kwargs: Any) -> torch.Tensor:
+        # A constant: the gradients stay finite, so that training itself is as before.
+        return loss_function(**kwargs) + (math.nan if loop.step == 2 else 0.0)
+
+    loop.model.loss_function = nan_at_step_2
+    loop.run(5)
+    assert [math.isnan(loss) for loss in loop.losses] == [False] * 2 + [True] * 2 + [False] * 6
+    assert kept(tmp_path) == ["ValueError: The loss of the probed micro-batch is nan; expected a finite number."]
+    assert len(caplog.messages) == 1
+    loop.run(8)
+    assert [(line["step"], line["status"]) for line in history(tmp_path)] == [(2, "kept"), (6, "applied")]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_keeps_the_plan_and_is_named(value: float, tmp_path: Path) -> None:
+    loop = Loop(folder=tmp_path)
+    before = loop.controller.before_optimizer_step
+
+    def spoil(step: int) -> None:
+        weight = loop.model.model.layers[1].mlp.up_proj.weight
+        good = weight.grad.clone()
+        if step == 2:
+            weight.grad[3, 4] = value
+        before(step)
+        weight.grad.copy_(good)
+
+    loop.controller.before_optimizer_step = spoil
+    loop.run(5)
+    assert kept(tmp_path) == [
+        "ValueError: The gradient of layer 'model.layers.1.mlp.up_proj' is not finite; expected finite numbers."
+    ]
+    assert all(math.isfinite(loss) for loss in loop.losses)
+
+
+def test_a_probe_that_raises_keeps_the_plan_and_the_layers_run_on(tmp_path: Path) -> None:
+    loop = Loop(folder=tmp_path)
+    expected = Loop(SnipConfig(first_refresh=99)).run(5)
+    norm, loop.step = loop.model.model.norm, 0
+
+    def out_of_memory(module: nn.Module, args: Any) -> None:
+        if snip_linears(loop.model)["model.layers.0.mlp.up_proj"].snip_recorder is not None:
+            raise RuntimeError("out of memory")
+
+    norm.register_forward_pre_hook(out_of_memory)
+    torch.manual_seed(0)
+    loop.run(5)
+    assert kept(tmp_path) == ["RuntimeError: out of memory"]
+    assert loop.losses == expected.losses
+    assert differing(weights(loop.model), weights(expected.model)) == []
+
+
+def test_a_disk_that_cannot_be_written_costs_the_record_and_not_the_plan(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "snip").write_text("a file where the folder should be")
+    loop = Loop(folder=tmp_path)
+    loop.controller.start()
+    loop.run(4)
+    assert loop.controller.plan.fp4_fraction >= 0.75
+    assert loop.formats() == loop.controller.plan.assignment
+    assert len(caplog.messages) >= 4
+    assert {message.partition(": [Errno")[0] for message in caplog.messages} == {
+        f"snip-hf: could not write to {tmp_path}/snip, training goes on"
+    }
+    assert (tmp_path / "snip").read_text() == "a file where the folder should be"
+
+
+@pytest.mark.parametrize("broken", ["snip_hf.controller.write_json_atomic", "snip_hf.plan.write_json_atomic"])
+def test_a_disk_that_fills_up_costs_only_the_file_that_did_not_fit(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, document: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(broken, full)
+    loop = Loop(folder=tmp_path).run(4)
+    assert [line["status"] for line in history(tmp_path)] == ["applied"]
+    assert loop.controller.plan.fp4_fraction >= 0.75
+    assert caplog.messages == [
+        f"snip-hf: could not write to {tmp_path}/snip, training goes on: [Errno 28] No space left on device"
+    ]
+
+
+def test_training_that_ends_in_a_refresh_stops_its_solver_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = solve_with(monkeypatch, SLEEP)
+    loop = Loop(folder=tmp_path).run(3)
+    assert processes[0]._process.poll() is None
+    loop.controller.close()
+    loop.controller.close()
+    assert processes[0]._process.returncode == -9
+    assert kept(tmp_path) == ["training ended at step 3, before step 4 at which its plan was due"]
+
+
+def test_training_that_ends_inside_a_refreshs_step_leaves_no_hooks_on_the_weights() -> None:
+    loop = Loop().run(1)
+    loop.controller.capture(text(2, 24))
+    weights_with_hooks = [p for p in loop.model.parameters() if p._post_accumulate_grad_hooks]
+    assert len(weights_with_hooks) == 14
+    loop.controller.close()
+    assert [p for p in loop.model.parameters() if p._post_accumulate_grad_hooks] == []
+
+
+def test_training_waits_for_a_slow_solver_only_at_the_step_its_plan_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from snip_hf import ilp
+
+    # The right answer, half a second late.
+    program = f"import time, runpy; time.sleep(0.5); runpy.run_path({ilp.__file__!r}, run_name='__main__')"
+    solve_with(monkeypatch, program)
+    Loop(SnipConfig(**SCHEDULE | {"apply_delay": 0}), tmp_path).run(2)
+    (line,) = history(tmp_path)
+    assert (line["step"], line["applied_step"], line["decided_step"]) == (2, 2, 2)
+    assert line["seconds"]["waited"] >= 0.5
+
+
+def test_no_child_process_is_left_behind() -> None:
+    children = Path(f"/proc/self/task/{Path('/proc/thread-self').resolve().name}/children")
+    before = set(children.read_text().split())
+    loop = Loop().run(5)
+    loop.controller.close()
+    assert set(children.read_text().split()) <= before
+    assert sys.modules.get("mip") is None
+
+
+def test_frozen_linears_get_formats_too_and_count_without_their_grad_weight(tmp_path: Path) -> None:
+    loop = Loop(None)
+    for parameter in loop.model.model.layers[0].parameters():
+        parameter.requires_grad_(False)
+    loop.controller = SnipController(loop.model, loop.optimizer, SnipConfig(**SCHEDULE), None, tmp_path)
+    loop.run(4)
+    (line,) = history(tmp_path)
+    assert line["status"] == "applied"
+    assert line["fp4_fraction"] >= 0.75
+    assert loop.controller.plan.flops["model.layers.0.mlp.up_proj"]["grad_weight"] == 0
+
+
+def test_converting_before_hand_changes_nothing() -> None:
+    model = tiny_llama(hidden=32)
+    config = SnipConfig(policy="uniform-fp4")
+    convert_model(model, config)
+    before = {name: id(layer) for name, layer in snip_linears(model).items()}
+    controller = SnipController(model, None, config)
+    assert {name: id(layer) for name, layer in snip_linears(model).items()} == before
+    assert controller.plan.assignment == {name: dict.fromkeys(GEMMS, "fp4") for name in before}
+

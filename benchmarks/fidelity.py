@@ -61,8 +61,11 @@ def load(
     recipe = load_recipe(recipe_path, [])
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     args = torch.load(checkpoint / "training_args.bin", weights_only=False)  # our own run's arguments
+    args.eval_strategy = "no"
     optimizer = Trainer(model, args).create_optimizer()
     optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
+    for group in optimizer.param_groups:
+        group["lr"] = args.learning_rate  # the schedule's end is 0; a common factor drops out of every ratio
     train, _ = pack(*load_documents(recipe.data), AutoTokenizer.from_pretrained(checkpoint), recipe.data)
     ids = torch.tensor([row["input_ids"] for row, _ in zip(train, range(sequences), strict=False)])
     return model, optimizer, {"input_ids": ids, "labels": ids}

@@ -75,7 +75,10 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         for name in ("loss_weight", "weight_weight", "switching_cost", "solver_gap")
         for value in (-1, -0.5, float("inf"), float("nan"))
     ),
-    ({"loss_weight": 0, "weight_weight": 0.0}, "loss_weight and weight_weight are both 0; at least one must be above 0."),
+    (
+        {"loss_weight": 0, "weight_weight": 0.0},
+        "loss_weight and weight_weight are both 0; at least one must be above 0.",
+    ),
     *(
         ({"solver_time_limit": value}, f"solver_time_limit={value!r} is not a number of seconds above 0.")
         for value in (0, -1.0, float("inf"), float("nan"))
@@ -121,7 +124,9 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), BAD_VALUES)
-def test_a_value_out_of_range_is_refused_with_the_field_and_what_is_expected(values: dict[str, Any], message: str) -> None:
+def test_a_value_out_of_range_is_refused_with_the_field_and_what_is_expected(
+    values: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         SnipConfig(**values)
 

@@ -16,14 +16,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from small import text, tiny_llama
+from tiny_runs import FAST, SCHEDULE, differing, history, one_thread, solve_with, weights, without_seconds
 from torch import nn
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model
 from snip_hf.controller import check_launch, unwrap
 from snip_hf.formats import GEMMS
 from snip_hf.linear import snip_linears
-from small import text, tiny_llama
-from tiny_runs import FAST, SCHEDULE, differing, history, one_thread, solve_with, weights, without_seconds
 
 CONFIG = SnipConfig(**SCHEDULE)
 SLEEP = "import time; time.sleep(60)"
@@ -306,7 +306,9 @@ def test_the_divergences_are_told_what_clipping_multiplied_the_gradients_by(
     norms = []
     clip = loop.clip
     monkeypatch.setattr(
-        loop, "clip", lambda: (norms.append(float(nn.utils.get_total_norm([p.grad for p in loop.model.parameters()]))), clip())
+        loop,
+        "clip",
+        lambda: (norms.append(float(nn.utils.get_total_norm([p.grad for p in loop.model.parameters()]))), clip()),
     )
     loop.run(2)
     loop.controller.close()
@@ -330,7 +332,9 @@ def refusal(call: Callable[[], Any], kind: type[Exception] = ValueError) -> str:
 
 def test_fp8_mixed_precision_is_refused_with_every_policy() -> None:
     for policy in ("snip", "uniform-fp8"):
-        assert refusal(lambda p=policy: check_launch(SnipConfig(policy=p), fake_accelerator(mixed_precision="fp8"))) == (
+        assert refusal(
+            lambda p=policy: check_launch(SnipConfig(policy=p), fake_accelerator(mixed_precision="fp8"))
+        ) == (
             "mixed_precision='fp8' would convert the linears a second time; snip-hf does the FP8 itself. Use 'bf16' or "
             "'no'."
         )
@@ -347,8 +351,8 @@ def test_fp16_is_refused_where_gradients_are_probed() -> None:
 def test_several_processes_are_refused_where_one_would_have_to_tell_the_others() -> None:
     several = fake_accelerator(num_processes=4, distributed_type="DistributedType.MULTI_GPU")
     assert refusal(lambda: check_launch(SnipConfig(policy="min-abs-err"), several)) == (
-        "policy='min-abs-err' runs in one process so far; got 4 processes (MULTI_GPU). Launch with --num_processes 1, or "
-        "use a policy that needs no probe, such as a plan file or policy='layer-position'."
+        "policy='min-abs-err' runs in one process so far; got 4 processes (MULTI_GPU). Launch with --num_processes 1, "
+        "or use a policy that needs no probe, such as a plan file or policy='layer-position'."
     )
     check_launch(SnipConfig(policy="random"), several)
     check_launch(SnipConfig(plan="plan.json"), several)
@@ -377,8 +381,8 @@ def test_a_controller_refuses_before_it_touches_the_model() -> None:
 def test_data_parallel_is_refused_and_other_wrappers_are_looked_through() -> None:
     model = tiny_llama(hidden=32)
     assert refusal(lambda: unwrap(nn.DataParallel(model))) == (
-        "nn.DataParallel copies the model in every step, and the plan with it; start one process per GPU with `accelerate "
-        "launch`, or show one GPU only (CUDA_VISIBLE_DEVICES=0)."
+        "nn.DataParallel copies the model in every step, and the plan with it; start one process per GPU with "
+        "`accelerate launch`, or show one GPU only (CUDA_VISIBLE_DEVICES=0)."
     )
     assert unwrap(model) is model
     assert unwrap(torch.compile(model, backend="eager")) is model
@@ -390,8 +394,8 @@ def test_an_optimizer_that_cannot_be_differentiated_is_refused_only_where_it_is_
     optimizer = torch.optim.Adagrad(model.parameters())
     message = refusal(lambda: SnipController(model, optimizer, SnipConfig()), TypeError)
     assert message == (
-        "Cannot differentiate the update of torch.optim.adagrad.Adagrad; expected torch.optim.AdamW, Adam or SGD. Use one "
-        "of these (Trainer: optim='adamw_torch' or 'adamw_torch_fused'), or a policy that needs no probe, such as "
+        "Cannot differentiate the update of torch.optim.adagrad.Adagrad; expected torch.optim.AdamW, Adam or SGD. Use "
+        "one of these (Trainer: optim='adamw_torch' or 'adamw_torch_fused'), or a policy that needs no probe, such as "
         "policy='layer-position'."
     )
     assert SnipController(model, optimizer, SnipConfig(policy="uniform-fp4")).plan.fp4_fraction == 1.0
@@ -402,8 +406,8 @@ def test_flash_attention_is_refused_where_it_is_probed() -> None:
     model.config._attn_implementation = "flash_attention_2"
     optimizer = torch.optim.AdamW(model.parameters())
     assert refusal(lambda: SnipController(model, optimizer, SnipConfig())) == (
-        "attn_implementation='flash_attention_2' cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. Load the "
-        "model with attn_implementation='sdpa', or use a policy that needs no probe."
+        "attn_implementation='flash_attention_2' cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. Load "
+        "the model with attn_implementation='sdpa', or use a policy that needs no probe."
     )
     SnipController(model, optimizer, SnipConfig(policy="layer-type"))
 
@@ -422,9 +426,9 @@ def test_a_first_batch_without_labels_is_refused_and_a_later_one_costs_a_refresh
     loop = Loop(folder=tmp_path)
     batch = {"input_ids": text(2, 24)["input_ids"]}
     assert refusal(lambda: loop.controller.capture(batch)) == (
-        "The batch has no labels (its keys are input_ids), so the model gives no loss to probe. Expected a causal LM batch "
-        "with `labels`. Label smoothing and a custom compute_loss_func take them away: turn these off, or use a policy "
-        "that needs no probe, such as policy='layer-position'."
+        "The batch has no labels (its keys are input_ids), so the model gives no loss to probe. Expected a causal LM "
+        "batch with `labels`. Label smoothing and a custom compute_loss_func take them away: turn these off, or use a "
+        "policy that needs no probe, such as policy='layer-position'."
     )
     loop.run(1)
     loop.controller.capture(batch)
@@ -452,8 +456,8 @@ def test_a_plan_file_is_held_fixed_and_that_of_another_model_is_refused(tmp_path
     message = refusal(lambda: SnipController(other, None, SnipConfig(plan=str(path))), KeyError)
     assert message == (
         "The plan has no entry for layer 'model.layers.2.self_attn.q_proj' (it names 14 layers, e.g. "
-        "'model.layers.0.self_attn.q_proj'). Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to "
-        "compare."
+        "'model.layers.0.self_attn.q_proj'). Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
+        "to compare."
     )
     path.write_bytes(path.read_bytes()[:500])
     message = refusal(lambda: Loop(SnipConfig(plan=str(path))))
@@ -470,7 +474,11 @@ print(json.dumps({"status": "optimal", "choices": choices, "objective": 0.0, "bo
                   "constraints": {"stage 0": 1.0}, "solver": "liar", "solver_version": "1", "seconds": 0.1}))
 """
 FAILURES = {
-    "crash": ("raise RuntimeError('out of luck')", "SolverError: The solver process crashed (exit code 1)", "out of luck"),
+    "crash": (
+        "raise RuntimeError('out of luck')",
+        "SolverError: The solver process crashed (exit code 1)",
+        "out of luck",
+    ),
     "signal": ("import os; os.kill(os.getpid(), 9)", "SolverError: The solver process crashed (signal SIGKILL)", ""),
     "garbage": ("print('OPTIMAL')", "SolverError: The solver's output is no JSON object", "OPTIMAL"),
     "silence": ("pass", "SolverError: The solver's output is no JSON object", ""),
@@ -495,7 +503,7 @@ def test_a_failing_solver_keeps_the_plan_and_says_why(
     failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     program, beginning, detail = FAILURES[failure]
-    processes = solve_with(monkeypatch, program, steps=[0])
+    processes = solve_with(monkeypatch, program)
     monkeypatch.setattr("snip_hf.controller._GRACE", 0.0)
     limit = {"solver_time_limit": 0.2} if failure == "timeout" else {}
     loop = Loop(SnipConfig(**limit, **SCHEDULE | {"refresh_every": 100}), tmp_path).run(5)
@@ -509,7 +517,7 @@ def test_a_failing_solver_keeps_the_plan_and_says_why(
 
 
 def test_the_refresh_after_a_failed_one_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    solve_with(monkeypatch, "raise SystemExit(1)", steps=[0])
+    solve_with(monkeypatch, "raise SystemExit(1)", "")
     Loop(folder=tmp_path).run(8)
     assert [(line["step"], line["status"]) for line in history(tmp_path)] == [(2, "kept"), (6, "applied")]
 
@@ -690,4 +698,3 @@ def test_converting_before_hand_changes_nothing() -> None:
     controller = SnipController(model, None, config)
     assert {name: id(layer) for name, layer in snip_linears(model).items()} == before
     assert controller.plan.assignment == {name: dict.fromkeys(GEMMS, "fp4") for name in before}
-

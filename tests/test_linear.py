@@ -134,6 +134,17 @@ class TestGradients:
         self.check(flat, self.reference(torch.bfloat16), formats, UNIT[torch.bfloat16])
 
     @each_combination
+    def test_under_autocast_are_those_of_a_layer_in_the_autocast_dtype(self, formats: tuple[str, str, str]) -> None:
+        """Weight, bias and input are rounded to BF16 before anything else, as autocast does for nn.Linear."""
+        mixed, pure = swapped(linear()), swapped(linear().to(torch.bfloat16))
+        for layer in (mixed, pure):
+            layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
+        with torch.autocast("cpu", torch.bfloat16):
+            got = gradients(mixed, randn(T, I))
+        expected = gradients(pure, randn(T, I, dtype=torch.bfloat16))
+        assert_same(got, {name: value if name == "y" else value.float() for name, value in expected.items()})
+
+    @each_combination
     def test_do_not_depend_on_dimensions_or_strides(self, formats: tuple[str, str, str]) -> None:
         layer = swapped(linear())
         layer.set_formats(dict(zip(GEMMS, formats, strict=True)))

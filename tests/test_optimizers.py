@@ -52,7 +52,7 @@ def draw(seed: int) -> dict[str, Tensor]:
 
 
 def trained(rule: str, steps: int, device: str = "cpu", **more: Any) -> tuple[Parameters, torch.optim.Optimizer]:
-    """Two parameters in two groups, the second with a fifth of the learning rate, after some steps on random gradients."""
+    """Two parameters in two groups, the second with a fifth of the learning rate, after steps on random gradients."""
     kind, options = RULES[rule]
     parameters = {name: nn.Parameter(value.to(device)) for name, value in draw(100).items()}
     groups = [
@@ -75,7 +75,7 @@ def take_step(parameters: Parameters, optimizer: torch.optim.Optimizer, gradient
 def real_update(
     parameters: Parameters, optimizer: torch.optim.Optimizer, gradients: dict[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """What the next step of a copy subtracts, in dtype; weight decay that is no function of the gradient is taken out."""
+    """What the next step of a copy subtracts, in dtype; decoupled weight decay is taken out."""
     copies = {name: nn.Parameter(value.detach().to(dtype, copy=True)) for name, value in parameters.items()}
     twin = type(optimizer)([{"params": [value]} for value in copies.values()], lr=0.0)  # type: ignore[call-arg]
     twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))

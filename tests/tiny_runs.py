@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import transformers
+from small import tiny_llama
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from small import tiny_llama
 from snip_hf import SnipCallback, SnipConfig
 from snip_hf.solver import SolverProcess
 
@@ -43,7 +43,9 @@ class Run:
     @property
     def losses(self) -> dict[int, tuple[float, float]]:
         """Step -> (loss, gradient norm before clipping)."""
-        return {line["step"]: (line["loss"], line["grad_norm"]) for line in self.trainer.state.log_history if "loss" in line}
+        return {
+            line["step"]: (line["loss"], line["grad_norm"]) for line in self.trainer.state.log_history if "loss" in line
+        }
 
     @property
     def eval_losses(self) -> list[float]:
@@ -80,9 +82,7 @@ def data(rows: int = 38, length: int = 24) -> list[dict[str, list[int]]]:
     """
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(0, 128, (rows, length), generator=generator).tolist()
-    return [
-        {"input_ids": row, "labels": [-100] * (index % 9) + row[index % 9 :]} for index, row in enumerate(tokens)
-    ]
+    return [{"input_ids": row, "labels": [-100] * (index % 9) + row[index % 9 :]} for index, row in enumerate(tokens)]
 
 
 def arguments(folder: Path, **changes: Any) -> TrainingArguments:
@@ -156,21 +156,23 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     """Names of the tensors that are not equal to the bit."""
-    return [name for name in {**one, **other} if not (name in one and name in other and torch.equal(one[name], other[name]))]
+    return [
+        name for name in {**one, **other} if not (name in one and name in other and torch.equal(one[name], other[name]))
+    ]
 
 
-def solve_with(monkeypatch: Any, program: str, steps: Iterable[int] | None = None) -> list[SolverProcess]:
+def solve_with(monkeypatch: Any, *programs: str) -> list[SolverProcess]:
     """Lets the controller's solver be a Python program; returns the list of processes that is filled as they start.
 
     Args:
-        steps: numbers (from 0) of the solver calls it is for, None for all.
+        programs: for the first refresh, the second, ...; "" is the real solver; the last one stays.
     """
     start = SolverProcess.start
     started: list[SolverProcess] = []
 
     def run_program(problem: dict[str, Any]) -> SolverProcess:
-        replaced = steps is None or len(started) in steps
-        started.append(start(problem, [sys.executable, "-S", "-c", program] if replaced else None))
+        program = programs[min(len(started), len(programs) - 1)]
+        started.append(start(problem, [sys.executable, "-S", "-c", program] if program else None))
         return started[-1]
 
     monkeypatch.setattr("snip_hf.controller.SolverProcess.start", run_program)

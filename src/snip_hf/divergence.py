@@ -299,6 +299,8 @@ def _update_distance(
     """Returns the sum over layers of |h(gradient) - h(base)|^2 / |W|^2."""
     total = 0.0
     for name, answer in answers.items():
+        if name not in base or name not in gradients:  # took no part in the pass (an expert without tokens)
+            continue
         moved = answer.update(gradients[name]) - answer.update(base[name])
         moved *= answer.derivative(base[name]) != 0  # elements whose update has no meaningful derivative
         total += float(moved.square().sum() / layers[name].weight.detach().to(torch.float32).square().sum())

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_runs import SCHEDULE, Run, differing, model_with_dropout, solve_with, train, weights
 from transformers import LlamaForCausalLM
 
 from snip_hf import SnipConfig
-from tiny_runs import SCHEDULE, Run, differing, model_with_dropout, solve_with, train, weights
 
 UNTOUCHED = SnipConfig(start_format="bf16", **SCHEDULE)
 
@@ -23,7 +23,9 @@ def outcome(run: Run) -> dict[str, Any]:
     return {
         "losses": run.losses,
         "eval_losses": run.eval_losses,
-        "optimizer": {f"{i}.{key}": torch.as_tensor(value).tolist() for i, s in optimizer.items() for key, value in s.items()},
+        "optimizer": {
+            f"{i}.{key}": torch.as_tensor(value).tolist() for i, s in optimizer.items() for key, value in s.items()
+        },
         "torch": torch.get_rng_state().tolist(),
         "numpy": np.random.get_state()[1].tolist(),
         "python": random.getstate(),
@@ -84,7 +86,9 @@ def test_probes_whose_solver_always_fails_leave_no_trace(
 
 
 def test_a_refresh_that_is_never_due_leaves_no_trace(tmp_path: Path) -> None:
-    never = SnipConfig(start_format="bf16", first_refresh=2, refresh_every=100, apply_delay=100, probes=2, solver="greedy")
+    never = SnipConfig(
+        start_format="bf16", first_refresh=2, refresh_every=100, apply_delay=100, probes=2, solver="greedy"
+    )
     expected = train(tmp_path / "plain")
     expected_outcome = outcome(expected)
     run = train(tmp_path / "snip", never)

@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
-
-from snip_hf import SnipCallback, SnipConfig
 from tiny_runs import (
     SCHEDULE,
     STEPS,
@@ -26,6 +23,9 @@ from tiny_runs import (
     weights,
     without_seconds,
 )
+from transformers import TrainerCallback
+
+from snip_hf import SnipCallback, SnipConfig
 
 CONFIG = SnipConfig(stages=2, **SCHEDULE)
 OTHER = SnipConfig(stages=2, granularity="gemm", target_fp4_fraction=0.5, probes=2, **(SCHEDULE | {"apply_delay": 4}))
@@ -122,7 +122,9 @@ class _Power(TrainerCallback):
 
 @pytest.mark.parametrize("step", [7, 8])
 @pytest.mark.parametrize("polite", [True, False])
-def test_a_run_that_was_really_stopped_goes_on_in_its_folder(full: Run, polite: bool, step: int, tmp_path: Path) -> None:
+def test_a_run_that_was_really_stopped_goes_on_in_its_folder(
+    full: Run, polite: bool, step: int, tmp_path: Path
+) -> None:
     if polite:
         stopped = train(tmp_path, CONFIG, callbacks=[_Power(step, True)], **SAVING)
         assert len(stopped.losses) == step
@@ -143,7 +145,9 @@ def test_a_history_that_a_crash_left_broken_is_repaired(full: Run, tmp_path: Pat
     checkpoint = interrupted(full, 5, tmp_path)
     path = tmp_path / "snip" / "history.jsonl"
     path.write_bytes(path.read_bytes()[:-40])
-    assert without_seconds(train(tmp_path, CONFIG, resume=checkpoint, **SAVING).history) == without_seconds(full.history)
+    assert without_seconds(train(tmp_path, CONFIG, resume=checkpoint, **SAVING).history) == without_seconds(
+        full.history
+    )
 
 
 def test_a_solver_that_cannot_be_started_again_costs_the_refresh_and_not_the_run(
@@ -171,8 +175,14 @@ def test_a_moved_checkpoint_is_found_when_it_is_named(full: Run, named_in: str, 
     )
     assert_same_end(resumed, full)
     start, *refreshes = resumed.history
-    assert (start["event"], start["step"], start["plan"]) == ("start", step, state(full.folder, step)["plan"]["assignment"])
-    assert without_seconds(refreshes) == without_seconds([line for line in full.refreshes if line["decided_step"] > step])
+    assert (start["event"], start["step"], start["plan"]) == (
+        "start",
+        step,
+        state(full.folder, step)["plan"]["assignment"],
+    )
+    assert without_seconds(refreshes) == without_seconds(
+        [line for line in full.refreshes if line["decided_step"] > step]
+    )
 
 
 def test_a_checkpoint_trained_without_snip_is_continued_with_it(
@@ -181,9 +191,9 @@ def test_a_checkpoint_trained_without_snip_is_continued_with_it(
     plain = train(tmp_path, **SAVING | {"save_steps": 5})
     resumed = train(tmp_path, CONFIG, resume=tmp_path / "checkpoint-5", **SAVING | {"save_steps": 5})
     expected = (
-        f"snip-hf: resuming at step 5 without a SNIP state (looked for snip_state.json in {tmp_path}/checkpoint-5): taken "
-        "for a checkpoint trained without SNIP, the plan starts anew. If the checkpoint lies elsewhere, name its folder "
-        "in SnipCallback(resume=...)."
+        f"snip-hf: resuming at step 5 without a SNIP state (looked for snip_state.json in {tmp_path}/checkpoint-5): "
+        "taken for a checkpoint trained without SNIP, the plan starts anew. If the checkpoint lies elsewhere, name "
+        "its folder in SnipCallback(resume=...)."
     )
     assert [record.message for record in caplog.records if record.name == "snip_hf.callback"] == [expected]
     start, *refreshes = resumed.history
@@ -231,8 +241,8 @@ def test_a_checkpoint_of_another_configuration_is_refused(full: Run, tmp_path: P
     config = SnipConfig(stages=2, target_fp4_fraction=0.5, seed=3, **SCHEDULE)
     model = model_with_dropout()
     assert refused(tmp_path, SnipCallback(config), checkpoint, model=model) == (
-        f"Cannot resume from {checkpoint}/snip_state.json: The checkpoint was trained with target_fp4_fraction=0.75, this "
-        "run asks for target_fp4_fraction=0.5 (different fields: target_fp4_fraction, seed). Use the checkpoint's "
+        f"Cannot resume from {checkpoint}/snip_state.json: The checkpoint was trained with target_fp4_fraction=0.75, "
+        "this run asks for target_fp4_fraction=0.5 (different fields: target_fp4_fraction, seed). Use the checkpoint's "
         "configuration to resume its run, or SnipCallback(..., resume=False) to start a new plan from its weights."
     )
     # What the message advises works, with the same model, and with the state as it was.
@@ -291,8 +301,8 @@ def test_a_state_of_another_model_is_refused(full: Run, tmp_path: Path) -> None:
     assert message == (
         f"Cannot resume from {bigger.folder}/checkpoint-1/snip_state.json: The plan names layer "
         "'model.layers.2.self_attn.q_proj', which is no SnipLinear of the model (it has 14, e.g. "
-        "'model.layers.0.self_attn.q_proj'). Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to "
-        "compare."
+        "'model.layers.0.self_attn.q_proj'). Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
+        "to compare."
     )
 
 
@@ -307,8 +317,9 @@ def test_a_checkpoint_that_lost_its_state_is_refused_even_where_it_was_moved_to(
     moved = shutil.copytree(full.folder / "checkpoint-7", tmp_path / "elsewhere")
     (tmp_path / "run").mkdir()
     assert refused(tmp_path / "run", SnipCallback(CONFIG), moved) == (
-        f"The checkpoint of step 7 was trained with SNIP, but there is no snip_state.json in {tmp_path}/run/checkpoint-7. "
-        "Name its folder in SnipCallback(resume=FOLDER), or say SnipCallback(resume=False) to start a new plan."
+        "The checkpoint of step 7 was trained with SNIP, but there is no snip_state.json in "
+        f"{tmp_path}/run/checkpoint-7. Name its folder in SnipCallback(resume=FOLDER), or say "
+        "SnipCallback(resume=False) to start a new plan."
     )
 
 
@@ -332,4 +343,6 @@ def test_a_finished_run_resumes_to_more_steps_without_a_second_line_for_its_last
     train(tmp_path, CONFIG, max_steps=3, **SAVING)
     assert [(line["step"], line["status"]) for line in history(tmp_path)[1:]] == [(2, "kept")]
     train(tmp_path, CONFIG, max_steps=5, resume=tmp_path / "checkpoint-3", **SAVING)
-    assert [(line["step"], line["status"], line["applied_step"]) for line in history(tmp_path)[1:]] == [(2, "applied", 4)]
+    assert [(line["step"], line["status"], line["applied_step"]) for line in history(tmp_path)[1:]] == [
+        (2, "applied", 4)
+    ]

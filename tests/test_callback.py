@@ -1,0 +1,660 @@
+"""Does SNIP do under a real Trainer what it promises, when it promises it, and refuse what cannot work?"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small import tiny_llama
+from tiny_runs import (
+    FAST,
+    SCHEDULE,
+    STEPS,
+    Run,
+    arguments,
+    data,
+    differing,
+    history,
+    model_with_dropout,
+    solve_with,
+    train,
+    weights,
+    without_seconds,
+)
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+
+from snip_hf import PrecisionPlan, SnipCallback, SnipConfig, SnipController
+from snip_hf.formats import GEMMS
+from snip_hf.linear import snip_linears
+
+CONFIG = SnipConfig(stages=2, **SCHEDULE)
+
+
+class Watch(TrainerCallback):
+    """Notes the model's formats before and after every optimizer step."""
+
+    def __init__(self) -> None:
+        self.before: dict[int, dict[str, dict[str, str]]] = {}
+        self.after: dict[int, dict[str, dict[str, str]]] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.before[state.global_step + 1] = formats(kwargs["model"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.after[state.global_step] = formats(kwargs["model"])
+
+
+def formats(model: nn.Module) -> dict[str, dict[str, str]]:
+    return {name: layer.formats for name, layer in snip_linears(model).items()}
+
+
+def names(assignment: dict[str, dict[str, str]]) -> set[str]:
+    return {fmt for layer in assignment.values() for fmt in layer.values()}
+
+
+@pytest.fixture(scope="module")
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, watch: Watch) -> Run:
+    return train(tmp_path_factory.mktemp("run"), CONFIG, callbacks=[watch], save_strategy="steps", save_steps=STEPS)
+
+
+# -------------------------------------------------------------------------------------------------------- the refresh
+
+
+def test_the_history_begins_with_what_was_asked_and_what_was_found(run: Run) -> None:
+    start = run.history[0]
+    assert start == {
+        "event": "start",
+        "step": 0,
+        "config": json.loads(json.dumps(CONFIG.to_dict())),
+        "plan": {name: dict.fromkeys(GEMMS, "fp8") for name in snip_linears(run.model)},
+        "flops": {
+            name: dict.fromkeys(GEMMS, 2.0 * layer.weight.numel()) for name, layer in snip_linears(run.model).items()
+        },
+        "stages": [[name for name in snip_linears(run.model) if f".{block}." in name] for block in range(2)],
+        "model_name": "LlamaForCausalLM",
+    }
+
+
+def test_every_refresh_has_one_line_with_all_its_fields(run: Run) -> None:
+    assert [line["step"] for line in run.refreshes] == [2, 6, 10]
+    for line in run.refreshes:
+        assert set(line) == {
+            *("event", "step", "applied_step", "decided_step", "status", "reason", "fp4_fraction"),
+            *("stage_fp4_fractions", "changes", "layers_changed", "objective", "bound", "gap", "solver"),
+            *("solver_version", "seconds", "loss", "divergence"),
+        }
+        assert (line["event"], line["status"], line["reason"]) == ("refresh", "applied", None)
+        assert line["applied_step"] == line["decided_step"] == line["step"] + 2
+        assert line["layers_changed"] == len({change.split(":")[0] for change in line["changes"]})
+        assert line["objective"] >= line["bound"] > 0
+        assert line["gap"] == pytest.approx((line["objective"] - line["bound"]) / line["objective"], abs=1e-9)
+        assert line["solver"] == "greedy"
+        assert set(line["seconds"]) == {"probe", "solver", "waited"}
+        assert all(seconds >= 0 for seconds in line["seconds"].values())
+        assert set(line["divergence"]) == {"fp8", "fp4"}
+        assert 4 < line["loss"] < 6
+
+
+def test_the_history_retold_from_its_first_plan_ends_at_the_plan_in_force(run: Run) -> None:
+    plan = run.history[0]["plan"]
+    for line in run.refreshes:
+        for change, (old, new) in line["changes"].items():
+            layer, _, gemm = change.rpartition(":")
+            assert plan[layer][gemm] == old != new
+            plan[layer][gemm] = new
+    saved = PrecisionPlan.load(run.folder / "snip" / "plan.json")
+    assert plan == saved.assignment == run.callback.controller.plan.assignment == formats(run.model)
+    assert saved.provenance.step == 10
+    assert saved.provenance.config == json.loads(json.dumps(CONFIG.to_dict()))
+
+
+def test_every_stage_attains_the_target_and_the_figures_are_those_of_the_plan(run: Run) -> None:
+    saved = PrecisionPlan.load(run.folder / "snip" / "plan.json")
+    line = run.refreshes[-1]
+    assert line["stage_fp4_fractions"] == list(saved.stage_fp4_fractions)
+    assert line["fp4_fraction"] == saved.fp4_fraction
+    assert len(saved.stages) == 2
+    for line in run.refreshes:
+        assert all(0.75 <= share < 1 for share in line["stage_fp4_fractions"])
+
+
+def test_the_divergence_file_holds_every_choice_and_sums_to_the_historys_figures(run: Run) -> None:
+    assert sorted(path.name for path in (run.folder / "snip").iterdir()) == [
+        *("divergence-10.json", "divergence-2.json", "divergence-6.json", "history.jsonl", "plan.json")
+    ]
+    for line in run.refreshes:
+        document = json.loads((run.folder / "snip" / f"divergence-{line['step']}.json").read_text())
+        assert (document["schema_version"], document["step"], document["loss"]) == (1, line["step"], line["loss"])
+        records = {(record["layer"], record["gemm"], record["format"]): record for record in document["records"]}
+        assert set(records) == {
+            (name, gemm, fmt)
+            for name in snip_linears(run.model)
+            for gemm in (*GEMMS, "layer")
+            for fmt in ("fp8", "fp4")
+        }
+        for fmt, kind in [(fmt, kind) for fmt in ("fp8", "fp4") for kind in ("loss", "weight")]:
+            values = [r[f"{kind}_divergence"] for (_, gemm, f), r in records.items() if (gemm, f) == ("layer", fmt)]
+            assert line["divergence"][fmt][kind] == pytest.approx(sum(values), rel=1e-12)
+        assert line["divergence"]["fp4"]["weight"] > line["divergence"]["fp8"]["weight"] > 0
+
+
+def test_the_probed_loss_is_the_models_on_the_steps_first_micro_batch(tmp_path: Path) -> None:
+    """Without dropout, and with all of it in bf16 until the plan is applied, it can be computed beside the run."""
+    losses = {}
+
+    class Recording(Trainer):
+        def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
+            losses.setdefault(self.state.global_step + 1, float(model(**inputs).loss.detach()))
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    model = tiny_llama(hidden=32)
+    # A model in training mode would be taken for the step's own pass.
+    Recording.training_step = _in_evaluation_mode(Recording.training_step)
+    trainer = Recording(
+        model=model,
+        args=arguments(tmp_path, max_steps=3),
+        train_dataset=data(),
+        callbacks=[SnipCallback(SnipConfig(start_format="bf16", **SCHEDULE))],
+    )
+    trainer.train()
+    (line,) = history(tmp_path)[1:]
+    # The probe takes the mean of the losses at W + eps * d and W - eps * d.
+    assert line["loss"] == pytest.approx(losses[2], rel=1e-4)
+    assert abs(losses[1] - losses[2]) > 1e-3
+
+
+def _in_evaluation_mode(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run_step(self: Trainer, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        model.eval()  # Trainer.training_step puts it back
+        return step(self, model, *args, **kwargs)
+
+    return run_step
+
+
+def test_a_plan_is_applied_exactly_after_its_step_and_stays_until_the_next(run: Run, watch: Watch) -> None:
+    assert all(names(watch.before[step]) == {"fp8"} for step in range(1, 5))
+    assert names(watch.after[3]) == {"fp8"}
+    assert names(watch.after[4]) == {"fp8", "fp4"}
+    for step in range(1, STEPS):
+        assert watch.before[step + 1] == watch.after[step]
+        if step not in (4, 8, 12):
+            assert watch.after[step] == watch.before[step]
+
+
+def test_without_a_delay_a_plan_is_applied_after_the_step_it_was_probed_in(tmp_path: Path) -> None:
+    watch = Watch()
+    config = SnipConfig(first_refresh=1, refresh_every=2, apply_delay=0, granularity="gemm", **FAST)
+    run = train(tmp_path, config, callbacks=[watch], max_steps=3)
+    assert [(line["step"], line["applied_step"], line["decided_step"]) for line in run.refreshes] == [
+        (1, 1, 1),
+        (3, 3, 3),
+    ]
+    assert names(watch.before[1]) == {"fp8"}
+    assert names(watch.before[2]) == {"fp8", "fp4"}
+    assert any(len(set(layer.values())) == 2 for layer in watch.before[2].values())
+
+
+@pytest.mark.parametrize("policy", ["min-abs-err", "min-rel-err"])
+def test_the_local_error_baselines_are_refreshed_like_snip(policy: str, run: Run, tmp_path: Path) -> None:
+    baseline = train(tmp_path, SnipConfig(policy=policy, stages=2, **SCHEDULE), max_steps=5)
+    (line,) = baseline.refreshes
+    assert (line["step"], line["applied_step"]) == (2, 4)
+    assert all(share >= 0.75 for share in line["stage_fp4_fractions"])
+    # The same probe, another plan.
+    assert line["divergence"] == run.refreshes[0]["divergence"]
+    assert line["changes"] != run.refreshes[0]["changes"]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "uniform-fp8", "uniform-fp4", "random", "layer-type", "layer-position"])
+def test_a_policy_without_a_probe_is_in_force_before_the_first_step_and_stays(policy: str, tmp_path: Path) -> None:
+    watch = Watch()
+    config = SnipConfig(policy=policy, target_fp4_fraction=0.5, **SCHEDULE)
+    run = train(tmp_path, config, callbacks=[watch], max_steps=3)
+    (start,) = run.history
+    assert all(assignment == start["plan"] for assignment in (*watch.before.values(), *watch.after.values()))
+    plan = PrecisionPlan.load(tmp_path / "snip" / "plan.json")
+    assert plan.assignment == start["plan"]
+    share = {"bf16": 0.0, "uniform-fp8": 0.0, "uniform-fp4": 1.0}.get(policy)
+    assert plan.fp4_fraction == share if share is not None else 0.5 <= plan.fp4_fraction < 0.7
+    assert not list((tmp_path / "snip").glob("divergence-*"))
+
+
+def test_a_plan_file_is_held_fixed(run: Run, tmp_path: Path) -> None:
+    watch = Watch()
+    fixed = train(tmp_path, SnipConfig(plan=str(run.folder / "snip" / "plan.json"), **SCHEDULE), callbacks=[watch])
+    assert len(fixed.history) == 1
+    assert all(assignment == formats(run.model) for assignment in watch.before.values())
+    assert len(watch.before) == STEPS
+
+
+def test_evaluation_in_between_changes_nothing(tmp_path: Path) -> None:
+    """Without dropout and within an epoch: an evaluation's data loader draws from torch's generator, SNIP or not."""
+    runs = [
+        train(tmp_path / strategy, CONFIG, model=tiny_llama(hidden=32), max_steps=9, eval_strategy=strategy, **more)
+        for strategy, more in [("no", {}), ("steps", {"eval_steps": 1, "eval_on_start": True})]
+    ]
+    assert len(runs[1].eval_losses) == 10
+    assert runs[0].losses == runs[1].losses
+    assert without_seconds(runs[0].history) == without_seconds(runs[1].history)
+
+
+def test_a_callback_that_is_added_later_and_a_model_init_give_the_same_run(run: Run, tmp_path: Path) -> None:
+    later = Trainer(model=model_with_dropout(), args=arguments(tmp_path / "later"), train_dataset=data())
+    later.add_callback(SnipCallback(CONFIG))
+    later.train()
+    made = Trainer(
+        model_init=lambda: model_with_dropout(),
+        args=arguments(tmp_path / "made"),
+        train_dataset=data(),
+        callbacks=[SnipCallback(CONFIG)],
+    )
+    made.train()
+    for trainer in (later, made):
+        other = Run(Path(trainer.args.output_dir), trainer, None)
+        assert other.losses == run.losses
+        assert without_seconds(other.history) == without_seconds(run.history)
+        assert differing(weights(other.model), weights(run.model)) == []
+
+
+def test_a_recomputed_forward_does_not_count_as_another_micro_batch(tmp_path: Path) -> None:
+    """Recomputation draws the same rounding numbers again, so that it changes nothing, in FP4 as in BF16."""
+
+    def checkpointed() -> nn.Module:
+        model = tiny_llama(hidden=32)
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        return model
+
+    runs = [
+        train(tmp_path / str(index), CONFIG, model=model, max_steps=7)
+        for index, model in enumerate([tiny_llama(hidden=32), checkpointed()])
+    ]
+    assert "fp4" in names(formats(runs[0].model))
+    assert runs[0].losses == runs[1].losses
+    assert without_seconds(runs[0].refreshes) == without_seconds(runs[1].refreshes)
+
+
+def test_the_divergences_are_told_the_trainers_clip_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from snip_hf import controller
+
+    calls = []
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return divergences_at(*args, **kwargs)
+
+    divergences_at = controller.divergences_at
+    monkeypatch.setattr("snip_hf.controller.divergences_at", note)
+    run = train(tmp_path, CONFIG)
+    norms = [run.losses[step][1] for step in (2, 6, 10)]
+    assert min(norms) > 0.6
+    assert [call["gradient_scale"] for call in calls] == pytest.approx([0.5 / norm for norm in norms], rel=1e-5)
+    # Step 10 ends the epoch with a single micro-batch.
+    assert [call["micro_batches"] for call in calls] == [2, 2, 1]
+
+
+class Batches(Trainer):
+    """Keeps every micro-batch with the number of labels in its step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kept: list[tuple[int, dict[str, Any]]] = []
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
+        self.kept.append((self.state.global_step, dict(inputs, num_items_in_batch=num_items_in_batch)))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def test_a_plain_loop_over_the_same_batches_gives_the_trainers_losses_and_plans(tmp_path: Path) -> None:
+    settings = {"lr_scheduler_type": "constant", "warmup_steps": 0, "optim": "adamw_torch", "weight_decay": 0.0}
+    trainer = Batches(
+        model=tiny_llama(hidden=32),
+        args=arguments(tmp_path / "trainer", **settings),
+        train_dataset=data(),
+        callbacks=[SnipCallback(CONFIG)],
+    )
+    trainer.train()
+    run = Run(tmp_path / "trainer", trainer, None)
+
+    model = tiny_llama(hidden=32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    controller = SnipController(model, optimizer, CONFIG, output_dir=tmp_path / "loop")
+    controller.start()
+    losses = {}
+    for step in range(1, STEPS + 1):
+        total = 0.0
+        for batch in (batch for done, batch in trainer.kept if done == step - 1):
+            controller.capture(batch)
+            loss = model(**batch).loss
+            loss.backward()
+            total += loss.item()
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        controller.before_optimizer_step(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.after_step(step)
+        losses[step] = (total, norm)
+    controller.close()
+
+    assert {step: norm for step, (_, norm) in losses.items()} == {step: norm for step, (_, norm) in run.losses.items()}
+    assert [loss for loss, _ in losses.values()] == pytest.approx([loss for loss, _ in run.losses.values()], rel=1e-6)
+    assert without_seconds(history(tmp_path / "loop")) == without_seconds(run.history)
+    assert differing(weights(model), weights(run.model)) == []
+
+
+def test_training_again_starts_a_new_history_and_asks_no_batch_twice(run: Run, tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1 and not stopped:
+                stopped.append(True)
+                raise MemoryError  # between the micro-batches of step 2, whose gradients are being watched
+
+    stopped: list[bool] = []
+    model, callbacks = model_with_dropout(), [SnipCallback(CONFIG), Stop()]
+    before = weights(model)
+    trainer = Trainer(model=model, args=arguments(tmp_path), train_dataset=data(), callbacks=callbacks)
+    with pytest.raises(MemoryError):
+        trainer.train()
+    model.load_state_dict(before)
+    again = Trainer(model=model, args=arguments(tmp_path), train_dataset=data(), callbacks=callbacks)
+    again.train()
+    second = Run(tmp_path, again, None)
+    assert second.losses == run.losses
+    assert without_seconds(second.history) == without_seconds(run.history)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    assert len(model._forward_pre_hooks) == 0
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
+def refused(
+    folder: Path,
+    kind: type[Exception] = ValueError,
+    config: SnipConfig = CONFIG,
+    model: nn.Module | None = None,
+    **more: Any,
+) -> str:
+    """Returns the message, after checking that the model was not trained and that nothing was written."""
+    model = model if model is not None else model_with_dropout()
+    before = weights(model)
+    with pytest.raises(kind) as caught:
+        train(folder, config, model=model, **more)
+    assert differing(weights(model), before) == []
+    assert not list(folder.glob("snip/divergence-*")) and not list(folder.glob("checkpoint-*"))
+    return str(caught.value.args[0])
+
+
+NO_LABELS = (
+    "The batch has no labels (its keys are {keys}), so the model gives no loss to probe. Expected a causal LM batch "
+    "with `labels`. Label smoothing and a custom compute_loss_func take them away: turn these off, or use a policy "
+    "that needs no probe, such as policy='layer-position'."
+)
+
+
+def test_label_smoothing_is_refused_when_the_trainer_is_built(tmp_path: Path) -> None:
+    model = model_with_dropout()
+    assert refused(tmp_path, model=model, label_smoothing_factor=0.1) == (
+        "label_smoothing_factor=0.1 takes the labels away from the model, which then gives no loss to probe. Set it "
+        "to 0, or use a policy that needs no probe, such as policy='layer-position'."
+    )
+    assert snip_linears(model) == {}
+
+
+def test_label_smoothing_is_fine_where_nothing_is_probed(tmp_path: Path) -> None:
+    run = train(tmp_path, SnipConfig(policy="layer-position"), label_smoothing_factor=0.1, max_steps=2)
+    assert len(run.losses) == 2
+
+
+def _own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_loss_function_of_ones_own_is_refused_at_the_first_batch(tmp_path: Path) -> None:
+    message = refused(tmp_path, trainer={"compute_loss_func": _own_loss})
+    assert message == NO_LABELS.format(keys="input_ids, num_items_in_batch")
+
+
+def test_a_loss_function_of_ones_own_is_fine_where_nothing_is_probed(tmp_path: Path) -> None:
+    config = SnipConfig(policy="uniform-fp4")
+    assert len(train(tmp_path, config, max_steps=2, trainer={"compute_loss_func": _own_loss}).losses) == 2
+
+
+def test_batches_without_labels_are_refused_at_the_first_batch(tmp_path: Path) -> None:
+    unlabelled = [{"input_ids": row["input_ids"]} for row in data()]
+    assert refused(tmp_path, trainer={"train_dataset": unlabelled}) == NO_LABELS.format(keys="input_ids")
+
+
+def fake_state(**changes: Any) -> Callable[[], SimpleNamespace]:
+    values = {"mixed_precision": "no", "num_processes": 1, "distributed_type": "DistributedType.NO"} | changes
+    return lambda: SimpleNamespace(**values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"mixed_precision": "fp8"}, "mixed_precision='fp8' would convert the linears a second time"),
+        ({"mixed_precision": "fp16"}, "mixed_precision='fp16' scales the gradients that the probe needs"),
+        ({"num_processes": 2}, "policy='snip' runs in one process so far; got 2 processes"),
+        (
+            {"distributed_type": "DistributedType.FSDP"},
+            "policy='snip' runs in one process so far; got 1 processes (FSDP)",
+        ),
+    ],
+)
+@pytest.mark.parametrize("added_later", [False, True])
+def test_what_accelerate_was_told_is_checked_before_anything_is_swapped(
+    changes: dict[str, Any], expected: str, added_later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_with_dropout()
+    monkeypatch.setattr("snip_hf.callback.AcceleratorState", fake_state(**changes))
+    with pytest.raises(ValueError) as caught:
+        trainer = Trainer(
+            model=model,
+            args=arguments(tmp_path),
+            train_dataset=data(),
+            callbacks=[] if added_later else [SnipCallback(CONFIG)],
+        )
+        trainer.add_callback(SnipCallback(CONFIG))
+        trainer.train()
+    assert str(caught.value).startswith(expected)
+    assert snip_linears(model) == {}
+
+
+@pytest.mark.parametrize("policy", ["snip", "uniform-fp8"])
+@pytest.mark.parametrize("added_later", [False, True])
+def test_data_parallel_is_refused_with_every_policy(added_later: bool, policy: str, tmp_path: Path) -> None:
+    model, args, callback = model_with_dropout(), arguments(tmp_path), SnipCallback(SnipConfig(policy=policy))
+    args._n_gpu = 2
+    with pytest.raises(ValueError) as caught:
+        trainer = Trainer(model=model, args=args, train_dataset=data(), callbacks=[] if added_later else [callback])
+        trainer.add_callback(callback)
+        trainer.train()
+    assert str(caught.value) == (
+        "The Trainer would put the model into nn.DataParallel on 2 GPUs, which copies the plan in every step. Start "
+        "one process per GPU with `accelerate launch`, or show one GPU only (CUDA_VISIBLE_DEVICES=0)."
+    )
+    assert snip_linears(model) == {}
+
+
+def test_an_optimizer_that_cannot_be_differentiated_is_refused(tmp_path: Path) -> None:
+    message = refused(tmp_path, TypeError, optim="adafactor")
+    assert message.startswith("Cannot differentiate the update of transformers.optimization.Adafactor; expected torch")
+    assert len(train(tmp_path, SnipConfig(policy="layer-type"), max_steps=2, optim="adafactor").losses) == 2
+
+
+def test_a_plan_file_of_another_model_or_a_damaged_one_is_refused(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    document = json.loads((run.folder / "snip" / "plan.json").read_text())
+    path.write_text(json.dumps(document))
+    config = SnipConfig(plan=str(path))
+    assert refused(tmp_path / "out", KeyError, config, tiny_llama(hidden=32, layers=1)) == (
+        "The plan names layer 'model.layers.1.self_attn.q_proj', which is no SnipLinear of the model (it has 7, e.g. "
+        "'model.layers.0.self_attn.q_proj'). Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
+        "to compare."
+    )
+    path.write_text(json.dumps(document)[:-1])
+    assert refused(tmp_path / "out", ValueError, config).startswith(
+        f"{path} is not a usable precision plan: it is not valid JSON, perhaps truncated"
+    )
+    del document["assignment"]["model.layers.0.mlp.up_proj"]["forward"]
+    path.write_text(json.dumps(document))
+    assert refused(tmp_path / "out", ValueError, config).startswith(
+        f"{path} is not a usable precision plan: assignment['model.layers.0.mlp.up_proj'] has no entry 'forward'"
+    )
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"plan\.json"):
+        train(tmp_path / "out", config)
+    assert not (tmp_path / "out" / "snip").exists()
+
+
+def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
+    model = model_with_dropout()
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    assert refused(tmp_path, model=model).startswith(
+        "The model is already quantized (dict); expected ordinary weights."
+    )
+    assert snip_linears(model) == {}
+
+
+def test_flash_attention_is_refused(tmp_path: Path) -> None:
+    model = model_with_dropout()
+    model.config._attn_implementation = "flash_attention_2"
+    assert refused(tmp_path, model=model).startswith(
+        "attn_implementation='flash_attention_2' cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'."
+    )
+
+
+def test_an_event_before_training_says_what_is_missing() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        SnipCallback().on_step_end(None, SimpleNamespace(global_step=1), None)  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "SnipCallback got a training event before on_train_begin; add it before train() is called."
+    )
+
+
+# ------------------------------------------------------------------------------------------- failures under a Trainer
+
+
+def children() -> set[str]:
+    """Process ids of this thread's children, zombies too."""
+    return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+
+
+def test_every_kind_of_failure_in_one_run_keeps_the_plan_and_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class NanLoss(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            added.append(math.nan if state.global_step + 1 == 5 else 0.0)
+
+    added = [0.0]
+    before = children()
+    model = model_with_dropout()
+    loss_function = model.loss_function
+    # A constant leaves the gradients alone, so that only the probe and the log see it.
+    model.loss_function = lambda **kwargs: loss_function(**kwargs) + added[-1]
+    processes = solve_with(
+        monkeypatch,
+        "raise SystemExit('crashed here')",
+        "print('garbage')",
+        "import time; time.sleep(60)",
+    )
+    monkeypatch.setattr("snip_hf.controller._GRACE", 0.0)
+    config = SnipConfig(first_refresh=1, refresh_every=2, apply_delay=1, solver_time_limit=0.3, solver="greedy")
+    run = train(tmp_path, config, model=model, callbacks=[NanLoss()], max_steps=9)
+    reasons = [(line["step"], line["status"], line["reason"]) for line in run.refreshes]
+    assert len(processes) == 4
+    assert [step for step, _, _ in reasons] == [1, 3, 5, 7, 9]
+    assert {status for _, status, _ in reasons} == {"kept"}
+    for (_, _, reason), expected in zip(
+        reasons,
+        [
+            "SolverError: The solver process crashed (exit code 1): crashed here",
+            "SolverError: The solver's output is no JSON object (it begins with 'garbage",
+            "ValueError: The loss of the probed micro-batch is nan; expected a finite number.",
+            "SolverError: The solver ran past the 0.3 s it was waited for and was killed.",
+            "training ended at step 9, before step 10 at which its plan was due",
+        ],
+        strict=True,
+    ):
+        assert reason.startswith(expected)
+        assert any(expected in message for message in caplog.messages)
+    assert names(formats(run.model)) == {"fp8"}
+    assert len(run.losses) == 9
+    assert children() <= before
+
+
+# --------------------------------------------------------------------------------------------- what a run leaves behind
+
+
+def in_a_process(program: str, *words: str) -> str:
+    """Runs a program in a Python of its own that sees neither this test's modules nor the network."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, *words],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_checkpoint_is_one_of_plain_transformers(run: Run) -> None:
+    checkpoint = run.folder / f"checkpoint-{STEPS}"
+    assert set(weights(run.model)) == set(weights(model_with_dropout()))
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert "snip" not in json.dumps(config).lower()
+
+    program = """
+import sys, torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+model, report = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+assert not any(name.partition(".")[0] == "snip_hf" for name in sys.modules)
+saved = load_file(sys.argv[1] + "/model.safetensors")
+assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items() if name in saved)
+assert {type(m).__name__ for m in model.modules() if isinstance(m, torch.nn.Linear)} == {"Linear"}
+ids = torch.arange(24)[None]
+print(model(input_ids=ids, labels=ids).loss.item())
+"""
+    plain = tiny_llama(hidden=32)
+    plain.load_state_dict(weights(run.model))
+    ids = torch.arange(24)[None]
+    assert float(in_a_process(program, str(checkpoint))) == pytest.approx(
+        plain.eval()(input_ids=ids, labels=ids).loss.item(), rel=1e-6
+    )
+
+
+def test_the_trainers_process_never_imports_the_solver(tmp_path: Path) -> None:
+    program = """
+import json, logging, sys
+logging.disable()
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from tiny_runs import SCHEDULE, train
+from snip_hf import SnipConfig
+run = train(Path(sys.argv[1]), SnipConfig(**{**SCHEDULE, "solver": "cbc"}), max_steps=5)
+assert "snip_hf.ilp" in sys.modules and "mip" not in sys.modules
+print(json.dumps(run.refreshes))
+"""
+    (line,) = json.loads(in_a_process(program, str(tmp_path), str(Path(__file__).parent)).splitlines()[-1])
+    assert (line["status"], line["solver"], line["applied_step"]) == ("applied", "cbc", 4)

@@ -1,0 +1,522 @@
+"""Does every policy reach the FP4 share that was asked for, in every stage and never from below?"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from typing import Any
+
+import pytest
+from oracles.brute_force import best_map
+
+from snip_hf import ilp
+from snip_hf.config import POLICIES, SnipConfig
+from snip_hf.divergence import CHOICES, ROWS, Divergence, DivergenceTable
+from snip_hf.formats import GEMMS
+from snip_hf.plan import PlanProvenance, PrecisionPlan
+from snip_hf.policies import Setting, block_of, find_stages, needs_probe, problem, rule_assignment
+
+RULES = ("random", "layer-type", "layer-position")
+PROBED = ("snip", "min-abs-err", "min-rel-err")
+TARGETS = (0.0, 0.25, 0.5, 0.75, 0.8, 1.0)
+TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SIZES = {  # in_features * out_features of a Llama with grouped queries
+    "self_attn.q_proj": 64 * 64,
+    "self_attn.k_proj": 64 * 32,
+    "self_attn.v_proj": 64 * 32,
+    "self_attn.o_proj": 64 * 64,
+    "mlp.gate_proj": 64 * 176,
+    "mlp.up_proj": 64 * 176,
+    "mlp.down_proj": 176 * 64,
+}
+
+
+def llama_flops(blocks: int = 4) -> dict[str, dict[str, float]]:
+    return {
+        f"model.layers.{block}.{name}": dict.fromkeys(GEMMS, 2.0 * size)
+        for block in range(blocks)
+        for name, size in SIZES.items()
+    }
+
+
+def plain_flops(*layers: float) -> dict[str, dict[str, float]]:
+    """One layer per block, `layers.<n>.fc`, each GEMM of the given cost."""
+    return {f"layers.{index}.fc": dict.fromkeys(GEMMS, cost) for index, cost in enumerate(layers)}
+
+
+def setting_of(flops: dict[str, dict[str, float]], **options: Any) -> Setting:
+    config = SnipConfig(**options)
+    return Setting(config, flops, find_stages(list(flops), config))
+
+
+def stage_shares(setting: Setting, assignment: dict[str, dict[str, str]]) -> tuple[float, ...]:
+    """As the plan computes them."""
+    return PrecisionPlan(
+        assignment, setting.flops, setting.stages, PlanProvenance(step=0, policy="snip")
+    ).stage_fp4_fractions
+
+
+def random_table(flops: dict[str, dict[str, float]], seed: int = 0) -> DivergenceTable:
+    """Random rows in which FP4 always does more damage than FP8."""
+    rng = random.Random(seed)
+    rows = []
+    for layer, costs in flops.items():
+        for fmt, size in zip(CHOICES, (0.05, 1.0), strict=True):
+            for gemm in ROWS:
+                cost = sum(costs.values()) if gemm == "layer" else costs[gemm]
+                values = [size * rng.uniform(0.2, 2) for _ in range(4)]
+                rows.append(Divergence(layer, gemm, fmt, values[0], values[1], cost, values[2], values[3]))
+    return DivergenceTable(2.0, tuple(rows))
+
+
+def uniform(flops: dict[str, dict[str, float]], fmt: str = "fp8") -> dict[str, dict[str, str]]:
+    return {layer: dict.fromkeys(GEMMS, fmt) for layer in flops}
+
+
+def decided(setting: Setting, seed: int = 0) -> dict[str, dict[str, str]]:
+    """The assignment of a policy, as the controller gets it: the program's solution, or the rule's."""
+    if not needs_probe(setting.config):
+        return rule_assignment(setting)
+    solution = ilp.solve(problem(setting, random_table(dict(setting.flops), seed), uniform(dict(setting.flops))))
+    return setting.assignment(solution["choices"])
+
+
+def assert_complete(setting: Setting, assignment: dict[str, dict[str, str]]) -> None:
+    assert list(assignment) == list(setting.flops)
+    for formats in assignment.values():
+        assert set(formats) == set(GEMMS)
+        if setting.config.granularity == "layer":
+            assert len(set(formats.values())) == 1
+
+
+# ----------------------------------------------------------------------------------------------------- the target share
+
+
+LISTS = (
+    tuple(name for name in llama_flops() if ".0." in name or ".3." in name),
+    tuple(name for name in llama_flops() if ".1." in name),
+    tuple(name for name in llama_flops() if ".2." in name),
+)
+
+
+@pytest.mark.parametrize("policy", [*RULES, *PROBED])
+@pytest.mark.parametrize("granularity", ["layer", "gemm"])
+@pytest.mark.parametrize("stages", [None, 1, 2, 3, 4, LISTS], ids=["none", "1", "2", "3", "4", "lists"])
+@pytest.mark.parametrize("ties", [(), TIES], ids=["free", "tied"])
+def test_every_stage_meets_every_target_and_exceeds_it_by_less_than_a_unit(
+    policy: str, granularity: str, stages: Any, ties: Any
+) -> None:
+    flops = llama_flops()
+    for target in TARGETS:
+        setting = setting_of(
+            flops,
+            policy=policy,
+            granularity=granularity,
+            stages=stages,
+            ties=ties,
+            target_fp4_fraction=target,
+            solver="greedy",
+        )
+        assert sorted(layer for stage in setting.stages for layer in stage) == sorted(flops)
+        assignment = decided(setting)
+        assert_complete(setting, assignment)
+        for stage, share in zip(setting.stages, stage_shares(setting, assignment), strict=True):
+            assert share >= target - 1e-9
+            largest = max(setting.share(group, stage) for group in setting.groups(stage)) * (3 if ties else 1)
+            assert share < target + largest + 1e-9
+            assert needs_all(setting, stage, assignment, share)
+            if target == 0:
+                assert share == 0
+            if target == 1:
+                assert share == pytest.approx(1)
+        for names in ties:
+            for layer, formats in assignment.items():
+                parent, _, last = layer.rpartition(".")
+                if last in names:
+                    assert all(assignment[f"{parent}.{name}"] == formats for name in names)
+
+
+def needs_all(setting: Setting, stage: Any, assignment: dict[str, dict[str, str]], share: float) -> bool:
+    """No unit in FP4 could go back to FP8 with the target still met."""
+    parts: dict[Any, float] = {}
+    for group in setting.groups(stage):
+        layer, gemm = setting.members(group)[0]
+        parent, _, last = layer.rpartition(".")
+        tie = next((names for names in setting.config.ties if last in names), last)
+        key = (parent, tie, gemm)
+        if assignment[layer][gemm] == "fp4":
+            parts[key] = parts.get(key, 0) + setting.share(group, stage)
+    return all(share - part < setting.config.target_fp4_fraction - 1e-9 for part in parts.values())
+
+
+@pytest.mark.parametrize("policy", RULES)
+@pytest.mark.parametrize("granularity", ["layer", "gemm"])
+def test_a_target_that_whole_groups_can_make_up_exactly_is_met_exactly_where_all_are_equal(
+    policy: str, granularity: str
+) -> None:
+    flops = plain_flops(*[1.0] * 20)
+    for target in TARGETS:
+        setting = setting_of(flops, policy=policy, granularity=granularity, target_fp4_fraction=target)
+        # 60 GEMMs or 20 layers: all of these targets are whole numbers of both.
+        assert stage_shares(setting, rule_assignment(setting)) == pytest.approx((target,))
+
+
+def least_sufficient(shares: list[float], target: float) -> float:
+    """The least sum of a subset that reaches the target, by trying all."""
+    sums = (sum(part) for size in range(len(shares) + 1) for part in itertools.combinations(shares, size))
+    return min(total for total in sums if total >= target - 1e-9)
+
+
+@pytest.mark.parametrize("policy", RULES)
+def test_a_rule_exceeds_the_target_by_less_than_its_smallest_layer_in_fp4(policy: str) -> None:
+    """Rules keep their order, so they need not hit the best subset-sum; no layer of theirs can be spared, though."""
+    rng = random.Random(5)
+    exact = 0
+    for _ in range(60):
+        flops = plain_flops(*[float(rng.randint(1, 40)) for _ in range(9)])
+        target = rng.choice([0.25, 0.5, 0.75, 0.8])
+        setting = setting_of(flops, policy=policy, target_fp4_fraction=target, seed=rng.randint(0, 99))
+        (stage,) = setting.stages
+        assignment = rule_assignment(setting)
+        shares = {layer: setting.share(layer, stage) for layer in flops}
+        taken = [share for layer, share in shares.items() if assignment[layer]["forward"] == "fp4"]
+        best = least_sufficient(list(shares.values()), target)
+        assert best - 1e-9 <= sum(taken) < target + min(taken) + 1e-9
+        exact += sum(taken) <= best + 1e-9
+    assert exact > 0
+
+
+@pytest.mark.parametrize("policy", RULES)
+def test_a_rule_is_within_0_012_of_the_best_whole_layers_of_a_llama(policy: str) -> None:
+    flops = llama_flops(2)
+    for target in TARGETS:
+        setting = setting_of(flops, policy=policy, target_fp4_fraction=target)
+        shares = [setting.share(layer, setting.stages[0]) for layer in flops]
+        best = least_sufficient(shares, target)
+        assert best - 1e-9 <= stage_shares(setting, rule_assignment(setting))[0] < best + 0.012
+
+
+@pytest.mark.parametrize("policy", ["bf16", "uniform-fp8", "uniform-fp4"])
+@pytest.mark.parametrize("granularity", ["layer", "gemm"])
+@pytest.mark.parametrize("stages", [None, 2])
+def test_uniform_policies_give_every_gemm_one_format(policy: str, granularity: str, stages: int | None) -> None:
+    setting = setting_of(llama_flops(), policy=policy, granularity=granularity, stages=stages)
+    assert rule_assignment(setting) == uniform(llama_flops(), policy.removeprefix("uniform-"))
+
+
+def test_a_gemm_without_flops_counts_for_nothing_and_stays_in_fp8() -> None:
+    flops = plain_flops(*[1.0] * 6)
+    flops["layers.2.fc"]["grad_weight"] = 0.0  # a frozen weight
+    for policy in RULES:
+        for target in (0.5, 0.9):
+            setting = setting_of(flops, policy=policy, granularity="gemm", target_fp4_fraction=target)
+            assignment = rule_assignment(setting)
+            assert assignment["layers.2.fc"]["grad_weight"] == "fp8"
+            assert stage_shares(setting, assignment)[0] >= target - 1e-9
+
+
+# ---------------------------------------------------------------------------------------------------- what a rule means
+
+
+def fp4_layers(assignment: dict[str, dict[str, str]]) -> set[str]:
+    return {layer for layer, formats in assignment.items() if "fp4" in formats.values()}
+
+
+@pytest.mark.parametrize("granularity", ["layer", "gemm"])
+def test_layer_position_protects_the_first_and_last_blocks(granularity: str) -> None:
+    flops = plain_flops(*[1.0] * 8)
+    for count in range(1, 8):
+        setting = setting_of(flops, policy="layer-position", granularity=granularity, target_fp4_fraction=count / 8)
+        chosen = {int(layer.split(".")[1]) for layer in fp4_layers(rule_assignment(setting))}
+        # The middle ones, with one of the two at the edge where the number is odd.
+        assert chosen in (
+            set(range((8 - count) // 2, (8 - count) // 2 + count)),
+            set(range((9 - count) // 2, (9 - count) // 2 + count)),
+        )
+
+
+def test_layer_position_counts_blocks_over_the_whole_model_also_with_stages() -> None:
+    setting = setting_of(plain_flops(*[1.0] * 8), policy="layer-position", target_fp4_fraction=0.5, stages=2)
+    chosen = fp4_layers(rule_assignment(setting))
+    assert chosen == {f"layers.{index}.fc" for index in (2, 3, 4, 5)}
+
+
+def test_layer_type_takes_the_mlp_before_attention() -> None:
+    flops = llama_flops()
+    mlp = sum(sum(costs.values()) for layer, costs in flops.items() if ".mlp." in layer)
+    total = sum(sum(costs.values()) for costs in flops.values())
+    setting = setting_of(flops, policy="layer-type", target_fp4_fraction=mlp / total)
+    assert fp4_layers(rule_assignment(setting)) == {layer for layer in flops if ".mlp." in layer}
+    setting = setting_of(flops, policy="layer-type", target_fp4_fraction=0.9)
+    assert {layer for layer in flops if ".mlp." in layer} < fp4_layers(rule_assignment(setting))
+
+
+@pytest.mark.parametrize("granularity", ["layer", "gemm"])
+def test_random_repeats_with_its_seed_and_differs_with_another(granularity: str) -> None:
+    def plan(seed: int) -> dict[str, dict[str, str]]:
+        return rule_assignment(setting_of(llama_flops(), policy="random", seed=seed, granularity=granularity, stages=2))
+
+    state = random.getstate()
+    plans = [plan(seed) for seed in range(8)]
+    assert [plan(seed) for seed in range(8)] == plans
+    assert all(a != b for a, b in itertools.combinations(plans, 2))
+    assert random.getstate() == state
+
+
+def test_random_gives_every_layer_about_the_same_chance() -> None:
+    flops = plain_flops(*[1.0] * 8)
+    times = dict.fromkeys(flops, 0)
+    for seed in range(400):
+        setting = setting_of(flops, policy="random", seed=seed, target_fp4_fraction=0.5)
+        for layer in fp4_layers(rule_assignment(setting)):
+            times[layer] += 1
+    # Binomial(400, 1/2): standard deviation 10.
+    assert all(150 < count < 250 for count in times.values())
+
+
+def test_random_draws_each_stage_by_itself() -> None:
+    flops = plain_flops(*[1.0] * 24)
+    setting = setting_of(flops, policy="random", target_fp4_fraction=0.5, stages=2)
+    chosen = {int(layer.split(".")[1]) for layer in fp4_layers(rule_assignment(setting))}
+    assert {index for index in chosen if index < 12} != {index - 12 for index in chosen if index >= 12}
+
+
+# --------------------------------------------------------------------------------------------------------------- stages
+
+
+def test_a_number_of_stages_cuts_the_blocks_into_equal_runs() -> None:
+    layers = list(llama_flops(8))
+    for count in (1, 2, 4, 8):
+        stages = find_stages(layers, SnipConfig(stages=count))
+        assert [layer for stage in stages for layer in stage] == layers
+        assert [len(stage) for stage in stages] == [len(layers) // count] * count
+    sizes = [len(stage) // 7 for stage in find_stages(layers, SnipConfig(stages=3))]
+    assert sum(sizes) == 8
+    assert max(sizes) - min(sizes) == 1
+
+
+def test_no_stages_means_one_for_the_whole_model_and_lists_are_kept() -> None:
+    layers = list(llama_flops())
+    assert find_stages(layers, SnipConfig()) == (tuple(layers),)
+    assert find_stages(layers, SnipConfig(stages=LISTS)) == LISTS
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (3, "stages=3 but the model has 2 blocks; expected at most one stage each."),
+        (
+            (("layers.0.fc",),),
+            "stages: layer 'layers.1.fc' is named 0 times and is a swapped layer; "
+            "expected every swapped layer in exactly one stage.",
+        ),
+        (
+            (("layers.0.fc",), ("layers.1.fc", "layers.0.fc")),
+            "stages: layer 'layers.0.fc' is named 2 times and is a swapped layer; "
+            "expected every swapped layer in exactly one stage.",
+        ),
+        (
+            (("layers.0.fc", "layers.1.fc", "lm_head"),),
+            "stages: layer 'lm_head' is named 1 times and is no swapped layer; "
+            "expected every swapped layer in exactly one stage.",
+        ),
+        (
+            (("layers.0.fc", "layers.1"),),
+            "stages: layer 'layers.1' is named 1 times and is no swapped layer; "
+            "expected every swapped layer in exactly one stage.",
+        ),
+        (
+            (),
+            "stages: layer 'layers.0.fc' is named 0 times and is a swapped layer; "
+            "expected every swapped layer in exactly one stage.",
+        ),
+    ],
+)
+def test_stages_that_do_not_fit_the_model_are_refused(stages: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        find_stages(["layers.0.fc", "layers.1.fc"], SnipConfig(stages=stages))
+
+
+@pytest.mark.parametrize(
+    ("layer", "block"),
+    [
+        ("model.layers.3.self_attn.q_proj", "model.layers.3"),  # Llama
+        ("model.layers.13.mlp.down_proj", "model.layers.13"),
+        ("gpt_neox.layers.0.attention.query_key_value", "gpt_neox.layers.0"),  # GPT-NeoX
+        ("transformer.h.11.mlp.dense_4h_to_h", "transformer.h.11"),  # BLOOM
+        ("model.decoder.layers.2.fc1", "model.decoder.layers.2"),  # OPT
+        ("model.layers.1.mlp.experts.7.w1", "model.layers.1"),
+        ("layers.10.fc", "layers.10"),
+        ("0.fc", "0"),
+        ("model.layer3b.fc", "model.layer3b.fc"),  # no number of its own
+        ("lm_head", "lm_head"),
+    ],
+)
+def test_the_block_of_a_layer_ends_with_the_first_number(layer: str, block: str) -> None:
+    assert block_of(layer) == block
+
+
+# -------------------------------------------------------------------------------------------------------------- problem
+
+
+def row(layer: str, gemm: str, fmt: str, *values: float) -> Divergence:
+    return Divergence(layer, gemm, fmt, values[0], values[1], 1.0, *values[2:])
+
+
+def hand_table() -> tuple[dict[str, dict[str, float]], DivergenceTable]:
+    """Two layers of 1 and 3 FLOPs per GEMM; losses sum to 0.4 and weights to 0.02 under everything in FP4."""
+    flops = plain_flops(1.0, 3.0)
+    rows = [
+        row("layers.0.fc", "layer", "fp8", 0.01, 0.001, 1.0, 0.1),
+        row("layers.0.fc", "layer", "fp4", 0.10, 0.015, 2.0, 0.4),
+        row("layers.1.fc", "layer", "fp8", 0.02, 0.002, 3.0, 0.2),
+        row("layers.1.fc", "layer", "fp4", 0.30, 0.005, 4.0, 0.3),
+    ]
+    for index, layer in enumerate(flops):
+        for gemm in GEMMS:
+            rows.append(row(layer, gemm, "fp8", 0.0, 0.001, 0.5, 0.05))
+            rows.append(row(layer, gemm, "fp4", 0.1 * index, 0.004, 1.0, 0.2))
+    return flops, DivergenceTable(2.0, tuple(rows))
+
+
+def costs_of(program: dict[str, Any]) -> dict[str, list[float]]:
+    return {group["name"]: [option["cost"] for option in group["options"]] for group in program["groups"]}
+
+
+def test_snip_costs_are_both_divergences_by_their_totals_in_fp4() -> None:
+    flops, table = hand_table()
+    program = problem(setting_of(flops), table, uniform(flops))
+    assert costs_of(program) == {
+        "layers.0.fc": [pytest.approx(0.01 / 0.4 + 0.001 / 0.02), pytest.approx(0.1 / 0.4 + 0.015 / 0.02)],
+        "layers.1.fc": [pytest.approx(0.02 / 0.4 + 0.002 / 0.02), pytest.approx(0.3 / 0.4 + 0.005 / 0.02)],
+    }
+    weighted = problem(setting_of(flops, loss_weight=2.0, weight_weight=0.5), table, uniform(flops))
+    assert costs_of(weighted)["layers.1.fc"] == [
+        pytest.approx(2 * 0.02 / 0.4 + 0.5 * 0.002 / 0.02),
+        pytest.approx(2 * 0.3 / 0.4 + 0.5 * 0.005 / 0.02),
+    ]
+
+
+def test_gemm_costs_use_the_rows_of_single_gemms_and_the_totals_of_whole_layers() -> None:
+    flops, table = hand_table()
+    costs = costs_of(problem(setting_of(flops, granularity="gemm"), table, uniform(flops)))
+    assert list(costs) == [f"{layer}:{gemm}" for layer in flops for gemm in GEMMS]
+    assert costs["layers.0.fc:grad_input"] == [pytest.approx(0.001 / 0.02), pytest.approx(0.004 / 0.02)]
+    assert costs["layers.1.fc:forward"] == [pytest.approx(0.001 / 0.02), pytest.approx(0.1 / 0.4 + 0.004 / 0.02)]
+
+
+@pytest.mark.parametrize(("policy", "fp8", "fp4"), [("min-abs-err", 3.0, 4.0), ("min-rel-err", 0.2, 0.3)])
+def test_error_policies_cost_the_operands_errors(policy: str, fp8: float, fp4: float) -> None:
+    flops, table = hand_table()
+    costs = costs_of(problem(setting_of(flops, policy=policy), table, uniform(flops)))
+    assert costs["layers.1.fc"] == [fp8, fp4]
+    by_gemm = costs_of(problem(setting_of(flops, policy=policy, granularity="gemm"), table, uniform(flops)))
+    assert by_gemm["layers.1.fc:forward"] == ([0.5, 1.0] if policy == "min-abs-err" else [0.05, 0.2])
+
+
+def test_weights_are_shares_of_the_stage_and_the_rest_comes_from_the_config() -> None:
+    flops, table = hand_table()
+    setting = setting_of(flops, target_fp4_fraction=0.6, solver="highs", solver_time_limit=7.0, solver_gap=0.01)
+    program = problem(setting, table, uniform(flops))
+    weights = {group["name"]: [option["weight"] for option in group["options"]] for group in program["groups"]}
+    assert weights == {"layers.0.fc": [0.0, pytest.approx(0.25)], "layers.1.fc": [0.0, pytest.approx(0.75)]}
+    assert [[option["name"] for option in group["options"]] for group in program["groups"]] == [["fp8", "fp4"]] * 2
+    assert program["constraints"] == [{"name": "stage 0", "groups": ["layers.0.fc", "layers.1.fc"], "minimum": 0.6}]
+    assert (program["solver"], program["time_limit"], program["relative_gap"], program["ties"]) == (
+        "highs",
+        7.0,
+        0.01,
+        [],
+    )
+    staged = problem(setting_of(flops, target_fp4_fraction=0.6, stages=2), table, uniform(flops))
+    assert staged["constraints"] == [
+        {"name": "stage 0", "groups": ["layers.0.fc"], "minimum": 0.6},
+        {"name": "stage 1", "groups": ["layers.1.fc"], "minimum": 0.6},
+    ]
+    assert [group["options"][1]["weight"] for group in staged["groups"]] == [1.0, 1.0]
+
+
+def test_the_switching_cost_is_paid_by_every_group_that_changes() -> None:
+    flops, table = hand_table()
+    in_force = {"layers.0.fc": dict.fromkeys(GEMMS, "fp8"), "layers.1.fc": dict.fromkeys(GEMMS, "fp4")}
+    free = costs_of(problem(setting_of(flops), table, in_force))
+    paid = costs_of(problem(setting_of(flops, switching_cost=0.5), table, in_force))
+    assert paid["layers.0.fc"] == [pytest.approx(free["layers.0.fc"][0]), pytest.approx(free["layers.0.fc"][1] + 0.25)]
+    assert paid["layers.1.fc"] == [pytest.approx(free["layers.1.fc"][0] + 0.25), pytest.approx(free["layers.1.fc"][1])]
+    in_force["layers.0.fc"] = {"forward": "fp8", "grad_input": "fp8", "grad_weight": "bf16"}
+    free = costs_of(problem(setting_of(flops, granularity="gemm"), table, in_force))
+    paid = costs_of(problem(setting_of(flops, granularity="gemm", switching_cost=0.6), table, in_force))
+    extra = {name: [b - a for a, b in zip(free[name], paid[name], strict=True)] for name in free}
+    assert extra["layers.0.fc:forward"] == [pytest.approx(0), pytest.approx(0.1)]
+    assert extra["layers.0.fc:grad_weight"] == [pytest.approx(0.1), pytest.approx(0.1)]
+
+
+def test_a_layer_without_rows_costs_nothing() -> None:
+    flops, table = hand_table()
+    flops["layers.2.fc"] = dict.fromkeys(GEMMS, 4.0)
+    assert costs_of(problem(setting_of(flops), table, uniform(flops)))["layers.2.fc"] == [0.0, 0.0]
+
+
+def test_a_table_of_zeros_gives_costs_of_zero() -> None:
+    flops = plain_flops(1.0, 1.0)
+    rows = [row(layer, gemm, fmt, 0.0, 0.0, 0.0, 0.0) for layer in flops for gemm in ROWS for fmt in CHOICES]
+    program = problem(setting_of(flops), DivergenceTable(1.0, tuple(rows)), uniform(flops))
+    assert costs_of(program) == {"layers.0.fc": [0.0, 0.0], "layers.1.fc": [0.0, 0.0]}
+    assert set(ilp.solve(program)["choices"].values()) <= {"fp8", "fp4"}
+
+
+def test_ties_join_siblings_of_one_block_and_single_gemms_of_the_same_kind() -> None:
+    flops = llama_flops(2)
+    table = random_table(flops)
+    by_layer = problem(setting_of(flops, ties=TIES), table, uniform(flops))["ties"]
+    assert [[f"model.layers.{b}.self_attn.{name}_proj" for name in "qkv"] for b in range(2)] == by_layer[:2]
+    assert len(by_layer) == 4
+    by_gemm = problem(setting_of(flops, ties=TIES, granularity="gemm"), table, uniform(flops))["ties"]
+    assert len(by_gemm) == 12
+    assert ["model.layers.1.mlp.gate_proj:grad_input", "model.layers.1.mlp.up_proj:grad_input"] in by_gemm
+    alone = problem(setting_of(flops, ties=(("q_proj", "Wqkv"),)), table, uniform(flops))["ties"]
+    assert alone == []
+
+
+@pytest.mark.parametrize("policy", PROBED)
+@pytest.mark.parametrize("granularity", ["layer", "gemm"])
+@pytest.mark.parametrize("ties", [(), (("q", "k"),)], ids=["free", "tied"])
+def test_the_solution_is_the_best_of_all_assignments(policy: str, granularity: str, ties: Any) -> None:
+    # 3 layers of 9 GEMMs whose shares are eighths of their stage's, so that sums are exact.
+    flops = {
+        "layers.0.q": {"forward": 1.0, "grad_input": 1.0, "grad_weight": 0.0},
+        "layers.0.k": {"forward": 1.0, "grad_input": 1.0, "grad_weight": 2.0},
+        "layers.1.q": {"forward": 1.0, "grad_input": 1.0, "grad_weight": 0.0},
+    }
+    for seed, target in itertools.product(range(3), (0.25, 0.5, 0.75)):
+        options = {"policy": policy, "granularity": granularity, "ties": ties, "target_fp4_fraction": target}
+        setting = setting_of(flops, switching_cost=0.3, **options)
+        program = problem(setting, random_table(flops, seed), uniform(flops, "fp4"))
+        best = best_map(program)
+        assert best is not None
+        solution = ilp.solve({**program, "solver": "highs", "relative_gap": 0.0})
+        assert solution["objective"] == pytest.approx(best[0], rel=1e-9)
+        assert solution["choices"] == best[1]
+        assert stage_shares(setting, setting.assignment(solution["choices"]))[0] >= target
+
+
+# -------------------------------------------------------------------------------------------------------- needs a probe
+
+
+def test_only_the_measuring_policies_need_a_probe_and_a_plan_file_needs_none() -> None:
+    assert {policy for policy in POLICIES if needs_probe(SnipConfig(policy=policy))} == set(PROBED)
+    assert not any(needs_probe(SnipConfig(policy=policy, plan="plan.json")) for policy in POLICIES)
+
+
+def test_groups_members_and_shares_follow_the_granularity() -> None:
+    flops = plain_flops(1.0, 3.0)
+    by_layer, by_gemm = setting_of(flops), setting_of(flops, granularity="gemm")
+    stage = by_layer.stages[0]
+    assert by_layer.groups(stage) == ["layers.0.fc", "layers.1.fc"]
+    assert by_layer.members("layers.0.fc") == [("layers.0.fc", gemm) for gemm in GEMMS]
+    assert by_layer.share("layers.1.fc", stage) == 0.75
+    assert by_gemm.groups(stage)[:2] == ["layers.0.fc:forward", "layers.0.fc:grad_input"]
+    assert by_gemm.members("layers.1.fc:grad_weight") == [("layers.1.fc", "grad_weight")]
+    assert by_gemm.share("layers.1.fc:grad_weight", stage) == 0.25
+    assert by_gemm.assignment({"layers.1.fc:forward": "fp4"}) == {"layers.0.fc": {}, "layers.1.fc": {"forward": "fp4"}}

@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from tiny_runs import (
     differing,
     history,
     model_with_dropout,
+    one_thread,
     solve_with,
     train,
     weights,
@@ -38,6 +39,13 @@ from snip_hf.formats import GEMMS
 from snip_hf.linear import snip_linears
 
 CONFIG = SnipConfig(stages=2, **SCHEDULE)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads() -> Iterator[None]:
+    """All runs here on one thread, so that they can be compared to the bit."""
+    with one_thread():
+        yield
 
 
 class Watch(TrainerCallback):

@@ -168,15 +168,35 @@ class _LayerTerms:
         # Sums of squares over independent tokens: from the sample to all tokens, and to the mean of all micro-batches.
         self.token_scale = self.scale / micro_batches
         self.g_w = self.g @ self.w  # (n, O) x (O, I)
-        self.probes = [
-            (
-                self.scale * (g_dot.t() @ self.x),  # (O, n) x (n, I): what eW meets in the forward GEMM
-                self.scale * (self.g.t() @ x_dot),  # ... and in grad_input
-                (g_dot @ self.w).square_(),  # (n, O) x (O, I): what eX meets in the forward GEMM
-                (x_dot @ self.w.t()).square_(),  # (n, I) x (I, O): what eG meets in grad_input
-            )
-            for x_dot, g_dot in zip(sample.x_dot, sample.grad_output_dot, strict=True)
-        ]
+        self.probes = [self._meetings(sample, index) for index in range(len(sample.x_dot))]
+
+    def _meetings(self, sample: LayerSample, index: int) -> tuple[Tensor, ...]:
+        """Returns the squares of what each error meets along one probe's direction, in `weight_divergences`' order."""
+        x_dot, g_dot = sample.x_dot[index], sample.grad_output_dot[index]
+        forward, forward_halves = self._sum_over_tokens(g_dot, self.x)
+        grad_input, grad_input_halves = self._sum_over_tokens(self.g, x_dot)
+        # One and the same quantized weight serves both GEMMs, so its parts add before the square.
+        both = sample.gradient_dot[index] if sample.gradient_dot else forward + grad_input
+        return (
+            forward_halves,  # (O, I): eW in the forward GEMM
+            grad_input_halves,  # (O, I): eW in grad_input
+            both.square(),  # (O, I): eW in both
+            (g_dot @ self.w).square_(),  # (n, O) x (O, I): eX in the forward GEMM
+            (x_dot @ self.w.t()).square_(),  # (n, I) x (I, O): eG in grad_input
+        )
+
+    def _sum_over_tokens(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns left^T right, summed over all tokens (O, I), and its elementwise square.
+
+        The square of a sample's sum would add the sample's noise; the product of two halves' sums does not.
+        """
+        half = left.shape[0] // 2
+        if self.scale == 1 or half == 0:
+            total = self.scale * (left.t() @ right)
+            return total, total.square()
+        first = self.scale * (left[:half].t() @ right[:half])
+        second = self.scale * (left[half:].t() @ right[half:])
+        return first + second, 4 * first * second
 
     def weight_divergences(self, fmt: NumberFormat | None, key: int) -> dict[str, float]:
         """Returns GEMM (and "layer") -> weight divergence; mean over the probes' squares."""
@@ -185,13 +205,12 @@ class _LayerTerms:
         x_error = (fake_quantize(self.x, fmt, ROW_TILE) - self.x).square_()
         g_error = (fake_quantize(self.g, fmt, ROW_TILE, random) - self.g).square_()
         forward = grad_input = both = 0.0
-        for forward_s, grad_input_s, meets_x, meets_g in self.probes:
+        for in_forward, in_grad_input, in_both, meets_x, meets_g in self.probes:
             forward_x = self.token_scale * _dot(meets_x, x_error)
             grad_input_g = self.token_scale * _dot(meets_g, g_error)
-            forward += forward_x + _dot(forward_s.square(), weight_error)
-            grad_input += grad_input_g + _dot(grad_input_s.square(), weight_error)
-            # One and the same quantized weight serves both GEMMs, so its parts add before the square.
-            both += forward_x + grad_input_g + _dot((forward_s + grad_input_s).square(), weight_error)
+            forward += forward_x + max(0.0, _dot(in_forward, weight_error))
+            grad_input += grad_input_g + max(0.0, _dot(in_grad_input, weight_error))
+            both += forward_x + grad_input_g + _dot(in_both, weight_error)
         grad_weight = self._grad_weight(fmt, random)
         count = max(1, len(self.probes))
         squares = {

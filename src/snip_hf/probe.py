@@ -93,6 +93,8 @@ class LayerSample:
     """(n, I) per probe"""
     grad_output_dot: list[Tensor] = field(default_factory=list)
     """(n, O) per probe"""
+    gradient_dot: list[Tensor] = field(default_factory=list)
+    """(O, I) per probe: the derivative of G^T X over all T tokens; empty where all of them were kept."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def run_probe(
             for name, d in sensitivity.items()
         }
         epsilon = _step_size(layers, direction)
-        sides: list[dict[str, tuple[int, Tensor, Tensor]]] = []
+        sides: list[_Recorder] = []
         for sign in (1.0, -1.0):
             weights = {
                 f"{name}.weight": layers[name].weight.detach().to(torch.float32) + sign * epsilon * moved
@@ -143,7 +145,7 @@ def run_probe(
             recorder = _Recorder(probe_tokens, seed, step)
             with _recording(layers, recorder):
                 losses.append(float(run_pass(model, batch, weights)))
-            sides.append(recorder.records)
+            sides.append(recorder)
             del weights
         _combine(samples, sides[0], sides[1], epsilon)
     return Probe(sum(losses) / len(losses), samples)
@@ -232,15 +234,19 @@ class _RecordedLinear(torch.autograd.Function):
 
 
 class _Recorder:
-    """Keeps a sample of (X, G) per layer: all tokens, or whole runs of 128 consecutive ones."""
+    """Keeps a sample of (X, G) per layer: all tokens, or whole runs of 128 consecutive ones and G^T X of all."""
 
     def __init__(self, probe_tokens: int | None, seed: int, step: int) -> None:
         self.records: dict[str, tuple[int, Tensor, Tensor]] = {}
+        self.gradients: dict[str, Tensor] = {}
         self._probe_tokens = probe_tokens
         self._seed, self._step = seed, step
 
     def keep(self, name: str, x: Tensor, grad_output: Tensor) -> None:
         tokens = self._sample(x.shape[0]).to(x.device)
+        if len(tokens) < x.shape[0]:
+            gradient = grad_output.detach().t() @ x.detach()  # (O, T) x (T, I)
+            self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
         if name in self.records:  # a layer that is called twice shows its tokens one after the other
             count, x_before, grad_before = self.records[name]
             x_kept = torch.cat([x_before, x.detach()[tokens]])
@@ -280,20 +286,22 @@ def _recording(layers: Mapping[str, SnipLinear], recorder: _Recorder) -> Iterato
 
 def _combine(
     samples: dict[str, LayerSample],
-    plus: dict[str, tuple[int, Tensor, Tensor]],
-    minus: dict[str, tuple[int, Tensor, Tensor]],
+    plus: _Recorder,
+    minus: _Recorder,
     epsilon: float,
 ) -> None:
     """Adds one probe's central differences to the samples, and X and G where they are still missing."""
-    for name in (name for name in plus if name in minus):
-        tokens, x_plus, grad_plus = plus[name]
-        _, x_minus, grad_minus = minus[name]
+    for name in (name for name in plus.records if name in minus.records):
+        tokens, x_plus, grad_plus = plus.records[name]
+        _, x_minus, grad_minus = minus.records[name]
         if x_plus.shape != x_minus.shape:  # a router sent other tokens here; no derivative can be taken
             continue
         if name not in samples:
             samples[name] = LayerSample(tokens, (x_plus + x_minus) / 2, (grad_plus + grad_minus) / 2)
         samples[name].x_dot.append((x_plus - x_minus) / (2 * epsilon))
         samples[name].grad_output_dot.append((grad_plus - grad_minus) / (2 * epsilon))
+        if name in plus.gradients:
+            samples[name].gradient_dot.append((plus.gradients[name] - minus.gradients[name]) / (2 * epsilon))
 
 
 def _step_size(layers: Mapping[str, SnipLinear], direction: Mapping[str, Tensor]) -> float:

@@ -666,3 +666,12 @@ print(json.dumps(run.refreshes))
 """
     (line,) = json.loads(in_a_process(program, str(tmp_path), str(Path(__file__).parent)).splitlines()[-1])
     assert (line["status"], line["solver"], line["applied_step"]) == ("applied", "cbc", 4)
+
+
+def test_a_checkpoint_named_for_a_run_that_starts_at_step_0_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as refused:
+        train(tmp_path, callback=SnipCallback(SnipConfig(), resume=tmp_path / "checkpoint-5"))
+    assert str(refused.value) == (
+        f"SnipCallback(resume='{tmp_path}/checkpoint-5') names a checkpoint, but the Trainer starts at step 0. Give the "
+        "same folder to trainer.train(resume_from_checkpoint=...)."
+    )

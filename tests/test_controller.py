@@ -21,8 +21,8 @@ from tiny_runs import FAST, SCHEDULE, differing, history, one_thread, solve_with
 from torch import nn
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model
-from snip_hf.controller import check_launch, unwrap
 from snip_hf.formats import GEMMS
+from snip_hf.launch import check_launch, unwrap
 from snip_hf.linear import snip_linears
 
 CONFIG = SnipConfig(**SCHEDULE)
@@ -120,7 +120,7 @@ def test_an_accelerate_loop_gives_the_same_losses_and_plans_as_one_without(
     assert accelerated.formats() == plain.formats()
     assert differing(weights(accelerated.model), weights(plain.model)) == []
     assert without_seconds(history(tmp_path / "accelerated")) == without_seconds(history(tmp_path / "plain"))
-    assert len(history(tmp_path / "plain")) == 2
+    assert [line["event"] for line in history(tmp_path / "plain")] == ["start", "refresh", "refresh"]
 
 
 def test_accelerate_saves_and_loads_the_controller_in_the_middle_of_a_refresh(
@@ -259,7 +259,7 @@ def test_a_plan_that_is_due_at_the_next_refresh_is_applied_there(every: int, tmp
     """apply_delay = refresh_every is the longest delay that the configuration allows."""
     loop = Loop(SnipConfig(first_refresh=2, refresh_every=every, apply_delay=every, **FAST), tmp_path).run(8)
     steps = range(2, 8, every)
-    assert [(line["step"], line["applied_step"]) for line in history(tmp_path)] == [
+    assert [(line["step"], line["applied_step"]) for line in history(tmp_path)[1:]] == [
         (step, step + every) for step in steps if step + every <= 8
     ]
     loop.controller.close()
@@ -270,7 +270,7 @@ def test_the_switching_cost_counts_against_the_plan_in_force(tmp_path: Path) -> 
     for delay in (1, 3):
         config = SnipConfig(first_refresh=2, refresh_every=3, apply_delay=delay, switching_cost=1e6, **FAST)
         Loop(config, tmp_path / str(delay)).run(8).controller.close()
-        first, second = history(tmp_path / str(delay))[:2]
+        first, second = history(tmp_path / str(delay))[1:3]
         assert first["layers_changed"] > 0
         assert second["layers_changed"] == 0
 
@@ -434,7 +434,7 @@ def test_a_first_batch_without_labels_is_refused_and_a_later_one_costs_a_refresh
     loop.controller.capture(batch)
     loop.controller.before_optimizer_step(2)
     loop.controller.after_step(2)
-    (line,) = history(tmp_path)
+    (line,) = history(tmp_path)[1:]
     assert (line["step"], line["status"]) == (2, "kept")
     assert line["reason"].startswith("ValueError: The batch has no labels (its keys are input_ids)")
 
@@ -519,7 +519,7 @@ def test_a_failing_solver_keeps_the_plan_and_says_why(
 def test_the_refresh_after_a_failed_one_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     solve_with(monkeypatch, "raise SystemExit(1)", "")
     Loop(folder=tmp_path).run(8)
-    assert [(line["step"], line["status"]) for line in history(tmp_path)] == [(2, "kept"), (6, "applied")]
+    assert [(line["step"], line["status"]) for line in history(tmp_path)[1:]] == [(2, "kept"), (6, "applied")]
 
 
 def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -561,7 +561,7 @@ def test_a_loss_that_is_nan_at_the_probe_keeps_the_plan(tmp_path: Path, caplog: 
     assert kept(tmp_path) == ["ValueError: The loss of the probed micro-batch is nan; expected a finite number."]
     assert len(caplog.messages) == 1
     loop.run(8)
-    assert [(line["step"], line["status"]) for line in history(tmp_path)] == [(2, "kept"), (6, "applied")]
+    assert [(line["step"], line["status"]) for line in history(tmp_path)[1:]] == [(2, "kept"), (6, "applied")]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -618,7 +618,7 @@ def test_a_disk_that_cannot_be_written_costs_the_record_and_not_the_plan(
     assert (tmp_path / "snip").read_text() == "a file where the folder should be"
 
 
-@pytest.mark.parametrize("broken", ["snip_hf.controller.write_json_atomic", "snip_hf.plan.write_json_atomic"])
+@pytest.mark.parametrize("broken", ["snip_hf.history.write_json_atomic", "snip_hf.plan.write_json_atomic"])
 def test_a_disk_that_fills_up_costs_only_the_file_that_did_not_fit(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -627,11 +627,11 @@ def test_a_disk_that_fills_up_costs_only_the_file_that_did_not_fit(
 
     monkeypatch.setattr(broken, full)
     loop = Loop(folder=tmp_path).run(4)
-    assert [line["status"] for line in history(tmp_path)] == ["applied"]
+    assert [line["status"] for line in history(tmp_path)[1:]] == ["applied"]
     assert loop.controller.plan.fp4_fraction >= 0.75
-    assert caplog.messages == [
+    assert set(caplog.messages) == {
         f"snip-hf: could not write to {tmp_path}/snip, training goes on: [Errno 28] No space left on device"
-    ]
+    }
 
 
 def test_training_that_ends_in_a_refresh_stops_its_solver_and_says_so(
@@ -664,7 +664,7 @@ def test_training_waits_for_a_slow_solver_only_at_the_step_its_plan_is_due(
     program = f"import time, runpy; time.sleep(0.5); runpy.run_path({ilp.__file__!r}, run_name='__main__')"
     solve_with(monkeypatch, program)
     Loop(SnipConfig(**SCHEDULE | {"apply_delay": 0}), tmp_path).run(2)
-    (line,) = history(tmp_path)
+    (line,) = history(tmp_path)[1:]
     assert (line["step"], line["applied_step"], line["decided_step"]) == (2, 2, 2)
     assert line["seconds"]["waited"] >= 0.5
 
@@ -684,7 +684,7 @@ def test_frozen_linears_get_formats_too_and_count_without_their_grad_weight(tmp_
         parameter.requires_grad_(False)
     loop.controller = SnipController(loop.model, loop.optimizer, SnipConfig(**SCHEDULE), None, tmp_path)
     loop.run(4)
-    (line,) = history(tmp_path)
+    (line,) = history(tmp_path)[1:]
     assert line["status"] == "applied"
     assert line["fp4_fraction"] >= 0.75
     assert loop.controller.plan.flops["model.layers.0.mlp.up_proj"]["grad_weight"] == 0

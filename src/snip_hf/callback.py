@@ -13,10 +13,11 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .config import SnipConfig
-from .controller import SnipController, check_launch, unwrap
+from .controller import SnipController
 from .hub import prepare_push, tag_model
 from .jsonfiles import read_json, write_json_atomic
 from .kernels import select_backend
+from .launch import check_launch, unwrap
 from .linear import convert_model
 from .policies import needs_probe
 
@@ -144,6 +145,11 @@ class SnipCallback(TrainerCallback):
 
     def _find_state(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """Returns the file to resume from, None to start a new plan; says which in the log."""
+        if state.global_step == 0 and not isinstance(self._resume, bool):
+            raise ValueError(
+                f"SnipCallback(resume={str(self._resume)!r}) names a checkpoint, but the Trainer starts at step 0. "
+                "Give the same folder to trainer.train(resume_from_checkpoint=...)."
+            )
         if state.global_step == 0 or self._resume is False:
             return None
         folders = [_checkpoint(args, state)]
@@ -164,9 +170,8 @@ class SnipCallback(TrainerCallback):
                 "SnipCallback(resume=False) to start a new plan."
             )
         logger.warning(
-            "snip-hf: resuming at step %d without a SNIP state (looked for %s in %s): taken for a checkpoint "
-            "trained without "
-            "SNIP, the plan starts anew. If the checkpoint lies elsewhere, name its folder in "
+            "snip-hf: resuming at step %d without a SNIP state (looked for %s in %s): taken for a checkpoint trained "
+            "without SNIP, the plan starts anew. If the checkpoint lies elsewhere, name its folder in "
             "SnipCallback(resume=...).",
             state.global_step,
             STATE_NAME,

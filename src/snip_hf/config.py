@@ -114,8 +114,7 @@ class SnipConfig:
         if not 0 <= self.target_fp4_fraction <= 1:
             raise ValueError(
                 f"target_fp4_fraction={self.target_fp4_fraction!r} is outside 0..1; it is the share of the linear "
-                "FLOPs "
-                "that run in FP4, e.g. 0.75."
+                "FLOPs that run in FP4, e.g. 0.75."
             )
         if self.apply_delay > self.refresh_every:
             raise ValueError(

@@ -9,13 +9,11 @@ way keeps the plan in force, with a warning and a line in the history.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +22,10 @@ from torch import Tensor, nn
 from . import policies
 from .config import SnipConfig
 from .cost import linear_flops
-from .divergence import CHOICES, DivergenceTable, divergences_at
-from .jsonfiles import parse_json, write_json_atomic
+from .divergence import CHOICES, divergences_at
+from .history import RunFolder
 from .kernels import select_backend
+from .launch import check_launch, unwrap
 from .linear import convert_model, set_step, snip_linears
 from .optimizers import check_optimizer, responses
 from .plan import PlanProvenance, PrecisionPlan
@@ -98,11 +97,12 @@ class SnipController:
         self.step = 0
         """Optimizer steps done."""
         self._optimizer = optimizer
-        self._folder = None if output_dir is None else Path(output_dir) / "snip"
+        self._folder = RunFolder(output_dir)
         self._micro_batch = 0
         self._armed: _Armed | None = None
         self._pending: _Pending | None = None
         self._checked_labels = False
+        self._started = False
         backend = select_backend(config.backend)
         check_launch(config, accelerator)
         convert_model(self.model, config)
@@ -119,12 +119,11 @@ class SnipController:
         logger.info("snip-hf: backend %s, policy %s, %s.", backend, config.policy, _describe(self.plan))
 
     def start(self) -> None:
-        """Writes the plan and the first line of a new history. To be called once, unless a state is loaded."""
-        self._save_plan()
-        with self._reporting_disk():
-            if self._folder is not None:
-                (self._folder / "history.jsonl").unlink(missing_ok=True)
-        self._append(self._start_line())
+        """Begins a new record: the plan and the first line of the history. `capture` does it if nobody did before."""
+        self._started = True
+        self._folder.clear()
+        self._folder.save_plan(self.plan)
+        self._folder.append(self._start_line())
 
     def capture(self, batch: Mapping[str, Any]) -> None:
         """Tells the controller that a training micro-batch is about to run forward.
@@ -139,6 +138,8 @@ class SnipController:
         if self.needs_probe and not self._checked_labels:
             Batch.of(batch)
             self._checked_labels = True
+        if not self._started:
+            self.start()
         step = self.step + 1
         set_step(self._layers, self.config.seed, step, self._micro_batch)
         if self._micro_batch == 0 and self._refreshes(step):
@@ -223,8 +224,9 @@ class SnipController:
         self._stop()
         self.plan, self.step, self._micro_batch = plan, step, 0
         set_step(self._layers, self.config.seed, step + 1, 0)
-        self._cut_history(step, None if resumed is None else resumed.step)
-        self._save_plan()
+        self._started = True
+        self._folder.cut(step, None if resumed is None else resumed.step, self._start_line())
+        self._folder.save_plan(plan)
         if resumed is not None:
             with self._keeping_plan(step, resumed.record):
                 resumed.process = SolverProcess.start(resumed.problem)
@@ -251,9 +253,8 @@ class SnipController:
         attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None) or ""
         if attention.startswith("flash"):
             raise ValueError(
-                f"attn_implementation={attention!r} cannot run the probe's FP32 passes; expected 'sdpa' or "
-                "'eager'. Load the "
-                "model with attn_implementation='sdpa', or use a policy that needs no probe."
+                f"attn_implementation={attention!r} cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. "
+                "Load the model with attn_implementation='sdpa', or use a policy that needs no probe."
             )
 
     def _refreshes(self, step: int) -> bool:
@@ -314,7 +315,7 @@ class SnipController:
             )
         program = policies.problem(self._setting, table, self.plan.assignment)
         seconds = time.perf_counter() - began
-        self._write_divergences(step, table)
+        self._folder.write_divergences(step, table)
         record = {
             "event": "refresh",
             "step": step,
@@ -340,9 +341,9 @@ class SnipController:
         changes = self.plan.changes(plan)
         plan.apply(self.model)
         self.plan = plan
-        self._save_plan()
+        self._folder.save_plan(self.plan)
         layers_changed = len({change.rpartition(":")[0] for change in changes})
-        self._append(
+        self._folder.append(
             pending.record
             | {
                 "applied_step": step,
@@ -408,7 +409,7 @@ class SnipController:
             "changes": {},
             "layers_changed": 0,
         }
-        self._append(dict(record) | kept)
+        self._folder.append(dict(record) | kept)
 
     def _start_line(self) -> dict[str, Any]:
         return {
@@ -421,108 +422,9 @@ class SnipController:
             "model_name": self.model_name,
         }
 
-    def _save_plan(self) -> None:
-        with self._reporting_disk():
-            if self._folder is not None:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                self.plan.save(self._folder / "plan.json")
-
-    def _write_divergences(self, step: int, table: DivergenceTable) -> None:
-        with self._reporting_disk():
-            if self._folder is not None:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                document = {
-                    "schema_version": SCHEMA_VERSION,
-                    "step": step,
-                    "loss": table.loss,
-                    "records": table.to_records(),
-                }
-                write_json_atomic(self._folder / f"divergence-{step}.json", document)
-
-    def _append(self, line: Mapping[str, Any]) -> None:
-        with self._reporting_disk():
-            if self._folder is not None:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                with open(self._folder / "history.jsonl", "a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
-
-    def _cut_history(self, step: int, pending: int | None) -> None:
-        """Leaves of the history what was decided up to `step`: what came after is about to happen again.
-
-        The refresh of step `pending` is not decided, even if a run that ended in its middle wrote so.
-        """
-        with self._reporting_disk():
-            if self._folder is None:
-                return
-            path = self._folder / "history.jsonl"
-            lines = path.read_bytes().splitlines() if path.exists() else []
-            events = [event for event in map(_parse_line, lines) if event is not None]
-            kept = [event for event in events if event.get("decided_step", 0) <= step]
-            kept = [event for event in kept if event.get("event") != "refresh" or event.get("step") != pending]
-            if not kept or kept[0].get("event") != "start":
-                kept = [self._start_line()]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(".history.jsonl.tmp")
-            temporary.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
-            os.replace(temporary, path)
-
-    @contextlib.contextmanager
-    def _reporting_disk(self) -> Iterator[None]:
-        """A disk that cannot be written costs the record, not the run."""
-        try:
-            yield
-        except OSError as error:
-            logger.warning("snip-hf: could not write to %s, training goes on: %s", self._folder, error)
-
 
 # Fields that decide the course of a run; the others may differ on resume.
 _DECIDING = tuple(name for name in SnipConfig().to_dict() if name not in ("solver_time_limit", "backend"))
-
-
-def check_launch(config: SnipConfig, accelerator: Any) -> None:
-    """Refuses what this version cannot run under.
-
-    Raises:
-        ValueError: FP8 or FP16 mixed precision; sharded or several processes with a policy that needs a probe.
-    """
-    if accelerator is None:
-        return
-    if accelerator.mixed_precision == "fp8":
-        raise ValueError(
-            "mixed_precision='fp8' would convert the linears a second time; snip-hf does the FP8 itself. Use "
-            "'bf16' or 'no'."
-        )
-    if not policies.needs_probe(config):
-        return
-    if accelerator.mixed_precision == "fp16":
-        raise ValueError("mixed_precision='fp16' scales the gradients that the probe needs; use 'bf16' or 'no'.")
-    kind = str(accelerator.distributed_type).rpartition(".")[2]
-    if accelerator.num_processes > 1 or kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        raise ValueError(
-            f"policy={config.policy!r} runs in one process so far; got {accelerator.num_processes} processes "
-            f"({kind}). Launch with "
-            "--num_processes 1, or use a policy that needs no probe, such as a plan file or policy='layer-position'."
-        )
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Returns the model inside DDP and torch.compile wrappers.
-
-    Raises:
-        ValueError: it is in `nn.DataParallel`.
-    """
-    while True:
-        if isinstance(model, nn.DataParallel):
-            raise ValueError(
-                "nn.DataParallel copies the model in every step, and the plan with it; start one process per GPU with "
-                "`accelerate launch`, or show one GPU only (CUDA_VISIBLE_DEVICES=0)."
-            )
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def _clip_factor(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
@@ -534,15 +436,6 @@ def _clip_factor(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> f
 
 def _finite(value: float) -> bool:
     return value == value and abs(value) != float("inf")
-
-
-def _parse_line(line: bytes) -> dict[str, Any] | None:
-    """Returns the event of a history line, None for one that a crash left broken."""
-    try:
-        event = parse_json(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) else None
 
 
 def _describe(plan: PrecisionPlan) -> str:

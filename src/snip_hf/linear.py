@@ -245,8 +245,8 @@ def _refuse_quantized(model: nn.Module) -> None:
     if method is not None or getattr(model, "is_quantized", False):
         raise ValueError(
             "The model is already quantized "
-            f"({type(method).__name__ if method is not None else 'is_quantized is set'}); "
-            "expected ordinary weights. Load it without a quantization_config, or dequantize it first."
+            f"({type(method).__name__ if method is not None else 'is_quantized is set'}); expected ordinary weights. "
+            "Load it without a quantization_config, or dequantize it first."
         )
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)

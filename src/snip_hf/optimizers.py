@@ -116,9 +116,8 @@ def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     if type(inner) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         raise TypeError(
             f"Cannot differentiate the update of {type(inner).__module__}.{type(inner).__name__}; expected "
-            "torch.optim.AdamW, Adam or SGD. Use one of these (Trainer: optim='adamw_torch' or "
-            "'adamw_torch_fused'), or "
-            "a policy that needs no probe, such as policy='layer-position'."
+            "torch.optim.AdamW, Adam or SGD. Use one of these (Trainer: optim='adamw_torch' or 'adamw_torch_fused'), "
+            "or a policy that needs no probe, such as policy='layer-position'."
         )
     return inner
 

@@ -70,11 +70,10 @@ class Batch:
         """
         if kwargs.get("labels") is None:
             raise ValueError(
-                f"The batch has no labels (its keys are {', '.join(kwargs) or 'none'}), so the model gives no "
-                "loss to probe. "
-                "Expected a causal LM batch with `labels`. Label smoothing and a custom compute_loss_func take "
-                "them away: "
-                "turn these off, or use a policy that needs no probe, such as policy='layer-position'."
+                f"The batch has no labels (its keys are {', '.join(kwargs) or 'none'}), so the model gives no loss to "
+                "probe. Expected a causal LM batch with `labels`. Label smoothing and a custom compute_loss_func "
+                "take them away: turn these off, or use a policy that needs no probe, such as "
+                "policy='layer-position'."
             )
         return cls({key: value for key, value in kwargs.items() if key != "num_items_in_batch"}, RandomState.now())
 

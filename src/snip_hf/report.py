@@ -39,9 +39,9 @@ def _print_run(run: Run, console: Console) -> None:
     plan = run.plans[-1][1]
     target = config.get("target_fp4_fraction")
     console.print(
-        f"Policy {config.get('policy')}, granularity {config.get('granularity')}, target FP4 share {target}, "
-        f"attained {plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs). "
-        f"Model: {plan.provenance.model_name or 'not named'}.",
+        f"Policy {config.get('policy')}, granularity {config.get('granularity')}, target FP4 share {target}, attained "
+        f"{plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs). Model: "
+        f"{plan.provenance.model_name or 'not named'}.",
         markup=False,
         highlight=False,
     )

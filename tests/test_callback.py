@@ -672,6 +672,6 @@ def test_a_checkpoint_named_for_a_run_that_starts_at_step_0_is_refused(tmp_path:
     with pytest.raises(ValueError) as refused:
         train(tmp_path, callback=SnipCallback(SnipConfig(), resume=tmp_path / "checkpoint-5"))
     assert str(refused.value) == (
-        f"SnipCallback(resume='{tmp_path}/checkpoint-5') names a checkpoint, but the Trainer starts at step 0. Give the "
-        "same folder to trainer.train(resume_from_checkpoint=...)."
+        f"SnipCallback(resume='{tmp_path}/checkpoint-5') names a checkpoint, but the Trainer starts at step 0. "
+        "Give the same folder to trainer.train(resume_from_checkpoint=...)."
     )

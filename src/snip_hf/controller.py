@@ -236,14 +236,7 @@ class SnipController:
         setting, config = self._setting, self.config
         if config.plan is not None:
             return PrecisionPlan.load(config.plan)
-        provenance = PlanProvenance(
-            step=0,
-            policy=config.policy,
-            granularity=config.granularity,
-            target_fp4_fraction=config.target_fp4_fraction,
-            config=config.to_dict(),
-            model_name=self.model_name,
-        )
+        provenance = PlanProvenance(step=0, **self._origin())
         if self.needs_probe:
             return PrecisionPlan.uniform(setting.flops, config.start_format, setting.stages, provenance)
         return PrecisionPlan(policies.rule_assignment(setting), setting.flops, setting.stages, provenance)
@@ -372,21 +365,27 @@ class SnipController:
     def _new_plan(self, step: int, result: SolverResult) -> PrecisionPlan:
         provenance = PlanProvenance(
             step=step,
-            policy=self.config.policy,
-            granularity=self.config.granularity,
-            target_fp4_fraction=self.config.target_fp4_fraction,
             objective=result.objective,
             bound=result.bound,
             gap=result.gap,
             solver=result.solver,
             solver_version=result.solver_version,
             seconds=result.seconds,
-            config=self.config.to_dict(),
-            model_name=self.model_name,
+            **self._origin(),
         )
         return PrecisionPlan(
             self._setting.assignment(result.choices), self._setting.flops, self._setting.stages, provenance
         )
+
+    def _origin(self) -> dict[str, Any]:
+        """Returns what the provenance of all plans of this run has in common."""
+        return {
+            "policy": self.config.policy,
+            "granularity": self.config.granularity,
+            "target_fp4_fraction": self.config.target_fp4_fraction,
+            "config": self.config.to_dict(),
+            "model_name": self.model_name,
+        }
 
     @contextlib.contextmanager
     def _keeping_plan(self, step: int, record: Mapping[str, Any] | None = None) -> Iterator[None]:

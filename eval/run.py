@@ -229,7 +229,9 @@ def _set_environment(options: argparse.Namespace) -> None:
             os.environ["HF_HUB_OFFLINE"] = "1"
     # lm-eval draws one progress bar per task while it builds prompts; show only what takes longer than this (seconds).
     os.environ.setdefault("TQDM_DELAY", "3")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    # Of CUDA extensions that do not load and of how enums are registered; nothing here uses either.
+    for name in ("lm_eval", "torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _run(options: argparse.Namespace) -> list[Row]:

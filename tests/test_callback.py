@@ -675,3 +675,65 @@ def test_a_checkpoint_named_for_a_run_that_starts_at_step_0_is_refused(tmp_path:
         f"SnipCallback(resume='{tmp_path}/checkpoint-5') names a checkpoint, but the Trainer starts at step 0. "
         "Give the same folder to trainer.train(resume_from_checkpoint=...)."
     )
+
+
+def test_a_refused_run_leaves_the_record_of_the_run_before_it(tmp_path: Path) -> None:
+    train(tmp_path, CONFIG, max_steps=4)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "snip").iterdir()}
+    assert "divergence-2.json" in before
+    without_labels = [{"input_ids": row["input_ids"]} for row in data()]
+    with pytest.raises(ValueError) as caught:
+        train(tmp_path, CONFIG, trainer={"train_dataset": without_labels, "eval_dataset": None})
+    assert str(caught.value).startswith("The batch has no labels")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "snip").iterdir()} == before
+
+
+class OwnLoss(Trainer):
+    """Trains on a loss of its own and leaves the labels in the batch; or on twice the model's."""
+
+    twice = False
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        if self.twice:
+            return model(**inputs)["loss"] + model(**inputs)["loss"]
+        return model(**inputs)["logits"].square().mean()
+
+
+def own_loss(folder: Path, config: SnipConfig) -> Trainer:
+    callback = SnipCallback(config)
+    return OwnLoss(model_with_dropout(), arguments(folder), train_dataset=data(), callbacks=[callback])
+
+
+def test_a_loss_of_the_trainers_own_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    trainer = own_loss(tmp_path, CONFIG)
+    before = weights(trainer.model)
+    with pytest.raises(ValueError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "The training loss does not depend on the loss that the model returns, which is the one that SNIP probes: a "
+        "custom loss is in use. Train with the model's own loss, or use a policy that needs no probe, such as "
+        "policy='layer-position'."
+    )
+    assert differing(weights(trainer.model), before) == []
+    own_loss(tmp_path, SnipConfig(policy="layer-position")).train()
+
+
+@pytest.mark.parametrize("policy", ["snip", "uniform-fp4"])
+def test_two_forward_passes_before_one_backward_pass_train(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OwnLoss, "twice", True)
+    trainer = own_loss(tmp_path, SnipConfig(policy=policy, **SCHEDULE))
+    trainer.train()
+    assert trainer.state.global_step == trainer.args.max_steps
+
+
+def test_a_plan_file_of_a_model_with_other_sizes_is_refused(tmp_path: Path) -> None:
+    train(tmp_path / "small", CONFIG, max_steps=4)
+    plan = tmp_path / "small" / "snip" / "plan.json"
+    with pytest.raises(ValueError) as caught:
+        train(tmp_path / "large", SnipConfig(plan=str(plan)), model=tiny_llama(hidden=64))
+    assert str(caught.value) == (
+        "The plan is for a layer 'model.layers.0.self_attn.q_proj' of 2048 FLOPs per token, the model's has 8192. "
+        "Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
+    )

@@ -698,3 +698,34 @@ def test_converting_before_hand_changes_nothing() -> None:
     controller = SnipController(model, None, config)
     assert {name: id(layer) for name, layer in snip_linears(model).items()} == before
     assert controller.plan.assignment == {name: dict.fromkeys(GEMMS, "fp4") for name in before}
+
+
+def test_a_refresh_whose_micro_batches_nobody_captured_says_so(tmp_path: Path) -> None:
+    loop = Loop(folder=tmp_path)
+    for step in (1, 2):
+        loop.controller.before_optimizer_step(step)
+        loop.controller.after_step(step)
+    assert [line["reason"] for line in history(tmp_path)] == ["no micro-batch of the step was given to capture()"]
+
+
+@pytest.mark.parametrize(("activation", "warned"), [("relu", True), ("silu", False)])
+def test_relu_is_warned_of(activation: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_llama(hidden=32, hidden_act=activation)
+    SnipController(model, torch.optim.AdamW(model.parameters()), CONFIG)
+    assert any("ReLU" in message for message in caplog.messages) == warned
+
+
+def test_ties_that_could_not_hold_are_refused() -> None:
+    def build(**options: Any) -> None:
+        model = tiny_llama(hidden=32)
+        SnipController(model, torch.optim.AdamW(model.parameters()), SnipConfig(**options))
+
+    assert refusal(lambda: build(ties=(("query", "k_proj"),))) == (
+        "ties: no swapped layer's last name is 'query'; the last names are down_proj, gate_proj, k_proj, o_proj, "
+        "q_proj, up_proj, v_proj."
+    )
+    names = convert_model(tiny_llama(hidden=32), SnipConfig())
+    stages = (tuple(names[:1]), tuple(names[1:]))
+    assert refusal(lambda: build(ties=(("q_proj", "k_proj"),), stages=stages)) == (
+        "ties: the tied layers of 'model.layers.0.self_attn' are in stages 0 and 1; expected all of them in one stage."
+    )

@@ -21,7 +21,7 @@ from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torchao.quantization import quantize_
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from snip_hf import SnipConfig, SnipLinear, SnipLinearConfig, convert_model, restore_model
@@ -743,8 +743,33 @@ class TestRefusals:
         with pytest.raises(ValueError) as error:
             convert_model(model, SnipConfig())
         assert str(error.value) == (
-            "Layer 'model.layers.1.mlp.up_proj' has torch.int8 weights; expected ordinary floating-point weights."
+            "Layer 'model.layers.1.mlp.up_proj' has torch.int8 weights of the type Parameter; expected ordinary "
+            "floating-point weights. Load the model without quantization."
         )
+
+    def test_a_model_quantized_by_torchao_is_refused(self) -> None:
+        model = build("llama")
+        quantize_(model, Int8WeightOnlyConfig())
+        with pytest.raises(
+            ValueError, match=r"'model.layers.0.self_attn.q_proj' has torch.float32 weights of the type Int8"
+        ):
+            convert_model(model, SnipConfig())
+        assert not snip_linears(model)
+
+    def test_a_layer_that_a_second_config_skips_is_restored(self) -> None:
+        model = build("llama")
+        convert_model(model, SnipConfig())
+        names = convert_model(model, SnipConfig(skip_modules=("*.down_proj",)))
+        assert names == list(snip_linears(model)) and len(names) == 12
+        assert type(model.model.layers[0].mlp.down_proj) is nn.Linear
+
+    def test_the_state_may_be_written_between_forward_and_backward(self) -> None:
+        layer, x = swapped(linear(), "fp4"), randn(T, I).requires_grad_()
+        y = layer(x)
+        layer.set_formats(dict.fromkeys(GEMMS, "bf16"))
+        y.backward(torch.ones_like(y))
+        # The backward pass belongs to its forward pass: rounded in FP4, with the same random numbers.
+        assert torch.equal(layer.weight.grad, gradients(swapped(linear(), "fp4"), x, torch.ones_like(y))["weight"])
 
 
 class TestQuantize:

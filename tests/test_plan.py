@@ -20,7 +20,7 @@ from snip_hf.jsonfiles import read_json, write_json_atomic
 from snip_hf.linear import convert_model, snip_linears
 from snip_hf.plan import PlanProvenance, PrecisionPlan
 
-ADVICE = "Restore the file (each checkpoint and the Hub copy hold one) or let a run write it again."
+ADVICE = "Restore the file or let a run write it again."
 
 
 def random_plan(seed: int) -> PrecisionPlan:

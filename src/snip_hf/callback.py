@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,7 +43,9 @@ class SnipCallback(TrainerCallback):
         self.config = config or SnipConfig()
         self.controller: SnipController | None = None
         self._resume = resume
-        self._hook: Any = None
+        self._hooks: list[Any] = []
+        self._run = ""
+        self._own_loss_used = False
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuses what cannot work, and swaps the linears before the Trainer wraps or compiles the model."""
@@ -58,23 +61,31 @@ class SnipCallback(TrainerCallback):
         model: nn.Module = unwrap(kwargs["model"])
         output_dir = args.output_dir if state.is_world_process_zero else None
         self.controller = SnipController(model, kwargs["optimizer"], self.config, AcceleratorState(), output_dir)
-        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._hooks = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward),
+        ]
+        self._own_loss_used = False
         found = self._find_state(args, state)
-        # Travels in trainer_state.json: tells a checkpoint trained with SNIP from others wherever it is moved.
-        _marks(state).setdefault(_MARK, {})
         if found is None:
             self.controller.step = state.global_step
-            self.controller.start()
+            # Travels in trainer_state.json: tells a checkpoint trained with SNIP from others wherever it is moved.
+            _marks(state)[_MARK] = {"run": uuid.uuid4().hex}
         else:
-            try:
-                self.controller.load_state_dict(read_json(found), state.global_step)
-            except (KeyError, ValueError) as error:
-                raise ValueError(f"Cannot resume from {found}: {error.args[0]}") from error
+            self._load_state(found, state)
+        self._run = _marks(state)[_MARK]["run"]
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._running().before_optimizer_step(state.global_step + 1)
+        controller = self._running()
+        if controller.needs_probe and not self._own_loss_used:
+            raise ValueError(
+                "The training loss does not depend on the loss that the model returns, which is the one that SNIP "
+                "probes: a custom loss is in use. Train with the model's own loss, or use a policy that needs no "
+                "probe, such as policy='layer-position'."
+            )
+        controller.before_optimizer_step(state.global_step + 1)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._running().after_step(state.global_step)
@@ -119,15 +130,15 @@ class SnipCallback(TrainerCallback):
         folder = _checkpoint(args, state)
         if state.is_world_process_zero and self.controller is not None and folder.is_dir():
             try:
-                write_json_atomic(folder / STATE_NAME, self.controller.state_dict())
+                write_json_atomic(folder / STATE_NAME, self.controller.state_dict() | {"run": self._run})
             except OSError as error:
                 logger.warning("snip-hf: could not write %s; resuming there will fail: %s", folder / STATE_NAME, error)
 
     def _release(self) -> None:
         """Stops the controller of a run that has ended, if there is one."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         if self.controller is not None:
             self.controller.close()
 
@@ -136,12 +147,36 @@ class SnipCallback(TrainerCallback):
         if model.training:
             self._running().capture(kwargs)
 
+    @torch.compiler.disable
+    def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Finds out whether the model's own loss takes part in the backward pass, once per run."""
+        if model.training and not self._own_loss_used:
+            loss = output.get("loss") if isinstance(output, dict) else output[0]
+            if isinstance(loss, torch.Tensor) and loss.requires_grad:
+                loss.register_hook(self._note_own_loss)
+
+    def _note_own_loss(self, gradient: torch.Tensor) -> None:
+        self._own_loss_used = True
+
     def _running(self) -> SnipController:
         if self.controller is None:
             raise RuntimeError(
                 "SnipCallback got a training event before on_train_begin; add it before train() is called."
             )
         return self.controller
+
+    def _load_state(self, path: Path, state: TrainerState) -> None:
+        mark = _marks(state).get(_MARK)
+        try:
+            saved = read_json(path)
+            if mark is not None and isinstance(saved, dict) and saved.get("run", mark["run"]) != mark["run"]:
+                raise ValueError(
+                    "it belongs to another run than the weights. Name the folder of the checkpoint in "
+                    "SnipCallback(resume=FOLDER), or say SnipCallback(resume=False) to start a new plan."
+                )
+            self._running().load_state_dict(saved, state.global_step)
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"Cannot resume from {path}: {error.args[0]}") from error
 
     def _find_state(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """Returns the file to resume from, None to start a new plan; says which in the log."""

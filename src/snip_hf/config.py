@@ -59,7 +59,7 @@ class SnipConfig:
     refresh_every: int = 1000
     """Steps between two refreshes."""
     first_refresh: int = 100
-    """Step of the first probe."""
+    """Step of the first probe. Adam's very first updates say nothing of how later ones answer to the gradient."""
     apply_delay: int = 10
     """Steps between a probe and the application of its plan; the solver runs meanwhile. At most `refresh_every`."""
     start_format: str = "fp8"
@@ -116,6 +116,8 @@ class SnipConfig:
                 f"target_fp4_fraction={self.target_fp4_fraction!r} is outside 0..1; it is the share of the linear "
                 "FLOPs that run in FP4, e.g. 0.75."
             )
+        if self.seed >= 2**63:
+            raise ValueError(f"seed={self.seed} is too large; expected less than 2**63.")
         if self.apply_delay > self.refresh_every:
             raise ValueError(
                 f"apply_delay={self.apply_delay} is larger than refresh_every={self.refresh_every}; a plan must be "

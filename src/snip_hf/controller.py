@@ -112,6 +112,7 @@ class SnipController:
             self._check_probe()
         flops = linear_flops(self.model)
         self._setting = policies.Setting(config, flops, policies.find_stages(list(flops), config))
+        policies.check_ties(self._setting)
         self.model_name = getattr(getattr(self.model, "config", None), "_name_or_path", "") or type(self.model).__name__
         self.plan = self._first_plan()
         self.plan.apply(self.model)
@@ -152,6 +153,8 @@ class SnipController:
     def before_optimizer_step(self, step: int) -> None:
         """To be called with the gradients of optimizer step `step` (from 1) complete and clipped; probes if due."""
         armed = self._disarm()
+        if armed is None and self._refreshes(step):
+            self._keep(step, {"event": "refresh", "step": step}, "no micro-batch of the step was given to capture()")
         if armed is None or armed.batch is None:
             return
         # With apply_delay = refresh_every the plan before is due after this very step, whose passes are done.
@@ -220,6 +223,7 @@ class SnipController:
                 f"The SNIP state is of step {step}, but the weights are of step {at_step}. Take both from the same "
                 "checkpoint folder."
             )
+        self._check_sizes(plan)
         plan.apply(self.model)
         self._stop()
         self.plan, self.step, self._micro_batch = plan, step, 0
@@ -235,15 +239,33 @@ class SnipController:
     def _first_plan(self) -> PrecisionPlan:
         setting, config = self._setting, self.config
         if config.plan is not None:
-            return PrecisionPlan.load(config.plan)
+            plan = PrecisionPlan.load(config.plan)
+            self._check_sizes(plan)
+            return plan
         provenance = PlanProvenance(step=0, **self._origin())
         if self.needs_probe:
             return PrecisionPlan.uniform(setting.flops, config.start_format, setting.stages, provenance)
         return PrecisionPlan(policies.rule_assignment(setting), setting.flops, setting.stages, provenance)
 
+    def _check_sizes(self, plan: PrecisionPlan) -> None:
+        for layer, flops in self._setting.flops.items():
+            planned = plan.flops.get(layer, flops)
+            if planned["forward"] != flops["forward"]:
+                raise ValueError(
+                    f"The plan is for a layer {layer!r} of {planned['forward']:g} FLOPs per token, the model's has "
+                    f"{flops['forward']:g}. Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
+                    "to compare."
+                )
+
     def _check_probe(self) -> None:
         check_optimizer(self._optimizer)
-        attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None) or ""
+        config = getattr(self.model, "config", None)
+        if "relu" in (getattr(config, "hidden_act", None), getattr(config, "activation_function", None)):
+            logger.warning(
+                "snip-hf: the model's activation is ReLU, whose kinks the probe's differences take for curvature: "
+                "weight divergences may be several times too high (docs/limitations.md)."
+            )
+        attention = getattr(config, "_attn_implementation", None) or ""
         if attention.startswith("flash"):
             raise ValueError(
                 f"attn_implementation={attention!r} cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. "

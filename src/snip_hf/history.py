@@ -74,6 +74,10 @@ class RunFolder:
             temporary = path.with_name(".history.jsonl.tmp")
             temporary.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
             os.replace(temporary, path)
+            for table in folder.glob("divergence-*.json"):
+                number = table.stem.removeprefix("divergence-")
+                if number.isdigit() and int(number) > step:
+                    table.unlink()
 
         self._write(rewrite)
 

@@ -49,7 +49,8 @@ class _ThreeGemms(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, state)
+        # A copy: the next forward pass may write the state before this one's backward pass reads it.
+        ctx.save_for_backward(x, weight, state.clone())
         y: Tensor = forward_gemm(x, weight, bias, state)
         return y
 
@@ -114,7 +115,11 @@ class SnipLinear(nn.Linear):
 
 @dataclass
 class SnipLinearConfig(AOBaseConfig):
-    """For torchao's `quantize_(model, SnipLinearConfig(...), filter_fn)`: swaps every linear that the filter passes."""
+    """For torchao's `quantize_(model, SnipLinearConfig(...), filter_fn)`: swaps every linear that the filter passes.
+
+    `quantize_` tells no names and knows no steps: until `convert_model` names the layers and a `SnipController` counts
+    the steps, all layers round stochastically with the same random numbers in every step.
+    """
 
     start_format: str = "fp8"
     """Format of the three GEMMs until a plan is applied."""
@@ -152,7 +157,8 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
 
     Swapped is every `nn.Linear` (exactly that class) inside a numbered block (`....layers.3....`), except the output
     head, adapters' small matrices and what `config.skip_modules` names. Everything starts in `config.start_format`.
-    What is swapped and what is skipped, with the reason, goes to the log. Converting twice changes nothing.
+    What is swapped and what is skipped, with the reason, goes to the log. Layers swapped before stay as they are, or
+    are restored if this config skips them.
 
     Returns: the exact names of all swapped layers, in the model's order.
 
@@ -181,6 +187,9 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
             )
     modules = dict(model.named_modules())
     wanted = {id(modules[name]) for name in chosen}
+    for layer in snip_linears(model).values():
+        if id(layer) not in wanted:
+            _restore(layer)
     quantize_(
         model,
         SnipLinearConfig(start_format=config.start_format, seed=config.seed),
@@ -196,12 +205,16 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
 
 def restore_model(model: nn.Module) -> None:
     """Undoes `convert_model`: every `SnipLinear` becomes again the class that it was."""
-    for module in snip_linears(model).values():
-        del module._buffers["snip_state"]
-        module._non_persistent_buffers_set.discard("snip_state")
-        original_class = module.snip_original_class
-        del module.snip_original_class, module.snip_recorder
-        module.__class__ = original_class  # type: ignore[assignment]
+    for layer in snip_linears(model).values():
+        _restore(layer)
+
+
+def _restore(layer: SnipLinear) -> None:
+    del layer._buffers["snip_state"]
+    layer._non_persistent_buffers_set.discard("snip_state")
+    original_class = layer.snip_original_class
+    del layer.snip_original_class, layer.snip_recorder
+    layer.__class__ = original_class  # type: ignore[assignment]
 
 
 def snip_linears(model: nn.Module) -> dict[str, SnipLinear]:
@@ -249,9 +262,15 @@ def _refuse_quantized(model: nn.Module) -> None:
             "Load it without a quantization_config, or dequantize it first."
         )
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(module, nn.Linear) and isinstance(weight, Tensor) and not weight.is_floating_point():
-            raise ValueError(f"Layer {name!r} has {weight.dtype} weights; expected ordinary floating-point weights.")
+        if not isinstance(module, nn.Linear):
+            continue
+        weight = module.weight
+        # DTensor: sharded, not quantized. Any other subclass holds something else than its dtype says.
+        if type(weight).__name__ not in ("Parameter", "Tensor", "DTensor") or not weight.is_floating_point():
+            raise ValueError(
+                f"Layer {name!r} has {weight.dtype} weights of the type {type(weight).__name__}; expected ordinary "
+                "floating-point weights. Load the model without quantization."
+            )
 
 
 def _summary(skipped: Mapping[str, str | None]) -> str:

@@ -213,8 +213,8 @@ class PrecisionPlan:
             return cls.from_dict(read_json(path))
         except ValueError as error:
             raise ValueError(
-                f"{os.fspath(path)} is not a usable precision plan: {error} Restore the file (each checkpoint and the "
-                "Hub copy hold one) or let a run write it again."
+                f"{os.fspath(path)} is not a usable precision plan: {error} Restore the file or let a run write it "
+                "again."
             ) from error
 
 

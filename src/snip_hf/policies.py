@@ -88,6 +88,31 @@ def find_stages(layers: Sequence[str], config: SnipConfig) -> tuple[tuple[str, .
     return config.stages
 
 
+def check_ties(setting: Setting) -> None:
+    """Refuses ties that could not hold.
+
+    Raises:
+        ValueError: a name that no swapped layer ends in, or siblings in different stages.
+    """
+    stage_of = {layer: index for index, stage in enumerate(setting.stages) for layer in stage}
+    last_names = {layer.rpartition(".")[2] for layer in stage_of}
+    for names in setting.config.ties:
+        for name in names:
+            if name not in last_names:
+                raise ValueError(
+                    f"ties: no swapped layer's last name is {name!r}; the last names are "
+                    f"{', '.join(sorted(last_names))}."
+                )
+        stages: dict[str, int] = {}
+        for layer, stage in stage_of.items():
+            parent, _, last = layer.rpartition(".")
+            if last in names and stages.setdefault(parent, stage) != stage:
+                raise ValueError(
+                    f"ties: the tied layers of {parent!r} are in stages {stages[parent]} and {stage}; expected all of "
+                    "them in one stage."
+                )
+
+
 def block_of(layer: str) -> str:
     """Returns the name of the block that a layer is in: up to and with the first number ("model.layers.3")."""
     match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", layer)

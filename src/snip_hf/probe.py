@@ -150,7 +150,7 @@ def run_probe(
     return Probe(sum(losses) / len(losses), samples)
 
 
-def run_pass(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor], without_trace: bool = True) -> Tensor:
+def run_pass(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]) -> Tensor:
     """Runs one forward and backward pass in FP32 on stand-ins for the parameters and returns the loss.
 
     Args:
@@ -158,7 +158,6 @@ def run_pass(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor], with
         batch: the micro-batch; the generators start from its state.
         weights: parameter name -> the tensor to use instead; gradients go to its `.grad` if it requires them.
             Parameters that are not named are used as detached FP32 copies.
-        without_trace: False leaves the generators where the pass left them.
     """
     before = RandomState.now()
     linears = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
@@ -180,8 +179,7 @@ def run_pass(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor], with
         with _attributes_kept(model):
             loss: Tensor = torch.func.functional_call(stand_in, named, (dict(batch.kwargs),))
     finally:
-        if without_trace:
-            before.restore()
+        before.restore()
     return loss
 
 

@@ -36,11 +36,12 @@ def print_report(run_dir: str | os.PathLike[str], console: Console | None = None
 
 def _print_run(run: Run, console: Console) -> None:
     config = run.config
+    policy = f"plan file {config['plan']}, held fixed" if config.get("plan") else f"policy {config.get('policy')}"
     plan = run.plans[-1][1]
     target = config.get("target_fp4_fraction")
     console.print(
-        f"Policy {config.get('policy')}, granularity {config.get('granularity')}, target FP4 share {target}, attained "
-        f"{plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs). Model: "
+        f"{policy[0].upper()}{policy[1:]}, granularity {config.get('granularity')}, target FP4 share {target}, "
+        f"attained {plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs). Model: "
         f"{plan.provenance.model_name or 'not named'}.",
         markup=False,
         highlight=False,
@@ -49,7 +50,7 @@ def _print_run(run: Run, console: Console) -> None:
         console.print(refresh_table(run))
     else:
         console.print(
-            f"No refresh was recorded (policy {config.get('policy')}, first refresh due at step "
+            f"No refresh was recorded ({policy}, first refresh due at step "
             f"{config.get('first_refresh')} if it probes): the plan of the start is in force.",
             markup=False,
             highlight=False,

@@ -346,3 +346,17 @@ def test_a_finished_run_resumes_to_more_steps_without_a_second_line_for_its_last
     assert [(line["step"], line["status"], line["applied_step"]) for line in history(tmp_path)[1:]] == [
         (2, "applied", 4)
     ]
+
+
+def test_the_state_of_another_run_is_refused(full: Run, tmp_path: Path) -> None:
+    """Weights from one folder, and in the output folder the same step of another run of the same configuration."""
+    checkpoint = interrupted(full, 7, tmp_path / "mine")
+    other = train(tmp_path / "other", CONFIG, **SAVING | {"save_steps": 7})
+    message = refused(other.folder, SnipCallback(CONFIG), checkpoint)
+    assert message == (
+        f"Cannot resume from {other.folder}/checkpoint-7/snip_state.json: it belongs to another run than the weights. "
+        "Name the folder of the checkpoint in SnipCallback(resume=FOLDER), or say SnipCallback(resume=False) to "
+        "start a new plan."
+    )
+    resumed = train(other.folder, callback=SnipCallback(CONFIG, resume=checkpoint), resume=checkpoint, **SAVING)
+    assert_same_end(resumed, full)

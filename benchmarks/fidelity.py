@@ -1,8 +1,8 @@
 r"""How close are the estimated divergences to the measured ones, on a checkpoint of a recipe's run?
 
     accelerate launch recipes/pretrain.py recipes/quickstart.yaml \
-        --override training.save_strategy=steps training.save_steps=500
-    python benchmarks/fidelity.py recipes/quickstart.yaml runs/quickstart/checkpoint-500
+        --override training.save_strategy=steps training.save_steps=400
+    python benchmarks/fidelity.py recipes/quickstart.yaml runs/quickstart/checkpoint-400
 
 Loads model and optimizer state, takes the first sequences of the training data, and prints for every format and GEMM
 the median over layers of |estimate / truth - 1|, its 90th percentile and the rank correlation.

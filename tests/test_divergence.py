@@ -216,7 +216,7 @@ def square_of_sum(per_token: Tensor, tokens: int, error: Tensor) -> float:
 def squares_written_out(
     sample: LayerSample, w: Tensor, d: Tensor, fmt: str, micro_batches: int = 1
 ) -> dict[str, float]:
-    """method.md section 5 in float64 with every index visible; output gradients rounded to nearest.
+    """docs/method.md, section 3, in float64 with every index visible; output gradients rounded to nearest.
 
     Sums over tokens stand for those of all T tokens; what errs anew for every token averages over micro-batches.
     """

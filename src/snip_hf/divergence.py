@@ -3,7 +3,7 @@
 Legend: T tokens of the micro-batch, n of them sampled, I in_features, O out_features. X (n, I), G (n, O) and W (O, I)
 are a layer's input, output gradient and weight in high precision; eX, eG, eW their quantization errors; Xdot, Gdot the
 derivatives along the probe's direction; D (O, I) = h'(g) / |W| the sensitivity of the optimizer's update, relative to
-the weight's norm. Formulas: docs/method.md, sections 4 and 5.
+the weight's norm. Formulas: docs/method.md, sections 2 and 3.
 
 A layer's own row (gemm "layer") is the divergence of quantizing its three GEMMs together.
 """

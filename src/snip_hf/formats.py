@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
-# The three matrix products of one linear layer (docs/method.md, section 2), in the order of the format codes that a
+# The three matrix products of one linear layer (docs/method.md, section 1), in the order of the format codes that a
 # layer's state tensor holds.
 GEMMS = ("forward", "grad_input", "grad_weight")
 

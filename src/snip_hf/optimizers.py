@@ -76,7 +76,7 @@ class Response:
         root = (second / unbiased2).sqrt_()
         divisor = root + eps
         mean = first / unbiased1
-        # h = lr * mean / divisor; method.md section 5 with its guard for elements that were never touched
+        # h = lr * mean / divisor; docs/method.md, section 3, guarded for elements that were never touched
         # (grouped so that nothing underflows: root * divisor^2 would be 0 for small gradients under a tiny eps)
         slope = ((1 - beta1) / unbiased1 - mean / divisor * (second_slope / (2 * unbiased2) / root)) / divisor
         return lr * mean / divisor, torch.where(second > 0, lr * slope, zeros)

@@ -242,7 +242,7 @@ def _position_order(setting: Setting, stage: Sequence[str]) -> list[str]:
 
 
 def _snip_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:
-    """Both divergences, each divided by its total under "everything in FP4" (docs/method.md, section 6)."""
+    """Both divergences, each divided by its total under "everything in FP4" (docs/method.md, section 4)."""
     totals = table.totals("fp4")
     loss = config.loss_weight / totals["loss"] if totals["loss"] > 0 else 0.0
     weight = config.weight_weight / totals["weight"] if totals["weight"] > 0 else 0.0

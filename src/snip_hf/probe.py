@@ -2,7 +2,7 @@
 
 Legend: T tokens, I in_features, O out_features, n sampled tokens. A probe runs forward and backward at W + eps * d and
 at W - eps * d for one random direction d through all swapped layers. The mean of the two gives every layer's input X
-and output gradient G (up to eps^2), their difference the derivatives Xdot and Gdot along d (docs/method.md, section 5).
+and output gradient G (up to eps^2), their difference the derivatives Xdot and Gdot along d (docs/method.md, section 3).
 
 The passes leave no trace. They run on FP32 copies of the weights handed to `torch.func.functional_call`, without
 autocast and without quantization, on clones of the buffers, and outside any wrapper (DDP, compile): no parameter, no
@@ -26,7 +26,7 @@ from .formats import TILE
 from .linear import SnipLinear, snip_linears
 from .quantize import stream_key
 
-# |eps * d| / |W| over all swapped weights: small enough for first order, large enough for FP32 (method.md, section 5).
+# |eps * d| / |W| over all swapped weights: small enough for first order, large enough for FP32 (section 3 there).
 RELATIVE_STEP = 1e-3
 
 

@@ -86,7 +86,7 @@ def _multiply(left_fp32: Tensor, right_fp32: Tensor) -> Tensor:
 def _read(state: Tensor, gemm: str) -> tuple[NumberFormat | None, int | None]:
     """Returns the format of `gemm` and the key for rounding its output gradient (None: to nearest).
 
-    Only output gradients in FP4 are rounded stochastically (docs/method.md, section 2).
+    Only output gradients in FP4 are rounded stochastically (docs/method.md, section 1).
     """
     numbers = state.tolist()
     operand = GEMMS.index(gemm)

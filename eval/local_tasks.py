@@ -146,7 +146,7 @@ def _files_of(task: str) -> LocalFiles:
 def load(*, task: str, data_dir: str, needed: Sequence[str], **_metadata: Any) -> DatasetDict:
     """The documents of one stock task as a `DatasetDict` in the stock columns; splits without a file are left out.
 
-    lm-eval calls this with the `dataset_kwargs` that `local_task_manager` wrote, and with the task's metadata.
+    lm-eval calls this with the `dataset_kwargs` that `local_tasks` wrote, and with the task's metadata.
 
     Raises:
         EvaluationError: a split in `needed` has no file, or a file does not have the expected layout.

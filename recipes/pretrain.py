@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import os
 import platform
@@ -58,6 +59,9 @@ def run(recipe: Recipe) -> dict[str, Any]:
     start = time.perf_counter()
     args = TrainingArguments(**({"dataloader_pin_memory": torch.accelerator.is_available()} | recipe.training))
     console = Console(quiet=args.process_index != 0, soft_wrap=True, highlight=False, markup=False)
+    if args.process_index == 0:  # what is swapped and skipped, and every refresh
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("snip_hf").setLevel(logging.INFO)
     _use_all_cores(recipe, args)
     tokenizer, train, validation = prepare_data(recipe, args)
     set_seed(args.seed)

@@ -37,6 +37,8 @@ from transformers import Trainer, TrainerCallback
 from snip_hf import PrecisionPlan, SnipCallback, SnipConfig, SnipController
 from snip_hf.formats import GEMMS
 from snip_hf.linear import snip_linears
+from snip_hf.report import reason_table
+from snip_hf.runs import load_run
 
 CONFIG = SnipConfig(stages=2, **SCHEDULE)
 
@@ -525,7 +527,7 @@ def test_a_plan_file_of_another_model_or_a_damaged_one_is_refused(run: Run, tmp_
         f"{path} is not a usable precision plan: assignment['model.layers.0.mlp.up_proj'] has no entry 'forward'"
     )
     path.unlink()
-    with pytest.raises(FileNotFoundError, match=r"plan\.json"):
+    with pytest.raises(ValueError, match=r"^plan='.*plan\.json' cannot be read: .*No such file or directory"):
         train(tmp_path / "out", config)
     assert not (tmp_path / "out" / "snip").exists()
 
@@ -737,3 +739,42 @@ def test_a_plan_file_of_a_model_with_other_sizes_is_refused(tmp_path: Path) -> N
         "The plan is for a layer 'model.layers.0.self_attn.q_proj' of 2048 FLOPs per token, the model's has 8192. "
         "Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
     )
+
+
+def test_two_snip_callbacks_of_one_trainer_are_refused_and_one_that_an_error_left_is_released(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as caught:
+        train(tmp_path / "two", CONFIG, callbacks=[SnipCallback(SnipConfig(policy="uniform-fp8"))])
+    assert str(caught.value) == "The Trainer has two SnipCallbacks; expected one. Remove the other."
+    model = model_with_dropout()
+    with pytest.raises(ValueError):
+        train(tmp_path / "left", CONFIG, model=model, trainer={"train_dataset": [{"input_ids": [1, 2, 3]}] * 8})
+    again = train(tmp_path / "again", CONFIG, model=model)
+    assert again.losses == train(tmp_path / "fresh", CONFIG).losses
+
+
+def test_a_run_that_ends_before_its_first_plan_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, SnipConfig(), max_steps=2)
+    assert (
+        "snip-hf: training ends at step 2, before the first plan would be applied after step 110 (first_refresh + "
+        "apply_delay): everything stays in fp8."
+    ) in caplog.messages
+
+
+def test_a_config_that_is_none_is_refused_by_its_type() -> None:
+    with pytest.raises(TypeError) as caught:
+        SnipCallback({"target_fp4_fraction": 0.5})  # type: ignore[arg-type]
+    assert str(caught.value) == "Got a dict for config; expected a SnipConfig, e.g. SnipConfig.from_dict(...)."
+
+
+def test_the_report_says_why_with_the_prices_of_the_program_that_was_solved(tmp_path: Path) -> None:
+    train(tmp_path, CONFIG)
+    table = reason_table(load_run(tmp_path))
+    assert table is not None
+    cells = [list(column.cells) for column in table.columns]
+    layers, chosen = cells[1], [str(name) for name in cells[5]]
+    rows = [(int(stage), float(price)) for stage, price in zip(cells[0], cells[4], strict=True)]
+    assert len(layers) == 14 and rows == sorted(rows)
+    plan = load_run(tmp_path).plans[-1][1]
+    assert sorted(chosen) == sorted(formats["forward"] for formats in plan.assignment.values())
+    # The dearest layer stays in FP8, the cheapest goes to FP4.
+    assert (chosen[0], chosen[-1]) == ("fp4", "fp8")

@@ -40,12 +40,17 @@ class SnipCallback(TrainerCallback):
     """
 
     def __init__(self, config: SnipConfig | None = None, resume: bool | str | os.PathLike[str] = True) -> None:
+        if not isinstance(config, SnipConfig | None):
+            raise TypeError(
+                f"Got a {type(config).__name__} for config; expected a SnipConfig, e.g. SnipConfig.from_dict(...)."
+            )
         self.config = config or SnipConfig()
         self.controller: SnipController | None = None
         self._resume = resume
         self._hooks: list[Any] = []
         self._run = ""
         self._own_loss_used = False
+        self._state: TrainerState | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuses what cannot work, and swaps the linears before the Trainer wraps or compiles the model."""
@@ -59,6 +64,16 @@ class SnipCallback(TrainerCallback):
         self._check_arguments(args)
         self._release()
         model: nn.Module = unwrap(kwargs["model"])
+        self._check_others(model, state)
+        self._state = state
+        if needs_probe(self.config) and state.max_steps < self.config.first_refresh + self.config.apply_delay:
+            logger.warning(
+                "snip-hf: training ends at step %d, before the first plan would be applied after step %d "
+                "(first_refresh + apply_delay): everything stays in %s.",
+                state.max_steps,
+                self.config.first_refresh + self.config.apply_delay,
+                self.config.start_format,
+            )
         output_dir = args.output_dir if state.is_world_process_zero else None
         self.controller = SnipController(model, kwargs["optimizer"], self.config, AcceleratorState(), output_dir)
         self._hooks = [
@@ -124,6 +139,21 @@ class SnipCallback(TrainerCallback):
                 "policy='layer-position'."
             )
         check_launch(self.config, AcceleratorState())
+
+    def _check_others(self, model: nn.Module, state: TrainerState) -> None:
+        """Refuses a second SnipCallback of the same run, and releases what an earlier run left on the model."""
+        others = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
+        for other in others:
+            if isinstance(other, SnipCallback) and other is not self:
+                if other._state is state:
+                    raise ValueError("The Trainer has two SnipCallbacks; expected one. Remove the other.")
+                other._release()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Shows the FP4 share next to the loss."""
+        logs = kwargs.get("logs")
+        if logs is not None and "loss" in logs and self.controller is not None:
+            logs["fp4_share"] = round(self.controller.plan.fp4_fraction, 4)
 
     def _save_state(self, args: TrainingArguments, state: TrainerState) -> None:
         """Writes the state into the checkpoint of this step, if there is one."""

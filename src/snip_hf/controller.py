@@ -173,7 +173,7 @@ class SnipController:
         pending = self._stop()
         if pending is not None:
             reason = f"training ended at step {self.step}, before step {pending.due} at which its plan was due"
-            self._keep(self.step, pending.record, reason)
+            self._keep(self.step, pending.record, reason, "was not applied")
 
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""
@@ -239,7 +239,10 @@ class SnipController:
     def _first_plan(self) -> PrecisionPlan:
         setting, config = self._setting, self.config
         if config.plan is not None:
-            plan = PrecisionPlan.load(config.plan)
+            try:
+                plan = PrecisionPlan.load(config.plan)
+            except OSError as error:
+                raise ValueError(f"plan={config.plan!r} cannot be read: {error}.") from error
             self._check_sizes(plan)
             return plan
         provenance = PlanProvenance(step=0, **self._origin())
@@ -418,8 +421,8 @@ class SnipController:
             record = record or {"event": "refresh", "step": step}
             self._keep(step, record, f"{type(error).__name__}: {error}")
 
-    def _keep(self, step: int, record: Mapping[str, Any], reason: str) -> None:
-        logger.warning("snip-hf: the refresh of step %d failed, the plan in force stays: %s", record["step"], reason)
+    def _keep(self, step: int, record: Mapping[str, Any], reason: str, what: str = "failed") -> None:
+        logger.warning("snip-hf: the refresh of step %d %s, the plan in force stays: %s", record["step"], what, reason)
         kept: dict[str, Any] = {
             "applied_step": None,
             "decided_step": step,

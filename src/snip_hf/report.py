@@ -12,14 +12,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .config import SnipConfig
+from .divergence import LAYER, Divergence, DivergenceTable
 from .figures import write_figures
 from .formats import GEMMS
 from .plan import PrecisionPlan
-from .policies import split_layer
+from .policies import Setting, problem, split_layer
 from .runs import Run, load_run
 
 _STYLES = {"bf16": "dim", "fp8": "cyan", "fp4": "bold red"}
 _MOST_LOSS_ROWS = 20
+_MOST_REASONS = 64
 
 
 def run_report(run_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str] | None = None) -> list[Path]:
@@ -61,6 +64,11 @@ def _print_run(run: Run, console: Console) -> None:
     if run.losses:
         console.print(loss_table(run))
     console.print(plan_table(plan))
+    if len(plan.stages) > 1:
+        console.print(stage_table(plan))
+    reasons = reason_table(run)
+    if reasons is not None:
+        console.print(reasons)
     for note in run.notes:
         console.print(f"Note: {note}", markup=False, highlight=False)
 
@@ -110,6 +118,47 @@ def plan_table(plan: PrecisionPlan) -> Table:
         row = [_plan_cell(cells[block, kind]) if (block, kind) in cells else Text("") for kind in kinds]
         table.add_row(Text(block.rpartition(".")[2] or block), *row)
     return table
+
+
+def reason_table(run: Run) -> Table | None:
+    """Why the last applied plan is as it is: what FP4 would cost each group of the program per share of FLOPs.
+
+    Within a stage FP4 goes to the groups with the lowest price, as far as whole groups fit the target. None if the run
+    has no table of divergences for its last applied refresh.
+    """
+    applied = [refresh for refresh in run.refreshes if refresh.applied_step is not None]
+    if not applied or applied[-1].step not in run.divergences:
+        return None
+    plan = run.plans[-1][1]
+    before = run.plans[-2][1] if len(run.plans) > 1 else plan
+    setting = Setting(SnipConfig.from_dict(run.config), plan.flops, plan.stages)
+    rows = tuple(Divergence(**record) for record in run.divergences[applied[-1].step])
+    divergences = {(row.layer, row.gemm): row for row in rows if row.format == "fp4"}
+    program = problem(setting, DivergenceTable(0.0, rows), before.assignment)
+    stage_of = {group: row["name"] for row in program["constraints"] for group in row["groups"]}
+    prices = {}
+    for group in program["groups"]:
+        fp8, fp4 = group["options"]
+        prices[group["name"]] = (fp4["cost"] - fp8["cost"]) / fp4["weight"] if fp4["weight"] > 0 else 0.0
+    table = _table(f"Why (probe of step {applied[-1].step}; price: extra cost of FP4 per share of the stage's FLOPs)")
+    for heading in ("stage", "layer", "loss\ndivergence", "weight\ndivergence", "price", "format"):
+        table.add_column(heading, justify="left" if heading == "layer" else "right")
+    order = sorted(prices, key=lambda group: (stage_of[group], prices[group]))
+    for index, group in enumerate(order):
+        if _MOST_REASONS // 2 <= index < len(order) - _MOST_REASONS // 2:
+            continue  # of a large model the cheapest and the dearest
+        layer, gemm = setting.members(group)[0]
+        row = divergences[layer, gemm if setting.config.granularity == "gemm" else LAYER]
+        numbers = (f"{row.loss_divergence:.1e}", f"{row.weight_divergence:.1e}", f"{prices[group]:.3f}")
+        formats = Text(plan.assignment[layer][gemm], style=_STYLES[plan.assignment[layer][gemm]])
+        table.add_row(stage_of[group].removeprefix("stage "), Text(_short_name(group)), *numbers, formats)
+    return table
+
+
+def _short_name(group: str) -> str:
+    """ "model.layers.3.mlp.up_proj:forward" -> "3 up_proj:forward"."""
+    block, kind = split_layer(group)
+    return f"{block.rpartition('.')[2]} {kind.rpartition('.')[2]}"
 
 
 def stage_table(plan: PrecisionPlan) -> Table:

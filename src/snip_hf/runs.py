@@ -155,6 +155,7 @@ def _read_divergences(folder: Path, notes: list[str]) -> dict[int, list[dict[str
             records = [
                 {"layer": r["layer"], "gemm": r["gemm"], "format": r["format"]}
                 | {key: float(r[key]) for key in ("loss_divergence", "weight_divergence")}
+                | {key: float(r.get(key) or 0.0) for key in ("flops", "absolute_error", "relative_error")}
                 for r in document["records"]
             ]
             divergences[int(document["step"])] = records

@@ -84,11 +84,11 @@ class SnipCallback(TrainerCallback):
         found = self._find_state(args, state)
         if found is None:
             self.controller.step = state.global_step
-            # Travels in trainer_state.json: tells a checkpoint trained with SNIP from others wherever it is moved.
-            _marks(state)[_MARK] = {"run": uuid.uuid4().hex}
+            _marks(state).pop(_MARK, None)
         else:
             self._load_state(found, state)
-        self._run = _marks(state)[_MARK]["run"]
+        # Travels in trainer_state.json: tells a checkpoint trained with SNIP, and its run, wherever it is moved.
+        self._run = _marks(state).setdefault(_MARK, {"run": uuid.uuid4().hex})["run"]
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -81,12 +81,19 @@ def divergence_figure(run: Run) -> Figure:
     for panel, ((quantity, gemm), values) in zip(axes, panels.items(), strict=True):
         extent = (-0.5, len(steps) - 0.5, len(layers) - 0.5, -0.5)
         # At least a factor of 2 from end to end: equal values have no scale, and nearly equal ones endless tick labels.
-        norm = LogNorm(np.nanmin(values), max(np.nanmax(values), np.nanmin(values) * 2))
+        low = float(np.nanmin(values))
+        high = max(float(np.nanmax(values)), 2 * low)
+        norm = LogNorm(low, high)
         image = panel.imshow(values, norm=norm, cmap="viridis", aspect="auto", interpolation="nearest", extent=extent)
         label = f"{quantity}, {'all three GEMMs' if gemm == 'layer' else gemm}"
-        figure.colorbar(image, ax=panel, location="top", label=label, pad=0.1 / figure.get_figheight(), aspect=30)
-        ticks = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 4)).round().astype(int))
-        panel.set_xticks(ticks, [str(steps[tick]) for tick in ticks])
+        pad = 0.1 / figure.get_figheight()
+        # Three ticks: a logarithmic scale of less than a decade would print its labels over each other.
+        ticks = np.geomspace(low, high, 3)
+        bar = figure.colorbar(image, ax=panel, location="top", label=label, pad=pad, aspect=30, ticks=ticks)
+        bar.minorticks_off()
+        bar.ax.set_xticklabels([f"{tick:.0e}" for tick in ticks])
+        shown = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 4)).round().astype(int))
+        panel.set_xticks(shown, [str(steps[index]) for index in shown])
         panel.set_xlabel("step of the probe")
     _title(figure, "Divergence of each layer in FP4 (white: zero or not measured)")
     return figure

@@ -34,6 +34,7 @@ from transformers import (
 )
 
 from snip_hf import SnipCallback, SnipConfig, restore_model
+from snip_hf.hub import keep_model_card
 from snip_hf.report import run_report
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -76,6 +77,8 @@ def run(recipe: Recipe) -> dict[str, Any]:
         processing_class=tokenizer,
         callbacks=[SnipCallback(recipe.snip)] if recipe.snip else None,
     )
+    if recipe.snip:
+        keep_model_card(trainer)
     seconds = {"prepare": time.perf_counter() - start} | train_and_save(trainer)
     result = {
         "validation_loss": final_losses(trainer, quantized=recipe.snip is not None),

@@ -25,6 +25,7 @@ from tiny_runs import (
     differing,
     history,
     model_with_dropout,
+    noted_divergences,
     one_thread,
     solve_with,
     train,
@@ -299,16 +300,7 @@ def test_a_recomputed_forward_does_not_count_as_another_micro_batch(tmp_path: Pa
 
 
 def test_the_divergences_are_told_the_trainers_clip_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from snip_hf import controller
-
-    calls = []
-
-    def note(*args: Any, **kwargs: Any) -> Any:
-        calls.append(kwargs)
-        return divergences_at(*args, **kwargs)
-
-    divergences_at = controller.divergences_at
-    monkeypatch.setattr("snip_hf.controller.divergences_at", note)
+    calls = noted_divergences(monkeypatch)
     run = train(tmp_path, CONFIG)
     norms = [run.losses[step][1] for step in (2, 6, 10)]
     assert min(norms) > 0.6

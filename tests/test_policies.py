@@ -123,7 +123,7 @@ def test_every_stage_meets_every_target_and_exceeds_it_by_less_than_a_unit(
         assert_complete(setting, assignment)
         for stage, share in zip(setting.stages, stage_shares(setting, assignment), strict=True):
             assert share >= target - 1e-9
-            largest = max(setting.share(group, stage) for group in setting.groups(stage)) * (3 if ties else 1)
+            largest = max(setting.shares(stage)[group] for group in setting.groups(stage)) * (3 if ties else 1)
             assert share < target + largest + 1e-9
             assert needs_all(setting, stage, assignment, share)
             if target == 0:
@@ -146,7 +146,7 @@ def needs_all(setting: Setting, stage: Any, assignment: dict[str, dict[str, str]
         tie = next((names for names in setting.config.ties if last in names), last)
         key = (parent, tie, gemm)
         if assignment[layer][gemm] == "fp4":
-            parts[key] = parts.get(key, 0) + setting.share(group, stage)
+            parts[key] = parts.get(key, 0) + setting.shares(stage)[group]
     return all(share - part < setting.config.target_fp4_fraction - 1e-9 for part in parts.values())
 
 
@@ -179,7 +179,7 @@ def test_a_rule_exceeds_the_target_by_less_than_its_smallest_layer_in_fp4(policy
         setting = setting_of(flops, policy=policy, target_fp4_fraction=target, seed=rng.randint(0, 99))
         (stage,) = setting.stages
         assignment = rule_assignment(setting)
-        shares = {layer: setting.share(layer, stage) for layer in flops}
+        shares = {layer: setting.shares(stage)[layer] for layer in flops}
         taken = [share for layer, share in shares.items() if assignment[layer]["forward"] == "fp4"]
         best = least_sufficient(list(shares.values()), target)
         assert best - 1e-9 <= sum(taken) < target + min(taken) + 1e-9
@@ -192,7 +192,7 @@ def test_a_rule_is_within_0_012_of_the_best_whole_layers_of_a_llama(policy: str)
     flops = llama_flops(2)
     for target in TARGETS:
         setting = setting_of(flops, policy=policy, target_fp4_fraction=target)
-        shares = [setting.share(layer, setting.stages[0]) for layer in flops]
+        shares = [setting.shares(setting.stages[0])[layer] for layer in flops]
         best = least_sufficient(shares, target)
         assert best - 1e-9 <= stage_shares(setting, rule_assignment(setting))[0] < best + 0.012
 
@@ -515,8 +515,8 @@ def test_groups_members_and_shares_follow_the_granularity() -> None:
     stage = by_layer.stages[0]
     assert by_layer.groups(stage) == ["layers.0.fc", "layers.1.fc"]
     assert by_layer.members("layers.0.fc") == [("layers.0.fc", gemm) for gemm in GEMMS]
-    assert by_layer.share("layers.1.fc", stage) == 0.75
+    assert by_layer.shares(stage)["layers.1.fc"] == 0.75
     assert by_gemm.groups(stage)[:2] == ["layers.0.fc:forward", "layers.0.fc:grad_input"]
     assert by_gemm.members("layers.1.fc:grad_weight") == [("layers.1.fc", "grad_weight")]
-    assert by_gemm.share("layers.1.fc:grad_weight", stage) == 0.25
+    assert by_gemm.shares(stage)["layers.1.fc:grad_weight"] == 0.25
     assert by_gemm.assignment({"layers.1.fc:forward": "fp4"}) == {"layers.0.fc": {}, "layers.1.fc": {"forward": "fp4"}}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from snip_hf import SnipCallback, SnipConfig
+from snip_hf.divergence import divergences_at
 from snip_hf.solver import SolverProcess
 
 transformers.logging.disable_progress_bar()
@@ -177,3 +178,15 @@ def solve_with(monkeypatch: Any, *programs: str) -> list[SolverProcess]:
 
     monkeypatch.setattr("snip_hf.controller.SolverProcess.start", run_program)
     return started
+
+
+def noted_divergences(monkeypatch: Any) -> list[dict[str, Any]]:
+    """Returns a list that fills with the keywords of each estimate that the controller asks for."""
+    calls: list[dict[str, Any]] = []
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return divergences_at(*args, **kwargs)
+
+    monkeypatch.setattr("snip_hf.controller.divergences_at", note)
+    return calls

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -326,10 +327,20 @@ class SnipController:
             gradient_scale=_clip_factor(armed.squares, gradients),
             micro_batches=self._micro_batch,
         )
-        bad = [row for row in table.rows if not (_finite(row.loss_divergence) and _finite(row.weight_divergence))]
+        bad = [
+            row
+            for row in table.rows
+            if not (math.isfinite(row.loss_divergence) and math.isfinite(row.weight_divergence))
+        ]
         if bad:
             raise ValueError(
                 f"The divergences of layer {bad[0].layer!r} are not finite; expected finite activations and gradients."
+            )
+        if table.totals("fp4")["weight"] == 0 and self.config.policy == "snip":
+            logger.warning(
+                "snip-hf: all weight divergences of step %d are 0 (is the learning rate 0?); the loss divergence alone "
+                "decides.",
+                step,
             )
         program = policies.problem(self._setting, table, self.plan.assignment)
         seconds = time.perf_counter() - began
@@ -456,10 +467,6 @@ def _clip_factor(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> f
     unclipped = sum(float(square) for square in before.values())
     clipped = sum(float(gradient.to(torch.float32).square().sum()) for gradient in after.values())
     return (clipped / unclipped) ** 0.5 if unclipped > 0 else 1.0
-
-
-def _finite(value: float) -> bool:
-    return value == value and abs(value) != float("inf")
 
 
 def _describe(plan: PrecisionPlan) -> str:

@@ -187,7 +187,8 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
             )
     modules = dict(model.named_modules())
     wanted = {id(modules[name]) for name in chosen}
-    for layer in snip_linears(model).values():
+    before = snip_linears(model)
+    for layer in before.values():
         if id(layer) not in wanted:
             _restore(layer)
     quantize_(
@@ -199,7 +200,8 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     for name in chosen:
         # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone.
         layers[name].snip_state[_LAYER] = zlib.crc32(name.encode())
-    logger.info("snip-hf swapped %d linear layers; skipped %d (%s).", len(chosen), len(skipped), _summary(skipped))
+    if before.keys() != layers.keys():
+        logger.info("snip-hf swapped %d linear layers; skipped %d (%s).", len(chosen), len(skipped), _summary(skipped))
     return chosen
 
 

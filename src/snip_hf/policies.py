@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,10 +42,13 @@ class Setting:
         layer, _, gemm = group.rpartition(":")
         return [(layer, gemm)] if self.config.granularity == "gemm" else [(group, gemm) for gemm in GEMMS]
 
-    def share(self, group: str, stage: Sequence[str]) -> float:
-        """Returns the group's share of the stage's linear FLOPs."""
+    def shares(self, stage: Sequence[str]) -> dict[str, float]:
+        """Returns each group's share of the stage's linear FLOPs."""
         total = sum(sum(self.flops[layer].values()) for layer in stage)
-        return sum(self.flops[layer][gemm] for layer, gemm in self.members(group)) / total
+        return {
+            group: sum(self.flops[layer][gemm] for layer, gemm in self.members(group)) / total
+            for group in self.groups(stage)
+        }
 
     def assignment(self, choices: Mapping[str, str]) -> dict[str, dict[str, str]]:
         """Returns layer -> GEMM -> format for a format per group."""
@@ -78,11 +82,12 @@ def find_stages(layers: Sequence[str], config: SnipConfig) -> tuple[tuple[str, .
         return tuple(
             tuple(layer for layer in layers if stage_of[block_of(layer)] == stage) for stage in range(config.stages)
         )
-    named = [layer for stage in config.stages for layer in stage]
-    wrong = [layer for layer in (*named, *layers) if named.count(layer) != 1 or layer not in layers]
+    named = Counter(layer for stage in config.stages for layer in stage)
+    swapped = set(layers)
+    wrong = [layer for layer in (*named, *layers) if named[layer] != 1 or layer not in swapped]
     if wrong:
         raise ValueError(
-            f"stages: layer {wrong[0]!r} is named {named.count(wrong[0])} times and is "
+            f"stages: layer {wrong[0]!r} is named {named[wrong[0]]} times and is "
             f"{'a' if wrong[0] in layers else 'no'} swapped layer; expected every swapped layer in exactly one stage."
         )
     return config.stages
@@ -139,8 +144,8 @@ def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> d
     groups, constraints = [], []
     count = sum(len(setting.groups(stage)) for stage in setting.stages)
     for index, stage in enumerate(setting.stages):
-        names = setting.groups(stage)
-        for group in names:
+        shares = setting.shares(stage)
+        for group in shares:
             members = setting.members(group)
             layer, gemm = members[0] if config.granularity == "gemm" else (group, LAYER)
             options = []
@@ -148,12 +153,12 @@ def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> d
                 changes = any(in_force[name][part] != fmt for name, part in members)
                 # A layer that took no part in the probe (an expert without tokens) has no row and costs nothing.
                 damage = cost(rows[layer, gemm, fmt]) if (layer, gemm, fmt) in rows else 0.0
-                weight = setting.share(group, stage) if fmt == "fp4" else 0.0
+                weight = shares[group] if fmt == "fp4" else 0.0
                 options.append(
                     {"name": fmt, "cost": damage + config.switching_cost / count * changes, "weight": weight}
                 )
             groups.append({"name": group, "options": options})
-        constraints.append({"name": f"stage {index}", "groups": names, "minimum": config.target_fp4_fraction})
+        constraints.append({"name": f"stage {index}", "groups": list(shares), "minimum": config.target_fp4_fraction})
     return {
         "groups": groups,
         "constraints": constraints,
@@ -185,7 +190,8 @@ def _fill(setting: Setting, stage: Sequence[str], order: Sequence[str]) -> dict[
     """
     tied = {name: tuple(tie) for tie in _ties(setting) for name in tie}
     units = list(dict.fromkeys(tied.get(group, (group,)) for group in order))
-    share = {unit: sum(setting.share(group, stage) for group in unit) for unit in units}
+    shares = setting.shares(stage)
+    share = {unit: sum(shares[group] for group in unit) for unit in units}
     missing = setting.config.target_fp4_fraction - _TOLERANCE
     chosen: list[tuple[str, ...]] = []
     while missing > 0:

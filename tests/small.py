@@ -106,6 +106,27 @@ def text(rows: int, length: int, index: int = 0) -> Batch:
     return {"input_ids": ids, "labels": ids}
 
 
+def adamw_after(model: nn.Module, steps: int, lr: float = 3e-3, rows: int = 4, length: int = 96) -> torch.optim.AdamW:
+    """The optimizer after so many steps on `text`, with all gradients cleared."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    for step in range(steps):
+        model(**text(rows, length, step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def trained_tiny_lm(**options: Any) -> tuple[nn.Module, torch.optim.AdamW]:
+    """A `TinyLM` after four steps, and the optimizer that took them."""
+    model = tiny_lm(**options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        model(**tokens(seed=step))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
 def exact_tensors(
     model: nn.Module, batch: Batch, weights: dict[str, Tensor], names: list[str]
 ) -> tuple[Tensor, Exact, Exact]:

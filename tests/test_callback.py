@@ -107,7 +107,7 @@ def test_every_refresh_has_one_line_with_all_its_fields(run: Run) -> None:
         assert set(line) == {
             *("event", "step", "applied_step", "decided_step", "status", "reason", "fp4_fraction"),
             *("stage_fp4_fractions", "changes", "layers_changed", "objective", "bound", "gap", "solver"),
-            *("solver_version", "seconds", "loss", "divergence"),
+            *("solver_version", "seconds", "loss", "divergence", "memory_mib"),
         }
         assert (line["event"], line["status"], line["reason"]) == ("refresh", "applied", None)
         assert line["applied_step"] == line["decided_step"] == line["step"] + 2
@@ -118,6 +118,7 @@ def test_every_refresh_has_one_line_with_all_its_fields(run: Run) -> None:
         assert set(line["seconds"]) == {"probe", "solver", "waited"}
         assert all(seconds >= 0 for seconds in line["seconds"].values())
         assert set(line["divergence"]) == {"fp8", "fp4"}
+        assert (line["memory_mib"]["predicted"] > 0, line["memory_mib"]["measured"]) == (True, None)
         assert 4 < line["loss"] < 6
 
 
@@ -494,9 +495,12 @@ def test_data_parallel_is_refused_with_every_policy(added_later: bool, policy: s
 
 
 def test_an_optimizer_that_cannot_be_differentiated_is_refused(tmp_path: Path) -> None:
-    message = refused(tmp_path, TypeError, optim="adafactor")
-    assert message.startswith("Cannot differentiate the update of transformers.optimization.Adafactor; expected torch")
-    assert len(train(tmp_path, SnipConfig(policy="layer-type"), max_steps=2, optim="adafactor").losses) == 2
+    model = model_with_dropout()
+    rprop = {"optimizers": (torch.optim.Rprop(model.parameters()), None)}
+    message = refused(tmp_path, TypeError, model=model, trainer=rprop)
+    assert message.startswith("Cannot differentiate the update of torch.optim.rprop.Rprop: its update does not depend")
+    run = train(tmp_path, SnipConfig(policy="layer-type"), model=model, max_steps=2, trainer=rprop)
+    assert len(run.losses) == 2
 
 
 def test_a_plan_file_of_another_model_or_a_damaged_one_is_refused(run: Run, tmp_path: Path) -> None:

@@ -21,9 +21,12 @@ OTHER: dict[str, Any] = {
     "refresh_every": 7,
     "first_refresh": 3,
     "apply_delay": 0,
+    "refresh_on_drift": 0.5,
+    "drift_every": 3,
     "start_format": "bf16",
     "probes": 2,
     "probe_tokens": None,
+    "probe_memory_mib": 512,
     "loss_form": "norm",
     "loss_weight": 0.0,
     "weight_weight": 2,
@@ -69,6 +72,24 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "apply_delay=11 is larger than refresh_every=10; a plan must be applied before the next probe. "
         "Lower apply_delay or raise refresh_every.",
     ),
+    ({"drift_every": 0}, "drift_every=0 is too small; expected at least 1."),
+    *(
+        (
+            {"refresh_on_drift": value},
+            f"refresh_on_drift={value!r} is outside 0..1; it is the rank correlation below which the plan is "
+            "refreshed early, e.g. 0.8, or None.",
+        )
+        for value in (-0.01, 1.01, 80, float("nan"))
+    ),
+    *(
+        (
+            {"refresh_on_drift": 1, "drift_every": drift, "refresh_every": every, "apply_delay": delay},
+            f"refresh_on_drift=1 with drift_every={drift} leaves no step for a check between the application of a "
+            f"plan (apply_delay={delay}) and the next probe (refresh_every={every}). Lower drift_every.",
+        )
+        for drift, every, delay in ((10, 10, 0), (11, 10, 3), (4, 8, 4), (1, 5, 4), (1, 5, 5))
+    ),
+    ({"probe_memory_mib": 0}, "probe_memory_mib=0 is too small; expected None or at least 1 (MiB)."),
     ({"probe_tokens": 127}, "probe_tokens=127 is too small; expected None or at least 128 (one tile)."),
     *(
         ({name: value}, f"{name}={value!r} is not a finite number of at least 0.")
@@ -101,6 +122,10 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("refresh_every", 10.0, "refresh_every=10.0 has type float; expected int."),
     ("first_refresh", True, "first_refresh=True has type bool; expected int."),
     ("apply_delay", "10", "apply_delay='10' has type str; expected int."),
+    ("refresh_on_drift", True, "refresh_on_drift=True has type bool; expected float | None."),
+    ("refresh_on_drift", "0.8", "refresh_on_drift='0.8' has type str; expected float | None."),
+    ("drift_every", None, "drift_every=None has type NoneType; expected int."),
+    ("probe_memory_mib", 0.5, "probe_memory_mib=0.5 has type float; expected int | None."),
     ("start_format", 8, "start_format=8 has type int; expected str."),
     ("probes", None, "probes=None has type NoneType; expected int."),
     ("probe_tokens", 256.0, "probe_tokens=256.0 has type float; expected int | None."),
@@ -190,6 +215,10 @@ def test_a_config_is_frozen_and_takes_keywords_only() -> None:
 def test_the_ends_of_every_range_are_allowed() -> None:
     for target in (0, 1, 0.0, 1.0):
         assert SnipConfig(target_fp4_fraction=target).target_fp4_fraction == target
+        assert SnipConfig(refresh_on_drift=target).refresh_on_drift == target
+    for drift, every, delay in ((9, 10, 0), (9, 10, 8), (4, 9, 4), (1, 5, 3), (1000, 1, 0)):
+        checks = None if drift == 1000 else 1
+        SnipConfig(refresh_on_drift=checks, drift_every=drift, refresh_every=every, apply_delay=delay)
     config = SnipConfig(
         refresh_every=1, first_refresh=1, apply_delay=1, probes=1, probe_tokens=128, stages=1, switching_cost=0, seed=0
     )
@@ -205,9 +234,12 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "refresh_every": 1000,
         "first_refresh": 100,
         "apply_delay": 10,
+        "refresh_on_drift": None,
+        "drift_every": 100,
         "start_format": "fp8",
         "probes": 1,
         "probe_tokens": 1024,
+        "probe_memory_mib": None,
         "loss_form": "token-fisher",
         "loss_weight": 1.0,
         "weight_weight": 1.0,

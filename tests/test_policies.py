@@ -12,7 +12,8 @@ from oracles.brute_force import best_map
 
 from snip_hf import ilp
 from snip_hf.config import POLICIES, SnipConfig
-from snip_hf.divergence import CHOICES, ROWS, Divergence, DivergenceTable
+from snip_hf.divergence import CHOICES, Divergence, DivergenceTable
+from snip_hf.terms import ROWS
 from snip_hf.formats import GEMMS
 from snip_hf.plan import PlanProvenance, PrecisionPlan
 from snip_hf.policies import Setting, block_of, find_stages, needs_probe, problem, rule_assignment

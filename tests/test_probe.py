@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import statistics
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from snip_hf.config import SnipConfig
 from snip_hf.linear import convert_model, snip_linears
-from snip_hf.probe import Batch, Probe, run_probe
+from snip_hf.probe import Batch, Probe, run_forward, run_pass, run_probe
 
 # torch loads its forward-mode decompositions through torch.jit.script, which warns of itself.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -33,14 +35,17 @@ def sensitivity_of(model: nn.Module, names: list[str] = LAYERS) -> dict[str, Ten
     return {name: torch.rand(modules[name].weight.shape, generator=generator) for name in names}
 
 
+def pullbacks_of(sensitivity: dict[str, Tensor]) -> dict[str, Callable[[Tensor], Tensor]]:
+    return {name: d.mul for name, d in sensitivity.items()}
+
+
 def probed(
     model: nn.Module, inputs: Inputs, monkeypatch: pytest.MonkeyPatch | None = None, **options: Any
 ) -> tuple[Probe, list[dict[str, Tensor]]]:
     """The probe of a converted copy, and the directions d = D * z that it took."""
     converted = copy.deepcopy(model)
     convert_model(converted, SnipConfig())
-    names = list(snip_linears(converted))
-    sensitivity = options.pop("sensitivity", None) or sensitivity_of(model, names)
+    sensitivity = options.pop("sensitivity", None) or sensitivity_of(model, list(snip_linears(converted)))
     drawn: list[Tensor] = []
     randn = torch.randn
 
@@ -51,7 +56,7 @@ def probed(
     with monkeypatch.context() if monkeypatch else contextlib.nullcontext() as patch:
         if patch:
             patch.setattr(torch, "randn", watch)
-        probe = run_probe(converted, Batch.of(inputs), sensitivity, **options)
+        probe = run_probe(converted, Batch.of(inputs), pullbacks_of(sensitivity), **options)
     rounds = [drawn[start : start + len(sensitivity)] for start in range(0, len(drawn), len(sensitivity))]
     directions = [{name: d * z for (name, d), z in zip(sensitivity.items(), zs, strict=True)} for zs in rounds]
     return probe, directions
@@ -93,13 +98,14 @@ def assert_same_probe(got: Probe, expected: Probe) -> None:
             assert torch.equal(a, b), name
 
 
-def test_x_and_g_are_those_that_hooks_see_on_the_plain_model() -> None:
-    model, inputs = tiny_lm(), tokens()
+def seen_by_hooks(model: nn.Module, inputs: Inputs) -> tuple[float, dict[str, tuple[Tensor, Tensor]]]:
+    """Loss, and layer -> (X, G), of one forward and backward pass of the plain model."""
     seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def watch(name: str, module: nn.Module) -> None:
         def note(_: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-            output.register_hook(lambda grad: seen.update({name: (args[0].detach(), grad)}))
+            x = args[0].detach().flatten(0, 1)
+            output.register_hook(lambda grad: seen.update({name: (x, grad.flatten(0, 1))}))
 
         module.register_forward_hook(note)
 
@@ -108,15 +114,85 @@ def test_x_and_g_are_those_that_hooks_see_on_the_plain_model() -> None:
         watch(name, plain.get_submodule(name))
     loss = plain(**inputs)["loss"]
     loss.backward()
+    return loss.item(), seen
+
+
+def test_x_and_g_are_those_that_hooks_see_on_the_plain_model() -> None:
+    model, inputs = tiny_lm(), tokens()
+    loss, seen = seen_by_hooks(model, inputs)
     probe, _ = probed(model, inputs)
     # The mean of the two sides is right up to the square of the relative step, 1e-6 times the curvature.
-    assert probe.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert probe.loss == pytest.approx(loss, rel=1e-5)
     assert set(probe.layers) == set(LAYERS)
     for name, (x, grad_output) in seen.items():
         sample = probe.layers[name]
         assert sample.tokens == 18
-        torch.testing.assert_close(sample.x, x.flatten(0, 1), rtol=1e-4, atol=1e-5)
-        assert relative_error(sample.grad_output, grad_output.flatten(0, 1)) < 1e-4
+        torch.testing.assert_close(sample.x, x, rtol=1e-4, atol=1e-5)
+        assert relative_error(sample.grad_output, grad_output) < 1e-4
+
+
+@pytest.mark.parametrize("nothing", ["probes", "pullbacks"])
+def test_without_probes_or_directions_one_pass_shows_x_and_g_and_no_derivatives(nothing: str) -> None:
+    model, inputs = tiny_lm(), tokens()
+    loss, seen = seen_by_hooks(model, inputs)
+    calls: list[int] = []
+    convert_model(model, SnipConfig())
+    model.embed.register_forward_hook(lambda *_: calls.append(1))
+    if nothing == "probes":
+        probe = run_probe(model, Batch.of(inputs), pullbacks_of(sensitivity_of(model)), probes=0)
+    else:
+        probe = run_probe(model, Batch.of(inputs), {}, probes=3)
+    assert len(calls) == 1
+    assert probe.loss == loss
+    assert set(probe.layers) == set(LAYERS)
+    for name, (x, grad_output) in seen.items():
+        sample = probe.layers[name]
+        assert (sample.tokens, sample.x_dot, sample.grad_output_dot) == (18, [], [])
+        # The same operations; torch's own backward may only add up in another order.
+        assert torch.equal(sample.x, x)
+        assert relative_error(sample.grad_output, grad_output) < 1e-6
+
+
+def test_without_probes_the_sample_is_that_of_a_probe() -> None:
+    model, inputs = tiny_lm(), tokens(rows=4, length=160)
+    one, other = (probed(model, inputs, probes=count, probe_tokens=256, step=3)[0] for count in (0, 1))
+    for name, sample in one.layers.items():
+        assert (sample.tokens, sample.x.shape[0]) == (640, 256)
+        torch.testing.assert_close(sample.x, other.layers[name].x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("relative_step", [1e-3, 0.05])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_two_sides_are_the_weights_plus_and_minus_the_same_step_in_one_copy(
+    relative_step: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs = tiny_lm().to(dtype), tokens()
+    sides: list[dict[str, Tensor]] = []
+    places: list[dict[str, int]] = []
+    real_pass = run_pass
+
+    def watched(model: nn.Module, batch: Batch, weights: dict[str, Tensor], *rest: Any) -> Tensor:
+        sides.append({name: weight.clone() for name, weight in weights.items()})
+        places.append({name: weight.data_ptr() for name, weight in weights.items()})
+        return real_pass(model, batch, weights, *rest)
+
+    monkeypatch.setattr("snip_hf.probe.run_pass", watched)
+    _, directions = probed(model, inputs, monkeypatch, probes=2, relative_step=relative_step)
+    start = {name: weight.double() for name, weight in weights_of(model).items()}
+    norm = torch.cat([weight.flatten() for weight in start.values()]).norm()
+    assert len(sides) == 4
+    for direction, plus, minus in zip(directions, sides[::2], sides[1::2], strict=True):
+        epsilon = relative_step * norm / torch.cat([d.double().flatten() for d in direction.values()]).norm()
+        for name in LAYERS:
+            weight, step = start[f"{name}.weight"], epsilon * direction[name].double()
+            up, down = plus[f"{name}.weight"], minus[f"{name}.weight"]
+            assert up.dtype == down.dtype == torch.float32
+            # One FP32 rounding for the upper side, two for the lower one.
+            unit = 2.0**-24 * (2 * weight.abs() + step.abs())
+            assert (((up.double() + down.double()) / 2 - weight).abs() <= unit).all()
+            assert (((up.double() - down.double()) / 2 - step).abs() <= 2 * unit + 1e-6 * step.abs()).all()
+    for upper, lower in zip(places[::2], places[1::2], strict=True):
+        assert upper == lower
 
 
 @pytest.mark.parametrize("probes", [1, 2])
@@ -405,7 +481,7 @@ def test_the_masks_are_those_of_the_training_pass_whose_generator_state_the_batc
     model.layers[1].down.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
     model(**inputs)
     torch.rand(5)
-    sample = run_probe(converted, batch, sensitivity_of(model)).layers["layers.1.down"]
+    sample = run_probe(converted, batch, pullbacks_of(sensitivity_of(model))).layers["layers.1.down"]
     assert torch.equal(sample.x == 0, seen[0].flatten(0, 1) == 0)
 
 
@@ -424,6 +500,57 @@ def test_autocast_does_not_reach_the_probe() -> None:
         assert_same_probe(probed(model, inputs)[0], wanted)
 
 
+def test_a_probe_under_autocast_shows_what_hooks_see_on_the_plain_model_under_autocast() -> None:
+    model, inputs = tiny_lm(), tokens()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, seen = seen_by_hooks(model, inputs)
+    under: list[tuple[bool, torch.dtype]] = []
+
+    def note(*_: Any) -> None:
+        under.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+
+    model.layers[0].register_forward_hook(note)
+    probe = probed(model, inputs, probes=0, autocast=torch.bfloat16)[0]
+    exact = probed(model, inputs, probes=0)[0]
+    assert under == [(True, torch.bfloat16), (False, torch.get_autocast_dtype("cpu"))]
+    assert probe.loss == pytest.approx(loss, rel=1e-6)
+    for name, (x, grad_output) in seen.items():
+        sample = probe.layers[name]
+        assert sample.x.dtype == sample.grad_output.dtype == torch.float32
+        assert relative_error(sample.x, x) < 1e-6
+        # The output's gradient is one of BF16; products may be added up in another order before they are rounded.
+        assert torch.equal(sample.grad_output, sample.grad_output.bfloat16().float())
+        assert relative_error(sample.grad_output, grad_output) < 2e-3
+        # FP32 is further away than that: BF16 rounds by up to 2^-9.
+        assert 5e-4 < relative_error(sample.grad_output, exact.layers[name].grad_output) < 0.05
+
+
+def test_an_autocast_probe_goes_the_same_under_activation_checkpointing() -> None:
+    inputs, options = tokens(), {"autocast": torch.bfloat16, "relative_step": 0.1}
+    plain = probed(tiny_lm(), inputs, **options)[0]
+    for reentrant in (True, False):
+        assert_same_probe(probed(tiny_lm(reentrant=reentrant), inputs, **options)[0], plain)
+
+
+def test_under_autocast_a_larger_step_gives_the_derivatives_of_fp32_and_the_usual_one_noise() -> None:
+    model, inputs = tiny_llama(hidden=32), text(4, 64)
+    exact = probed(model, inputs)[0].layers
+
+    def errors(**options: Any) -> list[float]:
+        found = probed(model, inputs, **options)[0].layers
+        pairs = [(found[name].grad_output_dot[0], sample.grad_output_dot[0]) for name, sample in exact.items()]
+        pairs += [(found[name].x_dot[0], sample.x_dot[0]) for name, sample in exact.items()]
+        return [relative_error(got, wanted) for got, wanted in pairs if wanted.norm() > 0]
+
+    # BF16 rounds by 2^-9 at every product: 2 to 10% of a step of a tenth, and more than all of one of a thousandth.
+    wide = errors(autocast=torch.bfloat16, relative_step=0.1)
+    assert max(wide) < 0.2
+    assert statistics.median(wide) < 0.05
+    assert min(errors(autocast=torch.bfloat16)) > 0.5
+    # A step of a tenth alone costs third-order terms, in FP32 too.
+    assert 1e-3 < statistics.median(errors(relative_step=0.1)) < 0.02
+
+
 def test_a_probe_runs_where_gradients_are_switched_off() -> None:
     model, inputs = tiny_lm(), tokens()
     wanted = probed(model, inputs)[0]
@@ -438,7 +565,7 @@ def test_the_formats_in_force_do_not_reach_the_probe(start_format: str) -> None:
     convert_model(model, SnipConfig(start_format=start_format))
     for layer in snip_linears(model).values():
         layer.set_formats({"forward": "fp4", "grad_input": "fp8", "grad_weight": "fp4"})
-    assert_same_probe(run_probe(model, Batch.of(inputs), sensitivity_of(model)), wanted)
+    assert_same_probe(run_probe(model, Batch.of(inputs), pullbacks_of(sensitivity_of(model))), wanted)
 
 
 def test_frozen_weights_do_not_change_what_is_recorded() -> None:
@@ -476,6 +603,38 @@ def test_a_layer_that_takes_no_part_is_left_out() -> None:
     model.layers[0].spare = nn.Linear(12, 12)
     names = [*LAYERS, "layers.0.spare"]
     assert set(probed(model, tokens(), sensitivity=sensitivity_of(model, names))[0].layers) == set(LAYERS)
+
+
+# -------------------------------------------------------------------------------------------------------- single passes
+
+
+@pytest.mark.parametrize("formats", [("fp4", "fp8", "bf16"), ("bf16", "fp4", "fp4")])
+def test_a_forward_alone_gives_the_loss_of_the_formats_in_force(formats: tuple[str, str, str]) -> None:
+    model, inputs = tiny_lm(dropout=0.2), tokens()
+    plain = copy.deepcopy(model)
+    convert_model(model, SnipConfig())
+    for layer in snip_linears(model).values():
+        layer.set_formats(dict(zip(("forward", "grad_input", "grad_weight"), formats, strict=True)))
+    batch = Batch.of(inputs)
+    before = torch.get_rng_state()
+    found = run_forward(model, batch)
+    assert torch.equal(torch.get_rng_state(), before)
+    # In high precision the loss is another one, unless only the backward GEMMs are quantized.
+    unquantized = plain(**inputs)["loss"].item()
+    assert (found == unquantized) == (formats[0] == "bf16")
+    torch.set_rng_state(before)
+    with torch.no_grad():
+        assert found == model(**inputs)["loss"].item()
+
+
+def test_a_forward_alone_keeps_nothing_for_a_backward_pass() -> None:
+    model = tiny_lm()
+    modes: list[bool] = []
+    model.layers[1].down.register_forward_hook(lambda _, args, output: modes.append(output.requires_grad))
+    run_forward(model, Batch.of(tokens()))
+    assert modes == [False]
+    run_pass(model, Batch.of(tokens()), {})
+    assert modes == [False, True]
 
 
 # ---------------------------------------------------------------------------------------------------------------- batch

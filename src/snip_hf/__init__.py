@@ -7,9 +7,10 @@ trainer.train()
 from .callback import SnipCallback
 from .config import SnipConfig
 from .controller import SnipController
-from .divergence import estimate_divergence, measure_divergence
+from .divergence import estimate_divergence
 from .linear import SnipLinear, SnipLinearConfig, convert_model, restore_model
 from .plan import PrecisionPlan
+from .truth import measure_divergence
 
 __version__ = "0.1.0"
 

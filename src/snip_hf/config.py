@@ -32,6 +32,7 @@ _AT_LEAST = {
     "refresh_every": 1,
     "first_refresh": 1,
     "apply_delay": 0,
+    "drift_every": 1,
     "probes": 1,
     "seed": 0,
 }
@@ -57,17 +58,27 @@ class SnipConfig:
     plan: str | None = None
     """Path of a plan file to apply before the first step and hold fixed; `policy` is then not asked."""
     refresh_every: int = 1000
-    """Steps between two refreshes."""
+    """Steps between two refreshes, counted from the last probe: one that comes early (`refresh_on_drift`) moves those
+    after it."""
     first_refresh: int = 100
     """Step of the first probe. Adam's very first updates say nothing of how later ones answer to the gradient."""
     apply_delay: int = 10
     """Steps between a probe and the application of its plan; the solver runs meanwhile. At most `refresh_every`."""
+    refresh_on_drift: float | None = None
+    """Refresh early when the ranking of the layers has moved: at a cheap check the rank correlation (Spearman, -1..1)
+    of their costs with those that the plan in force was made from is below this, 0..1. None: never checks (ours)."""
+    drift_every: int = 100
+    """Steps between two such checks, counted from the last probe; each costs one FP32 forward-backward pass. There is
+    none while a plan waits for its application."""
     start_format: str = "fp8"
     """Format of every GEMM until the first plan is applied: "fp8" or "bf16" (= not quantized)."""
     probes: int = 1
     """Random directions per refresh; each costs two forward-backward passes."""
     probe_tokens: int | None = 1024
     """Tokens per layer that the probe keeps, in whole runs of 128; None keeps all."""
+    probe_memory_mib: int | None = None
+    """Most MiB that a probe may hold beyond the model, activations not counted (`snip_hf.memory`); it then keeps fewer
+    tokens if it has to. None: no bound."""
     loss_form: str = "token-fisher"
     """Estimator of the loss divergence: "token-fisher" (ours) or "norm" (first order, from norms)."""
     loss_weight: float = 1.0
@@ -123,9 +134,14 @@ class SnipConfig:
                 f"apply_delay={self.apply_delay} is larger than refresh_every={self.refresh_every}; a plan must be "
                 "applied before the next probe. Lower apply_delay or raise refresh_every."
             )
+        self._check_drift()
         if self.probe_tokens is not None and self.probe_tokens < 128:
             raise ValueError(
                 f"probe_tokens={self.probe_tokens} is too small; expected None or at least 128 (one tile)."
+            )
+        if self.probe_memory_mib is not None and self.probe_memory_mib < 1:
+            raise ValueError(
+                f"probe_memory_mib={self.probe_memory_mib} is too small; expected None or at least 1 (MiB)."
             )
         for name in ("loss_weight", "weight_weight", "switching_cost", "solver_gap"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
@@ -137,6 +153,22 @@ class SnipConfig:
         if isinstance(self.stages, int) and self.stages < 1:
             raise ValueError(
                 f"stages={self.stages} is too small; expected None, a number of at least 1, or lists of names."
+            )
+
+    def _check_drift(self) -> None:
+        if self.refresh_on_drift is None:
+            return
+        if not 0 <= self.refresh_on_drift <= 1:
+            raise ValueError(
+                f"refresh_on_drift={self.refresh_on_drift!r} is outside 0..1; it is the rank correlation below which "
+                "the plan is refreshed early, e.g. 0.8, or None."
+            )
+        last_check = (self.refresh_every - 1) // self.drift_every * self.drift_every
+        if last_check <= self.apply_delay:
+            raise ValueError(
+                f"refresh_on_drift={self.refresh_on_drift!r} with drift_every={self.drift_every} leaves no step for a "
+                f"check between the application of a plan (apply_delay={self.apply_delay}) and the next probe "
+                f"(refresh_every={self.refresh_every}). Lower drift_every."
             )
 
     def _check_lists(self) -> None:
@@ -168,15 +200,14 @@ class SnipConfig:
 
 def _check_type(name: str, value: object, annotation: str) -> None:
     """Raises TypeError unless value fits the field's annotation (numbers, strings, None; sequences for tuples)."""
-    if annotation == "float":
-        fits = isinstance(value, int | float) and not isinstance(value, bool)
-    else:
-        fits = (
-            ("None" in annotation and value is None)
-            or ("int" in annotation and isinstance(value, int) and not isinstance(value, bool))
-            or (annotation.startswith("str") and isinstance(value, str))
-            or ("tuple" in annotation and isinstance(value, list | tuple))
-        )
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = (
+        ("None" in annotation and value is None)
+        or ("float" in annotation and is_number)
+        or ("int" in annotation and is_number and isinstance(value, int))
+        or (annotation.startswith("str") and isinstance(value, str))
+        or ("tuple" in annotation and isinstance(value, list | tuple))
+    )
     if not fits:
         raise TypeError(f"{name}={value!r} has type {type(value).__name__}; expected {annotation}.")
 

@@ -2,8 +2,9 @@
 
 One refresh at optimizer step s: `capture` keeps the step's first micro-batch; `before_optimizer_step` probes it and
 starts the solver in a process of its own; training goes on; `after_step(s + apply_delay)` reads the solution, waiting
-for it only if it is not there yet, and applies it. The planner may fail, training may not: whatever goes wrong on the
-way keeps the plan in force, with a warning and a line in the history.
+for it only if it is not there yet, and applies it. Between refreshes, cheap checks may look whether the ranking of the
+layers has moved (`drift`); if so, the check's own step refreshes. The planner may fail, training may not: whatever goes
+wrong on the way keeps the plan in force, with a warning and a line in the history.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +24,13 @@ from torch import Tensor, nn
 from . import policies
 from .config import SnipConfig
 from .cost import linear_flops
-from .divergence import CHOICES, divergences_at
+from .divergence import CHOICES, DivergenceTable, divergences_at, quick_divergences
+from .drift import rank_correlation, ranking
 from .history import RunFolder
 from .kernels import select_backend
 from .launch import check_launch, unwrap
 from .linear import convert_model, set_step, snip_linears
+from .memory import bounded, kept_tokens, measured_peak, probe_memory
 from .optimizers import check_optimizer, responses
 from .plan import PlanProvenance, PrecisionPlan
 from .probe import Batch
@@ -35,7 +38,7 @@ from .solver import SolverProcess, SolverResult
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # Seconds that training waits for a solver beyond its time limit before the plan in force is kept.
 _GRACE = 30.0
 
@@ -49,26 +52,37 @@ class _Pending:
     problem: dict[str, Any]
     record: dict[str, Any]
     """The history line so far."""
+    ranking: dict[str, float]
+    """What later checks compare with once the plan is applied."""
     process: SolverProcess | None = None
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> _Pending:
         """Reads what `to_dict` gave; raises KeyError, TypeError or ValueError if it is not that."""
         record = dict(saved["record"]) | {"step": int(saved["step"]), "seconds": dict(saved["record"]["seconds"])}
-        return cls(int(saved["step"]), int(saved["due"]), dict(saved["problem"]), record)
+        ranked = _read_ranking(saved["ranking"])
+        return cls(int(saved["step"]), int(saved["due"]), dict(saved["problem"]), record, ranked)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "due": self.due, "problem": self.problem, "record": self.record}
+        parts = {"problem": self.problem, "record": self.record, "ranking": self.ranking}
+        return {"step": self.step, "due": self.due, **parts}
 
 
 @dataclass
 class _Armed:
-    """A refresh whose step is running: its micro-batch, and the gradients' size before clipping."""
+    """A refresh or a check whose step is running: its micro-batch, and the gradients' size before clipping."""
 
-    batch: Batch | None = None
+    batch: Batch | Exception
+    """Or why it cannot be probed."""
     squares: dict[str, Tensor] = field(default_factory=dict)
     """Layer -> |gradient|^2 as accumulated so far."""
     hooks: list[Any] = field(default_factory=list)
+
+    def probed(self) -> Batch:
+        """Returns the micro-batch; raises what stands in its place."""
+        if isinstance(self.batch, Exception):
+            raise self.batch
+        return self.batch
 
 
 class SnipController:
@@ -102,6 +116,9 @@ class SnipController:
         self._micro_batch = 0
         self._armed: _Armed | None = None
         self._pending: _Pending | None = None
+        self._last_probe: int | None = None
+        self._ranking: dict[str, float] = {}
+        """Of the probe that the plan in force was made from; empty without such a probe, or if nothing is checked."""
         self._checked_labels = False
         self._started = False
         backend = select_backend(config.backend)
@@ -109,8 +126,11 @@ class SnipController:
         convert_model(self.model, config)
         self._layers = snip_linears(self.model)
         self.needs_probe = policies.needs_probe(config)
+        # As `config`, with as many tokens as the bound on memory allows.
+        self._probe_config = config
         if self.needs_probe:
             self._check_probe()
+            self._probe_config = bounded(config, self.model)
         flops = linear_flops(self.model)
         self._setting = policies.Setting(config, flops, policies.find_stages(list(flops), config))
         policies.check_ties(self._setting)
@@ -132,7 +152,7 @@ class SnipController:
 
         Args:
             batch: keyword arguments of the model's forward. References are kept until the optimizer step if this step
-                refreshes the plan.
+                refreshes the plan or checks whether it should.
 
         Raises:
             ValueError: the very first batch has no labels, and the policy needs them.
@@ -144,24 +164,21 @@ class SnipController:
             self.start()
         step = self.step + 1
         set_step(self._layers, self.config.seed, step, self._micro_batch)
-        if self._micro_batch == 0 and self._refreshes(step):
-            self._armed = _Armed()
-            self._watch_gradients(self._armed)
-            with self._keeping_plan(step):
-                self._armed.batch = Batch.of(batch)
+        if self._micro_batch == 0 and (self._refreshes(step) or self._checks(step)):
+            self._arm(batch)
         self._micro_batch += 1
 
     def before_optimizer_step(self, step: int) -> None:
         """To be called with the gradients of optimizer step `step` (from 1) complete and clipped; probes if due."""
-        armed = self._disarm()
-        if armed is None and self._refreshes(step):
-            self._keep(step, {"event": "refresh", "step": step}, "no micro-batch of the step was given to capture()")
-        if armed is None or armed.batch is None:
-            return
-        # With apply_delay = refresh_every the plan before is due after this very step, whose passes are done.
-        self._apply_due(step)
-        with self._keeping_plan(step):
-            self._refresh(step, armed)
+        armed, refreshes = self._disarm(), self._refreshes(step)
+        if armed is not None:
+            # With apply_delay = refresh_every the plan before is due after this very step, whose passes are done.
+            self._apply_due(step)
+            refreshes = refreshes or self._has_drifted(step, armed)
+        if refreshes:
+            self._last_probe = step
+            with self._keeping_plan(step):
+                self._refresh(step, armed or _Armed(ValueError("No micro-batch of it was given to capture().")))
 
     def after_step(self, step: int) -> None:
         """To be called when optimizer step `step` (from 1) is done; applies a plan that is due."""
@@ -185,6 +202,8 @@ class SnipController:
             "config": self.config.to_dict(),
             "plan": self.plan.to_dict(),
             "pending": None if pending is None else pending.to_dict(),
+            "last_probe": self._last_probe,
+            "ranking": self._ranking,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], at_step: int | None = None) -> None:
@@ -206,6 +225,8 @@ class SnipController:
             saved, step, pending = dict(state["config"]), int(state["step"]), state["pending"]
             plan = PrecisionPlan.from_dict(state["plan"])
             resumed = None if pending is None else _Pending.of(pending)
+            last_probe = None if state["last_probe"] is None else int(state["last_probe"])
+            ranked = _read_ranking(state["ranking"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"The SNIP state is not complete or damaged ({error!r}); restore the file from another checkpoint."
@@ -228,6 +249,7 @@ class SnipController:
         plan.apply(self.model)
         self._stop()
         self.plan, self.step, self._micro_batch = plan, step, 0
+        self._last_probe, self._ranking = last_probe, ranked
         set_step(self._layers, self.config.seed, step + 1, 0)
         self._started = True
         self._folder.cut(step, None if resumed is None else resumed.step, self._start_line())
@@ -277,8 +299,23 @@ class SnipController:
             )
 
     def _refreshes(self, step: int) -> bool:
+        """Tells whether the schedule refreshes at this step, counted from the last probe."""
         first, every = self.config.first_refresh, self.config.refresh_every
-        return self.needs_probe and step >= first and (step - first) % every == 0
+        last = first if self._last_probe is None else self._last_probe
+        return self.needs_probe and step >= first and (step - last) % every == 0
+
+    def _checks(self, step: int) -> bool:
+        """Tells whether this step checks if the ranking has moved; if it refreshes anyway, that goes first."""
+        if self._last_probe is None or not self._ranking or self._pending is not None:
+            return False
+        return (step - self._last_probe) % self.config.drift_every == 0
+
+    def _arm(self, batch: Mapping[str, Any]) -> None:
+        try:
+            self._armed = _Armed(Batch.of(batch))
+        except Exception as error:  # raised again, and dealt with, when the probe needs it
+            self._armed = _Armed(error)
+        self._watch_gradients(self._armed)
 
     def _watch_gradients(self, armed: _Armed) -> None:
         """Notes each weight's gradient norm whenever it grows, so that the factor of a later clipping is known."""
@@ -309,20 +346,20 @@ class SnipController:
             hook.remove()
         return armed
 
-    def _refresh(self, step: int, armed: _Armed) -> None:
-        assert armed.batch is not None
-        began = time.perf_counter()
+    def _estimate(self, estimate: Callable[..., DivergenceTable], step: int, armed: _Armed) -> DivergenceTable:
+        """Returns the divergences of the step that is running; raises ValueError if anything is not finite."""
+        batch = armed.probed()
         weights = {name: layer.weight for name, layer in self._layers.items()}
         gradients = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
         for name, gradient in gradients.items():
             if not bool(torch.isfinite(gradient).all()):
                 raise ValueError(f"The gradient of layer {name!r} is not finite; expected finite numbers.")
-        table = divergences_at(
+        table = estimate(
             self.model,
-            armed.batch,
+            batch,
             responses(self._optimizer, weights),
             gradients,
-            self.config,
+            self._probe_config,
             step,
             gradient_scale=_clip_factor(armed.squares, gradients),
             micro_batches=self._micro_batch,
@@ -336,6 +373,30 @@ class SnipController:
             raise ValueError(
                 f"The divergences of layer {bad[0].layer!r} are not finite; expected finite activations and gradients."
             )
+        return table
+
+    def _has_drifted(self, step: int, armed: _Armed) -> bool:
+        """Checks whether the ranking has moved since the plan in force was made, and writes a line of the history."""
+        began = time.perf_counter()
+        correlation, reason = None, None
+        try:
+            table = self._estimate(quick_divergences, step, armed)
+            correlation = rank_correlation(self._ranking, ranking(self._setting, table))
+        except Exception as error:  # as for a refresh: it costs the check and nothing else
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("snip-hf: the check of step %d failed, the plan in force stays: %s", step, reason)
+        threshold = self.config.refresh_on_drift
+        drifted = correlation is not None and threshold is not None and correlation < threshold
+        if drifted:
+            logger.info("snip-hf: the ranking has moved by step %d (%.3f): refreshing early.", step, correlation)
+        line = {"event": "drift", "step": step, "correlation": correlation, "refresh": drifted, "reason": reason}
+        self._folder.append(line | {"seconds": time.perf_counter() - began})
+        return drifted
+
+    def _refresh(self, step: int, armed: _Armed) -> None:
+        began = time.perf_counter()
+        with measured_peak(next(iter(self._layers.values())).weight) as peak:
+            table = self._estimate(divergences_at, step, armed)
         if table.totals("fp4")["weight"] == 0 and self.config.policy == "snip":
             logger.warning(
                 "snip-hf: all weight divergences of step %d are 0 (is the learning rate 0?); the loss divergence alone "
@@ -343,6 +404,8 @@ class SnipController:
                 step,
             )
         program = policies.problem(self._setting, table, self.plan.assignment)
+        tokens = kept_tokens(self._probe_config, armed.probed().kwargs["labels"].numel())
+        predicted = probe_memory(self.model, self.config.probes, tokens)
         seconds = time.perf_counter() - began
         self._folder.write_divergences(step, table)
         record = {
@@ -350,9 +413,12 @@ class SnipController:
             "step": step,
             "loss": table.loss,
             "divergence": {fmt: table.totals(fmt) for fmt in CHOICES},
+            "memory_mib": {"predicted": predicted, "measured": peak[0]},
             "seconds": {"probe": seconds, "solver": None, "waited": None},
         }
-        self._pending = _Pending(step, step + self.config.apply_delay, program, record, SolverProcess.start(program))
+        ranked = {} if self.config.refresh_on_drift is None else ranking(self._setting, table)
+        process = SolverProcess.start(program)
+        self._pending = _Pending(step, step + self.config.apply_delay, program, record, ranked, process)
 
     def _apply_due(self, step: int) -> None:
         pending = self._pending
@@ -369,7 +435,7 @@ class SnipController:
         plan = self._new_plan(pending.step, result)
         changes = self.plan.changes(plan)
         plan.apply(self.model)
-        self.plan = plan
+        self.plan, self._ranking = plan, pending.ranking
         self._folder.save_plan(self.plan)
         layers_changed = len({change.rpartition(":")[0] for change in changes})
         self._folder.append(
@@ -456,6 +522,10 @@ class SnipController:
             "stages": [list(stage) for stage in self.plan.stages],
             "model_name": self.model_name,
         }
+
+
+def _read_ranking(saved: Mapping[str, Any]) -> dict[str, float]:
+    return {str(layer): float(cost) for layer, cost in dict(saved).items()}
 
 
 # Fields that decide the course of a run; the others may differ on resume.

@@ -1,4 +1,4 @@
-"""What a run writes into its folder OUTPUT/snip: the plan in force, every refresh, every table of divergences.
+"""What a run writes into its folder OUTPUT/snip: the plan in force, refreshes and checks, tables of divergences.
 
 A disk that cannot be written costs the record, not the run: each method warns instead of raising OSError.
 """
@@ -55,7 +55,7 @@ class RunFolder:
         self._write(add)
 
     def cut(self, step: int, pending: int | None, start_line: Mapping[str, Any]) -> None:
-        """Leaves of the history what was decided up to `step`: what came after is about to happen again.
+        """Leaves of the history what was decided or checked up to `step`: what came after is about to happen again.
 
         Args:
             step: the optimizer step to resume from.
@@ -67,7 +67,7 @@ class RunFolder:
             path = folder / "history.jsonl"
             lines = path.read_bytes().splitlines() if path.exists() else []
             events = [event for event in map(_parse, lines) if event is not None]
-            kept = [event for event in events if event.get("decided_step", 0) <= step]
+            kept = [event for event in events if event.get("decided_step", event.get("step", 0)) <= step]
             kept = [event for event in kept if event.get("event") != "refresh" or event.get("step") != pending]
             if not kept or kept[0].get("event") != "start":
                 kept = [dict(start_line)]

@@ -1,93 +1,162 @@
-"""How the optimizer's next update answers to the gradient: h(g) and its derivative h'(g), elementwise.
+"""How does an optimizer's next update of a weight answer to its gradient: h(g), and products with its derivative?
 
-The weight divergence asks how far a changed gradient moves the next update. Known are torch's Adam, AdamW (their
-foreach, fused and capturable states too) and SGD; wrappers such as Accelerate's are looked through. Weight decay that
-does not depend on the gradient is no part of h.
+The weight divergence asks how far a changed gradient moves the next update. Three ways to know it (docs/method.md):
+
+analytic   Adam, AdamW (torch's with foreach, fused and capturable states; torchao's 8-bit, 4-bit and FP8) and SGD
+autograd   torch's and transformers' Adafactor, torch's Muon, Lion (smoothed): not elementwise
+numerical  any other elementwise `torch.optim.Optimizer`: differences of its own step, on copies
+
+Wrappers such as Accelerate's are looked through. Weight decay that does not depend on the gradient may be part of h or
+not: it drops out of differences and derivatives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
+from .optimizer_rules import AUTOGRAD, ELEMENTWISE, Autograd, Elementwise, Situation, own_step, rule_name
 
-@dataclass(frozen=True)
-class Response:
-    """The update that one parameter is about to get, as a function of its gradient.
+logger = logging.getLogger(__name__)
 
-    `update` and `derivative` map a gradient (the parameter's shape, FP32) to h and h', of the same shape; h is the
-    amount that the step subtracts, in the parameter's units.
+# Numerical steps: this part of the gradient's element, and this part of the root mean square of all elements.
+RELATIVE_STEP = 1e-3
+LEAST_STEP = 1e-5
+# Two slopes that differ by more than this part, one taken over half the distance of the other, are those of a jump.
+SMOOTH = 0.25
+# Some optimizers treat small weights in another way (8-bit states from 4,096 elements on).
+_TRIAL_SHAPES = ((8, 12), (64, 64))
+# Optimizers whose rule was logged, so that every refresh does not log it again.
+_announced: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+class Response(ABC):
+    """The update that one parameter is about to get, as a function h of its gradient; J = dh/dg.
+
+    All arguments and results have the parameter's shape; results are FP32. h is the amount that the step subtracts, in
+    the parameter's units. Nothing is written, and nothing is kept between calls.
     """
 
-    kind: type[torch.optim.Optimizer]
-    group: Mapping[str, Any]
-    state: Mapping[str, Any]
-    parameter: Tensor
-
+    @abstractmethod
     def update(self, gradient: Tensor) -> Tensor:
         """Returns h(gradient)."""
-        return self._evaluate(gradient)[0]
 
-    def derivative(self, gradient: Tensor) -> Tensor:
-        """Returns h'(gradient); 0 where it has no meaning (an Adam element whose second moment is 0)."""
-        return self._evaluate(gradient)[1]
+    @abstractmethod
+    def pushforward(self, gradient: Tensor, tangent: Tensor) -> Tensor:
+        """Returns J tangent, with J at `gradient`; elements that are not `meaningful` are 0 and count as 0."""
+
+    @abstractmethod
+    def pullback(self, gradient: Tensor, cotangent: Tensor) -> Tensor:
+        """Returns J^T cotangent, with J at `gradient`; elements that are not `meaningful` are 0 and count as 0."""
+
+    @abstractmethod
+    def meaningful(self, gradient: Tensor) -> Tensor:
+        """Returns where J means something (bool): not where no gradient was ever seen, and not at a jump of h."""
+
+
+class _ElementwiseResponse(Response):
+    """J is diagonal."""
+
+    @abstractmethod
+    def _slope(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns h'(gradient), 0 where it is not meaningful, and where it is."""
+
+    def pushforward(self, gradient: Tensor, tangent: Tensor) -> Tensor:
+        return self._slope(gradient)[0] * tangent.to(torch.float32)
+
+    def pullback(self, gradient: Tensor, cotangent: Tensor) -> Tensor:
+        return self.pushforward(gradient, cotangent)
+
+    def meaningful(self, gradient: Tensor) -> Tensor:
+        return self._slope(gradient)[1]
+
+
+@dataclass(frozen=True)
+class _Analytic(_ElementwiseResponse):
+    rule: Elementwise
+    at: Situation
+
+    def update(self, gradient: Tensor) -> Tensor:
+        return self.rule(self.at, self.at.signed(gradient.to(torch.float32)))[0]
+
+    def _slope(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        _, slope, meaningful = self.rule(self.at, self.at.signed(gradient.to(torch.float32)))
+        return self.at.signed(slope), meaningful
+
+
+@dataclass(frozen=True)
+class _Automatic(Response):
+    """J of a function, by autograd. An element that is not meaningful has gradient 0 and so does not move others."""
+
+    rule: Autograd
+    at: Situation
 
     def _evaluate(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        sign = -1.0 if self.group["maximize"] else 1.0
-        rule = self._sgd if self.kind is torch.optim.SGD else self._adam
-        update, slope = rule(sign * gradient.to(torch.float32))
-        return update, sign * slope
+        return self.rule(self.at, self.at.signed(gradient))
 
-    def _sgd(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        group, lr, momentum = self.group, _number(self.group["lr"]), _number(self.group["momentum"])
-        gradient = gradient + _number(group["weight_decay"]) * self.parameter
-        buffer = self.state.get("momentum_buffer")
-        # torch starts the buffer with the whole first gradient, without dampening.
-        taken = 1.0 if buffer is None else 1.0 - _number(group["dampening"])
-        moved = taken * gradient if buffer is None else momentum * buffer.to(torch.float32) + taken * gradient
-        if momentum == 0:
-            moved, slope = gradient, 1.0
-        elif group["nesterov"]:
-            moved, slope = gradient + momentum * moved, 1.0 + momentum * taken
-        else:
-            slope = taken
-        return lr * moved, torch.full_like(gradient, lr * slope)
+    def update(self, gradient: Tensor) -> Tensor:
+        return self._evaluate(gradient.to(torch.float32))[0]
 
-    def _adam(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        group, lr, eps = self.group, _number(self.group["lr"]), _number(self.group["eps"])
-        beta1, beta2 = (_number(beta) for beta in group["betas"])
-        if self.kind is torch.optim.Adam and not group.get("decoupled_weight_decay", False):
-            gradient = gradient + _number(group["weight_decay"]) * self.parameter
-        zeros = torch.zeros_like(gradient)
-        step = _number(self.state.get("step", 0)) + 1
-        first = beta1 * self.state.get("exp_avg", zeros).to(torch.float32) + (1 - beta1) * gradient
-        second = beta2 * self.state.get("exp_avg_sq", zeros).to(torch.float32) + (1 - beta2) * gradient.square()
-        # d second / d gradient
-        second_slope = 2 * (1 - beta2) * gradient
-        if group["amsgrad"]:
-            largest = self.state.get("max_exp_avg_sq", zeros).to(torch.float32)
-            second_slope = torch.where(second >= largest, second_slope, zeros)
-            second = torch.maximum(second, largest)
-        unbiased1, unbiased2 = 1 - beta1**step, 1 - beta2**step
-        root = (second / unbiased2).sqrt_()
-        divisor = root + eps
-        mean = first / unbiased1
-        # h = lr * mean / divisor; docs/method.md, section 3, guarded for elements that were never touched
-        # (grouped so that nothing underflows: root * divisor^2 would be 0 for small gradients under a tiny eps)
-        slope = ((1 - beta1) / unbiased1 - mean / divisor * (second_slope / (2 * unbiased2) / root)) / divisor
-        return lr * mean / divisor, torch.where(second > 0, lr * slope, zeros)
+    def pushforward(self, gradient: Tensor, tangent: Tensor) -> Tensor:
+        transposed, meaningful = self._transposed(gradient)
+        # J is the transpose of the linear map J^T. (torch.func.jvp would load, with warnings, what is not needed here.)
+        forward = torch.func.vjp(transposed, torch.zeros_like(meaningful, dtype=torch.float32))[1]
+        return torch.where(meaningful, forward(tangent.to(torch.float32))[0], 0)
+
+    def pullback(self, gradient: Tensor, cotangent: Tensor) -> Tensor:
+        transposed, meaningful = self._transposed(gradient)
+        return torch.where(meaningful, transposed(cotangent.to(torch.float32)), 0)
+
+    def _transposed(self, gradient: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        """Returns cotangent -> J^T cotangent, and where it is meaningful."""
+        at = gradient.to(torch.float32)
+        _, pull, meaningful = torch.func.vjp(self._evaluate, at, has_aux=True)  # type: ignore[misc]
+        return lambda cotangent: pull(cotangent)[0], meaningful
+
+    def meaningful(self, gradient: Tensor) -> Tensor:
+        return self._evaluate(gradient.to(torch.float32))[1]
+
+
+@dataclass(frozen=True)
+class _Numerical(_ElementwiseResponse):
+    """Steps of the optimizer's own, taken in FP64 with copies."""
+
+    optimizer: torch.optim.Optimizer
+    at: Situation
+
+    def update(self, gradient: Tensor) -> Tensor:
+        return self._update_fp64(gradient.to(torch.float64)).to(torch.float32)
+
+    def _update_fp64(self, gradient: Tensor) -> Tensor:
+        return own_step(self.optimizer, self.at, gradient)[0]
+
+    def _slope(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        at = gradient.to(torch.float64)
+        # An all-zero gradient has no size to go by.
+        step = RELATIVE_STEP * at.abs() + LEAST_STEP * (float(at.square().mean().sqrt()) or 1e-5)
+        wide, narrow = (
+            (self._update_fp64(at + part * step) - self._update_fp64(at - part * step)) / (2 * part * step)
+            for part in (1.0, 0.5)
+        )
+        meaningful = (wide - narrow).abs() <= SMOOTH * torch.maximum(wide.abs(), narrow.abs())
+        # Richardson's extrapolation takes the error of order step^2 out.
+        slope = torch.where(meaningful, (4 * narrow - wide) / 3, 0)
+        return slope.to(torch.float32), meaningful
 
 
 def responses(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, Tensor]) -> dict[str, Response]:
     """Returns name -> `Response` for every parameter that the optimizer updates; frozen ones are left out.
 
     Args:
-        optimizer: Adam, AdamW or SGD, also inside a wrapper with an `optimizer` attribute; None means plain SGD, lr 1.
-        parameters: the weights asked about, by name.
+        optimizer: as in `check_optimizer`, in the state before its next step; None means plain SGD, lr 1.
+        parameters: the weights asked about, by name, (O, I); optimizers with an elementwise rule take any shape.
 
     Raises:
         TypeError: an optimizer whose update this module cannot differentiate.
@@ -98,30 +167,105 @@ def responses(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, 
     inner = check_optimizer(optimizer)
     groups = {id(parameter): group for group in inner.param_groups for parameter in group["params"]}
     return {
-        name: Response(type(inner), groups[id(parameter)], inner.state.get(parameter, {}), parameter.detach())
+        name: _response(inner, Situation(groups[id(parameter)], inner.state.get(parameter, {}), parameter.detach()))
         for name, parameter in parameters.items()
         if id(parameter) in groups and parameter.requires_grad
     }
 
 
+def _response(optimizer: torch.optim.Optimizer, at: Situation) -> Response:
+    rule = rule_name(type(optimizer))
+    if rule in ELEMENTWISE:
+        return _Analytic(ELEMENTWISE[rule], at)
+    return _Automatic(AUTOGRAD[rule], at) if rule in AUTOGRAD else _Numerical(optimizer, at)
+
+
 def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Returns the torch optimizer inside any wrappers.
+    """Returns the torch optimizer inside any wrappers, and logs once how its update is differentiated.
+
+    An optimizer without a rule is tried on throwaway weights, with the hyperparameters of every group: its update of an
+    element must depend on the size of that element's gradient and on no other. A class named Lion is tried too.
 
     Raises:
         TypeError: it is not one whose update can be differentiated here.
     """
-    inner: torch.optim.Optimizer = optimizer
+    inner = optimizer
     while hasattr(inner, "optimizer"):
         inner = inner.optimizer
-    if type(inner) not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
-        raise TypeError(
-            f"Cannot differentiate the update of {type(inner).__module__}.{type(inner).__name__}; expected "
-            "torch.optim.AdamW, Adam or SGD. Use one of these (Trainer: optim='adamw_torch' or 'adamw_torch_fused'), "
-            "or a policy that needs no probe, such as policy='layer-position'."
-        )
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise _refusal(inner, "it is no torch.optim.Optimizer")
+    rule = rule_name(type(inner))
+    if rule == "Lion" or (rule not in ELEMENTWISE and rule not in AUTOGRAD):
+        for group in inner.param_groups:
+            for shape in _TRIAL_SHAPES if group["params"] else ():
+                try:
+                    reason = (_no_lion if rule == "Lion" else _not_elementwise)(inner, group, shape)
+                except Exception as error:
+                    raise _refusal(inner, f"its step on a copy failed ({type(error).__name__}: {error})") from error
+                if reason:
+                    raise _refusal(inner, reason)
+    if inner not in _announced:
+        _announced.add(inner)
+        way = "analytic" if rule in ELEMENTWISE else "autograd" if rule in AUTOGRAD else "numerical"
+        logger.info("snip-hf: the update of %s is differentiated by the %s rule.", type(inner).__name__, way)
     return inner
 
 
-def _number(value: Any) -> float:
-    """Returns a hyperparameter or step count that may be a tensor (capturable, fused) as a float."""
-    return float(value)
+def _refusal(optimizer: Any, reason: str) -> TypeError:
+    return TypeError(
+        f"Cannot differentiate the update of {type(optimizer).__module__}.{type(optimizer).__name__}: {reason}. "
+        "Expected AdamW, Adam, SGD, Adafactor or Muon of torch.optim, Adafactor of transformers, AdamW or Adam of "
+        "torchao.optim, Lion, or an optimizer whose update of an element depends on that element's gradient alone. "
+        "Use one of these (Trainer: optim='adamw_torch' or 'adamw_torch_fused'), or a policy that needs no probe, "
+        "such as policy='layer-position'."
+    )
+
+
+def _not_elementwise(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: tuple[int, int]) -> str | None:
+    """Returns why the optimizer's own step cannot be differentiated element by element; None if it can."""
+    at, (gradient, _) = _trial(optimizer, group, shape, torch.float64)
+    in_fp32, (gradient_fp32, _) = _trial(optimizer, group, shape, torch.float32)
+    answer = _Numerical(optimizer, at)
+    if not torch.allclose(
+        answer.update(gradient), own_step(optimizer, in_fp32, gradient_fp32)[0], rtol=0.01, atol=1e-5
+    ):
+        return "its step in FP64 is not the one that it takes in FP32"
+    moved = torch.arange(gradient.numel(), device=gradient.device).view_as(gradient) % 3 == 0
+    before, after = answer.update(gradient), answer.update(torch.where(moved, 1.5 * gradient, gradient))
+    if not torch.allclose(before[~moved], after[~moved], rtol=1e-5, atol=1e-6 * float(before.abs().max())):
+        return "its update of one element depends on the gradients of others"
+    if not answer.pushforward(gradient, torch.ones_like(gradient)).any():
+        return "its update does not depend on the size of the gradient"
+    return None
+
+
+def _no_lion(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: tuple[int, int]) -> str | None:
+    """Returns why a class named Lion is none that `optimizer_rules.lion` describes; None if it is one."""
+    # FP32, which bitsandbytes' kernels need.
+    at, (one, other) = _trial(optimizer, group, shape, torch.float32)
+    momentum = at.state.get("exp_avg", at.state.get("state1"))
+    if momentum is None or momentum.dtype != torch.float32:
+        return "it is named Lion but holds no momentum in full precision as state 'exp_avg' or 'state1'"
+    beta1 = float(at.group["betas"][0])
+    signs = torch.sign(beta1 * momentum + (1 - beta1) * one) - torch.sign(beta1 * momentum + (1 - beta1) * other)
+    # Decoupled weight decay drops out of the difference; coupled decay would turn some of the signs around.
+    found = own_step(optimizer, at, one)[0] - own_step(optimizer, at, other)[0]
+    if not torch.allclose(found / at.number("lr"), signs, atol=0.1):
+        return "it is named Lion but does not subtract lr * sign(beta1 * momentum + (1 - beta1) * gradient)"
+    return None
+
+
+def _trial(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: tuple[int, int], dtype: torch.dtype
+) -> tuple[Situation, tuple[Tensor, Tensor]]:
+    """Returns a throwaway weight's situation after two steps with a group's hyperparameters, and two more gradients."""
+    device = group["params"][0].device
+    generator = torch.Generator().manual_seed(0)
+    weight, *draws = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(5))
+    options = {key: value for key, value in group.items() if key != "params"}
+    # A schedule may be at 0 now.
+    options["lr"] = torch.ones_like(group["lr"]) if isinstance(group.get("lr"), Tensor) else 1.0
+    at = Situation(options, {}, weight)
+    for gradient in draws[:2]:
+        at = Situation(options, own_step(optimizer, at, gradient)[1], at.parameter)
+    return at, (draws[2], draws[3])

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .config import SnipConfig
-from .divergence import CHOICES, LAYER, Divergence, DivergenceTable
+from .divergence import CHOICES, Divergence, DivergenceTable
 from .formats import GEMMS
+from .terms import LAYER
 
 Assignment = Mapping[str, Mapping[str, str]]
 # Shares of FLOPs are sums of floating-point numbers: what is short of the target by this much attains it.

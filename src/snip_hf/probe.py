@@ -92,8 +92,6 @@ class LayerSample:
     """(n, I) per probe"""
     grad_output_dot: list[Tensor] = field(default_factory=list)
     """(n, O) per probe"""
-    gradient_dot: list[Tensor] = field(default_factory=list)
-    """(O, I) per probe: the derivative of G^T X over all T tokens; empty where all of them were kept."""
 
 
 @dataclass(frozen=True)
@@ -107,50 +105,83 @@ class Probe:
 def run_probe(
     model: nn.Module,
     batch: Batch,
-    sensitivity: Mapping[str, Tensor],
+    pullbacks: Mapping[str, Callable[[Tensor], Tensor]],
     probes: int = 1,
     probe_tokens: int | None = None,
     seed: int = 0,
     step: int = 0,
+    relative_step: float = RELATIVE_STEP,
+    autocast: torch.dtype | None = None,
 ) -> Probe:
     """Probes every swapped layer of the model; `probes` times two forward-backward passes.
+
+    Beyond the model it holds one FP32 copy of the swapped weights at a time, and the samples.
 
     Args:
         model: a converted model, without wrappers.
         batch: the micro-batch to run.
-        sensitivity: layer -> D (O, I); the direction is D * z with z ~ N(0, 1). Layers without an entry stay put.
-        probes: number of independent directions.
+        pullbacks: layer -> what makes a direction (O, I) of z ~ N(0, 1) (O, I). Layers without an entry stay put.
+        probes: number of independent directions; 0 runs one pass and takes no derivatives.
         probe_tokens: tokens kept per layer, in whole runs of 128; None keeps all.
         seed: with `step`, decides the directions and the sampled tokens.
         step: see seed.
+        relative_step: |eps * d| / |W| over all swapped weights.
+        autocast: dtype of the passes' products, None for FP32. Rounding noise then needs a larger relative step.
     """
     layers = snip_linears(model)
     samples: dict[str, LayerSample] = {}
     losses = []
-    for index in range(probes):
-        key = stream_key(seed, step, index, 0, 0) >> 1
-        generators = {d.device: torch.Generator(d.device).manual_seed(key) for d in sensitivity.values()}
-        direction = {
-            name: d * torch.randn(d.shape, generator=generators[d.device], device=d.device)
-            for name, d in sensitivity.items()
-        }
-        epsilon = _step_size(layers, direction)
-        sides: list[_Recorder] = []
-        for sign in (1.0, -1.0):
-            weights = {
-                f"{name}.weight": layers[name].weight.detach().to(torch.float32) + sign * epsilon * moved
-                for name, moved in direction.items()
-            }
-            recorder = _Recorder(probe_tokens, seed, step)
-            with _recording(layers, recorder):
-                losses.append(float(run_pass(model, batch, weights)))
-            sides.append(recorder)
-            del weights
-        _combine(samples, sides[0], sides[1], epsilon)
+
+    def record(weights: Mapping[str, Tensor]) -> _Recorder:
+        recorder = _Recorder(probe_tokens, seed, step)
+        with _recording(layers, recorder):
+            losses.append(float(run_pass(model, batch, weights, autocast)))
+        return recorder
+
+    if probes == 0 or not pullbacks:
+        for name, (tokens, x, grad_output) in record({}).records.items():
+            samples[name] = LayerSample(tokens, x, grad_output)
+    for index in range(probes if pullbacks else 0):
+        moved, epsilon = _move(layers, pullbacks, stream_key(seed, step, index, 0, 0) >> 1, relative_step)
+        plus = record(moved)
+        for name, weight in moved.items():  # from W + eps * d to W - eps * d, in place
+            weight.neg_().add_(layers[name.removesuffix(".weight")].weight.detach(), alpha=2.0)
+        minus = record(moved)
+        del moved
+        _combine(samples, plus, minus, epsilon)
     return Probe(sum(losses) / len(losses), samples)
 
 
-def run_pass(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]) -> Tensor:
+def _move(
+    layers: Mapping[str, SnipLinear],
+    pullbacks: Mapping[str, Callable[[Tensor], Tensor]],
+    key: int,
+    relative_step: float,
+) -> tuple[dict[str, Tensor], float]:
+    """Returns parameter name -> W + eps * d in FP32 for the random direction of this key, and eps."""
+    generators: dict[torch.device, torch.Generator] = {}
+    moved: dict[str, Tensor] = {}
+    weights = moves = 0.0
+    for name, pullback in pullbacks.items():
+        weight = layers[name].weight.detach()
+        generator = generators.setdefault(weight.device, torch.Generator(weight.device).manual_seed(key))
+        direction = pullback(torch.randn(weight.shape, generator=generator, device=weight.device))
+        weights += float(weight.to(torch.float32).square().sum())
+        moves += float(direction.square().sum())
+        moved[f"{name}.weight"] = direction
+    epsilon = relative_step * (weights / moves) ** 0.5 if moves > 0 else 1.0
+    for name, direction in moved.items():
+        direction.mul_(epsilon).add_(layers[name.removesuffix(".weight")].weight.detach())
+    return moved, epsilon
+
+
+def run_pass(
+    model: nn.Module,
+    batch: Batch,
+    weights: Mapping[str, Tensor],
+    autocast: torch.dtype | None = None,
+    backward: bool = True,
+) -> Tensor:
     """Runs one forward and backward pass in FP32 on stand-ins for the parameters and returns the loss.
 
     Args:
@@ -158,11 +189,11 @@ def run_pass(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]) -> T
         batch: the micro-batch; the generators start from its state.
         weights: parameter name -> the tensor to use instead; gradients go to its `.grad` if it requires them.
             Parameters that are not named are used as detached FP32 copies.
+        autocast: dtype of autocast, None for none.
+        backward: whether to run the backward pass.
     """
     before = RandomState.now()
-    linears = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
-    # An embedding that is tied to the output head is an embedding: it may be all that precedes the first layer.
-    frozen = linears - {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    frozen = frozen_in_a_pass(model)
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         copy = weights[name] if name in weights else parameter.detach()
@@ -174,13 +205,25 @@ def run_pass(model: nn.Module, batch: Batch, weights: Mapping[str, Tensor]) -> T
         tensors[name] = buffer.clone().to(torch.float32) if buffer.is_floating_point() else buffer.clone()
     try:
         batch.random_state.restore()
-        stand_in = _ForwardBackward(model)
+        stand_in = _Pass(model, autocast, backward)
         named = {f"model.{name}": tensor for name, tensor in tensors.items()}
         with _attributes_kept(model):
             loss: Tensor = torch.func.functional_call(stand_in, named, (dict(batch.kwargs),))
     finally:
         before.restore()
     return loss
+
+
+def frozen_in_a_pass(model: nn.Module) -> set[int]:
+    """Returns the ids of the parameters that get no gradient in `run_pass`: weights of linears."""
+    linears = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    # An embedding that is tied to the output head is an embedding: it may be all that precedes the first layer.
+    return linears - {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+
+
+def run_forward(model: nn.Module, batch: Batch) -> float:
+    """Returns the loss of one FP32 forward pass under the formats in force; as traceless as `run_pass`."""
+    return float(run_pass(model, batch, {}, backward=False))
 
 
 @contextmanager
@@ -196,20 +239,24 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
                 now.update(then)
 
 
-class _ForwardBackward(nn.Module):
+class _Pass(nn.Module):
     """Forward and backward in one call: recomputation in backward (checkpointing) needs the stand-ins too."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, autocast: torch.dtype | None, backward: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.autocast, self.backward = model, autocast, backward
 
     def forward(self, kwargs: dict[str, Any]) -> Tensor:
         # Accelerate wraps `forward` in autocast and keeps the original here.
         forward = getattr(self.model, "_original_forward", self.model.forward)
         device = next(self.model.parameters()).device
-        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        with (
+            torch.set_grad_enabled(self.backward),
+            torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None),
+        ):
             outputs = forward(**kwargs)
             loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        if self.backward:
             loss.backward()
         return loss.detach()
 
@@ -227,30 +274,27 @@ class _RecordedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         ctx.recorder.keep(ctx.name, x, grad_output)
-        return grad_output @ weight if ctx.needs_input_grad[0] else None, None, None, None, None
+        # Under autocast the output's gradient is of lower precision than the weight.
+        grad_input = grad_output @ weight.to(grad_output.dtype) if ctx.needs_input_grad[0] else None
+        return grad_input, None, None, None, None
 
 
 class _Recorder:
-    """Keeps a sample of (X, G) per layer: all tokens, or whole runs of 128 consecutive ones and G^T X of all."""
+    """Keeps a sample of (X, G) per layer: all tokens, or whole runs of 128 consecutive ones."""
 
     def __init__(self, probe_tokens: int | None, seed: int, step: int) -> None:
         self.records: dict[str, tuple[int, Tensor, Tensor]] = {}
-        self.gradients: dict[str, Tensor] = {}
         self._probe_tokens = probe_tokens
         self._seed, self._step = seed, step
 
     def keep(self, name: str, x: Tensor, grad_output: Tensor) -> None:
         tokens = self._sample(x.shape[0]).to(x.device)
-        if len(tokens) < x.shape[0]:
-            gradient = grad_output.detach().t() @ x.detach()  # (O, T) x (T, I)
-            self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient
+        kept = (x.detach()[tokens].to(torch.float32), grad_output.detach()[tokens].to(torch.float32))
         if name in self.records:  # a layer that is called twice shows its tokens one after the other
-            count, x_before, grad_before = self.records[name]
-            x_kept = torch.cat([x_before, x.detach()[tokens]])
-            grad_kept = torch.cat([grad_before, grad_output.detach()[tokens]])
-            self.records[name] = (count + x.shape[0], x_kept, grad_kept)
+            count, *before = self.records[name]
+            self.records[name] = (count + x.shape[0], torch.cat([before[0], kept[0]]), torch.cat([before[1], kept[1]]))
         else:
-            self.records[name] = (x.shape[0], x.detach()[tokens], grad_output.detach()[tokens])
+            self.records[name] = (x.shape[0], *kept)
 
     def _sample(self, tokens: int) -> Tensor:
         if self._probe_tokens is None or tokens <= self._probe_tokens:
@@ -287,21 +331,17 @@ def _combine(
     minus: _Recorder,
     epsilon: float,
 ) -> None:
-    """Adds one probe's central differences to the samples, and X and G where they are still missing."""
-    for name in (name for name in plus.records if name in minus.records):
-        tokens, x_plus, grad_plus = plus.records[name]
-        _, x_minus, grad_minus = minus.records[name]
+    """Adds one probe's central differences to the samples, and X and G where they are still missing.
+
+    Takes the records away one by one, so that little more is held than the samples.
+    """
+    for name in [name for name in plus.records if name in minus.records]:
+        tokens, x_plus, grad_plus = plus.records.pop(name)
+        _, x_minus, grad_minus = minus.records.pop(name)
         if x_plus.shape != x_minus.shape:  # a router sent other tokens here; no derivative can be taken
             continue
+        x_dot, grad_dot = ((p - m).div_(2 * epsilon) for p, m in ((x_plus, x_minus), (grad_plus, grad_minus)))
         if name not in samples:
-            samples[name] = LayerSample(tokens, (x_plus + x_minus) / 2, (grad_plus + grad_minus) / 2)
-        samples[name].x_dot.append((x_plus - x_minus) / (2 * epsilon))
-        samples[name].grad_output_dot.append((grad_plus - grad_minus) / (2 * epsilon))
-        if name in plus.gradients:
-            samples[name].gradient_dot.append((plus.gradients[name] - minus.gradients[name]) / (2 * epsilon))
-
-
-def _step_size(layers: Mapping[str, SnipLinear], direction: Mapping[str, Tensor]) -> float:
-    weights = sum(float(layers[name].weight.detach().to(torch.float32).square().sum()) for name in direction)
-    moves = sum(float(moved.square().sum()) for moved in direction.values())
-    return RELATIVE_STEP * (weights / moves) ** 0.5 if moves > 0 else 1.0
+            samples[name] = LayerSample(tokens, x_plus.add_(x_minus).div_(2), grad_plus.add_(grad_minus).div_(2))
+        samples[name].x_dot.append(x_dot)
+        samples[name].grad_output_dot.append(grad_dot)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from rich import box
@@ -13,15 +14,18 @@ from rich.table import Table
 from rich.text import Text
 
 from .config import SnipConfig
-from .divergence import LAYER, Divergence, DivergenceTable
+from .divergence import Divergence, DivergenceTable
 from .figures import write_figures
 from .formats import GEMMS
 from .plan import PrecisionPlan
 from .policies import Setting, problem, split_layer
 from .runs import Run, load_run
+from .terms import LAYER
+
+T = TypeVar("T")
 
 _STYLES = {"bf16": "dim", "fp8": "cyan", "fp4": "bold red"}
-_MOST_LOSS_ROWS = 20
+_MOST_ROWS = 20
 _MOST_REASONS = 64
 
 
@@ -61,6 +65,11 @@ def _print_run(run: Run, console: Console) -> None:
     for refresh in run.refreshes:
         if refresh.applied_step is None:
             console.print(f"Step {refresh.step}: plan kept. {refresh.reason}", markup=False, highlight=False)
+    if run.checks:
+        console.print(drift_table(run))
+    for check in run.checks:
+        if check.reason is not None:
+            console.print(f"Step {check.step}: check failed. {check.reason}", markup=False, highlight=False)
     if run.losses:
         console.print(loss_table(run))
     console.print(plan_table(plan))
@@ -92,14 +101,25 @@ def refresh_table(run: Run) -> Table:
     return table
 
 
+def drift_table(run: Run) -> Table:
+    """Rank correlations of the checks with the refresh before them, at no more than `_MOST_ROWS` checks."""
+    early = [str(check.step) for check in run.checks if check.refresh]
+    came = f"early refreshes at steps {', '.join(early)}" if early else "no early refresh"
+    table = _table(f"Checks whether the ranking of the layers has moved ({came})")
+    for heading in ("step", "rank\ncorrelation", "refresh"):
+        table.add_column(heading, justify="right")
+    for check in _thinned(run.checks):
+        table.add_row(str(check.step), _number(check.correlation, ".3f"), "early" if check.refresh else "-")
+    return table
+
+
 def loss_table(run: Run) -> Table:
-    """Validation losses (or, without any, training losses) at no more than `_MOST_LOSS_ROWS` steps."""
+    """Validation losses (or, without any, training losses) at no more than `_MOST_ROWS` steps."""
     table = _table("Losses")
     for heading in ("step", "training", "validation"):
         table.add_column(heading, justify="right")
     steps = [step for step, row in run.losses.items() if "eval_loss" in row] or list(run.losses)
-    for index in np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _MOST_LOSS_ROWS)).round().astype(int)):
-        step = steps[index]
+    for step in _thinned(steps):
         training = [row["loss"] for logged, row in run.losses.items() if logged <= step and "loss" in row]
         validation = run.losses[step].get("eval_loss")
         table.add_row(str(step), _number(training[-1] if training else None, ".4f"), _number(validation, ".4f"))
@@ -184,6 +204,13 @@ def _table(title: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, collapse_padding=True)
     table.pad_edge = False
     return table
+
+
+def _thinned(items: Sequence[T]) -> list[T]:
+    """Returns no more than `_MOST_ROWS` of the items, evenly spaced, the first and the last among them."""
+    return [
+        items[i] for i in np.unique(np.linspace(0, len(items) - 1, min(len(items), _MOST_ROWS)).round().astype(int))
+    ]
 
 
 def _number(value: float | None, spec: str) -> str:

@@ -35,6 +35,18 @@ class Refresh:
 
 
 @dataclass(frozen=True)
+class Check:
+    """One line of the history: a check whether the ranking of the layers has moved (`refresh_on_drift`)."""
+
+    step: int
+    correlation: float | None
+    """None: the check failed, for `reason`."""
+    refresh: bool
+    """Whether a refresh followed at once."""
+    reason: str | None
+
+
+@dataclass(frozen=True)
 class Run:
     """What a run folder holds."""
 
@@ -42,6 +54,7 @@ class Run:
     plans: list[tuple[int, PrecisionPlan]]
     """(step after which it was in force, plan), the start's plan first."""
     refreshes: list[Refresh]
+    checks: list[Check]
     divergences: dict[int, list[dict[str, Any]]]
     """Probe step -> records (layer, gemm, format, loss_divergence, weight_divergence, flops)."""
     losses: dict[int, dict[str, float]]
@@ -68,36 +81,40 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
     """
     folder = Path(run_dir)
     notes: list[str] = []
-    start, refreshes = _read_history(folder / "snip" / "history.jsonl", notes)
+    start, refreshes, checks = _read_history(folder / "snip" / "history.jsonl", notes)
     plans = [(start.provenance.step, start)]
     for refresh in refreshes:
         if refresh.applied_step is not None:
             plans.append((refresh.applied_step, _changed(plans[-1][1], refresh)))
     _compare_with_file(folder / "snip" / "plan.json", plans[-1][1], notes)
     divergences = _read_divergences(folder / "snip", notes)
-    return Run(folder, plans, refreshes, divergences, _read_losses(folder, notes), notes)
+    return Run(folder, plans, refreshes, checks, divergences, _read_losses(folder, notes), notes)
 
 
-def _read_history(path: Path, notes: list[str]) -> tuple[PrecisionPlan, list[Refresh]]:
+def _read_history(path: Path, notes: list[str]) -> tuple[PrecisionPlan, list[Refresh], list[Check]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; expected the output folder of a run with SnipCallback.")
     lines = path.read_bytes().splitlines()
     if not lines:
         raise ValueError(f"{path} is empty; expected a line with the start of the run.")
-    refreshes = []
+    refreshes: list[Refresh] = []
+    checks: list[Check] = []
     for number, line in enumerate(lines, 1):
         try:
+            record = parse_json(line)
             if number == 1:
-                start = _start_plan(parse_json(line))
+                start = _start_plan(record)
+            elif record["event"] == "drift":
+                checks.append(_check(record))
             else:
-                refreshes.append(_refresh(parse_json(line)))
+                refreshes.append(_refresh(record))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if number == len(lines) > 1:  # A killed run may leave half a line.
                 notes.append(f"The last line of {path.name} is not complete and is left out.")
                 continue
             problem = f"it has no entry {error}." if isinstance(error, KeyError) else error
             raise ValueError(f"Line {number} of {path} is not a line of a snip-hf history: {problem}") from error
-    return start, refreshes
+    return start, refreshes, checks
 
 
 def _start_plan(record: Mapping[str, Any]) -> PrecisionPlan:
@@ -114,6 +131,10 @@ def _refresh(record: Mapping[str, Any]) -> Refresh:
     # A refresh that failed early has no objective, gap or seconds yet.
     given = {"objective": None, "gap": None, "seconds": {}} | dict(record)
     return Refresh(**{field.name: given[field.name] for field in dataclasses.fields(Refresh)})
+
+
+def _check(record: Mapping[str, Any]) -> Check:
+    return Check(int(record["step"]), record["correlation"], bool(record["refresh"]), record["reason"])
 
 
 def _check_event(record: Mapping[str, Any], expected: str) -> None:

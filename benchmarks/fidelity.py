@@ -1,103 +1,356 @@
-r"""How close are the estimated divergences to the measured ones, on a checkpoint of a recipe's run?
+r"""How close are the estimated divergences to the measured ones, and is any other estimate closer? The measurements.
 
-    accelerate launch recipes/pretrain.py recipes/quickstart.yaml \
-        --override training.save_strategy=steps training.save_steps=400
-    python benchmarks/fidelity.py recipes/quickstart.yaml runs/quickstart/checkpoint-400
+    python benchmarks/fidelity.py --cases small --output runs/fidelity.jsonl
+    python benchmarks/fidelity_report.py runs/fidelity.jsonl
 
-Loads model and optimizer state, takes the first sequences of the training data, and prints for every format and GEMM
-the median over layers of |estimate / truth - 1|, its 90th percentile and the rank correlation.
+A case is a small model (`cases`) at some step of its training, e.g. llama:adamw:300. On micro-batches that training has
+not seen, every layer is quantized by itself: the truth. All estimators get the first micro-batch, or all of them. One
+JSON line says how an estimator did in a case, a line of kind "raw" keeps every layer's figures (squares for the weight
+divergence's truth). A run that was stopped goes on where it was: cases that the output holds are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+import platform
+import shlex
+import subprocess
 import sys
+import tempfile
 import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import cases
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
-from scipy.stats import spearmanr
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+import torch.multiprocessing as mp
+from agreement import Record, WeightTruth, loss_records, raw_record, weight_records
+from estimators import Point, loss_estimates, measured_kl, weight_estimates
+from torch import nn
 
-from snip_hf import SnipConfig, estimate_divergence, measure_divergence
-from snip_hf.divergence import CHOICES, ROWS, DivergenceTable
+from snip_hf import SnipConfig
+from snip_hf.divergence import CHOICES, converted
+from snip_hf.formats import GEMMS
+from snip_hf.terms import LAYER, ROWS
+from snip_hf.truth import measure_assignment, measure_loss
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
-from data import load_documents, pack  # a script beside the recipes, not a package
-from recipe import load_recipe
+SMALL = ("llama:adamw:0", "llama:adamw:200")
+ALL = (
+    *(f"{family}:adamw:{steps}" for family in cases.FAMILIES for steps in (0, 300, 3000)),
+    *(f"llama:{name}:{steps}" for name in cases.OPTIMIZERS if name != "adamw" for steps in (0, 300, 2000)),
+)
+# Option -> its default for small cases, and for all others.
+DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "rows": (8, 16),
+    "loss_rows": (16, 64),
+    "draws": (2, 4),
+    "blocks": (3, 6),
+    "gemms": ([LAYER], list(ROWS)),
+}
+# Sample sizes of the loss divergence's estimators; those beyond a micro-batch are left out.
+TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    optimizer: str
+    steps: int
+
+    @classmethod
+    def of(cls, name: str) -> Case:
+        family, optimizer, steps = name.split(":")
+        if family not in cases.FAMILIES or optimizer not in cases.OPTIMIZERS:
+            raise ValueError(
+                f"Case {name!r}: expected family:optimizer:steps, with a family of {', '.join(cases.FAMILIES)} and an "
+                f"optimizer of {', '.join(cases.OPTIMIZERS)}."
+            )
+        return cls(family, optimizer, int(steps))
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}:{self.optimizer}:{self.steps}"
 
 
 def main() -> None:
+    options = parse()
+    done = {record["case"] for record in read(options.output) if record["kind"] == "case"}
+    todo = [case for case in map(Case.of, options.cases) if case.name not in done]
+    print(f"{len(todo)} of {len(options.cases)} cases to do", flush=True)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        options.tokens_file = Path(folder) / "tokens.npy"
+        np.save(options.tokens_file, cases.token_ids(options.text))
+        jobs = chains(todo, options.workers)
+        context = mp.get_context("spawn")
+        taken, lock = context.Value("i", 0), context.Lock()
+        if options.workers == 1:
+            work(0, options, jobs, taken, lock)
+            return
+        workers = [
+            context.Process(target=work, args=(index, options, jobs, taken, lock))
+            for index in range(min(options.workers, len(jobs)))
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint folder of that recipe's run, with optimizer.pt")
-    parser.add_argument("--sequences", type=int, default=4, help="sequences in the batch (default 4)")
-    parser.add_argument("--draws", type=int, default=2, help="stochastic-rounding draws of the truth (default 2)")
-    parser.add_argument("--gemms", nargs="+", choices=ROWS, default=["layer"], help="rows to measure (default layer)")
-    parser.add_argument("--probes", type=int, default=1, help="probes of the estimate (default 1)")
-    parser.add_argument("--output", type=Path, help="JSON file for both tables")
+    cases.add_text_arguments(parser)
+    parser.add_argument("--cases", nargs="+", default=["small"], help="small, all, or names like llama:adamw:300")
+    parser.add_argument("--output", type=Path, default=Path("runs/fidelity.jsonl"))
+    parser.add_argument("--rows", type=int, help="sequences of 256 tokens in a micro-batch (default 16; small 8)")
+    parser.add_argument("--batches", type=int, default=2, help="micro-batches of the truth (default 2)")
+    parser.add_argument(
+        "--draws", type=int, help="stochastic-rounding draws per micro-batch, even (default 4; small 2)"
+    )
+    parser.add_argument("--loss-rows", type=int, help="sequences for the loss estimators (default 64; small 16)")
+    parser.add_argument("--gemms", nargs="+", choices=ROWS, help="rows to measure (default all; small: layer)")
+    parser.add_argument("--held-out", type=int, help="held-out batches of 16 x 256 (default 64 on CUDA, 8 on CPU)")
+    parser.add_argument("--blocks", type=int, help="blocks of the models (default 6; small 3)")
+    parser.add_argument("--workers", type=int, default=1, help="processes; the i-th takes the i-th GPU, in turn")
+    parser.add_argument("--fused", action="store_true", help="one Triton kernel per quantized operand (GPU)")
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no case after this time")
+    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    model, optimizer, batch = load(options.recipe, options.checkpoint, options.sequences)
-    config = SnipConfig(probe_tokens=None, probes=options.probes)
-    start = time.perf_counter()
-    estimate = estimate_divergence(model, batch, optimizer, config)
-    estimated = time.perf_counter()
-    truth = measure_divergence(model, batch, optimizer, config, options.draws, tuple(options.gemms))
-    print(f"estimate {estimated - start:.1f} s, truth {time.perf_counter() - estimated:.1f} s; {options}")
-    Console().print(compare(estimate, truth))
-    if options.output:
-        tables = {"estimate": estimate.to_records(), "truth": truth.to_records()}
-        options.output.write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
+    is_small = options.cases == ["small"]
+    for name, (small, other) in DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, small if is_small else other)
+    if options.held_out is None:
+        options.held_out = 64 if options.device.startswith("cuda") else 8
+    if options.draws % 2 or options.draws < 2:
+        parser.error(f"--draws is {options.draws}; expected an even number, for two halves of the truth")
+    named = {"small": SMALL, "all": ALL}
+    options.cases = [case for name in options.cases for case in named.get(name, (name,))]
+    options.deadline = time.time() + 60 * options.minutes
+    return options
 
 
-def load(
-    recipe_path: Path, checkpoint: Path, sequences: int
-) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
-    """Returns the checkpoint's model, its optimizer as the Trainer builds it, and one batch of training text."""
-    recipe = load_recipe(recipe_path, [])
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    args = torch.load(checkpoint / "training_args.bin", weights_only=False)  # our own run's arguments
-    args.eval_strategy = "no"
-    optimizer = Trainer(model, args).create_optimizer()
-    optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
-    for group in optimizer.param_groups:
-        group["lr"] = args.learning_rate  # the schedule's end is 0; a common factor drops out of every ratio
-    train, _ = pack(*load_documents(recipe.data), AutoTokenizer.from_pretrained(checkpoint), recipe.data)
-    ids = torch.tensor([row["input_ids"] for row, _ in zip(train, range(sequences), strict=False)])
-    return model, optimizer, {"input_ids": ids, "labels": ids}
+def read(path: Path) -> list[Record]:
+    """Returns the records of a JSONL file, none if there is no such file; a line that was cut off is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            print(f"{path}: left out a broken line", file=sys.stderr)
+    return records
 
 
-def compare(estimate: DivergenceTable, truth: DivergenceTable) -> Table:
-    """Returns a row per format and GEMM; layers whose truth is 0 (no weights upstream) are left out of the ratios."""
-    guesses = {(row.layer, row.gemm, row.format): row for row in estimate.rows}
-    columns = ("median error", "90%", "ratio min-max", "Spearman dW", "CV of truth", "Spearman dL")
-    table = Table("format", "GEMM", "layers", *columns)
+def chains(todo: Sequence[Case], workers: int) -> list[list[Case]]:
+    """Returns lists of cases that one worker does in a row: steps of one training, unless that leaves workers idle."""
+    grouped: dict[tuple[str, str], list[Case]] = {}
+    for case in sorted(todo, key=lambda case: case.steps):
+        grouped.setdefault((case.family, case.optimizer), []).append(case)
+    jobs = list(grouped.values())
+    if len(jobs) < workers:
+        jobs = [[case] for case in todo]
+    return sorted(jobs, key=lambda job: -job[-1].steps)
+
+
+# ------------------------------------------------------------------------------------------------ one worker
+
+
+def work(index: int, options: argparse.Namespace, jobs: list[list[Case]], taken: Any, lock: Any) -> None:
+    """Does the jobs that no other worker took; a case that fails is reported and left."""
+    torch.set_num_threads(1)
+    device = options.device
+    if device == "cuda":
+        device = f"cuda:{index % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+        if options.fused:
+            import fused  # needs Triton
+
+            fused.install(device)
+    text = cases.load_text(options.tokens_file, device)
+    while time.time() < options.deadline:
+        with taken.get_lock():
+            position, taken.value = taken.value, taken.value + 1
+        if position >= len(jobs):
+            return
+        try:
+            do(jobs[position], options, text, device, lock)
+        except Exception:
+            names = ", ".join(case.name for case in jobs[position])
+            print(f"{names}: training failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+
+
+def do(chain: list[Case], options: argparse.Namespace, text: cases.Text, device: str, lock: Any) -> None:
+    """Trains through the steps of a chain and writes the lines of each of its cases."""
+    first = chain[0]
+    state = cases.new_state(first.family, first.optimizer, device, seed=options.seed, blocks=options.blocks)
+    clock = Clock(first.name)
+    steps = tuple(case.steps for case in chain)
+    for case, reached in zip(chain, cases.phases(state, text, steps), strict=True):
+        clock.case = case.name
+        clock.lap("training")
+        try:
+            records = measure(case, reached, text, options, clock)
+        except Exception:
+            print(f"{case.name}: failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        else:
+            lines = "".join(json.dumps(rounded({"case": case.name, **record})) + "\n" for record in records)
+            with lock, options.output.open("a", encoding="utf-8") as stream:
+                stream.write(lines)
+        if time.time() > options.deadline:
+            return
+        clock = Clock(case.name)
+
+
+def rounded(value: Any) -> Any:
+    """Returns the value with all numbers in it to six figures, and None for those that are not finite."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+class Clock:
+    """Seconds of the parts of a case, printed as they come."""
+
+    def __init__(self, case: str) -> None:
+        self.case = case
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """Ends a part."""
+        now = time.perf_counter()
+        self.seconds[part] = round(self.seconds.get(part, 0.0) + now - self._last, 1)
+        print(f"{self.case}: {part}, {now - self._last:.1f} s", flush=True)
+        self._last = now
+
+
+def measure(
+    case: Case, state: cases.State, text: cases.Text, options: argparse.Namespace, clock: Clock
+) -> list[Record]:
+    """Returns all records of one case."""
+    seen = -(-state.step * state.rows // options.rows)  # micro-batches of ours that training has touched, rounded up
+    batches = [text.batch(seen + index, options.rows) for index in range(options.batches)]
+    held_out = [text.batch(index, 16, held_out=True) for index in range(options.held_out)]
+    config = SnipConfig(probe_tokens=None, start_format="bf16", seed=options.seed)
+    with unquantized(state.model, config) as layers:
+        weight_truth = measure_weights(state, batches, layers, config, options)
+        clock.lap("truth of the weight divergence")
+        points = [
+            Point.of(state.model, batch, state.optimizer, replace(config, seed=options.seed + index))
+            for index, batch in enumerate(batches)
+        ]
+        weight = [weight_estimates(point) for point in points]
+        clock.lap("estimates of the weight divergence")
+        cells = [(layer, fmt) for layer in layers for fmt in CHOICES]
+        assignments = [{layer: {"forward": fmt}} for layer, fmt in cells]
+        rises = measure_loss(state.model, held_out, assignments, config).numpy()
+        loss_truth = dict(zip(cells, rises, strict=True))
+        clock.lap("truth of the loss divergence")
+        after = -(-(seen + options.batches) * options.rows // options.loss_rows)
+        large = [
+            Point.of(state.model, text.batch(after + index, options.loss_rows), state.optimizer, config)
+            for index in range(options.batches)
+        ]
+        loss = [loss_estimates(point, TOKENS, cases.LENGTH) for point in large]
+        for point, table in zip(large, loss, strict=True):
+            own = measure_loss(state.model, [point.inputs], assignments, config)[:, 0].tolist()
+            count = point.inputs["input_ids"].numel()
+            table[f"measured/{count}"] = dict(zip(cells, own, strict=True))
+            table[f"measured-kl/{count}"] = measured_kl(point)
+        clock.lap("estimates of the loss divergence")
+    tables = {name: [table[name] for table in weight] for name in weight[0]}
+    loss_tables = {name: [table[name] for table in loss] for name in loss[0]}
+    records = [
+        raw_record(weight_truth, tables, loss_truth, loss_tables),
+        *weight_records(weight_truth, tables),
+        *loss_records(loss_truth, loss_tables),
+    ]
+    clock.lap("figures")
+    return [*records, case_record(case, state, points, options, clock)]
+
+
+@contextmanager
+def unquantized(model: nn.Module, config: SnipConfig) -> Iterator[list[str]]:
+    """Converts the model for the time of the context; gives the names of its layers."""
+    with converted(model, config) as layers:
+        for layer in layers.values():
+            # Read by the GEMMs on the host: from the device it would stop the stream at every GEMM.
+            layer.snip_state = layer.snip_state.cpu()
+        yield list(layers)
+
+
+def measure_weights(
+    state: cases.State,
+    batches: Sequence[dict[str, torch.Tensor]],
+    layers: Sequence[str],
+    config: SnipConfig,
+    options: argparse.Namespace,
+) -> WeightTruth:
+    """Measures each layer and row alone, in FP4 in two halves with different seeds; FP8 has no randomness."""
+    cells = [(layer, row) for layer in layers for row in options.gemms]
+    truth: WeightTruth = {}
     for fmt in CHOICES:
-        for gemm in ROWS:
-            rows = [row for row in truth.rows if (row.format, row.gemm) == (fmt, gemm) and row.weight_divergence > 0]
-            if not rows:
-                continue
-            pairs = [(guesses[row.layer, gemm, fmt], row) for row in rows]
-            true = np.array([row.weight_divergence for row in rows])
-            ratio = np.array([guess.weight_divergence for guess, _ in pairs]) / true
-            error = np.abs(ratio - 1)
-            losses = np.array([(guess.loss_divergence, row.loss_divergence) for guess, row in pairs])
-            table.add_row(
-                fmt,
-                gemm,
-                str(len(rows)),
-                f"{np.median(error):.3f}",
-                f"{np.quantile(error, 0.9):.3f}",
-                f"{ratio.min():.2f}-{ratio.max():.2f}",
-                f"{spearmanr(ratio * true, true).statistic:.2f}",
-                f"{true.std() / true.mean():.2f}",
-                f"{spearmanr(losses).statistic:.2f}",
-            )
-    return table
+        assignments = [{layer: dict.fromkeys(GEMMS if row == LAYER else (row,), fmt)} for layer, row in cells]
+        halves, draws = (2, options.draws // 2) if fmt == "fp4" else (1, 1)
+        squares = np.array(
+            [
+                [
+                    [
+                        weight**2
+                        for _, weight in measure_assignment(
+                            state.model,
+                            batch,
+                            state.optimizer,
+                            assignments,
+                            replace(config, seed=1000 + 2 * options.seed + half),
+                            draws,
+                        )
+                    ]
+                    for half in range(halves)
+                ]
+                for batch in batches
+            ]
+        )  # (batches, halves, cells)
+        truth.update({(*cell, fmt): squares[:, :, index] for index, cell in enumerate(cells)})
+    return truth
+
+
+def case_record(
+    case: Case, state: cases.State, points: list[Point], options: argparse.Namespace, clock: Clock
+) -> Record:
+    """Returns where the case's figures come from; written last, so that it marks the case as complete."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    device = next(state.model.parameters()).device
+    kept = ("rows", "loss_rows", "batches", "draws", "held_out", "blocks", "seed", "workers")
+    return {
+        "kind": "case",
+        "family": case.family,
+        "optimizer": case.optimizer,
+        "steps": case.steps,
+        "loss": [point.loss for point in points],
+        "tokens": points[0].inputs["input_ids"].numel(),
+        "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
+        "seconds": clock.seconds,
+        **{name: getattr(options, name) for name in kept},
+        "commit": commit.stdout.strip() or None,
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "torch": torch.__version__,
+        "command": shlex.join(["python", *(os.path.relpath(sys.argv[0]), *sys.argv[1:])]),
+    }
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from tiny_runs import (
     weights,
     without_seconds,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model
 from snip_hf.formats import GEMMS
@@ -49,8 +49,9 @@ class Loop:
         accelerator: Accelerator | None = None,
         accumulation: int = 2,
         max_norm: float = 0.5,
+        dropout: float = 0.1,
     ) -> None:
-        self.model: Any = tiny_llama(hidden=32, attention_dropout=0.1)
+        self.model: Any = tiny_llama(hidden=32, attention_dropout=dropout)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.accelerator, self.accumulation, self.max_norm = accelerator, accumulation, max_norm
         if accelerator is not None:
@@ -71,7 +72,7 @@ class Loop:
     def one_step(self) -> None:
         self.step += 1
         for micro_batch in range(self.accumulation):
-            batch = text(2, 24, index=self.accumulation * self.step + micro_batch)
+            batch = self.batch(self.accumulation * self.step + micro_batch)
             if self.controller is not None:
                 self.controller.capture(batch)
             with nullcontext() if self.accelerator is None else self.accelerator.accumulate(self.model):
@@ -88,6 +89,9 @@ class Loop:
         self.optimizer.zero_grad()
         if self.controller is not None:
             self.controller.after_step(self.step)
+
+    def batch(self, index: int) -> dict[str, Tensor]:
+        return text(2, 24, index=index)
 
     def clip(self) -> None:
         if self.accelerator is None:
@@ -317,6 +321,147 @@ def test_the_divergences_are_told_what_clipping_multiplied_the_gradients_by(
     (call,) = calls
     assert call["gradient_scale"] == pytest.approx(min(1.0, max_norm / norms[1]), rel=1e-5)
     assert call["micro_batches"] == accumulation
+
+
+# ------------------------------------------------------------------------------------- checks between two refreshes
+
+
+def correlations(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
+    """Lets the checks find these rank correlations, one after the other, and then always 1."""
+    left = list(values)
+    monkeypatch.setattr("snip_hf.controller.rank_correlation", lambda one, other: left.pop(0) if left else 1.0)
+
+
+def events(folder: Path) -> list[tuple[Any, ...]]:
+    """(step, correlation, whether it refreshed) of the checks, (probe step, application) of the refreshes."""
+    return [
+        (line["step"], line["correlation"], line["refresh"])
+        if line["event"] == "drift"
+        else (line["step"], line["applied_step"])
+        for line in history(folder)[1:]
+    ]
+
+
+DRIFT = {"first_refresh": 2, "refresh_every": 9, "apply_delay": 1, "drift_every": 3, "refresh_on_drift": 0.6, **FAST}
+
+
+def test_checks_and_refreshes_count_from_the_last_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    correlations(monkeypatch, 0.6, 0.59)
+    Loop(SnipConfig(**DRIFT), tmp_path).run(21)
+    assert events(tmp_path) == [
+        *[(2, 3), (5, 0.6, False), (8, 0.59, True), (8, 9)],
+        *[(11, 1.0, False), (14, 1.0, False), (17, 18), (20, 1.0, False)],
+    ]
+
+
+def test_there_is_no_check_while_a_plan_waits_for_its_application(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    correlations(monkeypatch, 0.0)
+    config = SnipConfig(**DRIFT | {"refresh_every": 6, "apply_delay": 2, "drift_every": 1})
+    Loop(config, tmp_path).run(10)
+    assert events(tmp_path) == [
+        *[(2, 4), (5, 0.0, True), (5, 7)],
+        *[(8, 1.0, False), (9, 1.0, False), (10, 1.0, False)],
+    ]
+
+
+@pytest.mark.parametrize(("token", "early"), [(None, []), (5, [29])])
+def test_an_abrupt_change_of_the_data_refreshes_early_and_the_same_data_does_not(
+    token: int | None, early: list[int], tmp_path: Path
+) -> None:
+    """Text at first, and from step 29 on, in one of the two runs, nothing but the same token over and over."""
+    loop = Loop(SnipConfig(**DRIFT | {"first_refresh": 20, "refresh_every": 99}), tmp_path, dropout=0.0)
+
+    def batch(index: int) -> dict[str, Tensor]:
+        same = text(4, 64)
+        return same if token is None or loop.step < 29 else {name: torch.full((4, 64), token) for name in same}
+
+    loop.batch = batch
+    loop.run(19)
+    loop.optimizer.param_groups[0]["lr"] = 1e-5  # the model is trained no more, only its data may change
+    loop.run(38)
+    checks = [line for line in history(tmp_path) if line["event"] == "drift"]
+    assert [line["step"] for line in checks] == [23, 26, 29, 32, 35, 38]
+    assert [line["step"] for line in checks if line["refresh"]] == early
+    assert all(line["correlation"] > 0.75 for line in checks if line["step"] < 29 or not early)
+    refreshes = [line for line in history(tmp_path) if line["event"] == "refresh"]
+    assert [(line["step"], line["status"]) for line in refreshes] == [(step, "applied") for step in (20, *early)]
+
+
+@pytest.mark.parametrize("policy", ["snip", "min-rel-err"])
+def test_a_check_leaves_no_trace(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {**DRIFT, "policy": policy}
+    expected = Loop(SnipConfig(**config | {"refresh_on_drift": None})).run(9)
+    correlations(monkeypatch)
+    loop = Loop(SnipConfig(**config)).run(8)
+    before = torch.get_rng_state()
+    loop.run(9)
+    assert not torch.equal(before, torch.get_rng_state())  # dropout draws
+    assert loop.losses == expected.losses
+    assert loop.formats() == expected.formats()
+    assert differing(weights(loop.model), weights(expected.model)) == []
+    assert all(layer.snip_recorder is None for layer in snip_linears(loop.model).values())
+    assert [p for p in loop.model.parameters() if p._post_accumulate_grad_hooks] == []
+
+
+def test_a_check_that_fails_keeps_the_plan_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("snip_hf.controller.quick_divergences", fail)
+    expected = Loop(SnipConfig(**DRIFT | {"refresh_on_drift": None})).run(7)
+    loop = Loop(SnipConfig(**DRIFT), tmp_path).run(7)
+    assert loop.losses == expected.losses
+    line = history(tmp_path)[-1]
+    assert line.pop("seconds") >= 0
+    reason = "RuntimeError: out of memory"
+    assert line == {"event": "drift", "step": 5, "correlation": None, "refresh": False, "reason": reason}
+    assert caplog.messages == [f"snip-hf: the check of step 5 failed, the plan in force stays: {reason}"]
+
+
+def test_a_check_of_a_loss_that_is_not_finite_or_a_batch_without_labels_says_so(tmp_path: Path) -> None:
+    loop = Loop(SnipConfig(**DRIFT), tmp_path).run(4)
+    loop.controller.capture({"input_ids": text(2, 24)["input_ids"]})
+    loop.controller.before_optimizer_step(5)
+    loop.controller.after_step(5)
+    norm = loop.model.model.norm.weight
+    with torch.no_grad():
+        kept = norm.clone()
+        norm.fill_(math.nan)
+    loop.step = 7
+    loop.controller.after_step(7)
+    loop.controller.capture(text(2, 24))
+    loop.controller.before_optimizer_step(8)
+    with torch.no_grad():
+        norm.copy_(kept)
+    first, second = [line["reason"] for line in history(tmp_path) if line["event"] == "drift"]
+    assert first.startswith("ValueError: The batch has no labels (its keys are input_ids)")
+    assert second == "ValueError: The loss of the probed micro-batch is nan; expected a finite number."
+
+
+def test_checks_compare_with_the_probe_of_the_plan_in_force_when_a_refresh_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solve_with(monkeypatch, "", "raise SystemExit(1)", "")
+    correlations(monkeypatch, 0.0)
+    loop = Loop(SnipConfig(**DRIFT), tmp_path).run(4)
+    reference = loop.controller.state_dict()["ranking"]
+    loop.run(7)
+    assert events(tmp_path) == [(2, 3), (5, 0.0, True), (5, None)]
+    assert loop.controller.state_dict()["ranking"] == reference
+    loop.run(15)
+    assert events(tmp_path)[3:] == [(8, 1.0, False), (11, 1.0, False), (14, 15)]
+    assert loop.controller.state_dict()["ranking"] != reference
+    assert set(reference) == set(loop.formats())
+
+
+def test_without_the_option_nothing_is_ranked_and_the_schedule_is_a_grid(tmp_path: Path) -> None:
+    loop = Loop(SnipConfig(**DRIFT | {"refresh_on_drift": None, "refresh_every": 4}), tmp_path).run(11)
+    assert events(tmp_path) == [(2, 3), (6, 7), (10, 11)]
+    assert loop.controller.state_dict()["ranking"] == {}
 
 
 # --------------------------------------------------------------------------------------------------- what is refused

@@ -78,7 +78,7 @@ def extrapolated(parts: list[Tensor], per_sample: float, micro_batches: int) -> 
     k = micro_batches
     own_terms, cross_terms = k * wanted, k * wanted * (k * wanted - 1)
     step = (own_terms * of_own + cross_terms * of_pairs) / k**2
-    return max(0.0, step), max(0.0, wanted**2 * of_pairs), wanted**2 * of_own
+    return step, wanted**2 * of_pairs, wanted**2 * of_own
 
 
 def of_tokens(products: Tensor, pieces: list[slice], per_sample: float, micro_batches: int) -> Sums:
@@ -87,7 +87,7 @@ def of_tokens(products: Tensor, pieces: list[slice], per_sample: float, micro_ba
     by_token = 0.0
     for row in products:
         by_token += (row.sum() ** 2 - (row**2).sum()).item()
-    return max(0.0, step + per_sample / micro_batches * by_token), bias, size
+    return step + per_sample / micro_batches * by_token, bias, size
 
 
 def added(*sums: Sums) -> Sums:
@@ -167,7 +167,7 @@ def test_the_squares_are_the_written_out_formulas(
     for row in ROWS:
         assert_squares(found[row], expected[row])
     assert max(step for step, _, _ in expected.values()) > 0
-    if mean > 0:
+    if mean > 1:
         assert expected["forward"][1] > 0.2 * expected["forward"][0]
 
 

@@ -24,7 +24,7 @@ _CHOICES = {
     "granularity": ("layer", "gemm"),
     "policy": POLICIES,
     "start_format": ("fp8", "bf16"),
-    "loss_form": ("token-fisher", "norm"),
+    "loss_form": ("token-fisher", "taylor", "norm"),
     "solver": ("auto", "cbc", "highs", "greedy"),
     "backend": ("auto", "emulated", "hopper"),
 }

@@ -141,9 +141,10 @@ def divergences_at(
         row_key, column_key = (
             stream_key(config.seed, step, 0, zlib.crc32(name.encode()), operand) for operand in _OPERANDS
         )
+        unclipped = gradients[name].to(torch.float32) / (gradient_scale or 1.0) if name in gradients else None
         for fmt in CHOICES:
             squares = terms.weight_divergences(fmt, (row_key, column_key))
-            loss = terms.loss_divergence(fmt, config.loss_form) / probe.loss
+            loss = terms.loss_divergence(fmt, config.loss_form, unclipped) / probe.loss
             errors = terms.errors(fmt)
             for gemm in ROWS:
                 rows.append(
@@ -152,9 +153,9 @@ def divergences_at(
                         gemm,
                         fmt,
                         loss if gemm in ("forward", LAYER) else 0.0,
-                        gradient_scale * squares[gemm].step ** 0.5,
+                        gradient_scale * _root(squares[gemm].step),
                         sum(flops[name].values()) if gemm == LAYER else flops[name][gemm],
-                        gradient_scale * squares[gemm].bias ** 0.5,
+                        gradient_scale * _root(squares[gemm].bias),
                         *errors[gemm],
                     )
                 )
@@ -196,13 +197,17 @@ def quick_divergences(
                 LAYER,
                 "fp4",
                 terms.loss_divergence("fp4", config.loss_form) / probe.loss,
-                gradient_scale * square.step**0.5,
+                gradient_scale * _root(square.step),
                 sum(flops[name].values()),
-                gradient_scale * square.bias**0.5,
+                gradient_scale * _root(square.bias),
                 *terms.errors("fp4")[LAYER],
             )
         )
     return DivergenceTable(probe.loss, tuple(rows))
+
+
+def _root(square: float) -> float:
+    return math.sqrt(square) if square > 0 or math.isnan(square) else 0.0
 
 
 def _relative(product: Callable[[Tensor, Tensor], Tensor], gradient: Tensor, norm: float, tensor: Tensor) -> Tensor:

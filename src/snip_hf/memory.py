@@ -2,8 +2,8 @@
 
 Counted is what a probe holds from one pass to the next: FP32 copies of weights, their gradients, and the samples of all
 layers. Not counted, and so not bounded: the activations of the running pass, which is in FP32 (where training is under
-BF16 autocast they are about twice as large as those of its micro-batch), and afterwards the sums of one layer at a
-time.
+BF16 autocast they are about twice as large as those of its micro-batch), and what is computed of one layer at a time,
+before the passes and after them.
 """
 
 from __future__ import annotations

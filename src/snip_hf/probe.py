@@ -257,7 +257,8 @@ class _Pass(nn.Module):
             outputs = forward(**kwargs)
             loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         if self.backward:
-            loss.backward()
+            with torch.autocast(device.type, enabled=False):  # the caller's may be on
+                loss.backward()
         return loss.detach()
 
 

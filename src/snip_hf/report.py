@@ -67,6 +67,8 @@ def _print_run(run: Run, console: Console) -> None:
             console.print(f"Step {refresh.step}: plan kept. {refresh.reason}", markup=False, highlight=False)
     if run.checks:
         console.print(drift_table(run))
+        early = ", ".join(str(check.step) for check in run.checks if check.refresh) or "none"
+        console.print(f"Early refreshes, because the ranking had moved, at steps: {early}.", highlight=False)
     for check in run.checks:
         if check.reason is not None:
             console.print(f"Step {check.step}: check failed. {check.reason}", markup=False, highlight=False)
@@ -103,9 +105,7 @@ def refresh_table(run: Run) -> Table:
 
 def drift_table(run: Run) -> Table:
     """Rank correlations of the checks with the refresh before them, at no more than `_MOST_ROWS` checks."""
-    early = [str(check.step) for check in run.checks if check.refresh]
-    came = f"early refreshes at steps {', '.join(early)}" if early else "no early refresh"
-    table = _table(f"Checks whether the ranking of the layers has moved ({came})")
+    table = _table("Checks of the ranking")
     for heading in ("step", "rank\ncorrelation", "refresh"):
         table.add_column(heading, justify="right")
     for check in _thinned(run.checks):

@@ -30,7 +30,10 @@ _MOST_PIECES = 8
 
 @dataclass(frozen=True)
 class Squares:
-    """Squared divergence of one step, and the part of it that comes back at every step."""
+    """Squared divergence of one step, and the part of it that comes back at every step.
+
+    Both hold differences of noisy sums, and may come out below 0 where the true figure is small.
+    """
 
     step: float
     bias: float
@@ -150,10 +153,12 @@ class LayerTerms:
         if is_random:
             return Squares(self._token_scale * elements, 0.0)
         by_token = self._token_scale * (float(products.sum(1).square().sum()) - elements)
-        channels = torch.stack([products[piece].sum(0) for piece in self._pieces])  # (pieces, channels)
+        channels = products.new_zeros(len(self._pieces), products.shape[1])
+        for index, piece in enumerate(self._pieces):
+            channels[index] = products[piece].sum(0)
         by_channel = self._extrapolate(float(channels.square().sum()), float(channels.sum(0).square().sum()))
         # Elements are in both sums, and count once.
-        return Squares(max(0.0, by_channel.step + by_token), by_channel.bias)
+        return Squares(by_channel.step + by_token, by_channel.bias)
 
     def _grad_weight(self, fmt: NumberFormat | None, key: int | None) -> Squares:
         """Returns |J (Q(G)^T Q(X) - G^T X)|^2, no derivative of the model needed."""
@@ -180,10 +185,16 @@ class LayerTerms:
         # Over k micro-batches there are k * count pieces, each of 1 / k the weight.
         batches = self._micro_batches
         step = count * own / (max(1, pieces) * batches) + count * (count - 1 / batches) * mean
-        return Squares(max(0.0, step), max(0.0, count**2 * mean))
+        return Squares(step, count**2 * mean)
 
-    def loss_divergence(self, name: str, form: str) -> float:
-        """Returns the estimated rise of the loss (not yet relative) from quantizing the forward GEMM."""
+    def loss_divergence(self, name: str, form: str, gradient: Tensor | None = None) -> float:
+        """Returns the estimated rise of the loss (not yet relative) from quantizing the forward GEMM.
+
+        Args:
+            name: format.
+            form: "token-fisher", "taylor" or "norm".
+            gradient: of the weight, (O, I), over all that the step has seen; for "taylor".
+        """
         fmt = FORMATS[name]
         x, w = fake_quantize(self.x, fmt, ROW_TILE), fake_quantize(self.w, fmt, SQUARE_TILE)
         if form == "norm":
@@ -197,7 +208,8 @@ class LayerTerms:
             return float((on_x + on_w) ** 0.5)
         # G_t . E_t with E = Q(X) Q(W)^T - X W^T
         along = ((self.g @ w) * x - self._g_w * self.x).sum(1)
-        return float(self._tokens / 2 * self._scale * along.square().sum())
+        fisher = float(self._tokens / 2 * self._scale * along.square().sum())
+        return fisher + (_dot(gradient, w - self.w) if form == "taylor" and gradient is not None else 0.0)
 
     def errors(self, name: str) -> dict[str, tuple[float, float]]:
         """Returns row -> (absolute, relative) error of its operands, rounded to nearest."""

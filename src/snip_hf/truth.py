@@ -131,7 +131,12 @@ class _Measurement:
     ) -> None:
         self._model, self._batch, self._config, self.layers = model, batch, config, layers
         self._answers: dict[str, Response] = responses(optimizer, weights_of(layers))
-        self.loss, self._base = gradients_of(model, batch, layers)
+        self.loss, base = gradients_of(model, batch, layers)
+        self._base = {}
+        for name in (name for name in self._answers if name in base):
+            weight = layers[name].weight.detach().to(torch.float32)
+            update, meaningful = self._answers[name].update(base[name]), self._answers[name].meaningful(base[name])
+            self._base[name] = update, meaningful / torch.linalg.vector_norm(weight)
         if not math.isfinite(self.loss):
             raise ValueError(f"The loss of the batch is {self.loss}; expected a finite number.")
 
@@ -158,12 +163,10 @@ class _Measurement:
     def _distance(self, gradients: Mapping[str, Tensor]) -> float:
         """Returns the sum over layers of |h(gradient) - h(base)|^2 / |W|^2."""
         total = 0.0
-        for name, answer in self._answers.items():
-            if name not in self._base or name not in gradients:  # no part in the pass (an expert without tokens)
-                continue
-            base = self._base[name]
-            moved = (answer.update(gradients[name]) - answer.update(base)) * answer.meaningful(base)
-            total += float(moved.square().sum() / self.layers[name].weight.detach().to(torch.float32).square().sum())
+        for name, (update, meaningful_by_norm) in self._base.items():
+            if name in gradients:  # an expert without tokens takes no part in a pass
+                moved = (self._answers[name].update(gradients[name]) - update) * meaningful_by_norm
+                total += float(moved.square().sum())
         return total
 
 

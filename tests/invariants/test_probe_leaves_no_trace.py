@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,11 @@ from small import TinyLM, checkpoint_activations, text, tiny_llama, tiny_lm, tok
 from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
-from snip_hf.divergence import divergences_at, estimate_divergence, measure_divergence
+from snip_hf.divergence import divergences_at, estimate_divergence
 from snip_hf.linear import convert_model, snip_linears
 from snip_hf.optimizers import responses
-from snip_hf.probe import Batch, run_probe
+from snip_hf.probe import Batch, run_forward, run_probe
+from snip_hf.truth import measure_assignment, measure_divergence, measure_loss
 
 Inputs = dict[str, Tensor]
 CONFIG = SnipConfig(probe_tokens=128)
@@ -122,9 +124,15 @@ def assert_nothing_changed(before: dict[str, Any], after: dict[str, Any]) -> Non
         assert after[part] == before[part], part
 
 
-def probe_alone(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:
-    sensitivity = {name: torch.ones_like(layer.weight) for name, layer in snip_linears(model).items()}
-    run_probe(model, Batch.of(inputs), sensitivity, probes=2, probe_tokens=128)
+def probe_alone(
+    model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None, probes: int = 2, **options: Any
+) -> None:
+    pullbacks = {name: torch.ones_like(layer.weight).mul for name, layer in snip_linears(model).items()}
+    run_probe(model, Batch.of(inputs), pullbacks, probes, probe_tokens=128, **options)
+
+
+def forward_alone(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:
+    run_forward(model, Batch.of(inputs))
 
 
 def refresh(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:
@@ -141,18 +149,46 @@ def measure(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer |
     measure_divergence(model, inputs, optimizer, CONFIG, draws=1, gemms=("layer",))
 
 
+def assignments(model: nn.Module) -> list[dict[str, dict[str, str]]]:
+    """Two that differ in the layers that they name, and one that names none."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "layers" in name]
+    return [
+        {name: {"forward": "fp4", "grad_weight": "fp8"} for name in names[::2]},
+        {name: {"forward": "fp8", "grad_input": "fp4"} for name in names},
+        {},
+    ]
+
+
+def measure_plans(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:
+    measure_assignment(model, inputs, optimizer, assignments(model), CONFIG, draws=1)
+
+
+def measure_losses(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:
+    measure_loss(model, [inputs, inputs], assignments(model), CONFIG)
+
+
 ACTIONS: dict[str, Callable[..., None]] = {
     "probe": probe_alone,
+    "probe under autocast": partial(probe_alone, probes=1, relative_step=0.1, autocast=torch.bfloat16),
+    "probe without directions": partial(probe_alone, probes=0),
+    "forward": forward_alone,
     "refresh": refresh,
     "estimate": estimate,
     "measure": measure,
+    "measure plans": measure_plans,
+    "measure losses": measure_losses,
 }
+# These take a converted model only.
+CONVERTED = ("probe", "probe under autocast", "probe without directions", "forward", "refresh")
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "adam amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.1),
     "sgd momentum": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "muon": lambda p: torch.optim.Muon([one for one in p if one.dim() == 2], lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True),
 }
 
 
@@ -188,11 +224,17 @@ def some_steps(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Input
 
 
 @pytest.mark.parametrize(
-    ("action", "rule"), [*((action, "adamw fused") for action in ACTIONS), *(("refresh", rule) for rule in OPTIMIZERS)]
+    ("action", "rule"),
+    [
+        *((action, "adamw fused") for action in ACTIONS if action != "refresh"),
+        *(("refresh", rule) for rule in OPTIMIZERS),
+        ("measure plans", "muon"),
+        ("measure plans", "rmsprop"),
+    ],
 )
 def test_weights_gradients_states_generators_buffers_and_flags_stay(action: str, rule: str) -> None:
     model, inputs = noisy(), tokens()
-    if action in ("probe", "refresh"):
+    if action in CONVERTED:
         convert_model(model, CONFIG)
     optimizer = OPTIMIZERS[rule](p for p in model.parameters() if p.requires_grad)
     some_steps(model, optimizer, inputs)
@@ -206,7 +248,7 @@ def test_weights_gradients_states_generators_buffers_and_flags_stay(action: str,
 @pytest.mark.parametrize("action", ACTIONS)
 def test_before_the_first_step_neither_gradients_nor_state_come_to_be(action: str) -> None:
     model, inputs = noisy(), tokens()
-    if action in ("probe", "refresh"):
+    if action in CONVERTED:
         convert_model(model, CONFIG)
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     before = everything(model, optimizer)
@@ -216,7 +258,7 @@ def test_before_the_first_step_neither_gradients_nor_state_come_to_be(action: st
     assert len(optimizer.state) == 0
 
 
-@pytest.mark.parametrize("action", ["estimate", "measure"])
+@pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("formats", [None, ("fp4", "fp8", "bf16")])
 def test_formats_and_keys_of_a_converted_model_stay(action: str, formats: tuple[str, str, str] | None) -> None:
     model, inputs = noisy(), tokens()
@@ -233,13 +275,13 @@ def test_formats_and_keys_of_a_converted_model_stay(action: str, formats: tuple[
 @pytest.mark.parametrize("action", ACTIONS)
 def test_a_pass_that_fails_leaves_no_trace_either(action: str) -> None:
     model, inputs = noisy(), tokens()
-    if action in ("probe", "refresh"):
+    if action in CONVERTED:
         convert_model(model, CONFIG)
     model(**inputs)["loss"].backward()
 
     def fail(_: nn.Module, args: Any, output: Tensor) -> Tensor:
-        if not output.requires_grad:
-            return output
+        if not output.requires_grad:  # no backward pass follows
+            raise RuntimeError("no more memory")
         output.register_hook(lambda grad: (_ for _ in ()).throw(RuntimeError("no more memory")))
         return output
 
@@ -248,6 +290,31 @@ def test_a_pass_that_fails_leaves_no_trace_either(action: str) -> None:
     with pytest.raises(RuntimeError, match="no more memory"):
         ACTIONS[action](model, inputs, None)
     assert_nothing_changed(before, everything(model, None))
+    handle.remove()
+
+
+@pytest.mark.parametrize("was_converted", [True, False])
+@pytest.mark.parametrize("action", ["measure", "measure plans", "measure losses"])
+def test_a_pass_that_fails_while_formats_are_in_force_leaves_no_trace_either(action: str, was_converted: bool) -> None:
+    model, inputs = noisy(), tokens()
+    if was_converted:
+        convert_model(model, CONFIG)
+    seen: list[set[str]] = []
+
+    def fail(*_: Any) -> None:
+        formats = {fmt for layer in snip_linears(model).values() for fmt in layer.formats.values()}
+        seen.append(formats)
+        if "fp4" in formats:
+            raise RuntimeError("no more memory")
+
+    handle = model.layers[0].norm.register_forward_hook(fail)
+    before = everything(model, None)
+    with pytest.raises(RuntimeError, match="no more memory"):
+        ACTIONS[action](model, inputs, None)
+    assert_nothing_changed(before, everything(model, None))
+    # It was reached after passes in high precision.
+    assert seen[0] == {"bf16"}
+    assert "fp4" in seen[-1]
     handle.remove()
 
 
@@ -329,7 +396,7 @@ def accelerated_run(probe_at: int | None, action: str = "refresh") -> tuple[list
     return losses, (bits(model.state_dict()), bits(optimizer.state_dict()), generators())
 
 
-@pytest.mark.parametrize("action", ["refresh", "estimate"])
+@pytest.mark.parametrize("action", ["refresh", "estimate", "probe under autocast", "measure plans"])
 def test_training_under_accelerate_goes_on_to_the_bit(action: str, fresh_accelerate: None) -> None:
     plain = accelerated_run(None)
     assert len(set(plain[0])) == 10
@@ -347,7 +414,7 @@ def test_training_under_accelerate_goes_on_to_the_bit(action: str, fresh_acceler
 def test_nothing_stays_on_cuda(action: str, options: dict[str, bool]) -> None:
     model = noisy("cuda")
     inputs = {name: value.cuda() for name, value in tokens().items()}
-    if action in ("probe", "refresh"):
+    if action in CONVERTED:
         convert_model(model, CONFIG)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
     some_steps(model, optimizer, inputs)

@@ -29,6 +29,8 @@ from snip_hf import SnipCallback, SnipConfig
 
 CONFIG = SnipConfig(stages=2, **SCHEDULE)
 OTHER = SnipConfig(stages=2, granularity="gemm", target_fp4_fraction=0.5, probes=2, **(SCHEDULE | {"apply_delay": 4}))
+# A check at every step without a plan under way; some of them refresh early.
+DRIFT = SnipConfig(**SCHEDULE | {"refresh_every": 6, "apply_delay": 1, "refresh_on_drift": 0.7, "drift_every": 1})
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 
 
@@ -104,6 +106,39 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Run:
     # The last refresh is due after step 14, so that the end of training comes before it.
     assert [(line["step"], line["applied_step"]) for line in run.refreshes] == [(2, 6), (6, 10), (10, None)]
     return run
+
+
+@pytest.fixture(scope="module")
+def drifting(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = train(tmp_path_factory.mktemp("drifting"), DRIFT, **SAVING)
+    assert {line["refresh"] for line in run.history if line["event"] == "drift"} == {True, False}
+    return run
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_resuming_between_checks_and_early_refreshes_gives_the_uninterrupted_run(
+    drifting: Run, step: int, tmp_path: Path
+) -> None:
+    checkpoint = interrupted(drifting, step, tmp_path)
+    resumed = train(tmp_path, DRIFT, resume=checkpoint, **SAVING)
+    assert_same_end(resumed, drifting)
+    assert_same_states(resumed, drifting, range(step + 1, STEPS + 1))
+    assert without_seconds(resumed.history) == without_seconds(drifting.history)
+
+
+def test_a_state_with_another_ranking_or_last_probe_changes_the_run(drifting: Run, tmp_path: Path) -> None:
+    """What the comparison above would notice if the state lost it."""
+    early = next(line["step"] for line in drifting.history if line["event"] == "drift" and line["refresh"])
+    saved = state(drifting.folder, early - 1)
+    assert saved["pending"] is None
+    order = sorted(saved["ranking"], key=saved["ranking"].get)
+    reverse = dict(zip(order, sorted(saved["ranking"].values(), reverse=True), strict=True))
+    for index, change in enumerate(({"last_probe": early - 6}, {"ranking": {}}, {"ranking": reverse})):
+        folder = tmp_path / str(index)
+        checkpoint = interrupted(drifting, early - 1, folder)
+        (checkpoint / "snip_state.json").write_text(json.dumps(saved | change))
+        resumed = train(folder, DRIFT, resume=checkpoint, **SAVING)
+        assert without_seconds(resumed.history) != without_seconds(drifting.history)
 
 
 class _Power(TrainerCallback):
@@ -269,6 +304,10 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "a plan instead": (
         lambda data: json.dumps(json.loads(data)["plan"]).encode(),
+        "The SNIP state has no schema_version 2; it is not a state of this version.",
+    ),
+    "without its configuration": (
+        lambda data: data.replace(b'"config"', b'"other"', 1),
         "The SNIP state is not complete or damaged (KeyError('config')); restore the file from another checkpoint.",
     ),
 }

@@ -1,0 +1,149 @@
+r"""How fast does a probe age? Its ranking of the layers against the truth some steps later.
+
+    python benchmarks/phase_shift.py --output runs/phase.jsonl --scenarios early --blocks 3 --ages 0 10 100
+    python benchmarks/phase_shift.py --report runs/phase.jsonl
+
+Scenarios: "early" and "late" in training, and from the late state on with a learning rate of a tenth ("rate") or with
+other text ("data"). At each age the weight divergence of whole layers in FP4 is measured again; compared are the ranks
+of the old estimate, of a new one, and of the cheap check that `refresh_on_drift` makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import cases
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+from scipy.stats import spearmanr
+
+from snip_hf import SnipConfig, estimate_divergence, measure_divergence
+from snip_hf.cost import linear_flops
+from snip_hf.divergence import DivergenceTable
+from snip_hf.drift import rank_correlation, ranking
+from snip_hf.linear import convert_model
+from snip_hf.policies import Setting, find_stages
+from snip_hf.terms import LAYER
+
+SCENARIOS = ("early", "late", "rate", "data")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cases.add_text_arguments(parser)
+    parser.add_argument("--other-text", type=Path, help="text of the scenario data (default: Python's own source)")
+    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument("--ages", type=int, nargs="+", default=[0, 10, 30, 100, 300, 1000, 2000])
+    parser.add_argument("--early", type=int, default=100, help="steps before the early probe (default 100)")
+    parser.add_argument("--late", type=int, default=2000, help="steps before the late probe (default 2000)")
+    parser.add_argument("--blocks", type=int, default=6)
+    parser.add_argument("--rows", type=int, default=8, help="sequences per micro-batch (default 8)")
+    parser.add_argument("--fused", action="store_true", help="one Triton kernel per quantized operand (GPU)")
+    parser.add_argument("--output", type=Path, help="JSONL file; lines are added")
+    parser.add_argument("--report", type=Path, nargs="+", help="print a Markdown table of these files instead")
+    options = parser.parse_args()
+    if options.report:
+        lines = [json.loads(line) for path in options.report for line in path.read_text().splitlines()]
+        print(report(lines))
+        return
+    workers = [
+        mp.get_context("spawn").Process(target=run, args=(options, scenario, index))
+        for index, scenario in enumerate(options.scenarios)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+def run(options: argparse.Namespace, scenario: str, index: int) -> None:
+    """Trains one scenario and adds a line per age to the output."""
+    torch.set_num_threads(1)
+    device = f"cuda:{index % torch.cuda.device_count()}" if options.device == "cuda" else options.device
+    if options.fused:
+        import fused  # needs Triton
+
+        torch.cuda.set_device(device)
+        fused.install(device)
+    text = cases.load_text(options.text, device)
+    state = cases.new_state("llama", "adamw", device, options.rows, blocks=options.blocks)
+    state.train(text, options.early if scenario == "early" else options.late)
+    start = state.step
+    old = estimate(state, text)
+    if scenario == "data":
+        text = cases.load_text(options.other_text, device)
+    if scenario == "rate":
+        for group in state.optimizer.param_groups:
+            group["base_lr"] *= 0.1
+    for age in sorted(options.ages):
+        began = time.perf_counter()
+        state.train(text, start + age - state.step)
+        line = {"scenario": scenario, "step": start, "age": age, **compare(state, text, old)}
+        line["seconds"] = time.perf_counter() - began
+        with options.output.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+        print(line, flush=True)
+
+
+def estimate(state: cases.State, text: cases.Text) -> DivergenceTable:
+    """Returns the estimate on the micro-batch of the next step."""
+    batch = text.batch(state.step, state.rows)
+    return estimate_divergence(state.model, batch, state.optimizer, SnipConfig(probe_tokens=None))
+
+
+def compare(state: cases.State, text: cases.Text, old: DivergenceTable) -> dict[str, float]:
+    """Returns rank correlations over layers, whole layers in FP4."""
+    batch = text.batch(state.step, state.rows)
+    truth = measure_divergence(
+        state.model, batch, state.optimizer, SnipConfig(probe_tokens=None), draws=2, gemms=(LAYER,)
+    )
+    new = estimate(state, text)
+    return {
+        "old_with_truth": correlate(old, truth, "weight_divergence"),
+        "new_with_truth": correlate(new, truth, "weight_divergence"),
+        "old_with_new_weight": correlate(old, new, "weight_divergence"),
+        "old_with_new_loss": correlate(old, new, "loss_divergence"),
+        "cheap_check": rank_correlation(quick_ranking(state, old), quick_ranking(state, new)),
+        "loss": new.loss,
+    }
+
+
+def correlate(one: DivergenceTable, other: DivergenceTable, column: str) -> float:
+    figures = [
+        [getattr(row, column) for row in sorted(table.rows, key=lambda row: row.layer) if is_whole_in_fp4(row)]
+        for table in (one, other)
+    ]
+    return float(spearmanr(*figures).statistic)
+
+
+def is_whole_in_fp4(row: Any) -> bool:
+    return (row.gemm, row.format) == (LAYER, "fp4")
+
+
+def quick_ranking(state: cases.State, table: DivergenceTable) -> dict[str, float]:
+    """Returns what the cheap check compares."""
+    config = SnipConfig()
+    if not any(hasattr(module, "snip_state") for module in state.model.modules()):
+        convert_model(state.model, SnipConfig(start_format="bf16"))
+    flops = linear_flops(state.model)
+    return ranking(Setting(config, flops, find_stages(list(flops), config)), table)
+
+
+def report(lines: list[dict[str, Any]]) -> str:
+    """Returns a Markdown table: a row per scenario and age."""
+    columns = ("old_with_truth", "new_with_truth", "old_with_new_weight", "old_with_new_loss", "cheap_check")
+    names = ("old estimate, truth", "new estimate, truth", "old, new dW", "old, new dL", "cheap check")
+    rows = ["| scenario | step | age | " + " | ".join(names) + " |", "|" + "---|" * (3 + len(names))]
+    for line in sorted(lines, key=lambda line: (SCENARIOS.index(line["scenario"]), line["age"])):
+        figures = " | ".join(f"{np.round(line[column], 2):.2f}" for column in columns)
+        rows.append(f"| {line['scenario']} | {line['step']} | {line['age']} | {figures} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()

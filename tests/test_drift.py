@@ -114,7 +114,6 @@ def test_a_check_finds_in_one_pass_the_figures_that_a_refresh_needs_no_derivativ
         layer, grad_weight = rows[row.layer, "layer"], rows[row.layer, "grad_weight"]
         assert row.loss_divergence == pytest.approx(layer.loss_divergence, rel=0.02)
         assert row.weight_divergence == pytest.approx(grad_weight.weight_divergence, rel=0.02)
-        assert row.weight_divergence <= layer.weight_divergence
         assert row.absolute_error == pytest.approx(layer.absolute_error, rel=0.02)
         assert row.relative_error == pytest.approx(layer.relative_error, rel=0.02)
         assert row.flops == layer.flops

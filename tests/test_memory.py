@@ -29,7 +29,7 @@ def halved(z: torch.Tensor) -> torch.Tensor:
 
 
 def probe(model: nn.Module, probes: int, kept: int | None, batch: Batch) -> None:
-    run_probe(model, batch, {name: halved for name in trained(model)}, probes, kept)
+    run_probe(model, batch, dict.fromkeys(trained(model), halved), probes, kept)
 
 
 def trained(model: nn.Module) -> list[str]:
@@ -207,8 +207,7 @@ def test_on_a_cpu_nothing_is_measured() -> None:
 
 @pytest.mark.gpu
 def test_on_cuda_the_peak_is_measured_and_the_prediction_is_a_bound_beyond_the_activations() -> None:
-    with torch.device("cuda"):
-        model = tiny_llama(hidden=1024, layers=8)
+    model = tiny_llama(hidden=1024, layers=8).cuda()
     convert_model(model, SnipConfig())
     batch = Batch.of({key: value.cuda() for key, value in text(8, 256).items()})
     for probes, kept in ((1, 256), (1, None), (2, 1024)):

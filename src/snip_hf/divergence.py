@@ -190,13 +190,14 @@ def quick_divergences(
         row_key, column_key = (
             stream_key(config.seed, step, 0, zlib.crc32(name.encode()), operand) for operand in _OPERANDS
         )
+        unclipped = gradients[name].to(torch.float32) / (gradient_scale or 1.0) if name in gradients else None
         square = terms.weight_divergences("fp4", (row_key, column_key))["grad_weight"]
         rows.append(
             Divergence(
                 name,
                 LAYER,
                 "fp4",
-                terms.loss_divergence("fp4", config.loss_form) / probe.loss,
+                terms.loss_divergence("fp4", config.loss_form, unclipped) / probe.loss,
                 gradient_scale * _root(square.step),
                 sum(flops[name].values()),
                 gradient_scale * _root(square.bias),

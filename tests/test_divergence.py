@@ -204,11 +204,11 @@ def test_rows_are_the_sums_of_the_layers_under_the_optimizer_s_derivative(
             for gemm in ROWS:
                 row = rows[layer, gemm, fmt]
                 assert row.weight_divergence**2 == pytest.approx(
-                    scale**2 * squares[gemm].step, rel=1e-2, abs=1e-4 * scale**2 * largest
+                    scale**2 * max(0.0, squares[gemm].step), rel=1e-2, abs=1e-4 * scale**2 * largest
                 )
                 assert row.weight_bias is not None
                 assert row.weight_bias**2 == pytest.approx(
-                    scale**2 * squares[gemm].bias, rel=1e-2, abs=1e-3 * scale**2 * largest
+                    scale**2 * max(0.0, squares[gemm].bias), rel=1e-2, abs=1e-3 * scale**2 * largest
                 )
                 assert row.loss_divergence == pytest.approx(loss if gemm in ("forward", LAYER) else 0.0, rel=1e-2)
                 assert (row.absolute_error, row.relative_error) == pytest.approx(errors[gemm], rel=1e-3)
@@ -271,9 +271,10 @@ def test_leaving_out_a_layer_does_not_change_another_s_random_rounding(seed: int
 def test_a_sample_of_the_tokens_gives_nearly_the_weight_divergences_of_all() -> None:
     model, optimizer = trained_tiny_lm()
     batch = tokens(rows=24, length=128)
-    whole = weight_divergences(estimate_divergence(model, batch, optimizer, SnipConfig(probe_tokens=None)))
     ratios: dict[str, list[float]] = {gemm: [] for gemm in ROWS}
-    for seed in range(4):
+    for seed in range(4):  # which decides the direction too
+        config = SnipConfig(probe_tokens=None, seed=seed)
+        whole = weight_divergences(estimate_divergence(model, batch, optimizer, config))
         config = SnipConfig(probe_tokens=512, seed=seed)
         found = weight_divergences(estimate_divergence(model, batch, optimizer, config))
         for key, value in whole.items():

@@ -31,6 +31,16 @@ class OtherAdamW(AdamW):
     """A subclass may step in another way, so it is not taken for AdamW but differentiated numerically."""
 
 
+class EagerAdagrad(optim.Adagrad):
+    """As in torch 2.11: all state is made when the optimizer is built, none in a step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                assert self.state[parameter].keys() == {"step", "sum"}
+        return super().step(closure)
+
+
 class NotLion(reference.Lion):
     """Not named Lion."""
 
@@ -83,6 +93,8 @@ AUTOGRAD: dict[str, Rule] = {
 NUMERICAL: dict[str, Rule] = {
     "Adagrad": (optim.Adagrad, {"lr": 0.05, "weight_decay": 0.1, "initial_accumulator_value": 0.1}),
     "Adagrad maximize": (optim.Adagrad, {"lr": 0.05, "lr_decay": 0.1, "maximize": True}),
+    "Adagrad eager": (EagerAdagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),
+    "Adagrad fused": (optim.Adagrad, {"lr": 0.05, "fused": True}),
     "RMSprop": (optim.RMSprop, {"lr": 0.05, "weight_decay": 0.1}),
     "RMSprop centered": (optim.RMSprop, {"lr": 0.05, "centered": True, "momentum": 0.9, "eps": 1e-2}),
     "RMSprop tensor lr": (optim.RMSprop, {"lr": torch.tensor(0.05), "foreach": False}),

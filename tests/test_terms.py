@@ -348,13 +348,13 @@ def test_stochastic_rounding_of_gradients_has_no_bias_in_grad_input() -> None:
 
 
 def test_stochastic_rounding_of_gradients_has_next_to_no_bias_in_grad_weight() -> None:
-    """X lies on the grid, so that only G's rounding is left; what is found is noise around 0, cut off below it."""
+    """X lies on the grid, so that only G's rounding is left; what is found is noise around 0."""
     n, draws = 1024, 40
     terms = LayerTerms(LayerSample(n, on_grid(n, 12), alike(n, 9, 2)), torch.ones(9, 12), torch.clone, 1)
     found = [terms.weight_divergences("fp4", (0, key))["grad_weight"] for key in range(1, draws + 1)]
     assert Squares.mean(found).step > 0
-    assert Squares.mean(found).bias < 0.2 * Squares.mean(found).step
-    assert min(one.bias for one in found) == 0
+    assert abs(Squares.mean(found).bias) < 0.2 * Squares.mean(found).step
+    assert min(one.bias for one in found) < 0
     # Rounded to nearest, the same gradients have one.
     nearest = terms.weight_divergences("fp8", KEYS)["grad_weight"]
     assert nearest.bias > 0.9 * nearest.step > 0

@@ -265,7 +265,18 @@ def _trial(
     options = {key: value for key, value in group.items() if key != "params"}
     # A schedule may be at 0 now.
     options["lr"] = torch.ones_like(group["lr"]) if isinstance(group.get("lr"), Tensor) else 1.0
-    at = Situation(options, {}, weight)
+    at = Situation(options, _first_state(optimizer, options, weight), weight)
     for gradient in draws[:2]:
         at = Situation(options, own_step(optimizer, at, gradient)[1], at.parameter)
     return at, (draws[2], draws[3])
+
+
+def _first_state(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], weight: Tensor) -> dict[str, Any]:
+    """Returns what the optimizer holds of a weight before its first step: nothing, but for torch's Adagrad."""
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return {}
+    # It makes its state when it is built; newer versions make what is missing in the step, that of torch 2.11 does not.
+    built = torch.optim.Adagrad(
+        [weight], initial_accumulator_value=options["initial_accumulator_value"], fused=options["fused"]
+    )
+    return dict(built.state[weight])

@@ -12,11 +12,12 @@ back.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -92,6 +93,16 @@ class LayerSample:
     """(n, I) per probe"""
     grad_output_dot: list[Tensor] = field(default_factory=list)
     """(n, O) per probe"""
+    energy_ratio: float | None = None
+    """sum_t |X_t|^2 |G_t|^2 of all tokens over that of the sampled ones; None where it was not measured."""
+
+    @property
+    def scale(self) -> float:
+        """What a sum of squares over the sample is multiplied by to stand for all tokens.
+
+        The ratio of the energies, not of the tokens: a few tokens hold most of such sums, in the sample or not.
+        """
+        return self.tokens / max(1, self.x.shape[0]) if self.energy_ratio is None else self.energy_ratio
 
 
 @dataclass(frozen=True)
@@ -139,8 +150,8 @@ def run_probe(
         return recorder
 
     if probes == 0 or not pullbacks:
-        for name, (tokens, x, grad_output) in record({}).records.items():
-            samples[name] = LayerSample(tokens, x, grad_output)
+        for name, one in record({}).records.items():
+            samples[name] = LayerSample(one.tokens, one.x, one.grad_output, energy_ratio=one.energy_ratio())
     for index in range(probes if pullbacks else 0):
         moved, epsilon = _move(layers, pullbacks, stream_key(seed, step, index, 0, 0) >> 1, relative_step)
         plus = record(moved)
@@ -280,28 +291,57 @@ class _RecordedLinear(torch.autograd.Function):
         return grad_input, None, None, None, None
 
 
+class _Record(NamedTuple):
+    """What one pass showed of one layer: as in `LayerSample`, and the energies (all tokens, sampled), on the device."""
+
+    tokens: int
+    x: Tensor
+    grad_output: Tensor
+    energies: Tensor
+
+    def energy_ratio(self) -> float | None:
+        """Returns all over sampled; None if that says nothing."""
+        every, sampled = self.energies.tolist()
+        return every / sampled if sampled > 0 and math.isfinite(every / sampled) else None
+
+
 class _Recorder:
-    """Keeps a sample of (X, G) per layer: all tokens, or whole runs of 128 consecutive ones."""
+    """Keeps a sample of (X, G) per layer: all tokens, or runs of 128 consecutive ones, spread over all of them."""
 
     def __init__(self, probe_tokens: int | None, seed: int, step: int) -> None:
-        self.records: dict[str, tuple[int, Tensor, Tensor]] = {}
+        self.records: dict[str, _Record] = {}
         self._probe_tokens = probe_tokens
         self._seed, self._step = seed, step
 
     def keep(self, name: str, x: Tensor, grad_output: Tensor) -> None:
         tokens = self._sample(x.shape[0]).to(x.device)
-        kept = (x.detach()[tokens].to(torch.float32), grad_output.detach()[tokens].to(torch.float32))
+        x, grad_output = x.detach(), grad_output.detach()
+        energy = x.to(torch.float32).square().sum(1) * grad_output.to(torch.float32).square().sum(1)
+        record = _Record(
+            x.shape[0],
+            x[tokens].to(torch.float32),
+            grad_output[tokens].to(torch.float32),
+            torch.stack([energy.sum(), energy[tokens].sum()]),
+        )
         if name in self.records:  # a layer that is called twice shows its tokens one after the other
-            count, *before = self.records[name]
-            self.records[name] = (count + x.shape[0], torch.cat([before[0], kept[0]]), torch.cat([before[1], kept[1]]))
-        else:
-            self.records[name] = (x.shape[0], *kept)
+            before = self.records[name]
+            record = _Record(
+                before.tokens + record.tokens,
+                torch.cat([before.x, record.x]),
+                torch.cat([before.grad_output, record.grad_output]),
+                before.energies + record.energies,
+            )
+        self.records[name] = record
 
     def _sample(self, tokens: int) -> Tensor:
         if self._probe_tokens is None or tokens <= self._probe_tokens:
             return torch.arange(tokens)
         generator = torch.Generator().manual_seed(stream_key(self._seed, self._step, 0, 0, 1) >> 1)
-        runs = torch.randperm(tokens // TILE, generator=generator)[: self._probe_tokens // TILE].sort().values
+        # One tile along T from each of as many equal parts of the tokens: no stretch of the text is left out.
+        count = self._probe_tokens // TILE
+        starts = torch.arange(count) * (tokens // TILE) // count
+        ends = torch.arange(1, count + 1) * (tokens // TILE) // count
+        runs = starts + (torch.rand(count, generator=generator) * (ends - starts)).long()
         return (runs[:, None] * TILE + torch.arange(TILE)).flatten()
 
 
@@ -337,12 +377,14 @@ def _combine(
     Takes the records away one by one, so that little more is held than the samples.
     """
     for name in [name for name in plus.records if name in minus.records]:
-        tokens, x_plus, grad_plus = plus.records.pop(name)
-        _, x_minus, grad_minus = minus.records.pop(name)
+        record = plus.records.pop(name)
+        tokens, x_plus, grad_plus, _ = record
+        _, x_minus, grad_minus, _ = minus.records.pop(name)
         if x_plus.shape != x_minus.shape:  # a router sent other tokens here; no derivative can be taken
             continue
         x_dot, grad_dot = ((p - m).div_(2 * epsilon) for p, m in ((x_plus, x_minus), (grad_plus, grad_minus)))
         if name not in samples:
-            samples[name] = LayerSample(tokens, x_plus.add_(x_minus).div_(2), grad_plus.add_(grad_minus).div_(2))
+            mean_x, mean_grad = x_plus.add_(x_minus).div_(2), grad_plus.add_(grad_minus).div_(2)
+            samples[name] = LayerSample(tokens, mean_x, mean_grad, energy_ratio=record.energy_ratio())
         samples[name].x_dot.append(x_dot)
         samples[name].grad_output_dot.append(grad_dot)

@@ -83,7 +83,7 @@ class LayerTerms:
         self._micro_batches = micro_batches
         self._tokens = sample.tokens
         count = self.x.shape[0]
-        self._scale = sample.tokens / max(1, count)
+        self._scale = sample.scale
         # Sums of squares over independent tokens: from the sample to all tokens, and to the mean of all micro-batches.
         self._token_scale = self._scale / micro_batches
         pieces = torch.arange(count).tensor_split(max(2, min(_MOST_PIECES, count // TILE)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import re
@@ -13,10 +14,10 @@ from oracles.brute_force import best_map
 from snip_hf import ilp
 from snip_hf.config import POLICIES, SnipConfig
 from snip_hf.divergence import CHOICES, Divergence, DivergenceTable
-from snip_hf.terms import ROWS
 from snip_hf.formats import GEMMS
 from snip_hf.plan import PlanProvenance, PrecisionPlan
 from snip_hf.policies import Setting, block_of, find_stages, needs_probe, problem, rule_assignment
+from snip_hf.terms import ROWS
 
 RULES = ("random", "layer-type", "layer-position")
 PROBED = ("snip", "min-abs-err", "min-rel-err")
@@ -67,7 +68,7 @@ def random_table(flops: dict[str, dict[str, float]], seed: int = 0) -> Divergenc
             for gemm in ROWS:
                 cost = sum(costs.values()) if gemm == "layer" else costs[gemm]
                 values = [size * rng.uniform(0.2, 2) for _ in range(4)]
-                rows.append(Divergence(layer, gemm, fmt, values[0], values[1], cost, values[2], values[3]))
+                rows.append(Divergence(layer, gemm, fmt, values[0], values[1], cost, 0.5 * values[1], *values[2:]))
     return DivergenceTable(2.0, tuple(rows))
 
 
@@ -362,7 +363,7 @@ def test_the_block_of_a_layer_ends_with_the_first_number(layer: str, block: str)
 
 
 def row(layer: str, gemm: str, fmt: str, *values: float) -> Divergence:
-    return Divergence(layer, gemm, fmt, values[0], values[1], 1.0, *values[2:])
+    return Divergence(layer, gemm, fmt, values[0], values[1], 1.0, None, *values[2:])
 
 
 def hand_table() -> tuple[dict[str, dict[str, float]], DivergenceTable]:
@@ -385,23 +386,66 @@ def costs_of(program: dict[str, Any]) -> dict[str, list[float]]:
     return {group["name"]: [option["cost"] for option in group["options"]] for group in program["groups"]}
 
 
-def test_snip_costs_are_both_divergences_by_their_totals_in_fp4() -> None:
+def test_the_paper_s_costs_are_both_divergences_by_their_totals_in_fp4() -> None:
     flops, table = hand_table()
-    program = problem(setting_of(flops), table, uniform(flops))
+    program = problem(setting_of(flops, objective="paper"), table, uniform(flops))
     assert costs_of(program) == {
         "layers.0.fc": [pytest.approx(0.01 / 0.4 + 0.001 / 0.02), pytest.approx(0.1 / 0.4 + 0.015 / 0.02)],
         "layers.1.fc": [pytest.approx(0.02 / 0.4 + 0.002 / 0.02), pytest.approx(0.3 / 0.4 + 0.005 / 0.02)],
     }
-    weighted = problem(setting_of(flops, loss_weight=2.0, weight_weight=0.5), table, uniform(flops))
+    weights = {"loss_weight": 2.0, "weight_weight": 0.5}
+    weighted = problem(setting_of(flops, objective="paper", **weights), table, uniform(flops))
     assert costs_of(weighted)["layers.1.fc"] == [
         pytest.approx(2 * 0.02 / 0.4 + 0.5 * 0.002 / 0.02),
         pytest.approx(2 * 0.3 / 0.4 + 0.5 * 0.005 / 0.02),
     ]
 
 
+def test_additive_costs_are_the_loss_divergence_and_a_tenth_of_the_weight_divergence_s_square() -> None:
+    flops, table = hand_table()
+    total = 0.015**2 + 0.005**2
+    assert costs_of(problem(setting_of(flops), table, uniform(flops))) == {
+        "layers.0.fc": [
+            pytest.approx(0.01 / 0.4 + 0.1 * 0.001**2 / total),
+            pytest.approx(0.1 / 0.4 + 0.1 * 0.015**2 / total),
+        ],
+        "layers.1.fc": [
+            pytest.approx(0.02 / 0.4 + 0.1 * 0.002**2 / total),
+            pytest.approx(0.3 / 0.4 + 0.1 * 0.005**2 / total),
+        ],
+    }
+
+
+def test_over_a_horizon_the_bias_grows_with_the_steps_and_the_rest_with_their_root() -> None:
+    flops, table = hand_table()
+    biases = {"layers.0.fc": 0.003, "layers.1.fc": 0.004}
+    rows = tuple(dataclasses.replace(row, weight_bias=biases[row.layer]) for row in table.rows)
+    program = problem(setting_of(flops, objective="horizon"), DivergenceTable(2.0, rows), uniform(flops))
+    over_100 = {
+        "layers.0.fc": (100 * 0.003) ** 2 + 100 * (0.015**2 - 0.003**2),
+        "layers.1.fc": (100 * 0.004) ** 2 + 100 * (0.005**2 - 0.004**2),
+    }
+    total = sum(over_100.values())
+    assert {name: costs[1] for name, costs in costs_of(program).items()} == {
+        "layers.0.fc": pytest.approx(0.1 / 0.4 + 0.1 * over_100["layers.0.fc"] / total),
+        "layers.1.fc": pytest.approx(0.3 / 0.4 + 0.1 * over_100["layers.1.fc"] / total),
+    }
+
+
+def test_losses_below_0_are_scaled_by_their_sizes_and_keep_their_sign() -> None:
+    flops, table = hand_table()
+    rows = tuple(
+        dataclasses.replace(row, loss_divergence=-row.loss_divergence) if row.layer == "layers.0.fc" else row
+        for row in table.rows
+    )
+    costs = costs_of(problem(setting_of(flops, weight_weight=0.0), DivergenceTable(2.0, rows), uniform(flops)))
+    assert costs["layers.0.fc"] == [pytest.approx(-0.01 / 0.4), pytest.approx(-0.1 / 0.4)]
+    assert costs["layers.1.fc"] == [pytest.approx(0.02 / 0.4), pytest.approx(0.3 / 0.4)]
+
+
 def test_gemm_costs_use_the_rows_of_single_gemms_and_the_totals_of_whole_layers() -> None:
     flops, table = hand_table()
-    costs = costs_of(problem(setting_of(flops, granularity="gemm"), table, uniform(flops)))
+    costs = costs_of(problem(setting_of(flops, granularity="gemm", objective="paper"), table, uniform(flops)))
     assert list(costs) == [f"{layer}:{gemm}" for layer in flops for gemm in GEMMS]
     assert costs["layers.0.fc:grad_input"] == [pytest.approx(0.001 / 0.02), pytest.approx(0.004 / 0.02)]
     assert costs["layers.1.fc:forward"] == [pytest.approx(0.001 / 0.02), pytest.approx(0.1 / 0.4 + 0.004 / 0.02)]

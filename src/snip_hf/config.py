@@ -24,6 +24,7 @@ _CHOICES = {
     "granularity": ("layer", "gemm"),
     "policy": POLICIES,
     "start_format": ("fp8", "bf16"),
+    "objective": ("additive", "horizon", "paper"),
     "loss_form": ("token-fisher", "taylor", "norm"),
     "solver": ("auto", "cbc", "highs", "greedy"),
     "backend": ("auto", "emulated", "hopper"),
@@ -57,9 +58,9 @@ class SnipConfig:
     """Who decides: "snip", or one of the baselines in `POLICIES`."""
     plan: str | None = None
     """Path of a plan file to apply before the first step and hold fixed; `policy` is then not asked."""
-    refresh_every: int = 1000
-    """Steps between two refreshes, counted from the last probe: one that comes early (`refresh_on_drift`) moves those
-    after it."""
+    refresh_every: int = 500
+    """Steps between two refreshes (docs/fidelity.md: how fast rankings age), counted from the last probe: one that comes
+    early (`refresh_on_drift`) moves those after it."""
     first_refresh: int = 100
     """Step of the first probe. Adam's very first updates say nothing of how later ones answer to the gradient."""
     apply_delay: int = 10
@@ -80,11 +81,17 @@ class SnipConfig:
     """Most MiB that a probe may hold beyond the model, activations not counted (`snip_hf.memory`); it then keeps fewer
     tokens if it has to. None: no bound."""
     loss_form: str = "token-fisher"
-    """Estimator of the loss divergence: "token-fisher" (ours) or "norm" (first order, from norms)."""
+    """Estimator of the loss divergence: "token-fisher" (ours: curvature, which training does not take away), "taylor"
+    (ours: with the first-order effect of the weight's error, nearest to the loss's rise at this very step) or "norm"
+    (first order, from norms)."""
+    objective: str = "additive"
+    """What the program minimises, from both divergences divided by their totals in FP4: "additive" (ours) dL + 0.1
+    dW^2, since independent errors add in squares; "horizon" (ours) the same with dW^2 as it grows over 100 steps;
+    "paper" Q = dL + dW."""
     loss_weight: float = 1.0
-    """Weight of the normalised loss divergence in the objective."""
+    """Multiplies the loss divergence's part of the objective."""
     weight_weight: float = 1.0
-    """Weight of the normalised weight divergence in the objective."""
+    """Multiplies the weight divergence's part of the objective."""
     skip_modules: tuple[str, ...] = ()
     """Exact names or globs (`fnmatch`, whole name) of linears that stay as they are."""
     ties: tuple[tuple[str, ...], ...] = ()

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from . import policies
 from .config import SnipConfig
 from .cost import linear_flops
-from .divergence import CHOICES, DivergenceTable, divergences_at, quick_divergences
+from .divergence import CHOICES, DivergenceTable, divergences_at
 from .drift import rank_correlation, ranking
 from .history import RunFolder
 from .kernels import select_backend
@@ -346,7 +346,7 @@ class SnipController:
             hook.remove()
         return armed
 
-    def _estimate(self, estimate: Callable[..., DivergenceTable], step: int, armed: _Armed) -> DivergenceTable:
+    def _estimate(self, step: int, armed: _Armed, probes: int | None = None) -> DivergenceTable:
         """Returns the divergences of the step that is running; raises ValueError if anything is not finite."""
         batch = armed.probed()
         weights = {name: layer.weight for name, layer in self._layers.items()}
@@ -354,7 +354,7 @@ class SnipController:
         for name, gradient in gradients.items():
             if not bool(torch.isfinite(gradient).all()):
                 raise ValueError(f"The gradient of layer {name!r} is not finite; expected finite numbers.")
-        table = estimate(
+        table = divergences_at(
             self.model,
             batch,
             responses(self._optimizer, weights),
@@ -363,6 +363,7 @@ class SnipController:
             step,
             gradient_scale=_clip_factor(armed.squares, gradients),
             micro_batches=self._micro_batch,
+            probes=probes,
         )
         bad = [
             row
@@ -380,7 +381,7 @@ class SnipController:
         began = time.perf_counter()
         correlation, reason = None, None
         try:
-            table = self._estimate(quick_divergences, step, armed)
+            table = self._estimate(step, armed, probes=0)
             correlation = rank_correlation(self._ranking, ranking(self._setting, table))
         except Exception as error:  # as for a refresh: it costs the check and nothing else
             reason = f"{type(error).__name__}: {error}"
@@ -396,7 +397,7 @@ class SnipController:
     def _refresh(self, step: int, armed: _Armed) -> None:
         began = time.perf_counter()
         with measured_peak(next(iter(self._layers.values())).weight) as peak:
-            table = self._estimate(divergences_at, step, armed)
+            table = self._estimate(step, armed)
         if table.totals("fp4")["weight"] == 0 and self.config.policy == "snip":
             logger.warning(
                 "snip-hf: all weight divergences of step %d are 0 (is the learning rate 0?); the loss divergence alone "

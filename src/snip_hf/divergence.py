@@ -109,6 +109,7 @@ def divergences_at(
     step: int = 0,
     gradient_scale: float = 1.0,
     micro_batches: int = 1,
+    probes: int | None = None,
 ) -> DivergenceTable:
     """Probes a converted model and estimates all divergences of one optimizer step.
 
@@ -121,6 +122,8 @@ def divergences_at(
         step: decides, with `config.seed`, all random draws.
         gradient_scale: what clipping multiplied the gradients by.
         micro_batches: micro-batches of the step; their errors are independent except for that of the weights.
+        probes: in place of `config.probes`. 0 takes one pass and no derivatives: of the weight divergence only the part
+            of grad_weight is then known, also in the layers' rows.
 
     Raises:
         ValueError: the loss of the micro-batch is not finite.
@@ -131,7 +134,8 @@ def divergences_at(
         norm = float(torch.linalg.vector_norm(layers[name].weight.detach().to(torch.float32)))
         pullbacks[name] = partial(_relative, answers[name].pullback, gradients[name], norm)
         pushforwards[name] = partial(_relative, answers[name].pushforward, gradients[name], norm)
-    probe = run_probe(model, batch, pullbacks, config.probes, config.probe_tokens, config.seed, step)
+    probes = config.probes if probes is None else probes
+    probe = run_probe(model, batch, pullbacks, probes, config.probe_tokens, config.seed, step)
     if not math.isfinite(probe.loss):
         raise ValueError(f"The loss of the probed micro-batch is {probe.loss}; expected a finite number.")
     flops = linear_flops(model)
@@ -159,51 +163,6 @@ def divergences_at(
                         *errors[gemm],
                     )
                 )
-    return DivergenceTable(probe.loss, tuple(rows))
-
-
-def quick_divergences(
-    model: nn.Module,
-    batch: Batch,
-    answers: Mapping[str, Response],
-    gradients: Mapping[str, Tensor],
-    config: SnipConfig,
-    step: int = 0,
-    gradient_scale: float = 1.0,
-    micro_batches: int = 1,
-) -> DivergenceTable:
-    """Estimates what needs no derivative of the model, from one forward-backward pass: whole layers in FP4.
-
-    The weight divergence is that of grad_weight alone; all else is as in `divergences_at`, arguments and errors too.
-    """
-    layers, flops = snip_linears(model), linear_flops(model)
-    probe = run_probe(model, batch, {}, 0, config.probe_tokens, config.seed, step)
-    if not math.isfinite(probe.loss):
-        raise ValueError(f"The loss of the probed micro-batch is {probe.loss}; expected a finite number.")
-    rows: list[Divergence] = []
-    for name, sample in probe.layers.items():
-        weight, pushforward = layers[name].weight.detach(), None
-        if name in answers and name in gradients:
-            norm = float(torch.linalg.vector_norm(weight.to(torch.float32)))
-            pushforward = partial(_relative, answers[name].pushforward, gradients[name], norm)
-        terms = LayerTerms(sample, weight, pushforward, micro_batches)
-        row_key, column_key = (
-            stream_key(config.seed, step, 0, zlib.crc32(name.encode()), operand) for operand in _OPERANDS
-        )
-        unclipped = gradients[name].to(torch.float32) / (gradient_scale or 1.0) if name in gradients else None
-        square = terms.weight_divergences("fp4", (row_key, column_key))["grad_weight"]
-        rows.append(
-            Divergence(
-                name,
-                LAYER,
-                "fp4",
-                terms.loss_divergence("fp4", config.loss_form, unclipped) / probe.loss,
-                gradient_scale * _root(square.step),
-                sum(flops[name].values()),
-                gradient_scale * _root(square.bias),
-                *terms.errors("fp4")[LAYER],
-            )
-        )
     return DivergenceTable(probe.loss, tuple(rows))
 
 

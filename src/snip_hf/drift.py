@@ -24,7 +24,7 @@ def ranking(setting: Setting, table: DivergenceTable) -> dict[str, float]:
 
     Args:
         setting: of the policy, which has to be one that needs a probe. Its granularity and switching cost do not count.
-        table: of `divergences_at` or of `quick_divergences`.
+        table: of `divergences_at`, with any number of probes.
     """
     grad_weight = {row.layer: row for row in table.rows if (row.gemm, row.format) == ("grad_weight", "fp4")}
     rows = []

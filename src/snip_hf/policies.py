@@ -250,10 +250,21 @@ def _position_order(setting: Setting, stage: Sequence[str]) -> list[str]:
 
 def _snip_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:
     """Both divergences, each divided by its total under "everything in FP4" (docs/method.md, section 4)."""
-    totals = table.totals("fp4")
-    loss = config.loss_weight / totals["loss"] if totals["loss"] > 0 else 0.0
-    weight = config.weight_weight / totals["weight"] if totals["weight"] > 0 else 0.0
-    return lambda row: loss * row.loss_divergence + weight * row.weight_divergence
+    parts: list[tuple[float, Callable[[Divergence], float]]] = [
+        (config.loss_weight, lambda row: row.loss_divergence),
+        (config.weight_weight * _WEIGHT_SHARES[config.objective], _WEIGHT_PARTS[config.objective]),
+    ]
+    whole = [row for row in table.rows if row.format == "fp4" and row.gemm == LAYER]
+    # Divergences in the form "taylor" may be below 0.
+    totals = [sum(abs(part(row)) for row in whole) for _, part in parts]
+    scaled = [(weight / total, part) for (weight, part), total in zip(parts, totals, strict=True) if total > 0]
+    return lambda row: sum(weight * part(row) for weight, part in scaled)
+
+
+def _over_steps(row: Divergence) -> float:
+    """The square of what `_HORIZON` steps add up to: the bias grows with their number, the rest with its root."""
+    square, bias = row.weight_divergence**2, (row.weight_bias or 0.0) ** 2
+    return _HORIZON**2 * bias + _HORIZON * max(0.0, square - bias)
 
 
 def _absolute_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:
@@ -264,5 +275,14 @@ def _relative_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Dive
     return lambda row: row.relative_error or 0.0
 
 
+_HORIZON = 100
+_WEIGHT_PARTS: dict[str, Callable[[Divergence], float]] = {
+    "additive": lambda row: row.weight_divergence**2,
+    "horizon": _over_steps,
+    "paper": lambda row: row.weight_divergence,
+}
+# Measured (docs/fidelity.md): over 100 and 1,000 steps the loss divergence alone ranks plans best. A tenth of the
+# weight divergence changes next to nothing there and decides between GEMMs that the loss divergence does not see.
+_WEIGHT_SHARES = {"additive": 0.1, "horizon": 0.1, "paper": 1.0}
 _COSTS = {"snip": _snip_cost, "min-abs-err": _absolute_cost, "min-rel-err": _relative_cost}
 _ORDERS = {"random": _random_order, "layer-type": _type_order, "layer-position": _position_order}

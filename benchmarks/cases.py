@@ -196,5 +196,5 @@ def phases(state: State, text: Text, steps: tuple[int, ...]) -> Iterator[State]:
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, text: Text, batches: int, rows: int = 16) -> Tensor:
-    """Returns the mean loss of each of `batches` held-out micro-batches, (batches,) on the CPU, under the formats set."""
+    """Returns the mean loss of each of `batches` held-out micro-batches, (batches,), under the formats in force."""
     return torch.stack([model(**text.batch(index, rows, held_out=True)).loss for index in range(batches)]).cpu()

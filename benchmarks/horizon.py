@@ -79,11 +79,16 @@ TERMS: dict[str, Callable[[Row], float]] = {
     **{name: _root(square) for name, square in _SQUARES.items()},
     **{f"{name}^2": square for name, square in _SQUARES.items()},
 }
-# Objective -> the terms that it adds up, each divided by its total under "everything in FP4".
-OBJECTIVES: dict[str, tuple[str, ...]] = {
-    "paper": ("loss", "weight"),
-    **{name: (name,) for name in TERMS},
-    **{f"loss+{name}": ("loss", name) for name in TERMS if name.partition("^")[0] in _SQUARES and name != "weight"},
+# Objective -> the weights of the terms that it adds up, each divided by its total under "everything in FP4".
+OBJECTIVES: dict[str, dict[str, float]] = {
+    "paper": {"loss": 1.0, "weight": 1.0},
+    "additive": {"loss": 1.0, "weight^2": 0.1},
+    **{name: {name: 1.0} for name in TERMS},
+    **{
+        f"loss+{name}": {"loss": 1.0, name: 1.0}
+        for name in TERMS
+        if name.partition("^")[0] in _SQUARES and name != "weight"
+    },
 }
 
 
@@ -94,11 +99,11 @@ def costs(rows: Sequence[Row], objective: str) -> dict[tuple[str, str, str], flo
         KeyError, TypeError: the table lacks a column that the objective needs.
     """
     result = {(row["layer"], row["gemm"], row["format"]): 0.0 for row in rows}
-    for term in OBJECTIVES[objective]:
+    for term, weight in OBJECTIVES[objective].items():
         values = {key: TERMS[term](row) for key, row in zip(result, rows, strict=True)}
         total = sum(abs(value) for (_, gemm, fmt), value in values.items() if gemm == LAYER and fmt == "fp4")
         for key, value in values.items():
-            result[key] += value / total if total else 0.0
+            result[key] += weight * value / total if total else 0.0
     return result
 
 

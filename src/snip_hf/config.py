@@ -59,8 +59,8 @@ class SnipConfig:
     plan: str | None = None
     """Path of a plan file to apply before the first step and hold fixed; `policy` is then not asked."""
     refresh_every: int = 500
-    """Steps between two refreshes (docs/fidelity.md: how fast rankings age), counted from the last probe: one that comes
-    early (`refresh_on_drift`) moves those after it."""
+    """Steps between two refreshes, counted from the last probe: one that comes early (`refresh_on_drift`) moves those
+    after it. How fast rankings age: docs/fidelity.md, section 6."""
     first_refresh: int = 100
     """Step of the first probe. Adam's very first updates say nothing of how later ones answer to the gradient."""
     apply_delay: int = 10

@@ -29,7 +29,7 @@ from recipe import DataSection, Recipe, TokenizerSection, load_recipe, to_plain 
 
 WORDS = [f"{a}{b}" for a, b in itertools.product(["ba", "co", "du", "élan", "fi"], ["n", "rt", "ss", "x9", "_"])]
 QUICKSTART = RECIPES / "quickstart.yaml"
-NAMES = ["quickstart", "bf16", "fp8", "fp4", "snip-25", "snip-50", "snip-75", "snip-80"]
+NAMES = ["quickstart", "bf16", "fp8", "fp4", "snip-25", "snip-50", "snip-75", "snip-75-gemm", "snip-80"]
 
 
 @pytest.fixture(autouse=True)

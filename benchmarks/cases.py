@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import argparse
 import lzma
+import os
+import platform
+import shlex
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -116,19 +121,37 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_text(path: Path | None, device: str, held_out: float = 0.1) -> Text:
+def load_text(path: Path | None, device: str, held_out: float = 0.1, tokenizer: Tokenizer | None = None) -> Text:
     """Returns the text of a file, cut into sequences and shuffled, so that every batch is a fair sample of it."""
-    ids = torch.from_numpy(token_ids(path).astype(np.int64))
+    ids = torch.from_numpy(token_ids(path, tokenizer).astype(np.int64))
     sequences = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
     sequences = sequences[torch.randperm(len(sequences), generator=torch.Generator().manual_seed(0))].to(device)
     border = int(len(sequences) * (1 - held_out))
     return Text(sequences[:border], sequences[border:])
 
 
-def token_ids(path: Path | None) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """Returns the ids of a text under a byte-level BPE trained on its beginning."""
+def token_ids(path: Path | None, tokenizer: Tokenizer | None = None) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """Returns the ids of a text, under a byte-level BPE trained on its beginning if no tokenizer is given."""
     if path is not None and path.suffix == ".npy":
         return np.load(path)
+    pieces = _pieces(path)
+    encodings = (tokenizer or train_tokenizer(path)).encode_batch(pieces)
+    return np.concatenate([np.array(encoding.ids, np.uint16) for encoding in encodings])
+
+
+def train_tokenizer(path: Path | None) -> Tokenizer:
+    """Returns a byte-level BPE of `VOCABULARY` tokens, trained on the beginning of a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(_pieces(path)[:500], trainer)
+    return tokenizer
+
+
+def _pieces(path: Path | None) -> list[str]:
+    """Returns a text in pieces of 10,000 characters."""
     if path is None:
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         text = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
@@ -137,14 +160,21 @@ def token_ids(path: Path | None) -> np.ndarray[Any, np.dtype[np.uint16]]:
             text = stream.read()
     else:
         text = path.read_text(encoding="utf-8")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    pieces = [text[start : start + 10_000] for start in range(0, len(text), 10_000)]
-    tokenizer.train_from_iterator(pieces[:500], trainer)
-    return np.concatenate([np.array(e.ids, np.uint16) for e in tokenizer.encode_batch(pieces)])
+    return [text[start : start + 10_000] for start in range(0, len(text), 10_000)]
+
+
+def origin(device: str) -> dict[str, Any]:
+    """Returns where figures come from: commit, machine, threads, torch and the command."""
+    command = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    cuda = torch.device(device).type == "cuda"
+    return {
+        "commit": commit or None,
+        "machine": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} ({os.cpu_count()} cores)",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "command": shlex.join(["python", *(os.path.relpath(sys.argv[0]), *sys.argv[1:])]),
+    }
 
 
 @dataclass

@@ -14,10 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
-import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -331,9 +327,6 @@ def case_record(
     case: Case, state: cases.State, points: list[Point], options: argparse.Namespace, clock: Clock
 ) -> Record:
     """Returns where the case's figures come from; written last, so that it marks the case as complete."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
     device = next(state.model.parameters()).device
     kept = ("rows", "loss_rows", "batches", "draws", "held_out", "blocks", "seed", "workers")
     return {
@@ -346,10 +339,7 @@ def case_record(
         "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
         "seconds": clock.seconds,
         **{name: getattr(options, name) for name in kept},
-        "commit": commit.stdout.strip() or None,
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "torch": torch.__version__,
-        "command": shlex.join(["python", *(os.path.relpath(sys.argv[0]), *sys.argv[1:])]),
+        **cases.origin(str(device)),
     }
 
 

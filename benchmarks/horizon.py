@@ -442,7 +442,7 @@ def arguments() -> argparse.Namespace:
         "--objectives",
         nargs="*",
         choices=OBJECTIVES,
-        default=["paper", "loss", "weight", "bias", "horizon-100", "loss+bias", "loss+horizon-100", "loss+weight^2"],
+        default=["additive", "paper", "loss", "taylor", "weight", "loss+bias", "loss+horizon-100"],
         metavar="OBJECTIVE",
         help="of the integer program's plans; those whose columns are missing are left out",
     )
@@ -500,6 +500,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> list[Arm]:
         "options": {
             name: value for name, value in vars(options).items() if isinstance(value, int | float | str | list)
         },
+        "origin": cases.origin(options.device),
         "table": rows,
         "arms": [*map(vars, arms), *(arm for arm in before["arms"] if arm["name"] not in names)],
     }

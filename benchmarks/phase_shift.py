@@ -37,6 +37,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cases.add_text_arguments(parser)
     parser.add_argument("--other-text", type=Path, help="text of the scenario data (default: Python's own source)")
+    parser.add_argument(
+        "--tokenizer-text", type=Path, help="text whose tokens a --text of token ids has (scenario data)"
+    )
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--ages", type=int, nargs="+", default=[0, 10, 30, 100, 300, 1000, 2000])
     parser.add_argument("--early", type=int, default=100, help="steps before the early probe (default 100)")
@@ -44,13 +47,18 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--rows", type=int, default=8, help="sequences per micro-batch (default 8)")
     parser.add_argument("--fused", action="store_true", help="one Triton kernel per quantized operand (GPU)")
-    parser.add_argument("--output", type=Path, help="JSONL file; lines are added")
+    parser.add_argument("--output", type=Path, default=Path("runs/phase_shift.jsonl"), help="lines are added")
     parser.add_argument("--report", type=Path, nargs="+", help="print a Markdown table of these files instead")
     options = parser.parse_args()
     if options.report:
         lines = [json.loads(line) for path in options.report for line in path.read_text().splitlines()]
         print(report(lines))
         return
+    if "data" in options.scenarios and options.text and options.text.suffix == ".npy" and not options.tokenizer_text:
+        parser.error(
+            "the scenario data needs --tokenizer-text, or a --text that is no .npy: both texts need one tokenizer"
+        )
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     workers = [
         mp.get_context("spawn").Process(target=run, args=(options, scenario, index))
         for index, scenario in enumerate(options.scenarios)
@@ -59,6 +67,8 @@ def main() -> None:
         worker.start()
     for worker in workers:
         worker.join()
+    if any(worker.exitcode for worker in workers):
+        raise SystemExit("a scenario failed; its error is above")
 
 
 def run(options: argparse.Namespace, scenario: str, index: int) -> None:
@@ -73,17 +83,23 @@ def run(options: argparse.Namespace, scenario: str, index: int) -> None:
     text = cases.load_text(options.text, device)
     state = cases.new_state("llama", "adamw", device, options.rows, blocks=options.blocks)
     state.train(text, options.early if scenario == "early" else options.late)
+    convert_model(state.model, SnipConfig(start_format="bf16"))
+    flops = linear_flops(state.model)
+    config = SnipConfig()
+    setting = Setting(config, flops, find_stages(list(flops), config))
     start = state.step
     old = estimate(state, text)
     if scenario == "data":
-        text = cases.load_text(options.other_text, device)
+        tokenizer = cases.train_tokenizer(options.tokenizer_text or options.text)
+        text = cases.load_text(options.other_text, device, tokenizer=tokenizer)
     if scenario == "rate":
         for group in state.optimizer.param_groups:
             group["base_lr"] *= 0.1
     for age in sorted(options.ages):
         began = time.perf_counter()
         state.train(text, start + age - state.step)
-        line = {"scenario": scenario, "step": start, "age": age, **compare(state, text, old)}
+        line = {"scenario": scenario, "step": start, "age": age, **compare(state, text, old, setting)}
+        line |= cases.origin(device)
         line["seconds"] = time.perf_counter() - began
         with options.output.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
@@ -96,7 +112,7 @@ def estimate(state: cases.State, text: cases.Text) -> DivergenceTable:
     return estimate_divergence(state.model, batch, state.optimizer, SnipConfig(probe_tokens=None))
 
 
-def compare(state: cases.State, text: cases.Text, old: DivergenceTable) -> dict[str, float]:
+def compare(state: cases.State, text: cases.Text, old: DivergenceTable, setting: Setting) -> dict[str, float]:
     """Returns rank correlations over layers, whole layers in FP4."""
     batch = text.batch(state.step, state.rows)
     truth = measure_divergence(
@@ -108,7 +124,7 @@ def compare(state: cases.State, text: cases.Text, old: DivergenceTable) -> dict[
         "new_with_truth": correlate(new, truth, "weight_divergence"),
         "old_with_new_weight": correlate(old, new, "weight_divergence"),
         "old_with_new_loss": correlate(old, new, "loss_divergence"),
-        "cheap_check": rank_correlation(quick_ranking(state, old), quick_ranking(state, new)),
+        "cheap_check": rank_correlation(ranking(setting, old), ranking(setting, new)),
         "loss": new.loss,
     }
 
@@ -123,15 +139,6 @@ def correlate(one: DivergenceTable, other: DivergenceTable, column: str) -> floa
 
 def is_whole_in_fp4(row: Any) -> bool:
     return (row.gemm, row.format) == (LAYER, "fp4")
-
-
-def quick_ranking(state: cases.State, table: DivergenceTable) -> dict[str, float]:
-    """Returns what the cheap check compares."""
-    config = SnipConfig()
-    if not any(hasattr(module, "snip_state") for module in state.model.modules()):
-        convert_model(state.model, SnipConfig(start_format="bf16"))
-    flops = linear_flops(state.model)
-    return ranking(Setting(config, flops, find_stages(list(flops), config)), table)
 
 
 def report(lines: list[dict[str, Any]]) -> str:

@@ -13,15 +13,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import cases
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -58,7 +56,7 @@ def main() -> None:
     parser.add_argument("--refreshes", type=int, default=2, help="refreshes and checks to time (default 2 of each)")
     parser.add_argument("--output", type=Path, help="JSONL file; lines are added")
     options = parser.parse_args()
-    source = origin(options.device)
+    source = cases.origin(options.device)
     print(", ".join(f"{name} {value}" for name, value in source.items()))
     print(
         f"{options.rows} x {LENGTH} tokens per step, medians of {options.steps} steps and {options.refreshes} probes\n"
@@ -75,15 +73,6 @@ def main() -> None:
 
 def cell(value: Any, form: str) -> str:
     return "-" if value is None else form.format(value)
-
-
-def origin(device: str) -> dict[str, Any]:
-    """Returns where the figures come from."""
-    command = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
-    cuda = torch.device(device).type == "cuda"
-    machine = torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} ({os.cpu_count()} cores)"
-    return {"commit": commit, "machine": machine, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:

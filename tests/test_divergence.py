@@ -281,7 +281,7 @@ def test_a_sample_of_the_tokens_gives_nearly_the_weight_divergences_of_all() -> 
             if value > 0:
                 ratios[key[1]].append(found[key] / value)
     assert abs(statistics.median(ratios["layer"]) - 1) < 0.1
-    # Without the halves' product the sums' noise would add a third here.
+    # Without the cross terms of pieces the sums' noise would add a third here.
     assert abs(statistics.median(ratios["forward"]) - 1) < 0.2
     assert abs(statistics.median(ratios["grad_input"]) - 1) < 0.2
 
@@ -444,3 +444,14 @@ def test_a_converted_model_keeps_its_formats_and_an_unconverted_one_its_class(as
     ask(model, inputs)
     assert layers["layers.0.down"].formats == formats
     assert all(torch.equal(layer.snip_state, states[name]) for name, layer in snip_linears(model).items())
+
+
+def test_a_weight_of_zeros_leaves_the_other_layers_divergences_finite() -> None:
+    model = tiny_lm()
+    with torch.no_grad():
+        dict(model.named_modules())["layers.1.down"].weight.zero_()
+    batch = tokens(rows=4, length=32)
+    for table in (estimate_divergence(model, batch), measure_divergence(model, batch, draws=1)):
+        found = weight_divergences(table)
+        assert all(math.isfinite(value) for value in found.values())
+        assert found["layers.0.up", "layer", "fp4"] > 0

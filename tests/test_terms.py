@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -491,3 +492,16 @@ def test_errors_are_the_norms_of_what_rounding_changes(options: dict[str, int], 
         for gemm in GEMMS:
             assert found[gemm][kind] == pytest.approx(expected[gemm], rel=1e-4)
         assert found[LAYER][kind] == pytest.approx(sum(expected.values()), rel=1e-4)
+
+
+def test_squares_stand_for_all_tokens_by_their_energy_and_errors_by_their_number() -> None:
+    weight, push = a_weight(), scaled()
+    plain = a_sample(256, 1024, 1)
+    by_energy = replace(plain, energy_ratio=10.0)  # instead of 4
+    one, other = (LayerTerms(sample, weight, push, 1) for sample in (plain, by_energy))
+    assert other.loss_divergence("fp4", "token-fisher") == pytest.approx(
+        10 / 4 * one.loss_divergence("fp4", "token-fisher")
+    )
+    assert other.weight_divergences("fp4", KEYS)["forward"].step > one.weight_divergences("fp4", KEYS)["forward"].step
+    assert other.errors("fp4") == one.errors("fp4")
+    assert other.loss_divergence("fp4", "norm") == one.loss_divergence("fp4", "norm")

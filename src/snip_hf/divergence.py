@@ -132,6 +132,8 @@ def divergences_at(
     pullbacks, pushforwards = {}, {}
     for name in (name for name in answers if name in gradients):
         norm = float(torch.linalg.vector_norm(layers[name].weight.detach().to(torch.float32)))
+        if norm == 0:  # initialised with zeros: no update of it is small or large against it
+            continue
         pullbacks[name] = partial(_relative, answers[name].pullback, gradients[name], norm)
         pushforwards[name] = partial(_relative, answers[name].pushforward, gradients[name], norm)
     probes = config.probes if probes is None else probes

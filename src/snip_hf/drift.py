@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
+from scipy.stats import rankdata
 
 from .divergence import DivergenceTable
-from .formats import GEMMS
-from .policies import Setting, problem
+from .policies import Setting, cost_of
 from .terms import LAYER
 
 
@@ -28,19 +27,12 @@ def ranking(setting: Setting, table: DivergenceTable) -> dict[str, float]:
     """
     grad_weight = {row.layer: row for row in table.rows if (row.gemm, row.format) == ("grad_weight", "fp4")}
     rows = []
-    for row in table.rows:
-        if (row.gemm, row.format) == (LAYER, "fp4"):
-            part = grad_weight.get(row.layer, row)
-            rows.append(replace(row, weight_divergence=part.weight_divergence, weight_bias=part.weight_bias))
-    whole_layers = replace(setting, config=replace(setting.config, granularity="layer", switching_cost=0.0))
-    in_force = {layer: dict.fromkeys(GEMMS, "fp4") for layer in setting.flops}
-    program = problem(whole_layers, replace(table, rows=tuple(rows)), in_force)
-    return {
-        group["name"]: option["cost"]
-        for group in program["groups"]
-        for option in group["options"]
-        if option["name"] == "fp4"
-    }
+    for row in (row for row in table.rows if (row.gemm, row.format) == (LAYER, "fp4")):
+        part = grad_weight[row.layer]
+        rows.append(replace(row, weight_divergence=part.weight_divergence, weight_bias=part.weight_bias))
+    cost = cost_of(setting.config, replace(table, rows=tuple(rows)))
+    costs = {row.layer: cost(row) for row in rows}
+    return {layer: costs.get(layer, 0.0) for layer in setting.flops}
 
 
 def rank_correlation(one: Mapping[str, float], other: Mapping[str, float]) -> float:
@@ -56,16 +48,9 @@ def rank_correlation(one: Mapping[str, float], other: Mapping[str, float]) -> fl
     costs = np.array([[costs[layer] for layer in one] for costs in (one, other)])
     if not np.isfinite(costs).all():
         raise ValueError("The cost of a layer is not finite; expected finite activations and gradients.")
-    ranks = np.array([_ranks(row) for row in costs])
+    ranks = rankdata(costs, axis=1)
     if np.array_equal(ranks[0], ranks[1]):
         return 1.0
-    centred = ranks - ranks.mean(axis=1, keepdims=True)
-    norms = np.linalg.norm(centred, axis=1)
-    return float(centred[0] @ centred[1] / norms.prod()) if norms.all() else 0.0
-
-
-def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the rank of each value, from 1; equal values get the mean of their ranks."""
-    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
-    means: NDArray[np.float64] = np.cumsum(counts) - (counts - 1) / 2
-    return means[which]
+    if any(np.ptp(row) == 0 for row in ranks):
+        return 0.0
+    return float(np.corrcoef(ranks)[0, 1])

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ LEAST_STEP = 1e-5
 SMOOTH = 0.25
 # Some optimizers treat small weights in another way (8-bit states from 4,096 elements on).
 _TRIAL_SHAPES = ((8, 12), (64, 64))
-# Optimizers whose rule was logged, so that every refresh does not log it again.
-_announced: WeakSet[torch.optim.Optimizer] = WeakSet()
+# Optimizers that passed, with the number of their groups then: a refresh neither tries nor logs them again.
+_tried: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
 
 
 class Response(ABC):
@@ -194,6 +194,8 @@ def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         inner = inner.optimizer
     if not isinstance(inner, torch.optim.Optimizer):
         raise _refusal(inner, "it is no torch.optim.Optimizer")
+    if _tried.get(inner) == len(inner.param_groups):
+        return inner
     rule = rule_name(type(inner))
     if rule == "Lion" or (rule not in ELEMENTWISE and rule not in AUTOGRAD):
         for group in inner.param_groups:
@@ -204,10 +206,10 @@ def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
                     raise _refusal(inner, f"its step on a copy failed ({type(error).__name__}: {error})") from error
                 if reason:
                     raise _refusal(inner, reason)
-    if inner not in _announced:
-        _announced.add(inner)
+    if inner not in _tried:
         way = "analytic" if rule in ELEMENTWISE else "autograd" if rule in AUTOGRAD else "numerical"
         logger.info("snip-hf: the update of %s is differentiated by the %s rule.", type(inner).__name__, way)
+    _tried[inner] = len(inner.param_groups)
     return inner
 
 

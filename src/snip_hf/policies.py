@@ -140,7 +140,7 @@ def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> d
         in_force: the assignment in force, for the switching cost.
     """
     config = setting.config
-    cost = _COSTS[config.policy](config, table)
+    cost = cost_of(config, table)
     rows = {(row.layer, row.gemm, row.format): row for row in table.rows}
     groups, constraints = [], []
     count = sum(len(setting.groups(stage)) for stage in setting.stages)
@@ -168,6 +168,11 @@ def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> d
         "time_limit": config.solver_time_limit,
         "relative_gap": config.solver_gap,
     }
+
+
+def cost_of(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:
+    """Returns what a row of the table costs under a policy that needs a probe."""
+    return _COSTS[config.policy](config, table)
 
 
 def rule_assignment(setting: Setting) -> dict[str, dict[str, str]]:

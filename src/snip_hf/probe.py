@@ -175,7 +175,9 @@ def _move(
     weights = moves = 0.0
     for name, pullback in pullbacks.items():
         weight = layers[name].weight.detach()
-        generator = generators.setdefault(weight.device, torch.Generator(weight.device).manual_seed(key))
+        if weight.device not in generators:
+            generators[weight.device] = torch.Generator(weight.device).manual_seed(key)
+        generator = generators[weight.device]
         direction = pullback(torch.randn(weight.shape, generator=generator, device=weight.device))
         weights += float(weight.to(torch.float32).square().sum())
         moves += float(direction.square().sum())

@@ -11,6 +11,7 @@ the bias, because what is random in them is independent.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -84,6 +85,7 @@ class LayerTerms:
         self._tokens = sample.tokens
         count = self.x.shape[0]
         self._scale = sample.scale
+        self._token_ratio = sample.tokens / max(1, count)
         # Sums of squares over independent tokens: from the sample to all tokens, and to the mean of all micro-batches.
         self._token_scale = self._scale / micro_batches
         pieces = torch.arange(count).tensor_split(max(2, min(_MOST_PIECES, count // TILE)))
@@ -198,34 +200,27 @@ class LayerTerms:
         fmt = FORMATS[name]
         x, w = fake_quantize(self.x, fmt, ROW_TILE), fake_quantize(self.w, fmt, SQUARE_TILE)
         if form == "norm":
-            on_x = (
-                _dot(self._g_w.square().sum(), (x - self.x).square().sum())
-                * self._scale**2
-                / (self._tokens * self.x.shape[1])
-            )
-            grad_weight = self._scale * (self.g.t() @ self.x)
-            on_w = _dot(grad_weight.square().sum(), (w - self.w).square().sum()) / self.w.numel()
-            return float((on_x + on_w) ** 0.5)
+            grad_weight = self.g.t() @ self.x
+            on_x = self._g_w.square().sum() * (x - self.x).square().sum() / (self._tokens * self.x.shape[1])
+            on_w = grad_weight.square().sum() * (w - self.w).square().sum() / self.w.numel()
+            return self._token_ratio * math.sqrt(on_x + on_w)
         # G_t . E_t with E = Q(X) Q(W)^T - X W^T
         along = ((self.g @ w) * x - self._g_w * self.x).sum(1)
         fisher = float(self._tokens / 2 * self._scale * along.square().sum())
-        return fisher + (_dot(gradient, w - self.w) if form == "taylor" and gradient is not None else 0.0)
+        return fisher + (float((gradient * (w - self.w)).sum()) if form == "taylor" and gradient is not None else 0.0)
 
     def errors(self, name: str) -> dict[str, tuple[float, float]]:
         """Returns row -> (absolute, relative) error of its operands, rounded to nearest."""
         fmt = FORMATS[name]
-        x_row = _error(self.x, fmt, ROW_TILE, self._scale)
+        ratio = self._token_ratio
+        x_row = _error(self.x, fmt, ROW_TILE, ratio)
         w = _error(self.w, fmt, SQUARE_TILE, 1.0)
-        g_row = _error(self.g, fmt, ROW_TILE, self._scale)
-        g_column = _error(self.g, fmt, COLUMN_TILE, self._scale)
-        x_column = _error(self.x, fmt, COLUMN_TILE, self._scale)
+        g_row = _error(self.g, fmt, ROW_TILE, ratio)
+        g_column = _error(self.g, fmt, COLUMN_TILE, ratio)
+        x_column = _error(self.x, fmt, COLUMN_TILE, ratio)
         pairs = {"forward": (x_row, w), "grad_input": (g_row, w), "grad_weight": (g_column, x_column)}
         sums = {gemm: (left[0] + right[0], left[1] + right[1]) for gemm, (left, right) in pairs.items()}
         return {**sums, LAYER: (sum(value[0] for value in sums.values()), sum(value[1] for value in sums.values()))}
-
-
-def _dot(a: Tensor, b: Tensor) -> float:
-    return float((a * b).sum())
 
 
 def _error(x: Tensor, fmt: NumberFormat | None, tile: tuple[int, int], scale: float) -> tuple[float, float]:

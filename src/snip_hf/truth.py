@@ -2,6 +2,9 @@
 
 Layers are quantized, the model's gradients and the optimizer's next updates are compared with those in high precision,
 on FP32 copies of the weights and without a trace in the model or the optimizer (see `probe`).
+
+An update is `optimizers.Response.update`. For Lion (smoothed sign) and Muon (FP32 Newton-Schulz) that is a model of the
+real step; docs/limitations.md says how far it is from it.
 """
 
 from __future__ import annotations
@@ -108,6 +111,7 @@ def measure_loss(
     """
     config = config or SnipConfig(probe_tokens=None)
     captured = [Batch.of(batch) for batch in batches]
+    rises: list[Tensor] = []
 
     def losses() -> Tensor:
         return torch.tensor([run_forward(model, batch) for batch in captured], dtype=torch.float64)
@@ -116,11 +120,10 @@ def measure_loss(
         base = losses()
         if not bool(torch.isfinite(base).all()):
             raise ValueError(f"The loss of a batch is {base.sum().item()}; expected finite numbers.")
-        rises = []
         for assignment in assignments:
             with _assigned(layers, assignment):
                 rises.append(losses() / base - 1)
-    return torch.stack(rises)
+    return torch.stack(rises) if rises else torch.empty(0, len(captured), dtype=torch.float64)
 
 
 class _Measurement:
@@ -134,9 +137,11 @@ class _Measurement:
         self.loss, base = gradients_of(model, batch, layers)
         self._base = {}
         for name in (name for name in self._answers if name in base):
-            weight = layers[name].weight.detach().to(torch.float32)
+            norm = torch.linalg.vector_norm(layers[name].weight.detach().to(torch.float32))
+            if norm == 0:  # as in `divergences_at`
+                continue
             update, meaningful = self._answers[name].update(base[name]), self._answers[name].meaningful(base[name])
-            self._base[name] = update, meaningful / torch.linalg.vector_norm(weight)
+            self._base[name] = update, meaningful / norm
         if not math.isfinite(self.loss):
             raise ValueError(f"The loss of the batch is {self.loss}; expected a finite number.")
 

@@ -25,6 +25,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import agreement  # noqa: E402
 import cases  # noqa: E402
 import horizon  # noqa: E402
+import horizon_report  # noqa: E402
 import phase_shift  # noqa: E402
 import probe_cost  # noqa: E402
 
@@ -206,6 +207,91 @@ def test_objectives_whose_columns_are_missing_are_not_available() -> None:
     left = horizon.available(measured)
     assert {"paper", "loss", "weight", "weight^2", "absolute-error", "loss+weight^2"} <= set(left)
     assert not [name for name in left if "bias" in name or "horizon" in name or "taylor" in name]
+
+
+# --- horizon report
+
+FP4, FP8, HIGH = (dict.fromkeys(GEMMS, fmt) for fmt in ("fp4", "fp8", "bf16"))
+
+
+def run_of(arms: dict[str, dict[str, Any]], losses: dict[tuple[str, int, int], float]) -> horizon_report.Case:
+    """A run of (arm, repeat, K) -> held-out loss under the plan; what an arm does not name is its default."""
+    default = {"kind": "layer", "assignment": {}, "granularity": "layer", "same_as": None}
+    lines: dict[tuple[str, int, int], dict[str, Any]] = {key: {"loss_plan": loss} for key, loss in losses.items()}
+    return horizon_report.Case("run", [], {name: {**default, **arm, "name": name} for name, arm in arms.items()}, lines)
+
+
+def test_the_sum_of_singles_takes_the_arms_that_quantize_each_group_alone() -> None:
+    flops = {layer: dict.fromkeys(GEMMS, 1.0) for layer in ("a", "b", "c")}
+    kinds = argparse.Namespace(kinds=("layer", "gemm", "layer-fp8", "gemm-fp8"), plans=0, objectives=())
+    # Damages by name, as the arms of a run are named, so that every sum tells what it is made of.
+    value = {arm.name: 2.0**index for index, arm in enumerate(horizon.make_arms(flops, [], kinds))}
+    mixed = {"forward": "fp4", "grad_input": "fp8", "grad_weight": "bf16"}
+    case = run_of(
+        {"layers": {"assignment": {"a": FP4, "b": FP8, "c": HIGH}}, "gemms": {"assignment": {"a": mixed, "b": HIGH}}},
+        {},
+    )
+
+    def summed(arm: str, granularity: str, fp4_alone: bool) -> float | None:
+        return horizon_report._sum_of_singles(case, arm, granularity, value.get, fp4_alone)
+
+    assert summed("layers", "layer", False) == value["layer:a"] + value["layer-fp8:b"]
+    assert summed("layers", "layer", True) == value["layer:a"]
+    assert summed("gemms", "gemm", False) == value["gemm:a:forward"] + value["gemm-fp8:a:grad_input"]
+    assert summed("gemms", "gemm", True) == value["gemm:a:forward"]
+    del value["layer:a"]
+    assert summed("layers", "layer", True) is None
+
+
+def test_sums_and_joint_damages_agree_by_their_correlation_and_their_ratio() -> None:
+    sums = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert horizon_report._agreement(np.stack([sums, 3 * sums], 1)) == "1.00; 3.00"
+    # Deviations (-2 .. 2) and (-1, -3, 1, 1, 2) from the mean: r^2 = (2 + 3 + 0 + 1 + 4)^2 / (10 * 16).
+    assert horizon_report._agreement(np.stack([sums, [2, 0, 4, 4, 5]], 1)) == "0.62; 1.00"
+    assert horizon_report._agreement(np.stack([sums, 3 * sums], 1)[:3]) == "-; 3.00"
+    assert horizon_report._agreement(np.stack([0 * sums + 2, sums], 1)) == "-; 1.50"
+    assert horizon_report._agreement(np.empty((0, 2))) == "-"
+
+
+def test_the_additivity_of_one_step_figures_is_that_of_the_singles() -> None:
+    single = {"layer:a": 3.0, "layer:b": 4.0, "layer-fp8:b": 1.0}
+    arms = {name: {"kind": name.partition(":")[0]} for name in single}
+    arms["share-100-layer-0"] = {"kind": "share-100", "assignment": {"a": FP4, "b": FP4}}
+    arms["share-50-layer-0"] = {"kind": "share-50", "assignment": {"a": FP4, "b": FP8}}
+    case = run_of(arms, {})
+    for name, value in {**single, "share-100-layer-0": 5.0, "share-50-layer-0": 8.0}.items():
+        case.lines[name, 0, 0] = {"one_step_weight": value, "one_step_loss": None}
+    rows = (horizon_report.additivity(case) or "").splitlines()
+    assert rows[2:] == [
+        "| layer: weight | - | -; 2.00 | - | -; 0.71 |",
+        "| layer: weight^2 | - | -; 6.40 | - | -; 1.00 |",  # 64 / (9 + 1), 25 / (9 + 16)
+    ]
+
+
+def test_a_plans_regret_is_to_the_best_random_plan_of_the_same_repeats() -> None:
+    arms = {f"random-layer-{index}": {"kind": "random-layer"} for index in range(3)}
+    arms |= {"mine": {"kind": "program"}, "gemms": {"kind": "program", "granularity": "gemm"}, "bf16": {}}
+    damages = {"mine": (0.2, 0.4), "random-layer-0": (0.1, 0.3), "random-layer-1": (0.6, 0.2), "bf16": (0.0, 0.0)}
+    losses = {(arm, repeat, 10): 3.0 + repeat + found[repeat] for arm, found in damages.items() for repeat in (0, 1)}
+    losses["random-layer-2", 0, 10] = 2.9  # better, but only in a repeat of two
+    case = run_of(arms, losses)
+    assert (horizon_report.regrets(case, "layer", "loss_plan") or "").splitlines()[2:] == [
+        "| mine | 2 of 3; 300.0 (+100.0) |",
+        "| best, median random plan | -100.0, 200.0 |",
+    ]
+    assert horizon_report.regrets(case, "gemm", "loss_plan") is None  # there is no random plan to compare with
+    # Whole tables keep the arms that were measured in all repeats of the most.
+    kept, table = case.table([*damages, "random-layer-2"], 10, "loss_plan")
+    assert kept == list(damages) and table == pytest.approx(np.array(list(damages.values())))
+
+
+def test_the_reliability_of_repeats_and_rank_correlations_are_those_of_scipy() -> None:
+    one, other = two_figures(8)
+    rho = spearmanr(one, other).statistic
+    assert horizon_report.spearman(one, other) == pytest.approx(rho)
+    assert horizon_report.reliability(np.stack([one, other], 1)) == f"{2 * rho / (1 + rho):.2f}"
+    holed = np.append(one, np.nan)
+    assert horizon_report.correlation(holed, np.append(other, 7.0)).startswith(f"{rho:.2f} (")
 
 
 # --- scripts

@@ -126,6 +126,8 @@ def parse() -> argparse.Namespace:
             setattr(options, name, small if is_small else other)
     if options.held_out is None:
         options.held_out = 64 if options.device.startswith("cuda") else 8
+    if options.held_out < 2:
+        parser.error(f"--held-out is {options.held_out}; expected at least 2, for two halves of the truth")
     if options.draws % 2 or options.draws < 2:
         parser.error(f"--draws is {options.draws}; expected an even number, for two halves of the truth")
     named = {"small": SMALL, "all": ALL}

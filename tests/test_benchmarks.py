@@ -270,13 +270,19 @@ def test_the_additivity_of_one_step_figures_is_that_of_the_singles() -> None:
 
 def test_a_plans_regret_is_to_the_best_random_plan_of_the_same_repeats() -> None:
     arms = {f"random-layer-{index}": {"kind": "random-layer"} for index in range(3)}
-    arms |= {"mine": {"kind": "program"}, "gemms": {"kind": "program", "granularity": "gemm"}, "bf16": {}}
+    arms |= {
+        "mine": {"kind": "program"},
+        "early": {"kind": "program"},
+        "gemms": {"kind": "program", "granularity": "gemm"},
+        "bf16": {},
+    }
     damages = {"mine": (0.2, 0.4), "random-layer-0": (0.1, 0.3), "random-layer-1": (0.6, 0.2), "bf16": (0.0, 0.0)}
     losses = {(arm, repeat, 10): 3.0 + repeat + found[repeat] for arm, found in damages.items() for repeat in (0, 1)}
-    losses["random-layer-2", 0, 10] = 2.9  # better, but only in a repeat of two
+    losses |= {("random-layer-2", 0, 10): 2.9, ("early", 0, 10): 3.5}  # measured in one repeat of two
     case = run_of(arms, losses)
     assert (horizon_report.regrets(case, "layer", "loss_plan") or "").splitlines()[2:] == [
         "| mine | 2 of 3; 300.0 (+100.0) |",
+        "| early | 3 of 4; 500.0 (+600.0) |",
         "| best, median random plan | -100.0, 200.0 |",
     ]
     assert horizon_report.regrets(case, "gemm", "loss_plan") is None  # there is no random plan to compare with

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .formats import FORMATS, GEMMS, TILE, NumberFormat
+from .formats import FORMATS, GEMMS, TILE
 from .probe import LayerSample
 from .quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, fake_quantize
 
@@ -91,6 +91,7 @@ class LayerTerms:
         pieces = torch.arange(count).tensor_split(max(2, min(_MOST_PIECES, count // TILE)))
         self._pieces = [slice(int(piece[0]), int(piece[-1]) + 1) for piece in pieces if len(piece)]
         self._g_w = self.g @ self.w  # (n, O) x (O, I)
+        self._quantized: dict[tuple[str, str, tuple[int, int], int | None], Tensor] = {}
         self._probes = [self._meetings(*dots) for dots in zip(sample.x_dot, sample.grad_output_dot, strict=True)]
 
     def _meetings(self, x_dot: Tensor, g_dot: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -117,11 +118,11 @@ class LayerTerms:
             name: format.
             keys: of the random rounding of G in FP4, along O and along T.
         """
-        fmt, is_random = FORMATS[name], name == "fp4"
+        is_random = name == "fp4"
         errors = _Errors(
-            (fake_quantize(self.w, fmt, SQUARE_TILE) - self.w).square_(),
-            fake_quantize(self.x, fmt, ROW_TILE) - self.x,
-            fake_quantize(self.g, fmt, ROW_TILE, keys[0] if is_random else None) - self.g,
+            (self._rounded("w", name, SQUARE_TILE) - self.w).square_(),
+            self._rounded("x", name, ROW_TILE) - self.x,
+            self._rounded("g", name, ROW_TILE, keys[0] if is_random else None) - self.g,
             is_random,
         )
         forward, grad_input, both = [], [], []
@@ -131,7 +132,7 @@ class LayerTerms:
             forward.append(of_x + self._of_weight(on_forward, errors))
             grad_input.append(of_g + self._of_weight(on_grad_input, errors))
             both.append(of_x + of_g + self._of_weight(on_both, errors))
-        grad_weight = self._grad_weight(fmt, keys[1] if is_random else None)
+        grad_weight = self._grad_weight(name, keys[1] if is_random else None)
         return {
             "forward": Squares.mean(forward),
             "grad_input": Squares.mean(grad_input),
@@ -162,11 +163,11 @@ class LayerTerms:
         # Elements are in both sums, and count once.
         return Squares(by_channel.step + by_token, by_channel.bias)
 
-    def _grad_weight(self, fmt: NumberFormat | None, key: int | None) -> Squares:
+    def _grad_weight(self, name: str, key: int | None) -> Squares:
         """Returns |J (Q(G)^T Q(X) - G^T X)|^2, no derivative of the model needed."""
         if self._pushforward is None:
             return Squares(0.0, 0.0)
-        g, x = fake_quantize(self.g, fmt, COLUMN_TILE, key), fake_quantize(self.x, fmt, COLUMN_TILE)
+        g, x = self._rounded("g", name, COLUMN_TILE, key), self._rounded("x", name, COLUMN_TILE)
         own, total = 0.0, torch.zeros_like(self.w)
         for piece in self._pieces:
             moved = self._pushforward(g[piece].t() @ x[piece] - self.g[piece].t() @ self.x[piece])
@@ -197,8 +198,7 @@ class LayerTerms:
             form: "token-fisher", "taylor" or "norm".
             gradient: of the weight, (O, I), over all that the step has seen; for "taylor".
         """
-        fmt = FORMATS[name]
-        x, w = fake_quantize(self.x, fmt, ROW_TILE), fake_quantize(self.w, fmt, SQUARE_TILE)
+        x, w = self._rounded("x", name, ROW_TILE), self._rounded("w", name, SQUARE_TILE)
         if form == "norm":
             grad_weight = self.g.t() @ self.x
             on_x = self._g_w.square().sum() * (x - self.x).square().sum() / (self._tokens * self.x.shape[1])
@@ -211,20 +211,24 @@ class LayerTerms:
 
     def errors(self, name: str) -> dict[str, tuple[float, float]]:
         """Returns row -> (absolute, relative) error of its operands, rounded to nearest."""
-        fmt = FORMATS[name]
-        ratio = self._token_ratio
-        x_row = _error(self.x, fmt, ROW_TILE, ratio)
-        w = _error(self.w, fmt, SQUARE_TILE, 1.0)
-        g_row = _error(self.g, fmt, ROW_TILE, ratio)
-        g_column = _error(self.g, fmt, COLUMN_TILE, ratio)
-        x_column = _error(self.x, fmt, COLUMN_TILE, ratio)
+        x_row, x_column = self._error("x", name, ROW_TILE), self._error("x", name, COLUMN_TILE)
+        g_row, g_column = self._error("g", name, ROW_TILE), self._error("g", name, COLUMN_TILE)
+        w = self._error("w", name, SQUARE_TILE)
         pairs = {"forward": (x_row, w), "grad_input": (g_row, w), "grad_weight": (g_column, x_column)}
         sums = {gemm: (left[0] + right[0], left[1] + right[1]) for gemm, (left, right) in pairs.items()}
         return {**sums, LAYER: (sum(value[0] for value in sums.values()), sum(value[1] for value in sums.values()))}
 
+    def _error(self, operand: str, name: str, tile: tuple[int, int]) -> tuple[float, float]:
+        """Returns the Frobenius norm of an operand's rounding error, for all tokens, and relative to the operand."""
+        x = getattr(self, operand)
+        absolute = float(torch.linalg.vector_norm(self._rounded(operand, name, tile) - x))
+        norm = float(torch.linalg.vector_norm(x))
+        ratio = 1.0 if operand == "w" else self._token_ratio
+        return absolute * ratio**0.5, absolute / norm if norm > 0 else 0.0
 
-def _error(x: Tensor, fmt: NumberFormat | None, tile: tuple[int, int], scale: float) -> tuple[float, float]:
-    """Returns the Frobenius norm of x's quantization error, from the sample to all tokens, and relative to |x|."""
-    absolute = float(torch.linalg.vector_norm(fake_quantize(x, fmt, tile) - x))
-    norm = float(torch.linalg.vector_norm(x))
-    return absolute * scale**0.5, absolute / norm if norm > 0 else 0.0
+    def _rounded(self, operand: str, name: str, tile: tuple[int, int], key: int | None = None) -> Tensor:
+        """Returns "x", "g" or "w" as a GEMM in this format sees it; each is rounded once."""
+        at = (operand, name, tile, key)
+        if at not in self._quantized:
+            self._quantized[at] = fake_quantize(getattr(self, operand), FORMATS[name], tile, key)
+        return self._quantized[at]

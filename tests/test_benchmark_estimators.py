@@ -12,6 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cases
+import estimators
+import fidelity
+import fidelity_report
 import pytest
 import torch
 from small import relative_error, text, tiny_llama, tiny_lm, tokens
@@ -25,12 +29,7 @@ from snip_hf.probe import Batch, LayerSample, run_probe
 from snip_hf.quantize import ROW_TILE, SQUARE_TILE, fake_quantize
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
 
-import cases  # noqa: E402
-import estimators  # noqa: E402
-import fidelity  # noqa: E402
-import fidelity_report  # noqa: E402
 
 UNQUANTIZED = SnipConfig(probe_tokens=None, start_format="bf16")
 

@@ -10,7 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import agreement
+import cases
+import horizon
+import horizon_report
 import numpy as np
+import phase_shift
+import probe_cost
 import pytest
 import torch
 from scipy.stats import kendalltau, spearmanr
@@ -18,16 +24,6 @@ from scipy.stats import kendalltau, spearmanr
 from snip_hf.divergence import CHOICES
 from snip_hf.formats import GEMMS
 from snip_hf.terms import LAYER
-
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import agreement  # noqa: E402
-import cases  # noqa: E402
-import horizon  # noqa: E402
-import horizon_report  # noqa: E402
-import phase_shift  # noqa: E402
-import probe_cost  # noqa: E402
 
 # --- agreement
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import lion as reference
+import cases as reference
 import pytest
 import torch
 from accelerate import Accelerator
@@ -434,16 +434,16 @@ def test_a_lion_that_steps_in_another_way_is_refused_although_it_has_the_name() 
 
     message = "it is named Lion but does not subtract lr"
     with pytest.raises(TypeError, match=message):
-        check_optimizer(Lion([nn.Parameter(torch.ones(3, 3))]))
+        check_optimizer(Lion([nn.Parameter(torch.ones(3, 3))], lr=1e-4))
 
     Lion.step = lambda self, closure=None: None  # type: ignore[method-assign]
     with pytest.raises(TypeError, match="it is named Lion but holds no momentum in full precision"):
-        check_optimizer(Lion([nn.Parameter(torch.ones(3, 3))]))
+        check_optimizer(Lion([nn.Parameter(torch.ones(3, 3))], lr=1e-4))
 
 
 def test_a_sign_under_another_name_is_refused_since_it_has_no_derivative() -> None:
     with pytest.raises(TypeError, match="its update does not depend on the size of the gradient"):
-        check_optimizer(NotLion([nn.Parameter(torch.ones(3, 3))]))
+        check_optimizer(NotLion([nn.Parameter(torch.ones(3, 3))], lr=1e-4))
 
 
 # Muon

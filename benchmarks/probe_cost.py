@@ -1,11 +1,12 @@
-"""What does a refresh cost, in training steps and in memory, against the model's size?
+"""What does a refresh cost, part by part, in ordinary training steps and in memory, against the model's size?
 
     python benchmarks/probe_cost.py --sizes 1M 3M 10M 30M 100M
-    python benchmarks/probe_cost.py --device cuda --sizes 1B --output runs/probe-cost.jsonl
+    python benchmarks/probe_cost.py --device cuda --sizes 1B --compile --output runs/probe-cost.jsonl
 
-A Llama of each size is trained through `SnipController` on random tokens (times do not depend on them), all GEMMs in
-FP8 until the first refresh: in FP32 on a CPU, under BF16 autocast with FP32 weights on CUDA. A probe's passes are in
-FP32 on both. One forward-backward pass in FP8 and an AdamW step make a "step"; its time contains the emulation of FP8.
+An ordinary step is forward, backward and AdamW of a Llama that snip-hf has not touched, on random tokens (times do not
+depend on them): on CUDA under BF16 autocast over FP32 weights with fused AdamW, in FP32 on a CPU. Then `SnipController`
+refreshes: probe (passes and sums), program, solver beside `--delay` further steps, application. "refresh" is all that
+training waits for; "waited" is the solver's part of it. Sizes are in `SIZES`; 1B is TinyLlama-1.1B's shape.
 """
 
 from __future__ import annotations
@@ -16,59 +17,77 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import cases
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from snip_hf import SnipConfig
+from snip_hf import SnipConfig, controller, divergence, policies
 from snip_hf.controller import SnipController
 
-VOCABULARY, LENGTH, HEAD = 2048, 256, 64
-# Name -> hidden size, blocks. Without biases and norms: blocks * 12 * hidden^2 + 2 * VOCABULARY * hidden parameters.
-SIZES = {"1M": (128, 3), "3M": (256, 3), "10M": (384, 5), "30M": (512, 9), "100M": (768, 14), "1B": (2048, 20)}
+HEAD = 64
+# Name -> hidden size, inner size, blocks, vocabulary, heads of keys for one of queries, sequences and their length.
+SIZES = {
+    name: (hidden, 3 * hidden, blocks, 2048, 0.5, 8, 256)
+    for name, hidden, blocks in (("1M", 128, 3), ("3M", 256, 3), ("10M", 384, 5), ("30M", 512, 9), ("100M", 768, 14))
+} | {"1B": (2048, 5632, 22, 32000, 0.125, 8, 2048)}
 # JSON field -> head of its column and format of its figures.
 COLUMNS = {
     "size": ("model", "{}"),
     "parameters": ("parameters", "{:,}"),
     "linears": ("linears", "{}"),
     "step": ("step, s", "{:.3g}"),
-    "probe": ("probe, s", "{:.3g}"),
-    "probe_steps": ("in steps", "{:.2f}"),
+    "passes": ("passes, s", "{:.3g}"),
+    "sums": ("sums, s", "{:.3g}"),
+    "program": ("program, s", "{:.2g}"),
+    "rest": ("rest, s", "{:.2g}"),
+    "waited": ("waited, s", "{:.2g}"),
+    "apply": ("apply, s", "{:.2g}"),
+    "refresh": ("refresh, s", "{:.3g}"),
+    "refresh_steps": ("in steps", "{:.2f}"),
     "check": ("drift check, s", "{:.3g}"),
-    "check_steps": ("in steps", "{:.2f}"),
     "solver": ("solver, s", "{:.2g}"),
     "weights_mib": ("weights, MiB", "{:.0f}"),
     "predicted_mib": ("probe, MiB predicted", "{:.0f}"),
-    "measured_mib": ("peak, MiB measured", "{:.0f}"),
+    "step_peak_mib": ("peak of a step, MiB", "{:.0f}"),
+    "refresh_peak_mib": ("of a refresh, MiB", "{:.0f}"),
 }
 
 
 def main() -> None:
-    """Print where the figures come from and a row per size."""
+    """Print where the figures come from, then per size a line of JSON, and a table of all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1M", "3M", "10M", "30M"], metavar="SIZE")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--rows", type=int, default=8, help=f"sequences of {LENGTH} tokens per step (default 8)")
-    parser.add_argument("--steps", type=int, default=3, help="ordinary steps to time, after one more (default 3)")
-    parser.add_argument("--refreshes", type=int, default=2, help="refreshes and checks to time (default 2 of each)")
+    parser.add_argument("--rows", type=int, help="sequences per step (default 8)")
+    parser.add_argument("--length", type=int, help="tokens of a sequence (default 256; 1B 2048)")
+    parser.add_argument("--probe-batch-tokens", type=int, help="as in SnipConfig; 0 for all (default as there)")
+    parser.add_argument("--probe-tokens", type=int, help="as in SnipConfig; 0 for all (default as there)")
+    parser.add_argument("--steps", type=int, default=5, help="ordinary steps to time, after two more (default 5)")
+    parser.add_argument("--refreshes", type=int, default=2, help="refreshes to time, after one more (default 2)")
+    parser.add_argument("--delay", type=int, default=10, help="apply_delay: steps beside the solver (default 10)")
+    parser.add_argument("--compile", action="store_true", help="compile the ordinary step (default: eager)")
     parser.add_argument("--output", type=Path, help="JSONL file; lines are added")
     options = parser.parse_args()
     source = cases.origin(options.device)
     print(", ".join(f"{name} {value}" for name, value in source.items()))
-    print(
-        f"{options.rows} x {LENGTH} tokens per step, medians of {options.steps} steps and {options.refreshes} probes\n"
-    )
-    print(f"| {' | '.join(head for head, _ in COLUMNS.values())} |\n|{'---|' * len(COLUMNS)}")
+    found = []
     for size in options.sizes:
         figures = measure(size, options)
-        print(f"| {' | '.join(cell(figures[name], form) for name, (_, form) in COLUMNS.items())} |", flush=True)
+        found.append(figures)
+        print(json.dumps(figures), flush=True)
         if options.output:
             with options.output.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({**figures, "rows": options.rows, **source}) + "\n")
+                stream.write(json.dumps({**figures, **source}) + "\n")
         gc.collect()  # the model, which holds itself in circles
+    print(f"\n| {' | '.join(head for head, _ in COLUMNS.values())} |\n|{'---|' * len(COLUMNS)}")
+    for figures in found:
+        print(f"| {' | '.join(cell(figures[name], form) for name, (_, form) in COLUMNS.items())} |")
 
 
 def cell(value: Any, form: str) -> str:
@@ -76,59 +95,167 @@ def cell(value: Any, form: str) -> str:
 
 
 def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the figures of one size: seconds, MiB and counts."""
-    hidden, blocks = SIZES[size]
-    heads = {"num_attention_heads": hidden // HEAD, "num_key_value_heads": hidden // HEAD // 2}
-    shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": blocks, **heads}
+    """Returns the figures of one size: medians in seconds, MiB, counts, and the settings."""
+    hidden, inner, blocks, vocabulary, key_heads, rows, length = SIZES[size]
+    rows, length = options.rows or rows, options.length or length
+    heads = {"num_attention_heads": hidden // HEAD, "num_key_value_heads": int(hidden // HEAD * key_heads)}
+    shape = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": blocks, **heads}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=LENGTH, **shape))
-    model.to(options.device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    first = options.steps + 2
-    # From there on a refresh at every other step, applied at once, and a check at those between; none comes early.
-    config = SnipConfig(first_refresh=first, refresh_every=2, apply_delay=0, refresh_on_drift=0.0, drift_every=1)
+    device = torch.device(options.device)
+    with device:
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, max_position_embeddings=length, **shape)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    batch = {"input_ids": torch.randint(vocabulary, (rows, length), device=device)}
+    batch["labels"] = batch["input_ids"]
+
+    run = torch.compile(model) if options.compile else model
+    seconds = []
+    for index in range(options.steps + 2):
+        if index == 2:  # compiled and warm
+            settle(device)
+        seconds.append(clocked(device, lambda: train(run, optimizer, batch)))
+    step, step_peak = statistics.median(seconds[2:]), peak_mib(device)
+
+    parts = [refresh(model, optimizer, batch, options) for _ in range(options.refreshes + 1)][1:]
+    figures = {name: statistics.median(part[name] for part in parts) for name in parts[0] if parts[0][name] is not None}
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {
+        "size": size,
+        "parameters": parameters,
+        "linears": 7 * blocks,
+        "weights_mib": 4 * parameters / 2**20,
+        "step": step,
+        "step_peak_mib": step_peak,
+        "refresh_peak_mib": None,
+        **figures,
+        "refresh_steps": figures["refresh"] / step,
+        "rows": rows,
+        "length": length,
+        "compiled": options.compile,
+        **{name: getattr(settings(options), name) for name in ("probe_batch_tokens", "probe_tokens", "apply_delay")},
+    }
+
+
+def settings(options: argparse.Namespace) -> SnipConfig:
+    """Returns the configuration of a run whose first step refreshes and whose first step under the plan checks."""
+    given = {name: getattr(options, name) for name in ("probe_batch_tokens", "probe_tokens")}
+    return SnipConfig(
+        start_format="bf16",
+        first_refresh=1,
+        refresh_every=1000,
+        apply_delay=options.delay,
+        refresh_on_drift=0.0,
+        drift_every=1,
+        solver="highs",
+        **{name: value or None for name, value in given.items() if value is not None},
+    )
+
+
+def refresh(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any], options: argparse.Namespace
+) -> dict[str, Any]:
+    """Refreshes once, under a controller of its own, and returns seconds per part, and MiB."""
+    device, config = batch["labels"].device, settings(options)
+    seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        controller = SnipController(model, optimizer, config, output_dir=folder)
-        steps = range(1, first + 2 * options.refreshes)
-        seconds = [train(controller, optimizer, step, options.rows) for step in steps]
+        planner = SnipController(model, optimizer, config, output_dir=folder)
+
+        def step(number: int) -> tuple[float, float]:
+            """Does one step, and returns the seconds of what the controller does before and after the optimizer's."""
+            planner.capture(batch)
+            backward(model, batch)
+            settle(device)
+            before = clocked(device, lambda: planner.before_optimizer_step(number))
+            optimizer.step()
+            optimizer.zero_grad()
+            return before, clocked(device, lambda: planner.after_step(number))
+
+        with timing(seconds, device):
+            before, after = step(1)
+        peak = peak_mib(device)
+        for number in range(2, 2 + options.delay):
+            after = step(number)[1]
+        step(2 + options.delay)  # under the plan, with a check
+        planner.close()
         lines = [json.loads(line) for line in Path(folder, "snip", "history.jsonl").read_text().splitlines()]
     assert all(line["reason"] is None for line in lines[1:]), lines
-    refreshes = [line for line in lines if line["event"] == "refresh"]
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    step = statistics.median(seconds[1 : first - 1])  # the first one warms up
-    probe, solver = (statistics.median(line["seconds"][part] for line in refreshes) for part in ("probe", "solver"))
-    check = statistics.median(line["seconds"] for line in lines if line["event"] == "drift")
-    memory = {f"{kind}_mib": refreshes[0]["memory_mib"][kind] for kind in ("predicted", "measured")}
-    counts = {"parameters": parameters, "linears": 7 * blocks, "weights_mib": 4 * parameters / 2**20}
-    times = {"step": step, "probe": probe, "check": check, "solver": solver}
-    return {"size": size, **counts, **times, "probe_steps": probe / step, "check_steps": check / step, **memory}
+    [line], [check] = ([line for line in lines if line["event"] == event] for event in ("refresh", "drift"))
+    waited = line["seconds"]["waited"]
+    return {
+        "passes": seconds["passes"],
+        "sums": seconds["divergences"] - seconds["passes"],
+        "program": seconds["program"],
+        "rest": before - seconds["divergences"] - seconds["program"],
+        "solver": line["seconds"]["solver"],
+        "waited": waited,
+        "apply": after - waited,
+        "refresh": before + after,
+        "check": check["seconds"],
+        "predicted_mib": line["memory_mib"]["predicted"],
+        "refresh_peak_mib": peak,
+    }
 
 
-def train(controller: SnipController, optimizer: torch.optim.Optimizer, step: int, rows: int) -> float:
-    """Does optimizer step `step` with what the controller does in it, and returns its seconds."""
-    device = next(controller.model.parameters()).device
-    ids = torch.randint(VOCABULARY, (rows, LENGTH), device=device)
-    batch = {"input_ids": ids, "labels": ids}
-    settle(device)
-    began = time.perf_counter()
-    controller.capture(batch)
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        loss = controller.model(**batch).loss
-    loss.backward()
-    settle(device)  # the probe's clock and peak begin here
-    controller.before_optimizer_step(step)
+@contextmanager
+def timing(seconds: dict[str, float], device: torch.device) -> Iterator[None]:
+    """Notes the seconds of the parts of a refresh, by name."""
+    places = {
+        "passes": (divergence, "run_probe"),
+        "divergences": (controller, "divergences_at"),
+        "program": (policies, "problem"),
+    }
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = []
+            seconds[name] = clocked(device, lambda: result.append(function(*args, **kwargs)))
+            return result[0]
+
+        return call
+
+    with ExitStack() as stack:
+        for name, (module, attribute) in places.items():
+            stack.enter_context(patch.object(module, attribute, timed(name, getattr(module, attribute))))
+        yield
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Any]) -> None:
+    """Does one ordinary step."""
+    backward(model, batch)
     optimizer.step()
     optimizer.zero_grad()
-    controller.after_step(step)
-    settle(device)
+
+
+def backward(model: Any, batch: dict[str, Any]) -> None:
+    device = batch["labels"].device.type
+    with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        loss = model(**batch).loss
+    loss.backward()
+
+
+def clocked(device: torch.device, function: Callable[[], Any]) -> float:
+    """Returns the seconds that a call takes, what it leaves for the device included."""
+    wait(device)
+    began = time.perf_counter()
+    function()
+    wait(device)
     return time.perf_counter() - began
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def settle(device: torch.device) -> None:
     """Waits for the device, and forgets the peak of its memory until now."""
+    wait(device)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_mib(device: torch.device) -> float | None:
+    return torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else None
 
 
 if __name__ == "__main__":

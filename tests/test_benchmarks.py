@@ -317,19 +317,23 @@ def test_a_phase_shift_is_measured_on_a_cpu_without_the_fused_kernel(
 def test_the_cost_of_a_probe_is_measured_in_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(probe_cost, "SIZES", {"tiny": (128, 1)})
+    monkeypatch.setattr(probe_cost, "SIZES", {"tiny": (128, 384, 1, 2048, 0.5, 8, 256)})
     output = tmp_path / "cost.jsonl"
-    options = ["--sizes", "tiny", "--device", "cpu", "--rows", "5", "--steps", "1", "--refreshes", "1", "--output"]
+    options = ["--sizes", "tiny", "--device", "cpu", "--rows", "5", "--steps", "1", "--refreshes", "1", "--delay", "1"]
+    options += ["--probe-batch-tokens", "1024", "--probe-tokens", "0", "--output"]
     monkeypatch.setattr(sys, "argv", ["probe_cost.py", *options, str(output)])
     probe_cost.main()
     [figures] = (json.loads(line) for line in output.read_text().splitlines())
     assert figures["parameters"] == 12 * 128**2 + 2 * 2048 * 128 + 3 * 128 and figures["linears"] == 7
-    assert figures["probe_steps"] == pytest.approx(figures["probe"] / figures["step"])
-    assert min(figures[name] for name in ("step", "probe", "check", "solver")) > 0
+    assert figures["refresh_steps"] == pytest.approx(figures["refresh"] / figures["step"])
+    parts = ("passes", "sums", "program", "rest", "waited", "apply")
+    assert min(figures[name] for name in ("step", "check", "solver", *parts)) > 0
+    assert figures["refresh"] == pytest.approx(sum(figures[name] for name in parts))
+    assert (figures["probe_batch_tokens"], figures["probe_tokens"], figures["apply_delay"]) == (1024, None, 1)
     # X and G of 1,024 tokens on both sides of the seven linears, and of the parameters: gradients, or a moved copy.
     features = 4 * 128 + 2 * 64 + 2 * 128 + 3 * (128 + 384)
     others = 2048 * 128 + 3 * 128  # without the head, which gets no gradient
     held = 4 * (12 * 128**2 + others + 2 * 1024 * features)
-    assert figures["predicted_mib"] == pytest.approx(held / 2**20, rel=1e-3) and figures["measured_mib"] is None
+    assert figures["predicted_mib"] == pytest.approx(held / 2**20, rel=1e-3) and figures["refresh_peak_mib"] is None
     row = capsys.readouterr().out.splitlines()[-1]
-    assert row.startswith("| tiny | 721,280 | 7 | ") and row.endswith(" | - |")
+    assert row.startswith("| tiny | 721,280 | 7 | ") and row.endswith(" | - | - |")

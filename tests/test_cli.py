@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,10 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from snip_hf.cli import main
 from snip_hf.config import SnipConfig
-from snip_hf.cost import linear_flops
+from snip_hf.cost import MeasuredCost, linear_flops
 from snip_hf.formats import GEMMS
 from snip_hf.linear import convert_model
 from snip_hf.plan import PlanProvenance, PrecisionPlan
+from snip_hf.timing import Machine
 
 # fp4 costs i + 1 for the i-th group and counts a quarter each: two quarters are cheapest as a and b, for 3.
 PROBLEM = {
@@ -126,6 +128,29 @@ def test_inspect_shows_blocks_stages_and_provenance(plan_path: Path, capsys: pyt
     for shown in ("step: 40", "policy: snip", "solver: cbc", "gap: 0.001", "model_name: [tiny]"):
         assert shown.split() in lines
     assert not any(line[:1] == ["objective:"] for line in lines)
+
+
+def test_inspect_shows_what_a_plan_attains_by_measured_time(
+    plan_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(plan_path)]) == 0
+    assert "ms" not in capsys.readouterr().out.split()
+    plan = PrecisionPlan.load(plan_path)
+    # All layers alike, but for those of the second stage, which take three times as long.
+    times = {layer: 3e-3 if layer in plan.stages[1] else 1e-3 for layer in plan.assignment}
+    seconds = {
+        layer: dict.fromkeys(GEMMS, dict.fromkeys(("bf16", "fp8", "fp4"), time)) for layer, time in times.items()
+    }
+    cost = MeasuredCost(machine=Machine("a GPU", "2.11.0", "hopper", "bfloat16"), tokens=512, seconds=seconds)
+    dataclasses.replace(plan, measured=cost).save(plan_path)
+    assert main(["inspect", str(plan_path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["all", "12", "0.5000", "0.2500"] in lines
+    assert any(line[:2] == ["q_proj", "forward"] and line[5:] == ["4", "4", "4"] for line in lines)
+    text = " ".join(word for line in lines for word in line)
+    assert (
+        "The plan runs 0.5000 of the linear FLOPs and 0.2500 of their time in FP4 (per stage: 1.0000, 0.0000)." in text
+    )
 
 
 def test_inspect_finds_that_a_plan_fits_its_model(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,9 @@ FIELDS = [field.name for field in dataclasses.fields(SnipConfig)]
 # One value per field that differs from the default.
 OTHER: dict[str, Any] = {
     "target_fp4_fraction": 0.5,
+    "cost": "measured",
+    "cost_file": "times.json",
+    "cost_tokens": 4096,
     "granularity": "gemm",
     "policy": "random",
     "plan": "plan.json",
@@ -26,6 +29,7 @@ OTHER: dict[str, Any] = {
     "start_format": "bf16",
     "probes": 2,
     "probe_tokens": None,
+    "probe_batch_tokens": None,
     "probe_memory_mib": 512,
     "loss_form": "norm",
     "objective": "paper",
@@ -50,6 +54,21 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
             "that run in FP4, e.g. 0.75.",
         )
         for value in (-0.01, 1.01, 75, float("nan"), float("inf"))
+    ),
+    ({"cost": "time"}, "cost='time' is not known; expected one of flops, measured."),
+    ({"cost_file": "a.json"}, "cost_file='a.json' is for cost='measured'; set that too."),
+    ({"cost_tokens": 16}, "cost_tokens=16 is for cost='measured'; set that too."),
+    *(
+        ({"cost": "measured", "cost_tokens": value}, f"cost_tokens={value} is too small; expected None or at least 1.")
+        for value in (0, -1)
+    ),
+    *(
+        (
+            {"cost": "measured", "policy": policy},
+            f"cost='measured' with policy={policy!r} needs cost_tokens, the tokens of a micro-batch: its plan is made "
+            "before the first one is there. Set it to batch size times sequence length, e.g. 16384.",
+        )
+        for policy in ("random", "layer-type", "layer-position")
     ),
     ({"granularity": "block"}, "granularity='block' is not known; expected one of layer, gemm."),
     (
@@ -92,6 +111,10 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         for drift, every, delay in ((10, 10, 0), (11, 10, 3), (4, 8, 4), (1, 5, 4), (1, 5, 5))
     ),
     ({"probe_memory_mib": 0}, "probe_memory_mib=0 is too small; expected None or at least 1 (MiB)."),
+    (
+        {"probe_batch_tokens": 127},
+        "probe_batch_tokens=127 is too small; expected None or at least 128 (one tile).",
+    ),
     ({"probe_tokens": 127}, "probe_tokens=127 is too small; expected None or at least 128 (one tile)."),
     *(
         ({name: value}, f"{name}={value!r} is not a finite number of at least 0.")
@@ -118,6 +141,9 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("target_fp4_fraction", "0.75", "target_fp4_fraction='0.75' has type str; expected float."),
     ("target_fp4_fraction", None, "target_fp4_fraction=None has type NoneType; expected float."),
     ("target_fp4_fraction", True, "target_fp4_fraction=True has type bool; expected float."),
+    ("cost", None, "cost=None has type NoneType; expected str."),
+    ("cost_file", 1, "cost_file=1 has type int; expected str | None."),
+    ("cost_tokens", 4096.0, "cost_tokens=4096.0 has type float; expected int | None."),
     ("granularity", None, "granularity=None has type NoneType; expected str."),
     ("policy", ["snip"], "policy=['snip'] has type list; expected str."),
     ("plan", 3, "plan=3 has type int; expected str | None."),
@@ -131,6 +157,7 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("start_format", 8, "start_format=8 has type int; expected str."),
     ("probes", None, "probes=None has type NoneType; expected int."),
     ("probe_tokens", 256.0, "probe_tokens=256.0 has type float; expected int | None."),
+    ("probe_batch_tokens", "4096", "probe_batch_tokens='4096' has type str; expected int | None."),
     ("objective", 1, "objective=1 has type int; expected str."),
     ("loss_form", None, "loss_form=None has type NoneType; expected str."),
     ("loss_weight", "1", "loss_weight='1' has type str; expected float."),
@@ -174,7 +201,9 @@ def test_the_tables_above_leave_no_field_out() -> None:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_field_survives_to_dict_json_and_from_dict(name: str) -> None:
-    config = SnipConfig(**{"apply_delay": 1, name: OTHER[name]})
+    needed = {"cost": "measured"} if name.startswith("cost_") else {}
+    config = SnipConfig(**{"apply_delay": 1, **needed, name: OTHER[name]})
+    assert config != SnipConfig(**needed)
     assert config != SnipConfig()
     assert SnipConfig.from_dict(config.to_dict()) == config
     restored = SnipConfig.from_dict(json.loads(json.dumps(config.to_dict())))
@@ -228,9 +257,19 @@ def test_the_ends_of_every_range_are_allowed() -> None:
     assert config.apply_delay == config.refresh_every == 1
 
 
+def test_measured_cost_needs_no_number_of_tokens_where_nothing_or_a_probe_decides() -> None:
+    for policy in POLICIES:
+        by_rule = policy in ("random", "layer-type", "layer-position")
+        SnipConfig(cost="measured", policy=policy, cost_tokens=1 if by_rule else None)
+        SnipConfig(cost="measured", policy=policy, plan="plan.json")
+
+
 def test_the_defaults_are_those_of_the_contract() -> None:
     assert SnipConfig().to_dict() == {
         "target_fp4_fraction": 0.75,
+        "cost": "flops",
+        "cost_file": None,
+        "cost_tokens": None,
         "granularity": "layer",
         "policy": "snip",
         "plan": None,
@@ -242,6 +281,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "start_format": "fp8",
         "probes": 1,
         "probe_tokens": 1024,
+        "probe_batch_tokens": 4096,
         "probe_memory_mib": None,
         "loss_form": "token-fisher",
         "objective": "additive",

@@ -1,15 +1,29 @@
-"""FLOPs of every GEMM against torch's own flop counter on the plain model."""
+"""FLOPs of every GEMM against torch's own flop counter; measured times against hand-made ones, through whole runs."""
 
 from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from models import LINEARS, batch, build
+from small import text, tiny_llama
+from tiny_runs import SCHEDULE, one_thread
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from snip_hf import SnipConfig, convert_model, restore_model
-from snip_hf.cost import linear_flops
+from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, restore_model
+from snip_hf.cost import MeasuredCost, cost_shares, describe_cost, linear_flops, measure_cost
+from snip_hf.formats import FORMAT_CODES, GEMMS
+from snip_hf.plan import PlanProvenance
+from snip_hf.timing import GemmShape, Machine, read_times
+
+MACHINE = Machine("a GPU", "2.11.0", "hopper", "bfloat16")
 
 
 def counted(layer: nn.Linear, tokens: int, backward: bool) -> float:
@@ -64,3 +78,361 @@ def test_counting_leaves_no_trace_in_the_model() -> None:
     before = model(**batch()).loss
     linear_flops(model)
     assert torch.equal(model(**batch()).loss, before)
+
+
+# ---------------------------------------------------------------------------------------------------------- measured
+
+
+def made_up(backend: str, device: torch.device, shape: GemmShape, format: str) -> float:
+    """An overhead of 1 ms per GEMM, in FP8 and FP4 another one, and a nanosecond per element of the weight."""
+    launch = 1e-3 if format == "bf16" else 2e-3 + 1e-4 * GEMMS.index(shape.gemm)
+    return launch + 1e-9 * shape.in_features * shape.out_features * (shape.tokens / 48) / (1 + (format == "fp4"))
+
+
+def frozen_llama() -> Any:
+    model = build("llama")
+    convert_model(model, SnipConfig())
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    return model
+
+
+def test_every_gemm_gets_the_time_of_its_shape_and_a_frozen_weight_s_gradient_none() -> None:
+    model = frozen_llama()
+    measured = measure_cost(model, 48, "emulated", timer=made_up)
+    assert list(measured.seconds) == list(linear_flops(model))
+    for name, row in measured.seconds.items():
+        layer = model.get_submodule(name)
+        for gemm in GEMMS:
+            shape = GemmShape(gemm, 48, layer.in_features, layer.out_features)
+            frozen = gemm == "grad_weight" and not layer.weight.requires_grad
+            assert row[gemm] == {
+                fmt: 0.0 if frozen else made_up("", torch.device("cpu"), shape, fmt) for fmt in FORMAT_CODES
+            }
+    assert measured.weights["model.layers.1.mlp.up_proj"]["grad_input"] == 2.1e-3 + 1e-9 * 64 * 96
+    assert (measured.tokens, measured.machine) == (48, Machine.of(torch.device("cpu"), "emulated"))
+
+
+def test_layers_of_one_shape_share_a_measurement() -> None:
+    asked: list[GemmShape] = []
+
+    def note(backend: str, device: torch.device, shape: GemmShape, format: str) -> float:
+        asked.append(shape)
+        return 1.0
+
+    measure_cost(frozen_llama(), 48, "emulated", timer=note)
+    # q and o 64x64; k and v 64x32; gate and up 64x96; down 96x64.
+    assert len(asked) == len(set(asked)) * 3 == 4 * 3 * 3
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    with pytest.raises(ValueError, match=r"^cost='measured' works in one process so far, and this run has 4: each "):
+        measure_cost(frozen_llama(), 48, "emulated", timer=made_up)
+
+
+def hand_cost() -> tuple[dict[str, dict[str, float]], MeasuredCost]:
+    """Two blocks with a large `up` and a small `v`, which takes more than its share of the time."""
+    flops, seconds = {}, {}
+    for block in range(2):
+        for name, size, fp8 in (("up", 6.0, 3e-3), ("v", 2.0, 2e-3)):
+            flops[f"layers.{block}.{name}"] = dict.fromkeys(GEMMS, size)
+            times = {"bf16": 2 * fp8, "fp8": fp8, "fp4": fp8 / 2}
+            seconds[f"layers.{block}.{name}"] = dict.fromkeys(GEMMS, times)
+    return flops, MeasuredCost(machine=MACHINE, tokens=4096, seconds=seconds)
+
+
+def test_shares_of_flops_and_time_are_those_of_all_layers_of_a_kind() -> None:
+    flops, measured = hand_cost()
+    shares = cost_shares(flops, measured)
+    assert [(share.kind, share.gemm) for share in shares] == [(kind, gemm) for kind in ("up", "v") for gemm in GEMMS]
+    assert [share.flops for share in shares] == [pytest.approx(x / 3) for x in [0.75] * 3 + [0.25] * 3]
+    assert [share.time for share in shares] == [pytest.approx(x / 3) for x in [0.6] * 3 + [0.4] * 3]
+    assert shares[3].ratio == pytest.approx(1.6)
+    assert shares[3].seconds == {"bf16": 8e-3, "fp8": 4e-3, "fp4": 2e-3}
+    for layer in ("layers.0.v", "layers.1.v"):
+        flops[layer]["grad_weight"] = 0.0
+    assert [(share.kind, share.gemm) for share in cost_shares(flops, measured)][-1] == ("v", "grad_input")
+
+
+def test_the_sentence_names_the_totals_and_what_differs_most() -> None:
+    assert describe_cost(*hand_cost()) == (
+        "All GEMMs of the linears take 60 ms in BF16, 30 ms in FP8, 15 ms in FP4 per micro-batch of 4096 tokens "
+        "(hopper backend, a GPU); by measured time v forward counts 1.60 times what it counts by FLOPs (13.3% against "
+        "8.3%), up forward 0.80 times (20.0% against 25.0%)."
+    )
+
+
+# --------------------------------------------------------------------------------------------------- plans with times
+
+
+def plan_with_times() -> PrecisionPlan:
+    """FP4: up of block 0, v of block 1."""
+    flops, measured = hand_cost()
+    in_fp4 = ("layers.0.up", "layers.1.v")
+    assignment = {layer: dict.fromkeys(GEMMS, "fp4" if layer in in_fp4 else "fp8") for layer in flops}
+    stages = (("layers.0.up", "layers.0.v"), ("layers.1.up", "layers.1.v"))
+    return PrecisionPlan(assignment, flops, stages, PlanProvenance(step=0, policy="snip"), measured)
+
+
+def test_a_plan_has_both_shares_and_survives_its_file(tmp_path: Path) -> None:
+    plan = plan_with_times()
+    assert (plan.fp4_fraction, plan.stage_fp4_fractions) == (0.5, (0.75, 0.25))
+    assert plan.fp4_time_fraction == pytest.approx(0.5)
+    assert plan.stage_fp4_time_fractions == (pytest.approx(0.6), pytest.approx(0.4))
+    plan.save(tmp_path / "plan.json")
+    loaded = PrecisionPlan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert loaded.measured == plan.measured
+    assert replace(loaded, assignment=plan.assignment) == plan
+    without = replace(plan, measured=None)
+    assert (without.fp4_time_fraction, without.stage_fp4_time_fractions) == (None, None)
+    assert "measured" not in without.to_dict()
+
+
+def changed(**changes: Any) -> Any:
+    return lambda measured: measured.update(changes)
+
+
+BAD_TIMES: list[tuple[Any, str]] = [
+    (changed(tokens=0), "measured.tokens is 0, expected an integer of at least 1."),
+    (changed(tokens=True), "measured.tokens is True, expected an integer of at least 1."),
+    (changed(machine={}), "measured.machine has no entry 'device'; expected exactly device, torch_version, backend, "),
+    (changed(seconds={}), "measured.seconds is empty, expected at least one layer."),
+    (changed(extra=1), "measured has an unknown entry 'extra'; expected exactly machine, tokens, seconds."),
+    (
+        lambda m: m["machine"].update(device="a\x1b[2J"),
+        "measured.machine.device is 'a\\x1b[2J', expected printable text.",
+    ),
+    (
+        lambda m: m["seconds"].pop("layers.0.v"),
+        "measured.seconds and flops do not both name layer 'layers.0.v'; expected the same layers.",
+    ),
+    (
+        lambda m: m["seconds"]["layers.0.v"].pop("forward"),
+        "measured.seconds['layers.0.v'] has no entry 'forward'; expected exactly forward, grad_input, grad_weight.",
+    ),
+    (
+        lambda m: m["seconds"]["layers.0.v"]["forward"].update(fp8=0.0),
+        "measured.seconds['layers.0.v']['forward'].fp8 is 0.0, expected a number of seconds above 0.",
+    ),
+    (
+        lambda m: m["seconds"]["layers.0.v"]["forward"].pop("fp4"),
+        "measured.seconds['layers.0.v']['forward'] has the entries bf16, fp8; expected exactly bf16, fp8, fp4.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_TIMES)
+def test_a_plan_with_damaged_times_is_refused_by_field(change: Any, message: str) -> None:
+    document = json.loads(json.dumps(plan_with_times().to_dict()))
+    change(document["measured"])
+    with pytest.raises(ValueError) as caught:
+        PrecisionPlan.from_dict(document)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_gemm_without_flops_has_no_time() -> None:
+    document = json.loads(json.dumps(plan_with_times().to_dict()))
+    document["flops"]["layers.0.v"]["grad_weight"] = 0.0
+    with pytest.raises(ValueError, match=r"expected 0 in every format: the GEMM has no FLOPs\.$"):
+        PrecisionPlan.from_dict(document)
+    document["measured"]["seconds"]["layers.0.v"]["grad_weight"] = dict.fromkeys(FORMAT_CODES, 0)
+    assert PrecisionPlan.from_dict(document).measured is not None
+
+
+# -------------------------------------------------------------------------------------------------------- whole runs
+
+
+class Loop:
+    """A plain loop with AdamW over a tiny Llama of two blocks."""
+
+    def __init__(self, folder: Path | None = None, **config: Any) -> None:
+        self.model = tiny_llama(hidden=32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        settings = {**SCHEDULE, "cost": "measured", **config}
+        self.controller = SnipController(self.model, self.optimizer, SnipConfig(**settings), output_dir=folder)
+        self.step = 0
+
+    def run(self, until: int) -> Loop:
+        with one_thread():
+            while self.step < until:
+                self.step += 1
+                inputs = text(2, 24, index=self.step)
+                self.controller.capture(inputs)
+                self.model(**inputs).loss.backward()
+                self.controller.before_optimizer_step(self.step)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.controller.after_step(self.step)
+        return self
+
+
+@pytest.fixture
+def timer(monkeypatch: pytest.MonkeyPatch) -> list[GemmShape]:
+    """Puts `made_up` in place of the real timer; returns the list of what it is asked for."""
+    asked: list[GemmShape] = []
+
+    def note(backend: str, device: torch.device, shape: GemmShape, format: str) -> float:
+        asked.append(shape)
+        return made_up(backend, device, shape, format)
+
+    monkeypatch.setattr("snip_hf.timing.time_gemm", note)
+    return asked
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "snip" / "history.jsonl").read_text().splitlines()]
+
+
+def attained(plan: PrecisionPlan, tokens: int) -> float:
+    """The share of time in FP4, worked out from the shapes alone."""
+    total = in_fp4 = 0.0
+    for layer, formats in plan.assignment.items():
+        kind = layer.rpartition(".")[2]
+        sizes = {"q_proj": (32, 32), "k_proj": (32, 16), "v_proj": (32, 16), "o_proj": (32, 32)}
+        features = sizes.get(kind, (80, 32) if kind == "down_proj" else (32, 80))
+        for gemm, fmt in formats.items():
+            seconds = made_up("", torch.device("cpu"), GemmShape(gemm, tokens, *features), "fp8")
+            total, in_fp4 = total + seconds, in_fp4 + seconds * (fmt == "fp4")
+    return in_fp4 / total
+
+
+def test_a_probing_policy_measures_at_its_first_refresh_for_the_tokens_of_its_micro_batch(
+    tmp_path: Path, timer: list[GemmShape], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="snip_hf")
+    loop = Loop(tmp_path).run(1)  # The probe may take a part of the micro-batch; training multiplies all of it.
+    assert timer == []
+    assert loop.controller.plan.measured is None
+    loop.run(2)
+    assert {shape.tokens for shape in timer} == {48}
+    count = len(timer)
+    saved = PrecisionPlan.load(tmp_path / "snip" / "plan.json")
+    assert saved.measured is not None and saved.fp4_time_fraction == 0.0
+    loop.run(8)
+    assert len(timer) == count
+    refreshes = lines(tmp_path)[1:]
+    assert [line["status"] for line in refreshes] == ["applied", "applied"]
+    plan = PrecisionPlan.load(tmp_path / "snip" / "plan.json")
+    assert plan == loop.controller.plan
+    assert refreshes[-1]["fp4_time_fraction"] == plan.fp4_time_fraction == pytest.approx(attained(plan, 48))
+    assert refreshes[-1]["fp4_fraction"] == plan.fp4_fraction
+    # Most of the made-up time is overhead, the same for every layer: 11 of 14 layers make up three quarters.
+    assert sum(formats["forward"] == "fp4" for formats in plan.assignment.values()) == 11
+    assert 0.75 <= plan.fp4_time_fraction < 0.8
+    sentence = describe_cost(plan.flops, plan.measured)
+    assert any("measured the GEMMs in" in entry and entry.endswith(sentence) for entry in caplog.messages)
+    assert any("The emulated backend was timed".lower() in entry.lower() for entry in caplog.messages)
+    assert f"{plan.fp4_time_fraction:.1%} of their time" in caplog.text
+
+
+def test_a_number_of_tokens_in_the_config_is_what_is_measured(timer: list[GemmShape]) -> None:
+    loop = Loop(cost_tokens=4096).run(2)
+    assert {shape.tokens for shape in timer} == {4096}
+    assert loop.controller.plan.measured is not None and loop.controller.plan.measured.tokens == 4096
+    loop.controller.close()
+
+
+@pytest.mark.parametrize("policy", ["random", "layer-type", "layer-position"])
+def test_a_rule_measures_before_the_first_step(policy: str, timer: list[GemmShape], tmp_path: Path) -> None:
+    loop = Loop(tmp_path, policy=policy, cost_tokens=128, target_fp4_fraction=0.5, granularity="gemm")
+    assert {shape.tokens for shape in timer} == {128}
+    plan = loop.controller.plan
+    assert plan.fp4_time_fraction == pytest.approx(attained(plan, 128))
+    assert 0.5 <= plan.fp4_time_fraction < 0.5 + 1 / 42
+    loop.run(1)
+    assert PrecisionPlan.load(tmp_path / "snip" / "plan.json") == plan
+
+
+def test_policies_that_share_out_nothing_measure_nothing(timer: list[GemmShape], tmp_path: Path) -> None:
+    plan = Loop(policy="uniform-fp4").controller.plan
+    assert plan.measured is None
+    plan.save(tmp_path / "plan.json")
+    assert Loop(plan=str(tmp_path / "plan.json"), cost_tokens=3).controller.plan == plan
+    assert timer == []
+
+
+def test_a_resumed_run_decides_by_the_times_of_the_run_before(
+    timer: list[GemmShape], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    full = Loop().run(9)
+    for saved_at in (3, 5):  # in the middle of a refresh, and between two
+        first = Loop().run(saved_at)
+        state = json.loads(json.dumps(first.controller.state_dict()))
+        with monkeypatch.context() as patch:
+
+            def fails(*arguments: object) -> float:
+                raise AssertionError("timed again")
+
+            patch.setattr("snip_hf.timing.time_gemm", fails)
+            second = Loop(cost_file=str(tmp_path / "other.json"))
+            second.model.load_state_dict(first.model.state_dict())
+            second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+            second.controller.load_state_dict(state)
+            second.step = saved_at
+            second.run(9)
+        assert second.controller.plan.measured == full.controller.plan.measured
+        assert second.controller.plan.assignment == full.controller.plan.assignment
+        assert second.controller.plan.fp4_time_fraction == full.controller.plan.fp4_time_fraction
+        assert second.controller.plan.provenance.step == 6
+        first.controller.close()
+
+
+def test_a_state_from_before_there_was_a_choice_of_cost_is_read_as_by_flops(timer: list[GemmShape]) -> None:
+    first = Loop(cost="flops").run(5)
+    state = json.loads(json.dumps(first.controller.state_dict()))
+    for field in ("cost", "cost_file", "cost_tokens"):
+        del state["config"][field]
+    second = Loop(cost="flops")
+    second.controller.load_state_dict(state)
+    assert second.controller.plan == first.controller.plan
+    with pytest.raises(ValueError, match=r"^The checkpoint was trained with cost='flops', this run asks for cost='me"):
+        Loop().controller.load_state_dict(state)
+
+
+def test_runs_share_a_file_of_times(timer: list[GemmShape], tmp_path: Path) -> None:
+    path = tmp_path / "times" / "gemm.json"
+    first = Loop(cost_file=str(path)).run(2)
+    count = len(timer)
+    second = Loop(cost_file=str(path)).run(2)
+    assert len(timer) == count == 3 * len(read_times(path))
+    assert second.controller.plan == first.controller.plan
+    Loop(cost_file=str(path), cost_tokens=49).run(2).controller.close()
+    assert len(timer) == 2 * count
+    for loop in (first, second):
+        loop.controller.close()
+
+
+def test_a_damaged_file_is_refused_before_training(timer: list[GemmShape], tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=f"^{path} is not a usable file of GEMM times: it is not valid JSON"):
+        Loop(cost_file=str(path))
+
+
+def test_a_measurement_that_fails_costs_the_refresh_and_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls = []
+
+    def out_of_memory_at_first(*arguments: Any) -> float:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise torch.cuda.OutOfMemoryError("out of memory")
+        return made_up(*arguments)
+
+    monkeypatch.setattr("snip_hf.timing.time_gemm", out_of_memory_at_first)
+    loop = Loop(tmp_path).run(8)
+    first, second = lines(tmp_path)[1:]
+    assert (first["status"], first["reason"]) == ("kept", "OutOfMemoryError: out of memory")
+    assert second["status"] == "applied"
+    assert math.isclose(second["fp4_time_fraction"], attained(loop.controller.plan, 48))
+
+
+def test_real_times_on_this_machine_make_a_plan_that_meets_its_target() -> None:
+    loop = Loop(stages=2).run(4)
+    plan = loop.controller.plan
+    assert plan.measured is not None and plan.measured.machine.backend == "emulated"
+    assert plan.stage_fp4_time_fractions is not None and min(plan.stage_fp4_time_fractions) >= 0.75 - 1e-9
+    loop.controller.close()

@@ -10,8 +10,9 @@ import torch
 from oracles.three_gemms import Layer, Product
 from torch import Tensor
 
-from snip_hf.formats import FORMAT_CODES
+from snip_hf.formats import E2M1, FORMAT_CODES
 from snip_hf.kernels import STATE_SIZE, forward_gemm, grad_input_gemm, grad_weight_gemm, select_backend
+from snip_hf.quantize import ROW_TILE, fake_quantize
 
 KEY = (11, 250, 3, 0xCAFE)  # seed, step, micro-batch, layer
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -88,6 +89,20 @@ def test_the_three_formats_differ_by_far_more_than_the_checks_allow() -> None:
         for right, wrong in (("fp8", "fp4"), ("fp4", "fp8"), ("bf16", "fp8")):
             with pytest.raises(AssertionError, match="outside its error bound"):
                 gemm(right).check(gemm(wrong).value.astype(np.float32), 2.0**-8, "wrong")
+
+
+def test_both_gemms_round_the_output_gradient_with_the_same_numbers() -> None:
+    """Through an identity weight and an identity x, with tiles of equal scale in both directions."""
+    generator = torch.Generator().manual_seed(0)
+    grad_output = torch.rand(128, 128, generator=generator)
+    grad_output.fill_diagonal_(6.0)  # the largest of its row and of its column: all scales are 1
+    numbers, identity = state("fp4", "fp4", "fp4"), torch.eye(128) * 6
+    by_rows, by_columns = (
+        grad_input_gemm(grad_output, identity, numbers),
+        grad_weight_gemm(grad_output, identity, numbers),
+    )
+    assert torch.equal(by_rows, by_columns.t())
+    assert not torch.equal(by_rows, fake_quantize(grad_output, E2M1, ROW_TILE) * 6)
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "fp4"])

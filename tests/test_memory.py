@@ -196,6 +196,30 @@ def test_the_controller_probes_within_the_bound_and_writes_the_prediction(
     assert history(tmp_path)[0]["config"]["probe_tokens"] is None
 
 
+@pytest.mark.parametrize(("asked", "tokens"), [(None, 1024), (700, 512), (128, 256)])
+def test_the_controller_probes_the_front_of_the_micro_batch_and_predicts_what_it_keeps_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None, tokens: int
+) -> None:
+    calls = noted_divergences(monkeypatch)
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = SnipConfig(probe_tokens=None, probe_batch_tokens=asked, **{**SCHEDULE, "first_refresh": 1})
+    controller = SnipController(model, optimizer, config, None, tmp_path)
+    for step in range(1, 4):
+        controller.capture(text(4, 256, step))
+        model(**text(4, 256, step))["loss"].backward()
+        controller.before_optimizer_step(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.after_step(step)
+    (line,) = history(tmp_path)[1:]
+    assert line["reason"] is None and len(calls) == 1
+    assert line["memory_mib"]["predicted"] == pytest.approx(probe_memory(model, 1, tokens))
+    front = {key: value[: tokens // 256] for key, value in text(4, 256, 1).items()}
+    with torch.no_grad():
+        assert line["loss"] == pytest.approx(float(tiny_llama()(**front).loss), rel=1e-4)
+
+
 def test_on_a_cpu_nothing_is_measured() -> None:
     with measured_peak(torch.ones(2)) as peak:
         torch.ones(1000)

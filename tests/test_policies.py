@@ -13,11 +13,13 @@ from oracles.brute_force import best_map
 
 from snip_hf import ilp
 from snip_hf.config import POLICIES, SnipConfig
+from snip_hf.cost import MeasuredCost
 from snip_hf.divergence import CHOICES, Divergence, DivergenceTable
 from snip_hf.formats import GEMMS
 from snip_hf.plan import PlanProvenance, PrecisionPlan
-from snip_hf.policies import Setting, block_of, find_stages, needs_probe, problem, rule_assignment
+from snip_hf.policies import Setting, block_of, find_stages, needs_probe, needs_weights, problem, rule_assignment
 from snip_hf.terms import ROWS
+from snip_hf.timing import Machine
 
 RULES = ("random", "layer-type", "layer-position")
 PROBED = ("snip", "min-abs-err", "min-rel-err")
@@ -546,7 +548,103 @@ def test_the_solution_is_the_best_of_all_assignments(policy: str, granularity: s
         assert stage_shares(setting, setting.assignment(solution["choices"]))[0] >= target
 
 
+# -------------------------------------------------------------------------------------------------------- measured time
+
+
+def timed(setting: Setting, seconds: dict[str, float]) -> Setting:
+    """The same setting with every GEMM of a layer taking so many seconds in FP8; those in BF16 and FP4 mislead."""
+    times = {
+        layer: {gemm: {"bf16": 9.0, "fp8": seconds[layer], "fp4": 1.0 / seconds[layer]} for gemm in GEMMS}
+        for layer in setting.flops
+    }
+    machine = Machine("a GPU", "2.11.0", "hopper", "bfloat16")
+    return dataclasses.replace(setting, measured=MeasuredCost(machine=machine, tokens=64, seconds=times))
+
+
+def shares_of(setting: Setting, assignment: dict[str, dict[str, str]]) -> tuple[float, float]:
+    """Shares of FLOPs and of time in FP4, as a plan gives them."""
+    plan = PrecisionPlan(
+        assignment, setting.flops, setting.stages, PlanProvenance(step=0, policy="snip"), setting.measured
+    )
+    assert plan.fp4_time_fraction is not None
+    return plan.fp4_fraction, plan.fp4_time_fraction
+
+
+def test_the_best_plans_by_flops_and_by_time_differ_and_each_meets_its_own_target() -> None:
+    """`a` has half of the FLOPs and an eighth of the time; it is the cheapest in FP4."""
+    flops = dict(zip(("layers.0.a", "layers.0.b", "layers.0.c", "layers.0.d"), [4.0, 2.0, 1.0, 1.0], strict=True))
+    seconds = dict(zip(flops, [1.0, 1.0, 2.0, 4.0], strict=True))
+    costs = dict(zip(flops, [1.0, 4.0, 3.0, 5.0], strict=True))
+    rows = [
+        row(layer, gemm, fmt, cost if fmt == "fp4" else 0.0, 0.0, 0.0, 0.0)
+        for layer, cost in costs.items()
+        for gemm in ROWS
+        for fmt in CHOICES
+    ]
+    table = DivergenceTable(1.0, tuple(rows))
+    by_flops = setting_of({layer: dict.fromkeys(GEMMS, cost) for layer, cost in flops.items()}, target_fp4_fraction=0.5)
+    by_time = timed(by_flops, seconds)
+    found = {}
+    for name, setting in (("flops", by_flops), ("time", by_time)):
+        program = problem(setting, table, uniform(dict(setting.flops)))
+        best = best_map(program)
+        solution = ilp.solve({**program, "solver": "highs", "relative_gap": 0.0})
+        assert best is not None and solution["choices"] == best[1]
+        found[name] = setting.assignment(solution["choices"])
+    in_fp4 = {
+        name: [layer for layer in flops if assignment[layer]["forward"] == "fp4"] for name, assignment in found.items()
+    }
+    assert in_fp4 == {"flops": ["layers.0.a"], "time": ["layers.0.d"]}
+    assert shares_of(by_time, found["flops"]) == (0.5, 0.125)
+    assert shares_of(by_time, found["time"]) == (0.125, 0.5)
+
+
+@pytest.mark.parametrize("granularity", ["layer", "gemm"])
+@pytest.mark.parametrize("policy", [*RULES, *PROBED])
+def test_with_times_every_stage_meets_its_share_of_time_and_exceeds_it_by_less_than_a_unit(
+    policy: str, granularity: str
+) -> None:
+    flops = llama_flops()
+    rng = random.Random(3)
+    seconds = {layer: rng.uniform(0.1, 1.0) for layer in flops}
+    differs = False
+    for target in TARGETS:
+        options = {"policy": policy, "granularity": granularity, "stages": 2, "target_fp4_fraction": target}
+        by_flops = setting_of(flops, **options)
+        setting = timed(by_flops, seconds)
+        assignment = decided(setting)
+        assert_complete(setting, assignment)
+        for stage in setting.stages:
+            pairs = [(layer, gemm) for layer in stage for gemm in GEMMS]
+            total = sum(seconds[layer] for layer, _ in pairs)
+            share = sum(seconds[layer] for layer, gemm in pairs if assignment[layer][gemm] == "fp4") / total
+            assert share >= target - 1e-9
+            if target < 1 and policy in RULES:
+                assert share < target + max(setting.shares(stage).values())
+        differs |= assignment != decided(by_flops)
+    assert differs
+
+
+def test_a_frozen_weight_s_gradient_weighs_nothing_by_time_either() -> None:
+    flops = plain_flops(1.0, 1.0)
+    flops["layers.0.fc"]["grad_weight"] = 0.0
+    setting = timed(setting_of(flops, granularity="gemm"), {"layers.0.fc": 1.0, "layers.1.fc": 2.0})
+    assert setting.measured is not None
+    times = {layer: dict(row) for layer, row in setting.measured.seconds.items()}
+    times["layers.0.fc"]["grad_weight"] = {"bf16": 0.0, "fp8": 0.0, "fp4": 0.0}
+    setting = dataclasses.replace(setting, measured=dataclasses.replace(setting.measured, seconds=times))
+    shares = setting.shares(setting.stages[0])
+    assert shares["layers.0.fc:grad_weight"] == 0.0
+    assert shares["layers.1.fc:forward"] == 0.25
+    assert sum(shares.values()) == 1.0
+
+
 # -------------------------------------------------------------------------------------------------------- needs a probe
+
+
+def test_only_what_aims_at_a_share_needs_weights() -> None:
+    assert {policy for policy in POLICIES if needs_weights(SnipConfig(policy=policy))} == {*RULES, *PROBED}
+    assert not any(needs_weights(SnipConfig(policy=policy, plan="plan.json")) for policy in POLICIES)
 
 
 def test_only_the_measuring_policies_need_a_probe_and_a_plan_file_needs_none() -> None:

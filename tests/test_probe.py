@@ -18,7 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from snip_hf.config import SnipConfig
 from snip_hf.linear import convert_model, snip_linears
-from snip_hf.probe import Batch, Probe, run_forward, run_pass, run_probe
+from snip_hf.probe import Batch, Probe, per_query_head, run_forward, run_pass, run_probe
+from snip_hf.products import split_product
 
 # torch loads its forward-mode decompositions through torch.jit.script, which warns of itself.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -664,3 +665,145 @@ def test_num_items_in_batch_is_dropped_so_that_the_loss_is_the_mean() -> None:
     assert "num_items_in_batch" not in Batch.of(with_count).kwargs
     probe = probed(model, with_count)[0]
     assert probe.loss == pytest.approx(model(**inputs).loss.item(), rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------- the front of a micro-batch
+
+
+def a_batch(rows: int = 6, length: int = 10) -> dict[str, Any]:
+    """Everything that a transformers model may be given, each row told from the others."""
+    number = torch.arange(rows)[:, None] + torch.zeros(rows, length, dtype=torch.int64)
+    return {
+        "input_ids": number,
+        "labels": number.clone(),
+        "attention_mask": number + 10,
+        "position_ids": number + 20,
+        "token_type_ids": number + 30,
+        "inputs_embeds": number[..., None] + 40.0,
+        "use_cache": False,
+        "past_key_values": None,
+    }
+
+
+def test_the_front_has_the_first_sequences_of_every_input() -> None:
+    batch = Batch.of(a_batch())
+    part = batch.front(39)
+    assert part.parts == 2 and part.random_state is batch.random_state
+    assert set(part.kwargs) == set(batch.kwargs)
+    for name, value in part.kwargs.items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value, batch.kwargs[name][:3])
+        else:
+            assert value is batch.kwargs[name]
+
+
+@pytest.mark.parametrize(("tokens_asked", "rows"), [(1, 1), (10, 1), (19, 1), (20, 2), (59, 5)])
+def test_the_front_holds_whole_sequences_and_at_least_one(tokens_asked: int, rows: int) -> None:
+    part = Batch.of(a_batch()).front(tokens_asked)
+    assert part.kwargs["labels"].shape == (rows, 10)
+    assert part.parts == 6 / rows
+
+
+@pytest.mark.parametrize("asked", [None, 60, 61])
+def test_what_is_small_enough_is_taken_whole(asked: int | None) -> None:
+    batch = Batch.of(a_batch())
+    assert batch.front(asked) is batch
+
+
+def test_a_single_sequence_is_taken_whole(caplog: pytest.LogCaptureFixture) -> None:
+    batch = Batch.of({**a_batch(1, 500), "cu_seq_lens_q": torch.tensor([0, 200, 500])})
+    with caplog.at_level("INFO"):
+        assert batch.front(128) is batch
+    assert caplog.messages == []
+
+
+def test_masks_of_heads_are_cut_and_what_all_sequences_share_is_kept() -> None:
+    inputs = a_batch() | {
+        "attention_mask": torch.ones(6, 1, 10, 10),
+        "position_ids": torch.arange(10)[None],
+        "scale": torch.tensor(2.0),
+    }
+    kwargs = Batch.of(inputs).front(20).kwargs
+    assert kwargs["attention_mask"].shape == (2, 1, 10, 10)
+    assert kwargs["position_ids"] is inputs["position_ids"] and kwargs["scale"] is inputs["scale"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cache_position", torch.arange(10)),
+        ("cache_position", torch.arange(6)),  # as many as there are sequences
+        ("position_ids", torch.zeros(3, 6, 10)),  # of three axes
+        ("attention_mask", {"full": torch.ones(6, 10)}),
+        ("pixel_values", torch.ones(6, 3, 4, 4)),
+        ("attention_mask", torch.ones(2, 10)),
+    ],
+)
+def test_what_may_belong_to_several_sequences_keeps_the_batch_whole_and_the_log_says_so(
+    name: str, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = Batch.of(a_batch() | {name: value})
+    with caplog.at_level("INFO", logger="snip_hf.probe"):
+        assert batch.front(20) is batch
+    assert caplog.messages == [
+        f"snip-hf: the probe takes the whole micro-batch of 60 tokens: its input {name!r} cannot be cut."
+    ]
+
+
+def test_the_front_stands_for_the_whole_by_the_tokens_that_have_labels(caplog: pytest.LogCaptureFixture) -> None:
+    inputs = a_batch()
+    inputs["labels"][0, 5:] = -100
+    assert Batch.of(inputs).front(20).parts == 55 / 15
+    inputs["labels"][:2] = -100
+    batch = Batch.of(inputs)
+    with caplog.at_level("INFO", logger="snip_hf.probe"):
+        assert batch.front(20) is batch
+    assert caplog.messages == [
+        "snip-hf: the probe takes the whole micro-batch of 60 tokens: its first 2 sequences have no labels."
+    ]
+
+
+# --------------------------------------------------------------------------------------------------- products on a GPU
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_with_split_products_the_derivatives_are_those_of_fp32(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the errors of 2^-17 are small against a step of 1e-3."""
+    model, inputs = tiny_llama(hidden=64, attention_bias=bias), text(2, 64)
+    plain = probed(model, inputs)[0]
+    calls: list[int] = []
+
+    def split(left: Tensor, right: Tensor) -> Tensor:
+        calls.append(left.numel())
+        return split_product(left, right)
+
+    monkeypatch.setattr("snip_hf.probe.is_split", lambda left, right: True)
+    monkeypatch.setattr("snip_hf.probe.product", split)
+    found = probed(model, inputs)[0]
+    assert len(calls) == 2 * 2 * 14  # forward and backward, of both sides
+    assert found.loss == pytest.approx(plain.loss, rel=1e-5)
+    for name, sample in plain.layers.items():
+        other = found.layers[name]
+        assert relative_error(other.x, sample.x) < 1e-5 and relative_error(other.grad_output, sample.grad_output) < 1e-4
+        if name != "model.layers.0.self_attn.q_proj" and sample.x_dot[0].any():
+            assert relative_error(other.x_dot[0], sample.x_dot[0]) < 0.02
+        assert relative_error(other.grad_output_dot[0], sample.grad_output_dot[0]) < 0.02
+
+
+def test_keys_per_query_head_are_those_that_torch_shares_between_heads() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 9, 8, generator=generator) for heads in (6, 2, 2))
+    attention = nn.functional.scaled_dot_product_attention
+    wanted = attention(query, key, value, is_causal=True, enable_gqa=True)
+    found = attention(query, per_query_head(query, key), per_query_head(query, value), is_causal=True)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_torch_s_attention_is_its_own_again_after_a_pass_and_after_a_failed_one() -> None:
+    attention = nn.functional.scaled_dot_product_attention
+    model, inputs = tiny_llama(hidden=32), text(2, 16)
+    run_pass(model, Batch.of(inputs), {})
+    assert nn.functional.scaled_dot_product_attention is attention
+    with pytest.raises(IndexError):
+        run_pass(model, Batch.of({key: value + 1000 for key, value in inputs.items()}), {})
+    assert nn.functional.scaled_dot_product_attention is attention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import random
@@ -13,11 +14,13 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
+from snip_hf.cost import MeasuredCost
 from snip_hf.figures import COLOURS, divergence_figure, plan_figure, write_figures
 from snip_hf.formats import GEMMS
 from snip_hf.plan import PlanProvenance, PrecisionPlan
-from snip_hf.report import print_report, run_report
+from snip_hf.report import print_report, run_report, stage_table
 from snip_hf.runs import load_run
+from snip_hf.timing import Machine
 
 Assignment = dict[str, dict[str, str]]
 KINDS = ("self_attn.q_proj", "mlp.down_proj")
@@ -423,3 +426,90 @@ def test_run_report_prints_and_writes_every_figure_where_it_is_told(
     assert files == [tmp_path / "out" / name for name in ("plan.png", "divergence.png", "losses.png")]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
     assert "Refreshes" in capsys.readouterr().out
+
+
+# ----------------------------------------------------------------------------------------------------- measured cost
+
+
+def write_measured_run(folder: Path, keep_times: bool = True) -> PrecisionPlan:
+    """A run by measured time: q_proj has 1/3 of the FLOPs and 2/3 of the time, and is in FP4 in two of three blocks."""
+    layers = [f"model.layers.{block}.{kind}" for block in range(3) for kind in KINDS]
+    in_fp4 = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj")
+    new = {layer: dict.fromkeys(GEMMS, "fp4" if layer in in_fp4 else "fp8") for layer in layers}
+    write_run(folder, [{layer: dict.fromkeys(GEMMS, "fp8") for layer in layers}, new])
+    path = folder / "snip" / "history.jsonl"
+    start, *rest = path.read_text().splitlines(keepends=True)
+    record = json.loads(start)
+    record["config"] |= {"cost": "measured", "granularity": "layer"}
+    record["flops"] = {layer: dict.fromkeys(GEMMS, 1.0 + row % 2) for row, layer in enumerate(layers)}
+    path.write_text("".join([json.dumps(record) + "\n", *rest]))
+    seconds = {}
+    for row, layer in enumerate(layers):
+        fp8 = 1e-3 if row % 2 else 2e-3
+        times = {"bf16": 2 * fp8, "fp8": fp8, "fp4": fp8}
+        seconds[layer] = dict.fromkeys(GEMMS, times)
+    cost = MeasuredCost(machine=Machine("a GPU", "2.11.0", "hopper", "bfloat16"), tokens=8192, seconds=seconds)
+    provenance = PlanProvenance(step=100, policy="snip")
+    plan = PrecisionPlan(new, record["flops"], (tuple(layers),), provenance, cost if keep_times else None)
+    plan.save(folder / "snip" / "plan.json")
+    return plan
+
+
+def test_a_run_by_measured_time_shows_both_shares_of_every_gemm_and_of_the_plan(tmp_path: Path) -> None:
+    write_measured_run(tmp_path)
+    text = printed(tmp_path)
+    for gemm in GEMMS:
+        assert ["q_proj", gemm, "0.1111", "0.2222", "2.00", "12", "6", "6"] in rows(text)
+        assert ["down_proj", gemm, "0.2222", "0.1111", "0.50", "6", "3", "3"] in rows(text)
+    sentences = " ".join(text.split())
+    assert (
+        "target FP4 share 0.5 of the measured time, attained 0.2222 of the linear FLOPs (not a reduction of FLOPs) and "
+        "0.4444 of their measured time." in sentences
+    )
+    assert (
+        "All GEMMs of the linears take 54 ms in BF16, 27 ms in FP8, 27 ms in FP4 per micro-batch of 8192 tokens "
+        "(hopper backend, a GPU); by measured time q_proj forward counts 2.00 times what it counts by FLOPs (22.2% "
+        "against 11.1%), down_proj forward 0.50 times (11.1% against 22.2%). The plan runs 0.2222 of the linear FLOPs "
+        "and 0.4444 of their time in FP4 (per stage: 0.4444)." in sentences
+    )
+
+
+def test_prices_are_per_share_of_the_measured_time(tmp_path: Path) -> None:
+    plan = write_measured_run(tmp_path)
+    write_divergence(tmp_path, 100, {(layer, "layer"): (0.3, 0.0) for layer in plan.assignment})
+    text = printed(tmp_path)
+    assert "per share of the stage's measured time)" in " ".join(text.split())
+    prices = {tuple(line[1:3]): float(line[5]) for line in rows(text) if len(line) == 7 and line[0] == "0"}
+    # Each layer costs a sixth of the whole less FP8's hundredth of that; q_proj has 2/9 of the time, down_proj 1/9.
+    assert prices["0", "q_proj"] == pytest.approx(0.99 / 6 / (2 / 9), abs=1e-3)
+    assert prices["2", "down_proj"] == pytest.approx(0.99 / 6 / (1 / 9), abs=1e-3)
+
+
+def test_a_run_whose_times_are_lost_or_not_there_yet_says_so_and_gives_no_prices(tmp_path: Path) -> None:
+    plan = write_measured_run(tmp_path, keep_times=False)
+    write_divergence(tmp_path, 100, {(layer, "layer"): (0.3, 0.0) for layer in plan.assignment})
+    text = printed(tmp_path)
+    assert "The times of the GEMMs are not in plan.json" in text
+    assert "price" not in text
+    (tmp_path / "snip" / "plan.json").unlink()
+    text = printed(tmp_path)
+    assert "The times of the GEMMs are not in plan.json" in text
+    assert "Note: plan.json cannot be used" in text
+
+
+def test_a_run_by_flops_says_nothing_of_time(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(2))
+    assert "time" not in printed(tmp_path)
+
+
+def test_stages_show_their_shares_of_time_where_there_are_times(tmp_path: Path) -> None:
+    plan = write_measured_run(tmp_path)
+    stages = tuple(tuple(x for x in plan.assignment if f".{block}." in x) for block in range(3))
+    text = io.StringIO()
+    Console(file=text, width=100).print(stage_table(dataclasses.replace(plan, stages=stages)))
+    assert rows(text.getvalue())[-5:-1] == [
+        ["0", "2", "0.3333", "0.6667"],
+        ["1", "2", "0.3333", "0.6667"],
+        ["2", "2", "0.0000", "0.0000"],
+        ["all", "6", "0.2222", "0.4444"],
+    ]

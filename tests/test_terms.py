@@ -14,7 +14,7 @@ from torch import Tensor
 from snip_hf.formats import FORMATS, GEMMS
 from snip_hf.probe import LayerSample
 from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, fake_quantize
-from snip_hf.terms import LAYER, ROWS, LayerTerms, Squares
+from snip_hf.terms import LAYER, ROWS, LayerTerms, Squares, read_all
 
 KEYS = (0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)
 # Square of one step, square of what comes back at every step, and the size of what they are the difference of.
@@ -265,7 +265,7 @@ def test_step_and_bias_are_right_on_the_average_for_known_means_and_variances(
     generator = torch.Generator().manual_seed(0)
     parts = mean + torch.randn(draws, count, numbers, generator=generator, dtype=torch.float64)
     own, total = parts.square().sum((1, 2)), parts.sum(1).square().sum(1)
-    found = [terms._extrapolate(*sums) for sums in zip(own.tolist(), total.tolist(), strict=True)]
+    found = [terms._sizes.of_pieces(*sums) for sums in zip(own.tolist(), total.tolist(), strict=True)]
     wanted = tokens // 128
     bias = wanted**2 * mean.square().sum().item()
     step = bias + wanted * numbers / micro_batches
@@ -392,6 +392,56 @@ def test_micro_batches_average_what_is_drawn_anew_and_leave_the_bias() -> None:
         anew = one[row].step - one[row].bias
         assert anew > 1e-5 * one[row].bias
         assert four[row].step - four[row].bias == pytest.approx(anew / 4, rel=1e-3)
+
+
+def test_a_part_of_a_micro_batch_is_to_a_step_what_one_of_more_micro_batches_is() -> None:
+    sample, weight, push = a_sample(384, 3000, 2), a_weight(), scaled()
+    for fmt in ("fp8", "fp4"):
+        part = LayerTerms(sample, weight, push, 2, parts=4.0)
+        other = LayerTerms(sample, weight, push, 8)
+        assert part.weight_divergences(fmt, KEYS) == other.weight_divergences(fmt, KEYS)
+        assert part.loss_divergence(fmt, "token-fisher") == other.loss_divergence(fmt, "token-fisher")
+
+
+def test_a_part_of_a_micro_batch_of_equal_parts_gives_the_loss_and_the_errors_of_the_whole() -> None:
+    """Four times the same tokens; the loss of the whole is a mean over four times as many, its G a fourth."""
+    part, weight = a_sample(256, 256), a_weight()
+    whole = LayerSample(1024, part.x.repeat(4, 1), part.grad_output.repeat(4, 1) / 4)
+    one, other = LayerTerms(part, weight, None, 1, parts=4.0), LayerTerms(whole, weight, None, 1)
+    for fmt in ("fp8", "fp4"):
+        for form in ("token-fisher", "norm"):
+            assert one.loss_divergence(fmt, form) == pytest.approx(other.loss_divergence(fmt, form), rel=1e-4)
+        wanted = other.errors(fmt)
+        for row, pair in one.errors(fmt).items():
+            assert pair == pytest.approx(wanted[row], rel=1e-5)
+
+
+def test_a_factor_of_every_element_is_the_function_that_multiplies_by_it() -> None:
+    sample, weight = a_sample(300, 600, 1), a_weight()
+    factors = torch.rand(9, 12, generator=torch.Generator().manual_seed(4))
+    one, other = (LayerTerms(sample, weight, push, 2) for push in (factors, factors.mul))
+    for fmt in ("fp8", "fp4"):
+        assert one.weight_divergences(fmt, KEYS) == other.weight_divergences(fmt, KEYS)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 8])
+def test_pieces_give_the_same_sums_whether_they_are_held_at_once_or_not(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample, weight, push = a_sample(1203, 1203, 1), a_weight(), scaled()
+    wanted = squares_written_out(sample, weight, push, "fp4")
+    monkeypatch.setattr("snip_hf.terms._AT_ONCE", at_once * weight.numel())
+    found = LayerTerms(sample, weight, push, 1).weight_divergences("fp4", KEYS)
+    for row in ROWS:
+        assert_squares(found[row], wanted[row])
+
+
+def test_what_is_read_at_once_is_what_is_read_one_by_one() -> None:
+    terms = [LayerTerms(a_sample(n, 2 * n), a_weight(), scaled(), 1) for n in (50, 300)]
+    squares = read_all([one.pending_weight_divergences(fmt, KEYS) for one in terms for fmt in ("fp8", "fp4")])
+    assert squares == [one.weight_divergences(fmt, KEYS) for one in terms for fmt in ("fp8", "fp4")]
+    assert read_all([one.pending_errors("fp4") for one in terms]) == [one.errors("fp4") for one in terms]
+    assert read_all([]) == []
 
 
 # ------------------------------------------------------------------------------------------------------ what is missing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,6 @@ from .config import SnipConfig
 from .controller import SnipController
 from .hub import prepare_push, tag_model
 from .jsonfiles import read_json, write_json_atomic
-from .kernels import select_backend
 from .launch import check_launch, unwrap
 from .linear import convert_model
 from .policies import needs_probe
@@ -63,8 +63,9 @@ class SnipCallback(TrainerCallback):
         # A callback that was added later saw no on_init_end; a run that an error ended saw no on_train_end.
         self._check_arguments(args)
         self._release()
-        model: nn.Module = unwrap(kwargs["model"])
-        self._check_others(model, state)
+        outer: nn.Module = kwargs["model"]
+        model = unwrap(outer)
+        self._check_others((outer, model), state)
         self._state = state
         if needs_probe(self.config) and state.max_steps < self.config.first_refresh + self.config.apply_delay:
             logger.warning(
@@ -76,9 +77,11 @@ class SnipCallback(TrainerCallback):
             )
         output_dir = args.output_dir if state.is_world_process_zero else None
         self.controller = SnipController(model, kwargs["optimizer"], self.config, AcceleratorState(), output_dir)
+        # Never part of a compiled graph: torch.compile runs the hooks of the module that it is given, and those of the
+        # wrapper that it returns, before and after the graph. Hooks further inside would break it in two.
         self._hooks = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward),
+            outer.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            outer.register_forward_hook(self._after_forward),
         ]
         self._own_loss_used = False
         found = self._find_state(args, state)
@@ -114,7 +117,7 @@ class SnipCallback(TrainerCallback):
         if state.is_world_process_zero:
             # A push of a checkpoint begins before on_save.
             self._save_state(args, state)
-            emulated = select_backend(self.config.backend) == "emulated"
+            emulated = self._running().backend == "emulated"
             prepare_push(str(args.output_dir), unwrap(kwargs["model"]), emulated=emulated)
 
     def on_train_end(
@@ -140,10 +143,10 @@ class SnipCallback(TrainerCallback):
             )
         check_launch(self.config, AcceleratorState())
 
-    def _check_others(self, model: nn.Module, state: TrainerState) -> None:
-        """Refuses a second SnipCallback of the same run, and releases what an earlier run left on the model."""
-        others = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
-        for other in others:
+    def _check_others(self, modules: Iterable[nn.Module], state: TrainerState) -> None:
+        """Refuses a second SnipCallback of the same run, and releases what an earlier run left on the modules."""
+        hooks = [hook for module in modules for hook in module._forward_pre_hooks.values()]
+        for other in [getattr(hook, "__self__", None) for hook in hooks]:
             if isinstance(other, SnipCallback) and other is not self:
                 if other._state is state:
                     raise ValueError("The Trainer has two SnipCallbacks; expected one. Remove the other.")
@@ -185,8 +188,10 @@ class SnipCallback(TrainerCallback):
             if isinstance(loss, torch.Tensor) and loss.requires_grad:
                 loss.register_hook(self._note_own_loss)
 
-    def _note_own_loss(self, gradient: torch.Tensor) -> None:
-        self._own_loss_used = True
+    def _note_own_loss(self, gradient: torch.Tensor | None) -> None:
+        # A compiled model's outputs have one backward pass: without a gradient, the loss only came out with the others.
+        if gradient is not None:
+            self._own_loss_used = True
 
     def _running(self) -> SnipController:
         if self.controller is None:

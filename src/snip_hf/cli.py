@@ -22,7 +22,7 @@ from .cost import linear_flops
 from .jsonfiles import read_json, write_json_atomic
 from .linear import convert_model
 from .plan import PrecisionPlan
-from .report import plan_table, run_report, stage_table
+from .report import plan_table, print_cost, run_report, stage_table
 from .solver import SolverError, SolverProcess
 
 # Longer lists of layers are cut: one mistake, such as another prefix, makes every layer a mismatch.
@@ -86,6 +86,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     console = Console()
     console.print(plan_table(plan))
     console.print(stage_table(plan))
+    if plan.measured is not None:
+        print_cost(plan, console)
     for field in dataclasses.fields(plan.provenance):
         value = getattr(plan.provenance, field.name)
         if value is not None:

@@ -24,11 +24,14 @@ _CHOICES = {
     "granularity": ("layer", "gemm"),
     "policy": POLICIES,
     "start_format": ("fp8", "bf16"),
+    "cost": ("flops", "measured"),
     "objective": ("additive", "horizon", "paper"),
     "loss_form": ("token-fisher", "taylor", "norm"),
     "solver": ("auto", "cbc", "highs", "greedy"),
     "backend": ("auto", "emulated", "hopper"),
 }
+# The policies that need no probe and aim at a share.
+_SHARED_OUT_BY_RULE = ("random", "layer-type", "layer-position")
 _AT_LEAST = {
     "refresh_every": 1,
     "first_refresh": 1,
@@ -51,7 +54,17 @@ class SnipConfig:
     """
 
     target_fp4_fraction: float = 0.75
-    """Least share of the linear FLOPs that the plan runs in FP4, 0..1, in every stage. Not a reduction of FLOPs."""
+    """Least share of the linear FLOPs (or of their time, see `cost`) that the plan runs in FP4, 0..1, in every stage.
+    Not a reduction of FLOPs."""
+    cost: str = "flops"
+    """What `target_fp4_fraction` is a share of: "flops", or "measured": the time that the linears' GEMMs take in FP8 on
+    this machine, by which small, inefficient GEMMs count more (ours; docs/method.md, section 6)."""
+    cost_file: str | None = None
+    """File to keep measured times in: what it has for this GPU, torch and backend is not timed again. None: kept in the
+    run's plan alone."""
+    cost_tokens: int | None = None
+    """Tokens of a micro-batch to time the GEMMs for. None: those of the first micro-batch that is probed; the policies
+    that share out FP4 without a probe have none, and need the number."""
     granularity: str = "layer"
     """"layer": the three GEMMs of a linear share one format (the paper). "gemm": each is decided by itself (ours)."""
     policy: str = "snip"
@@ -77,6 +90,9 @@ class SnipConfig:
     """Random directions per refresh; each costs two forward-backward passes."""
     probe_tokens: int | None = 1024
     """Tokens per layer that the probe keeps, in whole runs of 128; None keeps all."""
+    probe_batch_tokens: int | None = 4096
+    """Tokens that the probe's passes run on: whole sequences from the front of the micro-batch, at least one, which
+    stand for all of it (ours). None: the whole micro-batch."""
     probe_memory_mib: int | None = None
     """Most MiB that a probe may hold beyond the model, activations not counted (`snip_hf.memory`); it then keeps fewer
     tokens if it has to. None: no bound."""
@@ -142,9 +158,14 @@ class SnipConfig:
                 "applied before the next probe. Lower apply_delay or raise refresh_every."
             )
         self._check_drift()
+        self._check_cost()
         if self.probe_tokens is not None and self.probe_tokens < 128:
             raise ValueError(
                 f"probe_tokens={self.probe_tokens} is too small; expected None or at least 128 (one tile)."
+            )
+        if self.probe_batch_tokens is not None and self.probe_batch_tokens < 128:
+            raise ValueError(
+                f"probe_batch_tokens={self.probe_batch_tokens} is too small; expected None or at least 128 (one tile)."
             )
         if self.probe_memory_mib is not None and self.probe_memory_mib < 1:
             raise ValueError(
@@ -176,6 +197,20 @@ class SnipConfig:
                 f"refresh_on_drift={self.refresh_on_drift!r} with drift_every={self.drift_every} leaves no step for a "
                 f"check between the application of a plan (apply_delay={self.apply_delay}) and the next probe "
                 f"(refresh_every={self.refresh_every}). Lower drift_every."
+            )
+
+    def _check_cost(self) -> None:
+        if self.cost == "flops":
+            for name in ("cost_file", "cost_tokens"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}={getattr(self, name)!r} is for cost='measured'; set that too.")
+        if self.cost_tokens is not None and self.cost_tokens < 1:
+            raise ValueError(f"cost_tokens={self.cost_tokens} is too small; expected None or at least 1.")
+        by_rule = self.plan is None and self.policy in _SHARED_OUT_BY_RULE
+        if self.cost == "measured" and self.cost_tokens is None and by_rule:
+            raise ValueError(
+                f"cost='measured' with policy={self.policy!r} needs cost_tokens, the tokens of a micro-batch: its "
+                "plan is made before the first one is there. Set it to batch size times sequence length, e.g. 16384."
             )
 
     def _check_lists(self) -> None:

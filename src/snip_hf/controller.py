@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,18 +23,19 @@ from torch import Tensor, nn
 
 from . import policies
 from .config import SnipConfig
-from .cost import linear_flops
+from .cost import describe_cost, linear_flops, measure_cost
 from .divergence import CHOICES, DivergenceTable, divergences_at
 from .drift import rank_correlation, ranking
 from .history import RunFolder
-from .kernels import select_backend
+from .kernels import hopper_lacks, select_backend
 from .launch import check_launch, unwrap
-from .linear import convert_model, set_step, snip_linears
+from .linear import convert_model, drop_quantized, keep_quantized, pack_states, set_step, snip_linears
 from .memory import bounded, kept_tokens, measured_peak, probe_memory
 from .optimizers import check_optimizer, responses
 from .plan import PlanProvenance, PrecisionPlan
-from .probe import Batch
+from .probe import Batch, read
 from .solver import SolverProcess, SolverResult
+from .timing import read_times
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ class _Armed:
 
     batch: Batch | Exception
     """Or why it cannot be probed."""
+    tokens: int = 0
+    """Of the whole micro-batch."""
     squares: dict[str, Tensor] = field(default_factory=dict)
     """Layer -> |gradient|^2 as accumulated so far."""
     hooks: list[Any] = field(default_factory=list)
@@ -121,10 +124,11 @@ class SnipController:
         """Of the probe that the plan in force was made from; empty without such a probe, or if nothing is checked."""
         self._checked_labels = False
         self._started = False
-        backend = select_backend(config.backend)
         check_launch(config, accelerator)
         convert_model(self.model, config)
         self._layers = snip_linears(self.model)
+        self.backend = self._place()
+        """Kernels in use: "emulated" or "hopper"."""
         self.needs_probe = policies.needs_probe(config)
         # As `config`, with as many tokens as the bound on memory allows.
         self._probe_config = config
@@ -134,11 +138,16 @@ class SnipController:
         flops = linear_flops(self.model)
         self._setting = policies.Setting(config, flops, policies.find_stages(list(flops), config))
         policies.check_ties(self._setting)
+        if config.cost_file is not None:
+            read_times(config.cost_file)  # What is wrong with it comes out now and not at the first refresh.
+        if config.cost_tokens is not None and policies.needs_weights(config) and not self.needs_probe:
+            self._measure(config.cost_tokens)
         self.model_name = getattr(getattr(self.model, "config", None), "_name_or_path", "") or type(self.model).__name__
         self.plan = self._first_plan()
         self.plan.apply(self.model)
         set_step(self._layers, config.seed, 1, 0)
-        logger.info("snip-hf: backend %s, policy %s, %s.", backend, config.policy, _describe(self.plan))
+        keep_quantized(self._layers)
+        logger.info("snip-hf: policy %s, %s.", config.policy, _describe(self.plan))
 
     def start(self) -> None:
         """Begins a new record: the plan and the first line of the history. `capture` does it if nobody did before."""
@@ -164,6 +173,7 @@ class SnipController:
             self.start()
         step = self.step + 1
         set_step(self._layers, self.config.seed, step, self._micro_batch)
+        keep_quantized(self._layers, everything=False)
         if self._micro_batch == 0 and (self._refreshes(step) or self._checks(step)):
             self._arm(batch)
         self._micro_batch += 1
@@ -185,9 +195,11 @@ class SnipController:
         self.step, self._micro_batch = step, 0
         self._apply_due(step)
         set_step(self._layers, self.config.seed, step + 1, 0)
+        keep_quantized(self._layers)
 
     def close(self) -> None:
         """Stops a solver that is still running. The model keeps the plan in force."""
+        drop_quantized(self._layers)
         pending = self._stop()
         if pending is not None:
             reason = f"training ended at step {self.step}, before step {pending.due} at which its plan was due"
@@ -222,7 +234,9 @@ class SnipController:
                 f"The SNIP state has no schema_version {SCHEMA_VERSION}; it is not a state of this version."
             )
         try:
-            saved, step, pending = dict(state["config"]), int(state["step"]), state["pending"]
+            # Fields that a later version added were then what their defaults are.
+            saved = SnipConfig().to_dict() | dict(state["config"])
+            step, pending = int(state["step"]), state["pending"]
             plan = PrecisionPlan.from_dict(state["plan"])
             resumed = None if pending is None else _Pending.of(pending)
             last_probe = None if state["last_probe"] is None else int(state["last_probe"])
@@ -250,7 +264,9 @@ class SnipController:
         self._stop()
         self.plan, self.step, self._micro_batch = plan, step, 0
         self._last_probe, self._ranking = last_probe, ranked
+        self._setting = replace(self._setting, measured=plan.measured)
         set_step(self._layers, self.config.seed, step + 1, 0)
+        keep_quantized(self._layers)
         self._started = True
         self._folder.cut(step, None if resumed is None else resumed.step, self._start_line())
         self._folder.save_plan(plan)
@@ -258,6 +274,26 @@ class SnipController:
             with self._keeping_plan(step, resumed.record):
                 resumed.process = SolverProcess.start(resumed.problem)
                 self._pending = resumed
+
+    def _place(self) -> str:
+        """Chooses the kernels for the device that the layers are on, and says which they are."""
+        weight = next(iter(self._layers.values())).weight
+        backend = select_backend(self.config.backend, weight.device)
+        for layer in self._layers.values():
+            layer.snip_backend = backend
+        pack_states(self._layers)
+        if backend == "hopper":
+            logger.info(
+                "snip-hf: backend hopper: FP8 and FP4 GEMMs run on FP8 tensor cores wherever the compute dtype is BF16 "
+                "(%s), else emulated. Use torch_compile: without it little is gained.",
+                "weights in BF16" if weight.dtype == torch.bfloat16 else "autocast",
+            )
+        else:
+            logger.info(
+                "snip-hf: backend emulated, with the numerics of FP8 and FP4 but slower than BF16 (%s).",
+                hopper_lacks(weight.device) or "asked for by backend='emulated'",
+            )
+        return backend
 
     def _first_plan(self) -> PrecisionPlan:
         setting, config = self._setting, self.config
@@ -271,7 +307,22 @@ class SnipController:
         provenance = PlanProvenance(step=0, **self._origin())
         if self.needs_probe:
             return PrecisionPlan.uniform(setting.flops, config.start_format, setting.stages, provenance)
-        return PrecisionPlan(policies.rule_assignment(setting), setting.flops, setting.stages, provenance)
+        return PrecisionPlan(
+            policies.rule_assignment(setting), setting.flops, setting.stages, provenance, setting.measured
+        )
+
+    def _measure(self, tokens: int) -> None:
+        """Times the GEMMs, by which all decisions of the run then count them."""
+        began = time.perf_counter()
+        measured = measure_cost(self.model, tokens, self.backend, self.config.cost_file)
+        self._setting = replace(self._setting, measured=measured)
+        logger.info(
+            "snip-hf: measured the GEMMs in %.1f s. %s",
+            time.perf_counter() - began,
+            describe_cost(self._setting.flops, measured),
+        )
+        if self.backend == "emulated":
+            logger.warning("snip-hf: the emulated backend was timed: FP8 and FP4 are the times of their emulation.")
 
     def _check_sizes(self, plan: PrecisionPlan) -> None:
         for layer, flops in self._setting.flops.items():
@@ -312,7 +363,8 @@ class SnipController:
 
     def _arm(self, batch: Mapping[str, Any]) -> None:
         try:
-            self._armed = _Armed(Batch.of(batch))
+            whole = Batch.of(batch)
+            self._armed = _Armed(whole.front(self.config.probe_batch_tokens), batch["labels"].numel())
         except Exception as error:  # raised again, and dealt with, when the probe needs it
             self._armed = _Armed(error)
         self._watch_gradients(self._armed)
@@ -351,20 +403,23 @@ class SnipController:
         batch = armed.probed()
         weights = {name: layer.weight for name, layer in self._layers.items()}
         gradients = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
-        for name, gradient in gradients.items():
-            if not bool(torch.isfinite(gradient).all()):
+        finite = read([torch.isfinite(gradient).all() for gradient in gradients.values()])
+        for name, is_finite in zip(gradients, finite, strict=True):
+            if not is_finite:
                 raise ValueError(f"The gradient of layer {name!r} is not finite; expected finite numbers.")
-        table = divergences_at(
-            self.model,
-            batch,
-            responses(self._optimizer, weights),
-            gradients,
-            self._probe_config,
-            step,
-            gradient_scale=_clip_factor(armed.squares, gradients),
-            micro_batches=self._micro_batch,
-            probes=probes,
-        )
+        # Compiled or not: the probe's recorders would break the graphs of layers that are compiled one by one.
+        with torch.compiler.set_stance("force_eager"):
+            table = divergences_at(
+                self.model,
+                batch,
+                responses(self._optimizer, weights),
+                gradients,
+                self._probe_config,
+                step,
+                gradient_scale=_clip_factor(armed.squares, gradients),
+                micro_batches=self._micro_batch,
+                probes=probes,
+            )
         bad = [
             row
             for row in table.rows
@@ -395,6 +450,12 @@ class SnipController:
         return drifted
 
     def _refresh(self, step: int, armed: _Armed) -> None:
+        if self.config.cost == "measured" and self._setting.measured is None:
+            armed.probed()
+            self._measure(self.config.cost_tokens or armed.tokens)
+            # Where a resumed run finds the times.
+            self.plan = replace(self.plan, measured=self._setting.measured)
+            self._folder.save_plan(self.plan)
         began = time.perf_counter()
         with measured_peak(next(iter(self._layers.values())).weight) as peak:
             table = self._estimate(step, armed)
@@ -446,8 +507,7 @@ class SnipController:
                 "decided_step": step,
                 "status": "applied",
                 "reason": None,
-                "fp4_fraction": plan.fp4_fraction,
-                "stage_fp4_fractions": list(plan.stage_fp4_fractions),
+                **_shares(plan),
                 "changes": changes,
                 "layers_changed": layers_changed,
                 "objective": result.objective,
@@ -477,7 +537,11 @@ class SnipController:
             **self._origin(),
         )
         return PrecisionPlan(
-            self._setting.assignment(result.choices), self._setting.flops, self._setting.stages, provenance
+            self._setting.assignment(result.choices),
+            self._setting.flops,
+            self._setting.stages,
+            provenance,
+            self._setting.measured,
         )
 
     def _origin(self) -> dict[str, Any]:
@@ -506,8 +570,7 @@ class SnipController:
             "decided_step": step,
             "status": "kept",
             "reason": reason,
-            "fp4_fraction": self.plan.fp4_fraction,
-            "stage_fp4_fractions": list(self.plan.stage_fp4_fractions),
+            **_shares(self.plan),
             "changes": {},
             "layers_changed": 0,
         }
@@ -530,16 +593,33 @@ def _read_ranking(saved: Mapping[str, Any]) -> dict[str, float]:
 
 
 # Fields that decide the course of a run; the others may differ on resume.
-_DECIDING = tuple(name for name in SnipConfig().to_dict() if name not in ("solver_time_limit", "backend"))
+_FREE = ("solver_time_limit", "backend", "cost_file")
+_DECIDING = tuple(name for name in SnipConfig().to_dict() if name not in _FREE)
 
 
 def _clip_factor(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
     """Returns what clipping multiplied the gradients by: norm after / norm before, over the swapped layers."""
-    unclipped = sum(float(square) for square in before.values())
-    clipped = sum(float(gradient.to(torch.float32).square().sum()) for gradient in after.values())
+    unclipped = sum(read(list(before.values())))
+    clipped = sum(read([gradient.to(torch.float32).square().sum() for gradient in after.values()]))
     return (clipped / unclipped) ** 0.5 if unclipped > 0 else 1.0
+
+
+def _shares(plan: PrecisionPlan) -> dict[str, Any]:
+    """Returns what a line of the history says of a plan's FP4 shares; of time only if that was measured."""
+    shares: dict[str, Any] = {
+        "fp4_fraction": plan.fp4_fraction,
+        "stage_fp4_fractions": list(plan.stage_fp4_fractions),
+    }
+    times = plan.stage_fp4_time_fractions
+    if times is not None:
+        shares |= {"fp4_time_fraction": plan.fp4_time_fraction, "stage_fp4_time_fractions": list(times)}
+    return shares
 
 
 def _describe(plan: PrecisionPlan) -> str:
     stages = ", ".join(f"{share:.1%}" for share in plan.stage_fp4_fractions)
-    return f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (per stage: {stages})"
+    text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (per stage: {stages})"
+    times = plan.stage_fp4_time_fractions
+    if times is None:
+        return text
+    return f"{text}, {plan.fp4_time_fraction:.1%} of their time ({', '.join(f'{share:.1%}' for share in times)})"

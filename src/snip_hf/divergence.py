@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,10 @@ from .config import SnipConfig
 from .cost import linear_flops
 from .formats import GEMMS
 from .linear import SnipLinear, convert_model, restore_model, snip_linears
-from .optimizers import Response, responses
-from .probe import Batch, run_pass, run_probe
+from .optimizers import Response, _ElementwiseResponse, responses
+from .probe import Batch, read, run_pass, run_probe
 from .quantize import stream_key
-from .terms import LAYER, ROWS, LayerTerms
+from .terms import LAYER, ROWS, LayerTerms, Pending, Squares, read_all
 
 # What the program chooses between.
 CHOICES = ("fp8", "fp4")
@@ -86,18 +86,18 @@ def estimate_divergence(
         model: a causal LM without wrappers, converted or not; it is left as it was.
         batch: keyword arguments of its forward, with labels.
         optimizer: the optimizer, in the state before its next step; None means plain SGD with learning rate 1.
-        config: `probes`, `probe_tokens`, `loss_form`, `seed` and the choice of layers are used.
+        config: `probes`, `probe_tokens`, `probe_batch_tokens`, `loss_form`, `seed` and the choice of layers are used.
 
     Raises:
         ValueError: the batch has no labels, or the loss is not finite.
         TypeError: an optimizer that cannot be differentiated.
     """
-    config = config or SnipConfig(probe_tokens=None)
+    config = config or SnipConfig(probe_tokens=None, probe_batch_tokens=None)
     with converted(model, config) as layers:
         captured = Batch.of(batch)
         answers = responses(optimizer, weights_of(layers))
         _, gradients = gradients_of(model, captured, layers)
-        return divergences_at(model, captured, answers, gradients, config)
+        return divergences_at(model, captured.front(config.probe_batch_tokens), answers, gradients, config)
 
 
 def divergences_at(
@@ -115,7 +115,7 @@ def divergences_at(
 
     Args:
         model: a converted model, without wrappers.
-        batch: the step's micro-batch to probe.
+        batch: the step's micro-batch to probe, or the `front` of it.
         answers: layer -> the optimizer's response (`optimizers.responses`).
         gradients: layer -> the gradient that the optimizer is about to use, (O, I).
         config: as in `estimate_divergence`.
@@ -129,43 +129,60 @@ def divergences_at(
         ValueError: the loss of the micro-batch is not finite.
     """
     layers = snip_linears(model)
-    pullbacks, pushforwards = {}, {}
-    for name in (name for name in answers if name in gradients):
-        norm = float(torch.linalg.vector_norm(layers[name].weight.detach().to(torch.float32)))
-        if norm == 0:  # initialised with zeros: no update of it is small or large against it
-            continue
-        pullbacks[name] = partial(_relative, answers[name].pullback, gradients[name], norm)
-        pushforwards[name] = partial(_relative, answers[name].pushforward, gradients[name], norm)
+    moving = [name for name in answers if name in gradients]
+    found = read([torch.linalg.vector_norm(layers[name].weight.detach().to(torch.float32)) for name in moving])
+    # Not of a weight initialised with zeros: no update of it is small or large against it.
+    norms = {name: norm for name, norm in zip(moving, found, strict=True) if norm != 0}
+    pullbacks = {
+        name: partial(_relative, answers[name].pullback, gradients[name], norm) for name, norm in norms.items()
+    }
     probes = config.probes if probes is None else probes
     probe = run_probe(model, batch, pullbacks, probes, config.probe_tokens, config.seed, step)
     if not math.isfinite(probe.loss):
         raise ValueError(f"The loss of the probed micro-batch is {probe.loss}; expected a finite number.")
     flops = linear_flops(model)
-    rows: list[Divergence] = []
+    sums: list[_Sums] = []
     for name, sample in probe.layers.items():
-        terms = LayerTerms(sample, layers[name].weight.detach(), pushforwards.get(name), micro_batches)
+        pushforward = _pushforward(answers[name], gradients[name], norms[name]) if name in norms else None
+        terms = LayerTerms(sample, layers[name].weight.detach(), pushforward, micro_batches, batch.parts)
         row_key, column_key = (
             stream_key(config.seed, step, 0, zlib.crc32(name.encode()), operand) for operand in _OPERANDS
         )
-        unclipped = gradients[name].to(torch.float32) / (gradient_scale or 1.0) if name in gradients else None
+        unclipped = None
+        if config.loss_form == "taylor" and name in gradients:
+            unclipped = gradients[name].to(torch.float32) / (gradient_scale or 1.0)
         for fmt in CHOICES:
-            squares = terms.weight_divergences(fmt, (row_key, column_key))
-            loss = terms.loss_divergence(fmt, config.loss_form, unclipped) / probe.loss
-            errors = terms.errors(fmt)
-            for gemm in ROWS:
-                rows.append(
-                    Divergence(
-                        name,
-                        gemm,
-                        fmt,
-                        loss if gemm in ("forward", LAYER) else 0.0,
-                        gradient_scale * _root(squares[gemm].step),
-                        sum(flops[name].values()) if gemm == LAYER else flops[name][gemm],
-                        gradient_scale * _root(squares[gemm].bias),
-                        *errors[gemm],
-                    )
+            squares = terms.pending_weight_divergences(fmt, (row_key, column_key))
+            loss = terms.pending_loss_divergence(fmt, config.loss_form, unclipped)
+            sums.append(_Sums(name, fmt, squares, loss, terms.pending_errors(fmt)))
+    # All sums are under way; now they are waited for, once.
+    parts = zip(*(read_all(part) for part in zip(*(one[2:] for one in sums), strict=True)), strict=True)
+    rows: list[Divergence] = []
+    for (name, fmt, *_), (squares, loss, errors) in zip(sums, parts, strict=True):
+        for gemm in ROWS:
+            rows.append(
+                Divergence(
+                    name,
+                    gemm,
+                    fmt,
+                    loss / probe.loss if gemm in ("forward", LAYER) else 0.0,
+                    gradient_scale * _root(squares[gemm].step),
+                    sum(flops[name].values()) if gemm == LAYER else flops[name][gemm],
+                    gradient_scale * _root(squares[gemm].bias),
+                    *errors[gemm],
                 )
+            )
     return DivergenceTable(probe.loss, tuple(rows))
+
+
+class _Sums(NamedTuple):
+    """What one layer and format still have on the device."""
+
+    layer: str
+    format: str
+    squares: Pending[dict[str, Squares]]
+    loss: Pending[float]
+    errors: Pending[dict[str, tuple[float, float]]]
 
 
 def _root(square: float) -> float:
@@ -175,6 +192,13 @@ def _root(square: float) -> float:
 def _relative(product: Callable[[Tensor, Tensor], Tensor], gradient: Tensor, norm: float, tensor: Tensor) -> Tensor:
     """Returns a product with the optimizer's derivative at `gradient`, relative to the weight's norm."""
     return product(gradient.to(torch.float32), tensor) / norm
+
+
+def _pushforward(answer: Response, gradient: Tensor, norm: float) -> Callable[[Tensor], Tensor] | Tensor:
+    """Returns how a gradient's change changes the update, relative to the weight's norm, as `LayerTerms` takes it."""
+    push = partial(_relative, answer.pushforward, gradient, norm)
+    # The factors of a diagonal derivative are worked out once instead of for every product with it.
+    return push(gradient.new_ones(()).expand_as(gradient)) if isinstance(answer, _ElementwiseResponse) else push
 
 
 def gradients_of(model: nn.Module, batch: Batch, layers: Mapping[str, SnipLinear]) -> tuple[float, dict[str, Tensor]]:

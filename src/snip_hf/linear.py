@@ -11,16 +11,20 @@ from __future__ import annotations
 import fnmatch
 import logging
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from . import kernels
 from .config import SnipConfig
 from .formats import FORMAT_CODES, FORMAT_NAMES, GEMMS, check_format
-from .kernels import STATE_SIZE, forward_gemm, grad_input_gemm, grad_weight_gemm
+from .kernels import STATE_SIZE, forward_gemm, grad_input_gemm, grad_weight_gemm, hopper_lacks
+from .quantize import stream_key
+from .tensorcores import TensorCoreGemms, TiedInput, quantize_input
 
 # On import torchao warns of CUDA extensions that do not load and of how it registers enums; nothing here uses either.
 _noisy = {name: logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")}
@@ -41,7 +45,10 @@ logger = logging.getLogger(__name__)
 _KNOWN_SUBCLASSES = ("FalconLinear",)
 # Small matrices of adapters, by their names in PEFT; they stay in high precision.
 _ADAPTERS = ("*.lora_A.*", "*.lora_B.*")
-_SEED, _STEP, _MICRO_BATCH, _LAYER = range(len(GEMMS), STATE_SIZE)
+_KEY = len(GEMMS)
+# Number of the output gradient among the operands that a random stream can be for. Both GEMMs that read it round it
+# with the same random numbers: what one adds to the layers before, and the other to the own weight's gradient.
+_GRAD_OUTPUT = 1
 
 
 class _ThreeGemms(torch.autograd.Function):
@@ -76,20 +83,49 @@ class SnipLinear(nn.Linear):
 
     snip_state: Tensor
     snip_original_class: type[nn.Linear]
+    snip_key: int
+    """The layer's part of the key of its random numbers, of its name."""
     snip_recorder: Callable[[SnipLinear, Tensor], Tensor] | None
     """Set by the probe for the time of its passes: computes the layer's output instead."""
+    snip_backend: str
+    """"emulated" or "hopper"; the latter's kernels compute in BF16 only, other dtypes run emulated."""
+    snip_high: tuple[bool, bool, bool]
+    """Which GEMMs run in BF16; for the "hopper" backend, where this is part of the compiled graph."""
+    snip_tied: TiedInput | None
+    """Shared with the tied layers that take the same input; None: the input is quantized for this layer alone."""
+    snip_weights: tuple[Tensor, ...]
+    """The weight as `keep_quantized` quantized it last; empty: every pass quantizes what it needs."""
+    snip_weight_version: int
+    """torch's count of the weight's changes at that time."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns input @ weight^T + bias; (..., I) -> (..., O)."""
         if self.snip_recorder is not None:
             return self.snip_recorder(self, input)
         x = input
-        weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        y: Tensor = _ThreeGemms.apply(x, weight, bias, self.snip_state)
+            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        if self.snip_backend == "hopper" and x.dtype == torch.bfloat16:
+            return self._on_hopper(input, x, bias)
+        y: Tensor = _ThreeGemms.apply(x, self.weight.to(x.dtype), bias, self.snip_state)
+        return y
+
+    def _on_hopper(self, input: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns the output for x, which is `input` in BF16."""
+        high = self.snip_high
+        if all(high):
+            return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+        keeps_x = torch.is_grad_enabled() and self.weight.requires_grad
+        row_gemm, column_gemm = -1 if high[0] else 0, 2 if keeps_x and not high[2] else -1
+        if self.snip_tied is None:
+            quantized = quantize_input(x, self.snip_state, row_gemm, column_gemm)
+        else:
+            quantized = self.snip_tied.quantized(input, x, row_gemm, column_gemm)
+        y: Tensor = TensorCoreGemms.apply(
+            x, self.weight, bias, self.snip_state, high, keeps_x, *quantized, *self.snip_weights
+        )
         return y
 
     @property
@@ -108,6 +144,11 @@ class SnipLinear(nn.Linear):
             raise ValueError(f"Got formats for {sorted(formats)}; expected exactly {', '.join(GEMMS)}.")
         codes = [FORMAT_CODES[check_format(formats[gemm], gemm)] for gemm in GEMMS]
         self.snip_state[: len(GEMMS)] = torch.tensor(codes)
+        self._note_high(codes)
+
+    def _note_high(self, codes: Sequence[int]) -> None:
+        forward, grad_input, grad_weight = (FORMAT_NAMES[code] == "bf16" for code in codes)
+        self.snip_high = (forward, grad_input, grad_weight)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, formats={'/'.join(self.formats.values())}"
@@ -125,6 +166,8 @@ class SnipLinearConfig(AOBaseConfig):
     """Format of the three GEMMs until a plan is applied."""
     seed: int = 0
     """Seed of stochastic rounding."""
+    backend: str = "auto"
+    """As `SnipConfig.backend`. What cannot run on the layer's device when it is swapped starts as "emulated"."""
 
     def __post_init__(self) -> None:
         check_format(self.start_format, "start_format")
@@ -147,8 +190,12 @@ def _swap(module: nn.Module, config: SnipLinearConfig) -> nn.Module:
     module.snip_original_class = original_class
     module.snip_recorder = None
     codes = [FORMAT_CODES[config.start_format]] * len(GEMMS)
-    state = torch.tensor([*codes, config.seed, 0, 0, 0], dtype=torch.int64, device=device)
-    module.register_buffer("snip_state", state, persistent=False)
+    module.register_buffer("snip_state", torch.tensor([*codes, 0], device=device), persistent=False)
+    module.snip_key = 0
+    set_step({"": module}, config.seed, 0, 0)
+    module._note_high(codes)
+    module.snip_tied, module.snip_weights, module.snip_weight_version = None, (), -1
+    module.snip_backend = "emulated" if config.backend == "emulated" or hopper_lacks(device) else "hopper"
     return module
 
 
@@ -193,13 +240,14 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
             _restore(layer)
     quantize_(
         model,
-        SnipLinearConfig(start_format=config.start_format, seed=config.seed),
+        SnipLinearConfig(start_format=config.start_format, seed=config.seed, backend=config.backend),
         filter_fn=lambda module, name: id(module) in wanted,
     )
     layers = snip_linears(model)
     for name in chosen:
         # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone.
-        layers[name].snip_state[_LAYER] = zlib.crc32(name.encode())
+        layers[name].snip_key = zlib.crc32(name.encode())
+    set_step({name: layer for name, layer in layers.items() if name not in before}, config.seed, 0, 0)
     if before.keys() != layers.keys():
         logger.info("snip-hf swapped %d linear layers; skipped %d (%s).", len(chosen), len(skipped), _summary(skipped))
     return chosen
@@ -215,7 +263,8 @@ def _restore(layer: SnipLinear) -> None:
     del layer._buffers["snip_state"]
     layer._non_persistent_buffers_set.discard("snip_state")
     original_class = layer.snip_original_class
-    del layer.snip_original_class, layer.snip_recorder
+    del layer.snip_original_class, layer.snip_key, layer.snip_recorder, layer.snip_backend, layer.snip_high
+    del layer.snip_tied, layer.snip_weights, layer.snip_weight_version
     layer.__class__ = original_class  # type: ignore[assignment]
 
 
@@ -224,11 +273,63 @@ def snip_linears(model: nn.Module) -> dict[str, SnipLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, SnipLinear)}
 
 
-def set_step(layers: Mapping[str, SnipLinear], seed: int, step: int, micro_batch: int) -> None:
-    """Writes what keys the layers' random numbers, besides their names: one stream per (seed, step, micro-batch)."""
-    numbers = torch.tensor([seed, step, micro_batch])
+def pack_states(layers: Mapping[str, SnipLinear]) -> None:
+    """Makes the states of all layers on one device rows of one tensor, which `set_step` then writes in one go."""
+    devices: dict[torch.device, list[SnipLinear]] = {}
     for layer in layers.values():
-        layer.snip_state[_SEED:_LAYER] = numbers
+        devices.setdefault(layer.snip_state.device, []).append(layer)
+    for members in devices.values():
+        for layer, row in zip(members, torch.stack([layer.snip_state for layer in members]).unbind(), strict=True):
+            layer.snip_state = row
+
+
+def set_step(layers: Mapping[str, SnipLinear], seed: int, step: int, micro_batch: int) -> None:
+    """Keys the layers' random numbers: one stream per (seed, step, micro-batch, layer name)."""
+    names = np.array([layer.snip_key for layer in layers.values()], dtype=np.uint64)
+    keys = torch.from_numpy(stream_key(seed, step, micro_batch, names, _GRAD_OUTPUT).view(np.int64))
+    packed: dict[int, list[int]] = {}
+    states = [layer.snip_state for layer in layers.values()]
+    for index, state in enumerate(states):
+        packed.setdefault(id(state if state._base is None else state._base), []).append(index)
+    for members in packed.values():
+        base = states[members[0]]._base
+        if base is not None and base.shape == (len(members), STATE_SIZE):
+            members.sort(key=lambda index: states[index].storage_offset())
+            base[:, _KEY] = keys[members].to(base.device, non_blocking=True)
+        else:
+            for index in members:
+                states[index][_KEY] = keys[index]
+
+
+def keep_quantized(layers: Mapping[str, SnipLinear], everything: bool = True) -> None:
+    """Quantizes the weights of the layers that run on Hopper, for all passes until the next call.
+
+    To be called whenever weights or formats have changed. Sharded weights are left to the passes.
+
+    Args:
+        layers: the layers.
+        everything: False leaves out layers whose weight has not changed since the last call as far as torch knows
+            (it does not see what is written through `weight.data`).
+    """
+    for layer in layers.values():
+        weight, uses = layer.weight, tuple(not high for high in layer.snip_high[:2])
+        if layer.snip_backend != "hopper" or type(weight) is not nn.Parameter or not any(uses):
+            layer.snip_weights = ()
+            continue
+        used = tuple(tensor.numel() > 0 for tensor in layer.snip_weights[::2])
+        if used != uses or layer.snip_weights[0].device != weight.device:
+            layer.snip_weights = kernels.hopper.quantize_weight(weight.detach(), layer.snip_state, *uses)
+            for tensor in layer.snip_weights:  # so that CUDA graphs read them where they are
+                torch._dynamo.mark_static_address(tensor)
+        elif everything or layer.snip_weight_version != weight._version:
+            kernels.hopper.quantize_weight_into(weight, layer.snip_state, layer.snip_weights)
+        layer.snip_weight_version = weight._version
+
+
+def drop_quantized(layers: Mapping[str, SnipLinear]) -> None:
+    """Ends `keep_quantized`: every pass quantizes the weights that it needs again."""
+    for layer in layers.values():
+        layer.snip_weights = ()
 
 
 def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:

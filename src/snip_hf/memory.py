@@ -2,8 +2,8 @@
 
 Counted is what a probe holds from one pass to the next: FP32 copies of weights, their gradients, and the samples of all
 layers. Not counted, and so not bounded: the activations of the running pass, which is in FP32 (where training is under
-BF16 autocast they are about twice as large as those of its micro-batch), and what is computed of one layer at a time,
-before the passes and after them.
+BF16 autocast they are about twice as large as those of as many of its tokens; `probe_batch_tokens` says how many the
+probe runs on), and what is computed of one layer at a time, before the passes and after them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def bounded(config: SnipConfig, model: nn.Module) -> SnipConfig:
 
 
 def kept_tokens(config: SnipConfig, tokens: int) -> int:
-    """Returns how many of a micro-batch's tokens the probe keeps per layer."""
+    """Returns how many of the tokens that the probe runs on it keeps per layer."""
     if config.probe_tokens is None or tokens <= config.probe_tokens:
         return tokens
     return min(config.probe_tokens, tokens) // TILE * TILE

@@ -1,7 +1,8 @@
 """Which format does each GEMM of each layer run in, and where did that decision come from?
 
 A plan is data: exact layer name and GEMM -> format, the FLOPs behind its FP4 share, the stages that each had to meet
-the target, and its provenance. It is checked whenever it is built, so a plan that exists is a plan that can be applied.
+the target, its provenance, and the measured times where these were what had to meet it. It is checked whenever it is
+built, so a plan that exists is a plan that can be applied.
 Files are JSON, read strictly: a plan may come from the Hub or from a disk that filled up.
 """
 
@@ -11,15 +12,17 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
-from .formats import GEMMS, check_format
+from .cost import MeasuredCost, Weights
+from .formats import FORMAT_CODES, GEMMS, check_format
 from .jsonfiles import read_json, write_json_atomic
 from .linear import snip_linears
+from .timing import Machine, check_seconds
 
 SCHEMA_VERSION = 1
 KIND = "snip-hf precision plan"
@@ -78,7 +81,8 @@ class PrecisionPlan:
 
     Raises:
         ValueError: no layers; a layer without exactly the three GEMMs; an unknown format; FLOPs for other layers than
-            the assignment's, negative or not finite; stages that do not hold each layer exactly once, or have no FLOPs.
+            the assignment's, negative or not finite; stages that do not hold each layer exactly once, or have no FLOPs;
+            measured times for other layers, or none for a GEMM that has FLOPs.
     """
 
     assignment: Assignment
@@ -88,6 +92,8 @@ class PrecisionPlan:
     stages: tuple[tuple[str, ...], ...]
     """Layer names of each (pipeline) stage; at least one stage."""
     provenance: PlanProvenance
+    measured: MeasuredCost | None = None
+    """The times that the target was met by (`cost="measured"`); None: it was met by FLOPs."""
 
     def __post_init__(self) -> None:
         assignment = _checked_table(self.assignment, "assignment", check_format)
@@ -97,6 +103,8 @@ class PrecisionPlan:
         if not isinstance(self.provenance, PlanProvenance):
             raise ValueError(f"provenance is {_short(self.provenance)}, expected a PlanProvenance.")
         ordered = [layer for stage in stages for layer in stage]
+        if self.measured is not None:
+            object.__setattr__(self, "measured", _checked_measured(self.measured, flops, ordered))
         object.__setattr__(self, "assignment", MappingProxyType({layer: assignment[layer] for layer in ordered}))
         object.__setattr__(self, "flops", MappingProxyType({layer: flops[layer] for layer in ordered}))
         object.__setattr__(self, "stages", stages)
@@ -112,16 +120,29 @@ class PrecisionPlan:
     @property
     def fp4_fraction(self) -> float:
         """Share (0..1) of the planned linears' FLOPs that run in FP4; not a reduction of FLOPs."""
-        return self._fp4_fraction(self.assignment)
+        return self._fp4_fraction(self.assignment, self.flops)
 
     @property
     def stage_fp4_fractions(self) -> tuple[float, ...]:
         """`fp4_fraction` of each stage alone."""
-        return tuple(self._fp4_fraction(stage) for stage in self.stages)
+        return tuple(self._fp4_fraction(stage, self.flops) for stage in self.stages)
 
-    def _fp4_fraction(self, layers: Iterable[str]) -> float:
-        pairs = [(self.assignment[layer][gemm], self.flops[layer][gemm]) for layer in layers for gemm in GEMMS]
-        return math.fsum(flops for name, flops in pairs if name == "fp4") / math.fsum(flops for _, flops in pairs)
+    @property
+    def fp4_time_fraction(self) -> float | None:
+        """Share (0..1) of the linears' measured time in FP8 that belongs to GEMMs in FP4; None: not measured."""
+        return None if self.measured is None else self._fp4_fraction(self.assignment, self.measured.weights)
+
+    @property
+    def stage_fp4_time_fractions(self) -> tuple[float, ...] | None:
+        """`fp4_time_fraction` of each stage alone."""
+        if self.measured is None:
+            return None
+        weights = self.measured.weights
+        return tuple(self._fp4_fraction(stage, weights) for stage in self.stages)
+
+    def _fp4_fraction(self, layers: Iterable[str], weights: Weights) -> float:
+        pairs = [(self.assignment[layer][gemm], weights[layer][gemm]) for layer in layers for gemm in GEMMS]
+        return math.fsum(weight for name, weight in pairs if name == "fp4") / math.fsum(weight for _, weight in pairs)
 
     def changes(self, other: PrecisionPlan) -> dict[str, list[str]]:
         """What changes from this plan to `other`: {"layer:gemm": [format here, format in other]}, equal ones left out.
@@ -168,8 +189,8 @@ class PrecisionPlan:
             linear.set_formats(self.assignment[layer])
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain JSON data, layers in the order of the stages."""
-        return {
+        """The plan as plain JSON data, layers in the order of the stages; "measured" only where there is any."""
+        document = {
             "schema_version": SCHEMA_VERSION,
             "kind": KIND,
             "assignment": {layer: dict(formats) for layer, formats in self.assignment.items()},
@@ -177,6 +198,7 @@ class PrecisionPlan:
             "stages": [list(stage) for stage in self.stages],
             "provenance": self.provenance.to_dict(),
         }
+        return document if self.measured is None else document | {"measured": self.measured.to_dict()}
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> PrecisionPlan:
@@ -191,11 +213,19 @@ class PrecisionPlan:
         version = document.get("schema_version")
         if type(version) is not int or version != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {_short(version)}, expected {SCHEMA_VERSION}.")
-        _check_keys(document, ("schema_version", "kind", "assignment", "flops", "stages", "provenance"), "the document")
+        measured = ("measured",) if "measured" in document else ()
+        keys = ("schema_version", "kind", "assignment", "flops", "stages", "provenance", *measured)
+        _check_keys(document, keys, "the document")
         provenance = document["provenance"]
         _check_type(provenance, Mapping, "provenance", "a JSON object")
         _check_keys(provenance, tuple(field.name for field in fields(PlanProvenance)), "provenance")
-        return cls(document["assignment"], document["flops"], document["stages"], PlanProvenance(**provenance))
+        return cls(
+            document["assignment"],
+            document["flops"],
+            document["stages"],
+            PlanProvenance(**provenance),
+            _read_measured(document["measured"]) if measured else None,
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; the file at `path` is the old one or the whole new one, never a part."""
@@ -263,6 +293,41 @@ def _checked_stages(stages: Any, flops: Flops) -> tuple[tuple[str, ...], ...]:
     for layer in flops:
         if layer not in seen:
             raise ValueError(f"layer {layer!r} is in no stage, expected in exactly one.")
+    return checked
+
+
+def _read_measured(document: Any) -> MeasuredCost:
+    _check_type(document, Mapping, "measured", "a JSON object")
+    _check_keys(document, tuple(field.name for field in fields(MeasuredCost)), "measured")
+    machine = document["machine"]
+    _check_type(machine, Mapping, "measured.machine", "a JSON object")
+    _check_keys(machine, tuple(field.name for field in fields(Machine)), "measured.machine")
+    return MeasuredCost(machine=Machine(**machine), tokens=document["tokens"], seconds=document["seconds"])
+
+
+def _checked_measured(measured: Any, flops: Flops, order: Sequence[str]) -> MeasuredCost:
+    """A read-only copy, after checking that every GEMM that has FLOPs has a time in each format."""
+    _check_type(measured, MeasuredCost, "measured", "a MeasuredCost")
+    for field in fields(Machine):
+        _check_text(getattr(measured.machine, field.name), f"measured.machine.{field.name}")
+    if type(measured.tokens) is not int or measured.tokens < 1:
+        raise ValueError(f"measured.tokens is {_short(measured.tokens)}, expected an integer of at least 1.")
+    table = _checked_table(measured.seconds, "measured.seconds", lambda value, where: value)
+    for layer in table.keys() ^ flops.keys():
+        raise ValueError(f"measured.seconds and flops do not both name layer {layer!r}; expected the same layers.")
+    seconds: dict[str, Mapping[str, Mapping[str, float]]] = {}
+    for layer in order:
+        row: dict[str, Mapping[str, float]] = {}
+        for gemm in GEMMS:
+            where, times = f"measured.seconds[{layer!r}][{gemm!r}]", table[layer][gemm]
+            if flops[layer][gemm] > 0:
+                row[gemm] = check_seconds(times, where)
+            elif times != dict.fromkeys(FORMAT_CODES, 0.0):
+                raise ValueError(f"{where} is {_short(times)}, expected 0 in every format: the GEMM has no FLOPs.")
+            else:
+                row[gemm] = dict.fromkeys(FORMAT_CODES, 0.0)
+        seconds[layer] = MappingProxyType({gemm: MappingProxyType(times) for gemm, times in row.items()})
+    checked: MeasuredCost = replace(measured, seconds=MappingProxyType(seconds))
     return checked
 
 

@@ -1,8 +1,9 @@
 """How measurements become a plan: `snip` and every baseline, behind one small interface.
 
 A policy either needs a probe, and gives every choice a cost for the integer program, or is a rule, and gives the
-assignment outright. Both meet the target share of FLOPs in every stage, never from below. What the program decides, or
-a rule orders, are groups: linears at granularity "layer", (linear, GEMM) pairs at granularity "gemm".
+assignment outright. Both meet the target share, of FLOPs or of measured time, in every stage, never from below. What
+the program decides, or a rule orders, are groups: linears at granularity "layer", (linear, GEMM) pairs at granularity
+"gemm".
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .config import SnipConfig
+from .cost import MeasuredCost, Weights
 from .divergence import CHOICES, Divergence, DivergenceTable
 from .formats import GEMMS
 from .terms import LAYER
 
 Assignment = Mapping[str, Mapping[str, str]]
-# Shares of FLOPs are sums of floating-point numbers: what is short of the target by this much attains it.
+# Shares are sums of floating-point numbers: what is short of the target by this much attains it.
 _TOLERANCE = 1e-9
 
 
@@ -31,6 +33,13 @@ class Setting:
     config: SnipConfig
     flops: Mapping[str, Mapping[str, float]]
     stages: tuple[tuple[str, ...], ...]
+    measured: MeasuredCost | None = None
+    """The times that count in place of FLOPs, if any."""
+
+    @property
+    def weights(self) -> Weights:
+        """Layer -> GEMM -> what it counts in the efficiency constraint: seconds in FP8 if measured, else FLOPs."""
+        return self.flops if self.measured is None else self.measured.weights
 
     def groups(self, layers: Sequence[str]) -> list[str]:
         """Returns the names of the groups of these layers: "layer", or "layer:gemm" at granularity "gemm"."""
@@ -44,10 +53,11 @@ class Setting:
         return [(layer, gemm)] if self.config.granularity == "gemm" else [(group, gemm) for gemm in GEMMS]
 
     def shares(self, stage: Sequence[str]) -> dict[str, float]:
-        """Returns each group's share of the stage's linear FLOPs."""
-        total = sum(sum(self.flops[layer].values()) for layer in stage)
+        """Returns each group's share of the stage's weight: of its linear FLOPs, or of its linears' measured time."""
+        weights = self.weights
+        total = sum(sum(weights[layer].values()) for layer in stage)
         return {
-            group: sum(self.flops[layer][gemm] for layer, gemm in self.members(group)) / total
+            group: sum(weights[layer][gemm] for layer, gemm in self.members(group)) / total
             for group in self.groups(stage)
         }
 
@@ -63,6 +73,11 @@ class Setting:
 def needs_probe(config: SnipConfig) -> bool:
     """Tells whether the policy decides from measurements (and refreshes), or is a rule or a file (and stays)."""
     return config.plan is None and config.policy in _COSTS
+
+
+def needs_weights(config: SnipConfig) -> bool:
+    """Tells whether the policy aims at a share of FLOPs or time; the uniform ones and a plan file do not."""
+    return config.plan is None and (config.policy in _COSTS or config.policy in _ORDERS)
 
 
 def find_stages(layers: Sequence[str], config: SnipConfig) -> tuple[tuple[str, ...], ...]:

@@ -12,9 +12,10 @@ back.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,10 +26,25 @@ from torch import Tensor, nn
 
 from .formats import TILE
 from .linear import SnipLinear, snip_linears
+from .products import is_split, product
 from .quantize import stream_key
+
+logger = logging.getLogger(__name__)
 
 # |eps * d| / |W| over all swapped weights: small enough for first order, large enough for FP32 (section 3 there).
 RELATIVE_STEP = 1e-3
+
+# What a model's forward takes one row per sequence of: name -> numbers of dimensions, the first of which may also be 1.
+_BY_SEQUENCE = {
+    "input_ids": (2,),
+    "labels": (2,),
+    "attention_mask": (2, 4),
+    "position_ids": (2,),
+    "token_type_ids": (2,),
+    "inputs_embeds": (3,),
+}
+# The label of tokens that have no part in the loss, in torch and Hugging Face models.
+_NO_LABEL = -100
 
 
 @dataclass(frozen=True)
@@ -59,6 +75,8 @@ class Batch:
 
     kwargs: Mapping[str, Any]
     random_state: RandomState
+    parts: float = 1.0
+    """The step's micro-batch holds so many times the tokens (with a label) of this one, which stands for all of it."""
 
     @classmethod
     def of(cls, kwargs: Mapping[str, Any]) -> Batch:
@@ -77,6 +95,36 @@ class Batch:
                 "policy='layer-position'."
             )
         return cls({key: value for key, value in kwargs.items() if key != "num_items_in_batch"}, RandomState.now())
+
+    def front(self, tokens: int | None) -> Batch:
+        """Returns the first sequences, as many as hold at most so many tokens but at least one; None: all of them.
+
+        A single sequence is kept whole: cut, it would be another text with other positions. The whole micro-batch is
+        returned, and the log says why, if an input may belong to several sequences at once (packed ones, say), or if
+        the first sequences have no labels.
+        """
+        labels = self.kwargs["labels"]
+        if tokens is None or labels.numel() <= tokens or labels.shape[0] == 1:
+            return self
+        whole = [name for name, value in self.kwargs.items() if not _is_by_sequence(name, value, labels.shape[0])]
+        rows = max(1, tokens * labels.shape[0] // labels.numel())
+        every, kept = (int((part != _NO_LABEL).sum()) for part in (labels, labels[:rows]))
+        if whole or kept == 0:
+            reason = f"its input {whole[0]!r} cannot be cut" if whole else f"its first {rows} sequences have no labels"
+            logger.info("snip-hf: the probe takes the whole micro-batch of %d tokens: %s.", labels.numel(), reason)
+            return self
+        cut = {
+            name: value[:rows] if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] > 1 else value
+            for name, value in self.kwargs.items()
+        }
+        return Batch(cut, self.random_state, every / kept)
+
+
+def _is_by_sequence(name: str, value: Any, sequences: int) -> bool:
+    """Tells whether an input has one row per sequence, or says the same of all of them."""
+    if not isinstance(value, Tensor):
+        return value is None or isinstance(value, bool | int | float | str)
+    return value.dim() == 0 or (value.dim() in _BY_SEQUENCE.get(name, ()) and value.shape[0] in (1, sequences))
 
 
 @dataclass
@@ -141,7 +189,7 @@ def run_probe(
     """
     layers = snip_linears(model)
     samples: dict[str, LayerSample] = {}
-    losses = []
+    losses: list[float] = []
 
     def record(weights: Mapping[str, Tensor]) -> _Recorder:
         recorder = _Recorder(probe_tokens, seed, step)
@@ -150,8 +198,10 @@ def run_probe(
         return recorder
 
     if probes == 0 or not pullbacks:
-        for name, one in record({}).records.items():
-            samples[name] = LayerSample(one.tokens, one.x, one.grad_output, energy_ratio=one.energy_ratio())
+        recorder = record({})
+        ratios = recorder.energy_ratios()
+        for name, one in recorder.records.items():
+            samples[name] = LayerSample(one.tokens, one.x, one.grad_output, energy_ratio=ratios[name])
     for index in range(probes if pullbacks else 0):
         moved, epsilon = _move(layers, pullbacks, stream_key(seed, step, index, 0, 0) >> 1, relative_step)
         plus = record(moved)
@@ -172,20 +222,29 @@ def _move(
     """Returns parameter name -> W + eps * d in FP32 for the random direction of this key, and eps."""
     generators: dict[torch.device, torch.Generator] = {}
     moved: dict[str, Tensor] = {}
-    weights = moves = 0.0
+    squares: list[Tensor] = []
     for name, pullback in pullbacks.items():
         weight = layers[name].weight.detach()
         if weight.device not in generators:
             generators[weight.device] = torch.Generator(weight.device).manual_seed(key)
         generator = generators[weight.device]
         direction = pullback(torch.randn(weight.shape, generator=generator, device=weight.device))
-        weights += float(weight.to(torch.float32).square().sum())
-        moves += float(direction.square().sum())
+        squares += [torch.linalg.vector_norm(tensor.to(torch.float32)).square() for tensor in (weight, direction)]
         moved[f"{name}.weight"] = direction
+    figures = read(squares)
+    weights, moves = sum(figures[::2]), sum(figures[1::2])
     epsilon = relative_step * (weights / moves) ** 0.5 if moves > 0 else 1.0
     for name, direction in moved.items():
         direction.mul_(epsilon).add_(layers[name.removesuffix(".weight")].weight.detach())
     return moved, epsilon
+
+
+def read(figures: Sequence[Tensor]) -> list[float]:
+    """Returns tensors of one element as numbers. The device is waited for once, not once per figure."""
+    if not figures:
+        return []
+    together: list[float] = torch.stack([figure.to(figures[0].device) for figure in figures]).tolist()
+    return together
 
 
 def run_pass(
@@ -220,7 +279,7 @@ def run_pass(
         batch.random_state.restore()
         stand_in = _Pass(model, autocast, backward)
         named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        with _attributes_kept(model):
+        with _attributes_kept(model), _efficient_attention():
             loss: Tensor = torch.func.functional_call(stand_in, named, (dict(batch.kwargs),))
     finally:
         before.restore()
@@ -250,6 +309,33 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
             for now, then in ((vars(module), attributes), (module._buffers, buffers)):
                 now.clear()
                 now.update(then)
+
+
+@contextmanager
+def _efficient_attention() -> Iterator[None]:
+    """Gives torch's attention in FP32 on CUDA one key and value per query head, where heads share them.
+
+    Only so does it take the memory-efficient kernel, which runs on tensor cores and holds no (tokens, tokens) matrices.
+    The function itself is replaced, since backward passes that recompute run in threads of their own.
+    """
+    original = nn.functional.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("enable_gqa") and query.is_cuda and query.dtype == torch.float32:
+            key, value = per_query_head(query, key), per_query_head(query, value)
+            kwargs["enable_gqa"] = False
+        return original(query, key, value, *args, **kwargs)
+
+    nn.functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = original
+
+
+def per_query_head(query: Tensor, shared: Tensor) -> Tensor:
+    """Returns keys or values (..., fewer heads, L, E) as (..., heads of the query, L, E)."""
+    return shared.repeat_interleave(query.shape[-3] // shared.shape[-3], dim=-3)
 
 
 class _Pass(nn.Module):
@@ -282,14 +368,17 @@ class _RecordedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, recorder: _Recorder) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.name, ctx.recorder = name, recorder
-        return torch.nn.functional.linear(x, weight, bias)
+        if not is_split(x, weight):
+            return torch.nn.functional.linear(x, weight, bias)
+        y = product(x, weight.t())  # (T, I) x (I, O)
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         ctx.recorder.keep(ctx.name, x, grad_output)
         # Under autocast the output's gradient is of lower precision than the weight.
-        grad_input = grad_output @ weight.to(grad_output.dtype) if ctx.needs_input_grad[0] else None
+        grad_input = product(grad_output, weight.to(grad_output.dtype)) if ctx.needs_input_grad[0] else None
         return grad_input, None, None, None, None
 
 
@@ -301,11 +390,6 @@ class _Record(NamedTuple):
     grad_output: Tensor
     energies: Tensor
 
-    def energy_ratio(self) -> float | None:
-        """Returns all over sampled; None if that says nothing."""
-        every, sampled = self.energies.tolist()
-        return every / sampled if sampled > 0 and math.isfinite(every / sampled) else None
-
 
 class _Recorder:
     """Keeps a sample of (X, G) per layer: all tokens, or runs of 128 consecutive ones, spread over all of them."""
@@ -314,9 +398,22 @@ class _Recorder:
         self.records: dict[str, _Record] = {}
         self._probe_tokens = probe_tokens
         self._seed, self._step = seed, step
+        # (tokens, device) -> which of them are kept; moved there once, since each such move waits for the device.
+        self._kept: dict[tuple[int, torch.device], Tensor] = {}
+
+    def energy_ratios(self) -> dict[str, float | None]:
+        """Returns layer -> energy of all tokens over that of the sampled ones; None if that says nothing."""
+        figures = read([energy for record in self.records.values() for energy in record.energies])
+        pairs = zip(figures[::2], figures[1::2], strict=True)
+        ratios = [every / sampled if sampled > 0 else math.inf for every, sampled in pairs]
+        finite = (ratio if math.isfinite(ratio) else None for ratio in ratios)
+        return dict(zip(self.records, finite, strict=True))
 
     def keep(self, name: str, x: Tensor, grad_output: Tensor) -> None:
-        tokens = self._sample(x.shape[0]).to(x.device)
+        at = x.shape[0], x.device
+        if at not in self._kept:
+            self._kept[at] = self._sample(x.shape[0]).to(x.device)
+        tokens = self._kept[at]
         x, grad_output = x.detach(), grad_output.detach()
         energy = x.to(torch.float32).square().sum(1) * grad_output.to(torch.float32).square().sum(1)
         record = _Record(
@@ -378,15 +475,15 @@ def _combine(
 
     Takes the records away one by one, so that little more is held than the samples.
     """
+    ratios = plus.energy_ratios()
     for name in [name for name in plus.records if name in minus.records]:
-        record = plus.records.pop(name)
-        tokens, x_plus, grad_plus, _ = record
+        tokens, x_plus, grad_plus, _ = plus.records.pop(name)
         _, x_minus, grad_minus, _ = minus.records.pop(name)
         if x_plus.shape != x_minus.shape:  # a router sent other tokens here; no derivative can be taken
             continue
         x_dot, grad_dot = ((p - m).div_(2 * epsilon) for p, m in ((x_plus, x_minus), (grad_plus, grad_minus)))
         if name not in samples:
             mean_x, mean_grad = x_plus.add_(x_minus).div_(2), grad_plus.add_(grad_minus).div_(2)
-            samples[name] = LayerSample(tokens, mean_x, mean_grad, energy_ratio=record.energy_ratio())
+            samples[name] = LayerSample(tokens, mean_x, mean_grad, energy_ratio=ratios[name])
         samples[name].x_dot.append(x_dot)
         samples[name].grad_output_dot.append(grad_dot)

@@ -12,6 +12,7 @@ towards zero instead of dividing by a subnormal number, which not every device c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,8 +48,8 @@ def quantize(x: Tensor, fmt: NumberFormat, tile: tuple[int, int], key: int | Non
         x: (R, C), float32, bfloat16 or float16.
         fmt: the grid.
         tile: rows and columns of a tile.
-        key: None rounds to nearest, ties to even; a 64-bit key (see `stream_key`) rounds stochastically, with the
-            random number of element (r, c) taken from position r * C + c of that key's stream.
+        key: None rounds to nearest, ties to even; a 64-bit key (see `stream_key`) rounds stochastically, with that
+            key's random number for element (r, c) (see `uniform`).
 
     Raises:
         ValueError: x is not a 2-D floating-point tensor.
@@ -88,8 +89,9 @@ def round_to_format(x: Tensor, fmt: NumberFormat, random: Tensor | None = None) 
     Args:
         x: any shape, FP32.
         fmt: the grid.
-        random: None for nearest, ties to even. Otherwise uniform numbers in [0, 1) of x's shape: an element between two
-            grid values a < |x| < b goes to b exactly if random < (|x| - a) / (b - a), which is unbiased.
+        random: None for nearest, ties to even. Otherwise numbers of x's shape as `uniform` gives them: x + (random -
+            1/2) * (spacing of the grid around x) is rounded to nearest, so that x goes to either neighbour with the
+            probability that keeps its mean.
 
     Returns: x's shape, FP32.
     """
@@ -98,16 +100,14 @@ def round_to_format(x: Tensor, fmt: NumberFormat, random: Tensor | None = None) 
     power = (x.view(torch.int32) & _EXPONENT_MASK).view(torch.float32)
     spacing = power.clamp_min(2.0**fmt.min_exponent).mul_(2.0**-fmt.mantissa_bits)
     steps = x / spacing
-    if random is None:
-        rounded = steps.round_()  # ties to even
-    else:
-        whole = steps.abs().floor_()
-        rounded = whole.add_(random < steps.abs() - whole).copysign_(steps)
+    if random is not None:
+        steps += random - 0.5
+    rounded = steps.round_().copysign_(x)  # ties to even; copysign keeps the sign of what becomes 0
     return rounded.mul_(spacing).clamp_(-fmt.max, fmt.max)
 
 
-def stream_key(seed: int, step: int, micro_batch: int, layer: int, operand: int) -> int:
-    """Returns the 64-bit key of one operand's stream of random numbers.
+def stream_key(seed: int, step: int, micro_batch: int, layer: Any, operand: int) -> Any:
+    """Returns the 64-bit key of one operand's stream of random numbers; for an array of layers (uint64), an array.
 
     The same five numbers give the same stream, in a resumed run and in the recomputation of activation checkpointing
     alike; a change of any of them gives another one.
@@ -119,20 +119,29 @@ def stream_key(seed: int, step: int, micro_batch: int, layer: int, operand: int)
     return (high << 32) | low
 
 
-def uniform(key: int, shape: tuple[int, ...] | torch.Size, device: torch.device | str = "cpu") -> Tensor:
-    """Returns numbers k * 2**-24, k = 0 ... 2**24 - 1, one per position: a pure function of (key, position).
+def uniform(key: int, shape: tuple[int, int] | torch.Size, device: torch.device | str = "cpu") -> Tensor:
+    """Returns numbers (k + 1/2) / 256, k = 0 ... 255, one per element: a pure function of (key, element).
 
-    The counter hash is a 32-bit finaliser of two multiplications (constants of Wellons' `lowbias32`) with the key's
-    halves put in before and between them; positions count modulo 2**32. Integer operations wrap, so that a kernel in
-    any language can repeat it bit for bit.
+    One 32-bit hash serves four neighbours in a column, which a kernel has at hand together: rows 4 i ... 4 i + 3 take
+    its bytes, the lowest first, at position i * C + c; positions count modulo 2**32. Eight bits are what NVIDIA's
+    stochastic conversion to FP4 takes too; they leave the mean of a rounded number within 2**-9 spacings of it. The
+    hash is a finaliser of two multiplications (constants of Wellons' `lowbias32`) with the key's halves put in before
+    and between them. Integer operations wrap, so that a kernel in any language can repeat it bit for bit.
     """
-    count = torch.Size(shape).numel()
+    rows, columns = shape
+    runs = (rows + 3) // 4
+    bits = _hash(key, runs * columns, device).view(runs, 1, columns)
+    numbers = torch.cat([bits, bits >> 8, bits >> 16, bits >> 24], 1).bitwise_and_(0xFF)
+    return numbers.to(torch.float32).add_(0.5).mul_(2.0**-8).view(4 * runs, columns)[:rows]
+
+
+def _hash(key: int, count: int, device: torch.device | str) -> Tensor:
+    """Returns the key's 32 random bits for positions 0 ... count - 1, int32."""
     x = torch.arange(count, dtype=torch.int64 if count > 2**31 - 1 else torch.int32, device=device).to(torch.int32)
     low, high = _signed(key & _MASK32), _signed(key >> 32)
     x = _shift_xor(x.bitwise_xor_(low), 16).mul_(0x7FEB352D)
     x = _shift_xor(x.add_(high), 15).mul_(_signed(0x846CA68B))
-    x = _shift_xor(x, 16)
-    return ((x >> 8) & 0xFFFFFF).to(torch.float32).mul_(2.0**-24).view(shape)
+    return _shift_xor(x, 16)
 
 
 def _shift_xor(x: Tensor, bits: int) -> Tensor:
@@ -144,8 +153,8 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
-def _mix(x: int) -> int:
-    """Wellons' `lowbias32` on one Python integer."""
+def _mix(x: Any) -> Any:
+    """Wellons' `lowbias32` on a Python integer, or on an array of uint64 that are below 2**32."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK32
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK32
     return x ^ (x >> 16)

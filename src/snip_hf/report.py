@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,9 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from .config import SnipConfig
+from .cost import cost_shares, describe_cost
 from .divergence import Divergence, DivergenceTable
 from .figures import write_figures
-from .formats import GEMMS
+from .formats import FORMAT_CODES, GEMMS
 from .plan import PrecisionPlan
 from .policies import Setting, problem, split_layer
 from .runs import Run, load_run
@@ -44,11 +46,13 @@ def print_report(run_dir: str | os.PathLike[str], console: Console | None = None
 def _print_run(run: Run, console: Console) -> None:
     config = run.config
     policy = f"plan file {config['plan']}, held fixed" if config.get("plan") else f"policy {config.get('policy')}"
-    plan = run.plans[-1][1]
-    target = config.get("target_fp4_fraction")
+    plan = _in_force(run)
+    by_time = config.get("cost") == "measured"
+    target = f"{config.get('target_fp4_fraction')}{' of the measured time' * by_time}"
+    time = "" if plan.measured is None else f" and {plan.fp4_time_fraction:.4f} of their measured time"
     console.print(
         f"{policy[0].upper()}{policy[1:]}, granularity {config.get('granularity')}, target FP4 share {target}, "
-        f"attained {plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs). Model: "
+        f"attained {plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}. Model: "
         f"{plan.provenance.model_name or 'not named'}.",
         markup=False,
         highlight=False,
@@ -77,11 +81,53 @@ def _print_run(run: Run, console: Console) -> None:
     console.print(plan_table(plan))
     if len(plan.stages) > 1:
         console.print(stage_table(plan))
+    if plan.measured is not None:
+        print_cost(plan, console)
+    elif by_time:
+        console.print("The times of the GEMMs are not in plan.json (nothing was decided by them yet, or it is lost).")
     reasons = reason_table(run)
     if reasons is not None:
         console.print(reasons)
     for note in run.notes:
         console.print(f"Note: {note}", markup=False, highlight=False)
+
+
+def _in_force(run: Run) -> PrecisionPlan:
+    """Returns the plan of the end, with the measured times of plan.json: the history does not hold them."""
+    plan = run.plans[-1][1]
+    try:
+        saved = PrecisionPlan.load(run.folder / "snip" / "plan.json")
+        return dataclasses.replace(plan, measured=saved.measured)
+    except (OSError, ValueError):  # there is no such file of this plan; the run's notes say so
+        return plan
+
+
+def print_cost(plan: PrecisionPlan, console: Console) -> None:
+    """Prints how FLOPs and measured time relate, for a plan with measured times."""
+    assert plan.measured is not None
+    console.print(cost_table(plan))
+    stages = ", ".join(f"{share:.4f}" for share in plan.stage_fp4_time_fractions or ())
+    console.print(
+        f"{describe_cost(plan.flops, plan.measured)} The plan runs {plan.fp4_fraction:.4f} of the linear FLOPs and "
+        f"{plan.fp4_time_fraction:.4f} of their time in FP4 (per stage: {stages}).",
+        markup=False,
+        highlight=False,
+    )
+
+
+def cost_table(plan: PrecisionPlan) -> Table:
+    """One row per kind of linear and GEMM: its share of FLOPs, of time, and its time in each format."""
+    assert plan.measured is not None
+    table = _table("Cost (time share: of the time in FP8; ms: per micro-batch, over all blocks)")
+    for heading in ("linear", "GEMM", "FLOP\nshare", "time\nshare", "time /\nFLOPs"):
+        table.add_column(heading, justify="left" if heading in ("linear", "GEMM") else "right")
+    for fmt in FORMAT_CODES:
+        table.add_column(f"{fmt.upper()}\nms", justify="right")
+    for share in cost_shares(plan.flops, plan.measured):
+        milliseconds = (f"{1e3 * share.seconds[fmt]:.4g}" for fmt in FORMAT_CODES)
+        shares = (f"{share.flops:.4f}", f"{share.time:.4f}", f"{share.ratio:.2f}")
+        table.add_row(Text(share.kind), share.gemm, *shares, *milliseconds)
+    return table
 
 
 def refresh_table(run: Run) -> Table:
@@ -141,17 +187,19 @@ def plan_table(plan: PrecisionPlan) -> Table:
 
 
 def reason_table(run: Run) -> Table | None:
-    """Why the last applied plan is as it is: what FP4 would cost each group of the program per share of FLOPs.
+    """Why the last applied plan is as it is: what FP4 would cost each group of the program per share of FLOPs or time.
 
     Within a stage FP4 goes to the groups with the lowest price, as far as whole groups fit the target. None if the run
-    has no table of divergences for its last applied refresh.
+    has no table of divergences for its last applied refresh, or lacks the times that it was decided by.
     """
     applied = [refresh for refresh in run.refreshes if refresh.applied_step is not None]
     if not applied or applied[-1].step not in run.divergences:
         return None
-    plan = run.plans[-1][1]
+    plan = _in_force(run)
+    if plan.measured is None and run.config.get("cost") == "measured":
+        return None
     before = run.plans[-2][1] if len(run.plans) > 1 else plan
-    setting = Setting(SnipConfig.from_dict(run.config), plan.flops, plan.stages)
+    setting = Setting(SnipConfig.from_dict(run.config), plan.flops, plan.stages, plan.measured)
     rows = tuple(Divergence(**record) for record in run.divergences[applied[-1].step])
     divergences = {(row.layer, row.gemm): row for row in rows if row.format == "fp4"}
     program = problem(setting, DivergenceTable(0.0, rows), before.assignment)
@@ -160,7 +208,10 @@ def reason_table(run: Run) -> Table | None:
     for group in program["groups"]:
         fp8, fp4 = group["options"]
         prices[group["name"]] = (fp4["cost"] - fp8["cost"]) / fp4["weight"] if fp4["weight"] > 0 else 0.0
-    table = _table(f"Why (probe of step {applied[-1].step}; price: extra cost of FP4 per share of the stage's FLOPs)")
+    weight = "FLOPs" if plan.measured is None else "measured time"
+    table = _table(
+        f"Why (probe of step {applied[-1].step}; price: extra cost of FP4 per share of the stage's {weight})"
+    )
     for heading in ("stage", "layer", "loss\ndivergence", "weight\ndivergence", "price", "format"):
         table.add_column(heading, justify="left" if heading == "layer" else "right")
     order = sorted(prices, key=lambda group: (stage_of[group], prices[group]))
@@ -183,11 +234,17 @@ def _short_name(group: str) -> str:
 
 def stage_table(plan: PrecisionPlan) -> Table:
     table = _table("Stages")
-    for heading in ("stage", "layers", "FP4 share of its linear FLOPs"):
+    headings, columns = ["FP4 share of its linear FLOPs"], [(*plan.stage_fp4_fractions, plan.fp4_fraction)]
+    times, time = plan.stage_fp4_time_fractions, plan.fp4_time_fraction
+    if times is not None and time is not None:
+        headings.append("of their measured time")
+        columns.append((*times, time))
+    for heading in ("stage", "layers", *headings):
         table.add_column(heading, justify="right")
-    for index, (stage, share) in enumerate(zip(plan.stages, plan.stage_fp4_fractions, strict=True)):
-        table.add_row(str(index), str(len(stage)), f"{share:.4f}")
-    table.add_row("all", str(len(plan.assignment)), f"{plan.fp4_fraction:.4f}")
+    names = [*map(str, range(len(plan.stages))), "all"]
+    sizes = [*map(len, plan.stages), len(plan.assignment)]
+    for name, size, *shares in zip(names, sizes, *columns, strict=True):
+        table.add_row(name, str(size), *(f"{share:.4f}" for share in shares))
     return table
 
 

@@ -11,22 +11,28 @@ the bias, because what is random in them is independent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial, reduce
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from .formats import FORMATS, GEMMS, TILE
 from .probe import LayerSample
+from .products import product
 from .quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, fake_quantize
 
 LAYER = "layer"
 ROWS = (*GEMMS, LAYER)
 # Pieces of a sample, at most; more separate bias from noise better and cost more products.
 _MOST_PIECES = 8
+# Elements of (O, I) products of several pieces that are held at once: 512 MiB.
+_AT_ONCE = 2**27
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -49,16 +55,67 @@ class Squares:
         return cls(sum(one.step for one in squares) / count, sum(one.bias for one in squares) / count)
 
 
-class _Errors(NamedTuple):
-    """What rounding to one format does to the operands."""
+@dataclass(frozen=True)
+class Pending(Generic[Result]):
+    """A result whose sums are still on the device: reading them one by one would wait for it every time."""
 
-    weight_squared: Tensor
-    """(O, I)"""
-    x: Tensor
-    """(n, I), rows tiled along I"""
-    g: Tensor
-    """(n, O), rows tiled along O"""
-    g_is_random: bool
+    sums: Tensor
+    """(any,)"""
+    finish: Callable[[list[float]], Result]
+
+
+def read_all(pending: Sequence[Pending[Result]]) -> list[Result]:
+    """Returns the results of all, read from the device at once."""
+    if not pending:
+        return []
+    device = pending[0].sums.device
+    figures = iter(torch.cat([one.sums.to(device) for one in pending]).tolist())
+    return [one.finish([next(figures) for _ in range(len(one.sums))]) for one in pending]
+
+
+class _Sizes(NamedTuple):
+    """What the sums over a sample are extrapolated by."""
+
+    tokens: int
+    """T of the batch that was run"""
+    token_ratio: float
+    """T / n"""
+    scale: float
+    """Sums of squares: from the sample to all T tokens."""
+    pieces: int
+    micro_batches: float
+    """Batches of that size in the optimizer step."""
+
+    def of_pieces(self, own: float, total: float) -> Squares:
+        """From the pieces of the sample to all tokens of all micro-batches.
+
+        Args:
+            own: sum over the R pieces of |c_r|^2.
+            total: |sum of c_r|^2. Its cross terms are R (R - 1) times the square of what a piece does on the average.
+        """
+        mean = (total - own) / (self.pieces * (self.pieces - 1)) if self.pieces > 1 else 0.0
+        count = self.pieces * self.scale
+        # Over k micro-batches there are k * count pieces, each of 1 / k the weight.
+        batches = self.micro_batches
+        step = count * own / self.pieces / batches + count * (count - 1 / batches) * mean
+        return Squares(step, count**2 * mean)
+
+    def of_tokens(self, elements: float, by_token: float, own: float, total: float) -> Squares:
+        """The errors of activations: elements are independent but for what they share with their token or channel.
+
+        Args:
+            elements: sum of their squares.
+            by_token: sum over tokens of the squared sum over channels.
+            own: sum over channels and pieces of the squared sum over the piece's tokens.
+            total: sum over channels of the squared sum over tokens.
+        """
+        by_channel = self.of_pieces(own, total)
+        # Elements are in both sums, and count once.
+        return Squares(by_channel.step + self.scale / self.micro_batches * (by_token - elements), by_channel.bias)
+
+    def of_random_tokens(self, elements: float) -> Squares:
+        """The same under stochastic rounding, which makes every element independent and unbiased."""
+        return Squares(self.scale / self.micro_batches * elements, 0.0)
 
 
 class LayerTerms:
@@ -67,49 +124,64 @@ class LayerTerms:
     Args:
         sample: what the probe kept of the layer.
         weight: (O, I).
-        pushforward: how a gradient's change (O, I) changes the optimizer's update, relative to |W|; None for a layer
-            that is not trained.
+        pushforward: how a gradient's change (O, I) changes the optimizer's update, relative to |W|: a function, or the
+            factor of every element (O, I); None for a layer that is not trained.
         micro_batches: micro-batches of the optimizer step; the sampled one stands for all.
+        parts: how many times the tokens of the batch that was run make a micro-batch (`probe.Batch.parts`).
     """
 
     def __init__(
         self,
         sample: LayerSample,
         weight: Tensor,
-        pushforward: Callable[[Tensor], Tensor] | None,
+        pushforward: Callable[[Tensor], Tensor] | Tensor | None,
         micro_batches: int,
+        parts: float = 1.0,
     ) -> None:
         self.x, self.g, self.w = sample.x, sample.grad_output, weight.to(torch.float32)
         self._pushforward = pushforward
-        self._micro_batches = micro_batches
-        self._tokens = sample.tokens
+        self._parts = parts
         count = self.x.shape[0]
-        self._scale = sample.scale
-        self._token_ratio = sample.tokens / max(1, count)
-        # Sums of squares over independent tokens: from the sample to all tokens, and to the mean of all micro-batches.
-        self._token_scale = self._scale / micro_batches
-        pieces = torch.arange(count).tensor_split(max(2, min(_MOST_PIECES, count // TILE)))
-        self._pieces = [slice(int(piece[0]), int(piece[-1]) + 1) for piece in pieces if len(piece)]
-        self._g_w = self.g @ self.w  # (n, O) x (O, I)
+        pieces = min(max(1, count), max(2, min(_MOST_PIECES, count // TILE)))
+        # A part of a micro-batch, of the mean loss of its own, is to the step what one of more micro-batches is.
+        self._sizes = _Sizes(sample.tokens, sample.tokens / max(1, count), sample.scale, pieces, micro_batches * parts)
+        self._pieces_at_once = max(1, _AT_ONCE // max(1, self.w.numel()))
         self._quantized: dict[tuple[str, str, tuple[int, int], int | None], Tensor] = {}
-        self._probes = [self._meetings(*dots) for dots in zip(sample.x_dot, sample.grad_output_dot, strict=True)]
+        self._on_weight: dict[str, Tensor] = {}
+        # What eX meets: (n, O) x (O, I); and eG: (n, I) x (I, O).
+        gradients = [self.g, *sample.grad_output_dot]
+        self._g_w, *meets_x = product(torch.cat(gradients), self.w).split([count] * len(gradients))
+        meets_g = [product(x_dot, self.w.t()) for x_dot in sample.x_dot]
+        dots = zip(sample.x_dot, sample.grad_output_dot, strict=True)
+        self._probes = [(self._met_by_weight(*dot), x, g) for dot, x, g in zip(dots, meets_x, meets_g, strict=True)]
 
-    def _meetings(self, x_dot: Tensor, g_dot: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Returns what the errors meet along one probe's direction.
+    def _met_by_weight(self, x_dot: Tensor, g_dot: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Returns what eW meets along one probe's direction, in the forward GEMM, in grad_input and in both.
 
-        For eW in the forward GEMM, in grad_input and in both, which add before the square since one quantized weight
-        serves both: (sum over pieces of squares, square of the sum), (O, I) each. Then what eX and eG meet: (n, I) and
-        (n, O).
+        These two add before the square, since one quantized weight serves both. (Sum over pieces of squares, square of
+        the sum), (O, I) each.
         """
-        pairs = [[torch.zeros_like(self.w), torch.zeros_like(self.w)] for _ in range(3)]
-        for piece in self._pieces:
-            forward = g_dot[piece].t() @ self.x[piece]  # (O, n) x (n, I)
-            grad_input = self.g[piece].t() @ x_dot[piece]  # (O, n) x (n, I)
-            for (own, total), part in zip(pairs, (forward, grad_input, forward + grad_input), strict=True):
-                own.addcmul_(part, part)
-                total += part
-        on_weight = [(own, total.square_()) for own, total in pairs]
-        return (*on_weight, (g_dot @ self.w, x_dot @ self.w.t()))  # (n, O) x (O, I), (n, I) x (I, O)
+        own: list[list[Tensor]] = [[], [], []]
+        totals: list[list[Tensor]] = [[], []]
+        tensors = (self._by_piece(tensor) for tensor in (g_dot, self.x, self.g, x_dot))
+        for g_dot_r, x_r, g_r, x_dot_r in zip(*(tensor.split(self._pieces_at_once) for tensor in tensors), strict=True):
+            forward = product(g_dot_r.mT, x_r)  # (R, O, L) x (R, L, I)
+            grad_input = product(g_r.mT, x_dot_r)  # (R, O, L) x (R, L, I)
+            for total, part in zip(totals, (forward, grad_input), strict=True):
+                total.append(part.sum(0))
+            own[0].append(_squares(forward))
+            own[1].append(_squares(grad_input))
+            own[2].append(_squares(forward.add_(grad_input)))
+        on_forward, on_grad_input = (reduce(torch.add, total) for total in totals)
+        sums = on_forward, on_grad_input, on_forward + on_grad_input
+        return [(reduce(torch.add, squares), total.square_()) for squares, total in zip(own, sums, strict=True)]
+
+    def _by_piece(self, tensor: Tensor) -> Tensor:
+        """Returns (n, C) as (R, L, C): pieces of the sample, as even as can be, shorter ones with zeros at the end."""
+        pieces = self._sizes.pieces
+        if tensor.shape[0] % pieces == 0:
+            return tensor.view(pieces, tensor.shape[0] // pieces, tensor.shape[1])
+        return pad_sequence(list(tensor.tensor_split(pieces)), batch_first=True)
 
     def weight_divergences(self, name: str, keys: tuple[int, int]) -> dict[str, Squares]:
         """Returns row (a GEMM or "layer") -> squared weight divergence; the mean over the probes' squares.
@@ -118,77 +190,47 @@ class LayerTerms:
             name: format.
             keys: of the random rounding of G in FP4, along O and along T.
         """
+        return read_all([self.pending_weight_divergences(name, keys)])[0]
+
+    def pending_weight_divergences(self, name: str, keys: tuple[int, int]) -> Pending[dict[str, Squares]]:
+        """As `weight_divergences`, not waiting for the device."""
         is_random = name == "fp4"
-        errors = _Errors(
-            (self._rounded("w", name, SQUARE_TILE) - self.w).square_(),
-            self._rounded("x", name, ROW_TILE) - self.x,
-            self._rounded("g", name, ROW_TILE, keys[0] if is_random else None) - self.g,
-            is_random,
-        )
-        forward, grad_input, both = [], [], []
-        for on_forward, on_grad_input, on_both, (meets_x, meets_g) in self._probes:
-            of_x = self._of_tokens(meets_x * errors.x)
-            of_g = self._of_tokens(meets_g * errors.g, errors.g_is_random)
-            forward.append(of_x + self._of_weight(on_forward, errors))
-            grad_input.append(of_g + self._of_weight(on_grad_input, errors))
-            both.append(of_x + of_g + self._of_weight(on_both, errors))
-        grad_weight = self._grad_weight(name, keys[1] if is_random else None)
-        return {
-            "forward": Squares.mean(forward),
-            "grad_input": Squares.mean(grad_input),
-            "grad_weight": grad_weight,
-            LAYER: Squares.mean(both) + grad_weight,
-        }
+        e_w, e_x = self._weight_error(name), self._rounded("x", name, ROW_TILE) - self.x
+        e_g = self._rounded("g", name, ROW_TILE, keys[0] if is_random else None) - self.g
+        sums = []
+        for on_weight, meets_x, meets_g in self._probes:
+            sums += [(square * e_w).sum() for pair in on_weight for square in pair]
+            sums += self._token_sums(meets_x * e_x)
+            of_g = meets_g * e_g
+            sums += [of_g.square().sum()] if is_random else self._token_sums(of_g)
+        sums += self._grad_weight_sums(name, keys[1] if is_random else None)
+        return Pending(torch.stack(sums), partial(_squares_of, self._sizes, len(self._probes), is_random))
 
-    def _of_weight(self, met: tuple[Tensor, Tensor], errors: _Errors) -> Squares:
-        """The error of a weight meets the same sum over tokens everywhere; elements are independent."""
-        own, total = (float((square * errors.weight_squared).sum()) for square in met)
-        return self._extrapolate(own, total)
+    def _token_sums(self, products: Tensor) -> list[Tensor]:
+        """Returns what `_Sizes.of_tokens` takes; products are errors times what they meet, (n, channels)."""
+        channels = self._by_piece(products).sum(1)
+        figures = (products, products.sum(1), channels, channels.sum(0))
+        return [figure.square().sum() for figure in figures]
 
-    def _of_tokens(self, products: Tensor, is_random: bool = False) -> Squares:
-        """The errors of activations: elements are independent but for what they share with their token or channel.
-
-        Args:
-            products: error times what it meets, (n, channels).
-            is_random: stochastic rounding, which makes every element independent and unbiased.
-        """
-        elements = float(products.square().sum())
-        if is_random:
-            return Squares(self._token_scale * elements, 0.0)
-        by_token = self._token_scale * (float(products.sum(1).square().sum()) - elements)
-        channels = products.new_zeros(len(self._pieces), products.shape[1])
-        for index, piece in enumerate(self._pieces):
-            channels[index] = products[piece].sum(0)
-        by_channel = self._extrapolate(float(channels.square().sum()), float(channels.sum(0).square().sum()))
-        # Elements are in both sums, and count once.
-        return Squares(by_channel.step + by_token, by_channel.bias)
-
-    def _grad_weight(self, name: str, key: int | None) -> Squares:
-        """Returns |J (Q(G)^T Q(X) - G^T X)|^2, no derivative of the model needed."""
+    def _grad_weight_sums(self, name: str, key: int | None) -> list[Tensor]:
+        """Returns what `_Sizes.of_pieces` takes, for J (Q(G)^T Q(X) - G^T X), no derivative of the model needed."""
         if self._pushforward is None:
-            return Squares(0.0, 0.0)
+            return [self.w.new_zeros(()), self.w.new_zeros(())]
         g, x = self._rounded("g", name, COLUMN_TILE, key), self._rounded("x", name, COLUMN_TILE)
-        own, total = 0.0, torch.zeros_like(self.w)
-        for piece in self._pieces:
-            moved = self._pushforward(g[piece].t() @ x[piece] - self.g[piece].t() @ self.x[piece])
-            own += float(moved.square().sum())
-            total += moved
-        return self._extrapolate(own, float(total.square().sum()))
-
-    def _extrapolate(self, own: float, total: float) -> Squares:
-        """From the pieces of the sample to all tokens of all micro-batches.
-
-        Args:
-            own: sum over the R pieces of |c_r|^2.
-            total: |sum of c_r|^2. Its cross terms are R (R - 1) times the square of what a piece does on the average.
-        """
-        pieces = len(self._pieces)
-        mean = (total - own) / (pieces * (pieces - 1)) if pieces > 1 else 0.0
-        count = pieces * self._scale
-        # Over k micro-batches there are k * count pieces, each of 1 / k the weight.
-        batches = self._micro_batches
-        step = count * own / (max(1, pieces) * batches) + count * (count - 1 / batches) * mean
-        return Squares(step, count**2 * mean)
+        # One product of twice the length instead of the difference of two.
+        left = torch.cat([self._by_piece(g), self._by_piece(-self.g)], 1).split(self._pieces_at_once)
+        right = torch.cat([self._by_piece(x), self._by_piece(self.x)], 1).split(self._pieces_at_once)
+        own, totals = [], []
+        for g_r, x_r in zip(left, right, strict=True):
+            changes = product(g_r.mT, x_r)  # (R, O, 2 L) x (R, 2 L, I)
+            if isinstance(self._pushforward, Tensor):
+                changes.mul_(self._pushforward)
+            else:
+                for change in changes:
+                    change.copy_(self._pushforward(change))
+            own.append(_squares(changes).sum())
+            totals.append(changes.sum(0))
+        return [reduce(torch.add, own), reduce(torch.add, totals).square_().sum()]
 
     def loss_divergence(self, name: str, form: str, gradient: Tensor | None = None) -> float:
         """Returns the estimated rise of the loss (not yet relative) from quantizing the forward GEMM.
@@ -198,33 +240,45 @@ class LayerTerms:
             form: "token-fisher", "taylor" or "norm".
             gradient: of the weight, (O, I), over all that the step has seen; for "taylor".
         """
+        return read_all([self.pending_loss_divergence(name, form, gradient)])[0]
+
+    def pending_loss_divergence(self, name: str, form: str, gradient: Tensor | None = None) -> Pending[float]:
+        """As `loss_divergence`, not waiting for the device."""
         x, w = self._rounded("x", name, ROW_TILE), self._rounded("w", name, SQUARE_TILE)
+        tokens, token_ratio, scale, *_ = self._sizes
         if form == "norm":
-            grad_weight = self.g.t() @ self.x
-            on_x = self._g_w.square().sum() * (x - self.x).square().sum() / (self._tokens * self.x.shape[1])
-            on_w = grad_weight.square().sum() * (w - self.w).square().sum() / self.w.numel()
-            return self._token_ratio * math.sqrt(on_x + on_w)
+            grad_weight = product(self.g.t(), self.x)  # (O, n) x (n, I)
+            # Sums of |G|^2 fall with the number of tokens, over which the loss is a mean.
+            on_x = self._g_w.square().sum() * (x - self.x).square().sum() / (tokens * self.x.shape[1] * self._parts)
+            on_w = grad_weight.square().sum() * self._weight_error(name).sum() / self.w.numel()
+            return Pending((token_ratio * (on_x + on_w).sqrt())[None], _first)
         # G_t . E_t with E = Q(X) Q(W)^T - X W^T
-        along = ((self.g @ w) * x - self._g_w * self.x).sum(1)
-        fisher = float(self._tokens / 2 * self._scale * along.square().sum())
-        return fisher + (float((gradient * (w - self.w)).sum()) if form == "taylor" and gradient is not None else 0.0)
+        along = (product(self.g, w) * x - self._g_w * self.x).sum(1)
+        rise = tokens / 2 * scale * along.square().sum()
+        if form == "taylor" and gradient is not None:
+            rise = rise + (gradient * (w - self.w)).sum()
+        return Pending(rise[None], _first)
 
     def errors(self, name: str) -> dict[str, tuple[float, float]]:
         """Returns row -> (absolute, relative) error of its operands, rounded to nearest."""
-        x_row, x_column = self._error("x", name, ROW_TILE), self._error("x", name, COLUMN_TILE)
-        g_row, g_column = self._error("g", name, ROW_TILE), self._error("g", name, COLUMN_TILE)
-        w = self._error("w", name, SQUARE_TILE)
-        pairs = {"forward": (x_row, w), "grad_input": (g_row, w), "grad_weight": (g_column, x_column)}
-        sums = {gemm: (left[0] + right[0], left[1] + right[1]) for gemm, (left, right) in pairs.items()}
-        return {**sums, LAYER: (sum(value[0] for value in sums.values()), sum(value[1] for value in sums.values()))}
+        return read_all([self.pending_errors(name)])[0]
 
-    def _error(self, operand: str, name: str, tile: tuple[int, int]) -> tuple[float, float]:
-        """Returns the Frobenius norm of an operand's rounding error, for all tokens, and relative to the operand."""
-        x = getattr(self, operand)
-        absolute = float(torch.linalg.vector_norm(self._rounded(operand, name, tile) - x))
-        norm = float(torch.linalg.vector_norm(x))
-        ratio = 1.0 if operand == "w" else self._token_ratio
-        return absolute * ratio**0.5, absolute / norm if norm > 0 else 0.0
+    def pending_errors(self, name: str) -> Pending[dict[str, tuple[float, float]]]:
+        """As `errors`, not waiting for the device."""
+        norms = [self._weight_error(name).sum().sqrt(), torch.linalg.vector_norm(self.w)]
+        for operand, tile in _ACTIVATIONS:
+            x = getattr(self, operand)
+            norms += [torch.linalg.vector_norm(self._rounded(operand, name, tile) - x), torch.linalg.vector_norm(x)]
+        # From the sample to all tokens of the micro-batch, over whose number the loss and so G are a mean.
+        ratio = self._sizes.token_ratio
+        factors = {"x": (ratio * self._parts) ** 0.5, "g": (ratio / self._parts) ** 0.5}
+        return Pending(torch.stack(norms), partial(_errors_of, factors))
+
+    def _weight_error(self, name: str) -> Tensor:
+        """Returns eW squared, element by element, (O, I)."""
+        if name not in self._on_weight:
+            self._on_weight[name] = (self._rounded("w", name, SQUARE_TILE) - self.w).square_()
+        return self._on_weight[name]
 
     def _rounded(self, operand: str, name: str, tile: tuple[int, int], key: int | None = None) -> Tensor:
         """Returns "x", "g" or "w" as a GEMM in this format sees it; each is rounded once."""
@@ -232,3 +286,50 @@ class LayerTerms:
         if at not in self._quantized:
             self._quantized[at] = fake_quantize(getattr(self, operand), FORMATS[name], tile, key)
         return self._quantized[at]
+
+
+# Operands of the GEMMs beside the weight, and their tiles.
+_ACTIVATIONS = (("x", ROW_TILE), ("x", COLUMN_TILE), ("g", ROW_TILE), ("g", COLUMN_TILE))
+
+
+def _squares(parts: Tensor) -> Tensor:
+    """Returns the sum over the first dimension of squares."""
+    # On CUDA without a tensor of the squares; on a CPU a norm over the first dimension is several times slower.
+    return torch.linalg.vector_norm(parts, dim=0).square_() if parts.is_cuda else parts.square().sum(0)
+
+
+def _squares_of(sizes: _Sizes, probes: int, is_random: bool, figures: list[float]) -> dict[str, Squares]:
+    """Returns what `LayerTerms.weight_divergences` does, from its sums in their order."""
+    left = iter(figures)
+
+    def take(count: int) -> list[float]:
+        return [next(left) for _ in range(count)]
+
+    rows: dict[str, list[Squares]] = {"forward": [], "grad_input": [], LAYER: []}
+    for _ in range(probes):
+        on_forward, on_grad_input, on_both = (sizes.of_pieces(*take(2)) for _ in range(3))
+        of_x = sizes.of_tokens(*take(4))
+        of_g = sizes.of_random_tokens(*take(1)) if is_random else sizes.of_tokens(*take(4))
+        rows["forward"].append(of_x + on_forward)
+        rows["grad_input"].append(of_g + on_grad_input)
+        rows[LAYER].append(of_x + of_g + on_both)
+    grad_weight = sizes.of_pieces(*take(2))
+    means = {row: Squares.mean(squares) for row, squares in rows.items()}
+    return {**means, "grad_weight": grad_weight, LAYER: means[LAYER] + grad_weight}
+
+
+def _errors_of(factors: dict[str, float], norms: list[float]) -> dict[str, tuple[float, float]]:
+    """Returns what `LayerTerms.errors` does, from its norms in their order: (error, operand) of W and the others."""
+    pairs = []
+    for factor, absolute, norm in zip(
+        [1.0, *(factors[operand] for operand, _ in _ACTIVATIONS)], norms[::2], norms[1::2], strict=True
+    ):
+        pairs.append((absolute * factor, absolute / norm if norm > 0 else 0.0))
+    w, x_row, x_column, g_row, g_column = pairs
+    of_gemms = {"forward": (x_row, w), "grad_input": (g_row, w), "grad_weight": (g_column, x_column)}
+    sums = {gemm: (left[0] + right[0], left[1] + right[1]) for gemm, (left, right) in of_gemms.items()}
+    return {**sums, LAYER: (sum(value[0] for value in sums.values()), sum(value[1] for value in sums.values()))}
+
+
+def _first(figures: list[float]) -> float:
+    return figures[0]

@@ -24,7 +24,7 @@ from snip_hf.probe import Batch, run_forward, run_probe
 from snip_hf.truth import measure_assignment, measure_divergence, measure_loss
 
 Inputs = dict[str, Tensor]
-CONFIG = SnipConfig(probe_tokens=128)
+CONFIG = SnipConfig(probe_tokens=128, probe_batch_tokens=128)
 
 
 class Noisy(TinyLM):

@@ -30,14 +30,21 @@ def nearest(x: Floats, grid: str) -> Floats:
 
 
 def stochastic(x: Floats, grid: str, random: Floats) -> Floats:
-    """The upper neighbour b of a < |x| < b exactly if random < (|x| - a) / (b - a); x's sign; saturating."""
+    """x + (random - 1/2) * (b - a) to the nearest of the neighbours a <= x <= b, ties to even; x's sign; saturating.
+
+    Counted in spacings from 0, where every grid value is a whole number and the even code is an even number. Of these
+    steps only the sum is not exact: FP32 rounds it once, and sums that it rounds to half a spacing are ties.
+    """
     values = grid_values(grid)
     magnitude = np.minimum(np.abs(x.astype(np.float64)), values[-1])
-    index = np.searchsorted(values, magnitude, side="right") - 1
-    below, above = values[index], values[np.minimum(index + 1, len(values) - 1)]
-    gap = np.where(above > below, above - below, 1.0)  # at the largest value nothing is left to round
-    up = random.astype(np.float64) < (magnitude - below) / gap
-    return np.copysign(np.where(up, above, below), x).astype(np.float32)
+    below = np.searchsorted(values[:-1], magnitude, side="right") - 1
+    gap = np.diff(values)[below]
+    sums = np.float32(np.copysign(magnitude, x) / gap) + (random - np.float32(0.5))
+    assert sums.dtype == np.float32
+    whole = np.floor(np.abs(sums.astype(np.float64)))
+    half = np.abs(sums) - whole
+    whole += (half > 0.5) | ((half == 0.5) & (whole % 2 == 1))
+    return np.copysign(whole * gap, x).astype(np.float32)
 
 
 def quantized(
@@ -80,19 +87,26 @@ def stream_halves(seed: int, step: int, micro_batch: int, layer: int, operand: i
     return low, high
 
 
-def random_integer(low: int, high: int, position: int) -> int:
-    """The 24-bit number at one position of a stream."""
+def random_word(low: int, high: int, position: int) -> int:
+    """The 32 random bits at one position of a stream."""
     x = (position & MASK32) ^ low
     x ^= x >> 16
     x = x * 0x7FEB352D & MASK32
     x = (x + high) & MASK32
     x ^= x >> 15
     x = x * 0x846CA68B & MASK32
-    return (x ^ x >> 16) >> 8
+    return x ^ x >> 16
 
 
-def random_numbers(key: tuple[int, int, int, int, int], shape: tuple[int, ...]) -> Floats:
-    """The numbers in [0, 1) of the stream keyed by (seed, step, micro-batch, layer, operand)."""
+def random_integer(low: int, high: int, row: int, column: int, columns: int) -> int:
+    """The 16-bit number of one element: half a word, whose other half belongs to its neighbour in the column."""
+    pair, half = divmod(row, 2)
+    return random_word(low, high, pair * columns + column) >> 16 * half & 0xFFFF
+
+
+def random_numbers(key: tuple[int, int, int, int, int], shape: tuple[int, int]) -> Floats:
+    """The numbers in (0, 1) for a matrix of the stream keyed by (seed, step, micro-batch, layer, operand)."""
     low, high = stream_halves(*key)
-    integers = [random_integer(low, high, position) for position in range(int(np.prod(shape)))]
-    return (np.array(integers, np.float64) / 2**24).astype(np.float32).reshape(shape)
+    rows, columns = shape
+    integers = [random_integer(low, high, row, column, columns) for row in range(rows) for column in range(columns)]
+    return ((np.array(integers, np.float64) + 0.5) / 2**16).astype(np.float32).reshape(shape)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from .rounding import Floats, quantized, random_numbers
 
 GRID_OF = {"fp8": "e4m3", "fp4": "e2m1"}
-# GEMM -> number that keys its output gradient's stream.
-OPERAND = {"grad_input": 1, "grad_weight": 2}
+# Number that keys the output gradient's stream, the same for both GEMMs that read it.
+GRAD_OUTPUT = 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Layer:
                 # Only output gradients in FP4 are rounded stochastically.
                 random = None
                 if fmt == "fp4" and gemm != "forward":
-                    random = random_numbers((*self.key, OPERAND[gemm]), left.shape)
+                    random = random_numbers((*self.key, GRAD_OUTPUT), left.shape)
                 left = quantized(left, GRID_OF[fmt], left_tile, random)[2]
                 right = quantized(right, GRID_OF[fmt], right_tile)[2]
             if gemm == "forward":

@@ -2,8 +2,8 @@
 
 Legend: T tokens, I in_features, O out_features; x (T, I), weight (O, I), grad_output (T, O). `state` is the layer's
 int64 tensor of `STATE_SIZE` numbers on its device: the format codes of the three GEMMs (in the order of
-`formats.GEMMS`), seed, step, micro-batch, layer key. Operators read it at run time, so that a new plan or step is new
-data for the same code.
+`formats.GEMMS`), and the key of the random numbers that its output gradient is rounded with (`quantize.stream_key`).
+Operators read it at run time, so that a new plan or step is new data for the same code.
 
 In FP8 and FP4 both operands are quantized along the contraction, multiplied and summed in FP32, and the result is cast
 to the operands' dtype. In BF16 (= the compute dtype) the operators call exactly the aten functions that `nn.Linear` and
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..formats import FORMAT_NAMES, FORMATS, GEMMS, NumberFormat
-from ..quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, fake_quantize, stream_key
+from ..quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, fake_quantize
 
-STATE_SIZE = 7
+STATE_SIZE = len(GEMMS) + 1
 
 
 @torch.library.custom_op("snip_hf::forward_gemm", mutates_args=())
@@ -88,9 +88,6 @@ def _read(state: Tensor, gemm: str) -> tuple[NumberFormat | None, int | None]:
 
     Only output gradients in FP4 are rounded stochastically (docs/method.md, section 1).
     """
-    numbers = state.tolist()
-    operand = GEMMS.index(gemm)
-    name = FORMAT_NAMES[numbers[operand]]
-    seed, step, micro_batch, layer = numbers[len(GEMMS) :]
-    key = stream_key(seed, step, micro_batch, layer, operand) if name == "fp4" else None
-    return FORMATS[name], key
+    *codes, key = state.tolist()
+    name = FORMAT_NAMES[codes[GEMMS.index(gemm)]]
+    return FORMATS[name], key % 2**64 if name == "fp4" else None

@@ -1,0 +1,61 @@
+"""How does a probe multiply FP32 matrices on a GPU, fast and all but exactly? As three BF16 products (ours).
+
+FP32 products run beside the tensor cores, more than ten times slower than BF16 ones. To 16 bits an FP32 number is the
+sum of two BF16 numbers, high + low, and so
+
+    left right = high high + high low + low high        (low low is of the size of what the two numbers leave out)
+
+which is one BF16 product three times as long, summed in FP32: right to about 2^-17 of its terms. What a probe looks
+for is some 2^-10 of them (docs/method.md, section 3); one BF16 product is right to 2^-9, one TF32 product to 2^-12.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# The first GPUs whose tensor cores multiply BF16.
+_AMPERE = (8, 0)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Returns left @ right, (..., M, K) x (..., K, N), both of two or both of three dimensions.
+
+    FP32 operands on a GPU with BF16 tensor cores are split (`split_product`), all others multiplied as they are.
+    """
+    return split_product(left, right) if is_split(left, right) else left @ right
+
+
+def split_product(left: Tensor, right: Tensor) -> Tensor:
+    """Returns left @ right from three products of BF16 parts; shapes as in `product`, FP32.
+
+    On a CPU the same parts are multiplied in FP32, where their products are exact.
+    """
+    (left_high, left_low), (right_high, right_low) = _parts(left), _parts(right)
+    one = _joined((left_high, left_high, left_low), -1)
+    other = _joined((right_high, right_low, right_high), -2)
+    if not left.is_cuda:
+        return one.to(torch.float32) @ other.to(torch.float32)
+    multiply = torch.mm if left.dim() == 2 else torch.bmm
+    found: Tensor = multiply(one, other, out_dtype=torch.float32)
+    return found
+
+
+def is_split(left: Tensor, right: Tensor) -> bool:
+    """Tells whether `product` splits these operands: FP32, outside of autocast, on a GPU with BF16 tensor cores."""
+    if not left.is_cuda or torch.version.cuda is None or torch.is_autocast_enabled("cuda"):
+        return False
+    is_fp32 = left.dtype == right.dtype == torch.float32
+    return is_fp32 and left.numel() * right.numel() > 0 and torch.cuda.get_device_capability(left.device) >= _AMPERE
+
+
+def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    high = x.to(torch.bfloat16)
+    return high, (x - high).to(torch.bfloat16)  # x - high is FP32, and exact
+
+
+def _joined(parts: tuple[Tensor, ...], dim: int) -> Tensor:
+    """Returns the parts joined along one of the last two dimensions; transposed ones stay as they lie in memory."""
+    if parts[0].mT.is_contiguous():
+        return torch.cat([part.mT for part in parts], -3 - dim).mT
+    return torch.cat(parts, dim)

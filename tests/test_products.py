@@ -1,0 +1,77 @@
+"""Are products of split matrices those of FP32, as far as they promise?"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from snip_hf.products import is_split, product, split_product
+
+SHAPES = {"matrices": ((37, 200), (200, 53)), "batches": ((3, 37, 200), (3, 200, 53))}
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers of sizes that span ten decades."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator) * 10 ** (5 * (torch.rand(shape, generator=generator) - 0.5))
+
+
+def error(found: Tensor, left: Tensor, right: Tensor) -> float:
+    """The largest error against float64, in parts of the terms' magnitudes."""
+    exact = left.double() @ right.double()
+    return float(((found.double() - exact).abs() / (left.double().abs() @ right.double().abs())).max())
+
+
+@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("transposed", [(), (0,), (1,), (0, 1)], ids=str)
+def test_split_products_are_right_to_a_part_in_2_to_the_16(
+    shapes: tuple[tuple[int, ...], ...], transposed: tuple[int, ...]
+) -> None:
+    operands = [drawn(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    left, right = (x.mT.contiguous().mT if index in transposed else x for index, x in enumerate(operands))
+    found = split_product(left, right)
+    assert found.dtype == torch.float32 and found.shape == (left @ right).shape
+    assert error(found, left, right) < 2**-16
+    # One product of BF16 numbers is not.
+    assert error(left.bfloat16().float() @ right.bfloat16().float(), left, right) > 2**-12
+
+
+def test_numbers_of_two_bf16_parts_without_a_low_one_on_the_other_side_are_multiplied_exactly() -> None:
+    left = torch.tensor([[1 + 2.0**-9, -3.0]])
+    right = torch.tensor([[4.0], [2.0**-20]])
+    assert split_product(left, right).item() == 4 * (1 + 2.0**-9) - 3 * 2.0**-20
+
+
+@pytest.mark.parametrize("where", ["left", "right"])
+def test_what_is_not_finite_does_not_become_finite(where: str) -> None:
+    left, right = drawn(4, 8), drawn(8, 5, seed=1)
+    (left if where == "left" else right)[1, 2] = float("inf")
+    found = split_product(left, right)
+    touched = found[1] if where == "left" else found[:, 2]
+    assert not touched.isfinite().any()
+    assert int(found.isfinite().sum()) == found.numel() - touched.numel()
+
+
+def test_on_a_cpu_and_for_other_dtypes_products_are_torch_s_own() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        left, right = drawn(6, 8).to(dtype), drawn(8, 5, seed=1).to(dtype)
+        assert not is_split(left, right)
+        assert torch.equal(product(left, right), left @ right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shapes", [*SHAPES.values(), ((1024, 2048), (2048, 256)), ((8, 256, 128), (8, 128, 5632))])
+def test_on_cuda_fp32_products_are_split_outside_of_autocast(shapes: tuple[tuple[int, ...], ...]) -> None:
+    left, right = (drawn(*shape, seed=seed).cuda() for seed, shape in enumerate(shapes))
+    transposed = left.mT.contiguous().mT
+    assert is_split(left, right)
+    for one in (left, transposed):
+        found = product(one, right)
+        assert found.dtype == torch.float32 and error(found, left, right) < 2**-16
+        # Of the emulation only the order of the sums differs.
+        emulated = split_product(left.cpu(), right.cpu()).cuda()
+        assert ((found - emulated).abs() <= 1e-6 * (left.abs() @ right.abs())).all()
+    assert not is_split(left.bfloat16(), right.bfloat16()) and not is_split(left[:0], right)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert not is_split(left, right)

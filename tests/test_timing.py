@@ -1,0 +1,203 @@
+"""Is every GEMM timed once per machine and shape, and is a file of times read as strictly as it is written?"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from snip_hf import timing
+from snip_hf.formats import FORMAT_CODES, GEMMS
+from snip_hf.plan import PlanProvenance, PrecisionPlan
+from snip_hf.timing import GemmShape, Machine, gemm_times, read_times, time_gemm, write_times
+
+CPU = torch.device("cpu")
+SHAPES = [GemmShape(gemm, 64, 32, 48) for gemm in GEMMS] + [GemmShape("forward", 64, 32, 96)]
+MADE_UP = {"bf16": 4e-3, "fp8": 2e-3, "fp4": 1e-3}
+
+
+class Clock:
+    """A timer that notes what it is asked for; every GEMM takes `MADE_UP` times a number that grows with each call."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, GemmShape, str]] = []
+
+    def __call__(self, backend: str, device: torch.device, shape: GemmShape, format: str) -> float:
+        self.asked.append((backend, shape, format))
+        return MADE_UP[format] * len(self.asked)
+
+
+def test_equal_shapes_are_timed_once_in_every_format() -> None:
+    clock = Clock()
+    times = gemm_times([*SHAPES, *SHAPES[::-1]], "emulated", CPU, timer=clock)
+    assert clock.asked == [("emulated", shape, fmt) for shape in SHAPES for fmt in FORMAT_CODES]
+    assert times[SHAPES[1]] == {"bf16": 4e-3 * 4, "fp8": 2e-3 * 5, "fp4": 1e-3 * 6}
+    assert list(times) == SHAPES
+
+
+def test_a_file_is_completed_and_what_it_has_is_not_timed_again(tmp_path: Path) -> None:
+    path, clock = tmp_path / "new folder" / "times.json", Clock()
+    first = gemm_times(SHAPES[:2], "emulated", CPU, path, clock)
+    written = path.read_bytes()
+    assert gemm_times(SHAPES[:2], "emulated", CPU, path, clock) == first
+    assert len(clock.asked) == 6
+    assert path.read_bytes() == written
+    second = gemm_times(SHAPES[1:], "emulated", CPU, path, clock)
+    assert [shape for _, shape, _ in clock.asked[6:]] == [shape for shape in SHAPES[2:] for _ in FORMAT_CODES]
+    assert second[SHAPES[1]] == first[SHAPES[1]]
+    machine = Machine.of(CPU, "emulated")
+    assert read_times(path) == {(machine, shape): seconds for shape, seconds in (first | second).items()}
+    assert [entry.name for entry in path.parent.iterdir()] == ["times.json"]
+
+
+@pytest.mark.parametrize("field", ["device", "torch_version", "backend", "dtype"])
+def test_times_of_another_machine_are_kept_and_not_used(field: str, tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    here = Machine.of(CPU, "emulated")
+    other = Machine(**{**vars(here), field: "another"})
+    write_times(path, {(other, SHAPES[0]): dict.fromkeys(FORMAT_CODES, 7.0)})
+    times = gemm_times(SHAPES[:1], "emulated", CPU, path, Clock())
+    assert times[SHAPES[0]]["bf16"] == MADE_UP["bf16"]
+    assert {machine: seconds["bf16"] for (machine, _), seconds in read_times(path).items()} == {
+        other: 7.0,
+        here: MADE_UP["bf16"],
+    }
+
+
+def good() -> dict[str, Any]:
+    row = {"device": "d", "torch_version": "2", "backend": "emulated", "dtype": "float32", "gemm": "forward"}
+    sizes = {"tokens": 64, "in_features": 32, "out_features": 48}
+    return {"schema_version": 1, "kind": "snip-hf GEMM times", "times": [{**row, **sizes, "seconds": dict(MADE_UP)}]}
+
+
+def edited(*path: Any, value: Any) -> str:
+    document = good()
+    inner: Any = document
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return json.dumps(document)
+
+
+DAMAGED = {
+    "cut off": (json.dumps(good())[:99], "it is not valid JSON, perhaps truncated"),
+    "empty": ("", "it is not valid JSON"),
+    "no object": ("[]", "the document is [], expected a JSON object."),
+    "no times": (json.dumps({"schema_version": 1}), "the document has the entries schema_version; expected exactly"),
+    "more": (edited("more", value=1), "the document has the entries kind, more, schema_version, times; expected"),
+    "version": (edited("schema_version", value=2), "kind and schema_version are ('snip-hf GEMM times', 2), expected"),
+    "kind": (edited("kind", value="times"), "kind and schema_version are ('times', 1), expected"),
+    "times": (edited("times", value={}), "times is {}, expected a list."),
+    "row": (edited("times", 0, value=3), "times[0] is 3, expected a JSON object."),
+    "row's fields": (edited("times", 0, value={}), "times[0] has the entries (none); expected exactly device, "),
+    "device": (edited("times", 0, "device", value=None), "times[0].device is None, expected text."),
+    "gemm": (edited("times", 0, "gemm", value="backward"), "times[0].gemm is 'backward', expected one of forward, "),
+    "tokens": (edited("times", 0, "tokens", value=True), "times[0].tokens is True, expected an integer."),
+    "no tokens": (edited("times", 0, "tokens", value=0), "times[0].tokens is 0, expected at least 1."),
+    "formats": (edited("times", 0, "seconds", value={"fp8": 1.0}), "times[0].seconds has the entries fp8; expected"),
+    "zero": (edited("times", 0, "seconds", "fp4", value=0), "times[0].seconds.fp4 is 0, expected a number of seconds"),
+    "text": (edited("times", 0, "seconds", "fp4", value="1"), "times[0].seconds.fp4 is '1', expected a number of"),
+    "NaN": (json.dumps(good()).replace("0.001", "NaN"), "it holds NaN, which is not a JSON number."),
+}
+
+
+def test_the_file_that_the_damaged_ones_come_from_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps(good()))
+    assert read_times(path) == {(Machine("d", "2", "emulated", "float32"), SHAPES[0]): MADE_UP}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_refused_by_name_and_left_as_it_is(name: str, tmp_path: Path) -> None:
+    text, message = DAMAGED[name]
+    path, clock = tmp_path / "times.json", Clock()
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        gemm_times(SHAPES, "emulated", CPU, path, clock)
+    assert str(caught.value).startswith(f"{path} is not a usable file of GEMM times: {message}")
+    assert str(caught.value).endswith("Remove it, or name another as cost_file; what is missing is timed anew.")
+    assert path.read_text() == text
+    assert clock.asked == []
+
+
+def test_another_file_of_snip_hf_and_a_folder_are_refused_and_left_as_they_are(tmp_path: Path) -> None:
+    flops = {"a": dict.fromkeys(GEMMS, 1.0)}
+    PrecisionPlan.uniform(flops, "fp8", [["a"]], PlanProvenance(step=0, policy="snip")).save(tmp_path / "plan.json")
+    before = (tmp_path / "plan.json").read_bytes()
+    for path in (tmp_path / "plan.json", tmp_path):
+        with pytest.raises(ValueError, match="is not a usable file of GEMM times"):
+            gemm_times(SHAPES, "emulated", CPU, path, Clock())
+    assert (tmp_path / "plan.json").read_bytes() == before
+
+
+def test_a_file_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("x")
+    path = tmp_path / "file" / "times.json"
+    times = gemm_times(SHAPES, "emulated", CPU, path, Clock())
+    assert list(times) == SHAPES
+    assert f"could not write the times of GEMMs to {path}" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------------------- one timing
+
+
+def test_the_median_of_the_runs_after_warm_up_is_taken_of_the_call_that_training_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[Any] = []
+    now = 0.0
+    durations = itertools.chain([1000.0] * timing._WARM_UP, random.Random(0).sample(range(1, 16), 15))
+
+    def gemm_call(*arguments: Any) -> Any:
+        def call() -> Tensor:
+            nonlocal now
+            now += next(durations)
+            return arguments[2]
+
+        given.append(arguments)
+        return call
+
+    monkeypatch.setattr("snip_hf.kernels.gemm_call", gemm_call)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    assert time_gemm("emulated", CPU, GemmShape("grad_input", 5, 6, 7), "fp4") == 8.0
+    assert next(durations, None) is None
+    ((backend, gemm, x, weight, grad_output, state),) = given
+    assert (backend, gemm) == ("emulated", "grad_input")
+    assert (x.shape, weight.shape, grad_output.shape) == ((5, 6), (7, 6), (5, 7))
+    assert all(tensor.unique().numel() == tensor.numel() for tensor in (x, weight, grad_output))
+    assert state.tolist() == [2, 2, 2, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_more_work_takes_longer_and_no_generator_is_touched(gemm: str) -> None:
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
+    for fmt in FORMAT_CODES:
+        small, large = (time_gemm("emulated", CPU, GemmShape(gemm, size, size, size), fmt) for size in (32, 512))
+        assert 0 < small < large
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index]
+    assert random.getstate() == before[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_a_gpu_s_times_are_its_own_and_leave_no_memory_behind(gemm: str) -> None:
+    device = torch.device("cuda")
+    allocated, random_state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
+    shape = GemmShape(gemm, 4096, 4096, 4096)
+    seconds = time_gemm("emulated", device, shape, "bf16")
+    # The launch of a single small kernel takes Python longer than this; a GPU makes 50 to 2,500 TFLOP/s in BF16.
+    assert 2 * 4096**3 / 2.5e15 < seconds < 2 * 4096**3 / 5e13
+    tiny = time_gemm("emulated", device, GemmShape(gemm, 128, 128, 128), "bf16")
+    assert tiny < seconds
+    assert torch.cuda.memory_allocated() == allocated
+    assert torch.equal(torch.cuda.get_rng_state(), random_state)

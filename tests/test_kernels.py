@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from oracles.three_gemms import Layer, Product
+from oracles.rounding import stream_halves
+from oracles.three_gemms import GRAD_OUTPUT, Layer, Product
 from torch import Tensor
 
-from snip_hf.formats import E2M1, FORMAT_CODES
-from snip_hf.kernels import STATE_SIZE, forward_gemm, grad_input_gemm, grad_weight_gemm, select_backend
+from snip_hf import kernels
+from snip_hf.formats import E2M1, FORMAT_CODES, GEMMS
+from snip_hf.kernels import (
+    STATE_SIZE,
+    forward_gemm,
+    gemm_call,
+    grad_input_gemm,
+    grad_weight_gemm,
+    hopper_lacks,
+    select_backend,
+)
 from snip_hf.quantize import ROW_TILE, fake_quantize
 
-KEY = (11, 250, 3, 0xCAFE)  # seed, step, micro-batch, layer
+KEY = (11, 250, 3, 0xCAFE)  # seed, step, micro-batch, layer; its 64-bit key is above 2**63
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 each_format = pytest.mark.parametrize("fmt", ["bf16", "fp8", "fp4"])
@@ -24,7 +35,9 @@ each_size = pytest.mark.parametrize("size", [(128, 256, 128), (150, 200, 136), (
 
 
 def state(*formats: str) -> Tensor:
-    return torch.tensor([*(FORMAT_CODES[fmt] for fmt in formats), *KEY])
+    low, high = stream_halves(*KEY, GRAD_OUTPUT)
+    key = high << 32 | low
+    return torch.tensor([*(FORMAT_CODES[fmt] for fmt in formats), key - 2**64 if key >= 2**63 else key])
 
 
 def tensors(size: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -142,13 +155,13 @@ def test_each_gemm_reads_its_own_format_only(gemm: int) -> None:
         assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("word", range(4), ids=["seed", "step", "micro-batch", "layer"])
-def test_only_fp4_output_gradients_depend_on_the_random_key(word: int) -> None:
+@pytest.mark.parametrize("bit", [0, 31, 32, 62, 63])
+def test_only_fp4_output_gradients_depend_on_the_random_key(bit: int) -> None:
     x, weight, bias, grad_output = tensors((150, 200, 136), torch.float32)
     for fmt in FORMAT_CODES:
         numbers = state(fmt, fmt, fmt)
         other = numbers.clone()
-        other[3 + word] += 1
+        other[3] ^= 1 << bit if bit < 63 else -(2**63)
         assert torch.equal(forward_gemm(x, weight, bias, numbers), forward_gemm(x, weight, bias, other))
         backward = [
             torch.equal(grad_input_gemm(grad_output, weight, numbers), grad_input_gemm(grad_output, weight, other)),
@@ -214,18 +227,99 @@ class TestRegistration:
             assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
-@pytest.mark.parametrize("requested", ["auto", "emulated"])
-def test_every_machine_has_the_emulated_backend(requested: str) -> None:
-    assert select_backend(requested) == "emulated"
+class TestSelectBackend:
+    """What runs where; torch's reports of the machine are made up."""
 
+    @pytest.fixture
+    def machine(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+        def pretend(
+            capability: tuple[int, int] = (9, 0), cuda: str | None = "13.0", triton: bool = True, available: bool = True
+        ) -> None:
+            monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+            monkeypatch.setattr(torch.version, "cuda", cuda)
+            monkeypatch.setattr(kernels, "find_spec", lambda name: object() if triton and name == "triton" else None)
 
-def test_the_hopper_backend_is_refused_with_the_way_out() -> None:
-    with pytest.raises(NotImplementedError) as error:
-        select_backend("hopper")
-    assert str(error.value) == (
-        "backend='hopper' is not in this version of snip-hf; use backend='auto' or 'emulated' (same numerics, slower)."
+        return pretend
+
+    @pytest.mark.parametrize("requested", ["auto", "emulated"])
+    @pytest.mark.parametrize("device", ["cpu", "meta", torch.device("cpu")], ids=str)
+    def test_every_machine_has_the_emulated_backend(self, requested: str, device: str | torch.device) -> None:
+        assert select_backend(requested, device) == "emulated"
+
+    @pytest.mark.parametrize("device", ["cpu", "meta"])
+    def test_the_hopper_backend_is_refused_off_the_gpu_with_the_way_out(self, device: str) -> None:
+        with pytest.raises(ValueError) as error:
+            select_backend("hopper", device)
+        assert str(error.value) == (
+            f"backend='hopper' cannot run: the model is on {device!r}, expected a CUDA device of compute capability "
+            "9.0 (H100, H200). Use backend='auto' or 'emulated' (same numerics, slower than BF16)."
+        )
+
+    @pytest.mark.parametrize("cuda", ["12.9", "13.0", "13.1", "12.10"])
+    def test_a_hopper_gpu_has_both_backends_and_prefers_its_own(self, machine: Callable[..., None], cuda: str) -> None:
+        machine(cuda=cuda)
+        assert hopper_lacks(torch.device("cuda:1")) is None
+        assert [select_backend(requested, "cuda:1") for requested in ("auto", "hopper", "emulated")] == [
+            "hopper",
+            "hopper",
+            "emulated",
+        ]
+
+    @pytest.mark.parametrize(
+        ("made_up", "lacks"),
+        [
+            ({"capability": (8, 0)}, "the GPU has compute capability 8.0, expected 9.0 (H100, H200)"),
+            ({"capability": (10, 0)}, "the GPU has compute capability 10.0, expected 9.0 (H100, H200)"),
+            ({"capability": (12, 1)}, "the GPU has compute capability 12.1, expected 9.0 (H100, H200)"),
+            ({"cuda": "12.8"}, "torch is built for CUDA 12.8, expected at least 12.9"),
+            ({"cuda": "11.13"}, "torch is built for CUDA 11.13, expected at least 12.9"),
+            ({"cuda": None}, "torch is built for CUDA None, expected at least 12.9"),
+            ({"triton": False}, "the package triton is not installed"),
+            (
+                {"available": False},
+                "the model is on 'cuda', expected a CUDA device of compute capability 9.0 (H100, H200)",
+            ),
+        ],
+        ids=str,
     )
+    def test_what_is_lacking_is_said_and_auto_falls_back(
+        self, machine: Callable[..., None], made_up: dict[str, Any], lacks: str
+    ) -> None:
+        machine(**made_up)
+        assert hopper_lacks(torch.device("cuda")) == lacks
+        assert select_backend("auto", "cuda") == select_backend("emulated", "cuda") == "emulated"
+        with pytest.raises(ValueError) as error:
+            select_backend("hopper", "cuda")
+        assert str(error.value) == (
+            f"backend='hopper' cannot run: {lacks}. Use backend='auto' or 'emulated' (same numerics, slower than BF16)."
+        )
+
+    def test_the_device_that_was_named_is_asked(
+        self, machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        machine()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device.index == 1 else (8, 6))
+        assert [select_backend("auto", f"cuda:{index}") for index in range(3)] == ["emulated", "hopper", "emulated"]
 
 
-def test_the_state_holds_three_formats_and_the_four_numbers_of_the_key() -> None:
-    assert len(state("bf16", "fp8", "fp4")) == STATE_SIZE
+@pytest.mark.parametrize("fmt", ["bf16", "fp8", "fp4"])
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_a_gemm_call_is_the_operator_on_the_emulated_backend(gemm: str, fmt: str) -> None:
+    """And on any backend in BF16, which has no other kernels."""
+    x, weight, _, grad_output = tensors((150, 200, 136), torch.bfloat16)
+    formats = ["fp8", "fp8", "fp8"]
+    formats[GEMMS.index(gemm)] = fmt
+    numbers = state(*formats)
+    expected = {
+        "forward": lambda: forward_gemm(x, weight, None, numbers),
+        "grad_input": lambda: grad_input_gemm(grad_output, weight, numbers),
+        "grad_weight": lambda: grad_weight_gemm(grad_output, x, numbers),
+    }[gemm]()
+    for backend in ("emulated", "hopper") if fmt == "bf16" else ("emulated",):
+        call = gemm_call(backend, gemm, x, weight, grad_output, numbers)
+        assert torch.equal(call(), expected) and torch.equal(call(), expected)
+
+
+def test_the_state_holds_three_formats_and_the_key() -> None:
+    assert len(state("bf16", "fp8", "fp4")) == STATE_SIZE == 4

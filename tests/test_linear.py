@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from models import CONFIGS, LINEARS, batch, build
-from oracles.three_gemms import Layer
+from oracles.rounding import stream_halves
+from oracles.three_gemms import GRAD_OUTPUT, Layer
 from torch import Tensor, nn
 from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
@@ -26,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from snip_hf import SnipConfig, SnipLinear, SnipLinearConfig, convert_model, restore_model
 from snip_hf.formats import FORMAT_NAMES, GEMMS
-from snip_hf.linear import set_step, skip_reasons, snip_linears
+from snip_hf.linear import pack_states, set_step, skip_reasons, snip_linears
 
 T, I, O = 150, 200, 136  # tokens, in_features, out_features: ragged in every tiling  # noqa: E741
 FAMILIES = list(LINEARS)
@@ -92,6 +93,10 @@ class Calls(TorchDispatchMode):
 class TestGradients:
     KEY = (5, 40, 2, 123)  # seed, step, micro-batch, layer
 
+    def set_key(self, layer: SnipLinear) -> None:
+        seed, step, micro_batch, layer.snip_key = self.KEY
+        set_step({"layer": layer}, seed, step, micro_batch)
+
     @staticmethod
     @functools.cache
     def reference(dtype: torch.dtype) -> Layer:
@@ -110,9 +115,9 @@ class TestGradients:
     @each_combination
     @pytest.mark.parametrize("dtype", UNIT, ids=["float32", "bfloat16"])
     def test_match_the_written_out_reference(self, formats: tuple[str, str, str], dtype: torch.dtype) -> None:
-        layer = swapped(linear(dtype=dtype), seed=self.KEY[0])
+        layer = swapped(linear(dtype=dtype))
         layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
-        layer.snip_state[4:] = torch.tensor(self.KEY[1:])
+        self.set_key(layer)
         got = gradients(layer, randn(T, I, dtype=dtype))
         assert all(value.dtype == dtype for value in got.values())
         self.check(got, self.reference(dtype), formats, UNIT[dtype])
@@ -122,9 +127,9 @@ class TestGradients:
         self, formats: tuple[str, str, str]
     ) -> None:
         """FP32 weights and inputs that are BF16 numbers, so that autocast computes what the BF16 reference does."""
-        layer = swapped(linear(dtype=torch.bfloat16).float(), seed=self.KEY[0])
+        layer = swapped(linear(dtype=torch.bfloat16).float())
         layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
-        layer.snip_state[4:] = torch.tensor(self.KEY[1:])
+        self.set_key(layer)
         with torch.autocast("cpu", torch.bfloat16):
             x = randn(T, I, dtype=torch.bfloat16).float().view(3, T // 3, I)
             got = gradients(layer, x, randn(T, O, seed=9, dtype=torch.bfloat16).view(3, T // 3, O))
@@ -242,12 +247,54 @@ class TestStep:
         assert torch.equal(other["y"], first["y"]) and torch.equal(other["bias"], first["bias"])
         assert not torch.equal(other["x"], first["x"]) and not torch.equal(other["weight"], first["weight"])
 
-    def test_setting_the_step_leaves_formats_and_layer_keys_alone(self) -> None:
+    def test_setting_the_step_writes_the_oracle_s_keys_and_leaves_formats_alone(self) -> None:
+        """Keys of both signs, whether the states are one tensor (`pack_states`) or one each, or some of either."""
         model = build("llama")
         convert_model(model, SnipConfig())
+        layers = snip_linears(model)
+        for index, layer in enumerate(layers.values()):
+            layer.set_formats(dict(zip(GEMMS, COMBINATIONS[index], strict=True)))
         before = states(model)
-        set_step(snip_linears(model), 2**40 + 1, 77, 5)
-        assert states(model) == {name: [*old[:3], 2**40 + 1, 77, 5, old[6]] for name, old in before.items()}
+
+        def expected(*key: int) -> dict[str, list[int]]:
+            names = {name: zlib.crc32(name.encode()) for name in layers}
+            return {name: [*before[name][:3], key_number(*key, names[name])] for name in layers}
+
+        for packed in (False, True):
+            for key in ((2**40 + 1, 77, 5), (0, 1, 0), (2**64 - 1, 2**32 - 1, 3)):
+                set_step(layers, *key)
+                assert states(model) == expected(*key)
+                assert {number < 0 for *_, number in states(model).values()} == {True, False}
+            if not packed:
+                pack_states(layers)
+                assert len({layer.snip_state.untyped_storage().data_ptr() for layer in layers.values()}) == 1
+        first, *others = list(layers)
+        some = {name: layers[name] for name in reversed(others)}
+        set_step(some, 3, 4, 5)
+        assert states(model) == {**expected(3, 4, 5), first: expected(2**64 - 1, 2**32 - 1, 3)[first]}
+
+    def test_a_layer_moved_out_of_the_common_tensor_is_still_keyed(self) -> None:
+        """As by `module.to(device)`, which gives the buffer a tensor of its own."""
+        model = build("llama")
+        convert_model(model, SnipConfig())
+        layers = snip_linears(model)
+        pack_states(layers)
+        moved = list(layers)[3]
+        layers[moved].snip_state = layers[moved].snip_state.clone()
+        set_step(layers, 1, 2, 3)
+        wanted = {name: key_number(1, 2, 3, zlib.crc32(name.encode())) for name in layers}
+        assert {name: numbers[3] for name, numbers in states(model).items()} == wanted
+
+    def test_packing_keeps_states_and_formats_can_still_be_written(self) -> None:
+        model = build("llama")
+        convert_model(model, SnipConfig(seed=9))
+        layers = snip_linears(model)
+        before = states(model)
+        pack_states(layers)
+        assert states(model) == before
+        name = list(layers)[4]
+        layers[name].set_formats(dict.fromkeys(GEMMS, "fp4"))
+        assert states(model) == {**before, name: [2, 2, 2, before[name][3]]}
 
 
 class TestCheckpointing:
@@ -395,17 +442,26 @@ class TestFormats:
 
 
 def snapshot(model: nn.Module) -> list[tuple[Any, ...]]:
-    """Every module by identity, with its class and its __dict__ in order; what is in there by identity as well."""
+    """Every module by identity, with its class and its __dict__ in order; what is in there by identity as well,
+    but for numbers."""
 
     def shown(value: Any) -> Any:
         if isinstance(value, dict):
             return [(key, id(item)) for key, item in value.items()]
-        return sorted(value) if isinstance(value, set) else id(value)
+        if isinstance(value, set):
+            return sorted(value)
+        return value if isinstance(value, int) else id(value)
 
     return [
         (name, id(module), type(module), [(key, shown(value)) for key, value in vars(module).items()])
         for name, module in model.named_modules()
     ]
+
+
+def key_number(seed: int, step: int, micro_batch: int, layer: int) -> int:
+    """The last number of a state: the oracle's two halves of the output gradient's stream as a signed integer."""
+    low, high = stream_halves(seed, step, micro_batch, layer, GRAD_OUTPUT)
+    return low | (high - 2**32 if high >= 2**31 else high) << 32
 
 
 def states(model: nn.Module) -> dict[str, list[int]]:
@@ -463,7 +519,8 @@ class TestConvert:
             convert_model(model, SnipConfig(start_format=start, seed=2**40 + 3))
             for name, layer in snip_linears(model).items():
                 assert layer.formats == dict.fromkeys(GEMMS, start)
-                assert layer.snip_state.tolist() == [code] * 3 + [2**40 + 3, 0, 0, zlib.crc32(name.encode())]
+                assert layer.snip_state.tolist() == [code] * 3 + [key_number(2**40 + 3, 0, 0, layer.snip_key)]
+                assert layer.snip_key == zlib.crc32(name.encode())
                 assert layer.snip_state.dtype == torch.int64
 
     def test_a_deep_copy_is_a_converted_model_of_its_own(self, family: str) -> None:
@@ -679,7 +736,7 @@ class TestSkipping:
         for config in (SnipConfig(), SnipConfig(skip_modules=("model.layers.0.*",))):
             model = build("llama")
             convert_model(model, config)
-            keys.append({name: numbers[6] for name, numbers in states(model).items()})
+            keys.append({name: numbers[3] for name, numbers in states(model).items()})
         assert keys[1].items() < keys[0].items()
         assert len(set(keys[0].values())) == len(LINEARS["llama"])
 
@@ -781,7 +838,7 @@ class TestQuantize:
         quantize_(model, SnipLinearConfig("fp4", seed=6), filter_fn=lambda module, name: name.endswith("up_proj"))
         assert set(snip_linears(model)) == {"model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"}
         assert model.model.layers[0].mlp.up_proj is layer and layer.weight is weight
-        assert layer.formats == dict.fromkeys(GEMMS, "fp4") and layer.snip_state[3] == 6
+        assert layer.formats == dict.fromkeys(GEMMS, "fp4") and layer.snip_state[3] == key_number(6, 0, 0, 0)
         restore_model(model)
         assert not snip_linears(model) and type(layer) is nn.Linear
 
@@ -813,7 +870,7 @@ class TestQuantize:
         layer = swapped(linear(), "fp4", seed=3)
         model = nn.Sequential(layer)
         quantize_(model, SnipLinearConfig("fp8", seed=8), filter_fn=lambda module, name: name == "0")
-        assert model[0] is layer and layer.snip_state.tolist() == [2, 2, 2, 3, 0, 0, 0]
+        assert model[0] is layer and layer.snip_state.tolist() == [2, 2, 2, key_number(3, 0, 0, 0)]
 
 
 def test_every_family_of_the_tests_has_its_names_or_is_refused() -> None:

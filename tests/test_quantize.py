@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -39,7 +40,7 @@ TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TILES = [ROW_TILE, COLUMN_TILE, SQUARE_TILE]
 # Every number that `uniform` gives, rising.
-RANDOM = (torch.arange(2**16, dtype=torch.float32) + 0.5) * 2.0**-16
+RANDOM = (torch.arange(256, dtype=torch.float32) + 0.5) / 256
 
 each_format = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 each_tile = pytest.mark.parametrize("tile", TILES, ids=lambda tile: f"{tile[0]}x{tile[1]}")
@@ -155,8 +156,8 @@ class TestNearest:
 
 
 def random_numbers(shape: torch.Size, seed: int) -> tuple[Tensor, Tensor]:
-    """k and (k + 1/2) * 2**-16, of `shape`."""
-    k = torch.randint(0, 2**16, shape, generator=torch.Generator().manual_seed(seed))
+    """k and (k + 1/2) / 256, of `shape`."""
+    k = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))
     return k, RANDOM[k]
 
 
@@ -173,44 +174,44 @@ class TestStochastic:
         assert_same_bits(round_to_format(x, fmt, random), torch.from_numpy(expected))
 
     @each_dtype
-    def test_matches_gfloat_with_16_random_bits_except_at_ties(self, fmt: NumberFormat, dtype: torch.dtype) -> None:
-        """gfloat's StochasticFast goes away from 0 if fraction + (k + 1/2) / 2**16 >= 1: our rule for positive numbers,
+    def test_matches_gfloat_with_8_random_bits_except_at_ties(self, fmt: NumberFormat, dtype: torch.dtype) -> None:
+        """gfloat's StochasticFast goes away from 0 if fraction + (k + 1/2) / 256 >= 1: our rule for positive numbers,
         and for negative ones with the k-th number from the other end. It sums in float64 and has no ties to even."""
         x = domain(fmt, dtype).to(torch.float32)
         k, random = random_numbers(x.shape, 3)
-        mirrored = torch.where(x.signbit(), 2**16 - 1 - k, k).numpy()
+        mirrored = torch.where(x.signbit(), 255 - k, k).numpy()
         expected = torch.from_numpy(
-            round_ndarray(GFLOAT[fmt.name], x.double().numpy(), RoundMode.StochasticFast, True, mirrored, 16)
+            round_ndarray(GFLOAT[fmt.name], x.double().numpy(), RoundMode.StochasticFast, True, mirrored, 8)
         )
         steps = x.double() / torch.from_numpy(spacings(x, fmt))
         sums = (steps.float() + (random - 0.5)).abs()
         ties = sums - sums.floor() == 0.5
-        assert ties.float().mean() < 0.001
+        assert ties.float().mean() < 0.003
         assert_same_bits(round_to_format(x, fmt, random)[~ties], expected.to(torch.float32)[~ties])
 
     def test_at_a_tie_goes_to_the_even_neighbour_and_beside_it_down_or_up(self, fmt: NumberFormat) -> None:
-        """x is the fraction j * 2**-17 above its lower neighbour, j odd; the tie is at k = 2**16 - (j + 1) / 2."""
+        """x is the fraction j / 512 above its lower neighbour, j odd; the tie is at k = 256 - (j + 1) / 2."""
         values = torch.from_numpy(rounding.grid_values(fmt.name)).to(torch.float32)
         below, above = values[:-1], values[1:]
         even = torch.where(torch.arange(len(below)) % 2 == 0, below, above)
-        for j in (3, 2**16 - 1, 2**16 + 1, 2**17 - 3):
-            x, tie = below + j * 2.0**-17 * (above - below), 2**16 - (j + 1) // 2
+        for j in range(3, 511, 2):
+            x, tie = below + j / 512 * (above - below), 256 - (j + 1) // 2
             for k, expected in ((tie - 1, below), (tie, even), (tie + 1, above)):
                 assert_same_bits(round_to_format(x, fmt, RANDOM[k].expand_as(x)), expected)
-                assert_same_bits(round_to_format(-x, fmt, RANDOM[2**16 - 1 - k].expand_as(x)), -expected)
+                assert_same_bits(round_to_format(-x, fmt, RANDOM[255 - k].expand_as(x)), -expected)
 
     def test_what_fp32_sums_to_a_tie_is_one(self, fmt: NumberFormat) -> None:
         """Next to 0 numbers are finer than their sums with random ones: just above a tie still goes to the even 0."""
         smallest = torch.from_numpy(rounding.grid_values(fmt.name)[1:2]).to(torch.float32)
-        for j in (3, 1001, 2**13 + 1):
-            x, tie = (j * 2.0**-17 * smallest).nextafter(torch.tensor(torch.inf)), 2**16 - (j + 1) // 2
+        for j in (3, 33, 127):
+            x, tie = (j / 512 * smallest).nextafter(torch.tensor(torch.inf)), 256 - (j + 1) // 2
             assert_same_bits(round_to_format(x, fmt, RANDOM[tie : tie + 1]), 0 * smallest)
             assert_same_bits(round_to_format(x, fmt, RANDOM[tie + 1 : tie + 2]), smallest)
 
     def test_no_random_number_moves_a_value_of_the_grid(self, fmt: NumberFormat) -> None:
         values = torch.from_numpy(rounding.grid_values(fmt.name)).to(torch.float32)
         for x in torch.cat([values, -values]):
-            assert_same_bits(round_to_format(x.expand(2**16), fmt, RANDOM), x.expand(2**16))
+            assert_same_bits(round_to_format(x.expand(256), fmt, RANDOM), x.expand(256))
 
     @pytest.mark.parametrize("unbounded", [False, True])
     def test_no_random_number_moves_what_is_a_rounding_error_off_the_maximum(
@@ -223,12 +224,12 @@ class TestStochastic:
         scaled = most.view(torch.int32) + torch.arange(-4, 5)
         assert (scaled > most.view(torch.int32)).sum() == (scaled < most.view(torch.int32)).sum() == 4
         for x in scaled.to(torch.int32).view(torch.float32):
-            assert_same_bits(round_to_format(x.expand(2**16), grid, RANDOM), most.expand(2**16))
-            assert_same_bits(round_to_format(-x.expand(2**16), grid, RANDOM), -most.expand(2**16))
+            assert_same_bits(round_to_format(x.expand(256), grid, RANDOM), most.expand(256))
+            assert_same_bits(round_to_format(-x.expand(256), grid, RANDOM), -most.expand(256))
 
     def test_saturates_for_every_random_number(self, fmt: NumberFormat) -> None:
         for factor in (1.01, 1.2, 1.4, 1.99, 3.3, 1e30):
-            x, most = torch.full((2**16,), factor * fmt.max), torch.full((2**16,), fmt.max)
+            x, most = torch.full((256,), factor * fmt.max), torch.full((256,), fmt.max)
             assert_same_bits(round_to_format(x, fmt, RANDOM), most)
             assert_same_bits(round_to_format(-x, fmt, RANDOM), -most)
 
@@ -240,38 +241,60 @@ def spacings(x: Tensor, fmt: NumberFormat) -> np.ndarray:
 
 
 class TestUnbiased:
+    @staticmethod
+    def bias(x: Tensor, fmt: NumberFormat) -> np.ndarray:
+        """Mean over all 256 random numbers less the number itself, in spacings; the sums are exact."""
+        means = round_to_format(x[:, None].expand(-1, 256), fmt, RANDOM.expand(len(x), -1)).double().mean(1)
+        return (means - x.double()).numpy() / spacings(x, fmt)
+
     @each_format
     def test_mean_over_all_random_numbers_is_the_number_within_half_a_step_of_theirs(self, fmt: NumberFormat) -> None:
-        """300 numbers, each with all 65,536 random ones, exact sums. The 16 bits leave a bias of at most 2**-17 of a
-        spacing (found: any above), and the FP32 sum one of half a unit in its last place."""
+        """Over 18,000 numbers. The 8 bits leave a bias of at most 2**-9 of a spacing (found: any above), and the FP32
+        sum one of half a unit in its last place."""
         generator = torch.Generator().manual_seed(7)
         samples = float32_samples(fmt)[2**18 : 2**19]
-        spread = torch.rand(100, generator=generator) * fmt.max
-        tiny = torch.rand(50, generator=generator) * 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
-        x = torch.cat([spread, -spread, tiny, -tiny, samples[::2048]])
-        gap = spacings(x, fmt)
-        means = torch.stack([round_to_format(value.expand(2**16), fmt, RANDOM).double().mean() for value in x])
-        bias = np.abs((means - x.double()).numpy()) / gap
-        last_place = np.spacing((x.abs().numpy() / gap + 0.5).astype(np.float32))
-        assert (bias <= 2.0**-17 + last_place / 2).all()
-        assert bias.max() > 0.9 * 2.0**-17
+        spread = torch.rand(8000, generator=generator) * fmt.max
+        tiny = torch.rand(1000, generator=generator) * 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
+        x = torch.cat([spread, -spread, tiny, -tiny, samples[::64]])
+        assert len(x) > 18_000
+        bias = np.abs(self.bias(x, fmt))
+        last_place = np.spacing((x.abs().numpy() / spacings(x, fmt) + 0.5).astype(np.float32))
+        assert (bias <= 2.0**-9 + last_place / 2).all()
+        assert bias.max() > 0.99 * 2.0**-9
+
+    @each_format
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_over_the_fractions_of_a_spacing_the_bias_averages_to_nothing(self, fmt: NumberFormat, sign: int) -> None:
+        """Exactly, over 4,096 equidistant fractions of every spacing; and over 2**16 random ones within 4.5 standard
+        errors, 2**-9 / sqrt(3) / 256 each. Power: a mean bias of 3.4e-5 spacings is found with 99.9%."""
+        values = torch.from_numpy(rounding.grid_values(fmt.name))
+        steps = (torch.arange(4096) + 0.5) / 4096
+        for below, above in itertools.pairwise(values):
+            x = sign * (below + steps * (above - below)).to(torch.float32)
+            assert np.abs(self.bias(x, fmt).mean()) < 1e-12
+        generator = torch.Generator().manual_seed(8)
+        place = torch.randint(0, len(values) - 1, (2**16,), generator=generator)
+        fractions = torch.rand(2**16, generator=generator, dtype=torch.float64)
+        x = sign * (values[place] + fractions * (values[place + 1] - values[place])).to(torch.float32)
+        assert np.abs(self.bias(x, fmt).mean()) < 4.5 * 2.0**-9 / 3**0.5 / 2**8
 
     @pytest.mark.parametrize("fraction", [2**-10, 0.1, 0.25, 0.5, 0.75, 0.9, 1 - 2**-10])
     @pytest.mark.parametrize("below", [0.0, 0.5, 2.0, -4.0])
     def test_mean_of_a_number_between_two_e2m1_values_is_the_number(self, below: float, fraction: float) -> None:
-        """2**20 draws; fails beyond 4.5 standard errors and the 2**-17 spacings that 16 bits leave.
+        """2**20 draws against the share of the 256 random numbers that round up, which keeps the mean within 2**-9
+        spacings; fails beyond 4.5 standard errors.
 
-        Power: a bias of 7.6 standard errors and 2**-17 spacings, i.e. of 7.6 * sqrt(f (1 - f)) / 1024 + 0.000008
-        spacings (0.0037 at f = 1/2, 0.00024 at f = 2**-10), is found with 99.9%.
+        Power: a bias of 7.6 standard errors, i.e. of 7.6 * sqrt(f (1 - f)) / 1024 spacings (0.0037 at f = 1/2), is
+        found with 99.9%; any at f = 2**-10, where none of the random numbers rounds up.
         """
         gap = {0.0: 0.5, 0.5: 0.5, 2.0: 1.0, -4.0: -2.0}[below]
         x = torch.full((1024, 1024), below + fraction * gap)
+        number = x[0, 0].item()
+        of_all = rounding.stochastic(x[0, :256].numpy(), "e2m1", RANDOM.numpy()).astype(np.float64)
+        assert abs(of_all.mean() - number) <= abs(gap) * 2.0**-9
         key = stream_key(1, 2, 3, 4, 5)
         mean = round_to_format(x, E2M1, uniform(key, x.shape)).to(torch.float64).mean().item()
-        number = x[0, 0].item()
-        exact = (number - below) / gap
-        standard_error = abs(gap) * (exact * (1 - exact)) ** 0.5 / 2**10
-        assert abs(mean - number) < 4.5 * standard_error + abs(gap) * 2.0**-17
+        assert abs(mean - of_all.mean()) <= 4.5 * of_all.std() / 2**10
 
     @each_tile
     def test_mean_over_steps_of_a_quantized_tensor_is_the_tensor(self, tile: tuple[int, int]) -> None:
@@ -279,8 +302,8 @@ class TestUnbiased:
         chi-square distribution, and the mean signed one, both beyond 4.5 standard errors.
 
         Power: biases of the single elements of 0.27 standard errors of their means (0.0085 spacings at f = 1/2) in root
-        mean square, or one of 0.051 standard errors (0.0016 spacings) common to all, are found with 99.9%; what 16 bits
-        leave, 0.0006 standard errors at most, is not.
+        mean square, or one of 0.051 standard errors (0.0016 spacings) common to all, are found with 99.9%; what 8 bits
+        leave, 0.04 standard errors in root mean square at f = 1/2 and nothing on the average, is not.
         """
         x = torch.randn(200, 130, generator=torch.Generator().manual_seed(4))
         scales = quantize(x, E2M1, tile).scales
@@ -324,8 +347,8 @@ def tensor_with_everything(shape: tuple[int, int], dtype: torch.dtype) -> Tensor
     return x
 
 
-# Rows around the border of a tile and of its half, even and odd: two rows share the hash of their random numbers.
-SHAPES = [(128, 256), (200, 300), (1, 1), (5, 129), (63, 130), (64, 3), (65, 129), (127, 5), (129, 140), (257, 3)]
+# Rows around the borders of a tile and of the runs of four that share the hash of their random numbers.
+SHAPES = [(128, 256), (200, 300), (1, 1), (3, 130), (4, 200), (5, 129), (63, 130), (127, 5), (129, 140), (257, 3)]
 
 
 @functools.cache
@@ -459,18 +482,21 @@ class TestQuantize:
 
 KEY = {"seed": 3, "step": 1000, "micro_batch": 1, "layer": 0xDEADBEEF, "operand": 2}
 KEY_64 = 0xA43E7145D363D64D
-# Element of a matrix of 300 columns -> k of its number (k + 1/2) * 2**-16.
+# Element of a matrix of 300 columns -> k of its number (k + 1/2) / 256.
 PINNED = {
-    (0, 0): 62792,
-    (0, 1): 11272,
-    (1, 0): 50530,
-    (2, 0): 6208,
-    (63, 299): 22964,
-    (64, 0): 589,
-    (127, 299): 27808,
-    (128, 0): 59966,
-    (1000, 17): 12012,
-    (3999, 299): 26825,
+    (0, 0): 72,
+    (0, 1): 8,
+    (1, 0): 245,
+    (2, 0): 98,
+    (3, 0): 197,
+    (4, 0): 64,
+    (63, 299): 128,
+    (64, 0): 242,
+    (127, 299): 89,
+    (128, 0): 77,
+    (1000, 17): 179,
+    (3998, 299): 136,
+    (3999, 299): 231,
 }
 
 
@@ -486,19 +512,34 @@ def largest_cross_correlation(a: np.ndarray, b: np.ndarray, skip: int = 0) -> fl
 
 
 def integers(key: int, shape: tuple[int, int]) -> Tensor:
-    """k of every number (k + 1/2) * 2**-16, int64; they are that exactly."""
+    """k of every number (k + 1/2) / 256, int64; they are that exactly."""
     numbers = uniform(key, shape)
-    k = (numbers.double() * 2**16 - 0.5).to(torch.int64)
+    k = (numbers.double() * 256 - 0.5).to(torch.int64)
     assert numbers.dtype == torch.float32 and numbers.shape == shape and (RANDOM[k] == numbers).all()
     return k
 
 
-def assert_even(cells: Tensor, count: int, least: float = -4.5) -> None:
-    """Chi-square for the numbers of `cells` in 0 ... count - 1, between `least` and 4.5 standard deviations."""
+def hashes(key: int, rows: int, columns: int) -> Tensor:
+    """The 32-bit words (rows, columns) whose bytes the numbers of 4 * rows rows are."""
+    k = integers(key, (4 * rows, columns)).view(rows, 4, columns)
+    return k[:, 0] | k[:, 1] << 8 | k[:, 2] << 16 | k[:, 3] << 24
+
+
+def assert_even(cells: Tensor, count: int, least: float = -4.5, most: float = 4.5) -> None:
+    """Chi-square for the numbers of `cells` in 0 ... count - 1, between `least` and `most` standard deviations."""
     counts = torch.bincount(cells.flatten(), minlength=count).to(torch.float64)
     expected = cells.numel() / count
     chi_square = ((counts - expected) ** 2 / expected).sum().item()
-    assert len(counts) == count and least < (chi_square - count + 1) / (2 * (count - 1)) ** 0.5 < 4.5
+    assert len(counts) == count and least < (chi_square - count + 1) / (2 * (count - 1)) ** 0.5 < most
+
+
+def largest_decision_correlation(one: Tensor, other: Tensor) -> float:
+    """The largest correlation of "the one is below a/64" with "the other is below b/64" over a, b = 1 ... 63."""
+    cells = ((one >> 2) * 64 + (other >> 2)).flatten()
+    below = torch.bincount(cells, minlength=4096).view(64, 64).double().cumsum(0).cumsum(1) / cells.numel()
+    a, b = below[:-1, -1], below[-1, :-1]
+    deviations = torch.outer((a * (1 - a)).sqrt(), (b * (1 - b)).sqrt())
+    return ((below[:-1, :-1] - torch.outer(a, b)) / deviations).abs().max().item()
 
 
 class TestUniform:
@@ -510,7 +551,7 @@ class TestUniform:
         k = integers(KEY_64, (4000, 300))
         assert {element: k[element].item() for element in PINNED} == PINNED
 
-    @pytest.mark.parametrize("rows", [1, 5, 63, 64, 65, 127, 128, 129, 200, 257])
+    @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 63, 127, 128, 129, 200, 257])
     @pytest.mark.parametrize(
         "words",
         [
@@ -529,79 +570,72 @@ class TestUniform:
         """So that the first part of a tensor can be computed by itself."""
         key = stream_key(**KEY)
         whole = uniform(key, (300, 32))
-        for rows in (0, 1, 64, 69, 128, 151, 256):
+        for rows in (0, 1, 2, 3, 4, 5, 64, 127, 151, 256):
             assert torch.equal(uniform(key, (rows, 32)), whole[:rows])
         assert uniform(key, (5, 0)).shape == (5, 0)
 
     def test_each_element_has_its_own_bits(self) -> None:
-        """The two numbers of a pair of neighbours make up one word of 32 bits; words are a permutation of their
-        positions, so that none comes twice unless a position does."""
-        k = integers(stream_key(**KEY), (2048, 256)).view(1024, 2, 256)
-        words = k[:, 0] | k[:, 1] << 16
+        """The numbers of four neighbours make up one word of 32 bits; words are a permutation of their positions, so
+        that none comes twice unless a position does."""
+        words = hashes(stream_key(**KEY), 512, 512)
         assert len(words.unique()) == words.numel() == 2**18
 
     def test_fill_the_unit_interval_evenly(self) -> None:
-        """2**20 numbers in 4,096 cells by their high 12 bits, and by their low 12 bits, those of even and odd rows
-        together and apart. Power: cell probabilities off by 2.7% in root mean square (3.2% in one half of the rows) are
-        found with 99.9%."""
-        k = integers(stream_key(**KEY), (1024, 1024))
-        for numbers in (k, k[::2], k[1::2]):
-            for part in (numbers >> 4, numbers & 4095):
-                assert_even(part, 4096)
+        """2**20 numbers in their 256 cells, and 2**20 of each of the four bytes. Power: cell probabilities off by 1.4%
+        in root mean square are found with 99.9%."""
+        assert_even(integers(stream_key(**KEY), (1024, 1024)), 256)
+        for k in integers(stream_key(**KEY), (4096, 1024)).view(1024, 4, 1024).unbind(1):
+            assert_even(k, 256)
 
     def test_every_fraction_of_a_spacing_is_rounded_up_as_often_as_it_should(self) -> None:
-        """The share of 2**20 numbers below each of 65,536 thresholds, even and odd rows apart (Kolmogorov's test); by
+        """The share of 2**20 numbers below each of 256 thresholds, for each of the four bytes (Kolmogorov's test); by
         chance it is off by more in 3e-6 of the cases. Power: one off by 0.0041 anywhere is found with 99.9%."""
-        k = integers(stream_key(**KEY), (2048, 1024)).view(1024, 2, 1024)
-        for numbers in (k[:, 0], k[:, 1]):
-            shares = torch.bincount(numbers.flatten(), minlength=2**16).cumsum(0).to(torch.float64) / 2**20
-            assert (shares - torch.arange(1, 2**16 + 1) / 2**16).abs().max() < 2.6 / 2**10
+        for k in integers(stream_key(**KEY), (4096, 1024)).view(1024, 4, 1024).unbind(1):
+            shares = torch.bincount(k.flatten(), minlength=256).cumsum(0).to(torch.float64) / 2**20
+            assert (shares - torch.arange(1, 257) / 256).abs().max() < 2.6 / 2**10
 
-    @pytest.mark.parametrize("lag", [1, 2, 128, 136, 1024])
+    @pytest.mark.parametrize("lag", [1, 2, 3, 128, 136, 1024, 2048, 3072])
     def test_pairs_of_neighbours_fill_the_unit_square_evenly(self, lag: int) -> None:
-        """2**20 pairs in 64 x 64 cells, by their high and by their low bits, in one row or one row apart; figures as
-        above."""
+        """2**20 pairs in 64 x 64 cells, by their high and by their low bits, in one row or one to three rows apart.
+        Power: cell probabilities off by 2.7% in root mean square are found with 99.9%."""
         k = integers(stream_key(**KEY), (1024, 1024)).flatten()
-        for bits in (k >> 10, k & 63):
+        for bits in (k >> 2, k & 63):
             assert_even(bits * 64 + bits.roll(lag), 4096)
 
-    @pytest.mark.parametrize("rows", [1, 2, 6, 8, 16, 32, 64, 128])
+    @pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128])
     @pytest.mark.parametrize("columns", [16, 1000, 1024])
     def test_decisions_to_round_up_do_not_correlate_from_row_to_row(self, rows: int, columns: int) -> None:
-        """2**20 pairs: the largest correlation of "the one is below a/64" with "the other is below b/64". By chance it
-        stays below 0.006; one of 0.013 is found with 99.9%.
+        """2**20 pairs. By chance the largest correlation stays below 0.006; one of 0.013 is found with 99.9%.
 
-        Cells of such pairs are not as even as chance has them: where hashed positions are a small multiple of a power
-        of two apart, chi-square is off by up to 185 standard deviations for some keys. Next to nothing of that is left
-        in decisions: 0.0125 was the most that was seen, over 12 keys and 10 distances.
+        Cells of such pairs are not as even as chance has them where hashed positions are a small multiple of a power
+        of two apart. Next to nothing of that is left in decisions.
         """
         k = integers(stream_key(**KEY), (2**20 // columns, columns))
-        cells = ((k >> 10) * 64 + (k >> 10).roll(rows, 0)).flatten()
-        below = torch.bincount(cells, minlength=4096).view(64, 64).double().cumsum(0).cumsum(1) / cells.numel()
-        one, other = below[:-1, -1], below[-1, :-1]
-        deviations = torch.outer((one * (1 - one)).sqrt(), (other * (1 - other)).sqrt())
-        assert ((below[:-1, :-1] - torch.outer(one, other)) / deviations).abs().max() < 0.01
+        assert largest_decision_correlation(k, k.roll(rows, 0)) < 0.01
 
-    def test_the_two_numbers_of_one_hash_are_independent(self) -> None:
-        """Neighbours in a column. 2**20 pairs in 64 x 64 cells by high and low bits of either, and the correlation of
-        the numbers, 4.5 standard errors. Power: cells as above; a correlation of 0.0074 is found with 99.9%.
+    @pytest.mark.parametrize(("one", "other"), list(itertools.combinations(range(4), 2)))
+    def test_the_four_numbers_of_one_hash_are_independent(self, one: int, other: int) -> None:
+        """Neighbours in a column, 2**20 pairs: the correlation of the numbers, 4.5 standard errors; that of decisions,
+        as chance has it; 64 x 64 cells by high and low bits of either. Power: correlations of 0.0074 of the numbers and
+        0.009 of decisions, and cell probabilities off by 3.3% in root mean square are found with 99.9%.
 
-        The low bits of both are evener than chance, by 4 standard deviations of chi-square over the keys: the hash is a
-        permutation and its positions come in order. That does no harm, while unevenness would.
+        Cells are up to 7 standard deviations of chi-square more or less even than chance has them, over 12 keys: the
+        hash has two multiplications only, is a permutation, and its positions come in order. That is 1.2 to 1.5% in
+        root mean square, and nothing of it is left in decisions.
         """
-        k = integers(stream_key(**KEY), (2048, 1024)).view(1024, 2, 1024)
-        even, odd = k[:, 0], k[:, 1]
-        for first in (even >> 10, even & 63):
-            for second in (odd >> 10, odd & 63):
-                assert_even(first * 64 + second, 4096, least=-7)
-        a, b = (((half + 0.5) * 2.0**-16 - 0.5) * 12**0.5 for half in (even.double(), odd.double()))
-        assert abs((a * b).mean().item()) < 4.5 / 2**10
+        k = integers(stream_key(**KEY), (4096, 1024)).view(1024, 4, 1024)
+        a, b = k[:, one], k[:, other]
+        for first in (a >> 2, a & 63):
+            for second in (b >> 2, b & 63):
+                assert_even(first * 64 + second, 4096, least=-9, most=9)
+        assert largest_decision_correlation(a, b) < 0.006
+        x, y = (((numbers + 0.5) / 256 - 0.5) * 12**0.5 for numbers in (a.double(), b.double()))
+        assert abs((x * y).mean().item()) < 4.5 / 2**10
 
     def test_no_two_of_the_32_bits_of_a_hash_correlate(self) -> None:
         """2**20 hashes, 496 pairs of bits: by chance the largest stays below 5.5 standard errors in all but 2e-5 of the
         cases. Power: a correlation of 0.0084 of any two bits is found with 99.9%."""
-        k = integers(stream_key(**KEY), (2048, 1024)).view(1024, 2, 1024)
-        words = (k[:, 0] | k[:, 1] << 16).flatten()
+        words = hashes(stream_key(**KEY), 1024, 1024).flatten()
         signs = torch.stack([(words >> bit & 1) * 2 - 1 for bit in range(32)]).to(torch.float32)
         correlations = (signs @ signs.t()).double() / len(words)
         assert (correlations.diagonal() == 1).all()
@@ -622,27 +656,29 @@ class TestUniform:
         a, b = (centred(uniform(stream_key(**key), (512, 512))) for key in (KEY, other))
         assert largest_cross_correlation(a, b) < 6.5
 
-    def test_successive_steps_give_uniform_numbers_to_two_elements_of_one_hash(self) -> None:
-        """What two gradients see over training: 4,096 steps at two neighbours in a column; 16 cells, lag-1 pairs, pairs
-        of the two. Power: cell probabilities off by 15% in root mean square are found with 99.9%."""
-        numbers = torch.stack([uniform(stream_key(0, step, 0, 77, 1), (8, 2))[[4, 5], 1] for step in range(4096)])
-        even, odd = (numbers * 16).to(torch.int64).unbind(1)
-        for cells in (even, odd):
+    def test_successive_steps_give_uniform_numbers_to_the_elements_of_one_hash(self) -> None:
+        """What four gradients see over training: 4,096 steps at neighbours in a column; 16 cells, lag-1 pairs, pairs
+        of two. Power: cell probabilities off by 15% in root mean square are found with 99.9%."""
+        numbers = torch.stack([uniform(stream_key(0, step, 0, 77, 1), (8, 2))[4:, 1] for step in range(4096)])
+        elements = (numbers * 16).to(torch.int64).unbind(1)
+        for cells in elements:
             assert_even(cells, 16)
             assert_even(cells * 16 + cells.roll(1), 256)
-        assert_even(even * 16 + odd, 256)
+        for one, other in itertools.combinations(elements, 2):
+            assert_even(one * 16 + other, 256)
 
     def test_the_same_key_gives_the_same_numbers(self) -> None:
         assert torch.equal(uniform(stream_key(**KEY), (128, 8)), uniform(stream_key(**KEY), (128, 8)))
 
     @pytest.mark.parametrize("word", KEY)
     def test_each_number_of_the_key_changes_the_stream(self, word: str) -> None:
-        """Also in its highest bits. Two unrelated streams agree in one number of 2**16."""
+        """Also in its highest bits. Two unrelated streams agree in one number of 256: here in 4 of 1,024, and in more
+        than 20 in 1e-9 of the cases."""
         bits = (0, 1, 16, 31, 32, 63) if word == "seed" else (0, 1, 16, 31)
         streams = [uniform(stream_key(**{**KEY, word: KEY[word] ^ (1 << bit)}), (128, 8)) for bit in bits]
         streams.append(uniform(stream_key(**KEY), (128, 8)))
         for i, a in enumerate(streams):
-            assert all((a == b).sum() <= 2 for b in streams[:i])
+            assert all((a == b).sum() <= 20 for b in streams[:i])
 
     def test_exchanged_numbers_of_the_key_give_another_stream(self) -> None:
         keys = {stream_key(*(1 if i == place else 0 for i in range(5))) for place in range(5)}

@@ -124,7 +124,8 @@ class SnipConfig:
     solver_gap: float = 1e-4
     """Relative gap at which the solver may stop."""
     backend: str = "auto"
-    """Kernels: "emulated" (any device, slower than BF16), "hopper" (not in this version), or "auto"."""
+    """Kernels: "hopper" (FP8 tensor cores of an H100 or H200, where the compute dtype is BF16), "emulated" (any device,
+    slower than BF16), or "auto": the first of them that can run. The log says which runs, and why."""
     seed: int = 0
     """Seed of stochastic rounding, of the probe's directions and of the `random` policy."""
 

@@ -29,7 +29,15 @@ from .drift import rank_correlation, ranking
 from .history import RunFolder
 from .kernels import hopper_lacks, select_backend
 from .launch import check_launch, unwrap
-from .linear import convert_model, drop_quantized, keep_quantized, pack_states, set_step, snip_linears
+from .linear import (
+    convert_model,
+    drop_quantized,
+    keep_quantized,
+    pack_states,
+    set_step,
+    share_inputs,
+    snip_linears,
+)
 from .memory import bounded, kept_tokens, measured_peak, probe_memory
 from .optimizers import check_optimizer, responses
 from .plan import PlanProvenance, PrecisionPlan
@@ -124,11 +132,13 @@ class SnipController:
         """Of the probe that the plan in force was made from; empty without such a probe, or if nothing is checked."""
         self._checked_labels = False
         self._started = False
+        self._keeps_weights = False
         check_launch(config, accelerator)
+        self.backend = select_backend(config.backend, next(self.model.parameters()).device)
+        """Kernels in use: "emulated" or "hopper"."""
         convert_model(self.model, config)
         self._layers = snip_linears(self.model)
-        self.backend = self._place()
-        """Kernels in use: "emulated" or "hopper"."""
+        self._use_backend()
         self.needs_probe = policies.needs_probe(config)
         # As `config`, with as many tokens as the bound on memory allows.
         self._probe_config = config
@@ -146,7 +156,7 @@ class SnipController:
         self.plan = self._first_plan()
         self.plan.apply(self.model)
         set_step(self._layers, config.seed, 1, 0)
-        keep_quantized(self._layers)
+        self._share_inputs()
         logger.info("snip-hf: policy %s, %s.", config.policy, _describe(self.plan))
 
     def start(self) -> None:
@@ -173,7 +183,12 @@ class SnipController:
             self.start()
         step = self.step + 1
         set_step(self._layers, self.config.seed, step, self._micro_batch)
-        keep_quantized(self._layers, everything=False)
+        if self._micro_batch > 0:
+            # Several micro-batches per step: weights quantized once are worth their memory. A single one quantizes
+            # each layout once as it is.
+            self._keeps_weights = True
+        if self._keeps_weights:
+            keep_quantized(self._layers, everything=False)
         if self._micro_batch == 0 and (self._refreshes(step) or self._checks(step)):
             self._arm(batch)
         self._micro_batch += 1
@@ -195,7 +210,8 @@ class SnipController:
         self.step, self._micro_batch = step, 0
         self._apply_due(step)
         set_step(self._layers, self.config.seed, step + 1, 0)
-        keep_quantized(self._layers)
+        if self._keeps_weights:
+            keep_quantized(self._layers)
 
     def close(self) -> None:
         """Stops a solver that is still running. The model keeps the plan in force."""
@@ -266,7 +282,8 @@ class SnipController:
         self._last_probe, self._ranking = last_probe, ranked
         self._setting = replace(self._setting, measured=plan.measured)
         set_step(self._layers, self.config.seed, step + 1, 0)
-        keep_quantized(self._layers)
+        drop_quantized(self._layers)
+        self._share_inputs()
         self._started = True
         self._folder.cut(step, None if resumed is None else resumed.step, self._start_line())
         self._folder.save_plan(plan)
@@ -275,25 +292,31 @@ class SnipController:
                 resumed.process = SolverProcess.start(resumed.problem)
                 self._pending = resumed
 
-    def _place(self) -> str:
-        """Chooses the kernels for the device that the layers are on, and says which they are."""
+    def _use_backend(self) -> None:
         weight = next(iter(self._layers.values())).weight
-        backend = select_backend(self.config.backend, weight.device)
         for layer in self._layers.values():
-            layer.snip_backend = backend
+            layer.snip_backend = self.backend
         pack_states(self._layers)
-        if backend == "hopper":
+        if self.backend == "hopper":
             logger.info(
                 "snip-hf: backend hopper: FP8 and FP4 GEMMs run on FP8 tensor cores wherever the compute dtype is BF16 "
-                "(%s), else emulated. Use torch_compile: without it little is gained.",
-                "weights in BF16" if weight.dtype == torch.bfloat16 else "autocast",
+                "(here by %s); others are emulated. Compile the model: without it little or nothing is gained.",
+                "the weights" if weight.dtype == torch.bfloat16 else "autocast, if it is on",
             )
         else:
             logger.info(
-                "snip-hf: backend emulated, with the numerics of FP8 and FP4 but slower than BF16 (%s).",
+                "snip-hf: backend emulated: the numerics of FP8 and FP4, slower than BF16 (%s).",
                 hopper_lacks(weight.device) or "asked for by backend='emulated'",
             )
-        return backend
+
+    def _share_inputs(self) -> None:
+        """Quantizes inputs once for tied layers, on Hopper, unless the plan in force was not made under the ties."""
+        if self.backend == "hopper":
+            chosen = self.plan.assignment
+            tied = [
+                group for group in policies.siblings(self._setting) if all(chosen[x] == chosen[group[0]] for x in group)
+            ]
+            share_inputs(self._layers, tied)
 
     def _first_plan(self) -> PrecisionPlan:
         setting, config = self._setting, self.config
@@ -407,19 +430,17 @@ class SnipController:
         for name, is_finite in zip(gradients, finite, strict=True):
             if not is_finite:
                 raise ValueError(f"The gradient of layer {name!r} is not finite; expected finite numbers.")
-        # Compiled or not: the probe's recorders would break the graphs of layers that are compiled one by one.
-        with torch.compiler.set_stance("force_eager"):
-            table = divergences_at(
-                self.model,
-                batch,
-                responses(self._optimizer, weights),
-                gradients,
-                self._probe_config,
-                step,
-                gradient_scale=_clip_factor(armed.squares, gradients),
-                micro_batches=self._micro_batch,
-                probes=probes,
-            )
+        table = divergences_at(
+            self.model,
+            batch,
+            responses(self._optimizer, weights),
+            gradients,
+            self._probe_config,
+            step,
+            gradient_scale=_clip_factor(armed.squares, gradients),
+            micro_batches=self._micro_batch,
+            probes=probes,
+        )
         bad = [
             row
             for row in table.rows

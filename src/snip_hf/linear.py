@@ -245,8 +245,9 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     )
     layers = snip_linears(model)
     for name in chosen:
-        # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone.
-        layers[name].snip_key = zlib.crc32(name.encode())
+        # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone;
+        # and by the name that it has where its block is not compiled.
+        layers[name].snip_key = zlib.crc32(name.replace("_orig_mod.", "").encode())
     set_step({name: layer for name, layer in layers.items() if name not in before}, config.seed, 0, 0)
     if before.keys() != layers.keys():
         logger.info("snip-hf swapped %d linear layers; skipped %d (%s).", len(chosen), len(skipped), _summary(skipped))
@@ -322,14 +323,22 @@ def keep_quantized(layers: Mapping[str, SnipLinear], everything: bool = True) ->
             for tensor in layer.snip_weights:  # so that CUDA graphs read them where they are
                 torch._dynamo.mark_static_address(tensor)
         elif everything or layer.snip_weight_version != weight._version:
-            kernels.hopper.quantize_weight_into(weight, layer.snip_state, layer.snip_weights)
+            kernels.hopper.quantize_weight_into(weight.detach(), layer.snip_state, layer.snip_weights)
         layer.snip_weight_version = weight._version
 
 
+def share_inputs(layers: Mapping[str, SnipLinear], groups: Sequence[Sequence[str]]) -> None:
+    """Lets the layers of each group, which must have the same formats from now on, quantize a common input once."""
+    for group in groups:
+        tied = TiedInput(layers[group[0]].snip_state, len(group))
+        for name in group:
+            layers[name].snip_tied = tied
+
+
 def drop_quantized(layers: Mapping[str, SnipLinear]) -> None:
-    """Ends `keep_quantized`: every pass quantizes the weights that it needs again."""
+    """Ends `keep_quantized` and `share_inputs`: every pass of every layer quantizes what it needs again."""
     for layer in layers.values():
-        layer.snip_weights = ()
+        layer.snip_weights, layer.snip_tied = (), None
 
 
 def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:

@@ -230,24 +230,25 @@ def _fill(setting: Setting, stage: Sequence[str], order: Sequence[str]) -> dict[
     return {group: "fp4" if group in in_fp4 else "fp8" for group in order}
 
 
-def _ties(setting: Setting) -> list[list[str]]:
-    """Returns the lists of groups that must share a format: siblings whose last names `config.ties` puts together."""
-    ties: list[list[str]] = []
+def siblings(setting: Setting) -> list[list[str]]:
+    """Returns the lists of layers that share their formats: siblings whose last names `config.ties` puts together."""
+    tied: list[list[str]] = []
     for stage in setting.stages:
         for names in setting.config.ties:
-            siblings: dict[str, list[str]] = {}
+            parents: dict[str, list[str]] = {}
             for layer in stage:
                 parent, _, last = layer.rpartition(".")
                 if last in names:
-                    siblings.setdefault(parent, []).append(layer)
-            for layers in siblings.values():
-                parts = (
-                    [layers]
-                    if setting.config.granularity == "layer"
-                    else [[f"{x}:{gemm}" for x in layers] for gemm in GEMMS]
-                )
-                ties += [part for part in parts if len(part) > 1]
-    return ties
+                    parents.setdefault(parent, []).append(layer)
+            tied += [layers for layers in parents.values() if len(layers) > 1]
+    return tied
+
+
+def _ties(setting: Setting) -> list[list[str]]:
+    """Returns the lists of groups that must share a format."""
+    if setting.config.granularity == "layer":
+        return siblings(setting)
+    return [[f"{layer}:{gemm}" for layer in layers] for layers in siblings(setting) for gemm in GEMMS]
 
 
 def _random_order(setting: Setting, stage: Sequence[str]) -> list[str]:

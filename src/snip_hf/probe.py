@@ -279,7 +279,8 @@ def run_pass(
         batch.random_state.restore()
         stand_in = _Pass(model, autocast, backward)
         named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        with _attributes_kept(model), _efficient_attention():
+        # Compiled layers would record nothing, and be compiled again for it.
+        with torch.compiler.set_stance("force_eager"), _attributes_kept(model), _efficient_attention():
             loss: Tensor = torch.func.functional_call(stand_in, named, (dict(batch.kwargs),))
     finally:
         before.restore()

@@ -117,8 +117,9 @@ class TensorCoreGemms(torch.autograd.Function):
         if needs_weight and high_weight:
             grad_weight = g.t() @ x.reshape(-1, in_features)
         elif needs_weight:
+            # In the parameter's own precision: rounding FP32 sums to BF16 first would gain nothing.
             grad_weight = kernels.hopper.multiply(
-                columns, column_scales, x_columns, x_scales, False, out_features, in_features
+                columns, column_scales, x_columns, x_scales, False, out_features, in_features, weight.dtype
             )
         return (
             None if grad_x is None else grad_x.view(ctx.x_shape),

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from models import CONFIGS, batch
 from small import checkpoint_activations, relative_error, text, tiny_llama
 from tiny_runs import SCHEDULE, Run, arguments, data, differing, one_thread, train, weights, without_seconds
@@ -219,14 +220,17 @@ def test_a_step_that_is_set_between_forward_and_backward_is_never_silently_taken
 # -------------------------------------------------------------------------------------------------- under a Trainer
 
 
+WHOLE: dict[str, Any] = {"backend": "eager", "fullgraph": True}  # Dynamo's part alone: which graphs there are.
+
+
 def compiled_model(way: str) -> nn.Module:
     model = llama(2 if way == "layer by layer" else 1)
     if way == "wrapped before":
-        return torch.compile(model, backend="aot_eager", fullgraph=True)
+        return torch.compile(model, **WHOLE)
     if way == "in place":
-        model.compile(backend="aot_eager", fullgraph=True)
+        model.compile(**WHOLE)
     for layer in model.model.layers if way == "layer by layer" else []:
-        layer.compile(backend="aot_eager", fullgraph=True)
+        layer.compile(**WHOLE)
     return model
 
 
@@ -322,7 +326,8 @@ def inductor_run(folder: Path, make: Any) -> None:
     """Inductor fuses and sums in another order, which FP32 shows in the last digits of the loss."""
 
     plain = train(folder / "plain", CONFIG, model=make(), **SHORT)
-    with one_graph():
+    # Scalar code: to find out by test programs what the CPU can do takes longer than all the rest.
+    with one_graph(), torch._inductor.config.patch({"cpp.vec_isa_ok": False}):
         run: Run = train(folder / "compiled", CONFIG, model=make(), **SHORT, torch_compile=True)
     assert [(line["step"], line["status"]) for line in run.refreshes] == [(2, "applied")]
     assert [loss for loss, _ in run.losses.values()] == pytest.approx(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
 from snip_hf.divergence import divergences_at, estimate_divergence
-from snip_hf.linear import convert_model, snip_linears
+from snip_hf.linear import convert_model, set_step, snip_linears
 from snip_hf.optimizers import responses
 from snip_hf.probe import Batch, run_forward, run_probe
 from snip_hf.truth import measure_assignment, measure_divergence, measure_loss
@@ -266,7 +266,7 @@ def test_formats_and_keys_of_a_converted_model_stay(action: str, formats: tuple[
     for layer in snip_linears(model).values():
         if formats:
             layer.set_formats(dict(zip(("forward", "grad_input", "grad_weight"), formats, strict=True)))
-        layer.snip_state[3:6] = torch.tensor([9, 8, 7])  # seed, step, micro-batch
+    set_step(snip_linears(model), 9, 8, 7)
     before = everything(model, None)
     ACTIONS[action](model, inputs, None)
     assert_nothing_changed(before, everything(model, None))

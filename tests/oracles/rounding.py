@@ -99,9 +99,9 @@ def random_word(low: int, high: int, position: int) -> int:
 
 
 def random_integer(low: int, high: int, row: int, column: int, columns: int) -> int:
-    """The 16-bit number of one element: half a word, whose other half belongs to its neighbour in the column."""
-    pair, half = divmod(row, 2)
-    return random_word(low, high, pair * columns + column) >> 16 * half & 0xFFFF
+    """The 8-bit number of one element: a byte of a word, whose others belong to its neighbours in the column."""
+    run, byte = divmod(row, 4)
+    return random_word(low, high, run * columns + column) >> 8 * byte & 0xFF
 
 
 def random_numbers(key: tuple[int, int, int, int, int], shape: tuple[int, int]) -> Floats:
@@ -109,4 +109,4 @@ def random_numbers(key: tuple[int, int, int, int, int], shape: tuple[int, int]) 
     low, high = stream_halves(*key)
     rows, columns = shape
     integers = [random_integer(low, high, row, column, columns) for row in range(rows) for column in range(columns)]
-    return ((np.array(integers, np.float64) + 0.5) / 2**16).astype(np.float32).reshape(shape)
+    return ((np.array(integers, np.float64) + 0.5) / 2**8).astype(np.float32).reshape(shape)

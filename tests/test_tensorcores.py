@@ -1,0 +1,751 @@
+"""SnipLinear with the Hopper kernels against the emulated backend: anywhere with a stand-in for the kernels that is made
+of the reference, and on a GPU with the real ones."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from models import batch, build
+from small import tiny_llama
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from snip_hf import SnipConfig, SnipLinear, convert_model, kernels
+from snip_hf.formats import FORMAT_NAMES, FORMATS, GEMMS, TILE
+from snip_hf.kernels import hopper_lacks
+from snip_hf.linear import drop_quantized, keep_quantized, pack_states, set_step, snip_linears
+from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, Quantized, quantize
+from snip_hf.tensorcores import TiedInput, quantize_input
+
+T, I, O = 150, 200, 136  # tokens, in_features, out_features: ragged in every tiling  # noqa: E741
+BF16 = torch.bfloat16
+COMBINATIONS = list(itertools.product(FORMAT_NAMES, repeat=3))
+QUANTIZED = [formats for formats in COMBINATIONS if set(formats) != {"bf16"}]
+
+each_combination = pytest.mark.parametrize("formats", COMBINATIONS, ids="/".join)
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(hopper_lacks(torch.device("cuda")) is not None, reason="needs a Hopper GPU"),
+]
+
+
+# ------------------------------------------------------------------------------------- a stand-in for the kernels
+
+
+def padded(size: int, multiple: int = TILE) -> int:
+    return -(-size // multiple) * multiple
+
+
+def put(quantized: Quantized, values: tuple[int, int], scales: tuple[int, int], turned: bool) -> tuple[Tensor, Tensor]:
+    """Values in E4M3 and scales, in the upper left corners of tensors of these shapes, transposed or not; beyond them
+    stand zeros and scales that must not be read."""
+    padded_values, padded_scales = torch.zeros(values), torch.full(scales, 7.0)
+    for target, source in ((padded_values, quantized.values), (padded_scales, quantized.scales)):
+        source = source.t() if turned else source
+        target[: source.shape[0], : source.shape[1]] = source
+    return padded_values.to(torch.float8_e4m3fn), padded_scales
+
+
+class StandIn:
+    """The functions of `kernels.hopper` in their layouts, of `quantize` and products in FP32; counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, *_ in self.calls]
+
+    def quantize_tokens(
+        self, x: Tensor, state: Tensor, row_gemm: int, column_gemm: int, is_gradient: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        assert x.dtype == BF16 and x.dim() == 2 and x.is_cpu and not torch.is_grad_enabled()
+        if row_gemm >= 0 or column_gemm >= 0:
+            self.calls.append(("quantize_tokens", row_gemm, column_gemm, is_gradient))
+        tokens, channels = x.shape
+        rows, columns = padded(tokens), padded(channels)
+        row_layout = column_layout = torch.empty(0, dtype=torch.float8_e4m3fn), torch.empty(0)
+        if row_gemm >= 0 and tokens > 0:
+            quantized = self._quantize(x, state, row_gemm, ROW_TILE, is_gradient)
+            values, scales = put(quantized, (rows, columns), (rows, columns // TILE), False)
+            row_layout = values, scales.t().contiguous()
+        if column_gemm >= 0 and tokens > 0:
+            quantized = self._quantize(x, state, column_gemm, COLUMN_TILE, is_gradient)
+            values, _ = put(quantized, (columns, rows), (columns, rows), True)
+            _, scales = put(quantized, (rows, columns), (rows // TILE, columns), False)
+            column_layout = values, scales
+        return *row_layout, *column_layout
+
+    def quantize_weight(
+        self, weight: Tensor, state: Tensor, forward: bool, grad_input: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        assert weight.dtype in (BF16, torch.float32)
+        self.calls.append(("quantize_weight", forward, grad_input))
+        return self._weight(weight, state, forward, grad_input)
+
+    def quantize_weight_into(self, weight: Tensor, state: Tensor, outputs: tuple[Tensor, ...]) -> None:
+        self.calls.append(("quantize_weight_into",))
+        new = self._weight(weight.detach(), state, outputs[0].numel() > 0, outputs[2].numel() > 0)
+        for output, value in zip(outputs, new, strict=True):
+            output.copy_(value)
+
+    def multiply(
+        self,
+        left: Tensor,
+        left_scales: Tensor,
+        right: Tensor,
+        right_scales: Tensor,
+        square: bool,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype = BF16,
+    ) -> Tensor:
+        self.calls.append(("multiply", square))
+        if left.numel() == 0:
+            assert rows == 0 or right.numel() == 0
+            return torch.zeros(rows, columns, dtype=dtype)
+        right_spread = right_scales.repeat_interleave(TILE, 1)
+        right_spread = right_spread.repeat_interleave(TILE, 0)[:, : right.shape[1]] if square else None
+        if right_spread is None:
+            right_spread = right_scales.t().repeat_interleave(TILE, 1)
+        a = left.float() * left_scales.t().repeat_interleave(TILE, 1)
+        b = right.float() * right_spread
+        with torch.autocast("cpu", enabled=False):
+            return (a @ b.t())[:rows, :columns].to(dtype).contiguous()
+
+    def _weight(self, weight: Tensor, state: Tensor, forward: bool, grad_input: bool) -> tuple[Tensor, ...]:
+        outputs: list[Tensor] = []
+        for gemm, used in enumerate((forward, grad_input)):
+            if not used:
+                outputs += torch.empty(0, dtype=torch.float8_e4m3fn), torch.empty(0)
+                continue
+            rows, columns = weight.shape if gemm == 0 else weight.t().shape
+            quantized = self._quantize(weight.to(BF16), state, gemm, SQUARE_TILE, False)
+            shape = padded(rows), padded(columns)
+            outputs += put(quantized, shape, (shape[0] // TILE, padded(shape[1] // TILE, 4)), gemm == 1)
+        return tuple(outputs)
+
+    @staticmethod
+    def _quantize(x: Tensor, state: Tensor, gemm: int, tile: tuple[int, int], is_gradient: bool) -> Quantized:
+        fmt = FORMATS[FORMAT_NAMES[state[gemm]]]
+        assert fmt is not None, "A GEMM in BF16 is not to be quantized."
+        return quantize(x, fmt, tile, int(state[3]) % 2**64 if is_gradient and fmt.name == "e2m1" else None)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    made_up = StandIn()
+    monkeypatch.setattr(kernels, "hopper", made_up, raising=False)
+    return made_up
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=on_gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where SnipLinear runs: with the stand-in, or with the kernels."""
+    if request.param == "cpu":
+        request.getfixturevalue("stand_in")
+    return request.param
+
+
+# ------------------------------------------------------------------------------------- layers and what they compute
+
+
+def linear(bias: bool = True, dtype: torch.dtype = BF16, device: str = "cpu") -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Linear(I, O, bias=bias).to(device, dtype)
+
+
+def layer_of(plain: nn.Linear, formats: tuple[str, ...], backend: str) -> SnipLinear:
+    """A copy as a SnipLinear on a backend, with a key of its own."""
+    model = nn.ModuleDict({"layers": nn.ModuleList([copy.deepcopy(plain)])})
+    convert_model(model, SnipConfig(backend="emulated"))
+    layer = model["layers"][0]
+    layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
+    layer.snip_backend = backend
+    set_step({"layer": layer}, 5, 40, 2)
+    return layer
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = BF16, device: str = "cpu") -> Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return (x * torch.tensor([1.0, 8.0]).repeat(-(-shape[-1] // 2))[: shape[-1]]).to(device, dtype)
+
+
+def gradients(layer: nn.Linear, x: Tensor, needs_x: bool = True) -> dict[str, Tensor]:
+    """The output and the gradients of x, weight and bias of one pass (those that there are)."""
+    layer.zero_grad()
+    x = x.detach().requires_grad_(needs_x)
+    y = layer(x)
+    y.backward(randn(*y.shape, seed=9, dtype=y.dtype, device=x.device.type))
+    found = {"y": y.detach(), "x": x.grad, "weight": layer.weight.grad}
+    found["bias"] = None if layer.bias is None else layer.bias.grad
+    return {name: value.clone() for name, value in found.items() if value is not None}
+
+
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], bias: Tensor | None = None) -> None:
+    """Equal but for sums in another order, their rounding to BF16, and the one before the bias is added to an output.
+
+    Other formats are 2% and more away, other random numbers 10%.
+    """
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].shape == value.shape and got[name].dtype == value.dtype, name
+        if value.numel() == 0:
+            continue
+        a, b = got[name].double(), value.double()
+        rounding = 2.0**-7 * b.abs()
+        if name == "y" and bias is not None:
+            rounding += 2.0**-8 * (b.abs() + bias.detach().double().abs())
+        worst = ((a - b).abs() - rounding).max() / b.square().mean().sqrt().clamp_min(1e-30)
+        assert worst <= 2e-3, f"{name}: {worst:.2g} of its root mean square beyond rounding."
+        assert (a - b).norm() <= 3e-3 * b.norm(), f"{name}: {(a - b).norm() / b.norm():.2g} away."
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype and torch.equal(got[name], value), f"{name} differs."
+
+
+class Operators(TorchDispatchMode):
+    """Notes the package's operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "snip_hf":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+INPUTS: dict[str, Callable[[], Tensor]] = {
+    "3-D": lambda: randn(3, 37, I),
+    "4-D": lambda: randn(2, 3, 7, I),
+    "1-D": lambda: randn(I),
+    "transposed": lambda: randn(I, 37).t(),
+    "batch-second": lambda: randn(37, 3, I).transpose(0, 1),
+    "features-first": lambda: randn(3, I, 37).transpose(1, 2),
+    "every-second": lambda: randn(3, 37, 2 * I)[..., ::2],
+    "expanded": lambda: randn(1, 37, I).expand(3, 37, I),
+}
+MIXED = [("fp8", "fp4", "fp8"), ("fp4", "fp8", "fp4"), ("bf16", "fp4", "fp8"), ("fp4", "bf16", "bf16")]
+
+
+class TestOneLayer:
+    @each_combination
+    @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no-bias"])
+    def test_gives_what_the_emulated_backend_gives(
+        self, device: str, formats: tuple[str, str, str], with_bias: bool
+    ) -> None:
+        plain, x = linear(with_bias, device=device), randn(T, I, device=device)
+        ours, emulated = (gradients(layer_of(plain, formats, backend), x) for backend in ("hopper", "emulated"))
+        assert_close(ours, emulated, plain.bias)
+
+    @each_combination
+    def test_gives_what_the_emulated_backend_gives_under_autocast_in_three_dimensions(
+        self, device: str, formats: tuple[str, str, str]
+    ) -> None:
+        """FP32 parameters and inputs, whose gradients are FP32 too."""
+        plain = linear(dtype=torch.float32, device=device)
+        x = randn(3, T // 3, I, dtype=torch.float32, device=device)
+        with torch.autocast(device, BF16):
+            ours, emulated = (gradients(layer_of(plain, formats, backend), x) for backend in ("hopper", "emulated"))
+        assert ours["y"].dtype == BF16 and ours["weight"].dtype == ours["x"].dtype == torch.float32
+        assert_close(ours, emulated, plain.bias)
+
+    @pytest.mark.parametrize("formats", MIXED, ids="/".join)
+    @pytest.mark.parametrize("shape", INPUTS)
+    @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no-bias"])
+    def test_takes_any_dimensions_and_strides(
+        self, device: str, shape: str, formats: tuple[str, str, str], with_bias: bool
+    ) -> None:
+        plain, x = linear(with_bias, device=device), INPUTS[shape]().to(device)
+        ours, emulated = (gradients(layer_of(plain, formats, backend), x) for backend in ("hopper", "emulated"))
+        assert_close(ours, emulated, plain.bias)
+
+    @pytest.mark.parametrize("mode", ["bfloat16", "autocast"])
+    @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no-bias"])
+    @pytest.mark.parametrize("shape", INPUTS)
+    def test_in_bf16_gives_the_bits_of_nn_linear(self, device: str, shape: str, with_bias: bool, mode: str) -> None:
+        plain = linear(with_bias, torch.float32 if mode == "autocast" else BF16, device)
+        x = INPUTS[shape]().to(device)
+        with torch.autocast(device, BF16, enabled=mode == "autocast"):
+            assert_same(gradients(layer_of(plain, ("bf16",) * 3, "hopper"), x), gradients(plain, x))
+        if device == "cpu":
+            assert kernels.hopper.calls == []
+
+    @pytest.mark.parametrize("formats", QUANTIZED, ids="/".join)
+    @pytest.mark.parametrize("shape", [(0, I), (2, 0, I)], ids=str)
+    def test_no_tokens_give_an_empty_output_and_zero_gradients(
+        self, device: str, formats: tuple[str, str, str], shape: tuple[int, ...]
+    ) -> None:
+        layer = layer_of(linear(device=device), formats, "hopper")
+        got = gradients(layer, torch.empty(shape, dtype=BF16, device=device))
+        assert got["y"].shape == (*shape[:-1], O) and got["x"].shape == shape
+        assert got["weight"].shape == (O, I) and got["bias"].shape == (O,)
+        assert not got["weight"].any() and not got["bias"].any()
+
+    @pytest.mark.parametrize("formats", MIXED, ids="/".join)
+    def test_an_output_can_be_changed_in_place(self, device: str, formats: tuple[str, str, str]) -> None:
+        layer, x = layer_of(linear(False, device=device), formats, "hopper"), randn(3, 37, I, device=device)
+        expected = gradients(layer, x)
+        layer.register_forward_hook(lambda module, args, output: output.add_(0.0))
+        assert_same(gradients(layer, x), expected)
+
+    def test_the_key_and_formats_may_be_written_between_forward_and_backward(self, device: str) -> None:
+        layer, x = layer_of(linear(device=device), ("fp4", "fp4", "fp4"), "hopper"), randn(T, I, device=device)
+        expected = gradients(layer, x)
+        layer.zero_grad()
+        x = x.requires_grad_()
+        y = layer(x)
+        set_step({"layer": layer}, 9, 9, 9)
+        layer.set_formats(dict.fromkeys(GEMMS, "bf16"))
+        y.backward(randn(T, O, seed=9, device=device))
+        assert_same({"x": x.grad, "weight": layer.weight.grad}, {name: expected[name] for name in ("x", "weight")})
+
+    def test_each_key_rounds_gradients_in_its_own_way(self, device: str) -> None:
+        layer, x = layer_of(linear(device=device), ("fp4", "fp4", "fp4"), "hopper"), randn(T, I, device=device)
+        first, again = gradients(layer, x), gradients(layer, x)
+        assert_same(again, first)
+        set_step({"layer": layer}, 5, 40, 3)
+        other = gradients(layer, x)
+        assert torch.equal(other["y"], first["y"]) and torch.equal(other["bias"], first["bias"])
+        for name in ("x", "weight"):
+            assert (other[name] - first[name]).norm() > 0.05 * first[name].norm()
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+    @pytest.mark.parametrize("autocast", [False, True], ids=["pure", "autocast"])
+    def test_other_compute_dtypes_run_emulated(self, device: str, dtype: torch.dtype, autocast: bool) -> None:
+        if autocast and dtype == torch.float32:
+            plain, context = linear(dtype=dtype, device=device), torch.autocast(device, enabled=False)
+        else:
+            plain = linear(dtype=torch.float32 if autocast else dtype, device=device)
+            context = torch.autocast(device, dtype, enabled=autocast)
+        x, results = randn(T, I, dtype=plain.weight.dtype, device=device), []
+        for backend in ("hopper", "emulated"):
+            with context, Operators() as operators:
+                results.append(gradients(layer_of(plain, ("fp4", "fp8", "fp4"), backend), x))
+            assert operators.names == ["forward_gemm", "grad_input_gemm", "grad_weight_gemm"]
+        assert_same(*results)
+        if device == "cpu":
+            assert kernels.hopper.calls == []
+
+    @pytest.mark.parametrize("formats", QUANTIZED, ids="/".join)
+    def test_kernels_run_for_what_is_needed_only(self, stand_in: StandIn, formats: tuple[str, str, str]) -> None:
+        """Each operand is quantized once, in the layouts of the GEMMs that are not in BF16."""
+        forward, grad_input, grad_weight = (fmt != "bf16" for fmt in formats)
+        layer, x = layer_of(linear(), formats, "hopper"), randn(T, I)
+
+        def calls(needs_x: bool, needs_weight: bool) -> tuple[list[Any], list[Any]]:
+            layer.weight.requires_grad_(needs_weight)
+            stand_in.calls.clear()
+            y = layer(x.clone().requires_grad_(needs_x))
+            ahead = list(stand_in.calls)
+            stand_in.calls.clear()
+            y.sum().backward()
+            return ahead, list(stand_in.calls)
+
+        for needs_x, needs_weight in itertools.product([True, False], repeat=2):
+            x_gemms = (0 if forward else -1, 2 if grad_weight and needs_weight else -1)
+            g_gemms = (1 if grad_input and needs_x else -1, 2 if grad_weight and needs_weight else -1)
+            ahead = [("quantize_tokens", *x_gemms, False)] * (x_gemms != (-1, -1))
+            ahead += [("quantize_weight", True, False), ("multiply", True)] * forward
+            back = [("quantize_tokens", *g_gemms, True)] * (g_gemms != (-1, -1))
+            back += [("quantize_weight", False, True), ("multiply", True)] * (grad_input and needs_x)
+            back += [("multiply", False)] * (grad_weight and needs_weight)
+            assert calls(needs_x, needs_weight) == (ahead, back)
+
+    @pytest.mark.parametrize("formats", MIXED, ids="/".join)
+    def test_without_a_gradient_the_output_is_the_same(self, device: str, formats: tuple[str, str, str]) -> None:
+        layer, x = layer_of(linear(device=device), formats, "hopper"), randn(T, I, device=device)
+        with_gradients = gradients(layer, x)
+        with torch.no_grad():
+            y = layer(x)
+        assert torch.equal(y, with_gradients["y"]) and not y.requires_grad
+        layer.weight.requires_grad_(False)
+        layer.weight.grad = None
+        assert_same(gradients(layer, x), {n: value for n, value in with_gradients.items() if n != "weight"})
+        layer.weight.requires_grad_(True)
+        without_x = gradients(layer, x, needs_x=False)
+        assert_same(without_x, {name: value for name, value in with_gradients.items() if name != "x"})
+
+    def test_a_bias_alone_can_be_trained(self, device: str) -> None:
+        layer, x = layer_of(linear(device=device), ("fp8", "fp4", "fp8"), "hopper"), randn(T, I, device=device)
+        expected = gradients(layer, x)
+        layer.weight.requires_grad_(False)
+        layer.weight.grad = None
+        got = gradients(layer, x, needs_x=False)
+        assert_same(got, {name: expected[name] for name in ("y", "bias")})
+
+
+# ------------------------------------------------------------------------------------- what is kept for backward
+
+
+class TestSaved:
+    """Bytes that the graph of one forward pass keeps, beside the parameter itself."""
+
+    def saved(self, layer: SnipLinear, x: Tensor, autocast: bool = False) -> list[Tensor]:
+        tensors: list[Tensor] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor
+
+        with torch.autocast(x.device.type, BF16, enabled=autocast), saved_tensors_hooks(note, lambda tensor: tensor):
+            layer(x)
+        return [tensor for tensor in tensors if tensor.data_ptr() != layer.weight.data_ptr() or tensor.numel() == 0]
+
+    @pytest.mark.parametrize("formats", [f for f in QUANTIZED if f[2] != "bf16"], ids="/".join)
+    @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+    def test_of_the_input_one_byte_per_element_is_kept(
+        self, device: str, formats: tuple[str, str, str], autocast: bool
+    ) -> None:
+        """And a scale of four bytes for each 128; no BF16 or FP32 copy of the input, and nothing of the weight."""
+        dtype = torch.float32 if autocast else BF16
+        layer = layer_of(linear(dtype=dtype, device=device), formats, "hopper")
+        x = randn(256, I, dtype=dtype, device=device).requires_grad_()
+        saved = self.saved(layer, x, autocast)
+        assert sorted(tensor.element_size() for tensor in saved if tensor.numel() >= 256) == [1, 4]
+        elements = 256 * padded(I)
+        assert sum(tensor.nbytes for tensor in saved) == elements + 4 * elements // TILE + 4 * 8  # and the state
+
+    @pytest.mark.parametrize("formats", [f for f in QUANTIZED if f[2] == "bf16"], ids="/".join)
+    def test_a_weight_gradient_in_bf16_keeps_the_input_itself(self, device: str, formats: tuple[str, str, str]) -> None:
+        layer, x = layer_of(linear(device=device), formats, "hopper"), randn(256, I, device=device).requires_grad_()
+        saved = self.saved(layer, x)
+        assert [tensor.data_ptr() == x.data_ptr() for tensor in saved if tensor.numel() >= 256] == [True]
+        assert sum(tensor.nbytes for tensor in saved) == x.nbytes + 4 * 8
+
+    @pytest.mark.parametrize("formats", MIXED, ids="/".join)
+    def test_for_a_frozen_weight_nothing_of_the_input_is_kept(self, device: str, formats: tuple[str, str, str]) -> None:
+        layer, x = layer_of(linear(device=device), formats, "hopper"), randn(256, I, device=device).requires_grad_()
+        layer.weight.requires_grad_(False)
+        assert sum(tensor.nbytes for tensor in self.saved(layer, x)) == 4 * 8
+
+    def test_a_kept_weight_is_not_copied(self, device: str) -> None:
+        layer, x = layer_of(linear(device=device), ("fp8", "fp8", "fp4"), "hopper"), randn(256, I, device=device)
+        keep_quantized({"layer": layer})
+        kept = {tensor.data_ptr() for tensor in layer.snip_weights[2:]}
+        saved = [tensor for tensor in self.saved(layer, x.requires_grad_()) if tensor.data_ptr() in kept]
+        assert len(saved) == 2
+
+
+# ------------------------------------------------------------------------------------- tied inputs
+
+
+def siblings(formats: tuple[str, str, str], count: int = 3, device: str = "cpu") -> tuple[list[SnipLinear], TiedInput]:
+    """Layers with weights of their own that share a TiedInput."""
+    layers = []
+    for index in range(count):
+        plain = linear(device=device)
+        with torch.no_grad():
+            plain.weight.mul_(index + 1)
+        layers.append(layer_of(plain, formats, "hopper"))
+    tied = TiedInput(layers[0].snip_state, count)
+    for layer in layers:
+        layer.snip_tied = tied
+    return layers, tied
+
+
+def of_inputs(stand_in: StandIn) -> int:
+    """How often activations were quantized, not gradients."""
+    return sum(call[0] == "quantize_tokens" and not call[3] for call in stand_in.calls)
+
+
+def together(layers: list[SnipLinear], x: Tensor) -> list[Tensor]:
+    """Outputs, x's gradient and the weights' gradients of layers that read one tensor."""
+    x = x.detach().requires_grad_()
+    outputs = [layer(x) for layer in layers]
+    torch.autograd.backward(outputs, [randn(*y.shape, seed=9, device=x.device.type) for y in outputs])
+    found = [*(y.detach() for y in outputs), x.grad, *(layer.weight.grad for layer in layers)]
+    for layer in layers:
+        layer.zero_grad()
+    return found
+
+
+class TestTied:
+    @pytest.mark.parametrize("formats", QUANTIZED, ids="/".join)
+    def test_layers_that_share_an_input_compute_what_each_does_by_itself(
+        self, device: str, formats: tuple[str, str, str]
+    ) -> None:
+        layers, _ = siblings(formats, device=device)
+        tied = together(layers, randn(T, I, device=device))
+        for layer in layers:
+            layer.snip_tied = None
+        alone = together(layers, randn(T, I, device=device))
+        assert all(torch.equal(a, b) for a, b in zip(tied, alone, strict=True))
+
+    def test_one_input_is_quantized_once_for_all_and_each_new_one_anew(self, stand_in: StandIn) -> None:
+        layers, _ = siblings(("fp4", "fp8", "fp4"))
+        for passes in range(1, 4):
+            together(layers, randn(T, I, seed=passes))
+            assert of_inputs(stand_in) == passes
+
+    def test_the_same_tensor_again_is_quantized_again(self, stand_in: StandIn) -> None:
+        """It may have been changed in place since then."""
+        layers, _ = siblings(("fp8", "fp8", "fp8"))
+        x = randn(T, I)
+        before = [layer(x) for layer in layers]
+        x.mul_(3)
+        after = [layer(x) for layer in layers]
+        assert of_inputs(stand_in) == 2
+        assert all((b - 3 * a).norm() < 0.1 * b.norm() for a, b in zip(before, after, strict=True))
+
+    def test_an_fp32_input_under_autocast_is_known_again_though_each_layer_casts_it(self, stand_in: StandIn) -> None:
+        layers, _ = siblings(("fp8", "fp8", "fp8"))
+        x = randn(T, I, dtype=torch.float32).requires_grad_()
+        with torch.autocast("cpu", BF16):
+            for layer in layers:
+                layer(x)
+        assert of_inputs(stand_in) == 1
+
+    @pytest.mark.parametrize("order", [(0, 1, 2, 0, 1, 2), (0, 0, 1, 1, 2, 2), (0, 1, 0, 1, 2, 2), (2, 1, 0, 0, 2, 1)])
+    def test_different_inputs_are_never_mixed_up(self, stand_in: StandIn, order: tuple[int, ...]) -> None:
+        """Also if a layer takes another input than its siblings, or one comes between them; values decide."""
+        layers, _ = siblings(("fp8", "fp8", "fp8"))
+        inputs = [randn(T, I, seed=1), randn(T, I, seed=2)]
+        seen = {0: 0, 1: 0, 2: 0}
+        got = []
+        for index in order:
+            got.append((index, seen[index], layers[index](inputs[seen[index]])))
+            seen[index] += 1
+        for layer in layers:
+            layer.snip_tied = None
+        assert all(torch.equal(y, layers[index](inputs[which])) for index, which, y in got)
+
+    def test_a_pass_without_gradients_and_one_with_them_are_not_mixed_up(self, stand_in: StandIn) -> None:
+        """A pass that was left after the first layer, as activation checkpointing does."""
+        layers, _ = siblings(("fp8", "fp8", "fp8"))
+        x = randn(T, I).requires_grad_()
+        with torch.no_grad():
+            layers[0](x)
+        torch.autograd.backward([layer(x) for layer in layers], [randn(T, O, seed=9)] * 3)
+        got = [x.grad, *(layer.weight.grad.clone() for layer in layers)]
+        for layer in layers:
+            layer.snip_tied = None
+            layer.zero_grad()
+        alone = together(layers, x)
+        assert all(torch.equal(a, b) for a, b in zip(got, alone[3:], strict=True))
+
+    @pytest.mark.parametrize("frozen", [0, 1, 2])
+    def test_one_of_them_may_be_frozen(self, stand_in: StandIn, frozen: int) -> None:
+        """Of its input nothing is kept for backward; the others' weight gradients are what they were."""
+        layers, _ = siblings(("fp8", "fp4", "fp8"))
+        trained = together(layers, randn(T, I))
+        layers[frozen].weight.requires_grad_(False)
+        x = randn(T, I).requires_grad_()
+        torch.autograd.backward([layer(x) for layer in layers], [randn(T, O, seed=9)] * 3)
+        assert torch.equal(x.grad, trained[3])
+        for index, layer in enumerate(layers):
+            assert layer.weight.grad is None if index == frozen else torch.equal(layer.weight.grad, trained[4 + index])
+
+    def test_nothing_is_held_after_the_last_layer(self, stand_in: StandIn) -> None:
+        layers, tied = siblings(("fp8", "fp8", "fp8"))
+        with torch.no_grad():
+            x = randn(T, I)
+            watched = weakref.ref(x)
+            layers[0](x)
+            quantized = weakref.ref(tied._quantized[0])
+            layers[1](x)
+            assert quantized() is not None
+            layers[2](x)
+            del x
+        gc.collect()
+        assert watched() is None and quantized() is None
+
+    def test_the_quantized_input_is_the_one_of_quantize_input(self, stand_in: StandIn) -> None:
+        layers, tied = siblings(("fp4", "fp8", "fp8"))
+        x = randn(2, 75, I)
+        got, expected = tied.quantized(x, x, 0, 2), quantize_input(x, layers[0].snip_state, 0, 2)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, expected, strict=True))
+        assert got[0].shape == (256, 256)
+
+
+# ------------------------------------------------------------------------------------- weights kept quantized
+
+
+class TestKept:
+    @pytest.mark.parametrize("formats", QUANTIZED, ids="/".join)
+    @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
+    def test_passes_with_kept_weights_are_those_without(
+        self, device: str, formats: tuple[str, str, str], dtype: torch.dtype
+    ) -> None:
+        layer = layer_of(linear(dtype=dtype, device=device), formats, "hopper")
+        x = randn(T, I, dtype=dtype, device=device)
+        with torch.autocast(device, BF16):
+            expected = gradients(layer, x)
+            keep_quantized({"layer": layer})
+            assert bool(layer.snip_weights) == (formats[:2] != ("bf16", "bf16"))
+            assert_same(gradients(layer, x), expected)
+            drop_quantized({"layer": layer})
+            assert layer.snip_weights == ()
+            assert_same(gradients(layer, x), expected)
+
+    def test_passes_quantize_no_weight_that_is_kept(self, stand_in: StandIn) -> None:
+        layer = layer_of(linear(), ("fp8", "fp4", "fp8"), "hopper")
+        keep_quantized({"layer": layer})
+        assert stand_in.names == ["quantize_weight"]
+        for _ in range(2):
+            gradients(layer, randn(T, I))
+        assert stand_in.names.count("quantize_weight") == 1
+        drop_quantized({"layer": layer})
+        gradients(layer, randn(T, I))
+        assert stand_in.names.count("quantize_weight") == 3
+
+    def test_they_are_refreshed_in_place_when_weights_or_formats_have_changed(self, device: str) -> None:
+        """At the same addresses, where CUDA graphs read them."""
+        layer, x = layer_of(linear(device=device), ("fp8", "fp8", "fp8"), "hopper"), randn(T, I, device=device)
+        keep_quantized({"layer": layer})
+        places = [tensor.data_ptr() for tensor in layer.snip_weights]
+        for change in (
+            lambda: layer.weight.data.mul_(3),
+            lambda: layer.set_formats({"forward": "fp4", "grad_input": "fp8", "grad_weight": "fp8"}),
+            lambda: layer.set_formats({"forward": "fp8", "grad_input": "fp4", "grad_weight": "fp4"}),
+        ):
+            change()
+            keep_quantized({"layer": layer})
+            assert [tensor.data_ptr() for tensor in layer.snip_weights] == places
+            kept = gradients(layer, x)
+            twin = copy.deepcopy(layer)
+            drop_quantized({"layer": twin})
+            assert_same(kept, gradients(twin, x))
+
+    def test_a_change_of_the_weight_is_found_by_torch_s_count_and_only_then(self, stand_in: StandIn) -> None:
+        layers = {str(index): layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper") for index in range(3)}
+        keep_quantized(layers)
+        stand_in.calls.clear()
+        keep_quantized(layers, everything=False)
+        assert stand_in.calls == []
+        with torch.no_grad():
+            layers["1"].weight.add_(1)
+        keep_quantized(layers, everything=False)
+        assert stand_in.names == ["quantize_weight_into"]
+        keep_quantized(layers, everything=False)
+        assert stand_in.names == ["quantize_weight_into"]
+        twin = copy.deepcopy(layers["1"])
+        drop_quantized({"twin": twin})
+        assert torch.equal(layers["1"](randn(T, I)), twin(randn(T, I)))
+        layers["2"].weight.data.add_(1)  # torch does not count it
+        keep_quantized(layers, everything=False)
+        assert stand_in.names.count("quantize_weight_into") == 1
+        keep_quantized(layers)
+        assert stand_in.names.count("quantize_weight_into") == 4
+
+    @pytest.mark.parametrize("option", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+    def test_an_optimizer_step_is_such_a_change(self, stand_in: StandIn, option: dict[str, bool]) -> None:
+        layer = layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper")
+        keep_quantized({"layer": layer})
+        layer(randn(T, I)).sum().backward()
+        torch.optim.AdamW(layer.parameters(), lr=0.1, **option).step()
+        stand_in.calls.clear()
+        keep_quantized({"layer": layer}, everything=False)
+        assert stand_in.names == ["quantize_weight_into"]
+
+    def test_what_gemms_in_bf16_read_is_not_kept(self, stand_in: StandIn) -> None:
+        layer = layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper")
+        for formats, wanted in (
+            (("fp8", "bf16", "fp8"), (True, False)),
+            (("bf16", "fp4", "bf16"), (False, True)),
+            (("bf16", "bf16", "fp8"), ()),
+            (("fp4", "fp8", "bf16"), (True, True)),
+        ):
+            layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
+            keep_quantized({"layer": layer})
+            assert tuple(tensor.numel() > 0 for tensor in layer.snip_weights[::2]) == wanted
+            twin = copy.deepcopy(layer)
+            drop_quantized({"twin": twin})
+            assert_same(gradients(layer, randn(T, I)), gradients(twin, randn(T, I)))
+
+    def test_layers_on_another_backend_or_with_sharded_weights_keep_nothing(self, stand_in: StandIn) -> None:
+        class Sharded(nn.Parameter):
+            pass
+
+        emulated, sharded = (layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper") for _ in range(2))
+        keep_quantized({"emulated": emulated})
+        emulated.snip_backend = "emulated"
+        sharded.weight = Sharded(sharded.weight.detach())
+        keep_quantized({"emulated": emulated, "sharded": sharded})
+        assert emulated.snip_weights == sharded.snip_weights == ()
+
+    def test_a_weight_that_changed_between_forward_and_backward_is_refused_by_torch(self, device: str) -> None:
+        """As for nn.Linear: its quantized copy would be the new weight's."""
+        layer, x = layer_of(linear(device=device), ("fp8", "fp8", "fp8"), "hopper"), randn(T, I, device=device)
+        keep_quantized({"layer": layer})
+        y = layer(x.requires_grad_())
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        keep_quantized({"layer": layer}, everything=False)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+# ------------------------------------------------------------------------------------- whole models
+
+
+FAMILIES = ["llama", "gpt-neox", "opt", "falcon"]
+
+
+def model_on(backend: str, family: str, device: str, formats: tuple[str, ...] | None, dtype: torch.dtype) -> Any:
+    """A converted model in training mode; formats None draws FP8 or FP4 for each GEMM."""
+    model = build(family).to(device, dtype)
+    convert_model(model, SnipConfig(backend="emulated"))
+    draw = torch.Generator().manual_seed(3)
+    layers = snip_linears(model)
+    pack_states(layers)
+    for layer in layers.values():
+        chosen = formats or [("fp8", "fp4")[torch.randint(0, 2, (), generator=draw)] for _ in GEMMS]
+        layer.set_formats(dict(zip(GEMMS, chosen, strict=True)))
+        layer.snip_backend = backend
+    set_step(layers, 1, 2, 3)
+    return model
+
+
+def tie(model: nn.Module) -> None:
+    """Shares the inputs of q, k, v and of gate, up; gives them the formats of the first."""
+    layers = snip_linears(model)
+    for group in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+        for first in [name for name in layers if name.endswith(group[0])]:
+            members = [layers[first.removesuffix(group[0]) + name] for name in group]
+            tied = TiedInput(members[0].snip_state, len(members))
+            for member in members:
+                member.set_formats(members[0].formats)
+                member.snip_tied = tied
+
+
+def training_pass(model: Any, device: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients under BF16 autocast."""
+    model.zero_grad()
+    with torch.autocast(device, BF16):
+        loss = model(**{name: ids.to(device) for name, ids in batch(4, 64).items()}).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def distances(got: dict[str, Tensor], expected: dict[str, Tensor]) -> list[float]:
+    assert got.keys() == expected.keys()
+    return [float((got[n].double() - g.double()).norm() / g.double().norm().clamp_min(1e-12)) for n, g in expected.items()]
+
+
+class TestModel:
+    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
+    def test_a_model_trains_as_on_the_emulated_backend(self, device: str, family: str, dtype: torch.dtype) -> None:
+        """Up to last bits that tip single roundings in later layers."""
+        (loss, got), (expected_loss, expected) = (
+            training_pass(model_on(backend, family, device, None, dtype), device) for backend in ("hopper", "emulated")
+        )
+        print(family, dtype, float(loss/expected_loss-1), max(distances(got, expected)), sorted(distances(got, expected))[len(got)//2])

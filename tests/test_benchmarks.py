@@ -18,6 +18,7 @@ import numpy as np
 import phase_shift
 import probe_cost
 import pytest
+import speed
 import torch
 from scipy.stats import kendalltau, spearmanr
 
@@ -337,3 +338,150 @@ def test_the_cost_of_a_probe_is_measured_in_steps(
     assert figures["predicted_mib"] == pytest.approx(held / 2**20, rel=1e-3) and figures["refresh_peak_mib"] is None
     row = capsys.readouterr().out.splitlines()[-1]
     assert row.startswith("| tiny | 721,280 | 7 | ") and row.endswith(" | - | - |")
+
+
+# --- speed
+
+
+def speed_options(*arguments: str) -> argparse.Namespace:
+    return speed.parse(["--device", "cpu", "--rows", "2", "--length", "128", "--steps", "2", *arguments])
+
+
+def compiles(test: Any) -> Any:
+    """Ignores what torch's compiler does inside and torch warns of."""
+    for warning in (
+        "`torch.jit.:DeprecationWarning",
+        "<class 'torch.autograd.function.Function'> should not:DeprecationWarning",
+        "The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    ):
+        test = pytest.mark.filterwarnings(f"ignore:{warning}")(test)
+    return test
+
+
+@pytest.fixture
+def tiny_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes for a CPU, whose steps are not compiled to machine code."""
+    tiny = (128, 384, 2, 2, 1)
+    for name, value in {"MODELS": {"tiny": tiny}, "SMALL": tiny, "SMALL_BATCH": (2, 64), "VOCABULARY": 64}.items():
+        monkeypatch.setattr(speed, name, value)
+    monkeypatch.setattr(speed, "COMPILER", "eager")
+    monkeypatch.setattr(speed, "CHANGES", 3)
+
+
+def test_speeds_and_memory_are_in_those_of_bf16_first_and_last_with_as_many_micro_batches() -> None:
+    figures = [("BF16", 1, 10.0, 4.0), ("BF16", 2, 30.0, 5.0), ("FP4", 1, 8.0, 3.0), ("BF16", 1, 14.0, 4.0)]
+    names = ("recipe", "accumulation", "step_ms", "peak_gib")
+    rows = [dict(zip(names, row, strict=True)) for row in figures]
+    compared = speed.compared([*rows, {"recipe": "other", "error": "no"}], "step_ms")
+    assert [row.get("speedup") for row in compared] == pytest.approx([1.2, 1, 1.5, 12 / 14, None])
+    assert [row.get("peak_ratio") for row in compared] == [1, 1, 0.75, 1, None]
+    assert "speedup" not in speed.compared(rows[2:3], "step_ms")[0]
+
+
+def test_an_error_costs_the_rest_of_its_measurement_alone_and_nothing_begins_after_the_time_is_over() -> None:
+    def measure() -> Any:
+        yield {"ms": 1.0}
+        raise RuntimeError("no kernel")
+
+    options = speed_options()
+    assert speed.guarded({"recipe": "a"}, measure, options) == [
+        {"recipe": "a", "ms": 1.0},
+        {"recipe": "a", "error": "RuntimeError: no kernel"},
+    ]
+    options.deadline = 0
+    assert speed.guarded({}, measure, options) == [{"error": "TimeoutError: not begun: --minutes are over"}]
+
+
+def test_a_table_has_the_figures_and_below_it_what_failed() -> None:
+    rows = [
+        {"part": "linears", "out_features": 4096, "in_features": 2048, "recipe": "BF16", "ms": 1.23456, "speedup": 1},
+        {"part": "linears", "out_features": 4096, "in_features": 2048, "recipe": "b", "error": "RuntimeError: no"},
+    ]
+    assert speed.report("linears", rows).splitlines()[3:] == [
+        "|---|---|---|---|---|---|",
+        "| 4096 | 2048 | BF16 | 1.235 | 1.000 | - |",
+        "",
+        "Failed: 4096, 2048, b: RuntimeError: no",
+    ]
+
+
+def test_quick_measures_less_and_what_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    full, quick = speed_options(), speed_options("--quick", "--linears", "256x384", "--parts", "linears", "kernels")
+    assert full.parts == list(speed.PARTS) == list(speed.TABLES) and quick.parts == ["linears", "kernels"]
+    assert set(quick.recipes) < set(full.recipes) and quick.linears == [(256, 384)]
+    assert len(quick.channels) < len(full.channels) and quick.deadline < full.deadline
+    with pytest.raises(SystemExit):
+        speed_options("--recipes", "torchao tensorwise", "BF15")
+    assert "'BF15' is not known; expected some of snip-hf FP4, ties, " in capsys.readouterr().err
+
+
+def test_the_memory_bound_and_the_time_give_a_ratio() -> None:
+    figures = speed.timed_against(bound=0.02, taken=0.025, layouts="rows")
+    assert figures == pytest.approx({"rows_us": 25, "rows_bound_us": 20, "rows_ratio": 1.25})
+
+
+@compiles
+def test_training_steps_are_timed_under_every_recipe_and_micro_batches_add_up(tiny_speed: None) -> None:
+    options = speed_options("--recipes", "snip-hf FP4, ties", "snip-hf FP8, ties", "torchao blockwise")
+    rows = list(speed.run_part("models", options, []))
+    assert [(row["recipe"], row.get("accumulation")) for row in rows] == [
+        ("BF16", 1),
+        ("BF16", 2),
+        ("snip-hf FP4, ties", 1),
+        ("snip-hf FP4, ties", 2),
+        ("snip-hf FP8, ties", 1),
+        ("torchao blockwise", None),  # Not on a CPU.
+        ("BF16", 1),
+        ("BF16", 2),
+    ]
+    timed = [row for row in rows if "error" not in row]
+    assert len(timed) == 7 and min(row["step_ms"] for row in timed) > 0
+    for row in timed:
+        assert row["tokens_per_s"] == pytest.approx(1e3 * row["accumulation"] * 256 / row["step_ms"])
+        assert row["breaks"] == 0 and row["part"] == "models"
+    losses = [row["loss"] for row in timed]
+    assert losses[:2] == losses[-2:]  # The same training again.
+    assert len({round(loss, 6) for loss in losses}) == 5 and losses == pytest.approx([losses[0]] * 7, rel=0.1)
+
+
+@compiles
+def test_plans_change_without_a_recompilation_and_layers_train_as_the_whole_model(tiny_speed: None) -> None:
+    rows = list(speed.run_part("compile", speed_options("--quick"), []))
+    by_run = {(row["compiled"], row["mode"]): row for row in rows}
+    for row in by_run["layers", "default"], by_run["whole", "default"]:
+        assert (row["graphs"], row["breaks"], row["changes"], row["recompilations"]) == (1, 0, 3, 0)
+        assert len(set(row["losses"])) == 5 and row["difference"] == pytest.approx(0, abs=1e-5)
+
+
+def test_a_plan_is_drawn_for_each_gemm_and_tied_layers_share_it(tiny_speed: None) -> None:
+    training = speed.Training(speed.SMALL, (1, 8), "snip-hf FP4, ties", 0, torch.device("cpu"), backend="eager")
+    layers = speed.snip_linears(training.model)
+    speed.draw_plan(layers, speed.random.Random(1))
+    formats = {name.removeprefix("model.layers."): layer.formats for name, layer in layers.items()}
+    for one, other in (("0.self_attn.q_proj", "0.self_attn.v_proj"), ("1.mlp.gate_proj", "1.mlp.up_proj")):
+        assert formats[one] == formats[other]
+    assert len({tuple(chosen.values()) for chosen in formats.values()}) > 4
+
+
+@compiles
+def test_the_whole_benchmark_prints_and_writes_what_runs_on_a_cpu(
+    tiny_speed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(probe_cost, "SIZES", {"1B": (128, 384, 1, 2048, 0.5, 8, 256)})
+    monkeypatch.setattr(speed, "MODELS", {"TinyLlama-1.1B": speed.SMALL})
+    output = tmp_path / "speed.jsonl"
+    options = ["--parts", "kernels", "gemms", "refresh", "linears", "--linears", "256x128", "--quick"]
+    options += ["--recipes", "snip-hf FP4", "--rows", "2", "--length", "128", "--steps", "1", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["speed.py", *options, "--seed", "3", "--output", str(output)])
+    speed.main()
+    kernels, gemms, refresh, *linears = (json.loads(line) for line in output.read_text().splitlines())
+    for row in kernels, gemms:
+        assert row["error"].startswith("RuntimeError: the model is on 'cpu', expected a CUDA device")
+    assert refresh["refresh_steps"] == pytest.approx(refresh["refresh"] / refresh["step"])
+    assert refresh["step"] != refresh["eager_step"]
+    assert [row["recipe"] for row in linears] == ["BF16", "snip-hf FP4", "BF16"]
+    assert linears[1]["speedup"] == pytest.approx((linears[0]["ms"] + linears[2]["ms"]) / 2 / linears[1]["ms"])
+    for row in kernels, refresh, linears[0]:
+        assert row["seed"] == 3 and {"commit", "machine", "torch", "triton", "torchao", "command"} <= row.keys()
+    printed = capsys.readouterr().out
+    assert "\nFailed: gemms: RuntimeError" in printed and "\n| 256 | 128 | snip-hf FP4 | " in printed

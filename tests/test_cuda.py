@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from snip_hf import SnipCallback, SnipConfig, convert_model, estimate_divergence, measure_divergence
 from snip_hf.formats import E2M1, E4M3, GEMMS
+from snip_hf.kernels import select_backend
 from snip_hf.linear import snip_linears
 from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, quantize, stream_key
 
@@ -103,7 +104,8 @@ def test_the_estimate_is_close_to_the_measured_truth_on_cuda() -> None:
         assert torch.tensor(errors).median() <= 0.10
 
 
-def test_a_resumed_bf16_run_is_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["emulated", "auto"])
+def test_a_resumed_bf16_run_is_the_run(tmp_path: Path, backend: str) -> None:
     data = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in tokens(64)]
 
     def train(folder: Path, resume: Path | None = None) -> tuple[list[float], dict[str, dict[str, str]]]:
@@ -120,9 +122,11 @@ def test_a_resumed_bf16_run_is_the_run(tmp_path: Path) -> None:
             disable_tqdm=True,
             full_determinism=True,
         )
-        config = SnipConfig(first_refresh=2, refresh_every=4, apply_delay=2, stages=2, solver="highs")
+        config = SnipConfig(first_refresh=2, refresh_every=4, apply_delay=2, stages=2, solver="highs", backend=backend)
         trainer = Trainer(llama(4), args, train_dataset=data, callbacks=[SnipCallback(config, resume=resume or True)])
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        used = {layer.snip_backend for layer in snip_linears(trainer.model).values()}
+        assert used == {select_backend(backend, "cuda")}
         formats = {name: layer.formats for name, layer in snip_linears(trainer.model).items()}
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], formats
 

@@ -388,6 +388,45 @@ class TestWeight:
         assert_weight(tuple(output.cpu() for output in outputs), weight, other, *uses)
 
 
+def description(outputs: Any) -> list[tuple[Any, ...]]:
+    found = outputs if isinstance(outputs, tuple) else (outputs,)
+    return [(x.shape, x.stride(), x.dtype, x.device.type) for x in found]
+
+
+def fake_description(operator: Callable[..., Any], *arguments: Any) -> list[tuple[Any, ...]]:
+    with torch._subclasses.FakeTensorMode() as mode:
+        return description(operator(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments)))
+
+
+def assert_same_description(operator: Callable[..., Any], *arguments: Any) -> None:
+    """A fake call tells shapes, strides, dtypes and devices of the real one."""
+    assert fake_description(operator, *arguments) == description(operator(*arguments))
+
+
+@pytest.mark.parametrize("shape", [(150, 200), (128, 384), (0, 200)], ids=str)
+def test_fake_results_have_the_shapes_strides_and_dtypes_of_interpreted_ones(
+    interpreter: Run, shape: tuple[int, int]
+) -> None:
+    """As torch.compile asks for them, without running a kernel."""
+    x, numbers = torch.zeros(shape, dtype=torch.bfloat16), state("fp8", "fp4", "fp8")
+    for layouts in ((0, 2), (1, -1), (-1, 2), (-1, -1)):
+        arguments = (x, numbers, *layouts, False)
+        assert fake_description(hopper.quantize_tokens, *arguments) == description(
+            interpreter("quantize_tokens", *arguments)
+        )
+    for uses in itertools.product([True, False], repeat=2):
+        assert fake_description(hopper.quantize_weight, x, numbers, *uses) == description(
+            interpreter("quantize_weight", x, numbers, *uses)
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_fake_product_is_without_the_padding(dtype: torch.dtype) -> None:
+    left, right = (torch.zeros(size, 256, dtype=torch.float8_e4m3fn) for size in (256, 384))
+    arguments = (left, torch.zeros(2, 256), right, torch.zeros(3, 4), True, 150, 300, dtype)
+    assert fake_description(hopper.multiply, *arguments) == [((150, 300), (300, 1), dtype, "cpu")]
+
+
 # ------------------------------------------------------------------------------------- products, on a GPU
 
 
@@ -397,15 +436,14 @@ class TestWeight:
 TENSOR_CORE = 2.0**-13
 
 
-def assert_product(got: Tensor, left: Quantized | Tensor, right: Quantized | Tensor) -> None:
-    """`got`, BF16, is left @ right in float64, up to its own rounding and the tensor cores' sums."""
-    operands = [x.dequantize() if isinstance(x, Quantized) else x for x in (left, right)]
-    exact = product(*(x.numpy() for x in operands))
+def assert_product(got: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
+    """`got` is left @ right in float64, up to its own rounding and the tensor cores' sums."""
+    exact = product(left.numpy(), right.numpy())
     numbers = got.cpu().to(torch.float64).numpy()
-    assert got.dtype == torch.bfloat16 and numbers.shape == exact.value.shape
-    bound = 2.0**-8 * np.abs(exact.value) + TENSOR_CORE * exact.absolute
-    assert (np.abs(numbers - exact.value) <= bound).all()
-    assert np.linalg.norm(numbers - exact.value) < 2.5e-3 * np.linalg.norm(exact.value)
+    assert got.dtype == dtype and numbers.shape == exact.value.shape
+    unit, limit = (2.0**-8, 2.5e-3) if dtype == torch.bfloat16 else (2.0**-24, 5e-4)
+    assert (np.abs(numbers - exact.value) <= unit * np.abs(exact.value) + TENSOR_CORE * exact.absolute).all()
+    assert np.linalg.norm(numbers - exact.value) < limit * np.linalg.norm(exact.value)
 
 
 class GemmCase:
@@ -469,6 +507,19 @@ class TestOnHopper:
             )
             assert (ours - emulated).norm() < 2e-3 * emulated.norm()
 
+    @pytest.mark.parametrize("formats", [("fp8", "fp8", "fp8"), ("fp4", "fp4", "fp4")], ids="/".join)
+    @pytest.mark.parametrize("size", SIZES, ids=str)
+    def test_a_product_in_fp32_is_not_rounded_to_bf16(
+        self, size: tuple[int, int, int], formats: tuple[str, str, str]
+    ) -> None:
+        case = GemmCase(size, formats)
+        x, _, grad_output, numbers = case.on_gpu()
+        _, _, left, left_scales = hopper.quantize_tokens(grad_output, numbers, -1, 2, True)
+        _, _, right, right_scales = hopper.quantize_tokens(x, numbers, -1, 2, False)
+        got = hopper.multiply(left, left_scales, right, right_scales, False, size[2], size[1], torch.float32)
+        assert got.is_contiguous()
+        assert_product(got, *case.products["grad_weight"], dtype=torch.float32)
+
     def test_what_is_beyond_the_scales_of_a_weight_does_not_matter(self) -> None:
         """cuBLASLt wants a multiple of four scales per row of blocks; those that have no block are never written."""
         case = GemmCase((150, 200, 136), ("fp8", "fp8", "fp8"))
@@ -519,7 +570,8 @@ class TestOnHopper:
             assert_same_description(hopper.quantize_weight, weight, numbers, *uses)
         rows, row_scales, _, _ = hopper.quantize_tokens(x, numbers, 0, -1, False)
         values, scales, _, _ = hopper.quantize_weight(weight, numbers, True, False)
-        assert_same_description(hopper.multiply, rows, row_scales, values, scales, True, size[0], size[2])
+        for dtype in (torch.bfloat16, torch.float32):
+            assert_same_description(hopper.multiply, rows, row_scales, values, scales, True, size[0], size[2], dtype)
 
     def test_operators_pass_torch_s_own_checks(self) -> None:
         x, weight, grad_output, numbers = GemmCase((150, 200, 136), ("fp8", "fp4", "fp8")).on_gpu()
@@ -529,7 +581,9 @@ class TestOnHopper:
         torch.library.opcheck(operators.quantize_weight.default, (weight, numbers, True, True))
         rows, row_scales, _, _ = hopper.quantize_tokens(x, numbers, 0, -1, False)
         values, scales, _, _ = hopper.quantize_weight(weight, numbers, True, False)
-        torch.library.opcheck(operators.multiply.default, (rows, row_scales, values, scales, True, 150, 136))
+        for dtype in (torch.bfloat16, torch.float32):
+            arguments = (rows, row_scales, values, scales, True, 150, 136, dtype)
+            torch.library.opcheck(operators.multiply.default, arguments)
 
     def test_a_new_state_is_new_data_for_the_same_kernels(self) -> None:
         """In a CUDA graph that was captured once: formats and keys are read when it is replayed."""
@@ -558,18 +612,3 @@ class TestOnHopper:
         assert torch.equal(calls["forward"], torch.nn.functional.linear(x, weight))
         assert torch.equal(calls["grad_input"], grad_input_gemm(grad_output, weight, numbers))
         assert torch.equal(calls["grad_weight"], grad_weight_gemm(grad_output, x, numbers))
-
-
-def assert_same_description(operator: Callable[..., Any], *arguments: Any) -> None:
-    """A fake call tells shapes, strides, dtypes and devices of the real one."""
-    real = operator(*arguments)
-    with torch._subclasses.FakeTensorMode() as mode:
-        fake = operator(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments))
-    pairs = zip(real, fake, strict=True) if isinstance(real, tuple) else [(real, fake)]
-    for one, other in pairs:
-        assert (one.shape, one.stride(), one.dtype, one.device) == (
-            other.shape,
-            other.stride(),
-            other.dtype,
-            other.device,
-        )

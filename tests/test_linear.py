@@ -731,6 +731,17 @@ class TestSkipping:
             "model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj, ...; output head: lm_head)."
         ]
 
+    def test_a_compiled_block_leaves_the_random_numbers_as_they_are(self) -> None:
+        keys = []
+        for compiled in (False, True):
+            model = build("llama")
+            if compiled:
+                model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+            names = convert_model(model, SnipConfig())
+            assert any("_orig_mod" in name for name in names) == compiled
+            keys.append(list(states(model).values()))
+        assert keys[0] == keys[1]
+
     def test_skipping_a_layer_leaves_the_random_numbers_of_the_others_alone(self) -> None:
         keys = []
         for config in (SnipConfig(), SnipConfig(skip_modules=("model.layers.0.*",))):

@@ -29,7 +29,18 @@ from recipe import DataSection, Recipe, TokenizerSection, load_recipe, to_plain 
 
 WORDS = [f"{a}{b}" for a, b in itertools.product(["ba", "co", "du", "élan", "fi"], ["n", "rt", "ss", "x9", "_"])]
 QUICKSTART = RECIPES / "quickstart.yaml"
-NAMES = ["quickstart", "bf16", "fp8", "fp4", "snip-25", "snip-50", "snip-75", "snip-75-gemm", "snip-80"]
+NAMES = [
+    "quickstart",
+    "bf16",
+    "fp8",
+    "fp4",
+    "snip-25",
+    "snip-50",
+    "snip-75",
+    "snip-75-gemm",
+    "snip-75-measured",
+    "snip-80",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -278,6 +289,15 @@ def test_recipes_ask_for_what_their_names_say() -> None:
     assert snips["fp4"] is not None and snips["fp4"].policy == "uniform-fp4"
     for name, share in {"quickstart": 0.75, "snip-25": 0.25, "snip-50": 0.5, "snip-75": 0.75, "snip-80": 0.8}.items():
         assert snips[name] is not None and (snips[name].policy, snips[name].target_fp4_fraction) == ("snip", share)
+
+    assert snips["snip-75-measured"] is not None and snips["snip-75-measured"].cost == "measured"
+
+
+def test_the_hopper_recipe_ties_what_takes_the_same_input_and_computes_in_bf16() -> None:
+    recipe = load_recipe(RECIPES / "hopper.yaml")
+    assert recipe.snip is not None and recipe.snip.backend == "auto"
+    assert recipe.snip.ties == (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    assert recipe.training["bf16"] is True and recipe.model.dtype == "float32"
 
 
 def test_the_quickstart_refreshes_three_times_and_applies_each() -> None:

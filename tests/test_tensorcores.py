@@ -1,21 +1,20 @@
-"""SnipLinear with the Hopper kernels against the emulated backend: anywhere with a stand-in for the kernels that is made
-of the reference, and on a GPU with the real ones."""
+"""SnipLinear with the Hopper kernels against the emulated backend: anywhere with a stand-in for the kernels that is
+made of the reference, and on a GPU with the real ones."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from models import batch, build
-from small import tiny_llama
+from small import checkpoint_activations, tiny_llama
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from snip_hf import SnipConfig, SnipLinear, convert_model, kernels
 from snip_hf.formats import FORMAT_NAMES, FORMATS, GEMMS, TILE
 from snip_hf.kernels import hopper_lacks
-from snip_hf.linear import drop_quantized, keep_quantized, pack_states, set_step, snip_linears
+from snip_hf.linear import drop_quantized, keep_quantized, pack_states, set_step, share_inputs, snip_linears
 from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, Quantized, quantize
 from snip_hf.tensorcores import TiedInput, quantize_input
 
@@ -205,12 +204,14 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], bias: Tens
         if value.numel() == 0:
             continue
         a, b = got[name].double(), value.double()
-        rounding = 2.0**-7 * b.abs()
+        rounding = plain = 2.0**-7 * b.abs()
         if name == "y" and bias is not None:
-            rounding += 2.0**-8 * (b.abs() + bias.detach().double().abs())
+            rounding = plain + 2.0**-8 * (b.abs() + bias.detach().double().abs())
         worst = ((a - b).abs() - rounding).max() / b.square().mean().sqrt().clamp_min(1e-30)
         assert worst <= 2e-3, f"{name}: {worst:.2g} of its root mean square beyond rounding."
-        assert (a - b).norm() <= 3e-3 * b.norm(), f"{name}: {(a - b).norm() / b.norm():.2g} away."
+        assert (a - b).norm() <= (3e-3 if rounding is plain else 5e-3) * b.norm(), (
+            f"{name}: {(a - b).norm() / b.norm():.2g} away."
+        )
 
 
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -567,6 +568,19 @@ class TestTied:
         gc.collect()
         assert watched() is None and quantized() is None
 
+    def test_each_group_shares_an_input_of_its_own_and_dropping_ends_that(self, stand_in: StandIn) -> None:
+        layers = {str(index): layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper") for index in range(5)}
+        share_inputs(layers, [["0", "1"], ["2", "4"]])
+        tied = [layer.snip_tied for layer in layers.values()]
+        assert tied[0] is tied[1] is not None and tied[2] is tied[4] is not None and tied[3] is None
+        assert tied[0] is not tied[2]
+        x = randn(T, I)
+        for layer in layers.values():
+            layer(x)
+        assert of_inputs(stand_in) == 3
+        drop_quantized(layers)
+        assert [layer.snip_tied for layer in layers.values()] == [None] * 5
+
     def test_the_quantized_input_is_the_one_of_quantize_input(self, stand_in: StandIn) -> None:
         layers, tied = siblings(("fp4", "fp8", "fp8"))
         x = randn(2, 75, I)
@@ -645,7 +659,7 @@ class TestKept:
         keep_quantized(layers)
         assert stand_in.names.count("quantize_weight_into") == 4
 
-    @pytest.mark.parametrize("option", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+    @pytest.mark.parametrize("option", [{"foreach": False}, {"foreach": True}], ids=str)
     def test_an_optimizer_step_is_such_a_change(self, stand_in: StandIn, option: dict[str, bool]) -> None:
         layer = layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper")
         keep_quantized({"layer": layer})
@@ -654,6 +668,22 @@ class TestKept:
         stand_in.calls.clear()
         keep_quantized({"layer": layer}, everything=False)
         assert stand_in.names == ["quantize_weight_into"]
+
+    @pytest.mark.parametrize("option", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+    def test_everything_is_refreshed_after_a_step_of_any_optimizer(
+        self, stand_in: StandIn, option: dict[str, bool]
+    ) -> None:
+        layer = layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper")
+        keep_quantized({"layer": layer})
+        layer(randn(T, I)).sum().backward()
+        torch.optim.AdamW(layer.parameters(), lr=0.1, **option).step()  # torch does not count fused ones
+        for everything in (True, False):
+            stand_in.calls.clear()
+            keep_quantized({"layer": layer}, everything=everything)
+            assert stand_in.names == ["quantize_weight_into"] * everything
+            twin = copy.deepcopy(layer)
+            drop_quantized({"twin": twin})
+            assert torch.equal(layer(randn(T, I)), twin(randn(T, I)))
 
     def test_what_gemms_in_bf16_read_is_not_kept(self, stand_in: StandIn) -> None:
         layer = layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper")
@@ -719,11 +749,15 @@ def tie(model: nn.Module) -> None:
     layers = snip_linears(model)
     for group in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
         for first in [name for name in layers if name.endswith(group[0])]:
-            members = [layers[first.removesuffix(group[0]) + name] for name in group]
-            tied = TiedInput(members[0].snip_state, len(members))
-            for member in members:
-                member.set_formats(members[0].formats)
-                member.snip_tied = tied
+            names = [first.removesuffix(group[0]) + name for name in group]
+            for name in names:
+                layers[name].set_formats(layers[first].formats)
+            share_inputs(layers, [names])
+
+
+def of_formats(layers: dict[str, SnipLinear], *formats: str) -> None:
+    for layer in layers.values():
+        layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
 
 
 def training_pass(model: Any, device: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -737,15 +771,182 @@ def training_pass(model: Any, device: str) -> tuple[Tensor, dict[str, Tensor]]:
 
 def distances(got: dict[str, Tensor], expected: dict[str, Tensor]) -> list[float]:
     assert got.keys() == expected.keys()
-    return [float((got[n].double() - g.double()).norm() / g.double().norm().clamp_min(1e-12)) for n, g in expected.items()]
+    pairs = [(got[name].double(), value.double()) for name, value in expected.items()]
+    return [float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in pairs]
+
+
+# Last bits of BF16 that sums in another order, or in tensor cores, tip single roundings: found on a CPU 0.0017 (the
+# gradients of FP32 weights, which are not rounded to BF16 in between). Another key makes 0.04 and more of
+# it, other formats 0.1.
+CLOSE = {"cpu": 0.003, "cuda": 0.03}
 
 
 class TestModel:
     @pytest.mark.parametrize("family", FAMILIES)
     @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
     def test_a_model_trains_as_on_the_emulated_backend(self, device: str, family: str, dtype: torch.dtype) -> None:
-        """Up to last bits that tip single roundings in later layers."""
         (loss, got), (expected_loss, expected) = (
             training_pass(model_on(backend, family, device, None, dtype), device) for backend in ("hopper", "emulated")
         )
-        print(family, dtype, float(loss/expected_loss-1), max(distances(got, expected)), sorted(distances(got, expected))[len(got)//2])
+        assert abs(loss / expected_loss - 1) < 1e-3
+        assert max(distances(got, expected)) < CLOSE[device]
+
+    def test_other_keys_and_formats_are_farther_away_than_that(self, device: str) -> None:
+        """Guards the test above."""
+        model = model_on("hopper", "llama", device, ("fp8", "fp4", "fp4"), BF16)
+        names = [f"{name}.weight" for name in snip_linears(model)]
+        _, base = training_pass(model, device)
+        set_step(snip_linears(model), 1, 2, 4)
+        _, other = training_pass(model, device)
+        assert min(distances({n: other[n] for n in names}, {n: base[n] for n in names})) > 1.3 * CLOSE["cuda"]
+        of_formats(snip_linears(model), "fp8", "fp8", "fp8")
+        _, other = training_pass(model, device)
+        assert min(distances({n: other[n] for n in names}, {n: base[n] for n in names})) > 1.3 * CLOSE["cuda"]
+
+    @pytest.mark.parametrize("kept", [False, True], ids=["quantized-in-passes", "kept"])
+    def test_shared_inputs_and_kept_weights_change_no_bit(self, device: str, kept: bool) -> None:
+        plain, model = (model_on("hopper", "llama", device, ("fp4", "fp4", "fp8"), torch.float32) for _ in range(2))
+        tie(model)
+        if kept:
+            keep_quantized(snip_linears(model))
+        for _ in range(2):
+            expected, got = (training_pass(one, device) for one in (plain, model))
+            assert torch.equal(got[0], expected[0])
+            assert_same(got[1], expected[1])
+        assert all(layer.snip_tied is None or layer.snip_tied._source is None for layer in snip_linears(model).values())
+
+    @pytest.mark.parametrize("tied", [False, True], ids=["alone", "tied"])
+    @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+    def test_recomputed_activations_give_the_same_bits(self, device: str, reentrant: bool, tied: bool) -> None:
+        results = []
+        for recompute in (False, True):
+            model = model_on("hopper", "llama", device, ("fp8", "fp4", "fp4"), torch.float32)
+            if tied:
+                tie(model)
+            if recompute:
+                checkpoint_activations(model, reentrant)
+                model.enable_input_require_grads()
+            results.append([training_pass(model, device) for _ in range(2)])
+        for (loss, got), (expected_loss, expected) in zip(*results, strict=True):
+            assert torch.equal(loss, expected_loss)
+            assert_same(got, expected)
+
+    @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+    def test_recomputation_of_single_layers_gives_the_same_bits(self, device: str, reentrant: bool) -> None:
+        layer, x = layer_of(linear(device=device), ("fp4", "fp8", "fp4"), "hopper"), randn(T, I, device=device)
+        results = []
+        for recompute in (False, True):
+            layer.zero_grad()
+            x = x.detach().requires_grad_()
+            y = checkpoint(layer, x, use_reentrant=reentrant) if recompute else layer(x)
+            y.backward(randn(T, O, seed=9, device=device))
+            results.append({"y": y.detach(), "x": x.grad, "weight": layer.weight.grad.clone()})
+        assert_same(*results)
+
+    def test_an_fp32_weight_s_gradient_is_not_rounded_to_bf16(self, device: str) -> None:
+        layer = layer_of(linear(dtype=torch.float32, device=device), ("fp8", "fp8", "fp8"), "hopper")
+        with torch.autocast(device, BF16):
+            gradient = gradients(layer, randn(T, I, dtype=torch.float32, device=device))["weight"]
+        assert (gradient != gradient.to(BF16)).float().mean() > 0.9
+
+
+# ------------------------------------------------------------------------------------- compiled, on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(hopper_lacks(torch.device("cuda")) is not None, reason="needs a Hopper GPU")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+class TestCompiled:
+    PLANS = tuple(itertools.product(["fp8", "fp4"], repeat=3))
+
+    @pytest.fixture(autouse=True)
+    def fresh_compiler(self) -> Iterator[None]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        # Rounds to BF16 wherever eager does.
+        with torch._inductor.config.patch(emulate_precision_casts=True):
+            yield
+        torch._dynamo.reset()
+
+    @staticmethod
+    def block(tied: bool) -> tuple[nn.Module, dict[str, SnipLinear], Callable[[Callable[..., Any]], dict[str, Tensor]]]:
+        """A decoder layer of a Llama, its linears, and a function that passes the same data through it."""
+        model = tiny_llama(hidden=256, layers=1).to("cuda", BF16)
+        convert_model(model, SnipConfig(backend="hopper"))
+        layers = snip_linears(model)
+        pack_states(layers)
+        of_formats(layers, "fp8", "fp8", "fp8")
+        if tied:
+            tie(model)
+        layer, x = model.model.layers[0], randn(2, 96, 256, device="cuda") / 8
+        positions = torch.arange(96, device="cuda")[None]
+        embeddings = model.model.rotary_emb(x, positions)
+        grad_output = randn(2, 96, 256, seed=9, device="cuda")
+
+        def run(call: Callable[..., Any]) -> dict[str, Tensor]:
+            torch.compiler.cudagraph_mark_step_begin()
+            given = x.detach().clone().requires_grad_()
+            y = call(given, position_embeddings=embeddings, position_ids=positions)
+            y = y[0] if isinstance(y, tuple) else y
+            wanted = {"x": given, **dict(layer.named_parameters())}
+            found = torch.autograd.grad(y, list(wanted.values()), grad_output)
+            # Copies: the next pass may write where a CUDA graph leaves its results.
+            results = {name: gradient.clone() for name, gradient in zip(wanted, found, strict=True)}
+            return {"y": y.detach().clone(), **results}
+
+        return layer, layers, run
+
+    @pytest.mark.parametrize("tied", [False, True], ids=["alone", "tied"])
+    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+    def test_a_decoder_layer_is_one_graph_under_any_plan(self, backend: str, tied: bool) -> None:
+        layer, layers, run = self.block(tied)
+        compiled = torch.compile(layer, fullgraph=True, backend=backend)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for step, formats in enumerate(self.PLANS):
+                of_formats(layers, *formats)
+                set_step(layers, 1, step, 0)
+                assert max(distances(run(compiled), run(layer))) < CLOSE["cuda"], formats
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        assert not torch._dynamo.utils.counters["graph_break"]
+
+    def test_a_plan_with_bf16_is_another_graph_and_the_way_back_is_none(self) -> None:
+        layer, layers, run = self.block(False)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        run(compiled)
+        of_formats(layers, "bf16", "fp8", "fp4")
+        assert max(distances(run(compiled), run(layer))) < CLOSE["cuda"]
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+        of_formats(layers, "fp4", "fp8", "fp8")
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert max(distances(run(compiled), run(layer))) < CLOSE["cuda"]
+
+    @pytest.mark.parametrize("kept", [False, True], ids=["quantized-in-passes", "kept"])
+    @pytest.mark.parametrize("tied", [False, True], ids=["alone", "tied"])
+    def test_cuda_graphs_read_new_formats_keys_and_weights(self, tied: bool, kept: bool) -> None:
+        layer, layers, run = self.block(tied)
+        if kept:
+            keep_quantized(layers)
+        compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+        for step, formats in enumerate([*self.PLANS, *self.PLANS]):
+            of_formats(layers, *formats)
+            set_step(layers, 1, step, 0)
+            with torch.no_grad():
+                for weight in layer.parameters():
+                    weight.mul_(1.05)
+            if kept:
+                keep_quantized(layers)
+            assert max(distances(run(compiled), run(layer))) < CLOSE["cuda"], (step, formats)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+    @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
+    def test_a_whole_model_is_one_graph_and_trains_as_uncompiled(self, dtype: torch.dtype) -> None:
+        model = model_on("hopper", "llama", "cuda", None, dtype)
+        tie(model)
+        model.config.use_cache = False
+        expected_loss, expected = training_pass(model, "cuda")
+        model.compile(fullgraph=True)
+        loss, got = training_pass(model, "cuda")
+        assert abs(loss / expected_loss - 1) < 2e-3
+        assert max(distances(got, expected)) < CLOSE["cuda"]
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

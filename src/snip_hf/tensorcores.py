@@ -87,11 +87,15 @@ class TensorCoreGemms(torch.autograd.Function):
         else:
             by_output, scales, _, _ = weights or kernels.hopper.quantize_weight(weight, state, True, False)
             tokens = x.numel() // in_features
-            y = kernels.hopper.multiply(rows, row_scales, by_output, scales, True, tokens, out_features)
-            y = y if bias is None else y + bias
-        # A copy: the next forward pass may write the state before this one's backward pass reads it.
+            # The bias is added to the FP32 sums, as emulated.
+            dtype = x.dtype if bias is None else torch.float32
+            y = kernels.hopper.multiply(rows, row_scales, by_output, scales, True, tokens, out_features, dtype)
+            y = y if bias is None else (y + bias).to(x.dtype)
+        # A copy: the next forward pass may write the state before this one's backward pass reads it. A compiled graph
+        # would make it in the backward pass, where it is of no use; torch notices there if the state was written.
+        kept_state = state if torch.compiler.is_compiling() else state.clone()
         ctx.save_for_backward(
-            x if keeps_x and high[2] else None, weight, columns, column_scales, state.clone(), *weights[2:]
+            x if keeps_x and high[2] else None, weight, columns, column_scales, kept_state, *weights[2:]
         )
         ctx.high, ctx.x_shape = high, x.shape
         # A view would be refused by autograd where a model adds to it in place (Falcon: `attention_output += ...`).

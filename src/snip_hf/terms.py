@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .formats import FORMATS, GEMMS, TILE
+from .kernels.fused import fake_quantize
 from .probe import LayerSample
 from .products import product
-from .quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, fake_quantize
+from .quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE
 
 LAYER = "layer"
 ROWS = (*GEMMS, LAYER)

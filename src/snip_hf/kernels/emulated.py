@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..formats import FORMAT_NAMES, FORMATS, GEMMS, NumberFormat
-from ..quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, fake_quantize
+from ..quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE
+from .fused import fake_quantize
 
 STATE_SIZE = len(GEMMS) + 1
 

@@ -101,12 +101,12 @@ Weights = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def _weight_outputs(weight: Tensor, forward: bool, grad_input: bool) -> Weights:
     rows, columns = weight.shape
-    fp8, fp32 = torch.float8_e4m3fn, torch.float32
+    fp8, fp32, forwards, backwards = torch.float8_e4m3fn, torch.float32, int(forward), int(grad_input)
     return (
-        weight.new_empty(_padded(rows) * forward, _padded(columns), dtype=fp8),
-        weight.new_empty(_padded(rows) // TILE * forward, _blocks(columns), dtype=fp32),
-        weight.new_empty(_padded(columns) * grad_input, _padded(rows), dtype=fp8),
-        weight.new_empty(_padded(columns) // TILE * grad_input, _blocks(rows), dtype=fp32),
+        weight.new_empty(_padded(rows) * forwards, _padded(columns), dtype=fp8),
+        weight.new_empty(_padded(rows) // TILE * forwards, _blocks(columns), dtype=fp32),
+        weight.new_empty(_padded(columns) * backwards, _padded(rows), dtype=fp8),
+        weight.new_empty(_padded(columns) // TILE * backwards, _blocks(rows), dtype=fp32),
     )
 
 

@@ -1,0 +1,268 @@
+"""The fused rounding against `quantize`, bit for bit: on a GPU, and anywhere under Triton's interpreter."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from snip_hf import quantize
+from snip_hf.formats import E2M1, E4M3, E5M2, TILE, NumberFormat
+from snip_hf.kernels import emulated, fused
+from snip_hf.probe import LayerSample
+from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, stream_key
+from snip_hf.terms import LayerTerms
+
+Rounded = Callable[..., Tensor]
+
+FORMATS = [E2M1, E4M3, E5M2]
+TILES = [ROW_TILE, COLUMN_TILE, SQUARE_TILE]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Two 64-bit keys, of which one is negative as an int64, and one of few bits.
+KEYS = [stream_key(2**40 + 7, 3, 4, 123456789, 1), stream_key(1, 2, 3, 4, 1), 3]
+# On a GPU: whole tiles of an odd number of blocks, long columns, long rows, ragged in both.
+LARGE = [(2048, 4096), (8192, 640), (129, 11008), (3001, 1357)]
+
+
+# ------------------------------------------------------------------------------------- where the kernel runs
+
+
+def dump(x: Tensor) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    return buffer.getvalue()
+
+
+def load(data: bytes) -> Tensor:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def correct_the_interpreter() -> None:
+    """Gives Triton's interpreter subnormal BF16 numbers: its own way to FP32 takes them for others."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def widened(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return convert(data, source, target, rounding_mode)
+
+    interpreter._convert_float = widened
+
+
+def interpret(x: bytes, *arguments: Any) -> bytes:
+    """Runs the kernel in the process that has TRITON_INTERPRET=1."""
+    return dump(fused._by_kernel(load(x), *arguments))
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Rounded]:
+    """The kernel in another process: whether Triton interprets is settled when it is imported."""
+    pytest.importorskip("triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        # NumPy's word on NaN times a number.
+        patch.setenv("PYTHONWARNINGS", "ignore::RuntimeWarning")
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=correct_the_interpreter)
+        pool.submit(os.getpid).result()  # started, with the variables set
+    yield lambda x, *arguments: load(pool.submit(interpret, dump(x), *arguments).result())
+    pool.shutdown()
+
+
+def on_cuda(x: Tensor, *arguments: Any) -> Tensor:
+    assert fused._has_kernel(torch.device("cuda", 0))
+    # `cuda()` makes dense what it copies, so that views are made again.
+    whole = x if x._base is None else x._base
+    moved = whole.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
+    return fused.fake_quantize(moved, *arguments).cpu()
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def rounded(request: pytest.FixtureRequest) -> Rounded:
+    """Rounds a tensor of the CPU by the kernel; the result comes back to the CPU."""
+    return request.getfixturevalue("interpreter") if request.param == "interpreter" else on_cuda
+
+
+# ------------------------------------------------------------------------------------- what it is given
+
+
+def random(shape: tuple[int, int]) -> Tensor:
+    """Over many magnitudes, with zeros of both signs, a zero row and a zero column."""
+    generator = torch.Generator().manual_seed(shape[0] * 1000 + shape[1])
+    x = torch.randn(shape, generator=generator) * torch.exp(2 * torch.randn(shape, generator=generator))
+    x[:, 5:6] *= 1e-7  # so small beside the others that it becomes zero, of either sign
+    x[1:2], x[:, 3:4] = 0.0, -0.0
+    return x
+
+
+def not_finite(shape: tuple[int, int]) -> Tensor:
+    x = random(shape)
+    x[-1, 0], x[-1, -1], x[shape[0] // 3, -2:-1] = torch.nan, torch.inf, -torch.inf
+    return x
+
+
+def tiny(shape: tuple[int, int]) -> Tensor:
+    """Around and below the smallest normal FP32 number, so that scales are raised to it."""
+    sizes = torch.tensor([1e-4, 0.01, 1.0, 20.0, 1000.0, 1e5])
+    return random(shape).clamp(-4, 4) * 2.0**-126 * sizes.repeat(shape[1])[: shape[1]]
+
+
+def large(shape: tuple[int, int]) -> Tensor:
+    return random(shape).clamp(-1, 1) * 3.4e38
+
+
+def ties(shape: tuple[int, int]) -> Tensor:
+    """On the grids of FP4 and FP8 and halfway between their numbers, with scale 1."""
+    x = torch.randint(-96, 97, shape, generator=torch.Generator().manual_seed(3)) / 16
+    x[:, ::TILE], x[::TILE] = 6.0, -6.0
+    return x
+
+
+DATA = [(data, torch.float32) for data in (random, not_finite, tiny, large, ties)]
+DATA += [(data, dtype) for data in (random, tiny) for dtype in (torch.bfloat16, torch.float16)]
+
+
+def assert_same_bits(got: Tensor, expected: Tensor) -> None:
+    """NaN equals NaN; -0.0 is not 0.0."""
+    assert got.shape == expected.shape and got.dtype == expected.dtype == torch.float32
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got.nan_to_num(nan=0.0).view(torch.int32), expected.nan_to_num(nan=0.0).view(torch.int32))
+
+
+# ------------------------------------------------------------------------------------- the numbers
+
+
+@pytest.mark.parametrize(("data", "dtype"), DATA)
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_the_kernel_rounds_as_the_reference_does(
+    fmt: NumberFormat, tile: tuple[int, int], data: Any, dtype: torch.dtype, rounded: Rounded
+) -> None:
+    x = data((130, 200)).to(dtype)
+    for key in (None, KEYS[0]):
+        expected = quantize.fake_quantize(x, fmt, tile, key)
+        assert expected.isnan().any() == (not x.isfinite().all())
+        assert_same_bits(rounded(x, fmt, tile, key), expected)
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 129), (128, 128), (257, 40)])
+@pytest.mark.parametrize("tile", TILES)
+def test_it_does_for_every_shape_and_key(
+    tile: tuple[int, int], shape: tuple[int, int], key: int, rounded: Rounded
+) -> None:
+    x = random(shape)
+    nearest, by_key = (quantize.fake_quantize(x, E2M1, tile, k) for k in (None, key))
+    assert torch.equal(nearest, by_key) == (shape == (1, 1))
+    assert_same_bits(rounded(x, E2M1, tile), nearest)
+    assert_same_bits(rounded(x, E2M1, tile, key), by_key)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x.t(), lambda x: x[3:, 7:], lambda x: x[::2, ::3], lambda x: x[:1].expand(130, -1)],
+    ids=["transposed", "offset", "every other", "expanded"],
+)
+def test_it_does_for_every_stride(view: Callable[[Tensor], Tensor], tile: tuple[int, int], rounded: Rounded) -> None:
+    x = view(random((260, 390)))
+    for key in (None, KEYS[0]):
+        assert_same_bits(rounded(x, E4M3, tile, key), quantize.fake_quantize(x, E4M3, tile, key))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("shape", LARGE)
+def test_it_does_for_large_tensors(shape: tuple[int, int], tile: tuple[int, int], dtype: torch.dtype) -> None:
+    x = random(shape).to(dtype)
+    for fmt in FORMATS:
+        for key in (None, KEYS[1]):
+            assert_same_bits(on_cuda(x, fmt, tile, key), quantize.fake_quantize(x, fmt, tile, key))
+
+
+@pytest.mark.gpu
+def test_it_runs_where_the_tensor_is() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = random((130, 200))
+    found = fused.fake_quantize(x.to("cuda:1"), E4M3, ROW_TILE)
+    assert found.device == torch.device("cuda", 1)
+    assert_same_bits(found.cpu(), quantize.fake_quantize(x, E4M3, ROW_TILE))
+
+
+# ------------------------------------------------------------------------------------- the choice
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of what a kernel was asked for, as if every device had it."""
+    calls = []
+
+    def by_kernel(x: Tensor, *arguments: Any) -> Tensor:
+        calls.append(tuple(x.shape))
+        return quantize.fake_quantize(x, *arguments)
+
+    monkeypatch.setattr(fused, "_has_kernel", lambda device: True)
+    monkeypatch.setattr(fused, "_by_kernel", by_kernel)
+    return calls
+
+
+def test_what_the_kernel_does_not_take_goes_to_the_reference(kernel_calls: list[tuple[int, ...]]) -> None:
+    x = random((40, 50))
+    for given, fmt, tile in (
+        (x, None, ROW_TILE),
+        (x.double(), E4M3, ROW_TILE),
+        (x[:0], E4M3, ROW_TILE),
+        (x, E4M3, (1, 32)),
+    ):
+        expected = quantize.fake_quantize(given, fmt, tile)
+        assert_same_bits(fused.fake_quantize(given, fmt, tile), expected)
+    with pytest.raises(ValueError, match="expects a 2-D floating-point tensor"):
+        fused.fake_quantize(x[None], E4M3, ROW_TILE)
+    assert kernel_calls == []
+    fused.fake_quantize(x, E4M3, ROW_TILE)
+    assert kernel_calls == [(40, 50)]
+
+
+def test_a_cpu_has_no_kernel() -> None:
+    assert not fused._has_kernel(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
+def test_where_triton_fails_the_reference_rounds_and_a_warning_says_why(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    def ones(*shape: int, device: torch.device) -> Tensor:
+        raise RuntimeError("Failed to find C compiler.")
+
+    monkeypatch.setattr(torch, "ones", ones)
+    assert not fused._has_kernel.__wrapped__(torch.device("cuda", 0))
+    assert ("Failed to find C compiler." in caplog.text) == (capability >= (8, 0))
+
+
+def test_emulated_gemms_and_the_sums_of_a_refresh_round_by_the_kernel(kernel_calls: list[tuple[int, ...]]) -> None:
+    x, weight, grad_output = random((20, 16)), random((24, 16)), random((20, 24))
+    state = torch.tensor([2, 1, 2, 12345])
+    emulated.forward_gemm(x, weight, None, state)
+    emulated.grad_input_gemm(grad_output, weight, state)
+    emulated.grad_weight_gemm(grad_output, x, state)
+    assert kernel_calls == [(20, 16), (24, 16), (20, 24), (24, 16), (20, 24), (20, 16)]
+    kernel_calls.clear()
+    terms = LayerTerms(LayerSample(20, x, grad_output, [x], [grad_output]), weight, None, 1)
+    terms.weight_divergences("fp8", (1, 2))
+    assert kernel_calls == [(24, 16), (20, 16), (20, 24)]

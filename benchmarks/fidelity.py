@@ -116,7 +116,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--held-out", type=int, help="held-out batches of 16 x 256 (default 64 on CUDA, 8 on CPU)")
     parser.add_argument("--blocks", type=int, help="blocks of the models (default 6; small 3)")
     parser.add_argument("--workers", type=int, default=1, help="processes; the i-th takes the i-th GPU, in turn")
-    parser.add_argument("--fused", action="store_true", help="one Triton kernel per quantized operand (GPU)")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no case after this time")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -168,10 +167,6 @@ def work(index: int, options: argparse.Namespace, jobs: list[list[Case]], taken:
     if device == "cuda":
         device = f"cuda:{index % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-        if options.fused:
-            import fused  # needs Triton
-
-            fused.install(device)
     text = cases.load_text(options.tokens_file, device)
     while time.time() < options.deadline:
         with taken.get_lock():

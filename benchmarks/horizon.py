@@ -264,13 +264,6 @@ def work(index: int, run: Run, taken: Any, steps_done: Any, lock: Any) -> None:
     device = f"cuda:{index % count}" if count else run.options.device
     if count:
         torch.cuda.set_device(device)
-    if run.options.fused:
-        try:
-            import fused  # needs Triton
-
-            fused.install(device)
-        except Exception:
-            print(f"--fused: going on without\n{traceback.format_exc()}", file=sys.stderr, flush=True)
     worker = Worker(run, device, lock)
     pace = 0.0
     while time.time() < run.deadline:
@@ -449,7 +442,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--held-out", type=int, default=16, help="batches of 16 sequences of the held-out loss")
     parser.add_argument("--draws", type=int, default=4, help="stochastic-rounding draws of the one-step truth")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--fused", action="store_true", help="one Triton kernel per quantized operand (GPU)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="after these, no arm is begun")
     parser.add_argument("--resume", action="store_true", help="keep the output's lines and skip what is complete")
     options = parser.parse_args()

@@ -46,7 +46,6 @@ def main() -> None:
     parser.add_argument("--late", type=int, default=2000, help="steps before the late probe (default 2000)")
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--rows", type=int, default=8, help="sequences per micro-batch (default 8)")
-    parser.add_argument("--fused", action="store_true", help="one Triton kernel per quantized operand (GPU)")
     parser.add_argument("--output", type=Path, default=Path("runs/phase_shift.jsonl"), help="lines are added")
     parser.add_argument("--report", type=Path, nargs="+", help="print a Markdown table of these files instead")
     options = parser.parse_args()
@@ -75,11 +74,6 @@ def run(options: argparse.Namespace, scenario: str, index: int) -> None:
     """Trains one scenario and adds a line per age to the output."""
     torch.set_num_threads(1)
     device = f"cuda:{index % torch.cuda.device_count()}" if options.device == "cuda" else options.device
-    if options.fused:
-        import fused  # needs Triton
-
-        torch.cuda.set_device(device)
-        fused.install(device)
     text = cases.load_text(options.text, device)
     state = cases.new_state("llama", "adamw", device, options.rows, blocks=options.blocks)
     state.train(text, options.early if scenario == "early" else options.late)

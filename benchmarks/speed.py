@@ -51,16 +51,11 @@ VOCABULARY = 32000
 MODELS = {"8B, 8 layers": (4096, 14336, 8, 32, 8), "TinyLlama-1.1B": (2048, 5632, 22, 32, 4)}
 SMALL = (2048, 5632, 4, 32, 4)
 SMALL_BATCH = (4, 1024)
-# (O, I) of their distinct linears.
-LINEARS = (
-    (4096, 4096),
-    (1024, 4096),
-    (14336, 4096),
-    (4096, 14336),
-    (2048, 2048),
-    (256, 2048),
-    (5632, 2048),
-    (2048, 5632),
+# (O, I) of their distinct linears: q and o, k and v, gate and up, down.
+LINEARS = tuple(
+    size
+    for hidden, inner, _, heads, key_heads in MODELS.values()
+    for size in ((hidden, hidden), (hidden // heads * key_heads, hidden), (inner, hidden), (hidden, inner))
 )
 # Those whose GEMMs weigh most, for part linears.
 LARGEST = ((14336, 4096), (5632, 2048), (4096, 4096), (2048, 2048))

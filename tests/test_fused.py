@@ -1,4 +1,5 @@
-"""The fused rounding against `quantize`, bit for bit: on a GPU, and anywhere under Triton's interpreter."""
+"""The fused kernels on a GPU, and anywhere under Triton's interpreter: rounding against `quantize`, bit for bit; sums
+against float64."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from snip_hf.probe import LayerSample
 from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, stream_key
 from snip_hf.terms import LayerTerms
 
-Rounded = Callable[..., Tensor]
+Run = Callable[..., Tensor]
 
 FORMATS = [E2M1, E4M3, E5M2]
 TILES = [ROW_TILE, COLUMN_TILE, SQUARE_TILE]
@@ -35,13 +36,13 @@ LARGE = [(2048, 4096), (8192, 640), (129, 11008), (3001, 1357)]
 # ------------------------------------------------------------------------------------- where the kernel runs
 
 
-def dump(x: Tensor) -> bytes:
+def dump(x: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(x, buffer)
     return buffer.getvalue()
 
 
-def load(data: bytes) -> Tensor:
+def load(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
@@ -60,14 +61,14 @@ def correct_the_interpreter() -> None:
     interpreter._convert_float = widened
 
 
-def interpret(x: bytes, *arguments: Any) -> bytes:
-    """Runs the kernel in the process that has TRITON_INTERPRET=1."""
-    return dump(fused._by_kernel(load(x), *arguments))
+def interpret(name: str, tensors: bytes, *arguments: Any) -> bytes:
+    """Launches a kernel in the process that has TRITON_INTERPRET=1."""
+    return dump(getattr(fused, name)(*load(tensors), *arguments))
 
 
 @pytest.fixture(scope="module")
-def interpreter() -> Iterator[Rounded]:
-    """The kernel in another process: whether Triton interprets is settled when it is imported."""
+def interpreter() -> Iterator[Run]:
+    """The kernels in another process: whether Triton interprets is settled when it is imported."""
     pytest.importorskip("triton")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
@@ -75,21 +76,33 @@ def interpreter() -> Iterator[Rounded]:
         patch.setenv("PYTHONWARNINGS", "ignore::RuntimeWarning")
         pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=correct_the_interpreter)
         pool.submit(os.getpid).result()  # started, with the variables set
-    yield lambda x, *arguments: load(pool.submit(interpret, dump(x), *arguments).result())
+
+    def run(name: str, *arguments: Any) -> Tensor:
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        return load(pool.submit(interpret, LAUNCHES[name], dump(tensors), *arguments[len(tensors) :]).result())
+
+    yield run
     pool.shutdown()
 
 
-def on_cuda(x: Tensor, *arguments: Any) -> Tensor:
+# What is called -> what launches its kernel.
+LAUNCHES = {"fake_quantize": "_by_kernel", "error_squares": "_error_squares", "scaled_squares": "_scaled_squares"}
+
+
+def on_cuda(name: str, *arguments: Any) -> Tensor:
     assert fused._has_kernel(torch.device("cuda", 0))
-    # `cuda()` makes dense what it copies, so that views are made again.
+    return getattr(fused, name)(*(moved(a) if isinstance(a, Tensor) else a for a in arguments)).cpu()
+
+
+def moved(x: Tensor) -> Tensor:
+    """On a GPU, with the same strides: `cuda()` makes dense what it copies."""
     whole = x if x._base is None else x._base
-    moved = whole.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
-    return fused.fake_quantize(moved, *arguments).cpu()
+    return whole.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def rounded(request: pytest.FixtureRequest) -> Rounded:
-    """Rounds a tensor of the CPU by the kernel; the result comes back to the CPU."""
+def run(request: pytest.FixtureRequest) -> Run:
+    """Calls one of `fused`'s functions, by kernel, on tensors of the CPU; the result comes back to the CPU."""
     return request.getfixturevalue("interpreter") if request.param == "interpreter" else on_cuda
 
 
@@ -146,26 +159,24 @@ def assert_same_bits(got: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_the_kernel_rounds_as_the_reference_does(
-    fmt: NumberFormat, tile: tuple[int, int], data: Any, dtype: torch.dtype, rounded: Rounded
+    fmt: NumberFormat, tile: tuple[int, int], data: Any, dtype: torch.dtype, run: Run
 ) -> None:
     x = data((130, 200)).to(dtype)
     for key in (None, KEYS[0]):
         expected = quantize.fake_quantize(x, fmt, tile, key)
         assert expected.isnan().any() == (not x.isfinite().all())
-        assert_same_bits(rounded(x, fmt, tile, key), expected)
+        assert_same_bits(run("fake_quantize", x, fmt, tile, key), expected)
 
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 129), (128, 128), (257, 40)])
 @pytest.mark.parametrize("tile", TILES)
-def test_it_does_for_every_shape_and_key(
-    tile: tuple[int, int], shape: tuple[int, int], key: int, rounded: Rounded
-) -> None:
+def test_it_does_for_every_shape_and_key(tile: tuple[int, int], shape: tuple[int, int], key: int, run: Run) -> None:
     x = random(shape)
     nearest, by_key = (quantize.fake_quantize(x, E2M1, tile, k) for k in (None, key))
     assert torch.equal(nearest, by_key) == (shape == (1, 1))
-    assert_same_bits(rounded(x, E2M1, tile), nearest)
-    assert_same_bits(rounded(x, E2M1, tile, key), by_key)
+    assert_same_bits(run("fake_quantize", x, E2M1, tile), nearest)
+    assert_same_bits(run("fake_quantize", x, E2M1, tile, key), by_key)
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -174,10 +185,10 @@ def test_it_does_for_every_shape_and_key(
     [lambda x: x.t(), lambda x: x[3:, 7:], lambda x: x[::2, ::3], lambda x: x[:1].expand(130, -1)],
     ids=["transposed", "offset", "every other", "expanded"],
 )
-def test_it_does_for_every_stride(view: Callable[[Tensor], Tensor], tile: tuple[int, int], rounded: Rounded) -> None:
+def test_it_does_for_every_stride(view: Callable[[Tensor], Tensor], tile: tuple[int, int], run: Run) -> None:
     x = view(random((260, 390)))
     for key in (None, KEYS[0]):
-        assert_same_bits(rounded(x, E4M3, tile, key), quantize.fake_quantize(x, E4M3, tile, key))
+        assert_same_bits(run("fake_quantize", x, E4M3, tile, key), quantize.fake_quantize(x, E4M3, tile, key))
 
 
 @pytest.mark.gpu
@@ -188,7 +199,7 @@ def test_it_does_for_large_tensors(shape: tuple[int, int], tile: tuple[int, int]
     x = random(shape).to(dtype)
     for fmt in FORMATS:
         for key in (None, KEYS[1]):
-            assert_same_bits(on_cuda(x, fmt, tile, key), quantize.fake_quantize(x, fmt, tile, key))
+            assert_same_bits(on_cuda("fake_quantize", x, fmt, tile, key), quantize.fake_quantize(x, fmt, tile, key))
 
 
 @pytest.mark.gpu
@@ -199,6 +210,63 @@ def test_it_runs_where_the_tensor_is() -> None:
     found = fused.fake_quantize(x.to("cuda:1"), E4M3, ROW_TILE)
     assert found.device == torch.device("cuda", 1)
     assert_same_bits(found.cpu(), quantize.fake_quantize(x, E4M3, ROW_TILE))
+
+
+# ------------------------------------------------------------------------------------- the sums
+
+
+def of_torch(name: str, *arguments: Any) -> Tensor:
+    """Without kernels; what is given stays as it is."""
+    return getattr(fused, name)(*(argument.clone() for argument in arguments))
+
+
+@pytest.fixture(params=["torch", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def run_any(request: pytest.FixtureRequest) -> Run:
+    runs = {"torch": lambda: of_torch, "cuda": lambda: on_cuda}
+    return runs.get(request.param, lambda: request.getfixturevalue("interpreter"))()
+
+
+def squares(parts: Tensor) -> list[Tensor]:
+    """Of the pieces, summed, and of their sum, float64."""
+    return [sum(part.double() ** 2 for part in parts), sum(part.double() for part in parts) ** 2]
+
+
+@pytest.mark.parametrize(("pieces", "height", "width", "kinds"), [(1, 1, 1, 1), (8, 33, 64, 2), (3, 47, 51, 2)])
+def test_the_error_of_a_weight_meets_the_squares_of_two_gemms_and_of_both(
+    pieces: int, height: int, width: int, kinds: int, run_any: Run
+) -> None:
+    first, second = (random((pieces * height, width)).view(pieces, height, width) for _ in range(2))
+    second = second.flip(1) + 1
+    # One part of the outputs: rows of a larger tensor.
+    errors = random((kinds * 2 * height, width)).square_().view(kinds, 2 * height, width)[:, height:]
+    expected = torch.tensor(
+        [
+            [
+                [(square * error.double()).sum() for square in squares(parts)]
+                for parts in (first, second, first + second)
+            ]
+            for error in errors
+        ]
+    )
+    found = run_any("error_squares", first, second, errors)
+    assert found.shape == (kinds, 3, 2)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("pieces", "height", "width"), [(1, 1, 1), (8, 33, 64), (3, 47, 51)])
+def test_changes_are_scaled_before_they_are_squared(pieces: int, height: int, width: int, run_any: Run) -> None:
+    """Also where their squares, or those of the factors, are no FP32 numbers."""
+    parts, factors = random((pieces * height, width)).view(pieces, height, width), random((height, width)) + 2
+    expected = torch.stack([square.sum() for square in squares(parts.double() * factors.double())])
+    found = run_any("scaled_squares", parts * 1e-25, factors * 1e25)
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=0)
+
+
+def test_norms_are_right_to_fp32_of_many_numbers_too() -> None:
+    x = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
+    found = fused.norms([x, x[:100].view(10, 10)])
+    for got, given in zip(found, (x, x[:100]), strict=True):
+        assert got.item() == pytest.approx(given.double().norm().item(), rel=1e-6)
 
 
 # ------------------------------------------------------------------------------------- the choice
@@ -255,14 +323,23 @@ def test_where_triton_fails_the_reference_rounds_and_a_warning_says_why(
     assert ("Failed to find C compiler." in caplog.text) == (capability >= (8, 0))
 
 
-def test_emulated_gemms_and_the_sums_of_a_refresh_round_by_the_kernel(kernel_calls: list[tuple[int, ...]]) -> None:
+def test_emulated_gemms_round_by_the_kernel(kernel_calls: list[tuple[int, ...]]) -> None:
     x, weight, grad_output = random((20, 16)), random((24, 16)), random((20, 24))
     state = torch.tensor([2, 1, 2, 12345])
     emulated.forward_gemm(x, weight, None, state)
     emulated.grad_input_gemm(grad_output, weight, state)
     emulated.grad_weight_gemm(grad_output, x, state)
     assert kernel_calls == [(20, 16), (24, 16), (20, 24), (24, 16), (20, 24), (20, 16)]
-    kernel_calls.clear()
-    terms = LayerTerms(LayerSample(20, x, grad_output, [x], [grad_output]), weight, None, 1)
-    terms.weight_divergences("fp8", (1, 2))
-    assert kernel_calls == [(24, 16), (20, 16), (20, 24)]
+
+
+def test_the_sums_of_a_refresh_are_those_of_the_kernels(
+    kernel_calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, grad_output = random((20, 16)), random((24, 16)), random((20, 24))
+    monkeypatch.setattr(fused, "_error_squares", lambda *_: torch.full((2, 3, 2), 2.0))
+    monkeypatch.setattr(fused, "_scaled_squares", lambda *_: torch.full((2,), 5.0))
+    terms = LayerTerms(LayerSample(20, x, grad_output, [x], [grad_output]), weight, weight, 1)
+    squares = terms.pending_weight_divergences("fp8", (1, 2))
+    # W in both formats, X and G along their channels, and along the tokens.
+    assert kernel_calls == [(24, 16), (24, 16), (20, 16), (20, 24), (20, 24), (20, 16)]
+    assert squares.sums[:6].tolist() == [2.0] * 6 and squares.sums[-2:].tolist() == [5.0] * 2

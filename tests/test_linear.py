@@ -268,6 +268,8 @@ class TestStep:
             if not packed:
                 pack_states(layers)
                 assert len({layer.snip_state.untyped_storage().data_ptr() for layer in layers.values()}) == 1
+        set_step(dict(reversed(layers.items())), 2**64 - 1, 2**32 - 1, 3)
+        assert states(model) == expected(2**64 - 1, 2**32 - 1, 3)
         first, *others = list(layers)
         some = {name: layers[name] for name in reversed(others)}
         set_step(some, 3, 4, 5)

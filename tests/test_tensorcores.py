@@ -369,6 +369,12 @@ class TestOneLayer:
             back += [("quantize_weight", False, True), ("multiply", True)] * (grad_input and needs_x)
             back += [("multiply", False)] * (grad_weight and needs_weight)
             assert calls(needs_x, needs_weight) == (ahead, back)
+        layer.weight.requires_grad_(True)
+        stand_in.calls.clear()
+        with torch.no_grad():
+            layer(x)
+        tokens = [("quantize_tokens", 0, -1, False), ("quantize_weight", True, False), ("multiply", True)]
+        assert stand_in.calls == tokens * forward
 
     @pytest.mark.parametrize("formats", MIXED, ids="/".join)
     def test_without_a_gradient_the_output_is_the_same(self, device: str, formats: tuple[str, str, str]) -> None:

@@ -37,6 +37,12 @@ def a_sample(n: int, tokens: int, probes: int = 1, width: int = 12, height: int 
     )
 
 
+def moved(sample: LayerSample, device: str) -> LayerSample:
+    x, grad_output = sample.x.to(device), sample.grad_output.to(device)
+    dots = ([dot.to(device) for dot in one] for one in (sample.x_dot, sample.grad_output_dot))
+    return LayerSample(sample.tokens, x, grad_output, *dots)
+
+
 def a_weight(height: int = 9, width: int = 12) -> Tensor:
     return drawn(height, width, seed=3)
 
@@ -182,6 +188,21 @@ def test_they_are_for_a_layer_of_several_tiles_too(shape: tuple[int, int]) -> No
     for row in ROWS:
         assert expected[row][0] > 0
         assert_squares(found[row], expected[row])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+def test_on_a_gpu_they_are_those_of_its_kernels(fmt: str) -> None:
+    """To what split products leave."""
+    sample, weight = a_sample(1203, 2406, 2, 260, 130), a_weight(130, 260)
+    factors = torch.rand(130, 260, generator=torch.Generator().manual_seed(4))
+    expected = squares_written_out(sample, weight, factors.mul, fmt, 2)
+    for push in (factors.cuda(), factors.cuda().mul):
+        found = LayerTerms(moved(sample, "cuda"), weight.cuda(), push, 2).weight_divergences(fmt, KEYS)
+        for row in ROWS:
+            step, bias, size = expected[row]
+            assert found[row].step == pytest.approx(step, rel=1e-3, abs=1e-4 * size)
+            assert found[row].bias == pytest.approx(bias, rel=1e-3, abs=1e-4 * size)
 
 
 def test_bfloat16_weights_and_their_errors_are_taken_in_fp32() -> None:
@@ -472,8 +493,9 @@ def test_one_token_tells_nothing_of_a_bias() -> None:
             assert square.step > 0 == square.bias
 
 
-def test_a_layer_that_saw_no_token_does_no_damage() -> None:
-    terms = LayerTerms(a_sample(0, 0), a_weight(), scaled(), 1)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_layer_that_saw_no_token_does_no_damage(device: str) -> None:
+    terms = LayerTerms(moved(a_sample(0, 0), device), a_weight().to(device), torch.ones(9, 12, device=device), 1)
     for fmt in ("fp8", "fp4"):
         assert terms.weight_divergences(fmt, KEYS) == dict.fromkeys(ROWS, Squares(0.0, 0.0))
         assert terms.loss_divergence(fmt, "token-fisher") == 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -21,16 +21,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .formats import FORMATS, GEMMS, TILE
-from .kernels.fused import fake_quantize
+from .kernels.fused import error_squares, fake_quantize, norms, scaled_squares
 from .probe import LayerSample
 from .products import product
 from .quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE
 
 LAYER = "layer"
 ROWS = (*GEMMS, LAYER)
+_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt is not None)
 # Pieces of a sample, at most; more separate bias from noise better and cost more products.
 _MOST_PIECES = 8
-# Elements of (O, I) products of several pieces that are held at once: 512 MiB.
+# Elements of (R, O, I) products of R pieces that are held at once: 512 MiB.
 _AT_ONCE = 2**27
 
 Result = TypeVar("Result")
@@ -146,9 +147,9 @@ class LayerTerms:
         pieces = min(max(1, count), max(2, min(_MOST_PIECES, count // TILE)))
         # A part of a micro-batch, of the mean loss of its own, is to the step what one of more micro-batches is.
         self._sizes = _Sizes(sample.tokens, sample.tokens / max(1, count), sample.scale, pieces, micro_batches * parts)
-        self._pieces_at_once = max(1, _AT_ONCE // max(1, self.w.numel()))
         self._quantized: dict[tuple[str, str, tuple[int, int], int | None], Tensor] = {}
-        self._on_weight: dict[str, Tensor] = {}
+        self._weight_errors = torch.stack([self._rounded("w", name, SQUARE_TILE) for name in _FORMATS])
+        self._weight_errors.sub_(self.w).square_()
         # What eX meets: (n, O) x (O, I); and eG: (n, I) x (I, O).
         gradients = [self.g, *sample.grad_output_dot]
         self._g_w, *meets_x = product(torch.cat(gradients), self.w).split([count] * len(gradients))
@@ -156,26 +157,30 @@ class LayerTerms:
         dots = zip(sample.x_dot, sample.grad_output_dot, strict=True)
         self._probes = [(self._met_by_weight(*dot), x, g) for dot, x, g in zip(dots, meets_x, meets_g, strict=True)]
 
-    def _met_by_weight(self, x_dot: Tensor, g_dot: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Returns what eW meets along one probe's direction, in the forward GEMM, in grad_input and in both.
+    def _met_by_weight(self, x_dot: Tensor, g_dot: Tensor) -> Tensor:
+        """Returns what eW does along one probe's direction, in the forward GEMM, in grad_input and in both.
 
-        These two add before the square, since one quantized weight serves both. (Sum over pieces of squares, square of
-        the sum), (O, I) each.
+        These two add before the square, since one quantized weight serves both. (Formats, 3, 2): what
+        `_Sizes.of_pieces` takes.
         """
-        own: list[list[Tensor]] = [[], [], []]
-        totals: list[list[Tensor]] = [[], []]
-        tensors = (self._by_piece(tensor) for tensor in (g_dot, self.x, self.g, x_dot))
-        for g_dot_r, x_r, g_r, x_dot_r in zip(*(tensor.split(self._pieces_at_once) for tensor in tensors), strict=True):
-            forward = product(g_dot_r.mT, x_r)  # (R, O, L) x (R, L, I)
-            grad_input = product(g_r.mT, x_dot_r)  # (R, O, L) x (R, L, I)
-            for total, part in zip(totals, (forward, grad_input), strict=True):
-                total.append(part.sum(0))
-            own[0].append(_squares(forward))
-            own[1].append(_squares(grad_input))
-            own[2].append(_squares(forward.add_(grad_input)))
-        on_forward, on_grad_input = (reduce(torch.add, total) for total in totals)
-        sums = on_forward, on_grad_input, on_forward + on_grad_input
-        return [(reduce(torch.add, squares), total.square_()) for squares, total in zip(own, sums, strict=True)]
+        x, x_dot = self._by_piece(self.x), self._by_piece(x_dot)
+        channels = zip(
+            self._by_output(g_dot), self._by_output(self.g), self._weight_errors.split(self._rows, 1), strict=True
+        )
+        sums = []
+        for g_dot_r, g_r, errors in channels:
+            forward = product(g_dot_r.mT, x)  # (R, O, L) x (R, L, I)
+            grad_input = product(g_r.mT, x_dot)  # (R, O, L) x (R, L, I)
+            sums.append(error_squares(forward, grad_input, errors))
+        return reduce(torch.add, sums)
+
+    def _by_output(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Returns (n, O) as pieces (R, L, O), of so many outputs that their (R, O, I) products may be held at once."""
+        return torch.split(self._by_piece(tensor), self._rows, 2)
+
+    @property
+    def _rows(self) -> int:
+        return max(1, _AT_ONCE // max(1, self._sizes.pieces * self.w.shape[1]))
 
     def _by_piece(self, tensor: Tensor) -> Tensor:
         """Returns (n, C) as (R, L, C): pieces of the sample, as even as can be, shorter ones with zeros at the end."""
@@ -196,42 +201,49 @@ class LayerTerms:
     def pending_weight_divergences(self, name: str, keys: tuple[int, int]) -> Pending[dict[str, Squares]]:
         """As `weight_divergences`, not waiting for the device."""
         is_random = name == "fp4"
-        e_w, e_x = self._weight_error(name), self._rounded("x", name, ROW_TILE) - self.x
-        e_g = self._rounded("g", name, ROW_TILE, keys[0] if is_random else None) - self.g
-        sums = []
-        for on_weight, meets_x, meets_g in self._probes:
-            sums += [(square * e_w).sum() for pair in on_weight for square in pair]
-            sums += self._token_sums(meets_x * e_x)
-            of_g = meets_g * e_g
-            sums += [of_g.square().sum()] if is_random else self._token_sums(of_g)
-        sums += self._grad_weight_sums(name, keys[1] if is_random else None)
-        return Pending(torch.stack(sums), partial(_squares_of, self._sizes, len(self._probes), is_random))
+        on_weight = [found[_FORMATS.index(name)] for found, _, _ in self._probes]
+        errors = torch._foreach_sub(
+            [self._rounded("x", name, ROW_TILE), self._rounded("g", name, ROW_TILE, keys[0] if is_random else None)],
+            [self.x, self.g],
+        )
+        figures = []
+        for _, *meets in self._probes:
+            of_x, of_g = torch._foreach_mul(meets, errors)
+            figures += self._token_figures(of_x)
+            figures += [of_g] if is_random else self._token_figures(of_g)
+        on_tokens = [norms(figures).square_()] if figures else []
+        on_update = self._grad_weight_sums(name, keys[1] if is_random else None)
+        sums = torch.cat([*(found.flatten() for found in on_weight), *on_tokens, on_update])
+        return Pending(sums, partial(_squares_of, self._sizes, len(self._probes), is_random))
 
-    def _token_sums(self, products: Tensor) -> list[Tensor]:
-        """Returns what `_Sizes.of_tokens` takes; products are errors times what they meet, (n, channels)."""
+    def _token_figures(self, products: Tensor) -> list[Tensor]:
+        """Returns what `_Sizes.of_tokens` takes the squares of, from errors times what they meet, (n, channels)."""
         channels = self._by_piece(products).sum(1)
-        figures = (products, products.sum(1), channels, channels.sum(0))
-        return [figure.square().sum() for figure in figures]
+        return [products, products.sum(1), channels, channels.sum(0)]
 
-    def _grad_weight_sums(self, name: str, key: int | None) -> list[Tensor]:
+    def _grad_weight_sums(self, name: str, key: int | None) -> Tensor:
         """Returns what `_Sizes.of_pieces` takes, for J (Q(G)^T Q(X) - G^T X), no derivative of the model needed."""
         if self._pushforward is None:
-            return [self.w.new_zeros(()), self.w.new_zeros(())]
+            return self.w.new_zeros(2)
         g, x = self._rounded("g", name, COLUMN_TILE, key), self._rounded("x", name, COLUMN_TILE)
         # One product of twice the length instead of the difference of two.
-        left = torch.cat([self._by_piece(g), self._by_piece(-self.g)], 1).split(self._pieces_at_once)
-        right = torch.cat([self._by_piece(x), self._by_piece(self.x)], 1).split(self._pieces_at_once)
+        left = torch.cat([self._by_piece(g), self._by_piece(-self.g)], 1)
+        right = torch.cat([self._by_piece(x), self._by_piece(self.x)], 1)
+        if isinstance(self._pushforward, Tensor):
+            sums = []
+            for g_r, factors in zip(left.split(self._rows, 2), self._pushforward.split(self._rows), strict=True):
+                sums.append(scaled_squares(product(g_r.mT, right), factors))  # (R, O, 2 L) x (R, 2 L, I)
+            return reduce(torch.add, sums)
+        # It takes whole changes of the weight.
         own, totals = [], []
-        for g_r, x_r in zip(left, right, strict=True):
+        at_once = max(1, _AT_ONCE // max(1, self.w.numel()))
+        for g_r, x_r in zip(left.split(at_once), right.split(at_once), strict=True):
             changes = product(g_r.mT, x_r)  # (R, O, 2 L) x (R, 2 L, I)
-            if isinstance(self._pushforward, Tensor):
-                changes.mul_(self._pushforward)
-            else:
-                for change in changes:
-                    change.copy_(self._pushforward(change))
-            own.append(_squares(changes).sum())
+            for change in changes:
+                change.copy_(self._pushforward(change))
+            own.append(norms([changes]).square_())
             totals.append(changes.sum(0))
-        return [reduce(torch.add, own), reduce(torch.add, totals).square_().sum()]
+        return torch.cat([reduce(torch.add, own), norms([reduce(torch.add, totals)]).square_()])
 
     def loss_divergence(self, name: str, form: str, gradient: Tensor | None = None) -> float:
         """Returns the estimated rise of the loss (not yet relative) from quantizing the forward GEMM.
@@ -251,11 +263,11 @@ class LayerTerms:
             grad_weight = product(self.g.t(), self.x)  # (O, n) x (n, I)
             # Sums of |G|^2 fall with the number of tokens, over which the loss is a mean.
             on_x = self._g_w.square().sum() * (x - self.x).square().sum() / (tokens * self.x.shape[1] * self._parts)
-            on_w = grad_weight.square().sum() * self._weight_error(name).sum() / self.w.numel()
+            on_w = grad_weight.square().sum() * self._weight_error(name) / self.w.numel()
             return Pending((token_ratio * (on_x + on_w).sqrt())[None], _first)
         # G_t . E_t with E = Q(X) Q(W)^T - X W^T
-        along = (product(self.g, w) * x - self._g_w * self.x).sum(1)
-        rise = tokens / 2 * scale * along.square().sum()
+        along = product(self.g, w).mul_(x).addcmul_(self._g_w, self.x, value=-1).sum(1)
+        rise = tokens / 2 * scale * along.square_().sum()
         if form == "taylor" and gradient is not None:
             rise = rise + (gradient * (w - self.w)).sum()
         return Pending(rise[None], _first)
@@ -266,20 +278,22 @@ class LayerTerms:
 
     def pending_errors(self, name: str) -> Pending[dict[str, tuple[float, float]]]:
         """As `errors`, not waiting for the device."""
-        norms = [self._weight_error(name).sum().sqrt(), torch.linalg.vector_norm(self.w)]
-        for operand, tile in _ACTIVATIONS:
-            x = getattr(self, operand)
-            norms += [torch.linalg.vector_norm(self._rounded(operand, name, tile) - x), torch.linalg.vector_norm(x)]
+        operands = [getattr(self, operand) for operand, _ in _ACTIVATIONS]
+        rounded = [self._rounded(operand, name, tile) for operand, tile in _ACTIVATIONS]
+        found = self._weight_error(name).sqrt_()[None], norms(torch._foreach_sub(rounded, operands)), self._norms
         # From the sample to all tokens of the micro-batch, over whose number the loss and so G are a mean.
         ratio = self._sizes.token_ratio
         factors = {"x": (ratio * self._parts) ** 0.5, "g": (ratio / self._parts) ** 0.5}
-        return Pending(torch.stack(norms), partial(_errors_of, factors))
+        return Pending(torch.cat(found), partial(_errors_of, factors))
+
+    @cached_property
+    def _norms(self) -> Tensor:
+        """Of W, X and G."""
+        return norms([self.w, self.x, self.g])
 
     def _weight_error(self, name: str) -> Tensor:
-        """Returns eW squared, element by element, (O, I)."""
-        if name not in self._on_weight:
-            self._on_weight[name] = (self._rounded("w", name, SQUARE_TILE) - self.w).square_()
-        return self._on_weight[name]
+        """Returns |eW|^2."""
+        return self._weight_errors[_FORMATS.index(name)].sum()
 
     def _rounded(self, operand: str, name: str, tile: tuple[int, int], key: int | None = None) -> Tensor:
         """Returns "x", "g" or "w" as a GEMM in this format sees it; each is rounded once."""
@@ -293,12 +307,6 @@ class LayerTerms:
 _ACTIVATIONS = (("x", ROW_TILE), ("x", COLUMN_TILE), ("g", ROW_TILE), ("g", COLUMN_TILE))
 
 
-def _squares(parts: Tensor) -> Tensor:
-    """Returns the sum over the first dimension of squares."""
-    # On CUDA without a tensor of the squares; on a CPU a norm over the first dimension is several times slower.
-    return torch.linalg.vector_norm(parts, dim=0).square_() if parts.is_cuda else parts.square().sum(0)
-
-
 def _squares_of(sizes: _Sizes, probes: int, is_random: bool, figures: list[float]) -> dict[str, Squares]:
     """Returns what `LayerTerms.weight_divergences` does, from its sums in their order."""
     left = iter(figures)
@@ -307,8 +315,8 @@ def _squares_of(sizes: _Sizes, probes: int, is_random: bool, figures: list[float
         return [next(left) for _ in range(count)]
 
     rows: dict[str, list[Squares]] = {"forward": [], "grad_input": [], LAYER: []}
-    for _ in range(probes):
-        on_forward, on_grad_input, on_both = (sizes.of_pieces(*take(2)) for _ in range(3))
+    on_weight = [[sizes.of_pieces(*take(2)) for _ in range(3)] for _ in range(probes)]
+    for on_forward, on_grad_input, on_both in on_weight:
         of_x = sizes.of_tokens(*take(4))
         of_g = sizes.of_random_tokens(*take(1)) if is_random else sizes.of_tokens(*take(4))
         rows["forward"].append(of_x + on_forward)
@@ -320,12 +328,13 @@ def _squares_of(sizes: _Sizes, probes: int, is_random: bool, figures: list[float
 
 
 def _errors_of(factors: dict[str, float], norms: list[float]) -> dict[str, tuple[float, float]]:
-    """Returns what `LayerTerms.errors` does, from its norms in their order: (error, operand) of W and the others."""
+    """Returns what `LayerTerms.errors` does, from the norms of W's error, of `_ACTIVATIONS`' and of W, X and G."""
+    operands = ["w", *(operand for operand, _ in _ACTIVATIONS)]
+    of_operands = dict(zip(("w", "x", "g"), norms[len(operands) :], strict=True))
     pairs = []
-    for factor, absolute, norm in zip(
-        [1.0, *(factors[operand] for operand, _ in _ACTIVATIONS)], norms[::2], norms[1::2], strict=True
-    ):
-        pairs.append((absolute * factor, absolute / norm if norm > 0 else 0.0))
+    for operand, absolute in zip(operands, norms, strict=False):
+        norm = of_operands[operand]
+        pairs.append((absolute * factors.get(operand, 1.0), absolute / norm if norm > 0 else 0.0))
     w, x_row, x_column, g_row, g_column = pairs
     of_gemms = {"forward": (x_row, w), "grad_input": (g_row, w), "grad_weight": (g_column, x_column)}
     sums = {gemm: (left[0] + right[0], left[1] + right[1]) for gemm, (left, right) in of_gemms.items()}

@@ -35,23 +35,24 @@ def _amax(x, AXIS: tl.constexpr):
 
 @triton.jit
 def _scales(amax, is_fp4):
-    """`quantize.tile_scales` from a tile's amax: the scale, and its reciprocal. Every lane of a tile computes it."""
-    largest = amax * 0 + tl.where(is_fp4, _MAX_FP4, _MAX_FP8)
+    """`quantize.tile_scales` from a tile's amax: the scale, and its reciprocal. All lanes of a tile compute it."""
+    largest = tl.zeros_like(amax) + tl.where(is_fp4, _MAX_FP4, _MAX_FP8)
     if INTERPRETED:
-        scale = tl.div_rn(amax, largest)
+        scale = tl.maximum(tl.div_rn(amax, largest), _SMALLEST_NORMAL)
+        scale = tl.where(amax < float("inf"), scale, float("nan"))
+        inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
     else:
-        # The quotient by way of the rounded reciprocal and the remainder: correctly rounded (Markstein 1990).
-        inverse_largest = amax * 0 + tl.where(is_fp4, 1.0 / _MAX_FP4, 1.0 / _MAX_FP8)
+        # Quotient and reciprocal from approximations and their remainders: correctly rounded (Markstein 1990; the second
+        # is what `rcp.rn` does between the least and the largest scale that there can be, less its tests for others).
+        inverse_largest = tl.zeros_like(amax) + tl.where(is_fp4, 1.0 / _MAX_FP4, 1.0 / _MAX_FP8)
         quotient = amax * inverse_largest
         scale = tl.fma(tl.fma(-quotient, largest, amax), inverse_largest, quotient)
-    scale = tl.maximum(scale, _SMALLEST_NORMAL)
-    scale = tl.where(amax < float("inf"), scale, float("nan"))
-    if INTERPRETED:
-        inverse = tl.div_rn(scale * 0 + 1.0, scale)
-    else:
-        inverse = tl.inline_asm_elementwise(
-            "rcp.rn.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+        scale = tl.maximum(scale, _SMALLEST_NORMAL)
+        scale = tl.where(amax < float("inf"), scale, float("nan"))
+        near = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
         )
+        inverse = tl.fma(tl.fma(-scale, near, 1.0), near, near)
     return scale, inverse
 
 

@@ -310,7 +310,7 @@ def keep_quantized(layers: Mapping[str, SnipLinear], everything: bool = True) ->
     Args:
         layers: the layers.
         everything: False leaves out layers whose weight has not changed since the last call as far as torch knows
-            (it does not see what is written through `weight.data`).
+            (it does not see what fused optimizers do, nor what is written through `weight.data`).
     """
     for layer in layers.values():
         weight, uses = layer.weight, tuple(not high for high in layer.snip_high[:2])

@@ -229,7 +229,7 @@ def _move(
             generators[weight.device] = torch.Generator(weight.device).manual_seed(key)
         generator = generators[weight.device]
         direction = pullback(torch.randn(weight.shape, generator=generator, device=weight.device))
-        squares += [torch.linalg.vector_norm(tensor.to(torch.float32)).square() for tensor in (weight, direction)]
+        squares += [tensor.to(torch.float32).square().sum() for tensor in (weight, direction)]
         moved[f"{name}.weight"] = direction
     figures = read(squares)
     weights, moves = sum(figures[::2]), sum(figures[1::2])

@@ -31,9 +31,7 @@ def split_product(left: Tensor, right: Tensor) -> Tensor:
 
     On a CPU the same parts are multiplied in FP32, where their products are exact.
     """
-    (left_high, left_low), (right_high, right_low) = _parts(left), _parts(right)
-    one = _joined((left_high, left_high, left_low), -1)
-    other = _joined((right_high, right_low, right_high), -2)
+    one, other = _parts(left, -1, 2), _parts(right, -2, 1)
     if not left.is_cuda:
         return one.to(torch.float32) @ other.to(torch.float32)
     multiply = torch.mm if left.dim() == 2 else torch.bmm
@@ -49,13 +47,18 @@ def is_split(left: Tensor, right: Tensor) -> bool:
     return is_fp32 and left.numel() * right.numel() > 0 and torch.cuda.get_device_capability(left.device) >= _AMPERE
 
 
-def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    high = x.to(torch.bfloat16)
-    return high, (x - high).to(torch.bfloat16)  # x - high is FP32, and exact
+def _parts(x: Tensor, dim: int, low: int) -> Tensor:
+    """Returns high, high and low joined along one of the last two dimensions, low as the part of this number.
 
-
-def _joined(parts: tuple[Tensor, ...], dim: int) -> Tensor:
-    """Returns the parts joined along one of the last two dimensions; transposed ones stay as they lie in memory."""
-    if parts[0].mT.is_contiguous():
-        return torch.cat([part.mT for part in parts], -3 - dim).mT
-    return torch.cat(parts, dim)
+    A transposed tensor stays as it lies in memory.
+    """
+    if x.mT.is_contiguous() and not x.is_contiguous():
+        return _parts(x.mT, -3 - dim, low).mT
+    shape = list(x.shape)
+    shape[dim] *= 3
+    joined = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
+    parts = joined.chunk(3, dim)
+    parts[0].copy_(x)
+    torch.sub(x, parts[0], out=parts[low])  # in FP32, where it is exact, and rounded
+    parts[3 - low].copy_(parts[0])
+    return joined

@@ -29,14 +29,15 @@ class TiedInput:
         self._layers = layers
         self._waiting = 0
         self._source: Tensor | None = None
+        self._gemms = (-1, -1)
         self._quantized: Quantized | None = None
 
     def quantized(self, source: Tensor, x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
         """Returns `quantize_input` of x, which is `source` in the compute dtype."""
-        quantized = self._quantized
-        if quantized is None or self._source is not source:
+        quantized, gemms = self._quantized, (row_gemm, column_gemm)
+        if quantized is None or self._source is not source or self._gemms != gemms:
             quantized = quantize_input(x, self.state, row_gemm, column_gemm)
-            self._source, self._quantized, self._waiting = source, quantized, self._layers
+            self._source, self._gemms, self._quantized, self._waiting = source, gemms, quantized, self._layers
         self._waiting -= 1
         if self._waiting == 0:
             self._source = self._quantized = None
@@ -122,8 +123,9 @@ class TensorCoreGemms(torch.autograd.Function):
             grad_weight = g.t() @ x.reshape(-1, in_features)
         elif needs_weight:
             # In the parameter's own precision: rounding FP32 sums to BF16 first would gain nothing.
+            dtype = g.dtype if weight.dtype == g.dtype else torch.float32
             grad_weight = kernels.hopper.multiply(
-                columns, column_scales, x_columns, x_scales, False, out_features, in_features, weight.dtype
+                columns, column_scales, x_columns, x_scales, False, out_features, in_features, dtype
             )
         return (
             None if grad_x is None else grad_x.view(ctx.x_shape),

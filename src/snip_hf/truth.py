@@ -137,7 +137,7 @@ class _Measurement:
         self.loss, base = gradients_of(model, batch, layers)
         self._base = {}
         for name in (name for name in self._answers if name in base):
-            norm = torch.linalg.vector_norm(layers[name].weight.detach().to(torch.float32))
+            norm = layers[name].weight.detach().to(torch.float32).square().sum().sqrt()
             if norm == 0:  # as in `divergences_at`
                 continue
             update, meaningful = self._answers[name].update(base[name]), self._answers[name].meaningful(base[name])

@@ -42,8 +42,8 @@ def _scales(amax, is_fp4):
         scale = tl.where(amax < float("inf"), scale, float("nan"))
         inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
     else:
-        # Quotient and reciprocal from approximations and their remainders: correctly rounded (Markstein 1990; the second
-        # is what `rcp.rn` does between the least and the largest scale that there can be, less its tests for others).
+        # Quotient and reciprocal from approximations and their remainders: correctly rounded (Markstein 1990; the
+        # second is what `rcp.rn` does for scales of the size that they have, less its tests for others).
         inverse_largest = tl.zeros_like(amax) + tl.where(is_fp4, 1.0 / _MAX_FP4, 1.0 / _MAX_FP8)
         quotient = amax * inverse_largest
         scale = tl.fma(tl.fma(-quotient, largest, amax), inverse_largest, quotient)

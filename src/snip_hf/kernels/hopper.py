@@ -76,23 +76,24 @@ def quantize_tokens(
     # The best sizes of those tried on an H200 (docs/log.md).
     row_runs, width = 8 * (row_gemm >= 0), (16 if is_gradient else 32) * (column_gemm >= 0)
     parts = (TILE // 4 // row_runs if row_runs else 0) + (TILE // width if width else 0)
-    _launched(tokens_kernel)[(parts * (padded_channels // TILE), padded_tokens // TILE)](
-        x,
-        state,
-        *outputs,
-        tokens,
-        channels,
-        padded_tokens,
-        padded_channels,
-        x.stride(0),
-        ROW_GEMM=row_gemm,
-        COLUMN_GEMM=column_gemm,
-        IS_GRADIENT=is_gradient,
-        RAGGED=padded_tokens != tokens or padded_channels != channels,
-        ROW_RUNS=row_runs,
-        WIDTH=width,
-        num_warps=2,
-    )
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        _launched(tokens_kernel)[(parts * (padded_channels // TILE), padded_tokens // TILE)](
+            x,
+            state,
+            *outputs,
+            tokens,
+            channels,
+            padded_tokens,
+            padded_channels,
+            x.stride(0),
+            ROW_GEMM=row_gemm,
+            COLUMN_GEMM=column_gemm,
+            IS_GRADIENT=is_gradient,
+            RAGGED=padded_tokens != tokens or padded_channels != channels,
+            ROW_RUNS=row_runs,
+            WIDTH=width,
+            num_warps=2,
+        )
     return outputs
 
 
@@ -136,22 +137,23 @@ def quantize_weight_into(weight: Tensor, state: Tensor, outputs: Sequence[Tensor
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     (rows, columns), padded_rows, padded_columns = weight.shape, _padded(weight.shape[0]), _padded(weight.shape[1])
-    _launched(weight_kernel)[(padded_columns // TILE, padded_rows // TILE)](
-        weight,
-        state,
-        *outputs,
-        rows,
-        columns,
-        padded_rows,
-        padded_columns,
-        _blocks(rows),
-        _blocks(columns),
-        weight.stride(0),
-        FORWARD=outputs[0].shape[0] > 0,
-        GRAD_INPUT=outputs[2].shape[0] > 0,
-        RAGGED=padded_rows != rows or padded_columns != columns,
-        num_warps=8,
-    )
+    with torch.cuda.device_of(weight):  # as above
+        _launched(weight_kernel)[(padded_columns // TILE, padded_rows // TILE)](
+            weight,
+            state,
+            *outputs,
+            rows,
+            columns,
+            padded_rows,
+            padded_columns,
+            _blocks(rows),
+            _blocks(columns),
+            weight.stride(0),
+            FORWARD=outputs[0].shape[0] > 0,
+            GRAD_INPUT=outputs[2].shape[0] > 0,
+            RAGGED=padded_rows != rows or padded_columns != columns,
+            num_warps=8,
+        )
 
 
 def multiply(

@@ -236,7 +236,7 @@ def measure(
     seen = -(-state.step * state.rows // options.rows)  # micro-batches of ours that training has touched, rounded up
     batches = [text.batch(seen + index, options.rows) for index in range(options.batches)]
     held_out = [text.batch(index, 16, held_out=True) for index in range(options.held_out)]
-    config = SnipConfig(probe_tokens=None, start_format="bf16", seed=options.seed)
+    config = SnipConfig(probe_tokens=None, probe_batch_tokens=None, start_format="bf16", seed=options.seed)
     with unquantized(state.model, config) as layers:
         weight_truth = measure_weights(state, batches, layers, config, options)
         clock.lap("truth of the weight divergence")

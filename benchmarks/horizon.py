@@ -226,7 +226,9 @@ def as_table(rows: Sequence[Row]) -> DivergenceTable:
 def estimates(state: cases.State, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the table's rows with one more column, loss_taylor: the loss divergence with its first-order part."""
     forms = [
-        estimate_divergence(state.model, batch, state.optimizer, SnipConfig(probe_tokens=None, loss_form=form))
+        estimate_divergence(
+            state.model, batch, state.optimizer, SnipConfig(probe_tokens=None, probe_batch_tokens=None, loss_form=form)
+        )
         for form in ("token-fisher", "taylor")
     ]
     with_slope = [row.loss_divergence for row in forms[1].rows]
@@ -320,7 +322,7 @@ class Worker:
     def one_step(self, arm: Arm) -> dict[str, float]:
         """Returns the measured divergences of the whole assignment, on the micro-batch of the estimates."""
         batch = self.text.batch(self.state.step, self.state.rows)
-        config = SnipConfig(probe_tokens=None)
+        config = SnipConfig(probe_tokens=None, probe_batch_tokens=None)
         # Only FP4 rounds stochastically.
         draws = self.options.draws if any("fp4" in formats.values() for formats in arm.assignment.values()) else 1
         state = self.state

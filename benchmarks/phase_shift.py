@@ -103,14 +103,21 @@ def run(options: argparse.Namespace, scenario: str, index: int) -> None:
 def estimate(state: cases.State, text: cases.Text) -> DivergenceTable:
     """Returns the estimate on the micro-batch of the next step."""
     batch = text.batch(state.step, state.rows)
-    return estimate_divergence(state.model, batch, state.optimizer, SnipConfig(probe_tokens=None))
+    return estimate_divergence(
+        state.model, batch, state.optimizer, SnipConfig(probe_tokens=None, probe_batch_tokens=None)
+    )
 
 
 def compare(state: cases.State, text: cases.Text, old: DivergenceTable, setting: Setting) -> dict[str, float]:
     """Returns rank correlations over layers, whole layers in FP4."""
     batch = text.batch(state.step, state.rows)
     truth = measure_divergence(
-        state.model, batch, state.optimizer, SnipConfig(probe_tokens=None), draws=2, gemms=(LAYER,)
+        state.model,
+        batch,
+        state.optimizer,
+        SnipConfig(probe_tokens=None, probe_batch_tokens=None),
+        draws=2,
+        gemms=(LAYER,),
     )
     new = estimate(state, text)
     return {

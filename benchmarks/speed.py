@@ -591,7 +591,7 @@ def changing(compiled: str, mode: str, options: argparse.Namespace) -> Iterator[
     device = options.device
     release(device)
     whole = compiled == "whole"
-    arguments = (SMALL, SMALL_BATCH, "snip-hf FP4, ties", options.seed, device, whole)
+    arguments = (SMALL, SMALL_BATCH, "snip-hf FP4, no ties", options.seed, device, whole)
     training = Training(*arguments, fullgraph=True, **compiler(mode))
     assert training.controller is not None
     layers, draws = snip_linears(training.model), random.Random(options.seed)
@@ -599,7 +599,6 @@ def changing(compiled: str, mode: str, options: argparse.Namespace) -> Iterator[
     before = graph_counts()
     for _ in range(CHANGES):
         draw_plan(layers, draws)
-        keep_quantized(layers)
         losses.append(training.step())
     after = graph_counts()
     yield {

@@ -20,10 +20,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from snip_hf import SnipConfig, SnipLinear, convert_model, kernels
+from snip_hf import SnipConfig, SnipController, SnipLinear, convert_model, kernels
 from snip_hf.formats import FORMAT_NAMES, FORMATS, GEMMS, TILE
 from snip_hf.kernels import hopper_lacks
-from snip_hf.linear import drop_quantized, keep_quantized, pack_states, set_step, share_inputs, snip_linears
+from snip_hf.linear import (
+    drop_quantized,
+    forget_inputs,
+    keep_quantized,
+    pack_states,
+    set_step,
+    share_inputs,
+    snip_linears,
+)
 from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, Quantized, quantize
 from snip_hf.tensorcores import TiedInput, quantize_input
 
@@ -462,9 +470,9 @@ def siblings(formats: tuple[str, str, str], count: int = 3, device: str = "cpu")
         with torch.no_grad():
             plain.weight.mul_(index + 1)
         layers.append(layer_of(plain, formats, "hopper"))
-    tied = TiedInput(layers[0].snip_state, count)
-    for layer in layers:
-        layer.snip_tied = tied
+    share_inputs({str(index): layer for index, layer in enumerate(layers)}, [[str(index) for index in range(count)]])
+    tied = layers[0].snip_tied
+    assert tied is not None
     return layers, tied
 
 
@@ -574,6 +582,28 @@ class TestTied:
         gc.collect()
         assert watched() is None and quantized() is None
 
+    def test_layers_whose_formats_part_each_quantize_for_themselves(self, stand_in: StandIn) -> None:
+        layers, tied = siblings(("fp8", "fp8", "fp8"))
+        layers[1].set_formats({"forward": "fp8", "grad_input": "fp4", "grad_weight": "fp8"})
+        assert not tied.parted  # grad_input does not read the input
+        layers[1].set_formats({"forward": "fp4", "grad_input": "fp4", "grad_weight": "fp8"})
+        assert tied.parted
+        x = randn(T, I)
+        got = [layer(x) for layer in layers]
+        assert of_inputs(stand_in) == 3
+        for layer in layers:
+            layer.set_formats(layers[1].formats)
+        together(layers, x)
+        assert not tied.parted and of_inputs(stand_in) == 4
+        assert torch.equal(layers[1](x), got[1])
+
+    def test_what_not_all_layers_asked_for_can_be_let_go(self, stand_in: StandIn) -> None:
+        layers, tied = siblings(("fp8", "fp8", "fp8"))
+        layers[0](randn(T, I))
+        assert tied._source is not None
+        forget_inputs({str(index): layer for index, layer in enumerate(layers)})
+        assert tied._source is None and tied._quantized is None
+
     def test_each_group_shares_an_input_of_its_own_and_dropping_ends_that(self, stand_in: StandIn) -> None:
         layers = {str(index): layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper") for index in range(5)}
         share_inputs(layers, [["0", "1"], ["2", "4"]])
@@ -590,7 +620,7 @@ class TestTied:
     def test_the_quantized_input_is_the_one_of_quantize_input(self, stand_in: StandIn) -> None:
         layers, tied = siblings(("fp4", "fp8", "fp8"))
         x = randn(2, 75, I)
-        got, expected = tied.quantized(x, x, 0, 2), quantize_input(x, layers[0].snip_state, 0, 2)
+        got, expected = tied.quantized(x, x, layers[1].snip_state, 0, 2), quantize_input(x, layers[0].snip_state, 0, 2)
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, expected, strict=True))
         assert got[0].shape == (256, 256)
 
@@ -785,8 +815,8 @@ def distances(got: dict[str, Tensor], expected: dict[str, Tensor]) -> list[float
 # gradients of FP32 weights, which are not rounded to BF16 in between). Another key makes 0.04 and more of
 # it, other formats 0.1.
 CLOSE = {"cpu": 0.003, "cuda": 0.03}
-# Through a whole model on a GPU, where each layer tips some roundings of the next: found 0.05 to 0.15. What a layer
-# computes is judged layer by layer, above; this judges that the layers are put together.
+# Through a whole model on a GPU, where each layer tips some FP4 roundings of the next: found 0.05 to 0.15. What a layer
+# computes, with which key, is judged layer by layer, above; this only judges that the layers are put together.
 CLOSE_MODEL = {"cpu": 0.003, "cuda": 0.3}
 
 
@@ -803,7 +833,7 @@ class TestModel:
         assert max(distances({n: got[n] for n in names}, {n: expected[n] for n in names})) < CLOSE_MODEL[device]
 
     def test_other_keys_and_formats_are_farther_away_than_that(self, device: str) -> None:
-        """Guards the test above."""
+        """Guards the tests of single layers and of compiled ones, and on a CPU the one above."""
         model = model_on("hopper", "llama", device, ("fp8", "fp4", "fp4"), BF16)
         names = [f"{name}.weight" for name in snip_linears(model)]
         _, base = training_pass(model, device)
@@ -859,6 +889,122 @@ class TestModel:
         with torch.autocast(device, BF16):
             gradient = gradients(layer, randn(T, I, dtype=torch.float32, device=device))["weight"]
         assert (gradient != gradient.to(BF16)).float().mean() > 0.9
+
+
+# ------------------------------------------------------------------------------------- driven by a controller
+
+
+TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@pytest.fixture
+def on_hopper(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """Makes this machine one that has the kernels."""
+    monkeypatch.setattr(kernels, "hopper_lacks", lambda device: None)
+    return stand_in
+
+
+def driven(**config: Any) -> tuple[Any, SnipController]:
+    model = build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, SnipController(model, optimizer, SnipConfig(**{"policy": "uniform-fp4"} | config))
+
+
+def output_of(layer: SnipLinear) -> Tensor:
+    with torch.no_grad():
+        return layer(randn(5, layer.in_features))
+
+
+def alone(layer: SnipLinear) -> Tensor:
+    """What the layer gives without anything kept or shared."""
+    twin = copy.deepcopy(layer)
+    drop_quantized({"": twin})
+    return output_of(twin)
+
+
+class TestController:
+    def test_weights_are_kept_from_the_step_after_the_first_with_several_micro_batches(
+        self, on_hopper: StandIn
+    ) -> None:
+        model, controller = driven()
+        layers = snip_linears(model)
+        assert controller.backend == "hopper"
+        kept = []
+        for step in range(1, 4):
+            for _ in range(2):
+                controller.capture(batch(2, 32))
+                kept.append(all(layer.snip_weights for layer in layers.values()))
+            controller.after_step(step)
+        assert kept == [False, False, True, True, True, True]
+        controller.close()
+        assert not any(layer.snip_weights for layer in layers.values())
+
+    def test_one_micro_batch_per_step_keeps_nothing(self, on_hopper: StandIn) -> None:
+        model, controller = driven()
+        for step in range(1, 4):
+            controller.capture(batch(2, 32))
+            controller.after_step(step)
+        assert not any(layer.snip_weights for layer in snip_linears(model).values())
+
+    def test_no_pass_uses_weights_that_have_changed_since(self, on_hopper: StandIn) -> None:
+        model, controller = driven()
+        layer = next(iter(snip_linears(model).values()))
+        for step in range(1, 3):
+            for _ in range(2):
+                controller.capture(batch(2, 32))
+            controller.after_step(step)
+        model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+        assert torch.equal(output_of(layer), alone(layer))  # counted by torch
+        layer.weight.data.mul_(2)
+        layer.eval()
+        assert torch.equal(output_of(layer), alone(layer))  # evaluation takes nothing that was kept
+        layer.train()
+        controller.capture(batch(2, 32))
+        assert layer.snip_weights and torch.equal(output_of(layer), alone(layer))  # a step begins
+
+    def test_two_passes_before_a_backward_pass_recompute_what_they_did(self, on_hopper: StandIn) -> None:
+        model, controller = driven()
+        checkpoint_activations(model, reentrant=False)
+        losses = []
+        for _ in range(2):
+            controller.capture(batch(2, 32))
+            with torch.autocast("cpu", BF16):
+                losses.append(model(**batch(2, 32)).loss)
+        sum(losses).backward()
+
+    def test_ties_share_inputs_and_a_new_controller_begins_anew(self, on_hopper: StandIn) -> None:
+        model, first = driven(ties=TIES)
+        layers = snip_linears(model)
+        tied = {name.rpartition(".")[2] for name, layer in layers.items() if layer.snip_tied is not None}
+        assert tied == {name for tie in TIES for name in tie}
+        for step in range(1, 3):
+            for _ in range(2):
+                first.capture(batch(2, 32))
+            first.after_step(step)
+        assert all(layer.snip_weights for layer in layers.values())
+        optimizer = torch.optim.AdamW(model.parameters())
+        SnipController(model, optimizer, SnipConfig(policy="uniform-fp8"))
+        assert all(layer.snip_weights == () and layer.snip_tied is None for layer in layers.values())
+
+    def test_layers_on_another_kind_of_device_run_emulated(self, on_hopper: StandIn) -> None:
+        model, _ = driven()
+        layer = next(iter(snip_linears(model).values()))
+        output_of(layer)
+        assert on_hopper.calls
+        on_hopper.calls.clear()
+        layer.snip_device = "cuda"  # where the backend was chosen; the weight is on the CPU
+        output_of(layer)
+        assert on_hopper.calls == []
+
+    def test_a_model_that_is_converted_elsewhere_says_that_it_is_emulated_yet(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        convert_model(build("llama"), SnipConfig(backend="hopper"))
+        assert caplog.messages == [
+            "snip-hf: backend='hopper' cannot run where the model is now (the model is on 'cpu', expected a CUDA "
+            "device of compute capability 9.0 (H100, H200)); its layers are emulated until a controller finds it on "
+            "such a GPU."
+        ]
 
 
 # ------------------------------------------------------------------------------------- compiled, on a GPU

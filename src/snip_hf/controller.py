@@ -32,6 +32,7 @@ from .launch import check_launch, unwrap
 from .linear import (
     convert_model,
     drop_quantized,
+    forget_inputs,
     keep_quantized,
     pack_states,
     set_step,
@@ -156,7 +157,8 @@ class SnipController:
         self.plan = self._first_plan()
         self.plan.apply(self.model)
         set_step(self._layers, config.seed, 1, 0)
-        self._share_inputs()
+        if self.backend == "hopper":
+            share_inputs(self._layers, policies.siblings(self._setting))
         logger.info("snip-hf: policy %s, %s.", config.policy, _describe(self.plan))
 
     def start(self) -> None:
@@ -183,12 +185,8 @@ class SnipController:
             self.start()
         step = self.step + 1
         set_step(self._layers, self.config.seed, step, self._micro_batch)
-        if self._micro_batch > 0:
-            # Several micro-batches per step: weights quantized once are worth their memory. A single one quantizes
-            # each layout once as it is.
-            self._keeps_weights = True
         if self._keeps_weights:
-            keep_quantized(self._layers, everything=False)
+            keep_quantized(self._layers, everything=self._micro_batch == 0)
         if self._micro_batch == 0 and (self._refreshes(step) or self._checks(step)):
             self._arm(batch)
         self._micro_batch += 1
@@ -207,11 +205,13 @@ class SnipController:
 
     def after_step(self, step: int) -> None:
         """To be called when optimizer step `step` (from 1) is done; applies a plan that is due."""
+        # Several micro-batches per step: weights quantized once are worth their memory. A single one quantizes each
+        # layout once as it is.
+        self._keeps_weights |= self._micro_batch > 1
         self.step, self._micro_batch = step, 0
         self._apply_due(step)
         set_step(self._layers, self.config.seed, step + 1, 0)
-        if self._keeps_weights:
-            keep_quantized(self._layers)
+        forget_inputs(self._layers)
 
     def close(self) -> None:
         """Stops a solver that is still running. The model keeps the plan in force."""
@@ -282,8 +282,6 @@ class SnipController:
         self._last_probe, self._ranking = last_probe, ranked
         self._setting = replace(self._setting, measured=plan.measured)
         set_step(self._layers, self.config.seed, step + 1, 0)
-        drop_quantized(self._layers)
-        self._share_inputs()
         self._started = True
         self._folder.cut(step, None if resumed is None else resumed.step, self._start_line())
         self._folder.save_plan(plan)
@@ -294,8 +292,9 @@ class SnipController:
 
     def _use_backend(self) -> None:
         weight = next(iter(self._layers.values())).weight
+        drop_quantized(self._layers)  # what a run before that was not closed may have left
         for layer in self._layers.values():
-            layer.snip_backend = self.backend
+            layer.snip_backend, layer.snip_device = self.backend, layer.weight.device.type
         pack_states(self._layers)
         if self.backend == "hopper":
             logger.info(
@@ -308,15 +307,6 @@ class SnipController:
                 "snip-hf: backend emulated: the numerics of FP8 and FP4, slower than BF16 (%s).",
                 hopper_lacks(weight.device) or "asked for by backend='emulated'",
             )
-
-    def _share_inputs(self) -> None:
-        """Quantizes inputs once for tied layers, on Hopper, unless the plan in force was not made under the ties."""
-        if self.backend == "hopper":
-            chosen = self.plan.assignment
-            tied = [
-                group for group in policies.siblings(self._setting) if all(chosen[x] == chosen[group[0]] for x in group)
-            ]
-            share_inputs(self._layers, tied)
 
     def _first_plan(self) -> PrecisionPlan:
         setting, config = self._setting, self.config

@@ -89,6 +89,8 @@ class SnipLinear(nn.Linear):
     """Set by the probe for the time of its passes: computes the layer's output instead."""
     snip_backend: str
     """"emulated" or "hopper"; the latter's kernels compute in BF16 only, other dtypes run emulated."""
+    snip_device: str
+    """Type of the device that the backend was chosen for; on another one the layer runs emulated."""
     snip_high: tuple[bool, bool, bool]
     """Which GEMMs run in BF16; for the "hopper" backend, where this is part of the compiled graph."""
     snip_tied: TiedInput | None
@@ -107,7 +109,7 @@ class SnipLinear(nn.Linear):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        if self.snip_backend == "hopper" and x.dtype == torch.bfloat16:
+        if self.snip_backend == "hopper" and x.dtype == torch.bfloat16 and x.device.type == self.snip_device:
             return self._on_hopper(input, x, bias)
         y: Tensor = _ThreeGemms.apply(x, self.weight.to(x.dtype), bias, self.snip_state)
         return y
@@ -119,13 +121,14 @@ class SnipLinear(nn.Linear):
             return nn.functional.linear(x, self.weight.to(x.dtype), bias)
         keeps_x = torch.is_grad_enabled() and self.weight.requires_grad
         row_gemm, column_gemm = -1 if high[0] else 0, 2 if keeps_x and not high[2] else -1
-        if self.snip_tied is None:
+        if self.snip_tied is None or self.snip_tied.parted:
             quantized = quantize_input(x, self.snip_state, row_gemm, column_gemm)
         else:
-            quantized = self.snip_tied.quantized(input, x, row_gemm, column_gemm)
-        y: Tensor = TensorCoreGemms.apply(
-            x, self.weight, bias, self.snip_state, high, keeps_x, *quantized, *self.snip_weights
-        )
+            quantized = self.snip_tied.quantized(input, x, self.snip_state, row_gemm, column_gemm)
+        # Evaluation may follow a change of the weights that nobody told of; training does not.
+        is_kept = torch.compiler.is_compiling() or self.snip_weight_version == self.weight._version
+        weights = self.snip_weights if self.training and is_kept else ()
+        y: Tensor = TensorCoreGemms.apply(x, self.weight, bias, self.snip_state, high, keeps_x, *quantized, *weights)
         return y
 
     @property
@@ -144,11 +147,15 @@ class SnipLinear(nn.Linear):
             raise ValueError(f"Got formats for {sorted(formats)}; expected exactly {', '.join(GEMMS)}.")
         codes = [FORMAT_CODES[check_format(formats[gemm], gemm)] for gemm in GEMMS]
         self.snip_state[: len(GEMMS)] = torch.tensor(codes)
-        self._note_high(codes)
+        self._note_formats(codes)
 
-    def _note_high(self, codes: Sequence[int]) -> None:
+    def _note_formats(self, codes: Sequence[int]) -> None:
+        """Keeps what Python has to know of the formats."""
         forward, grad_input, grad_weight = (FORMAT_NAMES[code] == "bf16" for code in codes)
         self.snip_high = (forward, grad_input, grad_weight)
+        self.snip_weight_version = -1  # what is kept of the weight is in other formats
+        if self.snip_tied is not None:
+            self.snip_tied.note(id(self), (codes[0], codes[2]))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, formats={'/'.join(self.formats.values())}"
@@ -193,8 +200,9 @@ def _swap(module: nn.Module, config: SnipLinearConfig) -> nn.Module:
     module.register_buffer("snip_state", torch.tensor([*codes, 0], device=device), persistent=False)
     module.snip_key = 0
     set_step({"": module}, config.seed, 0, 0)
-    module._note_high(codes)
-    module.snip_tied, module.snip_weights, module.snip_weight_version = None, (), -1
+    module.snip_tied, module.snip_weights = None, ()
+    module._note_formats(codes)
+    module.snip_device = device.type
     module.snip_backend = "emulated" if config.backend == "emulated" or hopper_lacks(device) else "hopper"
     return module
 
@@ -249,6 +257,12 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
         # and by the name that it has where its block is not compiled.
         layers[name].snip_key = zlib.crc32(name.replace("_orig_mod.", "").encode())
     set_step({name: layer for name, layer in layers.items() if name not in before}, config.seed, 0, 0)
+    if config.backend == "hopper" and any(layer.snip_backend != "hopper" for layer in layers.values()):
+        logger.warning(
+            "snip-hf: backend='hopper' cannot run where the model is now (%s); its layers are emulated until a "
+            "controller finds it on such a GPU.",
+            hopper_lacks(next(iter(layers.values())).weight.device),
+        )
     if before.keys() != layers.keys():
         logger.info("snip-hf swapped %d linear layers; skipped %d (%s).", len(chosen), len(skipped), _summary(skipped))
     return chosen
@@ -265,7 +279,7 @@ def _restore(layer: SnipLinear) -> None:
     layer._non_persistent_buffers_set.discard("snip_state")
     original_class = layer.snip_original_class
     del layer.snip_original_class, layer.snip_key, layer.snip_recorder, layer.snip_backend, layer.snip_high
-    del layer.snip_tied, layer.snip_weights, layer.snip_weight_version
+    del layer.snip_device, layer.snip_tied, layer.snip_weights, layer.snip_weight_version
     layer.__class__ = original_class  # type: ignore[assignment]
 
 
@@ -328,11 +342,19 @@ def keep_quantized(layers: Mapping[str, SnipLinear], everything: bool = True) ->
 
 
 def share_inputs(layers: Mapping[str, SnipLinear], groups: Sequence[Sequence[str]]) -> None:
-    """Lets the layers of each group, which must have the same formats from now on, quantize a common input once."""
+    """Lets the layers of each group quantize a common input once, wherever they have the same formats."""
     for group in groups:
-        tied = TiedInput(layers[group[0]].snip_state, len(group))
+        tied = TiedInput(len(group))
         for name in group:
             layers[name].snip_tied = tied
+            layers[name].set_formats(layers[name].formats)
+
+
+def forget_inputs(layers: Mapping[str, SnipLinear]) -> None:
+    """Lets go of the inputs that `share_inputs` made layers hold and that were not asked for to the end."""
+    for layer in layers.values():
+        if layer.snip_tied is not None:
+            layer.snip_tied.forget()
 
 
 def drop_quantized(layers: Mapping[str, SnipLinear]) -> None:

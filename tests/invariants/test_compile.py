@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
+
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler on a CPU"
+)
 
 CONFIG = SnipConfig(**SCHEDULE)
 SHORT = {"max_steps": 5}  # Probe at step 2, plan applied after step 4: one step under it.
@@ -335,6 +340,7 @@ def inductor_run(folder: Path, make: Any) -> None:
     )
 
 
+@needs_compiler
 def test_inductor_under_a_trainer_gives_the_losses_of_an_uncompiled_run(tmp_path: Path) -> None:
     inductor_run(tmp_path, Smallest)
 

@@ -51,10 +51,12 @@ def hopper_lacks(device: torch.device) -> str | None:
     """Returns what keeps the Hopper kernels from running on a device, None if nothing does."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return f"the model is on {device.type!r}, expected a CUDA device of compute capability 9.0 (H100, H200)"
+    if torch.version.cuda is None:
+        return "torch is not built for CUDA"
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, expected 9.0 (H100, H200)"
-    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    version = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
     if version < (12, 9):
         return f"torch is built for CUDA {torch.version.cuda}, expected at least 12.9"
     if find_spec("triton") is None:

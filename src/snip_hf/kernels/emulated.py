@@ -20,9 +20,11 @@ from ..quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE
 from .fused import fake_quantize
 
 STATE_SIZE = len(GEMMS) + 1
+# The operators read the state on the host, which a CUDA graph cannot: inductor leaves them out of one.
+_READS_ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
 
 
-@torch.library.custom_op("snip_hf::forward_gemm", mutates_args=())
+@torch.library.custom_op("snip_hf::forward_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
 def forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
     """Returns x @ weight^T + bias, (..., O) for x (..., I), in x's dtype; the bias is added after the GEMM in FP32."""
     fmt, _ = _read(state, "forward")
@@ -41,7 +43,7 @@ def forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) 
     return result
 
 
-@torch.library.custom_op("snip_hf::grad_input_gemm", mutates_args=())
+@torch.library.custom_op("snip_hf::grad_input_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
 def grad_input_gemm(grad_output: Tensor, weight: Tensor, state: Tensor) -> Tensor:
     """Returns grad_output @ weight, (T, I), in grad_output's dtype."""
     fmt, key = _read(state, "grad_input")
@@ -52,7 +54,7 @@ def grad_input_gemm(grad_output: Tensor, weight: Tensor, state: Tensor) -> Tenso
     return _multiply(left, fake_quantize(weight, fmt, SQUARE_TILE)).to(grad_output.dtype)
 
 
-@torch.library.custom_op("snip_hf::grad_weight_gemm", mutates_args=())
+@torch.library.custom_op("snip_hf::grad_weight_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
 def grad_weight_gemm(grad_output: Tensor, x: Tensor, state: Tensor) -> Tensor:
     """Returns grad_output^T @ x, (O, I), in grad_output's dtype."""
     fmt, key = _read(state, "grad_weight")

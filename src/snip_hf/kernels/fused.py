@@ -253,6 +253,7 @@ def _by_kernel(x: Tensor, fmt: NumberFormat, tile: tuple[int, int], key: int | N
 
 
 def _error_squares(first: Tensor, second: Tensor, errors: Tensor) -> Tensor:
+    first, second, errors = first.contiguous(), second.contiguous(), errors.contiguous()
     pieces, *shape = first.shape
     size, kinds = shape[0] * shape[1], errors.shape[0]
     programs = triton.cdiv(size, _BLOCK)
@@ -265,6 +266,7 @@ def _error_squares(first: Tensor, second: Tensor, errors: Tensor) -> Tensor:
 
 
 def _scaled_squares(parts: Tensor, factors: Tensor) -> Tensor:
+    parts, factors = parts.contiguous(), factors.contiguous()
     size = factors.numel()
     programs = triton.cdiv(size, _BLOCK)
     sums = parts.new_empty(programs, 2)

@@ -1007,6 +1007,76 @@ class TestController:
         ]
 
 
+# ------------------------------------------------------------------------------------- what dynamo sees, on a CPU
+
+
+class Unrounded:
+    """The operators of `kernels.hopper` in plain torch that dynamo can trace; they round nothing."""
+
+    @staticmethod
+    def quantize_tokens(x: Tensor, state: Tensor, rows: int, columns: int, _: bool) -> tuple[Tensor, ...]:
+        x = x + 0 * state.sum()
+        return x if rows >= 0 else x[:0], x[:1], x.t() if columns >= 0 else x.t()[:0], x[:1]
+
+    @staticmethod
+    def quantize_weight(weight: Tensor, state: Tensor, forward: bool, grad_input: bool) -> tuple[Tensor, ...]:
+        weight = weight.to(BF16)
+        return (
+            (weight if forward else weight[:0]),
+            weight[:1],
+            (weight.t() if grad_input else weight.t()[:0]),
+            weight[:1],
+        )
+
+    @staticmethod
+    def multiply(left: Tensor, _: Tensor, right: Tensor, *arguments: Any) -> Tensor:
+        return (left.float() @ right.float().t()).to(arguments[4] if len(arguments) > 4 else BF16)
+
+
+class Siblings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({name: nn.Linear(64, 64) for name in ("q", "k", "v")})])
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x) for layer in self.layers[0].values())
+        return q + k * v
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["quantized-in-passes", "kept"])
+@pytest.mark.parametrize("tied", [False, True], ids=["alone", "tied"])
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
+def test_layers_are_one_graph_and_new_plans_and_steps_compile_nothing(
+    tied: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "hopper", Unrounded, raising=False)
+    model = Siblings()
+    convert_model(model, SnipConfig())
+    layers = snip_linears(model)
+    pack_states(layers)
+    for layer in layers.values():
+        layer.snip_backend = "hopper"
+        if kept:
+            layer.snip_weights = Unrounded.quantize_weight(layer.weight.detach(), layer.snip_state, True, True)
+    if tied:
+        share_inputs(layers, [list(layers)])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled, x = torch.compile(model, fullgraph=True, backend="aot_eager"), randn(8, 64, dtype=torch.float32)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step, formats in enumerate([("fp8", "fp8", "fp8"), ("fp4", "fp8", "fp4"), ("fp8", "fp4", "fp8")]):
+            of_formats(layers, *formats)
+            set_step(layers, 0, step, 0)
+            with torch.autocast("cpu", BF16):
+                got, expected = compiled(x), model(x)
+            assert torch.equal(got, expected)
+            got.sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert not tied or layers["layers.0.q"].snip_tied._source is None
+    torch._dynamo.reset()
+
+
 # ------------------------------------------------------------------------------------- compiled, on a GPU
 
 

@@ -106,12 +106,13 @@ class SnipLinear(nn.Linear):
             return self.snip_recorder(self, input)
         x = input
         bias: Tensor | None = self.bias
-        if torch.is_autocast_enabled(x.device.type):
+        casts = torch.is_autocast_enabled(x.device.type)
+        if casts:
             dtype = torch.get_autocast_dtype(x.device.type)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         if self.snip_backend == "hopper" and x.dtype == torch.bfloat16 and x.device.type == self.snip_device:
             return self._on_hopper(input, x, bias)
-        y: Tensor = _ThreeGemms.apply(x, self.weight.to(x.dtype), bias, self.snip_state)
+        y: Tensor = _ThreeGemms.apply(x, self.weight.to(x.dtype) if casts else self.weight, bias, self.snip_state)
         return y
 
     def _on_hopper(self, input: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -8,6 +8,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -996,11 +997,24 @@ class TestController:
         output_of(layer)
         assert on_hopper.calls == []
 
+    @pytest.mark.parametrize(("precision", "warns"), [("no", True), ("bf16", False)])
+    def test_a_run_that_does_not_compute_in_bf16_is_told_so(
+        self, on_hopper: StandIn, caplog: pytest.LogCaptureFixture, precision: str, warns: bool
+    ) -> None:
+        model = build("llama").float()
+        accelerator = SimpleNamespace(mixed_precision=precision, num_processes=1, distributed_type="NO")
+        SnipController(model, torch.optim.AdamW(model.parameters()), SnipConfig(policy="uniform-fp4"), accelerator)
+        warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert warnings == warns * [
+            "snip-hf: the GPU has FP8 tensor cores, but the model does not compute in BF16 (mixed_precision='no', "
+            "torch.float32 weights): FP8 and FP4 are emulated, slower than BF16. Train with bf16=True."
+        ]
+
     def test_a_model_that_is_converted_elsewhere_says_that_it_is_emulated_yet(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         convert_model(build("llama"), SnipConfig(backend="hopper"))
-        assert caplog.messages == [
+        assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
             "snip-hf: backend='hopper' cannot run where the model is now (the model is on 'cpu', expected a CUDA "
             "device of compute capability 9.0 (H100, H200)); its layers are emulated until a controller finds it on "
             "such a GPU."

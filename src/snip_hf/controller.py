@@ -139,7 +139,7 @@ class SnipController:
         """Kernels in use: "emulated" or "hopper"."""
         convert_model(self.model, config)
         self._layers = snip_linears(self.model)
-        self._use_backend()
+        self._use_backend(getattr(accelerator, "mixed_precision", None))
         self.needs_probe = policies.needs_probe(config)
         # As `config`, with as many tokens as the bound on memory allows.
         self._probe_config = config
@@ -290,17 +290,23 @@ class SnipController:
                 resumed.process = SolverProcess.start(resumed.problem)
                 self._pending = resumed
 
-    def _use_backend(self) -> None:
+    def _use_backend(self, mixed_precision: str | None) -> None:
         weight = next(iter(self._layers.values())).weight
         drop_quantized(self._layers)  # what a run before that was not closed may have left
         for layer in self._layers.values():
             layer.snip_backend, layer.snip_device = self.backend, layer.weight.device.type
         pack_states(self._layers)
-        if self.backend == "hopper":
+        if self.backend == "hopper" and weight.dtype != torch.bfloat16 and mixed_precision not in (None, "bf16"):
+            logger.warning(
+                "snip-hf: the GPU has FP8 tensor cores, but the model does not compute in BF16 (mixed_precision=%r, %s "
+                "weights): FP8 and FP4 are emulated, slower than BF16. Train with bf16=True.",
+                mixed_precision,
+                weight.dtype,
+            )
+        elif self.backend == "hopper":
             logger.info(
-                "snip-hf: backend hopper: FP8 and FP4 GEMMs run on FP8 tensor cores wherever the compute dtype is BF16 "
-                "(here by %s); others are emulated. Compile the model: without it little or nothing is gained.",
-                "the weights" if weight.dtype == torch.bfloat16 else "autocast, if it is on",
+                "snip-hf: backend hopper: FP8 and FP4 GEMMs run on FP8 tensor cores wherever the compute dtype is BF16, "
+                "others are emulated. Compile the decoder layers: without it little or nothing is gained."
             )
         else:
             logger.info(

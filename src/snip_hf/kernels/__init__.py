@@ -27,7 +27,6 @@ __all__ = [
     "gemm_call",
     "grad_input_gemm",
     "grad_weight_gemm",
-    "hopper",
     "hopper_lacks",
     "select_backend",
 ]

@@ -305,8 +305,8 @@ class SnipController:
             )
         elif self.backend == "hopper":
             logger.info(
-                "snip-hf: backend hopper: FP8 and FP4 GEMMs run on FP8 tensor cores wherever the compute dtype is BF16, "
-                "others are emulated. Compile the decoder layers: without it little or nothing is gained."
+                "snip-hf: backend hopper: FP8 and FP4 GEMMs run on FP8 tensor cores wherever the compute dtype is "
+                "BF16, others are emulated. Compile the decoder layers: without it little or nothing is gained."
             )
         else:
             logger.info(

@@ -21,7 +21,7 @@ from .config import SnipConfig
 from .cost import linear_flops
 from .formats import GEMMS
 from .linear import SnipLinear, convert_model, restore_model, snip_linears
-from .optimizers import Response, _ElementwiseResponse, responses
+from .optimizers import ElementwiseResponse, Response, responses
 from .probe import Batch, read, run_pass, run_probe
 from .quantize import stream_key
 from .terms import LAYER, ROWS, LayerTerms, Pending, Squares, read_all
@@ -199,7 +199,7 @@ def _pushforward(answer: Response, gradient: Tensor, norm: float) -> Callable[[T
     """Returns how a gradient's change changes the update, relative to the weight's norm, as `LayerTerms` takes it."""
     push = partial(_relative, answer.pushforward, gradient, norm)
     # The factors of a diagonal derivative are worked out once instead of for every product with it.
-    return push(gradient.new_ones(()).expand_as(gradient)) if isinstance(answer, _ElementwiseResponse) else push
+    return push(gradient.new_ones(()).expand_as(gradient)) if isinstance(answer, ElementwiseResponse) else push
 
 
 def gradients_of(model: nn.Module, batch: Batch, layers: Mapping[str, SnipLinear]) -> tuple[float, dict[str, Tensor]]:

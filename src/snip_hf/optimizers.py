@@ -61,7 +61,7 @@ class Response(ABC):
         """Returns where J means something (bool): not where no gradient was ever seen, and not at a jump of h."""
 
 
-class _ElementwiseResponse(Response):
+class ElementwiseResponse(Response):
     """J is diagonal."""
 
     @abstractmethod
@@ -79,7 +79,7 @@ class _ElementwiseResponse(Response):
 
 
 @dataclass(frozen=True)
-class _Analytic(_ElementwiseResponse):
+class _Analytic(ElementwiseResponse):
     rule: Elementwise
     at: Situation
 
@@ -125,7 +125,7 @@ class _Automatic(Response):
 
 
 @dataclass(frozen=True)
-class _Numerical(_ElementwiseResponse):
+class _Numerical(ElementwiseResponse):
     """Steps of the optimizer's own, taken in FP64 with copies."""
 
     optimizer: torch.optim.Optimizer

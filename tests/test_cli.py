@@ -123,8 +123,12 @@ def test_inspect_shows_blocks_stages_and_provenance(plan_path: Path, capsys: pyt
     assert ["block", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"] in lines
     assert ["0", *["fp4"] * 6] in lines
     assert ["1", *["fp8"] * 6] in lines
-    shares = [line for line in lines if len(line) == 3 and "." in line[2]]
-    assert shares == [["0", "6", "1.0000"], ["1", "6", "0.0000"], ["all", "12", "0.5000"]]
+    shares = [line for line in lines if len(line) == 5 and "." in line[2]]
+    assert shares == [
+        ["0", "6", "1.0000", "0.5000", "0.25"],
+        ["1", "6", "0.0000", "1.0000", "0.5"],
+        ["all", "12", "0.5000", "0.7500", "0.75"],
+    ]
     for shown in ("step: 40", "policy: snip", "solver: cbc", "gap: 0.001", "model_name: [tiny]"):
         assert shown.split() in lines
     assert not any(line[:1] == ["objective:"] for line in lines)
@@ -145,12 +149,64 @@ def test_inspect_shows_what_a_plan_attains_by_measured_time(
     dataclasses.replace(plan, measured=cost).save(plan_path)
     assert main(["inspect", str(plan_path)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["all", "12", "0.5000", "0.2500"] in lines
+    # FP4 takes as long as FP8: 18 ms for stage 0, 54 ms for stage 1.
+    assert ["all", "12", "0.5000", "0.2500", "1.0000", "72"] in lines
     assert any(line[:2] == ["q_proj", "forward"] and line[5:] == ["4", "4", "4"] for line in lines)
     text = " ".join(word for line in lines for word in line)
     assert (
         "The plan runs 0.5000 of the linear FLOPs and 0.2500 of their time in FP4 (per stage: 1.0000, 0.0000)." in text
     )
+
+
+def write_divergences(plan: PrecisionPlan, path: Path) -> None:
+    """Layer i of the plan costs i + 1 in FP4, and nothing in FP8."""
+    names = ("loss_divergence", "weight_divergence", "absolute_error", "flops")
+    records = [
+        {"layer": layer, "gemm": "layer", "format": fmt} | dict.fromkeys(names, (row + 1.0) * (fmt == "fp4"))
+        for row, layer in enumerate(plan.assignment)
+        for fmt in ("fp8", "fp4")
+    ]
+    write(path, {"schema_version": 1, "step": plan.provenance.step, "loss": 4.0, "records": records})
+
+
+def test_inspect_compares_with_one_constraint_by_the_divergences_beside_the_plan(
+    plan_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = PrecisionPlan.load(plan_path)
+    config = SnipConfig(policy="min-abs-err", target_fp4_fraction=0.5).to_dict()
+    provenance = dataclasses.replace(plan.provenance, policy="min-abs-err", config=config)
+    dataclasses.replace(plan, provenance=provenance).save(plan_path)
+    write_divergences(plan, plan_path.parent / "divergence-39.json")
+    assert main(["inspect", str(plan_path)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Pipeline (8 micro-batches)" in out
+    assert "Not compared with one global constraint: there are no divergences of its refresh." in out
+    write_divergences(plan, plan_path.parent / "divergence-40.json")
+    assert main(["inspect", str(plan_path), "--micro-batches", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "Pipeline (3 micro-batches)" in out
+    # The plan itself is the best of all with one constraint: all of stage 0, 1 + 2 + ... + 6. Times 0.25 and 0.5.
+    lines = [line.split() for line in out.splitlines()]
+    assert ["one", "per", "stage", "0.5000", "1", "1.75", "0.3571", "21"] in lines
+    assert ["one", "global", "0.5000", "1", "1.75", "0.3571", "21"] in lines
+
+
+@pytest.mark.parametrize("command", ["inspect", "report"])
+def test_no_micro_batches_are_refused_in_one_line(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    path = write_run(plan_path) if command == "report" else plan_path
+    assert main([command, str(path), "--micro-batches", "0"]) == 2
+    error = "snip-hf: micro_batches is 0, expected at least 1; it is the number per optimizer step.\n"
+    assert capsys.readouterr().err == error
+
+
+def test_inspect_refuses_damaged_divergences_in_one_line(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = plan_path.parent / "divergence-40.json"
+    write(path, {"step": 40, "records": [{"layer": "a"}]})
+    assert main(["inspect", str(plan_path)]) == 2
+    error = capsys.readouterr().err
+    assert error == f"snip-hf: {path} holds no divergences: KeyError('gemm'). Restore the file or move it away.\n"
 
 
 def test_inspect_finds_that_a_plan_fits_its_model(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,9 +263,8 @@ def test_inspect_of_a_broken_plan_or_model_is_one_line_and_2(
     assert capsys.readouterr().err == f"snip-hf: [Errno 2] No such file or directory: '{tmp_path / 'none.json'}'\n"
 
 
-def test_report_prints_tables_and_the_figures_it_wrote(
-    plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def write_run(plan_path: Path) -> Path:
+    """A run beside the plan that has been under it from the start."""
     document = PrecisionPlan.load(plan_path).to_dict()
     start = {
         "event": "start",
@@ -220,8 +275,16 @@ def test_report_prints_tables_and_the_figures_it_wrote(
         "stages": document["stages"],
         "model_name": "tiny",
     }
-    (tmp_path / "run" / "snip").mkdir(parents=True)
-    write(tmp_path / "run" / "snip" / "history.jsonl", start)
+    folder = plan_path.parent / "run"
+    (folder / "snip").mkdir(parents=True)
+    write(folder / "snip" / "history.jsonl", start)
+    return folder
+
+
+def test_report_prints_tables_and_the_figures_it_wrote(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_run(plan_path)
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "figures")]) == 0
     out = capsys.readouterr().out
     assert out.endswith(f"{tmp_path / 'figures' / 'plan.png'}\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import pytest
 import torch
 from models import LINEARS, batch, build
 from small import text, tiny_llama
+from thread_ranks import on_ranks
 from tiny_runs import SCHEDULE, one_thread
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, restore_model
-from snip_hf.cost import MeasuredCost, cost_shares, describe_cost, linear_flops, measure_cost
+from snip_hf.cost import MeasuredCost, cost_shares, describe_cost, linear_flops, measure_cost, predicted_times
+from snip_hf.distributed import Processes, Ranks
 from snip_hf.formats import FORMAT_CODES, GEMMS
 from snip_hf.plan import PlanProvenance
 from snip_hf.timing import GemmShape, Machine, read_times
@@ -124,13 +127,6 @@ def test_layers_of_one_shape_share_a_measurement() -> None:
     assert len(asked) == len(set(asked)) * 3 == 4 * 3 * 3
 
 
-def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
-    with pytest.raises(ValueError, match=r"^cost='measured' works in one process so far, and this run has 4: each "):
-        measure_cost(frozen_llama(), 48, "emulated", timer=made_up)
-
-
 def hand_cost() -> tuple[dict[str, dict[str, float]], MeasuredCost]:
     """Two blocks with a large `up` and a small `v`, which takes more than its share of the time."""
     flops, seconds = {}, {}
@@ -161,6 +157,17 @@ def test_the_sentence_names_the_totals_and_what_differs_most() -> None:
         "(hopper backend, a GPU); by measured time v forward counts 1.60 times what it counts by FLOPs (13.3% against "
         "8.3%), up forward 0.80 times (20.0% against 25.0%)."
     )
+
+
+def test_predicted_times_are_the_measured_ones_or_shares_of_flops_by_the_bits_of_the_format() -> None:
+    flops, measured = hand_cost()
+    assert predicted_times(flops, measured) == measured.seconds
+    times = predicted_times({"a": {"forward": 6.0, "grad_input": 2.0, "grad_weight": 0.0}}, None)
+    assert times["a"]["forward"] == {"bf16": 1.5, "fp8": 0.75, "fp4": 0.375}
+    assert times["a"]["grad_input"] == {"bf16": 0.5, "fp8": 0.25, "fp4": 0.125}
+    assert times["a"]["grad_weight"] == {"bf16": 0.0, "fp8": 0.0, "fp4": 0.0}
+    whole = predicted_times(flops, None)
+    assert math.fsum(times["fp8"] for row in whole.values() for times in row.values()) == pytest.approx(1.0)
 
 
 # --------------------------------------------------------------------------------------------------- plans with times
@@ -266,6 +273,29 @@ class Loop:
                 self.optimizer.zero_grad()
                 self.controller.after_step(self.step)
         return self
+
+
+def test_one_rank_measures_for_all_that_hold_the_same_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    own = threading.local()
+
+    def note(model: nn.Module, tokens: int, backend: str, path: str | None) -> MeasuredCost:
+        asked.append(own.ranks.rank)
+        return measure_cost(model, tokens, backend, path, timer=made_up)
+
+    monkeypatch.setattr("snip_hf.controller.measure_cost", note)
+    monkeypatch.setattr("snip_hf.controller.find_processes", lambda *_: Processes(data=own.ranks, everyone=own.ranks))
+
+    def work(ranks: Ranks) -> PrecisionPlan:
+        own.ranks = ranks
+        return Loop(policy="layer-type", cost_tokens=48).controller.plan
+
+    one, two, three = on_ranks(3, work)
+    assert asked == [0]
+    assert one == two == three
+    model = tiny_llama(hidden=32)
+    convert_model(model, SnipConfig())
+    assert one.measured == measure_cost(model, 48, "emulated", timer=made_up)
 
 
 @pytest.fixture

@@ -179,6 +179,24 @@ def test_it_does_for_every_shape_and_key(tile: tuple[int, int], shape: tuple[int
     assert_same_bits(run("fake_quantize", x, E2M1, tile, key), by_key)
 
 
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 2), (1, 2), (6, 7), (2**20, 2**21)])
+@pytest.mark.parametrize("shape", [(3, 130), (5, 129), (128, 128), (257, 40)])
+@pytest.mark.parametrize("tile", TILES)
+def test_it_does_on_every_rank(tile: tuple[int, int], shape: tuple[int, int], rank: int, ranks: int, run: Run) -> None:
+    x = random(shape) + 0.01
+    for key in KEYS:
+        alone, expected = (quantize.fake_quantize(x, E2M1, tile, key, *place) for place in ((0, 1), (rank, ranks)))
+        assert not torch.equal(alone, expected)
+        assert_same_bits(run("fake_quantize", x, E2M1, tile, key, rank, ranks), expected)
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_two_ranks_round_together_as_one_process_does(tile: tuple[int, int], run: Run) -> None:
+    x = random((256, 200))
+    halves = [run("fake_quantize", half, E2M1, tile, KEYS[0], rank, 2) for rank, half in enumerate(x.chunk(2))]
+    assert_same_bits(torch.cat(halves), run("fake_quantize", x, E2M1, tile, KEYS[0]))
+
+
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(
     "view",
@@ -200,6 +218,8 @@ def test_it_does_for_large_tensors(shape: tuple[int, int], tile: tuple[int, int]
     for fmt in FORMATS:
         for key in (None, KEYS[1]):
             assert_same_bits(on_cuda("fake_quantize", x, fmt, tile, key), quantize.fake_quantize(x, fmt, tile, key))
+    ranked = (x, E2M1, tile, KEYS[1], 5, 8)
+    assert_same_bits(on_cuda("fake_quantize", *ranked), quantize.fake_quantize(*ranked))
 
 
 @pytest.mark.gpu
@@ -325,7 +345,7 @@ def test_where_triton_fails_the_reference_rounds_and_a_warning_says_why(
 
 def test_emulated_gemms_round_by_the_kernel(kernel_calls: list[tuple[int, ...]]) -> None:
     x, weight, grad_output = random((20, 16)), random((24, 16)), random((20, 24))
-    state = torch.tensor([2, 1, 2, 12345])
+    state = torch.tensor([2, 1, 2, 12345, 0, 1])
     emulated.forward_gemm(x, weight, None, state)
     emulated.grad_input_gemm(grad_output, weight, state)
     emulated.grad_weight_gemm(grad_output, x, state)

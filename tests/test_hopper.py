@@ -33,6 +33,8 @@ on_gpu = [
 ]
 # Two 64-bit keys, of which one is negative as an int64.
 KEYS = [stream_key(2**40 + 7, 3, 4, 123456789, 1), stream_key(1, 2, 3, 4, 1)]
+# A rank among how many.
+RANKS = [(0, 2), (1, 2), (6, 7), (2**20, 2**21)]
 SHAPES = [(1, 1), (5, 129), (130, 200), (257, 384), (128, 128)]
 # On a GPU: whole tiles of an odd number of blocks, long columns, long rows, ragged in both.
 LARGE = [(2048, 4096), (8192, 640), (129, 11008), (3001, 1357)]
@@ -119,9 +121,9 @@ def on_cuda(name: str, *arguments: Any) -> tuple[Tensor, ...]:
 # ------------------------------------------------------------------------------------- what they are given, and give
 
 
-def state(*formats: str, key: int = KEYS[0]) -> Tensor:
+def state(*formats: str, key: int = KEYS[0], rank: tuple[int, int] = (0, 1)) -> Tensor:
     """A layer's, with the formats of forward, grad_input and grad_weight."""
-    return torch.tensor([*(FORMAT_CODES[fmt] for fmt in formats), key - 2**64 if key >= 2**63 else key])
+    return torch.tensor([*(FORMAT_CODES[fmt] for fmt in formats), key - 2**64 if key >= 2**63 else key, *rank])
 
 
 def random(shape: tuple[int, int]) -> Tensor:
@@ -233,7 +235,8 @@ def reference(x: Tensor, numbers: Tensor, gemm: int, tile: tuple[int, int], is_g
     """`quantize` in the format of the GEMM, stochastically where training does so."""
     fmt = list(FORMATS.values())[numbers[gemm]]
     assert fmt is not None
-    return quantize(x, fmt, tile, int(numbers[3]) % 2**64 if is_gradient and fmt.name == "e2m1" else None)
+    key, rank, ranks = numbers[3:].tolist()
+    return quantize(x, fmt, tile, key % 2**64 if is_gradient and fmt.name == "e2m1" else None, rank, ranks)
 
 
 def assert_weight(outputs: tuple[Tensor, ...], weight: Tensor, numbers: Tensor, *uses: bool) -> None:
@@ -293,6 +296,28 @@ class TestTokens:
             arguments = (x, state(*formats), row_gemm, column_gemm, is_gradient)
             assert_tokens(run("quantize_tokens", *arguments), *arguments)
 
+    @each_shape
+    @pytest.mark.parametrize("rank", RANKS, ids=str)
+    def test_each_rank_rounds_as_the_reference_does(
+        self, run: Run, shape: tuple[int, int], rank: tuple[int, int]
+    ) -> None:
+        x = random(shape)
+        for key in KEYS:
+            numbers = state("bf16", "fp4", "fp4", key=key, rank=rank)
+            assert_tokens(run("quantize_tokens", x, numbers, 1, 2, True), x, numbers, 1, 2, True)
+
+    def test_two_ranks_round_together_as_one_process_does(self, run: Run) -> None:
+        x, formats = random((256, 200)), ("bf16", "fp4", "fp4")
+        rows, _, columns, _ = run("quantize_tokens", x, state(*formats), 1, 2, True)
+        halves = [
+            run("quantize_tokens", half, state(*formats, rank=(rank, 2)), 1, 2, True)
+            for rank, half in enumerate(x.chunk(2))
+        ]
+        assert_same(torch.cat([half[0] for half in halves]), rows, "rows")
+        assert_same(torch.cat([half[2] for half in halves], 1), columns, "columns")
+        other = run("quantize_tokens", x[128:].contiguous(), state(*formats, rank=(0, 2)), 1, 2, True)
+        assert not torch.equal(other[0].float(), halves[1][0].float())
+
     def test_no_layout_at_all_gives_empty_tensors(self, run: Run) -> None:
         arguments = (random((130, 200)), state("fp8", "fp8", "fp8"), -1, -1, True)
         assert_tokens(run("quantize_tokens", *arguments), *arguments)
@@ -325,8 +350,9 @@ class TestTokens:
     def test_large_tensors_are_those_of_the_reference(
         self, formats: tuple[str, str], shape: tuple[int, int], data: str, is_gradient: bool
     ) -> None:
-        x, numbers = DATA[data](shape), state("bf16", *formats)
-        assert_tokens(on_cuda("quantize_tokens", x, numbers, 1, 2, is_gradient), x, numbers, 1, 2, is_gradient)
+        for rank in ((0, 1), (5, 8)):
+            x, numbers = DATA[data](shape), state("bf16", *formats, rank=rank)
+            assert_tokens(on_cuda("quantize_tokens", x, numbers, 1, 2, is_gradient), x, numbers, 1, 2, is_gradient)
 
 
 class TestWeight:
@@ -583,7 +609,9 @@ class TestOnHopper:
         checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(operators.quantize_tokens.default, (x, numbers, 0, 2, False), test_utils=checks)
         torch.library.opcheck(operators.quantize_tokens.default, (grad_output, numbers, 1, -1, True), test_utils=checks)
-        torch.library.opcheck(operators.quantize_weight.default, (weight, numbers, True, True), test_utils=checks)
+        # Four scales a row: where there are fewer, the rest of what the GEMM wants aligned is never written nor read.
+        _, aligned, _, _ = GemmCase((128, 512, 512), ("fp8", "fp4", "fp8")).on_gpu()
+        torch.library.opcheck(operators.quantize_weight.default, (aligned, numbers, True, True), test_utils=checks)
         rows, row_scales, _, _ = hopper.quantize_tokens(x, numbers, 0, -1, False)
         values, scales, _, _ = hopper.quantize_weight(weight, numbers, True, False)
         for dtype in (torch.bfloat16, torch.float32):
@@ -591,15 +619,15 @@ class TestOnHopper:
             torch.library.opcheck(operators.multiply.default, arguments, test_utils=checks)
 
     def test_a_new_state_is_new_data_for_the_same_kernels(self) -> None:
-        """In a CUDA graph that was captured once: formats and keys are read when it is replayed."""
+        """In a CUDA graph that was captured once: formats, keys and ranks are read when it is replayed."""
         x, numbers = random((256, 384)), state("fp8", "fp8", "fp8")
         x_gpu, state_gpu = x.cuda(), numbers.cuda()
         hopper.quantize_tokens(x_gpu, state_gpu, 1, 2, True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             outputs = hopper.quantize_tokens(x_gpu, state_gpu, 1, 2, True)
-        for formats, key in itertools.product(EACH_TWO, KEYS):
-            numbers = state("bf16", *formats, key=key)
+        for formats, key, rank in itertools.product(EACH_TWO, KEYS, RANKS):
+            numbers = state("bf16", *formats, key=key, rank=rank)
             state_gpu.copy_(numbers)
             graph.replay()
             assert_tokens(tuple(output.cpu() for output in outputs), x, numbers, 1, 2, True)

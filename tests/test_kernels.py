@@ -34,10 +34,10 @@ each_dtype = pytest.mark.parametrize("dtype", UNIT, ids=["float32", "bfloat16", 
 each_size = pytest.mark.parametrize("size", [(128, 256, 128), (150, 200, 136), (3, 5, 7)], ids=str)
 
 
-def state(*formats: str) -> Tensor:
+def state(*formats: str, rank: tuple[int, int] = (0, 1)) -> Tensor:
     low, high = stream_halves(*KEY, GRAD_OUTPUT)
     key = high << 32 | low
-    return torch.tensor([*(FORMAT_CODES[fmt] for fmt in formats), key - 2**64 if key >= 2**63 else key])
+    return torch.tensor([*(FORMAT_CODES[fmt] for fmt in formats), key - 2**64 if key >= 2**63 else key, *rank])
 
 
 def tensors(size: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -50,10 +50,12 @@ def tensors(size: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Ten
     return x.to(dtype), (weight / 8).to(dtype), bias.to(dtype), grad_output.to(dtype)
 
 
-def oracle(x: Tensor, weight: Tensor, bias: Tensor | None, grad_output: Tensor) -> Layer:
+def oracle(
+    x: Tensor, weight: Tensor, bias: Tensor | None, grad_output: Tensor, rank: tuple[int, int] = (0, 1)
+) -> Layer:
     x, weight, grad_output = x.float(), weight.float(), grad_output.float()
     arrays = (x.numpy(), weight.numpy(), None if bias is None else bias.float().numpy(), grad_output.numpy())
-    return Layer(*arrays, KEY)
+    return Layer(*arrays, KEY, rank)
 
 
 def check(got: Tensor, expected: Product, dtype: torch.dtype, name: str) -> None:
@@ -93,6 +95,27 @@ class TestEachGemm:
         x, weight, _, grad_output = tensors(size, dtype)
         grad_weight = grad_weight_gemm(grad_output, x, state("bf16", "bf16", fmt))
         check(grad_weight, oracle(x, weight, None, grad_output).grad_weight(fmt), dtype, "grad_weight")
+
+
+@each_size
+@pytest.mark.parametrize("rank", [(1, 2), (2, 5)], ids=str)
+def test_on_each_rank_the_operands_are_those_of_the_oracle(size: tuple[int, int, int], rank: tuple[int, int]) -> None:
+    x, weight, _, grad_output = tensors(size, torch.float32)
+    numbers, layer = state("fp4", "fp4", "fp4", rank=rank), oracle(x, weight, None, grad_output, rank)
+    check(grad_input_gemm(grad_output, weight, numbers), layer.grad_input("fp4"), torch.float32, "grad_input")
+    check(grad_weight_gemm(grad_output, x, numbers), layer.grad_weight("fp4"), torch.float32, "grad_weight")
+
+
+def test_another_rank_differs_by_far_more_than_the_checks_allow() -> None:
+    """Guards the check above."""
+    values = tensors((150, 200, 136), torch.float32)
+    for rank in ((0, 2), (1, 3)):
+        right, wrong = oracle(*values, (1, 2)), oracle(*values, rank)
+        for gemm in ("grad_input", "grad_weight"):
+            with pytest.raises(AssertionError, match="outside its error bound"):
+                getattr(right, gemm)("fp4").check(
+                    getattr(wrong, gemm)("fp4").value.astype(np.float32), 2.0**-8, "wrong"
+                )
 
 
 def test_the_three_formats_differ_by_far_more_than_the_checks_allow() -> None:
@@ -321,5 +344,20 @@ def test_a_gemm_call_is_the_operator_on_the_emulated_backend(gemm: str, fmt: str
         assert torch.equal(call(), expected) and torch.equal(call(), expected)
 
 
-def test_the_state_holds_three_formats_and_the_key() -> None:
-    assert len(state("bf16", "fp8", "fp4")) == STATE_SIZE == 4
+@pytest.mark.parametrize("place", [4, 5])
+def test_only_fp4_output_gradients_depend_on_the_rank_and_on_how_many_there_are(place: int) -> None:
+    x, weight, bias, grad_output = tensors((150, 200, 136), torch.float32)
+    for fmt in FORMAT_CODES:
+        numbers = state(fmt, fmt, fmt)
+        other = numbers.clone()
+        other[place] += 1
+        assert torch.equal(forward_gemm(x, weight, bias, numbers), forward_gemm(x, weight, bias, other))
+        backward = [
+            torch.equal(grad_input_gemm(grad_output, weight, numbers), grad_input_gemm(grad_output, weight, other)),
+            torch.equal(grad_weight_gemm(grad_output, x, numbers), grad_weight_gemm(grad_output, x, other)),
+        ]
+        assert backward == [fmt != "fp4"] * 2
+
+
+def test_the_state_holds_three_formats_the_key_the_rank_and_how_many_ranks_there_are() -> None:
+    assert len(state("bf16", "fp8", "fp4")) == STATE_SIZE == 6

@@ -23,12 +23,13 @@ from torch.utils.checkpoint import checkpoint
 
 from snip_hf import SnipConfig, SnipController, SnipLinear, convert_model, kernels
 from snip_hf.formats import FORMAT_NAMES, FORMATS, GEMMS, TILE
-from snip_hf.kernels import hopper_lacks
+from snip_hf.kernels import STATE_SIZE, hopper_lacks
 from snip_hf.linear import (
     drop_quantized,
     forget_inputs,
     keep_quantized,
     pack_states,
+    set_rank,
     set_step,
     share_inputs,
     snip_linears,
@@ -148,7 +149,8 @@ class StandIn:
     def _quantize(x: Tensor, state: Tensor, gemm: int, tile: tuple[int, int], is_gradient: bool) -> Quantized:
         fmt = FORMATS[FORMAT_NAMES[state[gemm]]]
         assert fmt is not None, "A GEMM in BF16 is not to be quantized."
-        return quantize(x, fmt, tile, int(state[3]) % 2**64 if is_gradient and fmt.name == "e2m1" else None)
+        key, rank, ranks = state[3:].tolist()
+        return quantize(x, fmt, tile, key % 2**64 if is_gradient and fmt.name == "e2m1" else None, rank, ranks)
 
 
 @pytest.fixture
@@ -337,6 +339,28 @@ class TestOneLayer:
         for name in ("x", "weight"):
             assert (other[name] - first[name]).norm() > 0.05 * first[name].norm()
 
+    def test_two_ranks_compute_together_what_one_process_does(self, device: str) -> None:
+        """Whole tiles of tokens each, weight gradients in FP32; other random numbers would be 10% away."""
+        plain, x = linear(False, torch.float32, device), randn(256, I, device=device)
+        layer = layer_of(plain, ("fp4", "fp4", "fp4"), "hopper")
+        grad_output = randn(256, O, seed=9, device=device)
+
+        def backward(part: slice, rank: int, ranks: int) -> dict[str, Tensor]:
+            set_rank({"layer": layer}, rank, ranks)
+            layer.zero_grad()
+            given = x[part].detach().requires_grad_()
+            with torch.autocast(device, BF16):
+                y = layer(given)
+            y.backward(grad_output[part])
+            return {"y": y.detach(), "x": given.grad, "weight": layer.weight.grad.clone()}
+
+        whole = backward(slice(None), 0, 1)
+        first, second = (backward(slice(128 * rank, 128 * (rank + 1)), rank, 2) for rank in range(2))
+        together = {name: torch.cat([first[name], second[name]]) for name in ("y", "x")}
+        assert_close({**together, "weight": first["weight"] + second["weight"]}, whole)
+        again = backward(slice(128, 256), 0, 2)
+        assert (again["x"] - second["x"]).norm() > 0.05 * second["x"].norm()
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
     @pytest.mark.parametrize("autocast", [False, True], ids=["pure", "autocast"])
     def test_other_compute_dtypes_run_emulated(self, device: str, dtype: torch.dtype, autocast: bool) -> None:
@@ -437,20 +461,20 @@ class TestSaved:
         saved = self.saved(layer, x, autocast)
         assert sorted(tensor.element_size() for tensor in saved if tensor.numel() >= 256) == [1, 4]
         elements = 256 * padded(I)
-        assert sum(tensor.nbytes for tensor in saved) == elements + 4 * elements // TILE + 4 * 8  # and the state
+        assert sum(tensor.nbytes for tensor in saved) == elements + 4 * elements // TILE + 6 * 8  # and the state
 
     @pytest.mark.parametrize("formats", [f for f in QUANTIZED if f[2] == "bf16"], ids="/".join)
     def test_a_weight_gradient_in_bf16_keeps_the_input_itself(self, device: str, formats: tuple[str, str, str]) -> None:
         layer, x = layer_of(linear(device=device), formats, "hopper"), randn(256, I, device=device).requires_grad_()
         saved = self.saved(layer, x)
         assert [tensor.data_ptr() == x.data_ptr() for tensor in saved if tensor.numel() >= 256] == [True]
-        assert sum(tensor.nbytes for tensor in saved) == x.nbytes + 4 * 8
+        assert sum(tensor.nbytes for tensor in saved) == x.nbytes + 8 * STATE_SIZE
 
     @pytest.mark.parametrize("formats", MIXED, ids="/".join)
     def test_for_a_frozen_weight_nothing_of_the_input_is_kept(self, device: str, formats: tuple[str, str, str]) -> None:
         layer, x = layer_of(linear(device=device), formats, "hopper"), randn(256, I, device=device).requires_grad_()
         layer.weight.requires_grad_(False)
-        assert sum(tensor.nbytes for tensor in self.saved(layer, x)) == 4 * 8
+        assert sum(tensor.nbytes for tensor in self.saved(layer, x)) == 8 * STATE_SIZE
 
     def test_a_kept_weight_is_not_copied(self, device: str) -> None:
         layer, x = layer_of(linear(device=device), ("fp8", "fp8", "fp4"), "hopper"), randn(256, I, device=device)

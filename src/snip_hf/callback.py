@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from .config import SnipConfig
 from .controller import SnipController
 from .hub import prepare_push, tag_model
-from .jsonfiles import read_json, write_json_atomic
+from .jsonfiles import read_json, remove_temporaries, write_json_atomic
 from .launch import check_launch, unwrap
 from .linear import convert_model
 from .policies import needs_probe
@@ -84,12 +84,13 @@ class SnipCallback(TrainerCallback):
             outer.register_forward_hook(self._after_forward),
         ]
         self._own_loss_used = False
-        found = self._find_state(args, state)
-        if found is None:
+        # The first process may be the only one that sees the checkpoint.
+        saved = self.controller.processes.everyone.by_first(lambda: self._read_state(args, state))
+        if saved is None:
             self.controller.step = state.global_step
             _marks(state).pop(_MARK, None)
         else:
-            self._load_state(found, state)
+            self._load_state(saved, state)
         # Travels in trainer_state.json: tells a checkpoint trained with SNIP, and its run, wherever it is moved.
         self._run = _marks(state).setdefault(_MARK, {"run": uuid.uuid4().hex})["run"]
 
@@ -163,6 +164,7 @@ class SnipCallback(TrainerCallback):
         folder = _checkpoint(args, state)
         if state.is_world_process_zero and self.controller is not None and folder.is_dir():
             try:
+                remove_temporaries(folder, STATE_NAME)
                 write_json_atomic(folder / STATE_NAME, self.controller.state_dict() | {"run": self._run})
             except OSError as error:
                 logger.warning("snip-hf: could not write %s; resuming there will fail: %s", folder / STATE_NAME, error)
@@ -200,7 +202,11 @@ class SnipCallback(TrainerCallback):
             )
         return self.controller
 
-    def _load_state(self, path: Path, state: TrainerState) -> None:
+    def _read_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
+        """Returns the path and the content of the file to resume from, None to start a new plan."""
+        path = self._find_state(args, state)
+        if path is None:
+            return None
         mark = _marks(state).get(_MARK)
         try:
             saved = read_json(path)
@@ -209,9 +215,15 @@ class SnipCallback(TrainerCallback):
                     "it belongs to another run than the weights. Name the folder of the checkpoint in "
                     "SnipCallback(resume=FOLDER), or say SnipCallback(resume=False) to start a new plan."
                 )
-            self._running().load_state_dict(saved, state.global_step)
+        except ValueError as error:
+            raise _cannot_resume(path, error) from error
+        return {"path": str(path), "state": saved}
+
+    def _load_state(self, saved: Mapping[str, Any], state: TrainerState) -> None:
+        try:
+            self._running().load_state_dict(saved["state"], state.global_step)
         except (KeyError, ValueError) as error:
-            raise ValueError(f"Cannot resume from {path}: {error.args[0]}") from error
+            raise _cannot_resume(saved["path"], error) from error
 
     def _find_state(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """Returns the file to resume from, None to start a new plan; says which in the log."""
@@ -248,6 +260,10 @@ class SnipCallback(TrainerCallback):
             ", ".join(map(str, folders)),
         )
         return None
+
+
+def _cannot_resume(path: Path | str, error: Exception) -> ValueError:
+    return ValueError(f"Cannot resume from {path}: {error.args[0]}")
 
 
 def _marks(state: TrainerState) -> dict[str, Any]:

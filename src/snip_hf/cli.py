@@ -22,7 +22,9 @@ from .cost import linear_flops
 from .jsonfiles import read_json, write_json_atomic
 from .linear import convert_model
 from .plan import PrecisionPlan
-from .report import plan_table, print_cost, run_report, stage_table
+from .plan_tables import plan_table, print_cost, print_stages
+from .report import run_report
+from .runs import read_divergence
 from .solver import SolverError, SolverProcess
 
 # Longer lists of layers are cut: one mistake, such as another prefix, makes every layer a mismatch.
@@ -57,6 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the Trainer's output_dir")
     report.add_argument("--out", type=Path, metavar="DIR", help="folder for the figures (default: RUN_DIR/snip)")
     report.set_defaults(run=_report)
+
+    for command in (inspect, report):
+        command.add_argument(
+            "--micro-batches", type=int, metavar="N", help="per step through a pipeline's stages (default: 4 per stage)"
+        )
     return parser
 
 
@@ -85,7 +92,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     plan = PrecisionPlan.load(arguments.plan)
     console = Console()
     console.print(plan_table(plan))
-    console.print(stage_table(plan))
+    _inspect_stages(plan, arguments, console)
     if plan.measured is not None:
         print_cost(plan, console)
     for field in dataclasses.fields(plan.provenance):
@@ -94,6 +101,18 @@ def _inspect(arguments: argparse.Namespace) -> int:
             shown = json.dumps(dict(value)) if field.name == "config" else value
             console.print(f"{field.name}: {shown}", markup=False, highlight=False)
     return 0 if arguments.model is None else _compare(plan, arguments.model)
+
+
+def _inspect_stages(plan: PrecisionPlan, arguments: argparse.Namespace, console: Console) -> None:
+    """Prints the stages, compared with one global constraint where the run's divergences lie beside the plan."""
+    path = arguments.plan.parent / f"divergence-{plan.provenance.step}.json"
+    try:
+        records = read_divergence(path)[1]
+    except FileNotFoundError:
+        records = None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no divergences: {error!r}. Restore the file or move it away.") from error
+    print_stages(plan, console, arguments.micro_batches, records)
 
 
 def _compare(plan: PrecisionPlan, name: str) -> int:
@@ -134,7 +153,7 @@ def _empty_model(name: str) -> nn.Module:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    for path in run_report(arguments.run_dir, arguments.out):
+    for path in run_report(arguments.run_dir, arguments.out, arguments.micro_batches):
         print(path)
     return 0
 

@@ -89,10 +89,10 @@ class SnipConfig:
     probes: int = 1
     """Random directions per refresh; each costs two forward-backward passes."""
     probe_tokens: int | None = 1024
-    """Tokens per layer that the probe keeps, in whole runs of 128; None keeps all."""
+    """Tokens per layer that the probe keeps, in whole runs of 128, of all ranks together; None keeps all."""
     probe_batch_tokens: int | None = 4096
-    """Tokens that the probe's passes run on: whole sequences from the front of the micro-batch, at least one, which
-    stand for all of it (ours). None: the whole micro-batch."""
+    """Tokens that the probe's passes run on, of all ranks together: whole sequences, spread evenly over the
+    micro-batch, at least one per rank, which stand for all of it (ours). None: the whole micro-batch."""
     probe_memory_mib: int | None = None
     """Most MiB that a probe may hold beyond the model, activations not counted (`snip_hf.memory`); it then keeps fewer
     tokens if it has to. None: no bound."""
@@ -123,6 +123,9 @@ class SnipConfig:
     """Seconds after which the solver is stopped."""
     solver_gap: float = 1e-4
     """Relative gap at which the solver may stop."""
+    rank_timeout: float = 600.0
+    """Seconds, beyond `solver_time_limit`, that a process waits for the others at most when they agree on something;
+    then training ends with an error."""
     backend: str = "auto"
     """Kernels: "hopper" (FP8 tensor cores of an H100 or H200, where the compute dtype is BF16), "emulated" (any device,
     slower than BF16), or "auto": the first of them that can run. The log says which runs, and why."""
@@ -177,8 +180,9 @@ class SnipConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a finite number of at least 0.")
         if self.loss_weight == self.weight_weight == 0:
             raise ValueError("loss_weight and weight_weight are both 0; at least one must be above 0.")
-        if not (math.isfinite(self.solver_time_limit) and self.solver_time_limit > 0):
-            raise ValueError(f"solver_time_limit={self.solver_time_limit!r} is not a number of seconds above 0.")
+        for name in ("solver_time_limit", "rank_timeout"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a number of seconds above 0.")
         if isinstance(self.stages, int) and self.stages < 1:
             raise ValueError(
                 f"stages={self.stages} is too small; expected None, a number of at least 1, or lists of names."

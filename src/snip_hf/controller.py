@@ -13,9 +13,11 @@ import contextlib
 import logging
 import math
 import os
+import re
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -24,29 +26,36 @@ from torch import Tensor, nn
 from . import policies
 from .config import SnipConfig
 from .cost import describe_cost, linear_flops, measure_cost
+from .distributed import Attempt, RankError, describe, own_part
 from .divergence import CHOICES, DivergenceTable, divergences_at
 from .drift import rank_correlation, ranking
 from .history import RunFolder
 from .kernels import hopper_lacks, select_backend
-from .launch import check_launch, unwrap
+from .launch import ModelParts, Pipeline, check_launch, find_processes, parts_of, unwrap
 from .linear import (
     convert_model,
     drop_quantized,
     forget_inputs,
     keep_quantized,
     pack_states,
+    set_rank,
     set_step,
     share_inputs,
     snip_linears,
 )
 from .memory import bounded, kept_tokens, measured_peak, probe_memory
 from .optimizers import check_optimizer, responses
-from .plan import PlanProvenance, PrecisionPlan
+from .plan import PlanProvenance, PrecisionPlan, read_measured
 from .probe import Batch, read
 from .solver import SolverProcess, SolverResult
 from .timing import read_times
+from .watch import StepWatch
+from .zero import find_zero
 
 logger = logging.getLogger(__name__)
+# What all ranks have to say, the first one says.
+_replica = logging.getLogger(f"{__name__}.replica")
+_replica.setLevel(logging.ERROR)
 
 SCHEMA_VERSION = 2
 # Seconds that training waits for a solver beyond its time limit before the plan in force is kept.
@@ -78,34 +87,21 @@ class _Pending:
         return {"step": self.step, "due": self.due, **parts}
 
 
-@dataclass
-class _Armed:
-    """A refresh or a check whose step is running: its micro-batch, and the gradients' size before clipping."""
-
-    batch: Batch | Exception
-    """Or why it cannot be probed."""
-    tokens: int = 0
-    """Of the whole micro-batch."""
-    squares: dict[str, Tensor] = field(default_factory=dict)
-    """Layer -> |gradient|^2 as accumulated so far."""
-    hooks: list[Any] = field(default_factory=list)
-
-    def probed(self) -> Batch:
-        """Returns the micro-batch; raises what stands in its place."""
-        if isinstance(self.batch, Exception):
-            raise self.batch
-        return self.batch
-
-
 class SnipController:
     """Drives the precision of one model through one training run.
 
+    With several processes, each has a controller, built and called at the same points; they agree on every plan. Build
+    it when the model is prepared (wrapped by DDP, sharded by FSDP2).
+
     Args:
-        model: a causal LM, converted or not; wrappers (DDP, compile) are looked through.
+        model: a causal LM, converted or not; wrappers (DDP, compile) are looked through. With `pipeline`, the parts of
+            it that this process holds, whose layers have the names that they have in the whole model.
         optimizer: the optimizer that trains it, wrapped or not.
         config: what the user asks for.
         accelerator: the Accelerate object of the loop, if there is one; its settings are checked.
-        output_dir: folder that gets `snip/` with the plan, the history and the divergences; None writes nothing.
+        output_dir: folder that gets `snip/` with the plan, the history and the divergences, from the first process;
+            None writes nothing.
+        pipeline: how to run the whole model where this process holds only parts of it.
 
     Raises:
         ValueError, TypeError, NotImplementedError, KeyError: anything that cannot work, before training starts.
@@ -113,20 +109,27 @@ class SnipController:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         optimizer: Any,
         config: SnipConfig,
         accelerator: Any = None,
         output_dir: str | os.PathLike[str] | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
-        self.model = unwrap(model)
+        self.model = unwrap(model) if isinstance(model, nn.Module) else ModelParts([unwrap(part) for part in model])
         self.config = config
         self.step = 0
         """Optimizer steps done."""
+        check_launch(config, accelerator)
+        self.processes = find_processes(config, pipeline)
+        """Those of this run, and how they agree."""
+        is_first = self.processes.everyone.is_first
+        self._log = logger if is_first else _replica
         self._optimizer = optimizer
-        self._folder = RunFolder(output_dir)
+        self._zero = find_zero(optimizer, model, accelerator) if policies.needs_probe(config) else None
+        self._folder = RunFolder(output_dir if is_first else None)
         self._micro_batch = 0
-        self._armed: _Armed | None = None
+        self._armed: StepWatch | None = None
         self._pending: _Pending | None = None
         self._last_probe: int | None = None
         self._ranking: dict[str, float] = {}
@@ -134,7 +137,6 @@ class SnipController:
         self._checked_labels = False
         self._started = False
         self._keeps_weights = False
-        check_launch(config, accelerator)
         self.backend = select_backend(config.backend, next(self.model.parameters()).device)
         """Kernels in use: "emulated" or "hopper"."""
         convert_model(self.model, config)
@@ -146,7 +148,7 @@ class SnipController:
         if self.needs_probe:
             self._check_probe()
             self._probe_config = bounded(config, self.model)
-        flops = linear_flops(self.model)
+        flops = self._flops_of_all()
         self._setting = policies.Setting(config, flops, policies.find_stages(list(flops), config))
         policies.check_ties(self._setting)
         if config.cost_file is not None:
@@ -155,11 +157,16 @@ class SnipController:
             self._measure(config.cost_tokens)
         self.model_name = getattr(getattr(self.model, "config", None), "_name_or_path", "") or type(self.model).__name__
         self.plan = self._first_plan()
-        self.plan.apply(self.model)
+        self.plan.apply(self.model, elsewhere=flops)
         set_step(self._layers, config.seed, 1, 0)
+        self._hooks: list[Any] = [part.register_forward_pre_hook(self._before_chunk) for part in parts_of(self.model)]
+        self._chunks: Counter[nn.Module] = Counter()
+        if self._zero is not None:
+            self._hooks.append(self._zero.before_step(lambda: self._before_optimizer_step(self.step + 1)))
         if self.backend == "hopper":
-            share_inputs(self._layers, policies.siblings(self._setting))
-        logger.info("snip-hf: policy %s, %s.", config.policy, _describe(self.plan))
+            groups = policies.siblings(self._setting)
+            share_inputs(self._layers, [group for group in groups if group[0] in self._layers])
+        self._log.info("snip-hf: policy %s, %s.", config.policy, _describe(self.plan))
 
     def start(self) -> None:
         """Begins a new record: the plan and the first line of the history. `capture` does it if nobody did before."""
@@ -188,20 +195,28 @@ class SnipController:
         if self._keeps_weights:
             keep_quantized(self._layers, everything=self._micro_batch == 0)
         if self._micro_batch == 0 and (self._refreshes(step) or self._checks(step)):
-            self._arm(batch)
+            parameters = self.model.parameters() if self._zero is None else ()
+            self._armed = StepWatch(batch, self._probe_batch_tokens, self._layers, parameters)
         self._micro_batch += 1
 
     def before_optimizer_step(self, step: int) -> None:
-        """To be called with the gradients of optimizer step `step` (from 1) complete and clipped; probes if due."""
-        armed, refreshes = self._disarm(), self._refreshes(step)
-        if armed is not None:
+        """To be called with the gradients of optimizer step `step` (from 1) complete and clipped; probes if due.
+
+        Under DeepSpeed, whose step is over by then, it does nothing: the controller is in that step itself.
+        """
+        if self._zero is None:
+            self._before_optimizer_step(step)
+
+    def _before_optimizer_step(self, step: int) -> None:
+        watch, refreshes = self._disarm(), self._refreshes(step)
+        if watch is not None:
             # With apply_delay = refresh_every the plan before is due after this very step, whose passes are done.
             self._apply_due(step)
-            refreshes = refreshes or self._has_drifted(step, armed)
+            refreshes = refreshes or self._has_drifted(step, watch)
         if refreshes:
             self._last_probe = step
             with self._keeping_plan(step):
-                self._refresh(step, armed or _Armed(ValueError("No micro-batch of it was given to capture().")))
+                self._refresh(step, watch)
 
     def after_step(self, step: int) -> None:
         """To be called when optimizer step `step` (from 1) is done; applies a plan that is due."""
@@ -209,6 +224,7 @@ class SnipController:
         # layout once as it is.
         self._keeps_weights |= self._micro_batch > 1
         self.step, self._micro_batch = step, 0
+        self._chunks.clear()
         self._apply_due(step)
         set_step(self._layers, self.config.seed, step + 1, 0)
         forget_inputs(self._layers)
@@ -216,6 +232,8 @@ class SnipController:
     def close(self) -> None:
         """Stops a solver that is still running. The model keeps the plan in force."""
         drop_quantized(self._layers)
+        for hook in self._hooks:
+            hook.remove()
         pending = self._stop()
         if pending is not None:
             reason = f"training ended at step {self.step}, before step {pending.due} at which its plan was due"
@@ -276,7 +294,7 @@ class SnipController:
                 "checkpoint folder."
             )
         self._check_sizes(plan)
-        plan.apply(self.model)
+        plan.apply(self.model, elsewhere=self._setting.flops)
         self._stop()
         self.plan, self.step, self._micro_batch = plan, step, 0
         self._last_probe, self._ranking = last_probe, ranked
@@ -287,7 +305,7 @@ class SnipController:
         self._folder.save_plan(plan)
         if resumed is not None:
             with self._keeping_plan(step, resumed.record):
-                resumed.process = SolverProcess.start(resumed.problem)
+                resumed.process = self._start_solver(resumed.problem)
                 self._pending = resumed
 
     def _use_backend(self, mixed_precision: str | None) -> None:
@@ -296,20 +314,21 @@ class SnipController:
         for layer in self._layers.values():
             layer.snip_backend, layer.snip_device = self.backend, layer.weight.device.type
         pack_states(self._layers)
+        set_rank(self._layers, self.processes.data.rank, self.processes.data.size)
         if self.backend == "hopper" and weight.dtype != torch.bfloat16 and mixed_precision not in (None, "bf16"):
-            logger.warning(
+            self._log.warning(
                 "snip-hf: the GPU has FP8 tensor cores, but the model does not compute in BF16 (mixed_precision=%r, %s "
                 "weights): FP8 and FP4 are emulated, slower than BF16. Train with bf16=True.",
                 mixed_precision,
                 weight.dtype,
             )
         elif self.backend == "hopper":
-            logger.info(
+            self._log.info(
                 "snip-hf: backend hopper: FP8 and FP4 GEMMs run on FP8 tensor cores wherever the compute dtype is "
                 "BF16, others are emulated. Compile the decoder layers: without it little or nothing is gained."
             )
         else:
-            logger.info(
+            self._log.info(
                 "snip-hf: backend emulated: the numerics of FP8 and FP4, slower than BF16 (%s).",
                 hopper_lacks(weight.device) or "asked for by backend='emulated'",
             )
@@ -333,15 +352,30 @@ class SnipController:
     def _measure(self, tokens: int) -> None:
         """Times the GEMMs, by which all decisions of the run then count them."""
         began = time.perf_counter()
-        measured = measure_cost(self.model, tokens, self.backend, self.config.cost_file)
+        # One rank measures for all that hold the same layers: each would find other times.
+        found = self.processes.data.by_first(
+            lambda: measure_cost(self.model, tokens, self.backend, self.config.cost_file).to_dict()
+        )
+        parts = [read_measured(part) for part in self.processes.pipeline.gather(found)]
+        seconds = {layer: row for part in parts for layer, row in part.seconds.items()}
+        measured = replace(parts[0], seconds={layer: seconds[layer] for layer in self._setting.flops})
         self._setting = replace(self._setting, measured=measured)
-        logger.info(
+        self._log.info(
             "snip-hf: measured the GEMMs in %.1f s. %s",
             time.perf_counter() - began,
             describe_cost(self._setting.flops, measured),
         )
         if self.backend == "emulated":
-            logger.warning("snip-hf: the emulated backend was timed: FP8 and FP4 are the times of their emulation.")
+            self._log.warning("snip-hf: the emulated backend was timed: FP8 and FP4 are the times of their emulation.")
+
+    def _flops_of_all(self) -> dict[str, dict[str, float]]:
+        """Returns the FLOPs of the layers of all stages of a pipeline, in the order of the model's blocks."""
+        found = linear_flops(self.model)
+        if self.processes.pipeline.size == 1:
+            return found
+        merged = {layer: row for part in self.processes.pipeline.gather(found) for layer, row in part.items()}
+        numbers = {layer: int((re.findall(r"\d+", policies.block_of(layer)) or [0])[-1]) for layer in merged}
+        return {layer: merged[layer] for layer in sorted(merged, key=numbers.__getitem__)}
 
     def _check_sizes(self, plan: PrecisionPlan) -> None:
         for layer, flops in self._setting.flops.items():
@@ -354,10 +388,11 @@ class SnipController:
                 )
 
     def _check_probe(self) -> None:
-        check_optimizer(self._optimizer)
+        if self._zero is None:
+            check_optimizer(self._optimizer)
         config = getattr(self.model, "config", None)
         if "relu" in (getattr(config, "hidden_act", None), getattr(config, "activation_function", None)):
-            logger.warning(
+            self._log.warning(
                 "snip-hf: the model's activation is ReLU, whose kinks the probe's differences take for curvature: "
                 "weight divergences may be several times too high (docs/limitations.md)."
             )
@@ -380,27 +415,16 @@ class SnipController:
             return False
         return (step - self._last_probe) % self.config.drift_every == 0
 
-    def _arm(self, batch: Mapping[str, Any]) -> None:
-        try:
-            whole = Batch.of(batch)
-            self._armed = _Armed(whole.front(self.config.probe_batch_tokens), batch["labels"].numel())
-        except Exception as error:  # raised again, and dealt with, when the probe needs it
-            self._armed = _Armed(error)
-        self._watch_gradients(self._armed)
+    def _before_chunk(self, part: nn.Module, args: tuple[Any, ...]) -> None:
+        """Gives each chunk that a pipeline runs through a part random numbers of its own."""
+        set_step(snip_linears(part), self.config.seed, self.step + 1, self._chunks[part])
+        self._chunks[part] += 1
 
-    def _watch_gradients(self, armed: _Armed) -> None:
-        """Notes each weight's gradient norm whenever it grows, so that the factor of a later clipping is known."""
-
-        def watch(name: str) -> Any:
-            def note(parameter: Tensor) -> None:
-                if parameter.grad is not None:
-                    armed.squares[name] = parameter.grad.detach().to(torch.float32).square().sum()
-
-            return note
-
-        for name, layer in self._layers.items():
-            if layer.weight.requires_grad:
-                armed.hooks.append(layer.weight.register_post_accumulate_grad_hook(watch(name)))
+    @property
+    def _probe_batch_tokens(self) -> int | None:
+        """Tokens that this rank's part of the probe may run on; a pipeline takes whole batches only."""
+        tokens = self.config.probe_batch_tokens
+        return None if tokens is None or self.processes.run else max(1, tokens // self.processes.data.size)
 
     def _stop(self) -> _Pending | None:
         """Ends what is under way, hooks and solver, and returns the refresh that comes to nothing by it."""
@@ -410,32 +434,37 @@ class SnipController:
             pending.process.kill()
         return pending
 
-    def _disarm(self) -> _Armed | None:
+    def _disarm(self) -> StepWatch | None:
         """Ends what `capture` began for a refresh, and returns it."""
-        armed, self._armed = self._armed, None
-        for hook in [] if armed is None else armed.hooks:
-            hook.remove()
-        return armed
+        watch, self._armed = self._armed, None
+        if watch is not None:
+            watch.end()
+        return watch
 
-    def _estimate(self, step: int, armed: _Armed, probes: int | None = None) -> DivergenceTable:
+    def _estimate(self, step: int, watch: StepWatch, probes: int | None = None) -> DivergenceTable:
         """Returns the divergences of the step that is running; raises ValueError if anything is not finite."""
-        batch = armed.probed()
         weights = {name: layer.weight for name, layer in self._layers.items()}
-        gradients = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
-        finite = read([torch.isfinite(gradient).all() for gradient in gradients.values()])
-        for name, is_finite in zip(gradients, finite, strict=True):
-            if not is_finite:
-                raise ValueError(f"The gradient of layer {name!r} is not finite; expected finite numbers.")
+        gradients: Mapping[str, Tensor]
+        if self._zero is None:
+            gradients = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
+            self._check_finite(gradients)
+            clip_factor = watch.clip_factor(gradients, self.processes.everyone)
+            answers = responses(self._optimizer, weights)
+        else:
+            clip_factor = self._zero.clip_factor()
+            gradients, answers = self._zero.gradients(weights, clip_factor), self._zero.responses(weights)
         table = divergences_at(
             self.model,
-            batch,
-            responses(self._optimizer, weights),
+            watch.batch,
+            answers,
             gradients,
             self._probe_config,
             step,
-            gradient_scale=_clip_factor(armed.squares, gradients),
+            gradient_scale=clip_factor,
             micro_batches=self._micro_batch,
             probes=probes,
+            labelled=watch.labelled,
+            processes=self.processes,
         )
         bad = [
             row
@@ -448,42 +477,65 @@ class SnipController:
             )
         return table
 
-    def _has_drifted(self, step: int, armed: _Armed) -> bool:
+    def _check_finite(self, gradients: Mapping[str, Tensor]) -> None:
+        """Raises, on all ranks, if a gradient on one of them is not finite."""
+        attempt = Attempt()
+        with attempt:
+            finite = read([torch.isfinite(own_part(gradient)).all() for gradient in gradients.values()])
+            for name, is_finite in zip(gradients, finite, strict=True):
+                if not is_finite:
+                    raise ValueError(f"The gradient of layer {name!r} is not finite; expected finite numbers.")
+        self.processes.everyone.agree(attempt.error)
+
+    def _check_watch(self, watch: StepWatch | None) -> StepWatch:
+        """Returns what the step's micro-batch was noted in; raises, on all ranks, if one of them cannot probe its."""
+        attempt = Attempt()
+        with attempt:
+            if watch is None:
+                raise ValueError("No micro-batch of it was given to capture().")
+            _ = watch.batch
+        self.processes.everyone.agree(attempt.error)
+        assert watch is not None
+        return watch
+
+    def _has_drifted(self, step: int, watch: StepWatch) -> bool:
         """Checks whether the ranking has moved since the plan in force was made, and writes a line of the history."""
         began = time.perf_counter()
         correlation, reason = None, None
         try:
-            table = self._estimate(step, armed, probes=0)
+            table = self._estimate(step, self._check_watch(watch), probes=0)
             correlation = rank_correlation(self._ranking, ranking(self._setting, table))
+        except RankError:
+            raise
         except Exception as error:  # as for a refresh: it costs the check and nothing else
-            reason = f"{type(error).__name__}: {error}"
-            logger.warning("snip-hf: the check of step %d failed, the plan in force stays: %s", step, reason)
+            reason = describe(error)
+            self._log.warning("snip-hf: the check of step %d failed, the plan in force stays: %s", step, reason)
         threshold = self.config.refresh_on_drift
         drifted = correlation is not None and threshold is not None and correlation < threshold
         if drifted:
-            logger.info("snip-hf: the ranking has moved by step %d (%.3f): refreshing early.", step, correlation)
+            self._log.info("snip-hf: the ranking has moved by step %d (%.3f): refreshing early.", step, correlation)
         line = {"event": "drift", "step": step, "correlation": correlation, "refresh": drifted, "reason": reason}
         self._folder.append(line | {"seconds": time.perf_counter() - began})
         return drifted
 
-    def _refresh(self, step: int, armed: _Armed) -> None:
+    def _refresh(self, step: int, armed: StepWatch | None) -> None:
+        watch = self._check_watch(armed)
         if self.config.cost == "measured" and self._setting.measured is None:
-            armed.probed()
-            self._measure(self.config.cost_tokens or armed.tokens)
+            self._measure(self.config.cost_tokens or watch.tokens)
             # Where a resumed run finds the times.
             self.plan = replace(self.plan, measured=self._setting.measured)
             self._folder.save_plan(self.plan)
         began = time.perf_counter()
         with measured_peak(next(iter(self._layers.values())).weight) as peak:
-            table = self._estimate(step, armed)
+            table = self._estimate(step, watch)
         if table.totals("fp4")["weight"] == 0 and self.config.policy == "snip":
-            logger.warning(
+            self._log.warning(
                 "snip-hf: all weight divergences of step %d are 0 (is the learning rate 0?); the loss divergence alone "
                 "decides.",
                 step,
             )
         program = policies.problem(self._setting, table, self.plan.assignment)
-        tokens = kept_tokens(self._probe_config, armed.probed().kwargs["labels"].numel())
+        tokens = kept_tokens(self._probe_config, watch.batch.tokens, self.processes.data.size)
         predicted = probe_memory(self.model, self.config.probes, tokens)
         seconds = time.perf_counter() - began
         self._folder.write_divergences(step, table)
@@ -496,8 +548,14 @@ class SnipController:
             "seconds": {"probe": seconds, "solver": None, "waited": None},
         }
         ranked = {} if self.config.refresh_on_drift is None else ranking(self._setting, table)
-        process = SolverProcess.start(program)
+        process = self._start_solver(program)
         self._pending = _Pending(step, step + self.config.apply_delay, program, record, ranked, process)
+
+    def _start_solver(self, program: dict[str, Any]) -> SolverProcess | None:
+        """Starts solving on the first rank; raises on all of them if that fails."""
+        started: list[SolverProcess] = []
+        self.processes.everyone.by_first(lambda: started.append(SolverProcess.start(program)))
+        return started[0] if started else None
 
     def _apply_due(self, step: int) -> None:
         pending = self._pending
@@ -507,13 +565,17 @@ class SnipController:
                 self._apply(pending, step)
 
     def _apply(self, pending: _Pending, step: int) -> None:
-        assert pending.process is not None
         began = time.perf_counter()
-        result = pending.process.result(self.config.solver_time_limit + _GRACE)
+
+        def solution() -> dict[str, Any]:
+            assert pending.process is not None
+            return asdict(pending.process.result(self.config.solver_time_limit + _GRACE))
+
+        result = SolverResult(**self.processes.everyone.by_first(solution))
         pending.record["seconds"] |= {"solver": result.seconds, "waited": time.perf_counter() - began}
         plan = self._new_plan(pending.step, result)
         changes = self.plan.changes(plan)
-        plan.apply(self.model)
+        plan.apply(self.model, elsewhere=self._setting.flops)
         self.plan, self._ranking = plan, pending.ranking
         self._folder.save_plan(self.plan)
         layers_changed = len({change.rpartition(":")[0] for change in changes})
@@ -534,7 +596,7 @@ class SnipController:
                 "solver_version": result.solver_version,
             }
         )
-        logger.info(
+        self._log.info(
             "snip-hf: plan of step %d applied after step %d: %s, %d layers changed.",
             pending.step,
             step,
@@ -576,12 +638,16 @@ class SnipController:
         """Turns any failure inside into a warning and a history line; the plan in force stays."""
         try:
             yield
+        except RankError:  # who does not hear of the others cannot train with them either
+            raise
         except Exception as error:  # the planner may fail; training may not
             record = record or {"event": "refresh", "step": step}
-            self._keep(step, record, f"{type(error).__name__}: {error}")
+            self._keep(step, record, describe(error))
 
     def _keep(self, step: int, record: Mapping[str, Any], reason: str, what: str = "failed") -> None:
-        logger.warning("snip-hf: the refresh of step %d %s, the plan in force stays: %s", record["step"], what, reason)
+        self._log.warning(
+            "snip-hf: the refresh of step %d %s, the plan in force stays: %s", record["step"], what, reason
+        )
         kept: dict[str, Any] = {
             "applied_step": None,
             "decided_step": step,
@@ -610,15 +676,8 @@ def _read_ranking(saved: Mapping[str, Any]) -> dict[str, float]:
 
 
 # Fields that decide the course of a run; the others may differ on resume.
-_FREE = ("solver_time_limit", "backend", "cost_file")
+_FREE = ("solver_time_limit", "rank_timeout", "backend", "cost_file")
 _DECIDING = tuple(name for name in SnipConfig().to_dict() if name not in _FREE)
-
-
-def _clip_factor(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
-    """Returns what clipping multiplied the gradients by: norm after / norm before, over the swapped layers."""
-    unclipped = sum(read(list(before.values())))
-    clipped = sum(read([gradient.to(torch.float32).square().sum() for gradient in after.values()]))
-    return (clipped / unclipped) ** 0.5 if unclipped > 0 else 1.0
 
 
 def _shares(plan: PrecisionPlan) -> dict[str, Any]:

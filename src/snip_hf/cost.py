@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-import torch
 from torch import nn
 
 from .formats import FORMAT_CODES, GEMMS
@@ -16,6 +15,9 @@ from .timing import GemmShape, Machine, Timer, gemm_times
 
 Weights = Mapping[str, Mapping[str, float]]
 """Layer -> GEMM -> FLOPs per token, or seconds."""
+
+MODELLED_RATES = {"bf16": 0.5, "fp8": 1.0, "fp4": 2.0}
+"""Format -> rate of a modelled machine, FP8's is 1: half the bits, twice the rate (ours; an idea, not a device)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +95,8 @@ def measure_cost(
         backend, path, timer: as in `snip_hf.timing.gemm_times`.
 
     Raises:
-        ValueError: several processes, whose times and so whose plans would differ; or as `gemm_times`.
+        ValueError: as `gemm_times`.
     """
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    processes = torch.distributed.get_world_size() if distributed else 1
-    if processes > 1:
-        raise ValueError(
-            f"cost='measured' works in one process so far, and this run has {processes}: each would measure other "
-            "times and make another plan. Use cost='flops', or make the plan in a run of one process and hold it with "
-            "plan='plan.json'."
-        )
     layers = snip_linears(model)
     shapes = {
         (name, gemm): GemmShape(gemm, tokens, layer.in_features, layer.out_features)
@@ -118,6 +112,20 @@ def measure_cost(
         for name in layers
     }
     return MeasuredCost(machine=Machine.of(device, backend), tokens=tokens, seconds=seconds)
+
+
+def predicted_times(flops: Weights, measured: MeasuredCost | None) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
+    """Returns layer -> GEMM -> format -> time for one micro-batch.
+
+    In seconds where measured. Otherwise by `MODELLED_RATES`, and 1 is the time that all of these linears take in FP8.
+    """
+    if measured is not None:
+        return measured.seconds
+    total = math.fsum(value for row in flops.values() for value in row.values())
+    return {
+        layer: {gemm: {fmt: row[gemm] / total / MODELLED_RATES[fmt] for fmt in FORMAT_CODES} for gemm in GEMMS}
+        for layer, row in flops.items()
+    }
 
 
 def cost_shares(flops: Weights, measured: MeasuredCost) -> list[CostShare]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,12 +19,25 @@ from torch import Tensor, nn
 
 from .config import SnipConfig
 from .cost import linear_flops
+from .distributed import (
+    Attempt,
+    Processes,
+    is_sharded,
+    own_part,
+    sharded_as,
+    squares,
+    whole,
+    with_own_part,
+)
 from .formats import GEMMS
 from .linear import SnipLinear, convert_model, restore_model, snip_linears
 from .optimizers import ElementwiseResponse, Response, responses
-from .probe import Batch, read, run_pass, run_probe
+from .pooling import pooled
+from .probe import Batch, run_pass, run_probe
 from .quantize import stream_key
 from .terms import LAYER, ROWS, LayerTerms, Pending, Squares, read_all
+
+Pushforward = Callable[[Tensor], Tensor] | Tensor
 
 # What the program chooses between.
 CHOICES = ("fp8", "fp4")
@@ -97,7 +110,8 @@ def estimate_divergence(
         captured = Batch.of(batch)
         answers = responses(optimizer, weights_of(layers))
         _, gradients = gradients_of(model, captured, layers)
-        return divergences_at(model, captured.front(config.probe_batch_tokens), answers, gradients, config)
+        part = captured.part(config.probe_batch_tokens)
+        return divergences_at(model, part, answers, gradients, config, labelled=captured.labelled)
 
 
 def divergences_at(
@@ -110,70 +124,160 @@ def divergences_at(
     gradient_scale: float = 1.0,
     micro_batches: int = 1,
     probes: int | None = None,
+    labelled: int | None = None,
+    processes: Processes | None = None,
 ) -> DivergenceTable:
     """Probes a converted model and estimates all divergences of one optimizer step.
 
+    With several processes it is collective: data ranks each probe a batch of their own, and all get the same table,
+    which is that of one process with all their tokens.
+
     Args:
-        model: a converted model, without wrappers.
-        batch: the step's micro-batch to probe, or the `front` of it.
+        model: a converted model, without wrappers; its weights may be sharded by FSDP2.
+        batch: the step's micro-batch to probe, or a `part` of it.
         answers: layer -> the optimizer's response (`optimizers.responses`).
-        gradients: layer -> the gradient that the optimizer is about to use, (O, I).
+        gradients: layer -> the gradient that the optimizer is about to use, (O, I), sharded as the weight is.
         config: as in `estimate_divergence`.
         step: decides, with `config.seed`, all random draws.
         gradient_scale: what clipping multiplied the gradients by.
         micro_batches: micro-batches of the step; their errors are independent except for that of the weights.
         probes: in place of `config.probes`. 0 takes one pass and no derivatives: of the weight divergence only the part
             of grad_weight is then known, also in the layers' rows.
+        labelled: tokens with a label of the whole micro-batch that `batch` is a part of; None: it is the whole one.
+        processes: those that work together; None: this one is alone.
 
     Raises:
-        ValueError: the loss of the micro-batch is not finite.
+        ValueError: the loss of the micro-batch is not finite; on one rank is enough.
+        RankError: another process did not answer.
     """
+    processes = processes or Processes()
     layers = snip_linears(model)
+    counts = processes.data.gather([batch.tokens, batch.labelled, labelled or batch.labelled])
+    tokens, kept, every = zip(*counts, strict=True)
     moving = [name for name in answers if name in gradients]
-    # Not vector_norm, whose FP32 sum on a CPU is off by 2e-3 at 20 million numbers.
-    found = read([layers[name].weight.detach().to(torch.float32).square().sum().sqrt() for name in moving])
+    found = [square**0.5 for square in squares([layers[name].weight.detach() for name in moving])]
     # Not of a weight initialised with zeros: no update of it is small or large against it.
     norms = {name: norm for name, norm in zip(moving, found, strict=True) if norm != 0}
-    pullbacks = {
-        name: partial(_relative, answers[name].pullback, gradients[name], norm) for name, norm in norms.items()
-    }
-    probes = config.probes if probes is None else probes
-    probe = run_probe(model, batch, pullbacks, probes, config.probe_tokens, config.seed, step)
-    if not math.isfinite(probe.loss):
-        raise ValueError(f"The loss of the probed micro-batch is {probe.loss}; expected a finite number.")
-    flops = linear_flops(model)
-    sums: list[_Sums] = []
-    for name, sample in probe.layers.items():
-        pushforward = _pushforward(answers[name], gradients[name], norms[name]) if name in norms else None
-        terms = LayerTerms(sample, layers[name].weight.detach(), pushforward, micro_batches, batch.parts)
-        row_key, column_key = (
-            stream_key(config.seed, step, 0, zlib.crc32(name.encode()), operand) for operand in _OPERANDS
+    pullbacks = {name: partial(_pulled, answers[name], gradients, name, norm) for name, norm in norms.items()}
+    probe, attempt = None, Attempt()
+    with attempt:
+        probe = run_probe(
+            model,
+            batch,
+            pullbacks,
+            config.probes if probes is None else probes,
+            config.probe_tokens,
+            config.seed,
+            step,
+            processes=processes,
+            tokens=tokens,
         )
-        unclipped = None
-        if config.loss_form == "taylor" and name in gradients:
-            unclipped = gradients[name].to(torch.float32) / (gradient_scale or 1.0)
-        for fmt in CHOICES:
-            squares = terms.pending_weight_divergences(fmt, (row_key, column_key))
-            loss = terms.pending_loss_divergence(fmt, config.loss_form, unclipped)
-            sums.append(_Sums(name, fmt, squares, loss, terms.pending_errors(fmt)))
-    # All sums are under way; now they are waited for, once.
+    loss = _agreed_loss(None if probe is None else probe.loss, attempt, kept, processes)
+    assert probe is not None
+    samples = pooled(probe.layers, batch.labelled / sum(kept), layers, processes.data)
+    parts = sum(every) / sum(kept)
+    sums: list[_Sums] = []
+    for name, weight, gradient, pushforward in _gathered(layers, samples, answers, gradients, norms, config):
+        with attempt:
+            terms = LayerTerms(samples[name], weight, pushforward, micro_batches, parts)
+            unclipped = None if gradient is None else gradient.to(torch.float32) / (gradient_scale or 1.0)
+            sums += _start_sums(name, terms, config, step, unclipped)
+    rows: list[Divergence] = []
+    with attempt:
+        rows = _rows(sums, linear_flops(model), loss, gradient_scale)
+    processes.everyone.agree(attempt.error)
+    return DivergenceTable(loss, _of_all(rows, layers, processes))
+
+
+def _gathered(
+    layers: Mapping[str, SnipLinear],
+    owned: Container[str],
+    answers: Mapping[str, Response],
+    gradients: Mapping[str, Tensor],
+    norms: Mapping[str, float],
+    config: SnipConfig,
+) -> Iterator[tuple[str, Tensor, Tensor | None, Pushforward | None]]:
+    """Gives name, weight, gradient (where the loss's form needs it) and pushforward of each layer that this rank owns.
+
+    What is sharded is made whole, by all ranks together, one layer at a time.
+    """
+    for name, layer in layers.items():
+        is_spread = is_sharded(layer.weight) or (name in norms and answers[name].is_spread)
+        if name not in owned and not is_spread:
+            continue
+        weight = whole(layer.weight.detach())
+        gradient = whole(gradients[name]) if config.loss_form == "taylor" and name in gradients else None
+        pushforward = _pushforward(answers[name], gradients[name], norms[name]) if name in norms else None
+        if name in owned:
+            yield name, weight, gradient, pushforward
+
+
+def _start_sums(
+    name: str, terms: LayerTerms, config: SnipConfig, step: int, gradient: Tensor | None
+) -> Iterator[_Sums]:
+    """Sets the sums of one layer under way, for each format."""
+    layer_key = zlib.crc32(name.encode())
+    row_key, column_key = (stream_key(config.seed, step, 0, layer_key, operand) for operand in _OPERANDS)
+    for fmt in CHOICES:
+        of_rows = terms.pending_weight_divergences(fmt, (row_key, column_key))
+        rise = terms.pending_loss_divergence(fmt, config.loss_form, gradient)
+        yield _Sums(name, fmt, of_rows, rise, terms.pending_errors(fmt))
+
+
+def _rows(
+    sums: Sequence[_Sums], flops: Mapping[str, Mapping[str, float]], loss: float, gradient_scale: float
+) -> list[Divergence]:
+    """Waits for all sums, once, and returns what they mean."""
     parts = zip(*(read_all(part) for part in zip(*(one[2:] for one in sums), strict=True)), strict=True)
     rows: list[Divergence] = []
-    for (name, fmt, *_), (squares, loss, errors) in zip(sums, parts, strict=True):
+    for (name, fmt, *_), (of_rows, rise, errors) in zip(sums, parts, strict=True):
         for gemm in ROWS:
             rows.append(
                 Divergence(
                     name,
                     gemm,
                     fmt,
-                    loss / probe.loss if gemm in ("forward", LAYER) else 0.0,
-                    gradient_scale * _root(squares[gemm].step),
+                    rise / loss if gemm in ("forward", LAYER) else 0.0,
+                    gradient_scale * _root(of_rows[gemm].step),
                     sum(flops[name].values()) if gemm == LAYER else flops[name][gemm],
-                    gradient_scale * _root(squares[gemm].bias),
+                    gradient_scale * _root(of_rows[gemm].bias),
                     *errors[gemm],
                 )
             )
-    return DivergenceTable(probe.loss, tuple(rows))
+    return rows
+
+
+def _agreed_loss(own: float | None, attempt: Attempt, labelled: Sequence[int], processes: Processes) -> float:
+    """Returns the mean loss over the tokens of all ranks.
+
+    Args:
+        own: of this rank's batch, NaN on a pipeline's ranks that do not know it; None after a failure.
+        attempt: has what went wrong here.
+        labelled: rank -> number of tokens that the loss is a mean over.
+    """
+    with attempt:
+        if own is not None and not math.isfinite(own) and processes.run is None:
+            raise ValueError(f"The loss of the probed micro-batch is {own}; expected a finite number.")
+    processes.everyone.agree(attempt.error)
+    known = [loss for loss in processes.pipeline.gather(own) if loss is not None and math.isfinite(loss)]
+    means = processes.data.gather(known[0] if known else None)
+    if any(mean is None for mean in means):
+        raise ValueError(f"The loss of the probed micro-batch is {own} on all stages; expected a finite number.")
+    return math.fsum(mean * count for mean, count in zip(means, labelled, strict=True)) / sum(labelled)
+
+
+def _of_all(
+    rows: Sequence[Divergence], layers: Mapping[str, SnipLinear], processes: Processes
+) -> tuple[Divergence, ...]:
+    """Returns the rows of all ranks, each once, in the model's order, which stages of a pipeline continue."""
+    if processes.everyone.size == 1:
+        return tuple(rows)
+    order = {name: None for names in processes.pipeline.gather(list(layers)) for name in names}
+    by_layer: dict[str, list[Divergence]] = {name: [] for name in order}
+    for found in processes.everyone.gather([list(astuple(row)) for row in rows]):
+        for values in found:
+            by_layer[values[0]].append(Divergence(*values))
+    return tuple(row for rows_of_layer in by_layer.values() for row in rows_of_layer)
 
 
 class _Sums(NamedTuple):
@@ -190,15 +294,31 @@ def _root(square: float) -> float:
     return math.sqrt(square) if square > 0 or math.isnan(square) else 0.0
 
 
+def _pulled(answer: Response, gradients: Mapping[str, Tensor], name: str, norm: float, tensor: Tensor) -> Tensor:
+    """Returns J^T tensor relative to the weight's norm, sharded as the weight is, or whole."""
+    gradient, own = gradients[name], answer.of_own_part()
+    if own is None:
+        return _relative(answer.gathered().pullback, whole(gradient), norm, tensor)
+    part = own_part(sharded_as(tensor, gradient))
+    return with_own_part(_relative(own.pullback, own_part(gradient), norm, part), gradient)
+
+
 def _relative(product: Callable[[Tensor, Tensor], Tensor], gradient: Tensor, norm: float, tensor: Tensor) -> Tensor:
     """Returns a product with the optimizer's derivative at `gradient`, relative to the weight's norm."""
     return product(gradient.to(torch.float32), tensor) / norm
 
 
-def _pushforward(answer: Response, gradient: Tensor, norm: float) -> Callable[[Tensor], Tensor] | Tensor:
+def _pushforward(answer: Response, gradient: Tensor, norm: float) -> Pushforward:
     """Returns how a gradient's change changes the update, relative to the weight's norm, as `LayerTerms` takes it."""
+    own = answer.of_own_part()
+    if own is not None:
+        # The factors of a diagonal derivative are worked out once instead of for every product with it, and by each
+        # rank for its part.
+        part = own_part(gradient)
+        factors = _relative(own.pushforward, part, norm, part.new_ones(()).expand_as(part))
+        return whole(with_own_part(factors, gradient))
+    answer, gradient = answer.gathered(), whole(gradient)
     push = partial(_relative, answer.pushforward, gradient, norm)
-    # The factors of a diagonal derivative are worked out once instead of for every product with it.
     return push(gradient.new_ones(()).expand_as(gradient)) if isinstance(answer, ElementwiseResponse) else push
 
 

@@ -1,6 +1,6 @@
 """What a run writes into its folder OUTPUT/snip: the plan in force, refreshes and checks, tables of divergences.
 
-A disk that cannot be written costs the record, not the run: each method warns instead of raising OSError.
+A disk that cannot be written costs the record, not the run: each method warns instead of raising an error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from .divergence import DivergenceTable
-from .jsonfiles import parse_json, write_json_atomic
+from .jsonfiles import (
+    MAX_JSON_BYTES,
+    append_json_line,
+    open_regular,
+    parse_json,
+    remove_temporaries,
+    write_atomic,
+    write_json_atomic,
+)
 from .plan import PrecisionPlan
 
 logger = logging.getLogger(__name__)
@@ -31,6 +39,7 @@ class RunFolder:
         """Removes the history and the divergences of an earlier run."""
 
         def remove(folder: Path) -> None:
+            remove_temporaries(folder)
             for path in (folder / "history.jsonl", *folder.glob("divergence-*.json")):
                 path.unlink(missing_ok=True)
 
@@ -47,12 +56,7 @@ class RunFolder:
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Adds a line to history.jsonl."""
-
-        def add(folder: Path) -> None:
-            with open(folder / "history.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-
-        self._write(add)
+        self._write(lambda folder: append_json_line(folder / "history.jsonl", line))
 
     def cut(self, step: int, pending: int | None, start_line: Mapping[str, Any]) -> None:
         """Leaves of the history what was decided or checked up to `step`: what came after is about to happen again.
@@ -64,16 +68,14 @@ class RunFolder:
         """
 
         def rewrite(folder: Path) -> None:
+            remove_temporaries(folder)
             path = folder / "history.jsonl"
-            lines = path.read_bytes().splitlines() if path.exists() else []
-            events = [event for event in map(_parse, lines) if event is not None]
-            kept = [event for event in events if event.get("decided_step", event.get("step", 0)) <= step]
+            events = _read(path) if path.exists() else []
+            kept = [event for event in events if event.get("decided_step", event["step"]) <= step]
             kept = [event for event in kept if event.get("event") != "refresh" or event.get("step") != pending]
             if not kept or kept[0].get("event") != "start":
                 kept = [dict(start_line)]
-            temporary = path.with_name(".history.jsonl.tmp")
-            temporary.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
-            os.replace(temporary, path)
+            write_atomic(path, "".join(json.dumps(event) + "\n" for event in kept).encode())
             for table in folder.glob("divergence-*.json"):
                 number = table.stem.removeprefix("divergence-")
                 if number.isdigit() and int(number) > step:
@@ -87,14 +89,19 @@ class RunFolder:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write(self._folder)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a number that is not finite, which no JSON file holds
             logger.warning("snip-hf: could not write to %s, training goes on: %s", self._folder, error)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Returns the event of a history line, None for one that a crash left broken."""
-    try:
-        event = parse_json(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) else None
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Returns the events of a history, without what is none: a crash leaves broken lines, and an editor whatever."""
+    events = []
+    with open_regular(path) as file:
+        for line in iter(lambda: file.readline(MAX_JSON_BYTES), b""):
+            try:
+                event = parse_json(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and {type(event.get(key, 0)) for key in ("step", "decided_step")} == {int}:
+                events.append({"step": 0} | event)
+    return events

@@ -34,7 +34,7 @@ import yaml
 from huggingface_hub import ModelCard
 from torch import nn
 
-from .jsonfiles import parse_json
+from .jsonfiles import open_regular, parse_json
 from .plan import PrecisionPlan
 
 if TYPE_CHECKING:
@@ -158,7 +158,9 @@ def _attained(plan: PrecisionPlan) -> str:
 def _read_history(path: Path) -> list[dict[str, Any]]:
     """The events of a `history.jsonl`; raises a ValueError that names the line if one is no JSON object."""
     events = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    with open_regular(path) as file:
+        lines = file.read().splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
             event = parse_json(line)
         except ValueError as error:

@@ -6,6 +6,8 @@ Numbers in, numbers out. This file is run as ``python -I path/to/ilp.py`` beside
 standard input, JSON solution on standard output. It therefore stands alone: it imports only the standard library and,
 inside the function that needs it, the chosen solver.
 
+With ``--parent`` and the id of the process that waits for the answer, it ends soon after that process has ended.
+
 Exit codes: 0 a solution (also "infeasible"), 2 bad input, 3 the solver is not installed, 4 no solution was found in
 time; 2 to 4 with ``{"error": "..."}`` on standard output.
 """
@@ -17,6 +19,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +37,10 @@ GREEDY_ABOVE = 3000
 SCALED_SUM = 1000.0
 # Largest number taken, so that no sum of them overflows.
 LARGEST = 1e100
+# Most that the process may write into a file: a solver's library that prints without end must not fill the disk.
+LARGEST_FILE = 64 * 2**20
+# How often it looks whether the process that waits for its answer still lives.
+WATCH_SECONDS = 0.25
 BAD_INPUT, MISSING_SOLVER, NO_SOLUTION = 2, 3, 4
 _KINDS: dict[str, tuple[type, ...]] = {
     "a name": (str,),
@@ -642,8 +649,27 @@ def solve(problem: dict[str, Any]) -> dict[str, Any]:
     return solution(status, attained, choices=choices, objective=objective, bound=bound, gap=gap)
 
 
+def _end_with(parent: int) -> None:
+    """End this process soon after the process `parent` has, even if that is killed and can end nothing itself."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_SECONDS)
+        os._exit(1)
+
+    # The solvers' C code lets other threads run.
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> int:
     """Read a problem from standard input, write the solution to standard output; returns the exit code."""
+    import resource  # not on Windows, where plans can be read too
+
+    if sys.argv[1:2] == ["--parent"]:
+        _end_with(int(sys.argv[2]))
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    soft = LARGEST_FILE if hard == resource.RLIM_INFINITY else min(hard, LARGEST_FILE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     # The solvers' C code prints on file descriptor 1: keep the real one for the answer, send the rest to stderr.
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -654,7 +680,7 @@ def main() -> int:
     try:
         try:
             problem = json.loads(sys.stdin.buffer.read())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ProblemError(f"problem: not JSON ({error})") from error
         reply = solve(problem)
     except (ProblemError, MissingSolverError, NoSolutionError) as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ logger = logging.getLogger(__name__)
 _KNOWN_SUBCLASSES = ("FalconLinear",)
 # Small matrices of adapters, by their names in PEFT; they stay in high precision.
 _ADAPTERS = ("*.lora_A.*", "*.lora_B.*")
+_STATE = "snip_state"
+# Where DDP looks for names of parameters and buffers that are not its business.
+_DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
+# What wrappers inside a model add to the names of modules.
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|^snip_part_\d+\.")
 _KEY = len(GEMMS)
 # Number of the output gradient among the operands that a random stream can be for. Both GEMMs that read it round it
 # with the same random numbers: what one adds to the layers before, and the other to the own weight's gradient.
@@ -198,7 +204,7 @@ def _swap(module: nn.Module, config: SnipLinearConfig) -> nn.Module:
     module.snip_original_class = original_class
     module.snip_recorder = None
     codes = [FORMAT_CODES[config.start_format]] * len(GEMMS)
-    module.register_buffer("snip_state", torch.tensor([*codes, 0], device=device), persistent=False)
+    module.register_buffer("snip_state", torch.tensor([*codes, 0, 0, 1], device=device), persistent=False)
     module.snip_key = 0
     set_step({"": module}, config.seed, 0, 0)
     module.snip_tied, module.snip_weights = None, ()
@@ -241,7 +247,7 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
                 f"skip_modules: {pattern!r} matches no linear layer; the layers are named like {chosen[0]!r}. "
                 "Use exact names or globs over the whole name, such as '*.down_proj'."
             )
-    modules = dict(model.named_modules())
+    modules = {plain_name(name): module for name, module in model.named_modules()}
     wanted = {id(modules[name]) for name in chosen}
     before = snip_linears(model)
     for layer in before.values():
@@ -254,9 +260,8 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     )
     layers = snip_linears(model)
     for name in chosen:
-        # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone;
-        # and by the name that it has where its block is not compiled.
-        layers[name].snip_key = zlib.crc32(name.replace("_orig_mod.", "").encode())
+        # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone.
+        layers[name].snip_key = zlib.crc32(name.encode())
     set_step({name: layer for name, layer in layers.items() if name not in before}, config.seed, 0, 0)
     if config.backend == "hopper" and any(layer.snip_backend != "hopper" for layer in layers.values()):
         logger.warning(
@@ -264,6 +269,7 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
             "controller finds it on such a GPU.",
             hopper_lacks(next(iter(layers.values())).weight.device),
         )
+    _keep_ddp_out(model)
     if before.keys() != layers.keys():
         logger.info("snip-hf swapped %d linear layers; skipped %d (%s).", len(chosen), len(skipped), _summary(skipped))
     return chosen
@@ -273,6 +279,17 @@ def restore_model(model: nn.Module) -> None:
     """Undoes `convert_model`: every `SnipLinear` becomes again the class that it was."""
     for layer in snip_linears(model).values():
         _restore(layer)
+    _keep_ddp_out(model)
+
+
+def _keep_ddp_out(model: nn.Module) -> None:
+    """Tells DDP, which may wrap the model later, not to give the first rank's states to the others."""
+    ignored = [name for name in getattr(model, _DDP_IGNORES, ()) if not name.endswith(f".{_STATE}")]
+    states = [name for name, _ in model.named_buffers() if name.endswith(f".{_STATE}")]
+    if not ignored and not states:
+        vars(model).pop(_DDP_IGNORES, None)
+    elif getattr(model, _DDP_IGNORES, None) != ignored + states:
+        setattr(model, _DDP_IGNORES, ignored + states)
 
 
 def _restore(layer: SnipLinear) -> None:
@@ -285,8 +302,19 @@ def _restore(layer: SnipLinear) -> None:
 
 
 def snip_linears(model: nn.Module) -> dict[str, SnipLinear]:
-    """Returns name -> layer for every swapped layer, in the model's order; a layer under two names counts once."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, SnipLinear)}
+    """Returns name -> layer for every swapped layer, in the model's order; a layer under two names counts once.
+
+    Names are those of the bare model (`plain_name`), so that plans are the same under every launcher.
+    """
+    return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, SnipLinear)}
+
+
+def plain_name(name: str) -> str:
+    """Returns the name of a module or parameter without the parts that wrappers inside the model put in.
+
+    These are torch.compile's, activation checkpointing's, and those of `controller`'s parts of a pipeline.
+    """
+    return _WRAPPERS.sub("", name)
 
 
 def pack_states(layers: Mapping[str, SnipLinear]) -> None:
@@ -315,6 +343,16 @@ def set_step(layers: Mapping[str, SnipLinear], seed: int, step: int, micro_batch
         else:
             for index in members:
                 states[index][_KEY] = keys[index]
+
+
+def set_rank(layers: Mapping[str, SnipLinear], rank: int, ranks: int) -> None:
+    """Tells the layers which part of a batch that `ranks` processes share is theirs, counted from 0.
+
+    They then draw other random numbers than other ranks do for other tokens, and, where every rank has as many tokens,
+    a multiple of 4, together those of one process that has them all (`quantize.rank_stream`).
+    """
+    for layer in layers.values():
+        layer.snip_state[_KEY + 1 :] = torch.tensor([rank, ranks])
 
 
 def keep_quantized(layers: Mapping[str, SnipLinear], everything: bool = True) -> None:
@@ -381,7 +419,8 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
             return "skip_modules"
         return None
 
-    return {name: reason(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = ((plain_name(name), module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return {name: reason(name, module) for name, module in linears}
 
 
 def _is_linear(module: nn.Module) -> bool:

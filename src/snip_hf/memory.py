@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import SnipConfig
+from .distributed import own_part
 from .formats import TILE
 from .linear import snip_linears
 from .probe import frozen_in_a_pass
@@ -44,7 +45,9 @@ def probe_memory(model: nn.Module, probes: int, tokens: int) -> float:
         copied = parameter.is_floating_point() and parameter.dtype != torch.float32
         gets_gradient = parameter.is_floating_point() and id(parameter) not in frozen
         copies = 1 if id(parameter) in moved else copied + gets_gradient
-        total += _FP32 * parameter.numel() * copies
+        # The layers' own weights stay sharded.
+        kept = own_part(parameter) if id(parameter) in moved else parameter
+        total += _FP32 * kept.numel() * copies
     for buffer in model.buffers():
         total += buffer.numel() * (_FP32 if buffer.is_floating_point() else buffer.element_size())
     # At the end of a probe's second pass: X and G of both its sides; X, G and the derivatives of the probes before.
@@ -81,8 +84,14 @@ def bounded(config: SnipConfig, model: nn.Module) -> SnipConfig:
     return replace(config, probe_tokens=fitting)
 
 
-def kept_tokens(config: SnipConfig, tokens: int) -> int:
-    """Returns how many of the tokens that the probe runs on it keeps per layer."""
+def kept_tokens(config: SnipConfig, tokens: int, ranks: int = 1) -> int:
+    """Returns how many tokens per layer a rank holds at most, of the tokens that its part of the probe runs on.
+
+    With several, each keeps its part, and gets those of the others for the layers that it owns.
+    """
+    if ranks > 1:
+        own = tokens if config.probe_tokens is None else min(tokens, math.ceil(config.probe_tokens / ranks))
+        return 2 * own
     if config.probe_tokens is None or tokens <= config.probe_tokens:
         return tokens
     return min(config.probe_tokens, tokens) // TILE * TILE

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .distributed import own_part, whole
 from .probe import RandomState
 
 # Lion's sign(c) becomes c / sqrt(c^2 + s^2) with s this part of mean|c| (ours; docs/method.md). For normal c, a change
@@ -34,6 +35,16 @@ class Situation:
     group: Mapping[str, Any]
     state: Mapping[str, Any]
     parameter: Tensor
+
+    def gathered(self) -> Situation:
+        """Returns the situation of the whole parameter; collective."""
+        state = {key: whole(value) if isinstance(value, Tensor) else value for key, value in self.state.items()}
+        return Situation(self.group, state, whole(self.parameter))
+
+    def of_own_part(self) -> Situation:
+        """Returns the situation of what this process holds of the parameter."""
+        state = {key: own_part(value) if isinstance(value, Tensor) else value for key, value in self.state.items()}
+        return Situation(self.group, state, own_part(self.parameter))
 
     def number(self, key: str) -> float:
         """Returns a hyperparameter that may be a tensor (capturable, torchao) as a float."""

@@ -15,13 +15,14 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from .distributed import is_sharded
 from .optimizer_rules import AUTOGRAD, ELEMENTWISE, Autograd, Elementwise, Situation, own_step, rule_name
 
 logger = logging.getLogger(__name__)
@@ -37,12 +38,28 @@ _TRIAL_SHAPES = ((8, 12), (64, 64))
 _tried: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
 
 
+@dataclass(frozen=True)
 class Response(ABC):
     """The update that one parameter is about to get, as a function h of its gradient; J = dh/dg.
 
     All arguments and results have the parameter's shape; results are FP32. h is the amount that the step subtracts, in
     the parameter's units. Nothing is written, and nothing is kept between calls.
     """
+
+    at: Situation
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the ranks have to put together what it knows: `gathered` is collective."""
+        return is_sharded(self.at.parameter)
+
+    def gathered(self) -> Response:
+        """Returns the response of the whole parameter where it is sharded; collective there, itself elsewhere."""
+        return replace(self, at=self.at.gathered()) if self.is_spread else self
+
+    def of_own_part(self) -> Response | None:
+        """Returns the response of what this process holds of the parameter; None where that depends on the rest."""
+        return None
 
     @abstractmethod
     def update(self, gradient: Tensor) -> Tensor:
@@ -79,9 +96,11 @@ class ElementwiseResponse(Response):
 
 
 @dataclass(frozen=True)
-class _Analytic(ElementwiseResponse):
+class AnalyticResponse(ElementwiseResponse):
     rule: Elementwise
-    at: Situation
+
+    def of_own_part(self) -> Response:
+        return replace(self, at=self.at.of_own_part())
 
     def update(self, gradient: Tensor) -> Tensor:
         return self.rule(self.at, self.at.signed(gradient.to(torch.float32)))[0]
@@ -96,7 +115,6 @@ class _Automatic(Response):
     """J of a function, by autograd. An element that is not meaningful has gradient 0 and so does not move others."""
 
     rule: Autograd
-    at: Situation
 
     def _evaluate(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         return self.rule(self.at, self.at.signed(gradient))
@@ -129,7 +147,6 @@ class _Numerical(ElementwiseResponse):
     """Steps of the optimizer's own, taken in FP64 with copies."""
 
     optimizer: torch.optim.Optimizer
-    at: Situation
 
     def update(self, gradient: Tensor) -> Tensor:
         return self._update_fp64(gradient.to(torch.float64)).to(torch.float32)
@@ -176,8 +193,8 @@ def responses(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, 
 def _response(optimizer: torch.optim.Optimizer, at: Situation) -> Response:
     rule = rule_name(type(optimizer))
     if rule in ELEMENTWISE:
-        return _Analytic(ELEMENTWISE[rule], at)
-    return _Automatic(AUTOGRAD[rule], at) if rule in AUTOGRAD else _Numerical(optimizer, at)
+        return AnalyticResponse(at, ELEMENTWISE[rule])
+    return _Automatic(at, AUTOGRAD[rule]) if rule in AUTOGRAD else _Numerical(at, optimizer)
 
 
 def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -227,7 +244,7 @@ def _not_elementwise(optimizer: torch.optim.Optimizer, group: Mapping[str, Any],
     """Returns why the optimizer's own step cannot be differentiated element by element; None if it can."""
     at, (gradient, _) = _trial(optimizer, group, shape, torch.float64)
     in_fp32, (gradient_fp32, _) = _trial(optimizer, group, shape, torch.float32)
-    answer = _Numerical(optimizer, at)
+    answer = _Numerical(at, optimizer)
     if not torch.allclose(
         answer.update(gradient), own_step(optimizer, in_fp32, gradient_fp32)[0], rtol=0.01, atol=1e-5
     ):

@@ -25,6 +25,8 @@ from .linear import snip_linears
 from .timing import Machine, check_seconds
 
 SCHEMA_VERSION = 1
+# Of a name or a path: what is longer is no name, and would fill terminals and logs.
+MAX_TEXT = 4096
 KIND = "snip-hf precision plan"
 
 Assignment = Mapping[str, Mapping[str, str]]
@@ -166,14 +168,18 @@ class PrecisionPlan:
         present = dict.fromkeys(layers)
         return [x for x in present if x not in self.assignment], [x for x in self.assignment if x not in present]
 
-    def apply(self, model: nn.Module) -> None:
+    def apply(self, model: nn.Module, elsewhere: Iterable[str] = ()) -> None:
         """Sets the formats of every SnipLinear of `model`, by exact name; all of them or, on an error, none.
+
+        Args:
+            model: the model, or a part of it.
+            elsewhere: names of layers that other processes hold.
 
         Raises:
             KeyError: the model has a SnipLinear that the plan does not name, or the other way round.
         """
         linears = snip_linears(model)
-        missing, unexpected = self.mismatches(linears)
+        missing, unexpected = self.mismatches([*linears, *elsewhere])
         advice = "Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
         if missing:
             raise KeyError(
@@ -224,7 +230,7 @@ class PrecisionPlan:
             document["flops"],
             document["stages"],
             PlanProvenance(**provenance),
-            _read_measured(document["measured"]) if measured else None,
+            read_measured(document["measured"]) if measured else None,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -296,7 +302,7 @@ def _checked_stages(stages: Any, flops: Flops) -> tuple[tuple[str, ...], ...]:
     return checked
 
 
-def _read_measured(document: Any) -> MeasuredCost:
+def read_measured(document: Any) -> MeasuredCost:
     _check_type(document, Mapping, "measured", "a JSON object")
     _check_keys(document, tuple(field.name for field in fields(MeasuredCost)), "measured")
     machine = document["machine"]
@@ -349,6 +355,8 @@ def _check_text(value: object, where: str) -> None:
     # Printable only: names end up in terminals, and a file from elsewhere must not send control sequences there.
     if not isinstance(value, str) or not value or not value.isprintable():
         raise ValueError(f"{where} is {_short(value)}, expected printable text.")
+    if len(value) > MAX_TEXT:
+        raise ValueError(f"{where} has {len(value)} characters, expected at most {MAX_TEXT}.")
 
 
 def _finite(value: object, where: str, minimum: float = -math.inf) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,8 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .distributed import Processes, sharded_as, squares, whole, without_sharding_hooks
 from .formats import TILE
-from .linear import SnipLinear, snip_linears
+from .linear import SnipLinear, plain_name, snip_linears
 from .products import is_split, product
 from .quantize import stream_key
 
@@ -75,8 +77,6 @@ class Batch:
 
     kwargs: Mapping[str, Any]
     random_state: RandomState
-    parts: float = 1.0
-    """The step's micro-batch holds so many times the tokens (with a label) of this one, which stands for all of it."""
 
     @classmethod
     def of(cls, kwargs: Mapping[str, Any]) -> Batch:
@@ -96,28 +96,42 @@ class Batch:
             )
         return cls({key: value for key, value in kwargs.items() if key != "num_items_in_batch"}, RandomState.now())
 
-    def front(self, tokens: int | None) -> Batch:
-        """Returns the first sequences, as many as hold at most so many tokens but at least one; None: all of them.
+    def part(self, tokens: int | None) -> Batch:
+        """Returns some sequences, as many as hold at most so many tokens but at least one; None: all of them.
 
-        A single sequence is kept whole: cut, it would be another text with other positions. The whole micro-batch is
-        returned, and the log says why, if an input may belong to several sequences at once (packed ones, say), or if
-        the first sequences have no labels.
+        They are spread evenly over the micro-batch, so that ranks that each take a part of theirs take together what
+        one process with all their sequences would. A single sequence is kept whole: cut, it would be another text with
+        other positions. The whole micro-batch is returned, and the log says why, if an input may belong to several
+        sequences at once (packed ones, say), or if the chosen sequences have no labels.
         """
         labels = self.kwargs["labels"]
         if tokens is None or labels.numel() <= tokens or labels.shape[0] == 1:
             return self
-        whole = [name for name, value in self.kwargs.items() if not _is_by_sequence(name, value, labels.shape[0])]
-        rows = max(1, tokens * labels.shape[0] // labels.numel())
-        every, kept = (int((part != _NO_LABEL).sum()) for part in (labels, labels[:rows]))
-        if whole or kept == 0:
-            reason = f"its input {whole[0]!r} cannot be cut" if whole else f"its first {rows} sequences have no labels"
+        packed = [name for name, value in self.kwargs.items() if not _is_by_sequence(name, value, labels.shape[0])]
+        count = max(1, tokens * labels.shape[0] // labels.numel())
+        rows = torch.arange(count) * labels.shape[0] // count
+        chosen = labels[rows.to(labels.device)]
+        if packed or not (chosen != _NO_LABEL).any():
+            reason = f"its input {packed[0]!r} cannot be cut" if packed else f"{count} of its sequences have no labels"
             logger.info("snip-hf: the probe takes the whole micro-batch of %d tokens: %s.", labels.numel(), reason)
             return self
         cut = {
-            name: value[:rows] if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] > 1 else value
+            name: value[rows.to(value.device)]
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] > 1
+            else value
             for name, value in self.kwargs.items()
         }
-        return Batch(cut, self.random_state, every / kept)
+        return Batch(cut, self.random_state)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.kwargs["labels"].numel())
+
+    @property
+    def labelled(self) -> int:
+        """Number of tokens that have a label; those of a causal LM, which shifts them, all but the first ones."""
+        labels = self.kwargs["labels"]
+        return int((labels[..., 1:] != _NO_LABEL).sum()) or int((labels != _NO_LABEL).sum())
 
 
 def _is_by_sequence(name: str, value: Any, sequences: int) -> bool:
@@ -141,8 +155,8 @@ class LayerSample:
     """(n, I) per probe"""
     grad_output_dot: list[Tensor] = field(default_factory=list)
     """(n, O) per probe"""
-    energy_ratio: float | None = None
-    """sum_t |X_t|^2 |G_t|^2 of all tokens over that of the sampled ones; None where it was not measured."""
+    energies: tuple[float, float] | None = None
+    """sum_t |X_t|^2 |G_t|^2 of all tokens and of the sampled ones; None where it was not measured."""
 
     @property
     def scale(self) -> float:
@@ -150,7 +164,10 @@ class LayerSample:
 
         The ratio of the energies, not of the tokens: a few tokens hold most of such sums, in the sample or not.
         """
-        return self.tokens / max(1, self.x.shape[0]) if self.energy_ratio is None else self.energy_ratio
+        every, sampled = self.energies or (0.0, 0.0)
+        if sampled > 0 and math.isfinite(every / sampled):
+            return every / sampled
+        return self.tokens / max(1, self.x.shape[0])
 
 
 @dataclass(frozen=True)
@@ -171,6 +188,8 @@ def run_probe(
     step: int = 0,
     relative_step: float = RELATIVE_STEP,
     autocast: torch.dtype | None = None,
+    processes: Processes | None = None,
+    tokens: Sequence[int] | None = None,
 ) -> Probe:
     """Probes every swapped layer of the model; `probes` times two forward-backward passes.
 
@@ -181,29 +200,33 @@ def run_probe(
         batch: the micro-batch to run.
         pullbacks: layer -> what makes a direction (O, I) of z ~ N(0, 1) (O, I). Layers without an entry stay put.
         probes: number of independent directions; 0 runs one pass and takes no derivatives.
-        probe_tokens: tokens kept per layer, in whole runs of 128; None keeps all.
+        probe_tokens: tokens kept per layer, in whole runs of 128, by all data ranks together; None keeps all.
         seed: with `step`, decides the directions and the sampled tokens.
         step: see seed.
         relative_step: |eps * d| / |W| over all swapped weights.
         autocast: dtype of the passes' products, None for FP32. Rounding noise then needs a larger relative step.
+        processes: those that probe together; the samples are this process's own. None: it is alone.
+        tokens: data rank -> tokens of its batch.
     """
+    processes = processes or Processes()
     layers = snip_linears(model)
     samples: dict[str, LayerSample] = {}
     losses: list[float] = []
+    plan = _SamplePlan(probe_tokens, seed, step, processes.data.rank, tuple(tokens or (batch.tokens,)))
 
     def record(weights: Mapping[str, Tensor]) -> _Recorder:
-        recorder = _Recorder(probe_tokens, seed, step)
+        recorder = _Recorder(plan)
         with _recording(layers, recorder):
-            losses.append(float(run_pass(model, batch, weights, autocast)))
+            losses.append(float(run_pass(model, batch, weights, autocast, True, processes.run)))
         return recorder
 
     if probes == 0 or not pullbacks:
         recorder = record({})
-        ratios = recorder.energy_ratios()
+        energies = recorder.energies()
         for name, one in recorder.records.items():
-            samples[name] = LayerSample(one.tokens, one.x, one.grad_output, energy_ratio=ratios[name])
+            samples[name] = LayerSample(one.tokens, one.x, one.grad_output, energies=energies[name])
     for index in range(probes if pullbacks else 0):
-        moved, epsilon = _move(layers, pullbacks, stream_key(seed, step, index, 0, 0) >> 1, relative_step)
+        moved, epsilon = _move(layers, pullbacks, (seed, step, index), relative_step, processes)
         plus = record(moved)
         for name, weight in moved.items():  # from W + eps * d to W - eps * d, in place
             weight.neg_().add_(layers[name.removesuffix(".weight")].weight.detach(), alpha=2.0)
@@ -216,23 +239,25 @@ def run_probe(
 def _move(
     layers: Mapping[str, SnipLinear],
     pullbacks: Mapping[str, Callable[[Tensor], Tensor]],
-    key: int,
+    draw: tuple[int, int, int],
     relative_step: float,
+    processes: Processes,
 ) -> tuple[dict[str, Tensor], float]:
-    """Returns parameter name -> W + eps * d in FP32 for the random direction of this key, and eps."""
-    generators: dict[torch.device, torch.Generator] = {}
+    """Returns parameter name -> W + eps * d in FP32 for the random direction of this draw, and eps.
+
+    Every layer's numbers are those of its name: which other layers a process holds makes no difference. Sharded
+    weights move in place on their shards.
+    """
     moved: dict[str, Tensor] = {}
-    squares: list[Tensor] = []
     for name, pullback in pullbacks.items():
         weight = layers[name].weight.detach()
-        if weight.device not in generators:
-            generators[weight.device] = torch.Generator(weight.device).manual_seed(key)
-        generator = generators[weight.device]
+        key = stream_key(*draw, zlib.crc32(name.encode()), 0) >> 1
+        generator = torch.Generator(weight.device).manual_seed(key)
         direction = pullback(torch.randn(weight.shape, generator=generator, device=weight.device))
-        squares += [tensor.to(torch.float32).square().sum() for tensor in (weight, direction)]
-        moved[f"{name}.weight"] = direction
-    figures = read(squares)
-    weights, moves = sum(figures[::2]), sum(figures[1::2])
+        moved[f"{name}.weight"] = sharded_as(direction, weight)
+    sizes = [sum(squares(tensors)) for tensors in ([layers[name].weight for name in pullbacks], list(moved.values()))]
+    totals = processes.pipeline.gather(sizes)
+    weights, moves = (sum(column) for column in zip(*totals, strict=True))
     epsilon = relative_step * (weights / moves) ** 0.5 if moves > 0 else 1.0
     for name, direction in moved.items():
         direction.mul_(epsilon).add_(layers[name.removesuffix(".weight")].weight.detach())
@@ -253,34 +278,47 @@ def run_pass(
     weights: Mapping[str, Tensor],
     autocast: torch.dtype | None = None,
     backward: bool = True,
+    run: Callable[[Mapping[str, Any]], Tensor | float | None] | None = None,
 ) -> Tensor:
     """Runs one forward and backward pass in FP32 on stand-ins for the parameters and returns the loss.
 
     Args:
         model: a model without wrappers.
         batch: the micro-batch; the generators start from its state.
-        weights: parameter name -> the tensor to use instead; gradients go to its `.grad` if it requires them.
-            Parameters that are not named are used as detached FP32 copies.
+        weights: parameter name (`linear.plain_name`) -> the tensor to use instead; gradients go to its `.grad` if it
+            requires them. Parameters that are not named are used as detached FP32 copies. Of sharded parameters these
+            are whole, but for the weights of swapped layers: each gathers its own when it runs.
         autocast: dtype of autocast, None for none.
         backward: whether to run the backward pass.
+        run: runs the batch forward and backward instead and returns its loss, None if that is known elsewhere (the
+            returned tensor is then NaN); for a model that is only a part.
     """
     before = RandomState.now()
     frozen = frozen_in_a_pass(model)
+    swapped = {id(layer.weight) for layer in snip_linears(model).values()}
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        copy = weights[name] if name in weights else parameter.detach()
-        if name not in weights and parameter.is_floating_point():
-            # Something before the first layer must ask for gradients, so that the backward pass reaches all of them.
-            copy = copy.to(torch.float32).requires_grad_(id(parameter) not in frozen)
+        copy = weights.get(plain_name(name))
+        if copy is None:
+            copy = parameter.detach() if id(parameter) in swapped else whole(parameter.detach())
+            if parameter.is_floating_point():
+                # Something before the first layer must ask for gradients, so that the backward pass reaches all of
+                # them.
+                copy = copy.to(torch.float32).requires_grad_(id(parameter) not in frozen)
         tensors[name] = copy
     for name, buffer in model.named_buffers():
         tensors[name] = buffer.clone().to(torch.float32) if buffer.is_floating_point() else buffer.clone()
     try:
         batch.random_state.restore()
-        stand_in = _Pass(model, autocast, backward)
+        stand_in = _Pass(model, autocast, backward, run)
         named = {f"model.{name}": tensor for name, tensor in tensors.items()}
         # Compiled layers would record nothing, and be compiled again for it.
-        with torch.compiler.set_stance("force_eager"), _attributes_kept(model), _efficient_attention():
+        with (
+            torch.compiler.set_stance("force_eager"),
+            _attributes_kept(model),
+            _efficient_attention(),
+            without_sharding_hooks(model),
+        ):
             loss: Tensor = torch.func.functional_call(stand_in, named, (dict(batch.kwargs),))
     finally:
         before.restore()
@@ -342,11 +380,20 @@ def per_query_head(query: Tensor, shared: Tensor) -> Tensor:
 class _Pass(nn.Module):
     """Forward and backward in one call: recomputation in backward (checkpointing) needs the stand-ins too."""
 
-    def __init__(self, model: nn.Module, autocast: torch.dtype | None, backward: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        autocast: torch.dtype | None,
+        backward: bool,
+        run: Callable[[Mapping[str, Any]], Tensor | float | None] | None,
+    ) -> None:
         super().__init__()
-        self.model, self.autocast, self.backward = model, autocast, backward
+        self.model, self.autocast, self.backward, self.run = model, autocast, backward, run
 
     def forward(self, kwargs: dict[str, Any]) -> Tensor:
+        if self.run is not None:
+            found = self.run(kwargs)
+            return torch.tensor(math.nan if found is None else float(found))
         # Accelerate wraps `forward` in autocast and keeps the original here.
         forward = getattr(self.model, "_original_forward", self.model.forward)
         device = next(self.model.parameters()).device
@@ -369,6 +416,7 @@ class _RecordedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, recorder: _Recorder) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.name, ctx.recorder = name, recorder
+        weight = whole(weight)
         if not is_split(x, weight):
             return torch.nn.functional.linear(x, weight, bias)
         y = product(x, weight.t())  # (T, I) x (I, O)
@@ -379,7 +427,7 @@ class _RecordedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         ctx.recorder.keep(ctx.name, x, grad_output)
         # Under autocast the output's gradient is of lower precision than the weight.
-        grad_input = product(grad_output, weight.to(grad_output.dtype)) if ctx.needs_input_grad[0] else None
+        grad_input = product(grad_output, whole(weight).to(grad_output.dtype)) if ctx.needs_input_grad[0] else None
         return grad_input, None, None, None, None
 
 
@@ -392,28 +440,56 @@ class _Record(NamedTuple):
     energies: Tensor
 
 
-class _Recorder:
-    """Keeps a sample of (X, G) per layer: all tokens, or runs of 128 consecutive ones, spread over all of them."""
+class _SamplePlan(NamedTuple):
+    """Which tokens the ranks keep of a layer: all, or runs of 128 consecutive ones, spread over all of them."""
 
-    def __init__(self, probe_tokens: int | None, seed: int, step: int) -> None:
+    probe_tokens: int | None
+    seed: int
+    step: int
+    rank: int
+    every: tuple[int, ...]
+    """Rank -> tokens of its batch."""
+
+    def kept(self, tokens: int) -> Tensor:
+        """Returns the positions of what this rank keeps of so many tokens.
+
+        The ranks together keep what one process would of all their tokens, one rank's after the other's, if these are
+        whole runs of 128.
+        """
+        every, rank, most = self.every, self.rank, self.probe_tokens
+        if tokens != every[rank]:  # a router decides which tokens a layer gets: nothing is known of the other ranks'
+            every, rank, most = (tokens,), 0, None if most is None else max(TILE, most // len(every))
+        tiles = [count // TILE for count in every]
+        if most is None or sum(every) <= most or sum(tiles) == 0:
+            return torch.arange(tokens)
+        generator = torch.Generator().manual_seed(stream_key(self.seed, self.step, 0, 0, 1) >> 1)
+        # One tile along T from each of as many equal parts of the tokens: no stretch of the text is left out.
+        count = min(most // TILE, sum(tiles))
+        starts = torch.arange(count) * sum(tiles) // count
+        ends = torch.arange(1, count + 1) * sum(tiles) // count
+        runs = starts + (torch.rand(count, generator=generator) * (ends - starts)).long() - sum(tiles[:rank])
+        runs = runs[(runs >= 0) & (runs < tiles[rank])]
+        return (runs[:, None] * TILE + torch.arange(TILE)).flatten()
+
+
+class _Recorder:
+    """Keeps a sample of (X, G) per layer."""
+
+    def __init__(self, plan: _SamplePlan) -> None:
         self.records: dict[str, _Record] = {}
-        self._probe_tokens = probe_tokens
-        self._seed, self._step = seed, step
+        self._plan = plan
         # (tokens, device) -> which of them are kept; moved there once, since each such move waits for the device.
         self._kept: dict[tuple[int, torch.device], Tensor] = {}
 
-    def energy_ratios(self) -> dict[str, float | None]:
-        """Returns layer -> energy of all tokens over that of the sampled ones; None if that says nothing."""
+    def energies(self) -> dict[str, tuple[float, float]]:
+        """Returns layer -> energy of all tokens, and of the sampled ones."""
         figures = read([energy for record in self.records.values() for energy in record.energies])
-        pairs = zip(figures[::2], figures[1::2], strict=True)
-        ratios = [every / sampled if sampled > 0 else math.inf for every, sampled in pairs]
-        finite = (ratio if math.isfinite(ratio) else None for ratio in ratios)
-        return dict(zip(self.records, finite, strict=True))
+        return dict(zip(self.records, zip(figures[::2], figures[1::2], strict=True), strict=True))
 
     def keep(self, name: str, x: Tensor, grad_output: Tensor) -> None:
         at = x.shape[0], x.device
         if at not in self._kept:
-            self._kept[at] = self._sample(x.shape[0]).to(x.device)
+            self._kept[at] = self._plan.kept(x.shape[0]).to(x.device)
         tokens = self._kept[at]
         x, grad_output = x.detach(), grad_output.detach()
         energy = x.to(torch.float32).square().sum(1) * grad_output.to(torch.float32).square().sum(1)
@@ -432,17 +508,6 @@ class _Recorder:
                 before.energies + record.energies,
             )
         self.records[name] = record
-
-    def _sample(self, tokens: int) -> Tensor:
-        if self._probe_tokens is None or tokens <= self._probe_tokens:
-            return torch.arange(tokens)
-        generator = torch.Generator().manual_seed(stream_key(self._seed, self._step, 0, 0, 1) >> 1)
-        # One tile along T from each of as many equal parts of the tokens: no stretch of the text is left out.
-        count = self._probe_tokens // TILE
-        starts = torch.arange(count) * (tokens // TILE) // count
-        ends = torch.arange(1, count + 1) * (tokens // TILE) // count
-        runs = starts + (torch.rand(count, generator=generator) * (ends - starts)).long()
-        return (runs[:, None] * TILE + torch.arange(TILE)).flatten()
 
 
 @contextmanager
@@ -476,7 +541,7 @@ def _combine(
 
     Takes the records away one by one, so that little more is held than the samples.
     """
-    ratios = plus.energy_ratios()
+    energies = plus.energies()
     for name in [name for name in plus.records if name in minus.records]:
         tokens, x_plus, grad_plus, _ = plus.records.pop(name)
         _, x_minus, grad_minus, _ = minus.records.pop(name)
@@ -485,6 +550,6 @@ def _combine(
         x_dot, grad_dot = ((p - m).div_(2 * epsilon) for p, m in ((x_plus, x_minus), (grad_plus, grad_minus)))
         if name not in samples:
             mean_x, mean_grad = x_plus.add_(x_minus).div_(2), grad_plus.add_(grad_minus).div_(2)
-            samples[name] = LayerSample(tokens, mean_x, mean_grad, energy_ratio=ratios[name])
+            samples[name] = LayerSample(tokens, mean_x, mean_grad, energies=energies[name])
         samples[name].x_dot.append(x_dot)
         samples[name].grad_output_dot.append(grad_dot)

@@ -41,7 +41,9 @@ class Quantized:
         return _scale_tiles(self.values, self.scales, self.tile)
 
 
-def quantize(x: Tensor, fmt: NumberFormat, tile: tuple[int, int], key: int | None = None) -> Quantized:
+def quantize(
+    x: Tensor, fmt: NumberFormat, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
+) -> Quantized:
     """Quantizes a 2-D tensor tile by tile.
 
     Args:
@@ -50,6 +52,8 @@ def quantize(x: Tensor, fmt: NumberFormat, tile: tuple[int, int], key: int | Non
         tile: rows and columns of a tile.
         key: None rounds to nearest, ties to even; a 64-bit key (see `stream_key`) rounds stochastically, with that
             key's random number for element (r, c) (see `uniform`).
+        rank: which of `ranks` parts of a tensor x is, counted from 0, for its random numbers.
+        ranks: how many parts there are.
 
     Raises:
         ValueError: x is not a 2-D floating-point tensor.
@@ -59,15 +63,17 @@ def quantize(x: Tensor, fmt: NumberFormat, tile: tuple[int, int], key: int | Non
     x_fp32 = x.to(torch.float32)
     scales = tile_scales(x_fp32, fmt, tile)
     scaled = _scale_tiles(x_fp32, scales.reciprocal(), tile)
-    random = None if key is None else uniform(key, x.shape, x.device)
+    random = None if key is None else uniform(key, x.shape, x.device, rank, ranks)
     return Quantized(round_to_format(scaled, fmt, random), scales, tile)
 
 
-def fake_quantize(x: Tensor, fmt: NumberFormat | None, tile: tuple[int, int], key: int | None = None) -> Tensor:
+def fake_quantize(
+    x: Tensor, fmt: NumberFormat | None, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
+) -> Tensor:
     """Returns what a GEMM in `fmt` sees of x, in FP32: quantized, times its scales; x itself for fmt None."""
     if fmt is None or x.numel() == 0:
         return x.to(torch.float32)
-    return quantize(x, fmt, tile, key).dequantize()
+    return quantize(x, fmt, tile, key, rank, ranks).dequantize()
 
 
 def tile_scales(x_fp32: Tensor, fmt: NumberFormat, tile: tuple[int, int]) -> Tensor:
@@ -119,27 +125,57 @@ def stream_key(seed: int, step: int, micro_batch: int, layer: Any, operand: int)
     return (high << 32) | low
 
 
-def uniform(key: int, shape: tuple[int, int] | torch.Size, device: torch.device | str = "cpu") -> Tensor:
-    """Returns numbers (k + 1/2) / 256, k = 0 ... 255, one per element: a pure function of (key, element).
+def uniform(
+    key: int,
+    shape: tuple[int, int] | torch.Size,
+    device: torch.device | str = "cpu",
+    rank: int = 0,
+    ranks: int = 1,
+) -> Tensor:
+    """Returns numbers (k + 1/2) / 256, k = 0 ... 255, one per element: a pure function of (key, rank, ranks, element).
 
-    One 32-bit hash serves four neighbours in a column, which a kernel has at hand together: rows 4 i ... 4 i + 3 take
-    its bytes, the lowest first, at position i * C + c; positions count modulo 2**32. Eight bits are what NVIDIA's
-    stochastic conversion to FP4 takes too; they leave the mean of a rounded number within 2**-9 spacings of it. The
-    hash is a finaliser of two multiplications (constants of Wellons' `lowbias32`) with the key's halves put in before
-    and between them. Integer operations wrap, so that a kernel in any language can repeat it bit for bit.
+    One 32-bit hash serves four neighbours in a column, which a kernel has at hand together, a run: rows 4 i ... 4 i + 3
+    take its bytes, the lowest first, at position i * C + c of what `rank_stream` gives; positions count modulo 2**32.
+    Eight bits are what NVIDIA's stochastic conversion to FP4 takes too; they leave the mean of a rounded number within
+    2**-9 spacings of it. The hash is a finaliser of two multiplications (constants of Wellons' `lowbias32`) with the
+    key's halves put in before and between them. Integer operations wrap, so that a kernel in any language can repeat it
+    bit for bit.
+
+    Args:
+        key: 64 bits.
+        shape: (R, C).
+        device: where the numbers are wanted.
+        rank: which of `ranks` parts of a tensor, split along its rows, the numbers are for; counted from 0.
+        ranks: how many parts there are.
     """
     rows, columns = shape
     runs = (rows + 3) // 4
-    bits = _hash(key, runs * columns, device).view(runs, 1, columns)
+    bits = _hash(*rank_stream(key, shape, rank, ranks), runs * columns, device).view(runs, 1, columns)
     numbers = torch.cat([bits, bits >> 8, bits >> 16, bits >> 24], 1).bitwise_and_(0xFF)
     return numbers.to(torch.float32).add_(0.5).mul_(2.0**-8).view(4 * runs, columns)[:rows]
 
 
-def _hash(key: int, count: int, device: torch.device | str) -> Tensor:
-    """Returns the key's 32 random bits for positions 0 ... count - 1, int32."""
+def rank_stream(key: int, shape: tuple[int, int] | torch.Size, rank: int, ranks: int) -> tuple[int, int]:
+    """Returns the key of the hash and the first of its positions for a tensor (R, C), which one rank of several has.
+
+    The positions of the ranks before come first, and the number of runs on all ranks, if all have as many as this one,
+    goes into the key. So ranks that have equally many rows, a multiple of 4, draw together the numbers that one process
+    draws for all the rows, and ranks that have more rows or fewer draw from streams of their own.
+    """
+    runs = (shape[0] + 3) // 4
+    all_runs = ranks * runs
+    # Odd constants of the golden ratio and of MurmurHash3, one for each half. Put into the high half alone, as it is,
+    # the number would give streams that correlate (up to 0.6) where it differs by little.
+    low = (key ^ all_runs * 0x9E3779B9) & _MASK32
+    high = ((key >> 32) + all_runs * 0x85EBCA6B) & _MASK32
+    return (high << 32) | low, rank * runs * shape[1] & _MASK32
+
+
+def _hash(key: int, first: int, count: int, device: torch.device | str) -> Tensor:
+    """Returns the key's 32 random bits for positions first ... first + count - 1, int32."""
     x = torch.arange(count, dtype=torch.int64 if count > 2**31 - 1 else torch.int32, device=device).to(torch.int32)
     low, high = _signed(key & _MASK32), _signed(key >> 32)
-    x = _shift_xor(x.bitwise_xor_(low), 16).mul_(0x7FEB352D)
+    x = _shift_xor(x.add_(_signed(first)).bitwise_xor_(low), 16).mul_(0x7FEB352D)
     x = _shift_xor(x.add_(high), 15).mul_(_signed(0x846CA68B))
     return _shift_xor(x, 16)
 

@@ -4,37 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from .config import SnipConfig
-from .cost import cost_shares, describe_cost
 from .divergence import Divergence, DivergenceTable
 from .figures import write_figures
-from .formats import FORMAT_CODES, GEMMS
-from .plan import PrecisionPlan
+from .plan import Assignment, PrecisionPlan
+from .plan_tables import STYLES, new_table, number, plan_table, print_cost, print_stages
 from .policies import Setting, problem, split_layer
 from .runs import Run, load_run
 from .terms import LAYER
 
 T = TypeVar("T")
 
-_STYLES = {"bf16": "dim", "fp8": "cyan", "fp4": "bold red"}
 _MOST_ROWS = 20
 _MOST_REASONS = 64
 
 
-def run_report(run_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str] | None = None) -> list[Path]:
-    """Prints the tables and writes the figures; returns the files written. Raises as `load_run` does."""
+def run_report(
+    run_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str] | None = None, micro_batches: int | None = None
+) -> list[Path]:
+    """Prints the tables and writes the figures; returns the files written.
+
+    Raises as `load_run` and `stages.pipeline_times` do, whose `micro_batches` it takes.
+    """
     run = load_run(run_dir)
-    _print_run(run, Console())
+    _print_run(run, Console(), micro_batches)
     return write_figures(run, out_dir)
 
 
@@ -43,7 +45,7 @@ def print_report(run_dir: str | os.PathLike[str], console: Console | None = None
     _print_run(load_run(run_dir), console or Console())
 
 
-def _print_run(run: Run, console: Console) -> None:
+def _print_run(run: Run, console: Console, micro_batches: int | None = None) -> None:
     config = run.config
     policy = f"plan file {config['plan']}, held fixed" if config.get("plan") else f"policy {config.get('policy')}"
     plan = _in_force(run)
@@ -79,8 +81,7 @@ def _print_run(run: Run, console: Console) -> None:
     if run.losses:
         console.print(loss_table(run))
     console.print(plan_table(plan))
-    if len(plan.stages) > 1:
-        console.print(stage_table(plan))
+    _print_run_stages(run, plan, console, micro_batches)
     if plan.measured is not None:
         print_cost(plan, console)
     elif by_time:
@@ -102,36 +103,17 @@ def _in_force(run: Run) -> PrecisionPlan:
         return plan
 
 
-def print_cost(plan: PrecisionPlan, console: Console) -> None:
-    """Prints how FLOPs and measured time relate, for a plan with measured times."""
-    assert plan.measured is not None
-    console.print(cost_table(plan))
-    stages = ", ".join(f"{share:.4f}" for share in plan.stage_fp4_time_fractions or ())
-    console.print(
-        f"{describe_cost(plan.flops, plan.measured)} The plan runs {plan.fp4_fraction:.4f} of the linear FLOPs and "
-        f"{plan.fp4_time_fraction:.4f} of their time in FP4 (per stage: {stages}).",
-        markup=False,
-        highlight=False,
-    )
-
-
-def cost_table(plan: PrecisionPlan) -> Table:
-    """One row per kind of linear and GEMM: its share of FLOPs, of time, and its time in each format."""
-    assert plan.measured is not None
-    table = _table("Cost (time share: of the time in FP8; ms: per micro-batch, over all blocks)")
-    for heading in ("linear", "GEMM", "FLOP\nshare", "time\nshare", "time /\nFLOPs"):
-        table.add_column(heading, justify="left" if heading in ("linear", "GEMM") else "right")
-    for fmt in FORMAT_CODES:
-        table.add_column(f"{fmt.upper()}\nms", justify="right")
-    for share in cost_shares(plan.flops, plan.measured):
-        milliseconds = (f"{1e3 * share.seconds[fmt]:.4g}" for fmt in FORMAT_CODES)
-        shares = (f"{share.flops:.4f}", f"{share.time:.4f}", f"{share.ratio:.2f}")
-        table.add_row(Text(share.kind), share.gemm, *shares, *milliseconds)
-    return table
+def _print_run_stages(run: Run, plan: PrecisionPlan, console: Console, micro_batches: int | None) -> None:
+    decided = _last_decided(run)
+    if decided is None:
+        print_stages(plan, console, micro_batches)
+    else:
+        step, before = decided
+        print_stages(plan, console, micro_batches, run.divergences.get(step), before)
 
 
 def refresh_table(run: Run) -> Table:
-    table = _table("Refreshes")
+    table = new_table("Refreshes")
     for heading in ("probe\nstep", "applied\nafter", "FP4\nshare", "layers\nchanged", "objective", "gap"):
         table.add_column(heading, justify="right")
     for part in ("probe", "solver", "waited"):
@@ -140,49 +122,35 @@ def refresh_table(run: Run) -> Table:
         table.add_row(
             str(refresh.step),
             "kept" if refresh.applied_step is None else str(refresh.applied_step),
-            _number(refresh.fp4_fraction, ".4f"),
+            number(refresh.fp4_fraction, ".4f"),
             str(refresh.layers_changed),
-            _number(refresh.objective, ".4g"),
-            _number(refresh.gap, ".1e"),
-            *(_number(refresh.seconds.get(part), ".2f") for part in ("probe", "solver", "waited")),
+            number(refresh.objective, ".4g"),
+            number(refresh.gap, ".1e"),
+            *(number(refresh.seconds.get(part), ".2f") for part in ("probe", "solver", "waited")),
         )
     return table
 
 
 def drift_table(run: Run) -> Table:
     """Rank correlations of the checks with the refresh before them, at no more than `_MOST_ROWS` checks."""
-    table = _table("Checks of the ranking")
+    table = new_table("Checks of the ranking")
     for heading in ("step", "rank\ncorrelation", "refresh"):
         table.add_column(heading, justify="right")
     for check in _thinned(run.checks):
-        table.add_row(str(check.step), _number(check.correlation, ".3f"), "early" if check.refresh else "-")
+        table.add_row(str(check.step), number(check.correlation, ".3f"), "early" if check.refresh else "-")
     return table
 
 
 def loss_table(run: Run) -> Table:
     """Validation losses (or, without any, training losses) at no more than `_MOST_ROWS` steps."""
-    table = _table("Losses")
+    table = new_table("Losses")
     for heading in ("step", "training", "validation"):
         table.add_column(heading, justify="right")
     steps = [step for step, row in run.losses.items() if "eval_loss" in row] or list(run.losses)
     for step in _thinned(steps):
         training = [row["loss"] for logged, row in run.losses.items() if logged <= step and "loss" in row]
         validation = run.losses[step].get("eval_loss")
-        table.add_row(str(step), _number(training[-1] if training else None, ".4f"), _number(validation, ".4f"))
-    return table
-
-
-def plan_table(plan: PrecisionPlan) -> Table:
-    """One row per block, one column per kind of linear; `4/8/8` is forward/grad_input/grad_weight."""
-    cells = {split_layer(layer): formats for layer, formats in plan.assignment.items()}
-    kinds = list(dict.fromkeys(kind for _, kind in cells))
-    table = _table("Plan (one format: all three GEMMs; a/b/c: forward/grad_input/grad_weight)")
-    table.add_column("block", justify="right")
-    for kind in kinds:
-        table.add_column(Text(kind.rpartition(".")[2]))
-    for block in dict.fromkeys(block for block, _ in cells):
-        row = [_plan_cell(cells[block, kind]) if (block, kind) in cells else Text("") for kind in kinds]
-        table.add_row(Text(block.rpartition(".")[2] or block), *row)
+        table.add_row(str(step), number(training[-1] if training else None, ".4f"), number(validation, ".4f"))
     return table
 
 
@@ -192,26 +160,23 @@ def reason_table(run: Run) -> Table | None:
     Within a stage FP4 goes to the groups with the lowest price, as far as whole groups fit the target. None if the run
     has no table of divergences for its last applied refresh, or lacks the times that it was decided by.
     """
-    applied = [refresh for refresh in run.refreshes if refresh.applied_step is not None]
-    if not applied or applied[-1].step not in run.divergences:
+    decided = _last_decided(run)
+    if decided is None or decided[0] not in run.divergences:
         return None
-    plan = _in_force(run)
+    (step, before), plan = decided, _in_force(run)
     if plan.measured is None and run.config.get("cost") == "measured":
         return None
-    before = run.plans[-2][1] if len(run.plans) > 1 else plan
     setting = Setting(SnipConfig.from_dict(run.config), plan.flops, plan.stages, plan.measured)
-    rows = tuple(Divergence(**record) for record in run.divergences[applied[-1].step])
+    rows = tuple(Divergence(**record) for record in run.divergences[step])
     divergences = {(row.layer, row.gemm): row for row in rows if row.format == "fp4"}
-    program = problem(setting, DivergenceTable(0.0, rows), before.assignment)
+    program = problem(setting, DivergenceTable(0.0, rows), before)
     stage_of = {group: row["name"] for row in program["constraints"] for group in row["groups"]}
     prices = {}
     for group in program["groups"]:
         fp8, fp4 = group["options"]
         prices[group["name"]] = (fp4["cost"] - fp8["cost"]) / fp4["weight"] if fp4["weight"] > 0 else 0.0
     weight = "FLOPs" if plan.measured is None else "measured time"
-    table = _table(
-        f"Why (probe of step {applied[-1].step}; price: extra cost of FP4 per share of the stage's {weight})"
-    )
+    table = new_table(f"Why (probe of step {step}; price: extra cost of FP4 per share of the stage's {weight})")
     for heading in ("stage", "layer", "loss\ndivergence", "weight\ndivergence", "price", "format"):
         table.add_column(heading, justify="left" if heading == "layer" else "right")
     order = sorted(prices, key=lambda group: (stage_of[group], prices[group]))
@@ -221,9 +186,15 @@ def reason_table(run: Run) -> Table | None:
         layer, gemm = setting.members(group)[0]
         row = divergences[layer, gemm if setting.config.granularity == "gemm" else LAYER]
         numbers = (f"{row.loss_divergence:.1e}", f"{row.weight_divergence:.1e}", f"{prices[group]:.3f}")
-        formats = Text(plan.assignment[layer][gemm], style=_STYLES[plan.assignment[layer][gemm]])
+        formats = Text(plan.assignment[layer][gemm], style=STYLES[plan.assignment[layer][gemm]])
         table.add_row(stage_of[group].removeprefix("stage "), Text(_short_name(group)), *numbers, formats)
     return table
+
+
+def _last_decided(run: Run) -> tuple[int, Assignment] | None:
+    """Returns the probe step of the last applied refresh, and the assignment that it replaced."""
+    applied = [refresh for refresh in run.refreshes if refresh.applied_step is not None]
+    return (applied[-1].step, run.plans[-2][1].assignment) if applied else None
 
 
 def _short_name(group: str) -> str:
@@ -232,43 +203,8 @@ def _short_name(group: str) -> str:
     return f"{block.rpartition('.')[2]} {kind.rpartition('.')[2]}"
 
 
-def stage_table(plan: PrecisionPlan) -> Table:
-    table = _table("Stages")
-    headings, columns = ["FP4 share of its linear FLOPs"], [(*plan.stage_fp4_fractions, plan.fp4_fraction)]
-    times, time = plan.stage_fp4_time_fractions, plan.fp4_time_fraction
-    if times is not None and time is not None:
-        headings.append("of their measured time")
-        columns.append((*times, time))
-    for heading in ("stage", "layers", *headings):
-        table.add_column(heading, justify="right")
-    names = [*map(str, range(len(plan.stages))), "all"]
-    sizes = [*map(len, plan.stages), len(plan.assignment)]
-    for name, size, *shares in zip(names, sizes, *columns, strict=True):
-        table.add_row(name, str(size), *(f"{share:.4f}" for share in shares))
-    return table
-
-
-def _plan_cell(formats: Mapping[str, str]) -> Text:
-    names = [formats[gemm] for gemm in GEMMS]
-    if len(set(names)) == 1:
-        return Text(names[0], style=_STYLES[names[0]])
-    bits = ((name.lstrip("bfp"), _STYLES[name]) for name in names)
-    return Text("/").join(Text(*pair) for pair in bits)
-
-
-def _table(title: str) -> Table:
-    # No vertical lines and no padding twice, so that nine columns of refreshes fit into 80 characters.
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, collapse_padding=True)
-    table.pad_edge = False
-    return table
-
-
 def _thinned(items: Sequence[T]) -> list[T]:
     """Returns no more than `_MOST_ROWS` of the items, evenly spaced, the first and the last among them."""
     return [
         items[i] for i in np.unique(np.linspace(0, len(items) - 1, min(len(items), _MOST_ROWS)).round().astype(int))
     ]
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)

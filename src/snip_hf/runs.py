@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .jsonfiles import parse_json, read_json
+from .jsonfiles import open_regular, parse_json, read_json
 from .plan import PlanProvenance, PrecisionPlan
 
 
@@ -56,7 +56,7 @@ class Run:
     refreshes: list[Refresh]
     checks: list[Check]
     divergences: dict[int, list[dict[str, Any]]]
-    """Probe step -> records (layer, gemm, format, loss_divergence, weight_divergence, flops)."""
+    """Probe step -> records, whose keys are the fields of `Divergence`."""
     losses: dict[int, dict[str, float]]
     """Step -> {"loss": training loss, "eval_loss": validation loss}, either may be absent; in order of the steps."""
     notes: list[str]
@@ -94,7 +94,8 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
 def _read_history(path: Path, notes: list[str]) -> tuple[PrecisionPlan, list[Refresh], list[Check]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; expected the output folder of a run with SnipCallback.")
-    lines = path.read_bytes().splitlines()
+    with open_regular(path) as file:
+        lines = file.read().splitlines()
     if not lines:
         raise ValueError(f"{path} is empty; expected a line with the start of the run.")
     refreshes: list[Refresh] = []
@@ -172,19 +173,30 @@ def _read_divergences(folder: Path, notes: list[str]) -> dict[int, list[dict[str
     divergences = {}
     for path in folder.glob("divergence-*.json"):
         try:
-            document = read_json(path)
-            records = [
-                {"layer": r["layer"], "gemm": r["gemm"], "format": r["format"]}
-                | {key: float(r[key]) for key in ("loss_divergence", "weight_divergence")}
-                | {key: float(r.get(key) or 0.0) for key in ("flops", "absolute_error", "relative_error")}
-                for r in document["records"]
-            ]
-            divergences[int(document["step"])] = records
+            step, records = read_divergence(path)
+            divergences[step] = records
         except (OSError, ValueError, KeyError, TypeError) as error:
             notes.append(f"{path.name} cannot be used and is left out: {error}")
     if not divergences:
         notes.append("There are no divergence files, so there is no figure of the divergences.")
     return dict(sorted(divergences.items()))
+
+
+def read_divergence(path: str | os.PathLike[str]) -> tuple[int, list[dict[str, Any]]]:
+    """Returns probe step and records of a divergence-<step>.json; the keys of a record are the fields of `Divergence`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError, KeyError, TypeError: it is none.
+    """
+    document = read_json(path)
+    records = [
+        {"layer": r["layer"], "gemm": r["gemm"], "format": r["format"]}
+        | {key: float(r[key]) for key in ("loss_divergence", "weight_divergence")}
+        | {key: float(r.get(key) or 0.0) for key in ("flops", "weight_bias", "absolute_error", "relative_error")}
+        for r in document["records"]
+    ]
+    return int(document["step"]), records
 
 
 def _read_losses(folder: Path, notes: list[str]) -> dict[int, dict[str, float]]:

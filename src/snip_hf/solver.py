@@ -6,6 +6,7 @@ its answer. Whatever happens there arrives here as a `SolverError` that says whi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -20,10 +21,13 @@ from dataclasses import dataclass, fields
 from typing import IO, Any
 
 from snip_hf import ilp
+from snip_hf.jsonfiles import MAX_JSON_BYTES, parse_json
 
 # Seconds beyond the problem's time_limit until the process is killed: interpreter, imports, building the model, and a
 # solver that looks at its clock only now and then.
 START_UP_ALLOWANCE = 30.0
+# What is read and told of the process's error output: its last lines are the ones that say why.
+_MAX_ERROR_BYTES, _MAX_ERROR_TEXT = 64 * 2**10, 1000
 
 
 class SolverError(RuntimeError):
@@ -66,30 +70,36 @@ def check_solution(problem: dict[str, Any], solution: Any) -> SolverResult:
     expected = {field.name for field in fields(SolverResult)}
     if not isinstance(solution, dict) or set(solution) != expected or not isinstance(solution["choices"], dict):
         raise SolverError("garbage", f"The solver's output is no solution: {str(solution)[:80]!r}.")
-    for field in ("bound", "gap", "seconds"):
-        if not isinstance(solution[field], (int, float, type(None))):
-            raise SolverError("garbage", f"The solver's {field} is {solution[field]!r}, expected a number or null.")
+    for field in ("bound", "gap"):
+        if not _is_number(solution[field]) and solution[field] is not None:
+            raise _garbage(solution, field, "a number or null")
+    if not _is_number(solution["seconds"]):
+        raise _garbage(solution, "seconds", "a number")
+    for field in ("solver", "solver_version"):
+        if not isinstance(solution[field], str) or not solution[field].isprintable():
+            raise _garbage(solution, field, "printable text")
     if solution["status"] == "infeasible":
         raise SolverError("infeasible", _infeasible_message(program, solution["constraints"]))
     if solution["status"] not in ("optimal", "feasible"):
-        raise SolverError("garbage", f"The solver's status is {solution['status']!r}, which is unknown.")
+        raise SolverError("garbage", f"The solver's status is {_short(solution['status'])}, which is unknown.")
 
     choices = solution["choices"]
     for unit in program.units:
         for group in unit.groups:
             if choices.get(group) not in unit.options:
-                raise _rejected(f"group {group!r} got {choices.get(group)!r}, expected one of {list(unit.options)}")
+                got = _short(choices.get(group))
+                raise _rejected(f"group {group!r} got {got}, expected one of {list(unit.options)}")
             if choices[group] != choices[unit.groups[0]]:
                 raise _rejected(f"tied groups {unit.groups[0]!r} and {group!r} got different options")
     names = {group for unit in program.units for group in unit.groups}
     if len(choices) > len(names):
-        raise _rejected(f"{next(name for name in choices if name not in names)!r} is no group of the problem")
+        raise _rejected(f"{_short(next(name for name in choices if name not in names))} is no group of the problem")
     objective, attained = ilp.evaluate(problem, choices)
     for row in ilp.missed(program, attained):
         raise _rejected(f"constraint {row.name!r} attains {attained[row.name]!r}, below its minimum {row.minimum!r}")
     size = math.fsum(max(map(abs, unit.costs)) for unit in program.units)
     if not _close(solution["objective"], objective, size):
-        raise _rejected(f"it reports the objective {solution['objective']!r}, its own map costs {objective!r}")
+        raise _rejected(f"it reports the objective {_short(solution['objective'])}, its own map costs {objective!r}")
     return SolverResult(**{**solution, "objective": objective, "constraints": attained})
 
 
@@ -97,15 +107,27 @@ def _rejected(what: str) -> SolverError:
     return SolverError("rejected", f"The solver's map failed the re-check: {what}.")
 
 
+def _garbage(solution: dict[str, Any], field: str, expected: str) -> SolverError:
+    return SolverError("garbage", f"The solver's {field} is {_short(solution[field])}, expected {expected}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
 def _close(reported: Any, recomputed: float, size: float) -> bool:
-    return isinstance(reported, (int, float)) and abs(reported - recomputed) <= 1e-9 * size
+    return _is_number(reported) and abs(reported - recomputed) <= 1e-9 * size
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:80]
 
 
 def _infeasible_message(program: ilp.Program, attainable: Any) -> str:
     parts = [
         f"{row.name!r}: minimum {row.minimum:.6g}, attainable {attainable.get(row.name):.6g}"
         for row in program.constraints
-        if isinstance(attainable, dict) and isinstance(attainable.get(row.name), (int, float))
+        if isinstance(attainable, dict) and _is_number(attainable.get(row.name))
     ]
     return f"No map meets all constraints ({'; '.join(parts)}, each by itself). Lower the target or tie less."
 
@@ -121,7 +143,8 @@ class SolverProcess:
     """One integer program being solved in a process of its own; get one from `start`.
 
     Input and outputs are unnamed temporary files: nothing blocks on a full pipe and nothing is left behind. A process
-    whose owner forgets it is killed when the owner is collected or Python ends.
+    whose owner forgets it is killed when the owner is collected or Python ends; if Python itself is killed, the process
+    notices and ends.
     """
 
     def __init__(
@@ -151,15 +174,16 @@ class SolverProcess:
         """
         limit = problem.get("time_limit", 60.0)
         seconds = (float(limit) if isinstance(limit, (int, float)) and math.isfinite(limit) else 0.0) + allowance
-        stdin, stdout, stderr = files = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115 (closed in _end)
-        stdin.write(json.dumps(problem).encode())
-        stdin.seek(0)
-        words = [sys.executable, "-I", ilp.__file__] if command is None else list(command)
+        own = [sys.executable, "-I", ilp.__file__, "--parent", str(os.getpid())]
+        words = own if command is None else list(command)
         try:
-            process = subprocess.Popen(words, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
-        except OSError as error:
-            for file in files:
-                file.close()
+            with contextlib.ExitStack() as on_failure:
+                stdin, stdout, stderr = (on_failure.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+                stdin.write(json.dumps(problem).encode())
+                stdin.seek(0)
+                process = subprocess.Popen(words, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
+                on_failure.pop_all()
+        except OSError as error:  # also a full disk
             raise SolverError("crashed", f"The solver process could not be started: {error}") from error
         stdin.close()
         return cls(problem, process, [stdout, stderr], seconds)
@@ -214,25 +238,26 @@ class SolverProcess:
 
     def _read(self) -> SolverResult | SolverError:
         """The outcome of a process that has ended."""
-        texts = []
-        for file in self._files:
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
-        output, errors = texts
+        stdout, stderr = self._files
+        stdout.seek(0)
+        output = stdout.read(MAX_JSON_BYTES)
+        stderr.seek(max(stderr.seek(0, os.SEEK_END) - _MAX_ERROR_BYTES, 0))
+        errors = stderr.read(_MAX_ERROR_BYTES).decode(errors="replace")
         code = self._process.returncode
         reasons = {ilp.BAD_INPUT: "bad problem", ilp.MISSING_SOLVER: "missing", ilp.NO_SOLUTION: "no solution"}
         try:
-            reply = json.loads(output)
+            reply = parse_json(output)
         except ValueError:
             reply = None
         if code in reasons and isinstance(reply, dict) and "error" in reply:
             return SolverError(reasons[code], f"The solver gave up ({reasons[code]}): {reply['error']}")
         if code != 0:
             end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            last = "; ".join(errors.strip().splitlines()[-3:]) or "nothing on stderr"
+            last = "; ".join(errors.strip().splitlines()[-3:])[-_MAX_ERROR_TEXT:] or "nothing on stderr"
             return SolverError("crashed", f"The solver process crashed ({end}): {last}")
         if reply is None:
-            return SolverError("garbage", f"The solver's output is no JSON object (it begins with {output[:80]!r}).")
+            begin = output[:80].decode(errors="replace")
+            return SolverError("garbage", f"The solver's output is no JSON object (it begins with {begin!r}).")
         try:
             return check_solution(self._problem, reply)
         except SolverError as error:

@@ -175,7 +175,7 @@ def _prepared(backend: str, device: torch.device, shape: GemmShape, format: str)
         torch.randn(size, generator=generator, device=device, dtype=_dtype(device)) for size in sizes
     )
     codes = [FORMAT_CODES[format]] * len(GEMMS)
-    state = torch.tensor(codes + [0] * (kernels.STATE_SIZE - len(GEMMS)), dtype=torch.int64, device=device)
+    state = torch.tensor([*codes, 0, 0, 1], device=device)
     call: Callable[[], Tensor] = kernels.gemm_call(backend, shape.gemm, x, weight, grad_output, state)
     return call
 

@@ -98,15 +98,29 @@ def random_word(low: int, high: int, position: int) -> int:
     return x ^ x >> 16
 
 
-def random_integer(low: int, high: int, row: int, column: int, columns: int) -> int:
-    """The 8-bit number of one element: a byte of a word, whose others belong to its neighbours in the column."""
+def random_integer(
+    low: int, high: int, row: int, column: int, shape: tuple[int, int], rank: int = 0, ranks: int = 1
+) -> int:
+    """The 8-bit number of one element: a byte of a word, whose others belong to its neighbours in the column.
+
+    With as many runs of four rows as this one, the ranks before have `rank` times, and all of them `ranks` times as
+    many: the former come first in the stream, the latter is part of its key.
+    """
+    rows, columns = shape
+    runs = -(-rows // 4)
+    low ^= ranks * runs * 0x9E3779B9 & MASK32
+    high = (high + ranks * runs * 0x85EBCA6B) & MASK32
     run, byte = divmod(row, 4)
-    return random_word(low, high, run * columns + column) >> 8 * byte & 0xFF
+    return random_word(low, high, (rank * runs + run) * columns + column) >> 8 * byte & 0xFF
 
 
-def random_numbers(key: tuple[int, int, int, int, int], shape: tuple[int, int]) -> Floats:
-    """The numbers in (0, 1) for a matrix of the stream keyed by (seed, step, micro-batch, layer, operand)."""
+def random_numbers(
+    key: tuple[int, int, int, int, int], shape: tuple[int, int], rank: int = 0, ranks: int = 1
+) -> Floats:
+    """The numbers in (0, 1) for one rank's matrix of the stream keyed by (seed, step, micro-batch, layer, operand)."""
     low, high = stream_halves(*key)
     rows, columns = shape
-    integers = [random_integer(low, high, row, column, columns) for row in range(rows) for column in range(columns)]
+    integers = [
+        random_integer(low, high, row, column, shape, rank, ranks) for row in range(rows) for column in range(columns)
+    ]
     return ((np.array(integers, np.float64) + 0.5) / 2**8).astype(np.float32).reshape(shape)

@@ -44,12 +44,20 @@ def product(left: Floats, right: Floats) -> Product:
 
 
 class Layer:
-    """One layer's tensors x (T, I), weight (O, I), bias (O,) or None, grad_output (T, O), and its random key."""
+    """One layer's tensors x (T, I), weight (O, I), bias (O,) or None, grad_output (T, O), its random key, and the rank
+    among how many that has these tokens."""
 
     def __init__(
-        self, x: Floats, weight: Floats, bias: Floats | None, grad_output: Floats, key: tuple[int, int, int, int]
+        self,
+        x: Floats,
+        weight: Floats,
+        bias: Floats | None,
+        grad_output: Floats,
+        key: tuple[int, int, int, int],
+        rank: tuple[int, int] = (0, 1),
     ) -> None:
         self.x, self.weight, self.bias, self.grad_output, self.key = x, weight, bias, grad_output, key
+        self.rank = rank
         self._products: dict[tuple[str, str], Product] = {}
 
     def output(self, fmt: str) -> Product:
@@ -79,7 +87,7 @@ class Layer:
                 # Only output gradients in FP4 are rounded stochastically.
                 random = None
                 if fmt == "fp4" and gemm != "forward":
-                    random = random_numbers((*self.key, GRAD_OUTPUT), left.shape)
+                    random = random_numbers((*self.key, GRAD_OUTPUT), left.shape, *self.rank)
                 left = quantized(left, GRID_OF[fmt], left_tile, random)[2]
                 right = quantized(right, GRID_OF[fmt], right_tile)[2]
             if gemm == "forward":

@@ -2,8 +2,9 @@
 
 Legend: T tokens, I in_features, O out_features; x (T, I), weight (O, I), grad_output (T, O). `state` is the layer's
 int64 tensor of `STATE_SIZE` numbers on its device: the format codes of the three GEMMs (in the order of
-`formats.GEMMS`), and the key of the random numbers that its output gradient is rounded with (`quantize.stream_key`).
-Operators read it at run time, so that a new plan or step is new data for the same code.
+`formats.GEMMS`); the key of the random numbers that its output gradient is rounded with (`quantize.stream_key`); the
+rank of this process among those that share the batch, and how many they are (`quantize.rank_stream`). Operators read it
+at run time, so that a new plan or step is new data for the same code.
 
 In FP8 and FP4 both operands are quantized along the contraction, multiplied and summed in FP32, and the result is cast
 to the operands' dtype. In BF16 (= the compute dtype) the operators call exactly the aten functions that `nn.Linear` and
@@ -19,7 +20,7 @@ from ..formats import FORMAT_NAMES, FORMATS, GEMMS, NumberFormat
 from ..quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE
 from .fused import fake_quantize
 
-STATE_SIZE = len(GEMMS) + 1
+STATE_SIZE = len(GEMMS) + 3
 # The operators read the state on the host, which a CUDA graph cannot: inductor leaves them out of one.
 _READS_ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
 
@@ -46,22 +47,22 @@ def forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) 
 @torch.library.custom_op("snip_hf::grad_input_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
 def grad_input_gemm(grad_output: Tensor, weight: Tensor, state: Tensor) -> Tensor:
     """Returns grad_output @ weight, (T, I), in grad_output's dtype."""
-    fmt, key = _read(state, "grad_input")
+    fmt, stream = _read(state, "grad_input")
     if fmt is None:
         return grad_output.mm(weight)
     # (T, O) x (O, I): contracts O
-    left = fake_quantize(grad_output, fmt, ROW_TILE, key)
+    left = fake_quantize(grad_output, fmt, ROW_TILE, *stream)
     return _multiply(left, fake_quantize(weight, fmt, SQUARE_TILE)).to(grad_output.dtype)
 
 
 @torch.library.custom_op("snip_hf::grad_weight_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
 def grad_weight_gemm(grad_output: Tensor, x: Tensor, state: Tensor) -> Tensor:
     """Returns grad_output^T @ x, (O, I), in grad_output's dtype."""
-    fmt, key = _read(state, "grad_weight")
+    fmt, stream = _read(state, "grad_weight")
     if fmt is None:
         return grad_output.t().mm(x)
     # (O, T) x (T, I): contracts T
-    left = fake_quantize(grad_output, fmt, COLUMN_TILE, key).t()
+    left = fake_quantize(grad_output, fmt, COLUMN_TILE, *stream).t()
     return _multiply(left, fake_quantize(x, fmt, COLUMN_TILE)).to(grad_output.dtype)
 
 
@@ -86,11 +87,11 @@ def _multiply(left_fp32: Tensor, right_fp32: Tensor) -> Tensor:
         return left_fp32 @ right_fp32
 
 
-def _read(state: Tensor, gemm: str) -> tuple[NumberFormat | None, int | None]:
-    """Returns the format of `gemm` and the key for rounding its output gradient (None: to nearest).
+def _read(state: Tensor, gemm: str) -> tuple[NumberFormat | None, tuple[int | None, int, int]]:
+    """Returns the format of `gemm`, and for rounding its output gradient key (None: to nearest), rank and ranks.
 
     Only output gradients in FP4 are rounded stochastically (docs/method.md, section 1).
     """
-    *codes, key = state.tolist()
+    *codes, key, rank, ranks = state.tolist()
     name = FORMAT_NAMES[codes[GEMMS.index(gemm)]]
-    return FORMATS[name], key % 2**64 if name == "fp4" else None
+    return FORMATS[name], (key % 2**64 if name == "fp4" else None, rank, ranks)

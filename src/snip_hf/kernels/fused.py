@@ -32,12 +32,14 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _AMPERE = (8, 0)
 
 
-def fake_quantize(x: Tensor, fmt: NumberFormat | None, tile: tuple[int, int], key: int | None = None) -> Tensor:
+def fake_quantize(
+    x: Tensor, fmt: NumberFormat | None, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
+) -> Tensor:
     """As `quantize.fake_quantize`; autograd does not see into it. The kernel takes tiles 1x128, 128x1 and 128x128."""
     is_taken = x.dim() == 2 and x.numel() > 0 and x.dtype in _DTYPES and tile in _BLOCKS
     if fmt is None or not is_taken or not _has_kernel(x.device):
-        return quantize.fake_quantize(x, fmt, tile, key)
-    return _by_kernel(x, fmt, tile, key)
+        return quantize.fake_quantize(x, fmt, tile, key, rank, ranks)
+    return _by_kernel(x, fmt, tile, key, rank, ranks)
 
 
 def error_squares(first: Tensor, second: Tensor, errors: Tensor) -> Tensor:
@@ -111,7 +113,7 @@ if TYPE_CHECKING or find_spec("triton") is not None:
     _INFINITY = tl.constexpr(0x7F800000)
 
     # Formats are numbers, so that few kernels are compiled.
-    @triton.jit(do_not_specialize=["key"])
+    @triton.jit(do_not_specialize=["key", "first"])
     def _rounding_kernel(  # type: ignore[no-untyped-def]  # Triton reads the annotations
         x,
         y,
@@ -120,6 +122,7 @@ if TYPE_CHECKING or find_spec("triton") is not None:
         x_row,
         x_column,
         key: tl.int64,
+        first: tl.int64,  # position in the key's stream
         largest,
         least_power,
         spacing,  # of the grid from 1 to 2
@@ -150,7 +153,7 @@ if TYPE_CHECKING or find_spec("triton") is not None:
         moved = scaled
         if RANDOM:
             # `quantize.uniform`
-            word = ((row >> 2) * columns + column).to(tl.uint32) ^ key.to(tl.uint32)
+            word = ((row >> 2) * columns + first + column).to(tl.uint32) ^ key.to(tl.uint32)
             word = (word ^ (word >> 16)) * 0x7FEB352D + (key >> 32).to(tl.uint32)
             word = (word ^ (word >> 15)) * 0x846CA68B
             word = word ^ (word >> 16)
@@ -225,9 +228,12 @@ if TYPE_CHECKING or find_spec("triton") is not None:
         tl.store(sums + 1, tl.sum(total * total, 0))
 
 
-def _by_kernel(x: Tensor, fmt: NumberFormat, tile: tuple[int, int], key: int | None = None) -> Tensor:
+def _by_kernel(
+    x: Tensor, fmt: NumberFormat, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
+) -> Tensor:
     """`fake_quantize` by the kernel: x (R, C) with at least one element."""
     rows, columns = x.shape
+    stream, first = (0, 0) if key is None else quantize.rank_stream(key, x.shape, rank, ranks)
     block_rows, block_columns, warps = _BLOCKS[tile]
     y = torch.empty(rows, columns, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(rows, block_rows) * triton.cdiv(columns, block_columns),)
@@ -238,7 +244,8 @@ def _by_kernel(x: Tensor, fmt: NumberFormat, tile: tuple[int, int], key: int | N
             rows,
             columns,
             *x.stride(),
-            _as_int64(key or 0),
+            _as_int64(stream),
+            first,
             fmt.max,
             2.0**fmt.min_exponent,
             2.0**-fmt.mantissa_bits,

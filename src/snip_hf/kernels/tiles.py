@@ -14,7 +14,8 @@ from ..formats import E2M1, E4M3, FORMAT_CODES, GEMMS, TILE
 _FP4 = tl.constexpr(FORMAT_CODES["fp4"])
 _MAX_FP4, _MAX_FP8 = tl.constexpr(E2M1.max), tl.constexpr(E4M3.max)
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
-_KEY = tl.constexpr(len(GEMMS))
+# Places in `state`.
+_KEY, _RANK, _RANKS = tl.constexpr(len(GEMMS)), tl.constexpr(len(GEMMS) + 1), tl.constexpr(len(GEMMS) + 2)
 _TILE = tl.constexpr(TILE)
 # Tokens whose bytes make one 32-bit word of the transposed layout, and whose random numbers come from one hash.
 _RUN = tl.constexpr(4)
@@ -94,11 +95,17 @@ def _pack(a, b, c, d):
 
 
 @triton.jit
-def _dithers(key, run, channel, channels):
+def _dithers(state, run, channel, tokens, channels):
     """(`quantize.uniform` - 1/2) / 2 of the four tokens of each run; positions wrap modulo 2**32."""
-    bits = run[:, None].to(tl.uint32) * channels + channel[None, :].to(tl.uint32)
-    bits = bits ^ key.to(tl.uint32)
-    bits = (bits ^ (bits >> 16)) * 0x7FEB352D + (key >> 32).to(tl.uint32)
+    # `quantize.rank_stream`
+    key, runs = tl.load(state + _KEY), (tokens + _RUN - 1) // _RUN
+    all_runs = tl.load(state + _RANKS).to(tl.uint32) * runs
+    low = key.to(tl.uint32) ^ (all_runs * 0x9E3779B9)
+    high = (key >> 32).to(tl.uint32) + all_runs * 0x85EBCA6B
+    run = run.to(tl.uint32) + tl.load(state + _RANK).to(tl.uint32) * runs
+    bits = run[:, None] * channels + channel[None, :].to(tl.uint32)
+    bits = bits ^ low
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D + high
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
     bits = bits ^ (bits >> 16)
     # Each byte as the second one of a number in [1, 2): 1 + k * 2**-15
@@ -143,11 +150,11 @@ def _load(x, run, channel, tokens, channels, stride, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def _rounded(a, b, c, d, is_fp4, state, run, channel, channels, IS_GRADIENT: tl.constexpr):
+def _rounded(a, b, c, d, is_fp4, state, run, channel, tokens, channels, IS_GRADIENT: tl.constexpr):
     """What is scaled, on the grid of FP4; for FP8 as it was, since storing it rounds it."""
     if is_fp4:
         if IS_GRADIENT:
-            da, db, dc, dd = _dithers(tl.load(state + _KEY), run, channel, channels)
+            da, db, dc, dd = _dithers(state, run, channel, tokens, channels)
             a = _round_fp4(a, da)
             b = _round_fp4(b, db)
             c = _round_fp4(c, dc)
@@ -186,7 +193,7 @@ def _write_rows(
     sc, ic = _scales(_amax(c, 1), is_fp4)
     sd, id = _scales(_amax(d, 1), is_fp4)
     a, b, c, d = a * ia[:, None], b * ib[:, None], c * ic[:, None], d * id[:, None]
-    a, b, c, d = _rounded(a, b, c, d, is_fp4, state, run, channel, channels, IS_GRADIENT)
+    a, b, c, d = _rounded(a, b, c, d, is_fp4, state, run, channel, tokens, channels, IS_GRADIENT)
     at = rows + (run * _RUN)[:, None] * padded_channels + channel[None, :]
     tl.store(at, a.to(tl.float8e4nv))
     tl.store(at + padded_channels, b.to(tl.float8e4nv))
@@ -223,7 +230,7 @@ def _write_columns(
     largest = _larger(_larger(tl.abs(a), tl.abs(b)), _larger(tl.abs(c), tl.abs(d)))
     scale, inverse = _scales(_amax(largest, 0), is_fp4)
     i = inverse[None, :]
-    a, b, c, d = _rounded(a * i, b * i, c * i, d * i, is_fp4, state, run, channel, channels, IS_GRADIENT)
+    a, b, c, d = _rounded(a * i, b * i, c * i, d * i, is_fp4, state, run, channel, tokens, channels, IS_GRADIENT)
     at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
     at += channel.to(tl.int64)[None, :] * (padded_tokens // _RUN) + run[:, None]
     tl.store(at, _pack(a, b, c, d))

@@ -1,0 +1,256 @@
+"""How do the processes that train one model agree? The only user of `torch.distributed` beside the gradient hook.
+
+Two kinds of processes: ranks that hold the same layers (or shards of them) and see different data, and ranks that hold
+different layers (stages of a pipeline). Small things travel as JSON over a gloo group of snip-hf's own, whose waits are
+bounded; tensors travel over the group that training uses.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+Result = TypeVar("Result")
+# The newer name, from torch 2.13 on.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class RankError(RuntimeError):
+    """Other processes did not answer in time, or are gone. Training cannot go on: the ranks no longer agree."""
+
+
+class Attempt:
+    """A context that keeps the first error inside it, until the ranks agree on what to do about it."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, RankError):
+            return False
+        self.error = self.error or error
+        return True
+
+
+class Ranks:
+    """Some of the processes of a run, this one among them, and how they exchange what they found.
+
+    Every method is collective: all of them call it, in the same order. A process that is alone calls nothing.
+
+    Args:
+        group: their process group, which tensors travel over; None: this process alone.
+        timeout: seconds after which waiting for the others ends with a `RankError`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 600.0) -> None:
+        self._group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self._timeout = timeout
+        self._control: dist.ProcessGroup | None = None
+        if group is not None and self.size > 1:
+            members = dist.get_process_group_ranks(group)
+            self._control = dist.new_group(
+                members, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
+            )
+
+    @classmethod
+    def of_all(cls, timeout: float = 600.0) -> Ranks:
+        """Returns all processes of the run."""
+        is_one_of_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        return cls(dist.group.WORLD if is_one_of_many else None, timeout)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Returns the JSON data that each of them gave, in the order of the ranks.
+
+        Raises:
+            RankError: one of them did not answer in time.
+        """
+        if self.size == 1:
+            return [value]
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._bounded(lambda: dist.all_gather(sizes, torch.tensor([len(own)]), self._control))
+        longest = max(int(size) for size in sizes)
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        padded = torch.nn.functional.pad(own, (0, longest - len(own)))
+        self._bounded(lambda: dist.all_gather(texts, padded, self._control))
+        return [json.loads(bytes(text[: int(size)].tolist()).decode()) for text, size in zip(texts, sizes, strict=True)]
+
+    def by_first(self, make: Callable[[], Result]) -> Result:
+        """Returns what `make` returns on the first rank, JSON data, to all of them.
+
+        Raises:
+            RuntimeError: it failed there; all of them raise this, the first rank the error itself.
+            RankError: one of them did not answer in time.
+        """
+        if self.size == 1:
+            return make()
+        value, failure = None, None
+        if self.is_first:
+            try:
+                value = make()
+            except Exception as error:
+                failure = error
+        found, problem = self.gather([value, None if failure is None else describe(failure)])[0]
+        if failure is not None:
+            raise failure
+        if problem is not None:
+            raise RuntimeError(f"On rank 0: {problem}")
+        result: Result = found
+        return result
+
+    def agree(self, error: Exception | None) -> None:
+        """Raises on all of them if one of them has an error.
+
+        Raises:
+            ValueError: names the first rank that has one, and what it is; that rank raises its error itself.
+            RankError: one of them did not answer in time.
+        """
+        problems = self.gather(None if error is None else describe(error))
+        if error is not None:
+            raise error
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                raise ValueError(f"On rank {rank}: {problem}")
+
+    def all_to_all(self, pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Sends one flat tensor to each of them and returns what each sent here.
+
+        Args:
+            pieces: rank -> (any,), all of one dtype and device.
+            sizes: rank -> number of elements that come from there.
+        """
+        if self.size == 1:
+            return list(pieces)
+        # The exchange itself waits as long as training's group does; who does not come to it is found out here.
+        self._bounded(lambda: dist.barrier(self._control))
+        received = pieces[0].new_empty(sum(sizes))
+        lengths = [len(piece) for piece in pieces]
+        dist.all_to_all_single(received, torch.cat(list(pieces)), list(sizes), lengths, group=self._group)
+        return list(received.split(list(sizes)))
+
+    def _bounded(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            raise RankError(
+                f"Rank {self.rank} of {self.size} waited for the others, for at most {self._timeout:g} s, and one of "
+                f"them did not answer or is gone ({error}). Look into the logs of the other ranks; start them again "
+                "from the last checkpoint."
+            ) from error
+
+
+def describe(error: Exception) -> str:
+    """Returns an error as the history and other ranks show it."""
+    return f"{type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True)
+class Processes:
+    """How a probe's work and findings are shared."""
+
+    data: Ranks = field(default_factory=Ranks)
+    """Ranks with the same layers, or shards of them, and other data."""
+    pipeline: Ranks = field(default_factory=Ranks)
+    """Ranks with other layers and the same data."""
+    everyone: Ranks = field(default_factory=Ranks)
+    """All of them."""
+    run: Callable[[Mapping[str, Any]], Tensor | float | None] | None = None
+    """Runs a batch forward and backward where the model here is only a part; None: the model is whole."""
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Returns a tensor that may be sharded as one that is not. Collective where it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh = tensor.device_mesh
+    if tensor.placements != (Shard(0),) or tensor.shape[0] % mesh.size():
+        return tensor.full_tensor()
+    # What FSDP2 does with most weights; many times faster on the host than the general way.
+    local = tensor.to_local().contiguous()
+    result = local.new_empty(tensor.shape)
+    _all_gather(result, local, group=mesh.get_group())
+    return result
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Returns what this process holds of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """Returns a whole tensor, the same on all ranks, sharded as `like` is. Nothing is sent."""
+    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def with_own_part(part: Tensor, like: Tensor) -> Tensor:
+    """Returns the tensor, sharded as `like` is, of which this process holds this part."""
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def squares(tensors: Sequence[Tensor]) -> list[float]:
+    """Returns the sum of squares of each tensor, all of which are sharded in one way, or none. Collective if they are.
+
+    In FP32, and read from the device once. (Not vector_norm, whose sum on a CPU is off by 2e-3 at 20 million numbers.)
+    """
+    if not tensors:
+        return []
+    sums = torch.stack([own_part(tensor).to(torch.float32).square().sum() for tensor in tensors])
+    like = tensors[0]
+    if isinstance(like, DTensor):
+        placements = [Partial() if placement.is_shard() else Replicate() for placement in like.placements]
+        sums = DTensor.from_local(sums, like.device_mesh, placements, run_check=False).full_tensor()
+    figures: list[float] = sums.tolist()
+    return figures
+
+
+@contextmanager
+def without_sharding_hooks(model: nn.Module) -> Iterator[None]:
+    """Keeps FSDP2 from gathering parameters for the time of the context; who runs the model gives it whole ones."""
+    kept = []
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if _is_of_fsdp(hook)]:
+                kept.append((hooks, dict(hooks)))
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in reversed(kept):
+            hooks.clear()
+            hooks.update(before)
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    while hook is not None:
+        if type(getattr(hook, "__self__", None)).__name__ == "FSDPState":
+            return True
+        hook = getattr(hook, "__wrapped__", None)
+    return False

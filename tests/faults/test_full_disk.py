@@ -1,0 +1,140 @@
+"""Does a disk that fills up cost what could not be written, and neither a loss nor what was there before?"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_runs import CONFIG, SAVING, SHORT, in_a_process
+from tiny_runs import Run, differing, train, weights, without_seconds
+from transformers import TrainerCallback
+
+from snip_hf import PrecisionPlan
+
+
+class _FullDisk(TrainerCallback):
+    """Lets one kind of call fail from step 2 to step 5 in all that the package writes: plan, history, tables, states.
+
+    It stands in for the module `os` and for `open` where the package writes files.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+        self.call, self.on, self.failures = call, False, 0
+        monkeypatch.setattr("snip_hf.jsonfiles.os", self)
+        monkeypatch.setattr("snip_hf.jsonfiles.open", self.opened, raising=False)
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        return self.failing(real) if name == self.call else real
+
+    def failing(self, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.on:
+                self.failures += 1
+                if self.call == "write":  # as a disk does: part of it still fits
+                    real(args[0], args[1][: len(args[1]) // 2])
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(*args, **kwargs)
+
+        return call
+
+    def opened(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.failing(open) if self.call == "open" else open)(*args, **kwargs)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on = 2 <= state.global_step + 1 <= 5
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob(".*")]
+
+
+@pytest.mark.parametrize("call", ["open", "write", "fsync", "replace"])
+def test_a_full_disk_costs_what_could_not_be_written_and_no_loss(
+    call: str, undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = _FullDisk(monkeypatch, call)
+    run = train(tmp_path, CONFIG, callbacks=[full], **SHORT, **SAVING)
+    monkeypatch.undo()
+    assert full.failures > 0
+    assert run.losses == undisturbed.losses
+    assert differing(weights(run.model), weights(undisturbed.model)) == []
+    assert any("No space left on device" in message for message in caplog.messages)
+    assert leftovers(tmp_path) == []
+
+    # What is there is whole, and what was written when the disk had room again is what an undisturbed run writes.
+    assert without_seconds(run.history[-1]) == without_seconds(undisturbed.history[-1])
+    assert run.history[0]["event"] == "start"
+    assert PrecisionPlan.load(tmp_path / "snip" / "plan.json").assignment == run.callback.controller.plan.assignment
+    for path in tmp_path.rglob("*.json"):
+        json.loads(path.read_bytes())
+    states = {path.parent.name for path in tmp_path.glob("checkpoint-*/snip_state.json")}
+    assert {"checkpoint-1", "checkpoint-6", "checkpoint-7", "checkpoint-8"} <= states
+    resumed = train(tmp_path, CONFIG, resume=tmp_path / "checkpoint-6", **SHORT, **SAVING)
+    assert resumed.losses == undisturbed.losses
+    assert differing(weights(resumed.model), weights(undisturbed.model)) == []
+
+
+PROGRAM = """
+import json, logging, subprocess, sys
+from pathlib import Path
+from fault_runs import CONFIG, SHORT
+from tiny_runs import differing, train, weights
+messages = []
+handler = logging.Handler()
+handler.emit = lambda record: messages.append(record.getMessage())
+logging.getLogger("snip_hf").addHandler(handler)
+roomy, tiny = Path(sys.argv[1]), Path(sys.argv[2])
+expected = train(roomy, CONFIG, **SHORT)
+(tiny / "snip").mkdir(parents=True)
+mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=36k", "tmpfs", str(tiny / "snip")])
+assert mounted.returncode == 0
+assert not messages
+run = train(tiny, CONFIG, **SHORT)
+assert run.losses == expected.losses
+assert differing(weights(run.model), weights(expected.model)) == []
+assert messages and all("[Errno 28] No space left on device" in message for message in messages), messages
+folder = tiny / "snip"
+assert all(json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines())
+print(json.dumps({path.name: path.stat().st_size for path in folder.iterdir()}))
+print(json.dumps({path.name: path.stat().st_size for path in (roomy / "snip").iterdir()}))
+"""
+
+
+def test_a_disk_that_is_really_full_costs_no_loss_either(tmp_path: Path) -> None:
+    """OUTPUT/snip on a file system of nine pages, which does not hold what a run writes there."""
+    alone = ("unshare", "--user", "--map-root-user", "--mount")
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    lines = in_a_process(PROGRAM, tmp_path / "roomy", tmp_path / "tiny", prefix=alone).splitlines()
+    tiny, roomy = json.loads(lines[-2]), json.loads(lines[-1])
+    assert sum(tiny.values()) <= 36 * 1024 < sum(roomy.values())
+    assert {name for name in tiny if name.startswith(".")} == set()
+
+
+def test_a_history_line_that_half_fitted_does_not_spoil_the_next(tmp_path: Path) -> None:
+    """The disk fills up in the middle of a line and is emptied again before the next."""
+    from snip_hf import jsonfiles
+
+    path = tmp_path / "history.jsonl"
+    jsonfiles.append_json_line(path, {"event": "start"})
+    write = os.write
+    sizes = [5, 5]
+
+    def some(file: int, data: Any) -> int:
+        if not sizes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data[: sizes.pop()])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", some)
+        with pytest.raises(OSError, match="No space left"):
+            jsonfiles.append_json_line(path, {"event": "refresh", "step": 2})
+    jsonfiles.append_json_line(path, {"event": "refresh", "step": 6})
+    assert path.read_text() == '{"event": "start"}\n{"event": "refresh", "step": 6}\n'

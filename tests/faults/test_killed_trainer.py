@@ -1,0 +1,134 @@
+"""What is left when the trainer is killed in the middle of a refresh, and does the run go on from it to the bit?"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fault_runs import CONFIG, SAVING, SHORT, in_a_process
+from test_solver import alive, wait_until
+from tiny_runs import Run, differing, train, weights, without_seconds
+
+from snip_hf import ilp
+
+# Seconds that a solver may outlive its trainer: a quarter to notice, the rest for a busy machine.
+BOUND = 5.0
+# ilp.py itself, but that it never finds a solution.
+HANGING = """
+import sys, time
+sys.path.insert(0, {folder!r})
+import ilp
+ilp.solve = lambda problem: time.sleep(600)
+sys.exit(ilp.main())
+"""
+
+# Trains in children of its own, which are killed by SIGKILL: while the solver runs (after the save of step 3), in the
+# middle of the probe of step 2, and in the middle of the write of the plan that is applied after step 4.
+PROGRAM = """
+import os, signal, sys, threading
+from pathlib import Path
+from fault_runs import CONFIG, SAVING, SHORT
+from tiny_runs import train
+from transformers import TrainerCallback
+import snip_hf.controller, snip_hf.jsonfiles, snip_hf.solver
+from snip_hf import SnipCallback
+folder, hanging = Path(sys.argv[1]), sys.argv[2]
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class Killer(TrainerCallback):
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == 3 and where == "solver":
+            process = callback.controller._pending.process._process
+            assert process.poll() is None
+            (folder / "pid").write_text(str(process.pid))
+            die()
+        if state.global_step == 3 and where == "plan":
+            snip_hf.jsonfiles.os.replace = die
+
+for where in ("solver", "probe", "plan"):
+    child = os.fork()
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, where
+        continue
+    if where == "solver":
+        snip_hf.solver.ilp.__file__ = hanging
+    if where == "probe":
+        snip_hf.controller.divergences_at = die
+    callback = SnipCallback(CONFIG)
+    train(folder / where, callback=callback, callbacks=[Killer()], **SHORT, **SAVING)
+    os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders that the killed runs left, and the id of the solver that one of them had."""
+    folder = tmp_path_factory.mktemp("killed")
+    stub = folder / "hanging.py"
+    stub.write_text(HANGING.format(folder=str(Path(ilp.__file__).parent)))
+    in_a_process(PROGRAM, folder, stub)
+    return folder
+
+
+def test_a_solver_does_not_outlive_a_trainer_that_was_killed(killed: Path) -> None:
+    """By the time that the fixture is done the other two runs have been trained and killed too."""
+    pid = int((killed / "pid").read_text())
+    wait_until(lambda: not alive(pid), BOUND)
+
+
+@pytest.mark.parametrize(("where", "step"), [("solver", 3), ("probe", 1), ("plan", 3)])
+def test_a_run_that_was_killed_in_a_refresh_goes_on_to_the_bit(
+    where: str, step: int, killed: Path, undisturbed: Run
+) -> None:
+    folder = killed / where
+    temporary = [path.name for path in (folder / "snip").glob(".*")]
+    assert len(temporary) == (where == "plan")  # killed between the write and the rename
+    resumed = train(folder, CONFIG, resume=folder / f"checkpoint-{step}", **SHORT, **SAVING)
+    assert resumed.losses == undisturbed.losses
+    assert differing(weights(resumed.model), weights(undisturbed.model)) == []
+    assert without_seconds(resumed.history) == without_seconds(undisturbed.history)
+    assert list((folder / "snip").glob(".*")) == []
+
+
+@pytest.mark.parametrize("how", ["is killed", "is killed before its solver has begun"])
+def test_the_solvers_process_ends_with_the_one_that_waits_for_it(how: str, tmp_path: Path) -> None:
+    """Without torch, so that the time it takes is the time to notice."""
+    stub = tmp_path / "hanging.py"
+    late = "" if how == "is killed" else "import time; time.sleep(1)\n"
+    stub.write_text(late + HANGING.format(folder=str(Path(ilp.__file__).parent)))
+    program = (
+        "import os, subprocess, sys, time\n"
+        f"child = subprocess.Popen([sys.executable, '-I', {str(stub)!r}, '--parent', str(os.getpid())],"
+        " stdin=open(os.devnull), start_new_session=True)\n"
+        "print(child.pid, flush=True); time.sleep(600)"
+    )
+    stub.write_text(stub.read_text().replace("import ilp\n", "import ilp\nilp.json.loads = lambda text: {}\n"))
+    parent = subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    if not late:
+        time.sleep(0.5)
+    assert alive(pid)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not alive(pid), BOUND)
+
+
+def test_a_solver_whose_trainer_lives_is_left_alone(tmp_path: Path) -> None:
+    problem = {
+        "groups": [{"name": "a", "options": [{"name": "fp8", "cost": 1.0, "weight": 0.0}]}],
+        "constraints": [],
+        "solver": "greedy",
+    }
+    command = [sys.executable, "-I", ilp.__file__, "--parent", str(os.getpid())]
+    done = subprocess.run(command, input=json.dumps(problem), capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["choices"] == {"a": "fp8"}

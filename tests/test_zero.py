@@ -1,0 +1,265 @@
+"""Does `zero` see under DeepSpeed what a single process with all the data sees? Two processes against torch's AdamW."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import zero_scenarios
+from torch import Tensor, nn
+from zero_scenarios import RANKS, SCENARIOS, STEPS, Scenario
+
+from snip_hf.zero import ZeroOptimizer, check_deepspeed, find_zero
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+EXACT = [name for name, scenario in SCENARIOS.items() if not scenario.bf16]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+    """Returns rank -> scenario -> what `zero_worker.train` returned there."""
+    folder = tmp_path_factory.mktemp("zero")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings = {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={RANKS}", f"--master_port={port}"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).with_name("zero_worker.py")), str(folder)],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    yield [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", EXACT)
+def test_gradients_states_weights_and_clip_factor_are_those_of_one_process_with_the_whole_batch(
+    found: list[dict[str, Any]], name: str
+) -> None:
+    for rank in range(RANKS):
+        seen = found[rank][name]["seen"]
+        for step, expected in enumerate(_single_process(SCENARIOS[name])):
+            assert seen[step]["rule"] == "torch.AdamW"
+            assert seen[step]["factor"] == pytest.approx(expected["factor"], rel=1e-5)
+            assert (expected["factor"] < 0.9) == (SCENARIOS[name].clip > 0)  # clipping does something
+            for weight in expected["weights"]:
+                got = seen[step][weight]
+                _assert_close(got["gradient"], expected["gradients"][weight])
+                _assert_close(got["weight"], expected["weights"][weight])
+                assert set(got["state"]) == set(expected["states"][weight])
+                for key, value in expected["states"][weight].items():
+                    _assert_close(got["state"][key], value)
+                for key, value in expected["groups"][weight].items():
+                    assert got["group"][key] == value, key
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_response_predicts_deepspeeds_next_master_weights(found: list[dict[str, Any]], name: str) -> None:
+    seen = found[0][name]["seen"]
+    for step in range(STEPS - 1):
+        for weight in [key for key, value in seen[step].items() if isinstance(value, dict)]:
+            now = seen[step][weight]
+            decayed = now["weight"] * (1 - now["group"]["lr"] * now["group"]["weight_decay"])
+            torch.testing.assert_close(decayed - now["update"], seen[step + 1][weight]["weight"], rtol=0, atol=3e-7)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_looking_and_probing_change_nothing_to_the_bit(found: list[dict[str, Any]], name: str) -> None:
+    for rank in range(RANKS):
+        watched, unwatched = found[rank][name]["weights"], found[rank][name]["unwatched"]
+        for weight, value in watched.items():
+            assert torch.equal(value, unwatched[weight]), weight
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_all_ranks_see_the_same_once_per_optimizer_step(found: list[dict[str, Any]], name: str) -> None:
+    first, second = (found[rank][name] for rank in range(RANKS))
+    assert first["looks"] == second["looks"] == STEPS
+    for one, other in zip(first["seen"], second["seen"], strict=True):
+        assert one["factor"] == other["factor"]
+        for weight in [key for key, value in one.items() if isinstance(value, dict)]:
+            assert torch.equal(one[weight]["gradient"], other[weight]["gradient"])
+            assert torch.equal(one[weight]["weight"], other[weight]["weight"])
+            for key, value in one[weight]["state"].items():
+                assert torch.equal(value, other[weight]["state"][key])
+
+
+@needs_deepspeed
+def test_both_classes_of_deepspeed_were_seen(found: list[dict[str, Any]]) -> None:
+    classes = {name: run["class"] for name, run in found[0].items()}
+    assert classes.pop("ZeRO-1, BF16 with FP32 gradients") == "BF16_Optimizer"
+    assert set(classes.values()) == {"DeepSpeedZeroOptimizer"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "instead"),
+    [
+        ({"zero_optimization": {"stage": 3}}, "stage=3 partitions the parameters", "ZeRO stage 1 or 2"),
+        ({"zero_optimization": {"stage": 0}}, "stage=0 does not partition", "ZeRO stage 1 or 2"),
+        ({"zero_optimization": {}}, "stage=0 does not partition", "ZeRO stage 1 or 2"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "on disk", "device 'cpu'"),
+        ({"zero_optimization": {"stage": 2, "zenflow": {}}}, "different times", "the same stage without it"),
+        ({"fp16": {"enabled": True}}, "fp16 scales the loss", "bf16"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer 'OneBitAdam' is not known", "AdamW, Adam or SGD"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "replaces the linears", "data parallelism"),
+        ({"compile": {"deepcompile": True}}, "into compiled graphs", "torch.compile"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused_with_what_to_use_instead(
+    changes: dict[str, Any], reason: str, instead: str
+) -> None:
+    with pytest.raises(ValueError, match=reason) as refusal:
+        check_deepspeed({"zero_optimization": {"stage": 2}} | changes)
+    assert f"Use {instead}" in str(refusal.value)
+    assert "policy='layer-position'" in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_configurations_that_are_tested_here_are_not_refused(name: str) -> None:
+    check_deepspeed(SCENARIOS[name].config() | {"fp16": {"enabled": "auto"}, "optimizer": {"type": "AdamW"}})
+
+
+def test_a_run_without_deepspeed_has_no_zero_optimizer() -> None:
+    model, adamw = zero_scenarios.model_and_optimizer()
+    assert find_zero(adamw) is None
+    assert find_zero(adamw, model, None) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "adam_w_mode", "rule"),
+    [
+        ("FusedAdam", True, "torch.AdamW"),
+        ("FusedAdam", False, "torch.Adam"),
+        ("DeepSpeedCPUAdam", 1, "torch.AdamW"),
+        ("DeepSpeedCPUAdam", 0, "torch.Adam"),
+    ],
+)
+def test_deepspeeds_own_adams_have_the_rule_of_their_mode(kind: str, adam_w_mode: bool, rule: str) -> None:
+    inner = _of_deepspeed(kind, torch.optim.Optimizer, adam_w_mode=adam_w_mode)
+    assert ZeroOptimizer(_zero(inner)).rule == rule
+
+
+@pytest.mark.parametrize(
+    ("inner", "reason"),
+    [
+        (torch.optim.Adafactor, "torch.optim.Adafactor on flat partitions is not known"),
+        (torch.optim.NAdam, r"torch.optim\S*.NAdam on flat partitions is not known"),
+    ],
+)
+def test_an_inner_optimizer_without_a_rule_is_refused(inner: type[torch.optim.Optimizer], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        ZeroOptimizer(_zero(inner([nn.Parameter(torch.zeros(4))])))
+
+
+def test_other_optimizers_of_deepspeed_are_refused_by_what_they_are() -> None:
+    adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(4))])
+    for kind, reason in [
+        ("DeepSpeedZeroOptimizer_Stage3", "stage 3 partitions the parameters"),
+        ("ZenFlowZeroOptimizer", "at different times"),
+        ("FP16_UnfusedOptimizer", "its optimizer is a FP16_UnfusedOptimizer"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            find_zero(SimpleNamespace(optimizer=_zero(adamw, kind)))
+    with pytest.raises(ValueError, match="fp16 scales"):
+        find_zero(_zero(adamw, dtype=torch.float16))
+    wrapper = type("DeepSpeedOptimizerWrapper", (), {})()
+    wrapper.optimizer = adamw
+    with pytest.raises(ValueError, match="stage 0 does not partition"):
+        find_zero(wrapper)
+    base = type("DeepSpeedEngine", (), {"__module__": "deepspeed.runtime.engine"})
+    with pytest.raises(ValueError, match="stage 0 does not partition"):
+        find_zero(None, _of_deepspeed("DeepSpeedEngine", object, optimizer=adamw))
+    with pytest.raises(ValueError, match="pipeline engine"):
+        find_zero(None, _of_deepspeed("PipelineEngine", base, optimizer=_zero(adamw)))
+
+
+def test_a_callback_is_taken_away_without_a_trace_and_under_a_later_wrapper_falls_silent() -> None:
+    calls: list[str] = []
+    zero = _zero(torch.optim.AdamW([nn.Parameter(torch.zeros(4))]))
+    type(zero).step = lambda self: calls.append("step")
+    first = ZeroOptimizer(zero).before_step(lambda: calls.append("first"))
+    zero.step()
+    second = ZeroOptimizer(zero).before_step(lambda: calls.append("second"))
+    zero.step()
+    first.remove()
+    zero.step()
+    second.remove()
+    second.remove()
+    zero.step()
+    assert calls == ["first", "step", "second", "first", "step", "second", "step", "step"]
+
+
+def test_a_weight_that_is_not_trained_is_named() -> None:
+    zero = ZeroOptimizer(_zero(torch.optim.AdamW([nn.Parameter(torch.zeros(4))])))
+    frozen = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+    assert zero.responses({"frozen": frozen}) == {}
+    assert "frozen" not in zero.gradients({"frozen": frozen}, 1.0)
+    with pytest.raises(KeyError, match=r"of shape \(2, 3\); expected one of the 1 parameters"):
+        zero.situation(frozen)
+
+
+def _of_deepspeed(name: str, base: type, **attributes: Any) -> Any:
+    """An object that shows itself as one of DeepSpeed's classes; nothing else of it is real."""
+    made = object.__new__(type(name, (base,), {"__module__": "deepspeed.somewhere"}))
+    vars(made).update(attributes)
+    return made
+
+
+def _zero(inner: Any, kind: str = "DeepSpeedZeroOptimizer", dtype: torch.dtype = torch.bfloat16) -> Any:
+    base = type("DeepSpeedOptimizer", (), {"__module__": "deepspeed.runtime.base_optimizer"})
+    weights = [[nn.Parameter(torch.zeros(4, dtype=dtype))]]
+    return _of_deepspeed(kind, base, optimizer=inner, bit16_groups=weights)
+
+
+def _single_process(scenario: Scenario) -> Iterator[dict[str, Any]]:
+    """Yields, before each step, what plain torch has when one process trains on the ranks' batches together."""
+    model, adamw = zero_scenarios.model_and_optimizer()
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    for step in range(STEPS):
+        for group in adamw.param_groups:
+            group["lr"] = zero_scenarios.learning_rate(step) * group["relative"]
+        for micro_batch in range(scenario.micro_batches):
+            parts = [zero_scenarios.batch(step, micro_batch, rank) for rank in range(RANKS)]
+            whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+            (model(**whole).loss / scenario.micro_batches).backward()
+        gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), scenario.clip or float("inf")))
+        states = {
+            names[id(weight)]: dict(adamw.state[weight]) for group in adamw.param_groups for weight in group["params"]
+        }
+        yield {
+            "factor": min(1.0, scenario.clip / norm) if scenario.clip else 1.0,
+            "gradients": gradients,
+            "weights": {name: weight.detach().clone() for name, weight in model.named_parameters()},
+            "states": {name: {key: value.clone() for key, value in state.items()} for name, state in states.items()},
+            "groups": {
+                names[id(weight)]: {key: value for key, value in group.items() if key != "params"}
+                for group in adamw.param_groups
+                for weight in group["params"]
+            },
+        }
+        adamw.step()
+        adamw.zero_grad()
+
+
+def _assert_close(got: Tensor, expected: Tensor) -> None:
+    """Up to the order in which FP32 sums are taken."""
+    assert got.shape == expected.shape
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().mean()))

@@ -1,0 +1,87 @@
+"""What do two processes under DeepSpeed see of their weights? Started by test_zero.py with `accelerate launch`.
+
+Arguments: a folder, for `rank<N>.pt` with {scenario: what `train` returns}.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import zero_scenarios
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+from accelerate.state import AcceleratorState
+from torch.utils.data import DataLoader
+from zero_scenarios import SCENARIOS, STEPS, Scenario
+
+from snip_hf.probe import Batch, run_pass
+from snip_hf.zero import ZeroOptimizer, find_zero
+
+
+def train(scenario: Scenario, watch: bool) -> dict[str, Any]:
+    """Returns the weights after some steps, and what was seen before each of them if somebody watched."""
+    AcceleratorState._reset_state(reset_partial_state=False)
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=scenario.config()))
+    assert accelerator.num_processes == zero_scenarios.RANKS
+    model, adamw = zero_scenarios.model_and_optimizer()
+    data = DataLoader(zero_scenarios.rows(), batch_size=zero_scenarios.ROWS)
+    engine, optimizer, _ = accelerator.prepare(model, adamw, data)
+    zero = find_zero(optimizer)  # as from a Trainer's callback
+    assert zero is not None
+    seen: list[dict[str, Any]] = []
+    handle = None
+    if watch:
+        assert type(find_zero(adamw, engine)) is type(find_zero(adamw, accelerator)) is ZeroOptimizer
+        batch = Batch.of(zero_scenarios.batch(0, 0, accelerator.process_index))
+
+        def look() -> None:
+            run_pass(model, batch, {})
+            seen.append(observe(zero, dict(model.named_parameters())))
+
+        handle = zero.before_step(look)
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = zero_scenarios.learning_rate(step) * group["relative"]
+        for micro_batch in range(scenario.micro_batches):
+            with accelerator.accumulate(engine):
+                loss = engine(**zero_scenarios.batch(step, micro_batch, accelerator.process_index)).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    count = len(seen)
+    if handle is not None:
+        assert "step" in vars(engine.optimizer)
+        handle.remove()
+        assert "step" not in vars(engine.optimizer)
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    engine.destroy()
+    return {"seen": seen, "weights": weights, "looks": count, "class": type(engine.optimizer).__name__}
+
+
+def observe(zero: ZeroOptimizer, weights: dict[str, Any]) -> dict[str, Any]:
+    factor = zero.clip_factor()
+    answers, gradients = zero.responses(weights), zero.gradients(weights, factor)
+    found: dict[str, Any] = {"factor": factor, "rule": zero.rule}
+    for name, weight in weights.items():
+        at = zero.situation(weight)
+        found[name] = {
+            "gradient": zero.gradient(weight).clone(),
+            "group": {key: value for key, value in at.group.items() if key != "params"},
+            "state": {key: value.clone() for key, value in at.state.items()},
+            "weight": at.parameter.clone(),
+            "update": answers[name].gathered().update(gradients[name]),
+        }
+    return found
+
+
+if __name__ == "__main__":
+    # Left alone, Accelerate takes each of DeepSpeed's processes on CPUs for the only one.
+    PartialState(backend="gloo")
+    found = {}
+    for name, scenario in SCENARIOS.items():
+        found[name] = train(scenario, watch=True) | {"unwatched": train(scenario, watch=False)["weights"]}
+    rank = torch.distributed.get_rank()
+    torch.save(found, Path(sys.argv[1]) / f"rank{rank}.pt")
+    torch.distributed.destroy_process_group()

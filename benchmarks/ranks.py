@@ -191,6 +191,11 @@ def wrap(model: LlamaForCausalLM, kind: str, device: torch.device) -> tuple[torc
         for layer in model.model.layers:
             fully_shard(layer, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
+        # Told to gather ahead, FSDP2 does not depend on how far the host is ahead of the device.
+        layers = list(model.model.layers)
+        for layer, following in zip(layers, layers[1:], strict=False):
+            layer.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([layer])
     elif kind == "ddp":
         wrapped = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
 from small import tiny_llama
 from tiny_runs import (
     FAST,
@@ -452,10 +453,16 @@ def fake_state(**changes: Any) -> Callable[[], SimpleNamespace]:
     [
         ({"mixed_precision": "fp8"}, "mixed_precision='fp8' would convert the linears a second time"),
         ({"mixed_precision": "fp16"}, "mixed_precision='fp16' scales the gradients that the probe needs"),
-        ({"num_processes": 2}, "policy='snip' runs in one process so far; got 2 processes"),
         (
-            {"distributed_type": "DistributedType.FSDP"},
-            "policy='snip' runs in one process so far; got 1 processes (FSDP)",
+            {
+                "distributed_type": "DistributedType.FSDP",
+                "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1),
+            },
+            "policy='snip' cannot probe a model under FSDP version 1",
+        ),
+        (
+            {"distributed_type": "DistributedType.MEGATRON_LM"},
+            "policy='snip' cannot probe a model under Megatron-LM",
         ),
     ],
 )

@@ -42,6 +42,7 @@ OTHER: dict[str, Any] = {
     "solver": "greedy",
     "solver_time_limit": 1,
     "solver_gap": 0.0,
+    "rank_timeout": 30.5,
     "backend": "emulated",
     "seed": 5,
 }
@@ -126,7 +127,8 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "loss_weight and weight_weight are both 0; at least one must be above 0.",
     ),
     *(
-        ({"solver_time_limit": value}, f"solver_time_limit={value!r} is not a number of seconds above 0.")
+        ({name: value}, f"{name}={value!r} is not a number of seconds above 0.")
+        for name in ("solver_time_limit", "rank_timeout")
         for value in (0, -1.0, float("inf"), float("nan"))
     ),
     ({"stages": 0}, "stages=0 is too small; expected None, a number of at least 1, or lists of names."),
@@ -173,6 +175,7 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("solver", None, "solver=None has type NoneType; expected str."),
     ("solver_time_limit", "60", "solver_time_limit='60' has type str; expected float."),
     ("solver_gap", False, "solver_gap=False has type bool; expected float."),
+    ("rank_timeout", None, "rank_timeout=None has type NoneType; expected float."),
     ("backend", 1, "backend=1 has type int; expected str."),
     ("seed", 0.5, "seed=0.5 has type float; expected int."),
 ]
@@ -294,6 +297,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "solver": "auto",
         "solver_time_limit": 60.0,
         "solver_gap": 1e-4,
+        "rank_timeout": 600.0,
         "backend": "auto",
         "seed": 0,
     }

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import ParallelismConfig
 from small import text, tiny_llama
 from tiny_runs import (
     FAST,
@@ -503,20 +504,60 @@ def test_fp16_is_refused_where_gradients_are_probed() -> None:
     check_launch(SnipConfig(policy="layer-position"), scaled)
 
 
-def test_several_processes_are_refused_where_one_would_have_to_tell_the_others() -> None:
-    several = fake_accelerator(num_processes=4, distributed_type="DistributedType.MULTI_GPU")
-    assert refusal(lambda: check_launch(SnipConfig(policy="min-abs-err"), several)) == (
-        "policy='min-abs-err' runs in one process so far; got 4 processes (MULTI_GPU). Launch with --num_processes 1, "
-        "or use a policy that needs no probe, such as a plan file or policy='layer-position'."
-    )
-    check_launch(SnipConfig(policy="random"), several)
-    check_launch(SnipConfig(plan="plan.json"), several)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"distributed_type": "DistributedType.MULTI_GPU", "num_processes": 4},
+        {"distributed_type": "DistributedType.MULTI_CPU", "num_processes": 2},
+        {
+            "distributed_type": "DistributedType.FSDP",
+            "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=False),
+        },
+        {"parallelism_config": ParallelismConfig(dp_replicate_size=2)},
+    ],
+)
+def test_several_processes_are_accepted_with_every_policy(setting: dict[str, Any]) -> None:
+    for policy in ("snip", "min-abs-err", "random"):
+        check_launch(SnipConfig(policy=policy), fake_accelerator(**setting))
 
 
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
-def test_sharded_parameters_are_refused_even_in_one_process(kind: str) -> None:
-    sharded = fake_accelerator(distributed_type=f"DistributedType.{kind}")
-    assert f"got 1 processes ({kind})" in refusal(lambda: check_launch(SnipConfig(), sharded))
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        (
+            {
+                "distributed_type": "DistributedType.FSDP",
+                "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1, cpu_offload=False),
+            },
+            "FSDP version 1, which flattens the weights; use version 2 (fsdp_version: 2)",
+        ),
+        (
+            {
+                "distributed_type": "DistributedType.FSDP",
+                "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True),
+            },
+            "FSDP2 with offloading to the CPU; turn fsdp_offload_params off",
+        ),
+        ({"distributed_type": "DistributedType.MEGATRON_LM"}, "Megatron-LM; use FSDP2 (fsdp_version: 2)"),
+        *[
+            (
+                {"parallelism_config": ParallelismConfig(**{f"{name}_size": 2})},
+                f"{name}_size=2: its ranks hold parts of the activations; use 1",
+            )
+            for name in ("tp", "cp", "sp")
+        ],
+    ],
+)
+def test_launches_under_which_nothing_can_be_probed_are_refused_even_in_one_process(
+    setting: dict[str, Any], reason: str
+) -> None:
+    for accelerator in (fake_accelerator(**setting), fake_accelerator(state=SimpleNamespace(**setting), **setting)):
+        assert refusal(lambda it=accelerator: check_launch(SnipConfig(policy="min-abs-err"), it)) == (
+            f"policy='min-abs-err' cannot probe a model under {reason}, or use a policy that needs no probe, such as a "
+            "plan file or policy='layer-position'."
+        )
+        check_launch(SnipConfig(policy="random"), accelerator)
+        check_launch(SnipConfig(plan="plan.json"), accelerator)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -798,11 +839,10 @@ def test_training_that_ends_in_a_refresh_stops_its_solver_and_says_so(
     assert kept(tmp_path) == ["training ended at step 3, before step 4 at which its plan was due"]
 
 
-def test_training_that_ends_inside_a_refreshs_step_leaves_no_hooks_on_the_weights() -> None:
+def test_training_that_ends_inside_a_refreshs_step_leaves_no_hooks_on_the_parameters() -> None:
     loop = Loop().run(1)
     loop.controller.capture(text(2, 24))
-    weights_with_hooks = [p for p in loop.model.parameters() if p._post_accumulate_grad_hooks]
-    assert len(weights_with_hooks) == 14
+    assert all(p._post_accumulate_grad_hooks for p in loop.model.parameters())
     loop.controller.close()
     assert [p for p in loop.model.parameters() if p._post_accumulate_grad_hooks] == []
 

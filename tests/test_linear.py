@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from snip_hf import SnipConfig, SnipLinear, SnipLinearConfig, convert_model, restore_model
 from snip_hf.formats import FORMAT_NAMES, GEMMS
-from snip_hf.linear import pack_states, set_step, skip_reasons, snip_linears
+from snip_hf.linear import pack_states, plain_name, set_rank, set_step, skip_reasons, snip_linears
 
 T, I, O = 150, 200, 136  # tokens, in_features, out_features: ragged in every tiling  # noqa: E741
 FAMILIES = list(LINEARS)
@@ -258,13 +258,13 @@ class TestStep:
 
         def expected(*key: int) -> dict[str, list[int]]:
             names = {name: zlib.crc32(name.encode()) for name in layers}
-            return {name: [*before[name][:3], key_number(*key, names[name])] for name in layers}
+            return {name: [*before[name][:3], key_number(*key, names[name]), 0, 1] for name in layers}
 
         for packed in (False, True):
             for key in ((2**40 + 1, 77, 5), (0, 1, 0), (2**64 - 1, 2**32 - 1, 3)):
                 set_step(layers, *key)
                 assert states(model) == expected(*key)
-                assert {number < 0 for *_, number in states(model).values()} == {True, False}
+                assert {numbers[3] < 0 for numbers in states(model).values()} == {True, False}
             if not packed:
                 pack_states(layers)
                 assert len({layer.snip_state.untyped_storage().data_ptr() for layer in layers.values()}) == 1
@@ -296,7 +296,65 @@ class TestStep:
         assert states(model) == before
         name = list(layers)[4]
         layers[name].set_formats(dict.fromkeys(GEMMS, "fp4"))
-        assert states(model) == {**before, name: [2, 2, 2, before[name][3]]}
+        assert states(model) == {**before, name: [2, 2, 2, *before[name][3:]]}
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_the_rank_stays_what_it_was_set_to(self, packed: bool) -> None:
+        model = build("llama")
+        convert_model(model, SnipConfig())
+        layers = snip_linears(model)
+        if packed:
+            pack_states(layers)
+        before = states(model)
+        set_rank(layers, 3, 8)
+        assert states(model) == {name: [*numbers[:4], 3, 8] for name, numbers in before.items()}
+        set_step(layers, 1, 2, 3)
+        next(iter(layers.values())).set_formats(dict.fromkeys(GEMMS, "fp4"))
+        assert all(numbers[4:] == [3, 8] for numbers in states(model).values())
+
+
+class TestRanks:
+    """One process with all tokens against two that share them. All numbers are on FP4's grid or, of gradients, between
+    its numbers with scales of 1, so that every sum is exact and results must be the same bit for bit."""
+
+    TOKENS = 256
+
+    @staticmethod
+    def exact(*shape: int, seed: int, steps: int) -> Tensor:
+        """Multiples of 1 / steps up to 6, which the first of every 128 in each direction is."""
+        x = torch.randint(-6 * steps, 6 * steps + 1, shape, generator=torch.Generator().manual_seed(seed)) / steps
+        x[::128], x[:, ::128] = 6.0, -6.0
+        return x
+
+    def layer(self) -> SnipLinear:
+        layer = swapped(nn.Linear(256, 384, bias=False), "fp4", seed=3)
+        layer.weight.data = self.exact(384, 256, seed=0, steps=2)
+        return layer
+
+    def part(self, rank: int, ranks: int, scale: float = 1.0, tokens: tuple[int, int] | None = None) -> list[Tensor]:
+        """Output, grad_input and grad_weight of a rank's tokens."""
+        first, last = tokens or (self.TOKENS // ranks * rank, self.TOKENS // ranks * (rank + 1))
+        x = self.exact(self.TOKENS, 256, seed=1, steps=2)[first:last]
+        grad_output = self.exact(self.TOKENS, 384, seed=2, steps=16)[first:last]
+        layer = self.layer()
+        set_rank({"layer": layer}, rank, ranks)
+        found = gradients(layer, x, grad_output * scale)
+        return [found["y"], found["x"], found["weight"]]
+
+    @pytest.mark.parametrize("scale", [1.0, 2.0, 2.0**-9])
+    def test_that_share_the_tokens_compute_what_one_process_does(self, scale: float) -> None:
+        """Also with gradients scaled by a power of two, as those of a mean over fewer tokens are."""
+        output, grad_input, grad_weight = self.part(0, 1)
+        first, second = self.part(0, 2, scale), self.part(1, 2, scale)
+        assert torch.equal(torch.cat([first[0], second[0]]), output)
+        assert torch.equal(torch.cat([first[1], second[1]]), grad_input * scale)
+        assert torch.equal(first[2] + second[2], grad_weight * scale)
+
+    def test_draw_other_numbers_than_each_other(self) -> None:
+        tokens = (128, 256)
+        (first, *first_grads), (second, *second_grads) = (self.part(rank, 2, tokens=tokens) for rank in range(2))
+        assert torch.equal(first, second)
+        assert all((a != b).float().mean() > 0.9 for a, b in zip(first_grads, second_grads, strict=True))
 
 
 class TestCheckpointing:
@@ -461,7 +519,7 @@ def snapshot(model: nn.Module) -> list[tuple[Any, ...]]:
 
 
 def key_number(seed: int, step: int, micro_batch: int, layer: int) -> int:
-    """The last number of a state: the oracle's two halves of the output gradient's stream as a signed integer."""
+    """The key in a state: the oracle's two halves of the output gradient's stream as a signed integer."""
     low, high = stream_halves(seed, step, micro_batch, layer, GRAD_OUTPUT)
     return low | (high - 2**32 if high >= 2**31 else high) << 32
 
@@ -521,7 +579,7 @@ class TestConvert:
             convert_model(model, SnipConfig(start_format=start, seed=2**40 + 3))
             for name, layer in snip_linears(model).items():
                 assert layer.formats == dict.fromkeys(GEMMS, start)
-                assert layer.snip_state.tolist() == [code] * 3 + [key_number(2**40 + 3, 0, 0, layer.snip_key)]
+                assert layer.snip_state.tolist() == [code] * 3 + [key_number(2**40 + 3, 0, 0, layer.snip_key), 0, 1]
                 assert layer.snip_key == zlib.crc32(name.encode())
                 assert layer.snip_state.dtype == torch.int64
 
@@ -733,16 +791,31 @@ class TestSkipping:
             "model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj, ...; output head: lm_head)."
         ]
 
-    def test_a_compiled_block_leaves_the_random_numbers_as_they_are(self) -> None:
-        keys = []
+    def test_a_compiled_block_leaves_the_names_and_the_random_numbers_as_they_are(self) -> None:
+        names, keys = [], []
         for compiled in (False, True):
             model = build("llama")
             if compiled:
                 model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
-            names = convert_model(model, SnipConfig())
-            assert any("_orig_mod" in name for name in names) == compiled
+            assert any("_orig_mod" in name for name, _ in model.named_modules()) == compiled
+            names.append(convert_model(model, SnipConfig()))
+            assert list(snip_linears(model)) == names[-1]
             keys.append(list(states(model).values()))
+        assert names[0] == names[1] and set(names[0]) == LINEARS["llama"]
         assert keys[0] == keys[1]
+
+    @pytest.mark.parametrize(
+        ("name", "plain"),
+        [
+            ("model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+            ("_orig_mod.model.layers.0._orig_mod.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+            ("layers.3._checkpoint_wrapped_module._orig_mod.up", "layers.3.up"),
+            ("snip_part_12.layers.3.up", "layers.3.up"),
+            ("model.snip_part_1.up", "model.snip_part_1.up"),  # only in front
+        ],
+    )
+    def test_a_plain_name_is_without_what_wrappers_put_in(self, name: str, plain: str) -> None:
+        assert plain_name(name) == plain
 
     def test_skipping_a_layer_leaves_the_random_numbers_of_the_others_alone(self) -> None:
         keys = []
@@ -883,7 +956,7 @@ class TestQuantize:
         layer = swapped(linear(), "fp4", seed=3)
         model = nn.Sequential(layer)
         quantize_(model, SnipLinearConfig("fp8", seed=8), filter_fn=lambda module, name: name == "0")
-        assert model[0] is layer and layer.snip_state.tolist() == [2, 2, 2, key_number(3, 0, 0, 0)]
+        assert model[0] is layer and layer.snip_state.tolist() == [2, 2, 2, key_number(3, 0, 0, 0), 0, 1]
 
 
 def test_every_family_of_the_tests_has_its_names_or_is_refused() -> None:

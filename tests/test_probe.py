@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from snip_hf.config import SnipConfig
 from snip_hf.linear import convert_model, snip_linears
-from snip_hf.probe import Batch, Probe, per_query_head, run_forward, run_pass, run_probe
+from snip_hf.probe import Batch, Probe, _SamplePlan, per_query_head, run_forward, run_pass, run_probe
 from snip_hf.products import split_product
 
 # torch loads its forward-mode decompositions through torch.jit.script, which warns of itself.
@@ -667,7 +667,7 @@ def test_num_items_in_batch_is_dropped_so_that_the_loss_is_the_mean() -> None:
     assert probe.loss == pytest.approx(model(**inputs).loss.item(), rel=1e-5)
 
 
-# ------------------------------------------------------------------------------------------- the front of a micro-batch
+# --------------------------------------------------------------------------------------------- parts of a micro-batch
 
 
 def a_batch(rows: int = 6, length: int = 10) -> dict[str, Any]:
@@ -685,35 +685,59 @@ def a_batch(rows: int = 6, length: int = 10) -> dict[str, Any]:
     }
 
 
-def test_the_front_has_the_first_sequences_of_every_input() -> None:
+def test_a_part_has_sequences_from_all_over_the_micro_batch_of_every_input() -> None:
     batch = Batch.of(a_batch())
-    part = batch.front(39)
-    assert part.parts == 2 and part.random_state is batch.random_state
+    part = batch.part(39)
+    assert part.random_state is batch.random_state
     assert set(part.kwargs) == set(batch.kwargs)
     for name, value in part.kwargs.items():
         if isinstance(value, Tensor):
-            assert torch.equal(value, batch.kwargs[name][:3])
+            assert torch.equal(value, batch.kwargs[name][[0, 2, 4]])
         else:
             assert value is batch.kwargs[name]
 
 
-@pytest.mark.parametrize(("tokens_asked", "rows"), [(1, 1), (10, 1), (19, 1), (20, 2), (59, 5)])
-def test_the_front_holds_whole_sequences_and_at_least_one(tokens_asked: int, rows: int) -> None:
-    part = Batch.of(a_batch()).front(tokens_asked)
-    assert part.kwargs["labels"].shape == (rows, 10)
-    assert part.parts == 6 / rows
+@pytest.mark.parametrize(
+    ("tokens_asked", "rows"), [(1, [0]), (10, [0]), (19, [0]), (20, [0, 3]), (40, [0, 1, 3, 4]), (59, [0, 1, 2, 3, 4])]
+)
+def test_a_part_holds_whole_sequences_and_at_least_one(tokens_asked: int, rows: list[int]) -> None:
+    part = Batch.of(a_batch()).part(tokens_asked)
+    assert part.kwargs["labels"].tolist() == [[row] * 10 for row in rows]
+    assert part.tokens == 10 * len(rows)
+
+
+@pytest.mark.parametrize(("ranks", "rows", "asked"), [(2, 6, 40), (2, 6, 20), (2, 8, 40), (3, 12, 60), (4, 8, 40)])
+def test_the_parts_of_several_ranks_are_together_the_part_of_one_with_all_their_sequences(
+    ranks: int, rows: int, asked: int
+) -> None:
+    """Where each rank takes the same whole number of sequences."""
+    whole = a_batch(rows)
+    wanted = Batch.of(whole).part(asked).kwargs
+    assert wanted["labels"].shape[0] < rows
+    per_rank = rows // ranks
+    shares = [
+        {
+            name: value[rank * per_rank : (rank + 1) * per_rank] if isinstance(value, Tensor) else value
+            for name, value in whole.items()
+        }
+        for rank in range(ranks)
+    ]
+    parts = [Batch.of(share).part(asked // ranks).kwargs for share in shares]
+    for name, value in wanted.items():
+        if isinstance(value, Tensor):
+            assert torch.equal(torch.cat([part[name] for part in parts]), value)
 
 
 @pytest.mark.parametrize("asked", [None, 60, 61])
 def test_what_is_small_enough_is_taken_whole(asked: int | None) -> None:
     batch = Batch.of(a_batch())
-    assert batch.front(asked) is batch
+    assert batch.part(asked) is batch
 
 
 def test_a_single_sequence_is_taken_whole(caplog: pytest.LogCaptureFixture) -> None:
     batch = Batch.of({**a_batch(1, 500), "cu_seq_lens_q": torch.tensor([0, 200, 500])})
     with caplog.at_level("INFO"):
-        assert batch.front(128) is batch
+        assert batch.part(128) is batch
     assert caplog.messages == []
 
 
@@ -723,7 +747,7 @@ def test_masks_of_heads_are_cut_and_what_all_sequences_share_is_kept() -> None:
         "position_ids": torch.arange(10)[None],
         "scale": torch.tensor(2.0),
     }
-    kwargs = Batch.of(inputs).front(20).kwargs
+    kwargs = Batch.of(inputs).part(20).kwargs
     assert kwargs["attention_mask"].shape == (2, 1, 10, 10)
     assert kwargs["position_ids"] is inputs["position_ids"] and kwargs["scale"] is inputs["scale"]
 
@@ -744,23 +768,97 @@ def test_what_may_belong_to_several_sequences_keeps_the_batch_whole_and_the_log_
 ) -> None:
     batch = Batch.of(a_batch() | {name: value})
     with caplog.at_level("INFO", logger="snip_hf.probe"):
-        assert batch.front(20) is batch
+        assert batch.part(20) is batch
     assert caplog.messages == [
         f"snip-hf: the probe takes the whole micro-batch of 60 tokens: its input {name!r} cannot be cut."
     ]
 
 
-def test_the_front_stands_for_the_whole_by_the_tokens_that_have_labels(caplog: pytest.LogCaptureFixture) -> None:
+def test_sequences_without_labels_do_not_stand_for_the_whole(caplog: pytest.LogCaptureFixture) -> None:
     inputs = a_batch()
-    inputs["labels"][0, 5:] = -100
-    assert Batch.of(inputs).front(20).parts == 55 / 15
-    inputs["labels"][:2] = -100
+    inputs["labels"][[0, 3]] = -100
     batch = Batch.of(inputs)
     with caplog.at_level("INFO", logger="snip_hf.probe"):
-        assert batch.front(20) is batch
+        assert batch.part(20) is batch
     assert caplog.messages == [
-        "snip-hf: the probe takes the whole micro-batch of 60 tokens: its first 2 sequences have no labels."
+        "snip-hf: the probe takes the whole micro-batch of 60 tokens: 2 of its sequences have no labels."
     ]
+    inputs["labels"][0, 9] = 1
+    assert Batch.of(inputs).part(20).kwargs["labels"].shape == (2, 10)
+
+
+def test_labelled_tokens_are_those_that_the_loss_of_a_causal_lm_is_a_mean_over() -> None:
+    inputs = text(2, 16)
+    model = tiny_llama(hidden=32)
+    labels = inputs["labels"].clone()
+    labels[0, :5] = labels[1, 12:] = -100
+    batch = Batch.of(inputs | {"labels": labels})
+    assert (batch.tokens, batch.labelled) == (32, 11 + 11)
+    with torch.no_grad():
+        logits = model(input_ids=inputs["input_ids"]).logits[:, :-1].flatten(0, 1)
+        every = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        assert float(model(**batch.kwargs).loss) == pytest.approx(float(every) / batch.labelled, rel=1e-5)
+
+
+def test_a_sequence_of_one_token_counts_with_its_label() -> None:
+    assert Batch.of({"labels": torch.tensor([[3], [-100]])}).labelled == 1
+    assert Batch.of({"labels": torch.tensor([[-100, -100]])}).labelled == 0
+
+
+# --------------------------------------------------------------------------------------- what several ranks keep of it
+
+
+def kept_by(every: tuple[int, ...], probe_tokens: int | None, step: int = 0) -> list[Tensor]:
+    """Rank -> the positions that it keeps, counted over the tokens of all ranks, one rank's after the other's."""
+    found, before = [], 0
+    for rank, count in enumerate(every):
+        found.append(_SamplePlan(probe_tokens, 0, step, rank, every).kept(count) + before)
+        before += count
+    return found
+
+
+@pytest.mark.parametrize("probe_tokens", [None, 128, 300, 512, 1024, 5000])
+@pytest.mark.parametrize("every", [(1024, 1024), (512, 512, 512), (512,) * 4, (128, 1024, 384), (256, 0, 768)])
+def test_ranks_with_whole_runs_keep_together_exactly_what_one_process_keeps(
+    every: tuple[int, ...], probe_tokens: int | None
+) -> None:
+    for step in range(8):
+        (wanted,) = kept_by((sum(every),), probe_tokens, step)
+        assert torch.equal(torch.cat(kept_by(every, probe_tokens, step)), wanted)
+
+
+@pytest.mark.parametrize("probe_tokens", [128, 300, 512, 1000])
+@pytest.mark.parametrize("every", [(1000, 1000), (700, 900, 500), (130, 1999), (300,) * 8])
+def test_ragged_ranks_keep_as_many_whole_runs_as_one_process(every: tuple[int, ...], probe_tokens: int) -> None:
+    ends = torch.tensor(every).cumsum(0)
+    for step in range(8):
+        kept = kept_by(every, probe_tokens, step)
+        assert sum(map(len, kept)) == probe_tokens // 128 * 128
+        for rank, positions in enumerate(kept):
+            runs = positions.view(-1, 128)
+            assert torch.equal(runs, runs[:, :1] + torch.arange(128))
+            assert torch.equal(positions, positions.unique())
+            assert ((positions >= ends[rank] - every[rank]) & (positions < ends[rank])).all()
+
+
+@pytest.mark.parametrize("every", [(100, 100), (127,) * 4, (60,)])
+def test_ranks_without_a_whole_run_keep_all(every: tuple[int, ...]) -> None:
+    assert [len(positions) for positions in kept_by(every, 128)] == list(every)
+
+
+def test_every_run_of_every_rank_may_be_kept() -> None:
+    seen = torch.cat([torch.cat(kept_by((512, 640), 256, step)) for step in range(200)])
+    assert torch.equal(seen.unique(), torch.arange(1152))
+
+
+def test_a_layer_that_a_router_gives_other_tokens_keeps_the_rank_s_share_of_them() -> None:
+    plan = _SamplePlan(512, 0, 0, 1, (1024, 1024))
+    assert len(plan.kept(900)) == 256
+    assert torch.equal(plan.kept(200), torch.arange(200))
+    assert len(plan._replace(every=(1024,) * 8).kept(900)) == 128  # never less than one run
+    assert torch.equal(plan._replace(probe_tokens=None).kept(900), torch.arange(900))
+    # As much as one process with as many tokens: what other ranks have plays no part.
+    assert torch.equal(plan.kept(900), _SamplePlan(256, 0, 0, 0, (900,)).kept(900))
 
 
 # --------------------------------------------------------------------------------------------------- products on a GPU

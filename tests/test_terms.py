@@ -569,7 +569,7 @@ def test_errors_are_the_norms_of_what_rounding_changes(options: dict[str, int], 
 def test_squares_stand_for_all_tokens_by_their_energy_and_errors_by_their_number() -> None:
     weight, push = a_weight(), scaled()
     plain = a_sample(256, 1024, 1)
-    by_energy = replace(plain, energy_ratio=10.0)  # instead of 4
+    by_energy = replace(plain, energies=(30.0, 3.0))  # 10 instead of 4
     one, other = (LayerTerms(sample, weight, push, 1) for sample in (plain, by_energy))
     assert other.loss_divergence("fp4", "token-fisher") == pytest.approx(
         10 / 4 * one.loss_divergence("fp4", "token-fisher")

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import math
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,27 +24,24 @@ from torch import Tensor, nn
 
 from . import policies
 from .config import SnipConfig
-from .cost import describe_cost, linear_flops, measure_cost
 from .distributed import Attempt, RankError, describe, own_part
 from .divergence import CHOICES, DivergenceTable, divergences_at
 from .drift import rank_correlation, ranking
-from .history import RunFolder
-from .kernels import hopper_lacks, select_backend
+from .history import RunFolder, describe_plan, shares, start_line
+from .kernels import select_backend
 from .launch import ModelParts, Pipeline, check_launch, find_processes, parts_of, unwrap
 from .linear import (
-    convert_model,
     drop_quantized,
     forget_inputs,
     keep_quantized,
-    pack_states,
-    set_rank,
     set_step,
     share_inputs,
     snip_linears,
 )
 from .memory import bounded, kept_tokens, measured_peak, probe_memory
 from .optimizers import check_optimizer, responses
-from .plan import PlanProvenance, PrecisionPlan, read_measured
+from .plan import PlanProvenance, PrecisionPlan
+from .preparation import check_model, check_sizes, cost_of_all, flops_of_all, swap, use_backend
 from .probe import Batch, read
 from .solver import SolverProcess, SolverResult
 from .timing import read_times
@@ -139,16 +135,19 @@ class SnipController:
         self._keeps_weights = False
         self.backend = select_backend(config.backend, next(self.model.parameters()).device)
         """Kernels in use: "emulated" or "hopper"."""
-        convert_model(self.model, config)
+        swap(self.model, config, self.processes.pipeline)
         self._layers = snip_linears(self.model)
-        self._use_backend(getattr(accelerator, "mixed_precision", None))
+        mixed_precision = getattr(accelerator, "mixed_precision", None)
+        use_backend(self._layers, self.backend, self.processes.data, mixed_precision, self._log)
         self.needs_probe = policies.needs_probe(config)
         # As `config`, with as many tokens as the bound on memory allows.
         self._probe_config = config
         if self.needs_probe:
-            self._check_probe()
+            if self._zero is None:
+                check_optimizer(self._optimizer)
+            check_model(self.model, self._log)
             self._probe_config = bounded(config, self.model)
-        flops = self._flops_of_all()
+        flops = flops_of_all(self.model, self.processes.pipeline)
         self._setting = policies.Setting(config, flops, policies.find_stages(list(flops), config))
         policies.check_ties(self._setting)
         if config.cost_file is not None:
@@ -166,7 +165,7 @@ class SnipController:
         if self.backend == "hopper":
             groups = policies.siblings(self._setting)
             share_inputs(self._layers, [group for group in groups if group[0] in self._layers])
-        self._log.info("snip-hf: policy %s, %s.", config.policy, _describe(self.plan))
+        self._log.info("snip-hf: policy %s, %s.", config.policy, describe_plan(self.plan))
 
     def start(self) -> None:
         """Begins a new record: the plan and the first line of the history. `capture` does it if nobody did before."""
@@ -293,7 +292,7 @@ class SnipController:
                 f"The SNIP state is of step {step}, but the weights are of step {at_step}. Take both from the same "
                 "checkpoint folder."
             )
-        self._check_sizes(plan)
+        check_sizes(plan, self._setting.flops)
         plan.apply(self.model, elsewhere=self._setting.flops)
         self._stop()
         self.plan, self.step, self._micro_batch = plan, step, 0
@@ -308,31 +307,6 @@ class SnipController:
                 resumed.process = self._start_solver(resumed.problem)
                 self._pending = resumed
 
-    def _use_backend(self, mixed_precision: str | None) -> None:
-        weight = next(iter(self._layers.values())).weight
-        drop_quantized(self._layers)  # what a run before that was not closed may have left
-        for layer in self._layers.values():
-            layer.snip_backend, layer.snip_device = self.backend, layer.weight.device.type
-        pack_states(self._layers)
-        set_rank(self._layers, self.processes.data.rank, self.processes.data.size)
-        if self.backend == "hopper" and weight.dtype != torch.bfloat16 and mixed_precision not in (None, "bf16"):
-            self._log.warning(
-                "snip-hf: the GPU has FP8 tensor cores, but the model does not compute in BF16 (mixed_precision=%r, %s "
-                "weights): FP8 and FP4 are emulated, slower than BF16. Train with bf16=True.",
-                mixed_precision,
-                weight.dtype,
-            )
-        elif self.backend == "hopper":
-            self._log.info(
-                "snip-hf: backend hopper: FP8 and FP4 GEMMs run on FP8 tensor cores wherever the compute dtype is "
-                "BF16, others are emulated. Compile the decoder layers: without it little or nothing is gained."
-            )
-        else:
-            self._log.info(
-                "snip-hf: backend emulated: the numerics of FP8 and FP4, slower than BF16 (%s).",
-                hopper_lacks(weight.device) or "asked for by backend='emulated'",
-            )
-
     def _first_plan(self) -> PrecisionPlan:
         setting, config = self._setting, self.config
         if config.plan is not None:
@@ -340,7 +314,7 @@ class SnipController:
                 plan = PrecisionPlan.load(config.plan)
             except OSError as error:
                 raise ValueError(f"plan={config.plan!r} cannot be read: {error}.") from error
-            self._check_sizes(plan)
+            check_sizes(plan, self._setting.flops)
             return plan
         provenance = PlanProvenance(step=0, **self._origin())
         if self.needs_probe:
@@ -351,57 +325,16 @@ class SnipController:
 
     def _measure(self, tokens: int) -> None:
         """Times the GEMMs, by which all decisions of the run then count them."""
-        began = time.perf_counter()
-        # One rank measures for all that hold the same layers: each would find other times.
-        found = self.processes.data.by_first(
-            lambda: measure_cost(self.model, tokens, self.backend, self.config.cost_file).to_dict()
+        measured = cost_of_all(
+            self.model,
+            tokens,
+            self.backend,
+            self.config.cost_file,
+            self._setting.flops,
+            self.processes,
+            self._log,
         )
-        parts = [read_measured(part) for part in self.processes.pipeline.gather(found)]
-        seconds = {layer: row for part in parts for layer, row in part.seconds.items()}
-        measured = replace(parts[0], seconds={layer: seconds[layer] for layer in self._setting.flops})
         self._setting = replace(self._setting, measured=measured)
-        self._log.info(
-            "snip-hf: measured the GEMMs in %.1f s. %s",
-            time.perf_counter() - began,
-            describe_cost(self._setting.flops, measured),
-        )
-        if self.backend == "emulated":
-            self._log.warning("snip-hf: the emulated backend was timed: FP8 and FP4 are the times of their emulation.")
-
-    def _flops_of_all(self) -> dict[str, dict[str, float]]:
-        """Returns the FLOPs of the layers of all stages of a pipeline, in the order of the model's blocks."""
-        found = linear_flops(self.model)
-        if self.processes.pipeline.size == 1:
-            return found
-        merged = {layer: row for part in self.processes.pipeline.gather(found) for layer, row in part.items()}
-        numbers = {layer: int((re.findall(r"\d+", policies.block_of(layer)) or [0])[-1]) for layer in merged}
-        return {layer: merged[layer] for layer in sorted(merged, key=numbers.__getitem__)}
-
-    def _check_sizes(self, plan: PrecisionPlan) -> None:
-        for layer, flops in self._setting.flops.items():
-            planned = plan.flops.get(layer, flops)
-            if planned["forward"] != flops["forward"]:
-                raise ValueError(
-                    f"The plan is for a layer {layer!r} of {planned['forward']:g} FLOPs per token, the model's has "
-                    f"{flops['forward']:g}. Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
-                    "to compare."
-                )
-
-    def _check_probe(self) -> None:
-        if self._zero is None:
-            check_optimizer(self._optimizer)
-        config = getattr(self.model, "config", None)
-        if "relu" in (getattr(config, "hidden_act", None), getattr(config, "activation_function", None)):
-            self._log.warning(
-                "snip-hf: the model's activation is ReLU, whose kinks the probe's differences take for curvature: "
-                "weight divergences may be several times too high (docs/limitations.md)."
-            )
-        attention = getattr(config, "_attn_implementation", None) or ""
-        if attention.startswith("flash"):
-            raise ValueError(
-                f"attn_implementation={attention!r} cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. "
-                "Load the model with attn_implementation='sdpa', or use a policy that needs no probe."
-            )
 
     def _refreshes(self, step: int) -> bool:
         """Tells whether the schedule refreshes at this step, counted from the last probe."""
@@ -586,7 +519,7 @@ class SnipController:
                 "decided_step": step,
                 "status": "applied",
                 "reason": None,
-                **_shares(plan),
+                **shares(plan),
                 "changes": changes,
                 "layers_changed": layers_changed,
                 "objective": result.objective,
@@ -600,7 +533,7 @@ class SnipController:
             "snip-hf: plan of step %d applied after step %d: %s, %d layers changed.",
             pending.step,
             step,
-            _describe(plan),
+            describe_plan(plan),
             layers_changed,
         )
 
@@ -653,22 +586,14 @@ class SnipController:
             "decided_step": step,
             "status": "kept",
             "reason": reason,
-            **_shares(self.plan),
+            **shares(self.plan),
             "changes": {},
             "layers_changed": 0,
         }
         self._folder.append(dict(record) | kept)
 
     def _start_line(self) -> dict[str, Any]:
-        return {
-            "event": "start",
-            "step": self.step,
-            "config": self.config.to_dict(),
-            "plan": {layer: dict(formats) for layer, formats in self.plan.assignment.items()},
-            "flops": {layer: dict(flops) for layer, flops in self.plan.flops.items()},
-            "stages": [list(stage) for stage in self.plan.stages],
-            "model_name": self.model_name,
-        }
+        return start_line(self.plan, self.step, self.config, self.model_name)
 
 
 def _read_ranking(saved: Mapping[str, Any]) -> dict[str, float]:
@@ -678,24 +603,3 @@ def _read_ranking(saved: Mapping[str, Any]) -> dict[str, float]:
 # Fields that decide the course of a run; the others may differ on resume.
 _FREE = ("solver_time_limit", "rank_timeout", "backend", "cost_file")
 _DECIDING = tuple(name for name in SnipConfig().to_dict() if name not in _FREE)
-
-
-def _shares(plan: PrecisionPlan) -> dict[str, Any]:
-    """Returns what a line of the history says of a plan's FP4 shares; of time only if that was measured."""
-    shares: dict[str, Any] = {
-        "fp4_fraction": plan.fp4_fraction,
-        "stage_fp4_fractions": list(plan.stage_fp4_fractions),
-    }
-    times = plan.stage_fp4_time_fractions
-    if times is not None:
-        shares |= {"fp4_time_fraction": plan.fp4_time_fraction, "stage_fp4_time_fractions": list(times)}
-    return shares
-
-
-def _describe(plan: PrecisionPlan) -> str:
-    stages = ", ".join(f"{share:.1%}" for share in plan.stage_fp4_fractions)
-    text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (per stage: {stages})"
-    times = plan.stage_fp4_time_fractions
-    if times is None:
-        return text
-    return f"{text}, {plan.fp4_time_fraction:.1%} of their time ({', '.join(f'{share:.1%}' for share in times)})"

@@ -91,7 +91,7 @@ class Ranks:
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         padded = torch.nn.functional.pad(own, (0, longest - len(own)))
         self._bounded(lambda: dist.all_gather(texts, padded, self._control))
-        return [json.loads(bytes(text[: int(size)].tolist()).decode()) for text, size in zip(texts, sizes, strict=True)]
+        return [json.loads(text[: int(size)].numpy().tobytes()) for text, size in zip(texts, sizes, strict=True)]
 
     def by_first(self, make: Callable[[], Result]) -> Result:
         """Returns what `make` returns on the first rank, JSON data, to all of them.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .config import SnipConfig
 from .divergence import DivergenceTable
 from .jsonfiles import (
     MAX_JSON_BYTES,
@@ -105,3 +106,38 @@ def _read(path: Path) -> list[dict[str, Any]]:
             if isinstance(event, dict) and {type(event.get(key, 0)) for key in ("step", "decided_step")} == {int}:
                 events.append({"step": 0} | event)
     return events
+
+
+def start_line(plan: PrecisionPlan, step: int, config: SnipConfig, model_name: str) -> dict[str, Any]:
+    """Returns the first line of a history."""
+    return {
+        "event": "start",
+        "step": step,
+        "config": config.to_dict(),
+        "plan": {layer: dict(formats) for layer, formats in plan.assignment.items()},
+        "flops": {layer: dict(flops) for layer, flops in plan.flops.items()},
+        "stages": [list(stage) for stage in plan.stages],
+        "model_name": model_name,
+    }
+
+
+def shares(plan: PrecisionPlan) -> dict[str, Any]:
+    """Returns what a line of the history says of a plan's FP4 shares; of time only if that was measured."""
+    found: dict[str, Any] = {
+        "fp4_fraction": plan.fp4_fraction,
+        "stage_fp4_fractions": list(plan.stage_fp4_fractions),
+    }
+    times = plan.stage_fp4_time_fractions
+    if times is not None:
+        found |= {"fp4_time_fraction": plan.fp4_time_fraction, "stage_fp4_time_fractions": list(times)}
+    return found
+
+
+def describe_plan(plan: PrecisionPlan) -> str:
+    """Returns a plan's FP4 shares as the log shows them."""
+    stages = ", ".join(f"{share:.1%}" for share in plan.stage_fp4_fractions)
+    text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (per stage: {stages})"
+    times = plan.stage_fp4_time_fractions
+    if times is None:
+        return text
+    return f"{text}, {plan.fp4_time_fraction:.1%} of their time ({', '.join(f'{share:.1%}' for share in times)})"

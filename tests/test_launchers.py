@@ -1,0 +1,307 @@
+"""Do the recipes run under `accelerate launch` as they do alone? Two processes on the CPU, over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import datasets
+import psutil
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file
+from tiny_runs import history, without_seconds
+from transformers import AutoModelForCausalLM
+
+from snip_hf import PrecisionPlan
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+CONFIGS = RECIPES / "accelerate"
+sys.path.insert(0, str(RECIPES))
+
+import pretrain  # noqa: E402
+from recipe import load_recipe  # noqa: E402
+
+# Seconds; alone on two cores a launch takes 7 to 10, most of them for imports.
+LIMIT = 240
+# Refreshes at steps 5 and 11, applied after 8 and 14; both checkpoints are in the middle of one. Nothing is quantized
+# before the first plan, so that one process and two differ in the order of their sums alone.
+RECIPE: dict[str, Any] = {
+    "model": {
+        "config": {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 2, "num_key_value_heads": 1}
+    },
+    "tokenizer": {"vocab_size": 300},
+    "data": {"source": "files", "validation_fraction": 0.25, "sequence_length": 32},
+    "training": {
+        "max_steps": 16,
+        "warmup_steps": 2,
+        "logging_steps": 1,
+        "eval_strategy": "no",
+        "eval_on_start": False,
+        "save_strategy": "steps",
+        "save_steps": 6,
+        "disable_tqdm": True,
+    },
+    "snip": {"first_refresh": 5, "refresh_every": 6, "apply_delay": 3, "start_format": "bf16"},
+    "eval": None,
+    "cpu_threads": 1,
+}
+# 2 processes x 4 x 32 tokens: each has one whole tile of 128 tokens.
+TWO, ONE = "training.per_device_train_batch_size=4", "training.per_device_train_batch_size=8"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache of prepared text that the tests of this module share."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe of a tiny model and sixty documents of random words."""
+    folder = tmp_path_factory.mktemp("recipe")
+    generator = random.Random(0)
+    for i in range(60):
+        words = generator.choices(["ban", "cort", "duss", "élanx", "fi_", "barn", "conk", "dux"], k=200)
+        (folder / f"doc{i:02}.txt").write_text(f"{i} {' '.join(words)}", encoding="utf-8")
+    source = RECIPE["data"] | {"files": [f"{folder}/*.txt"]}
+    values = RECIPE | {"base": str(RECIPES / "quickstart.yaml"), "data": source}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    return folder / "tiny.yaml"
+
+
+@pytest.fixture(scope="module")
+def two(recipe: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The output folder of a run of two processes, and what it printed."""
+    folder = tmp_path_factory.mktemp("two") / "run"
+    return folder, launch(cache, "ddp", "pretrain.py", str(recipe), "--override", TWO, f"training.output_dir={folder}")
+
+
+def launch(cache: Path, config: str, script: str, *arguments: str) -> str:
+    """Runs a recipe's script under `accelerate launch` and returns what it wrote to stdout and stderr."""
+    return launch_all(cache, [["--config_file", str(CONFIGS / f"{config}.yaml"), str(RECIPES / script), *arguments]])[0]
+
+
+def launch_all(cache: Path, commands: Sequence[Sequence[str]]) -> list[str]:
+    """Runs several `accelerate launch` at once. None of their processes is left, whatever happens."""
+    settings = {"HF_DATASETS_CACHE": str(cache), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with ExitStack() as started:
+        launchers = []
+        for command in commands:
+            launcher = subprocess.Popen(
+                [sys.executable, "-m", "accelerate.commands.launch", *command],
+                env=os.environ | settings,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            started.callback(end, launcher)
+            launchers.append(launcher)
+        printed = [launcher.communicate(timeout=LIMIT)[0] for launcher in launchers]
+    for launcher, text in zip(launchers, printed, strict=True):
+        assert launcher.returncode == 0, text[-4000:]
+    return printed
+
+
+def end(launcher: subprocess.Popen[str]) -> None:
+    """Kills a launcher and the processes that it started, which are in sessions of their own."""
+    if launcher.poll() is None:
+        for process in [*psutil.Process(launcher.pid).children(recursive=True), launcher]:
+            process.kill()
+    launcher.wait()
+
+
+def alone(recipe: Path, folder: Path, *overrides: str) -> None:
+    """Runs the recipe in this process."""
+    pretrain.run(load_recipe(recipe, [ONE, "training.use_cpu=true", f"training.output_dir={folder}", *overrides]))
+
+
+def resumable(run: Path, folder: Path, step: int) -> Path:
+    """Copies what a run left when it was killed right after the checkpoint of that step."""
+    shutil.copytree(run / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+    shutil.copytree(run / "snip", folder / "snip")
+    return folder
+
+
+def losses(folder: Path) -> dict[int, tuple[float, float]]:
+    """Step -> (loss, gradient norm)."""
+    log = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in log if "loss" in row}
+
+
+def refreshes(folder: Path) -> list[dict[str, Any]]:
+    """What was decided, and when: the history's lines without measured times and without sums in their last bits."""
+    kept = ("step", "applied_step", "decided_step", "status", "changes", "fp4_fraction", "stage_fp4_fractions")
+    return [{key: line[key] for key in kept} for line in history(folder) if line["event"] == "refresh"]
+
+
+# --- configurations
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "processes"),
+    [
+        ("single", DistributedType.NO, 1),
+        ("compile", DistributedType.NO, 1),
+        ("ddp", DistributedType.MULTI_GPU, 2),
+        ("fsdp2", DistributedType.FSDP, 2),
+        ("deepspeed_zero2", DistributedType.DEEPSPEED, 2),
+    ],
+)
+def test_accelerate_reads_every_configuration_and_knows_all_its_keys(
+    name: str, kind: DistributedType, processes: int
+) -> None:
+    config = load_config_from_file(str(CONFIGS / f"{name}.yaml"))
+    assert (config.distributed_type, config.num_processes) == (kind, processes)
+    # What stands under a mapping is not checked by accelerate: an unknown key would be ignored.
+    known = vars(launch_command_parser().parse_args(["script.py"]))
+    for prefix, values in (("fsdp", config.fsdp_config), ("dynamo", config.dynamo_config)):
+        for key in values:
+            assert (key if key.startswith(prefix) else f"{prefix}_{key}") in known
+    assert set(config.deepspeed_config) <= set(known)
+
+
+def test_every_configuration_is_tested_and_in_the_readme() -> None:
+    names = {path.name for path in CONFIGS.iterdir()}
+    assert names == {"single.yaml", "compile.yaml", "ddp.yaml", "fsdp2.yaml", "deepspeed_zero2.yaml"}
+    text = (RECIPES / "README.md").read_text(encoding="utf-8")
+    assert names <= set(re.findall(r"^\| `(\S+)` \|", text, re.MULTILINE))
+
+
+# --- the Trainer
+
+
+def test_two_processes_train_refresh_save_and_report_once(two: tuple[Path, str]) -> None:
+    folder, printed = two
+    assert [(line["step"], line["applied_step"], line["status"]) for line in refreshes(folder)] == [
+        (5, 8, "applied"),
+        (11, 14, "applied"),
+    ]
+    assert printed.count("All of it is in") == printed.count("snip-hf swapped") == 1
+    assert printed.count("plan of step 5 applied after step 8") == 1
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    assert result["steps"] == 16
+    PrecisionPlan.load(folder / "snip" / "plan.json")
+    assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == result["parameters"]
+
+
+def test_one_process_with_twice_the_batch_has_the_losses_and_the_plan_of_two(
+    two: tuple[Path, str], recipe: Path, tmp_path: Path
+) -> None:
+    alone(recipe, tmp_path)
+    one, both = losses(tmp_path), losses(two[0])
+    for step in range(1, 9):  # up to the first plan: the order of sums alone
+        assert one[step] == pytest.approx(both[step], rel=1e-6)
+    first = [json.loads((folder / "snip" / "divergence-5.json").read_text()) for folder in (tmp_path, two[0])]
+    assert first[0]["loss"] == pytest.approx(first[1]["loss"], rel=1e-6)
+    pairs = list(zip(first[0]["records"], first[1]["records"], strict=True))
+    for key, typical in (("loss_divergence", 1e-5), ("weight_divergence", 1e-3)):
+        errors = [abs(mine[key] / other[key] - 1) for mine, other in pairs if other[key]]
+        # The estimate quantizes too: single layers may differ by an element that rounds to the other neighbour.
+        assert statistics.median(errors) < typical
+        assert max(errors) < 0.1
+    assert refreshes(tmp_path)[0] == refreshes(two[0])[0]
+    for step in range(9, 17):  # a sum that rounds to the other neighbour in FP4 or FP8 is no longer the same
+        assert one[step] == pytest.approx(both[step], rel=2e-3)
+
+
+def test_two_processes_resumed_are_the_uninterrupted_run_to_the_bit(
+    two: tuple[Path, str], recipe: Path, cache: Path, tmp_path: Path
+) -> None:
+    resumable(two[0], tmp_path, 6)
+    launch(cache, "ddp", "pretrain.py", str(recipe), "--override", TWO, f"training.output_dir={tmp_path}",
+           "training.resume_from_checkpoint=true")  # fmt: skip
+    assert losses(tmp_path) == losses(two[0])
+    assert _without_measurements(tmp_path) == _without_measurements(two[0])
+    resumed, whole = (load_file(folder / "model.safetensors") for folder in (tmp_path, two[0]))
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+
+
+def test_plan_and_schedule_go_on_when_the_number_of_processes_changes(
+    two: tuple[Path, str], recipe: Path, cache: Path, tmp_path: Path
+) -> None:
+    one = resumable(two[0], tmp_path / "one", 6)
+    alone(recipe, one, "training.resume_from_checkpoint=true")
+    again = resumable(one, tmp_path / "two", 12)
+    launch(cache, "ddp", "pretrain.py", str(recipe), "--override", TWO, f"training.output_dir={again}",
+           "training.resume_from_checkpoint=true")  # fmt: skip
+    # The pending refresh travels in the checkpoint, so that its plan is the same wherever it is solved.
+    assert refreshes(one)[0] == refreshes(two[0])[0]
+    assert refreshes(again) == refreshes(one)
+    assert [line["step"] for line in refreshes(again)] == [5, 11]
+    # The same rows in the same steps: the first step after each change sees the weights of the checkpoint.
+    assert losses(one)[7] == pytest.approx(losses(two[0])[7], rel=1e-5)
+    assert losses(again)[13] == pytest.approx(losses(one)[13], rel=1e-5)
+
+
+def _without_measurements(folder: Path) -> Any:
+    lines = without_seconds(history(folder))
+    return [{key: value for key, value in line.items() if key != "memory_mib"} for line in lines]
+
+
+# --- a loop of one's own
+
+
+def test_the_loop_has_at_most_eighty_lines() -> None:
+    assert len((RECIPES / "accelerate_loop.py").read_text(encoding="utf-8").splitlines()) <= 80
+
+
+def _steps(printed: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)", printed, re.MULTILINE)}
+
+
+def test_the_loop_trains_under_two_processes_and_goes_on_in_one(cache: Path, tmp_path: Path) -> None:
+    whole = _steps(launch(cache, "ddp", "accelerate_loop.py", str(tmp_path / "two"), "--batch", "2"))
+    assert list(whole) == list(range(1, 41))
+    assert whole[40] < whole[1] - 0.5
+    lines = refreshes(tmp_path / "two")
+    assert [(line["step"], line["applied_step"]) for line in lines] == [(5, 7), (15, 17), (25, 27), (35, 37)]
+    assert all(line["fp4_fraction"] >= 0.75 for line in lines)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "two").state_dict()
+    trained = load_file(tmp_path / "two" / "checkpoint-40" / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in trained.items())
+    resumable(tmp_path / "two", tmp_path / "one", 30)
+    # A checkpoint that was being written when the run was killed has no snip_state.json, and is left alone.
+    (tmp_path / "one" / "checkpoint-40").mkdir()
+    rest = _steps(launch(cache, "single", "accelerate_loop.py", str(tmp_path / "one"), "--batch", "4"))
+    assert list(rest) == list(range(31, 41))
+    assert rest[31] == pytest.approx(whole[31], abs=2e-5)
+    assert [line["step"] for line in refreshes(tmp_path / "one")] == [5, 15, 25, 35]
+    assert refreshes(tmp_path / "one")[:3] == lines[:3]
+
+
+@pytest.mark.slow
+def test_two_machines_with_a_process_each_are_one_with_two(cache: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # The options of recipes/slurm/train.sbatch.
+    options = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1",
+               "--main_process_port", str(port), "--rdzv_backend", "static"]  # fmt: skip
+    script = [str(RECIPES / "accelerate_loop.py"), str(tmp_path / "machines"), "--batch", "2"]
+    commands = [
+        ["--config_file", str(CONFIGS / "ddp.yaml"), *options, "--machine_rank", str(rank), *script] for rank in (0, 1)
+    ]
+    printed = launch_all(cache, commands)
+    assert _steps(printed[1]) == {}
+    together = _steps(launch(cache, "ddp", "accelerate_loop.py", str(tmp_path / "one"), "--batch", "2"))
+    assert _steps(printed[0]) == together
+    assert refreshes(tmp_path / "machines") == refreshes(tmp_path / "one")

@@ -1,0 +1,161 @@
+"""Do the samples of several ranks become that of one process with all the data, each layer's on one rank?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from small import Batch as Inputs
+from small import tiny_llama, tiny_lm, tokens
+from thread_ranks import on_ranks
+from torch import Tensor, nn
+
+from snip_hf.config import SnipConfig
+from snip_hf.distributed import Processes, Ranks
+from snip_hf.linear import convert_model, snip_linears
+from snip_hf.pooling import pooled
+from snip_hf.probe import Batch, LayerSample, run_probe
+
+Samples = dict[str, LayerSample]
+LAYERS = {f"layers.{index}": nn.Linear(3 + index, 7 - index) for index in range(5)}
+
+
+def a_sample(name: str, rows: int, probes: int = 2, seed: int = 0) -> LayerSample:
+    generator = torch.Generator().manual_seed(seed)
+    layer = LAYERS[name]
+
+    def draw(width: int) -> Tensor:
+        return torch.randn(rows, width, generator=generator)
+
+    x_dot = [draw(layer.in_features) for _ in range(probes)]
+    grad_dot = [draw(layer.out_features) for _ in range(probes)]
+    energies = (3.0 + seed, 1.0 + seed)
+    return LayerSample(4 * rows + 1, draw(layer.in_features), draw(layer.out_features), x_dot, grad_dot, energies)
+
+
+def pool(by_rank: list[Samples], weights: list[float]) -> tuple[Samples, list[list[str]]]:
+    """Layer -> what its owner has, and rank -> the layers that it owns."""
+    found = on_ranks(len(by_rank), lambda ranks: pooled(dict(by_rank[ranks.rank]), weights[ranks.rank], LAYERS, ranks))
+    owned = [list(samples) for samples in found]
+    together = {name: sample for samples in found for name, sample in samples.items()}
+    assert len(together) == sum(map(len, owned))  # no layer twice
+    return together, owned
+
+
+def assert_is_together(found: LayerSample, parts: list[LayerSample], weights: list[float], probes: int = 2) -> None:
+    """To the bit, in the order of the ranks; gradients are those of the mean over all ranks."""
+    assert found.tokens == sum(part.tokens for part in parts)
+    assert torch.equal(found.x, torch.cat([part.x for part in parts]))
+    pairs = list(zip(parts, weights, strict=True))
+    assert torch.equal(found.grad_output, torch.cat([weight * part.grad_output for part, weight in pairs]))
+    assert len(found.x_dot) == len(found.grad_output_dot) == probes
+    for index in range(probes):
+        assert torch.equal(found.x_dot[index], torch.cat([part.x_dot[index] for part in parts]))
+        wanted = torch.cat([weight * part.grad_output_dot[index] for part, weight in pairs])
+        assert torch.equal(found.grad_output_dot[index], wanted)
+    for kind in range(2):
+        wanted = sum(weight**2 * (part.energies or (0, 0))[kind] for part, weight in pairs)
+        assert found.energies is not None and found.energies[kind] == pytest.approx(wanted)
+
+
+def test_a_rank_that_is_alone_keeps_its_samples_as_they_are() -> None:
+    samples = {"layers.0": a_sample("layers.0", 3)}
+    assert pooled(samples, 1.0, LAYERS, Ranks()) is samples
+
+
+@pytest.mark.parametrize("weights", [[0.5, 0.5], [0.25, 0.75], [0.2, 0.5, 0.3]])
+@pytest.mark.parametrize("probes", [0, 1, 2])
+def test_each_layer_s_owner_has_the_tokens_of_all_ranks(weights: list[float], probes: int) -> None:
+    size = len(weights)
+    by_rank = [{name: a_sample(name, 4 + 3 * rank, probes, seed=rank) for name in LAYERS} for rank in range(size)]
+    found, owned = pool(by_rank, weights)
+    assert owned == [list(LAYERS)[rank::size] for rank in range(size)]
+    for name in LAYERS:
+        assert_is_together(found[name], [samples[name] for samples in by_rank], weights, probes)
+
+
+def test_more_ranks_than_layers_leave_some_without_one() -> None:
+    by_rank = [{"layers.1": a_sample("layers.1", 2, seed=rank)} for rank in range(3)]
+    found, owned = pool(by_rank, [0.5, 0.25, 0.25])
+    assert owned == [["layers.1"], [], []]
+    assert_is_together(found["layers.1"], [samples["layers.1"] for samples in by_rank], [0.5, 0.25, 0.25])
+
+
+def test_a_rank_whose_tokens_did_not_pass_through_a_layer_adds_nothing_to_it() -> None:
+    """As with experts. What nobody saw has no owner."""
+    names = list(LAYERS)
+    by_rank = [{name: a_sample(name, 4, seed=rank) for name in names[:4] if name != names[rank]} for rank in range(2)]
+    weights = [0.5, 0.5]
+    found, owned = pool(by_rank, weights)
+    assert owned == [names[0:4:2], names[1:4:2]]
+    for index, name in enumerate(names[:4]):
+        seen = [rank for rank in range(2) if rank != index]
+        assert_is_together(found[name], [by_rank[rank][name] for rank in seen], [weights[rank] for rank in seen])
+
+
+def test_a_rank_that_kept_no_token_of_a_layer_counts_with_those_that_it_saw() -> None:
+    name = "layers.0"
+    by_rank = [{name: a_sample(name, 4)}, {name: a_sample(name, 0, seed=1)}]
+    found, _ = pool(by_rank, [0.5, 0.5])
+    assert_is_together(found[name], [by_rank[0][name], by_rank[1][name]], [0.5, 0.5])
+    assert found[name].x.shape == (4, 3)
+
+
+def test_derivatives_that_one_rank_lacks_are_left_out_of_all() -> None:
+    name = "layers.2"
+    by_rank = [{name: a_sample(name, 4, probes=2)}, {name: a_sample(name, 5, probes=1, seed=1)}]
+    found, _ = pool(by_rank, [0.5, 0.5])
+    assert_is_together(found[name], [by_rank[0][name], by_rank[1][name]], [0.5, 0.5], probes=1)
+
+
+def test_energies_that_were_not_measured_count_as_none() -> None:
+    name = "layers.2"
+    parts = [a_sample(name, 4), a_sample(name, 12, seed=1)]
+    for part in parts:
+        part.energies = None
+    found, _ = pool([{name: part} for part in parts], [0.5, 0.5])
+    assert found[name].scale == (17 + 49) / 16  # by the tokens
+
+
+def of_rank(inputs: Inputs, rank: int, size: int) -> Inputs:
+    rows = len(inputs["labels"]) // size
+    return {name: value[rank * rows : (rank + 1) * rows] for name, value in inputs.items()}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("probe_tokens", [None, 256, 384])
+@pytest.mark.parametrize("build", [lambda: tiny_lm(blocks=1), lambda: tiny_llama(hidden=32, layers=1)])
+def test_what_the_ranks_probe_of_their_parts_is_together_what_one_probes_of_the_whole(
+    size: int, probe_tokens: int | None, build: Callable[[], nn.Module]
+) -> None:
+    model, inputs = build(), tokens(rows=4, length=256)  # runs of 128: 8
+    convert_model(model, SnipConfig())
+    pullbacks = {name: torch.ones_like(layer.weight).mul for name, layer in snip_linears(model).items()}
+    options = {"probes": 2, "probe_tokens": probe_tokens, "seed": 1, "step": 5}
+    whole = run_probe(model, Batch.of(inputs), pullbacks, **options)
+
+    def work(ranks: Ranks) -> tuple[float, Samples]:
+        processes = Processes(data=ranks, everyone=ranks)
+        own = copy.deepcopy(model)
+        part = Batch.of(of_rank(inputs, ranks.rank, size))
+        every = ranks.gather(part.tokens)
+        probe = run_probe(own, part, pullbacks, processes=processes, tokens=every, **options)
+        return probe.loss, pooled(probe.layers, 1 / size, snip_linears(own), ranks)
+
+    results = on_ranks(size, work)
+    assert sum(loss for loss, _ in results) / size == pytest.approx(whole.loss, rel=1e-5)
+    found = {name: sample for _, samples in results for name, sample in samples.items()}
+    assert found.keys() == whole.layers.keys()
+    for name, wanted in whole.layers.items():
+        sample = found[name]
+        assert sample.tokens == wanted.tokens == 1024
+        assert sample.scale == pytest.approx(wanted.scale, rel=1e-4)
+        for got, expected in zip(
+            [sample.x, sample.grad_output, *sample.x_dot, *sample.grad_output_dot],
+            [wanted.x, wanted.grad_output, *wanted.x_dot, *wanted.grad_output_dot],
+            strict=True,
+        ):
+            # FP32 matrix products of other sizes, whose rounding a difference of 1e-3 multiplies.
+            torch.testing.assert_close(got, expected, rtol=0, atol=2e-3 * float(expected.abs().max()))

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from .config import SnipConfig
 from .cost import MeasuredCost, Weights, describe_cost, linear_flops, measure_cost
-from .distributed import Processes, Ranks
+from .distributed import Processes, Ranks, is_sharded
 from .kernels import hopper_lacks
-from .linear import SnipLinear, convert_model, drop_quantized, pack_states, set_rank, skip_reasons
+from .linear import SnipLinear, convert_model, drop_quantized, pack_states, set_rank, skip_reasons, snip_linears
 from .plan import PrecisionPlan, read_measured
 from .policies import block_of
 
@@ -102,8 +103,16 @@ def check_model(model: nn.Module, log: logging.Logger) -> None:
     """Refuses, or warns of, what the probe cannot measure.
 
     Raises:
-        ValueError: FlashAttention, which knows no FP32.
+        ValueError: FlashAttention, which knows no FP32, or tensor parallelism.
     """
+    is_sharded_by_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
+    parts = [name for name, layer in snip_linears(model).items() if is_sharded(layer.weight)]
+    if (getattr(model, "tp_size", None) or 1) > 1 or (parts and not is_sharded_by_fsdp):
+        raise ValueError(
+            f"The model is tensor-parallel ({parts[0] if parts else 'tp_size is above 1'}): its ranks hold parts of "
+            "the activations, which the probe cannot put together. Use FSDP2 or DDP, or a policy that needs no probe, "
+            "such as policy='layer-position'."
+        )
     config = getattr(model, "config", None)
     if "relu" in (getattr(config, "hidden_act", None), getattr(config, "activation_function", None)):
         log.warning(

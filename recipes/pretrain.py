@@ -19,6 +19,7 @@ from typing import Any
 import datasets
 import psutil
 import torch
+from accelerate import PartialState
 from data import Documents, collate, load_documents, load_tokenizer, pack
 from huggingface_hub import HfApi
 from recipe import EvalSection, ModelSection, Recipe, load_recipe, to_plain
@@ -52,13 +53,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         recipe = load_recipe(options.recipe, options.override)
     except (ValueError, TypeError, FileNotFoundError) as error:
         parser.error(str(error))
-    return run(recipe)
+    result = run(recipe)
+    PartialState().destroy_process_group()
+    return result
 
 
 def run(recipe: Recipe) -> dict[str, Any]:
     """Trains, saves, evaluates and reports; returns the losses and times of OUTPUT/result.json."""
     start = time.perf_counter()
-    args = TrainingArguments(**({"dataloader_pin_memory": torch.accelerator.is_available()} | recipe.training))
+    has_gpu = torch.accelerator.is_available()
+    # Without use_cpu, several processes on a machine without GPUs would each believe that they are the only one.
+    args = TrainingArguments(**({"dataloader_pin_memory": has_gpu, "use_cpu": not has_gpu} | recipe.training))
     console = Console(quiet=args.process_index != 0, soft_wrap=True, highlight=False, markup=False)
     if args.process_index == 0:  # what is swapped and skipped, and every refresh
         logging.basicConfig(format="%(message)s")
@@ -113,6 +118,8 @@ def train_and_save(trainer: Trainer) -> dict[str, float]:
     # Empty (None, False) starts anew; true finds the last checkpoint in the output folder.
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint or None)
     seconds = {"train": time.perf_counter() - wall, "train_cpu": time.process_time() - cpu}
+    if trainer.is_fsdp_enabled:  # Checkpoints may be shards; what is left at the end is for from_pretrained.
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
     trainer.save_state()
     return seconds

@@ -301,7 +301,8 @@ def test_two_machines_with_a_process_each_are_one_with_two(cache: Path, tmp_path
         ["--config_file", str(CONFIGS / "ddp.yaml"), *options, "--machine_rank", str(rank), *script] for rank in (0, 1)
     ]
     printed = launch_all(cache, commands)
-    assert _steps(printed[1]) == {}
+    # Accelerate prints once per machine; both say the same, the mean over all processes.
+    assert _steps(printed[0]) == _steps(printed[1])
     together = _steps(launch(cache, "ddp", "accelerate_loop.py", str(tmp_path / "one"), "--batch", "2"))
     assert _steps(printed[0]) == together
     assert refreshes(tmp_path / "machines") == refreshes(tmp_path / "one")

@@ -154,7 +154,8 @@ class SnipController:
             read_times(config.cost_file)  # What is wrong with it comes out now and not at the first refresh.
         if config.cost_tokens is not None and policies.needs_weights(config) and not self.needs_probe:
             self._measure(config.cost_tokens)
-        self.model_name = getattr(getattr(self.model, "config", None), "_name_or_path", "") or type(self.model).__name__
+        name = getattr(getattr(self.model, "config", None), "_name_or_path", "")
+        self.model_name = name or type(self.model).__name__.removeprefix("FSDP")
         self.plan = self._first_plan()
         self.plan.apply(self.model, elsewhere=flops)
         set_step(self._layers, config.seed, 1, 0)
@@ -237,6 +238,7 @@ class SnipController:
         if pending is not None:
             reason = f"training ended at step {self.step}, before step {pending.due} at which its plan was due"
             self._keep(self.step, pending.record, reason, "was not applied")
+        self.processes.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -59,12 +60,7 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self._timeout = timeout
-        self._control: dist.ProcessGroup | None = None
-        if group is not None and self.size > 1:
-            members = dist.get_process_group_ranks(group)
-            self._control = dist.new_group(
-                members, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
-            )
+        self._control = None if group is None or self.size == 1 else _control_group(group, timeout)
 
     @classmethod
     def of_all(cls, timeout: float = 600.0) -> Ranks:
@@ -146,6 +142,12 @@ class Ranks:
         dist.all_to_all_single(received, torch.cat(list(pieces)), list(sizes), lengths, group=self._group)
         return list(received.split(list(sizes)))
 
+    def close(self) -> None:
+        """Gives up snip-hf's own group; not collective. Nothing can be agreed on afterwards."""
+        if self._control is not None and dist.is_initialized():
+            dist.destroy_process_group(self._control)
+        self._control = None
+
     def _bounded(self, call: Callable[[], Any]) -> None:
         try:
             call()
@@ -155,6 +157,26 @@ class Ranks:
                 f"them did not answer or is gone ({error}). Look into the logs of the other ranks; start them again "
                 "from the last checkpoint."
             ) from error
+
+
+# Process group -> timeout -> the gloo group of the same processes.
+_control_groups: WeakKeyDictionary[dist.ProcessGroup, dict[float, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def _control_group(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
+    """Returns the gloo group of the processes of `group`, which lives as long as that does. Collective.
+
+    Each new one holds sockets and threads, and a process may train many times. It cannot be ended with its run: torch
+    names groups by what groups there are, and ranks that ended theirs at different times would wait for each other
+    under different names.
+    """
+    known = _control_groups.setdefault(group, {})
+    if timeout not in known:
+        members = dist.get_process_group_ranks(group)
+        known[timeout] = dist.new_group(
+            members, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
+        )
+    return known[timeout]
 
 
 def describe(error: Exception) -> str:
@@ -174,6 +196,11 @@ class Processes:
     """All of them."""
     run: Callable[[Mapping[str, Any]], Tensor | float | None] | None = None
     """Runs a batch forward and backward where the model here is only a part; None: the model is whole."""
+
+    def close(self) -> None:
+        """Gives up the groups that agreeing took."""
+        for ranks in (self.data, self.pipeline, self.everyone):
+            ranks.close()
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -1,0 +1,80 @@
+"""How does a loop of your own use snip-hf? `accelerate launch --config_file FILE recipes/accelerate_loop.py DIR`."""
+
+import argparse
+import asyncio
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from data import collate, load_documents, load_tokenizer, pack
+from recipe import DataSection, TokenizerSection
+from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_schedule_with_warmup, set_seed
+
+from snip_hf import SnipConfig, SnipController, convert_model
+from snip_hf.jsonfiles import read_json, write_json_atomic
+
+STEPS, SAVE_EVERY = 40, 10
+SNIP = SnipConfig(target_fp4_fraction=0.75, first_refresh=5, refresh_every=10, apply_delay=2)
+FILES = f"{Path(asyncio.__file__).parent}/*.py"
+TEXT = DataSection(source="files", files=(FILES,), validation_fraction=0.1, sequence_length=128)
+MODEL = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4}
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("output", type=Path, help="folder that all processes see; goes on from its last checkpoint")
+parser.add_argument("--batch", type=int, default=4, help="sequences per micro-batch and process")
+options = parser.parse_args()
+set_seed(0)  # the same everywhere: all processes build the same model and shuffle alike
+order = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
+accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2, dataloader_config=order)
+with accelerator.local_main_process_first():  # the others of a machine read what the first left in the cache
+    documents = load_documents(TEXT)
+    tokenizer = load_tokenizer(TokenizerSection(vocab_size=512), None, documents[0])
+    rows, _ = pack(*documents, tokenizer, TEXT)
+model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=len(tokenizer), **MODEL))
+convert_model(model, SNIP)  # before anything is wrapped, sharded or compiled
+optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=4, num_training_steps=STEPS)
+loader = torch.utils.data.DataLoader(rows, options.batch, shuffle=True, collate_fn=collate, drop_last=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+accelerator.register_for_checkpointing(schedule)  # not prepared: it would step once per process
+controller = SnipController(model, optimizer, SNIP, accelerator, options.output)
+at = {"step": 0, "epoch": 0, "rows": 0}  # rows: seen in this epoch, by all processes together
+complete = sorted(options.output.glob("checkpoint-*/snip_state.json"), key=lambda file: int(file.parent.name[11:]))
+if complete:
+    saved = read_json(complete[-1])
+    at = saved["at"]
+    accelerator.load_state(str(complete[-1].parent))
+    controller.load_state_dict(saved["snip"], at["step"])
+while at["step"] < STEPS:
+    loader.set_epoch(at["epoch"])
+    for batch in accelerator.skip_first_batches(loader, at["rows"] // (options.batch * accelerator.num_processes)):
+        with accelerator.accumulate(model):
+            controller.capture(batch)
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                controller.before_optimizer_step(at["step"] + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        at["rows"] += options.batch * accelerator.num_processes
+        if accelerator.sync_gradients:
+            at["step"] += 1
+            schedule.step()
+            controller.after_step(at["step"])
+            accelerator.print(f"step {at['step']} loss {accelerator.gather(loss.detach()).mean():.6f}")
+            if at["step"] % SAVE_EVERY == 0:
+                folder = options.output / f"checkpoint-{at['step']}"
+                accelerator.save_state(str(folder))
+                accelerator.wait_for_everyone()
+                if accelerator.is_main_process:  # last, in one stroke: it is what makes a checkpoint complete
+                    write_json_atomic(folder / "snip_state.json", {"at": at, "snip": controller.state_dict()})
+            if at["step"] == STEPS:
+                break
+    else:
+        at |= {"epoch": at["epoch"] + 1, "rows": 0}
+controller.close()
+weights = accelerator.get_state_dict(model)  # whole, whatever they were trained as
+if accelerator.is_main_process:
+    accelerator.unwrap_model(model).save_pretrained(options.output, state_dict=weights)
+    tokenizer.save_pretrained(options.output)
+accelerator.end_training()

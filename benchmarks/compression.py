@@ -1,13 +1,13 @@
 r"""What does averaging gradients in FP8 cost in loss, and what does it save in bytes? Two ranks over gloo, on a CPU.
 
     python benchmarks/compression.py --output runs/compression.jsonl
-    python benchmarks/compression.py --ways bf16 "fp8 without feedback" "fp8 nearest" --seeds 0
+    python benchmarks/compression.py --ways bf16 "fp8 nearest without feedback" --seeds 0
     python benchmarks/compression.py --report runs/compression.jsonl
 
 The same tiny Llama on the same batches, once per seed and way of averaging: "exact" (DDP's all-reduce in FP32), "bf16"
-(an all-reduce in BF16), "fp8" (`snip_hf.compression`), and "fp8" without error feedback, with rounding to nearest, or
-both. "bf16" also shows how far runs part that differ by little. Drift: the sum over all steps of (gradient applied -
-exact mean), as a norm, by that of the sum of the exact means.
+(an all-reduce in BF16), and `snip_hf.compression` with rounding to nearest (its default) or stochastic, with error
+feedback (its default) or without. "bf16" also shows how far runs part that differ by little. Drift: the sum over all
+steps of (gradient applied - exact mean), as a norm, by that of the sum of the exact means.
 """
 
 from __future__ import annotations
@@ -29,11 +29,17 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-import snip_hf.compression
 from snip_hf import SnipConfig, convert_model
-from snip_hf.compression import GradientCompression, encode
+from snip_hf.compression import GradientCompression
 
-WAYS = ("exact", "bf16", "fp8", "fp8 without feedback", "fp8 nearest", "fp8 nearest without feedback")
+WAYS = (
+    "exact",
+    "bf16",
+    "fp8 nearest",
+    "fp8 nearest without feedback",
+    "fp8 stochastic",
+    "fp8 stochastic without feedback",
+)
 ARITHMETICS = ("fp32", "bf16", "snip-fp8", "snip-fp4")
 RANKS = 2
 
@@ -41,7 +47,7 @@ RANKS = 2
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="text (.txt, .xz) or token ids (.npy); default: Python's own source")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["exact", "fp8"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["exact", "fp8 nearest"])
     parser.add_argument("--arithmetic", choices=ARITHMETICS, default="fp32", help="of the linears (default fp32)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=300)
@@ -129,8 +135,7 @@ class Averaging:
         self.bytes_sent = 0.0
         self.seconds = self.measuring = 0.0
         self._sums: dict[Tensor, tuple[Tensor, Tensor]] = {}
-        self._compression = GradientCompression(ddp, seed, error_feedback="without" not in way)
-        snip_hf.compression.encode = partial(nearest, encode) if "nearest" in way else encode
+        self._compression = GradientCompression(ddp, seed, "without" not in way, "stochastic" in way)
         ddp.register_comm_hook(None, lambda state, bucket: self.hook(bucket))
 
     def hook(self, bucket: Any) -> Any:
@@ -169,10 +174,6 @@ class Averaging:
     def drift(self) -> float:
         error, total = (math.hypot(*(sums[i].norm().item() for sums in self._sums.values())) for i in (0, 1))
         return error / total
-
-
-def nearest(encode: Any, x_fp32: Tensor, key: int | None) -> Tensor:
-    return encode(x_fp32, None)
 
 
 def report(lines: list[dict[str, Any]]) -> str:

@@ -11,6 +11,7 @@ cases. Master weights are FP32; the compute dtype is BF16 on CUDA (FSDP2 gathers
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -193,7 +194,7 @@ def wrap(model: LlamaForCausalLM, kind: str, device: torch.device) -> tuple[torc
         fully_shard(model, mp_policy=policy)
         # Told to gather ahead, FSDP2 does not depend on how far the host is ahead of the device.
         layers = list(model.model.layers)
-        for layer, following in zip(layers, layers[1:], strict=False):
+        for layer, following in itertools.pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([layer])
     elif kind == "ddp":

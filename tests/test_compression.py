@@ -75,7 +75,7 @@ def compressed(
 ) -> tuple[nn.Module, GradientCompression]:
     device = f"cuda:{dist.get_rank()}" if dist.get_backend() == "nccl" else "cpu"
     ddp = nn.parallel.DistributedDataParallel(Given(dtype).to(device), bucket_cap_mb=bucket_mb)
-    return ddp, compress_gradients(ddp, seed, error_feedback)
+    return ddp, compress_gradients(ddp, seed, error_feedback, stochastic=True)
 
 
 def several_steps(rank: int, steps: range = range(STEPS), **options: Any) -> Tensor:
@@ -395,7 +395,7 @@ def test_one_process_sends_nothing_and_has_exact_gradients(alone: None, caplog: 
 
 def test_gradients_in_float16_are_refused(alone: None) -> None:
     ddp = nn.parallel.DistributedDataParallel(Given(torch.float16))
-    compression = GradientCompression(ddp, 0, True)
+    compression = GradientCompression(ddp, 0, True, True)
     ddp.register_comm_hook(compression, lambda state, bucket: state.start(bucket))
     with pytest.raises(TypeError, match=r"Got gradients in torch\.float16; expected"):
         ddp(given(0, 0).half()).backward()

@@ -3,7 +3,7 @@
 Legend: W ranks, n elements in one of DDP's buckets, B blocks of 128 elements per chunk; a bucket, padded with zeros,
 is W chunks. A block travels as 129 bytes: 128 E4M3 numbers and the exponent of its scale, a power of two.
 
-1. Each rank adds its error of the step before to its bucket, rounds it stochastically and sends chunk i to rank i.
+1. Each rank adds its error of the step before to its bucket, rounds it and sends chunk i to rank i.
 2. Rank i averages the W versions of chunk i in FP32, rounds the mean and sends it to all.
 3. All decode the same bytes, so that all have the same gradient, bit for bit.
 
@@ -40,7 +40,9 @@ _MANTISSA, _MANTISSA_BITS, _EXPONENT = 0x007FFFFF, 23, 0x7F800000
 _PIECE = 2**23
 
 
-def compress_gradients(model: nn.Module, seed: int = 0, error_feedback: bool = True) -> GradientCompression:
+def compress_gradients(
+    model: nn.Module, seed: int = 0, error_feedback: bool = True, stochastic: bool = False
+) -> GradientCompression:
     """Makes a DDP model average its gradients in FP8 from the next backward pass on.
 
     Args:
@@ -49,6 +51,8 @@ def compress_gradients(model: nn.Module, seed: int = 0, error_feedback: bool = T
         seed: of the stochastic rounding; the same on all ranks.
         error_feedback: add what rounding took away to the next step's gradient. Takes 4 bytes of memory per trainable
             parameter on every rank.
+        stochastic: round stochastically. With error feedback rounding to nearest kept the loss better, since its errors
+            are smaller (docs/compression.md); without it only stochastic rounding has no bias.
 
     Returns: what counts the bytes and can be saved. In a group of one process nothing is registered.
 
@@ -62,7 +66,7 @@ def compress_gradients(model: nn.Module, seed: int = 0, error_feedback: bool = T
             f"Gradients are compressed in DistributedDataParallel only; got {type(ddp).__name__}. Wrap the model first "
             "(`accelerator.prepare`, or `trainer.model_wrapped` when training begins), or leave the compression out."
         )
-    compression = GradientCompression(ddp, seed, error_feedback)
+    compression = GradientCompression(ddp, seed, error_feedback, stochastic)
     if compression.world == 1:
         logger.info("snip-hf: one process sends no gradients; their compression is left out.")
     else:
@@ -81,9 +85,12 @@ class GradientCompression:
     step: int = 0
     """Backward passes whose gradients were averaged."""
 
-    def __init__(self, ddp: nn.parallel.DistributedDataParallel, seed: int, error_feedback: bool) -> None:
+    def __init__(
+        self, ddp: nn.parallel.DistributedDataParallel, seed: int, error_feedback: bool, stochastic: bool
+    ) -> None:
         self.seed = seed
         self.error_feedback = error_feedback
+        self.stochastic = stochastic
         self.group = ddp.process_group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._parameters: dict[str, Tensor] = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
@@ -122,7 +129,9 @@ class GradientCompression:
             )
         errors = torch.cat([self._error(p) for p in parameters]) if self.error_feedback else None
         for i, piece in enumerate(gradient.split(_PIECE)):
-            keys = [int(stream_key(self.seed, self.step, bucket.index(), self.rank, 2 * i + k)) for k in (0, 1)]
+            keys: list[int | None] = [None, None]
+            if self.stochastic:
+                keys = [int(stream_key(self.seed, self.step, bucket.index(), self.rank, 2 * i + k)) for k in (0, 1)]
             self._average(piece, None if errors is None else errors[i * _PIECE :][: len(piece)], keys)
         if errors is not None:
             self._errors.update(zip(parameters, errors.split([p.numel() for p in parameters]), strict=True))
@@ -130,7 +139,7 @@ class GradientCompression:
         self.step += bucket.is_last()
         return gradient
 
-    def _average(self, piece: Tensor, errors: Tensor | None, keys: list[int]) -> None:
+    def _average(self, piece: Tensor, errors: Tensor | None, keys: list[int | None]) -> None:
         """Puts the mean over the ranks into `piece`, (m,), and the new errors into `errors`, (m,), FP32."""
         count, chunk = len(piece), -(-len(piece) // (self.world * TILE))  # m, B
         own = piece.new_zeros((self.world * chunk, TILE), dtype=torch.float32)

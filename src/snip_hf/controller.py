@@ -29,7 +29,7 @@ from .divergence import CHOICES, DivergenceTable, divergences_at
 from .drift import rank_correlation, ranking
 from .history import RunFolder, describe_plan, shares, start_line
 from .kernels import select_backend
-from .launch import ModelParts, Pipeline, check_launch, find_processes, parts_of, unwrap
+from .launch import ModelParts, Pipeline, check_launch, find_processes, keep_states_apart, parts_of, unwrap
 from .linear import (
     drop_quantized,
     forget_inputs,
@@ -136,6 +136,7 @@ class SnipController:
         self.backend = select_backend(config.backend, next(self.model.parameters()).device)
         """Kernels in use: "emulated" or "hopper"."""
         swap(self.model, config, self.processes.pipeline)
+        keep_states_apart([model] if isinstance(model, nn.Module) else model)
         self._layers = snip_linears(self.model)
         mixed_precision = getattr(accelerator, "mixed_precision", None)
         use_backend(self._layers, self.backend, self.processes.data, mixed_precision, self._log)
@@ -410,7 +411,9 @@ class SnipController:
             raise ValueError(
                 f"The divergences of layer {bad[0].layer!r} are not finite; expected finite activations and gradients."
             )
-        return table
+        # Stages that one process of a pipeline holds need not be neighbours.
+        order = {layer: index for index, layer in enumerate(self._setting.flops)}
+        return replace(table, rows=tuple(sorted(table.rows, key=lambda row: order[row.layer])))
 
     def _check_finite(self, gradients: Mapping[str, Tensor]) -> None:
         """Raises, on all ranks, if a gradient on one of them is not finite."""

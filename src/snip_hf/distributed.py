@@ -143,9 +143,8 @@ class Ranks:
         return list(received.split(list(sizes)))
 
     def close(self) -> None:
-        """Gives up snip-hf's own group; not collective. Nothing can be agreed on afterwards."""
-        if self._control is not None and dist.is_initialized():
-            dist.destroy_process_group(self._control)
+        """Gives up snip-hf's own group, which stays for the next run of this process; not collective. Nothing can be
+        agreed on afterwards."""
         self._control = None
 
     def _bounded(self, call: Callable[[], Any]) -> None:
@@ -166,9 +165,9 @@ _control_groups: WeakKeyDictionary[dist.ProcessGroup, dict[float, dist.ProcessGr
 def _control_group(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
     """Returns the gloo group of the processes of `group`, which lives as long as that does. Collective.
 
-    Each new one holds sockets and threads, and a process may train many times. It cannot be ended with its run: torch
-    names groups by what groups there are, and ranks that ended theirs at different times would wait for each other
-    under different names.
+    Each new one holds sockets and threads, and a process may train many times. It cannot be ended with its run: the
+    next one of the same processes would get the same name, find the addresses of the ended one in the store, and be
+    refused there.
     """
     known = _control_groups.setdefault(group, {})
     if timeout not in known:
@@ -198,7 +197,7 @@ class Processes:
     """Runs a batch forward and backward where the model here is only a part; None: the model is whole."""
 
     def close(self) -> None:
-        """Gives up the groups that agreeing took."""
+        """Ends agreeing."""
         for ranks in (self.data, self.pipeline, self.everyone):
             ranks.close()
 

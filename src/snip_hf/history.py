@@ -91,7 +91,8 @@ class RunFolder:
             self._folder.mkdir(parents=True, exist_ok=True)
             write(self._folder)
         except (OSError, ValueError) as error:  # ValueError: a number that is not finite, which no JSON file holds
-            logger.warning("snip-hf: could not write to %s, training goes on: %s", self._folder, error)
+            # As text: a handler that keeps its records would keep the error, and with it the frames and their model.
+            logger.warning("snip-hf: could not write to %s, training goes on: %s", self._folder, str(error))
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

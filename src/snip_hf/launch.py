@@ -12,6 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from .config import SnipConfig
 from .distributed import Processes, Ranks
+from .linear import STATE
 from .policies import needs_probe
 from .zero import check_deepspeed, deepspeed_engine
 
@@ -113,6 +114,14 @@ def find_processes(config: SnipConfig, pipeline: Pipeline | None) -> Processes:
             "expected their product. Give Pipeline(group=..., data=...) the process groups of this rank."
         )
     return Processes(data=data, pipeline=stages, everyone=everyone, run=pipeline.run)
+
+
+def keep_states_apart(models: Sequence[nn.Module]) -> None:
+    """Tells DDP, where it wraps a model already, not to give the first rank's layer states to the others."""
+    for wrapper in (module for model in models for module in model.modules()):
+        if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+            names = (name for name, _ in wrapper.module.named_buffers())
+            wrapper.parameters_to_ignore.update(name for name in names if name.endswith(f".{STATE}"))
 
 
 def unwrap(model: nn.Module) -> nn.Module:

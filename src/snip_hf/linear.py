@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 _KNOWN_SUBCLASSES = ("FalconLinear",)
 # Small matrices of adapters, by their names in PEFT; they stay in high precision.
 _ADAPTERS = ("*.lora_A.*", "*.lora_B.*")
-_STATE = "snip_state"
+STATE = "snip_state"
 # Where DDP looks for names of parameters and buffers that are not its business.
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 # What wrappers inside a model add to the names of modules.
@@ -284,8 +284,8 @@ def restore_model(model: nn.Module) -> None:
 
 def _keep_ddp_out(model: nn.Module) -> None:
     """Tells DDP, which may wrap the model later, not to give the first rank's states to the others."""
-    ignored = [name for name in getattr(model, _DDP_IGNORES, ()) if not name.endswith(f".{_STATE}")]
-    states = [name for name, _ in model.named_buffers() if name.endswith(f".{_STATE}")]
+    ignored = [name for name in getattr(model, _DDP_IGNORES, ()) if not name.endswith(f".{STATE}")]
+    states = [name for name, _ in model.named_buffers() if name.endswith(f".{STATE}")]
     if not ignored and not states:
         vars(model).pop(_DDP_IGNORES, None)
     elif getattr(model, _DDP_IGNORES, None) != ignored + states:

@@ -132,11 +132,13 @@ def _infeasible_message(program: ilp.Program, attainable: Any) -> str:
     return f"No map meets all constraints ({'; '.join(parts)}, each by itself). Lower the target or tie less."
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """End the process and all it started, and reap it; does nothing if it has ended."""
+def _give_up(process: subprocess.Popen[bytes], files: list[IO[bytes]]) -> None:
+    """End the process and all it started, unless it has ended, reap it, and close its files."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    for file in files:
+        file.close()
 
 
 class SolverProcess:
@@ -156,7 +158,7 @@ class SolverProcess:
         self._limit = limit
         self._deadline = time.monotonic() + limit
         self._outcome: SolverResult | SolverError | None = None
-        self._finalizer = weakref.finalize(self, _kill_group, process)
+        self._finalizer = weakref.finalize(self, _give_up, process, files)
 
     @classmethod
     def start(
@@ -232,8 +234,6 @@ class SolverProcess:
 
     def _end(self, outcome: SolverResult | SolverError) -> None:
         self._finalizer()
-        for file in self._files:
-            file.close()
         self._outcome = outcome
 
     def _read(self) -> SolverResult | SolverError:

@@ -1,0 +1,46 @@
+"""Which trainings are compared with each other?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trainings import SCHEDULE, Training
+
+_SGD = {"optimizer": "sgd", "steps": 6, "micro_batches": 2, "clip": 0.5}
+_NEVER = {"start_format": "bf16", "first_refresh": 1, "refresh_every": 1, "apply_delay": 0, "probe_tokens": 256}
+
+# As many ranks as there are share each micro-batch.
+SHARED = {
+    "adamw": Training(SCHEDULE, "warm", 1e-5, steps=10),
+    "sgd-gemm-accumulated-clipped": Training(SCHEDULE | {"granularity": "gemm", "target_fp4_fraction": 0.5}, **_SGD),
+    "cut-sampled-drift": Training(
+        SCHEDULE
+        | {
+            "refresh_every": 6,
+            "probe_batch_tokens": 2 * 128,
+            "probe_tokens": 128,
+            "refresh_on_drift": 1.0,
+            "drift_every": 2,
+        },
+        "warm",
+        1e-5,
+        rows=4,
+        steps=6,
+    ),
+    "uneven-labels": Training(SCHEDULE, "warm", labels="uneven", steps=7),
+    "ragged": Training(SCHEDULE | {"start_format": "bf16"}, "warm", labels="ragged", steps=1),
+    "fp4": Training({"policy": "uniform-fp4"}, "sgd", steps=1),
+    "fp4-seed-1": Training({"policy": "uniform-fp4", "seed": 1}, "sgd", steps=1),
+}
+_LATER = SCHEDULE | {"first_refresh": 3, "start_format": "bf16"}
+SHARDED = {
+    "fsdp2-adamw": Training(_LATER, "adamw", wrapper="fsdp2", steps=8),
+    "ddp-adamw": Training(_LATER, "adamw", steps=8),
+    "fsdp2-sgd-gemm-accumulated-clipped": replace(SHARED["sgd-gemm-accumulated-clipped"], wrapper="fsdp2"),
+}
+TRACELESS = {
+    f"{wrapper}-{name}": Training(config, wrapper=wrapper, steps=3, micro_batches=2, dropout=0.1, solves=False)
+    for wrapper in ("ddp", "fsdp2")
+    for name, config in (("with", _NEVER), ("without", None))
+}
+CASES = {"two": SHARED | SHARDED | TRACELESS, "three": {"adamw": replace(SHARED["adamw"], steps=6)}}

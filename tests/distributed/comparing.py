@@ -1,0 +1,51 @@
+"""What has a run written, and how far are the tables and tensors of two runs from each other?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+Table = Mapping[str, Sequence[float]]
+LOSS, WEIGHT = 0, 1  # columns
+
+
+def errors(ours: Table, theirs: Table, column: int) -> list[float]:
+    """Returns the relative errors of the rows that are not 0; those that are 0 must be so in both."""
+    assert set(ours) == set(theirs)
+    assert [key for key in theirs if theirs[key][column] == 0] == [key for key in theirs if ours[key][column] == 0]
+    return [abs(ours[key][column] / row[column] - 1) for key, row in theirs.items() if row[column] != 0]
+
+
+def share_below(bound: float, numbers: Sequence[float]) -> float:
+    return sum(number < bound for number in numbers) / len(numbers)
+
+
+def distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """Returns the largest |ours - theirs| / |theirs| of all tensors."""
+    assert set(ours) == set(theirs) and theirs
+    return max(
+        float((ours[name].double() - tensor.double()).norm() / tensor.double().norm().clamp_min(1e-30))
+        for name, tensor in theirs.items()
+    )
+
+
+def read_run(folder: Path) -> tuple[list[dict[str, Any]], dict[int, float], dict[int, Table]]:
+    """Returns the lines of the history, and step -> loss of the probe, and step -> "layer gemm format" -> divergences.
+
+    Args:
+        folder: the `snip/` folder of a run.
+    """
+    history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    losses, tables = {}, {}
+    for path in folder.glob("divergence-*.json"):
+        found = json.loads(path.read_text())
+        losses[found["step"]] = found["loss"]
+        tables[found["step"]] = {
+            f"{row['layer']} {row['gemm']} {row['format']}": [row["loss_divergence"], row["weight_divergence"]]
+            for row in found["records"]
+        }
+    return history, losses, tables

@@ -1,0 +1,62 @@
+"""Lets one rank sleep for ever in the middle of a refresh, and notes what becomes of the other.
+
+Arguments: a folder, for rank<N>.json with the error and its time; the rank that sleeps; one of `PLACES`, where it does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from small import text, tiny_llama
+
+import snip_hf.divergence
+import snip_hf.launch
+from snip_hf import SnipConfig, SnipController
+from snip_hf.distributed import RankError, Ranks
+from snip_hf.solver import SolverProcess
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "probe": (snip_hf.divergence, "run_probe"),
+    "exchange": (Ranks, "all_to_all"),
+    "solver": (SolverProcess, "result"),
+}
+
+
+def sleep(*args: Any, **kwargs: Any) -> None:
+    threading.Event().wait()
+
+
+def main() -> None:
+    folder, sleeper, where = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    snip_hf.launch._SOLVER_GRACE = 0.0
+    model = tiny_llama(hidden=32, layers=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = SnipConfig(first_refresh=1, apply_delay=0, rank_timeout=2.0, solver_time_limit=4.0)
+    controller = SnipController(model, optimizer, config)
+    batch = text(2, 128, rank)
+    controller.capture(batch)
+    model(**batch).loss.backward()
+    if rank == sleeper:
+        setattr(*PLACES[where], sleep)
+    dist.barrier()
+    began = time.monotonic()
+    try:
+        controller.before_optimizer_step(1)
+        optimizer.step()
+        controller.after_step(1)
+    except RankError as error:
+        found = {"seconds": time.monotonic() - began, "error": str(error)}
+        (folder / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Trains what `CASES` names, one after the other, on all ranks. Started by the tests in several processes.
+
+Arguments: a folder, for rank<N>.pt with {name: what `train` found}, and the name of a group of `CASES`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from cases import CASES
+from streams import states_under_ddp, unreduced_gradients
+from trainings import train
+
+if __name__ == "__main__":
+    folder, group = Path(sys.argv[1]), sys.argv[2]
+    found = {name: asdict(train(training, folder / name)) for name, training in CASES[group].items()}
+    if group == "two":
+        found["gradients"] = {fmt: unreduced_gradients(fmt) for fmt in ("fp8", "fp4")}
+        found["states"] = {order: states_under_ddp(order) for order in ("before", "after")}
+    torch.save(found, folder / f"rank{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()

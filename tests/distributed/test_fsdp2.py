@@ -1,0 +1,71 @@
+"""Does a model that FSDP2 shards train and plan as one that DDP copies, and is it sharded as before after a probe?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from comparing import LOSS, WEIGHT, distance, errors, share_below
+
+Runs = dict[str, dict[str, Any]]
+SGD = "sgd-gemm-accumulated-clipped"
+# FSDP2 -> the same under DDP. The second one accumulates gradients, which FSDP2 sums up in another order.
+PAIRS = {"fsdp2-adamw": "ddp-adamw", f"fsdp2-{SGD}": SGD}
+pairs = pytest.mark.parametrize(("sharded", "copied"), PAIRS.items(), ids=PAIRS)
+
+
+def test_the_ranks_hold_shards(two: list[Runs]) -> None:
+    for name in PAIRS:
+        parts = [found[name]["own_weights"] for found in two]
+        for weight, whole in two[0][name]["weights"].items():
+            assert sum(part[weight].numel() for part in parts) == whole.numel()
+            assert max(part[weight].numel() for part in parts) < whole.numel()
+
+
+@pairs
+def test_plans_are_those_under_ddp(two: list[Runs], sharded: str, copied: str) -> None:
+    for found in two:
+        assert found[sharded]["plans"] == two[0][copied]["plans"]
+    assert len({str(plan) for plan in two[0][copied]["plans"]}) > 2
+
+
+@pairs
+def test_losses_are_those_under_ddp(two: list[Runs], sharded: str, copied: str) -> None:
+    assert two[0][sharded]["losses"] == pytest.approx(two[0][copied]["losses"], rel=2e-5)
+
+
+@pairs
+def test_divergences_are_those_under_ddp(two: list[Runs], sharded: str, copied: str) -> None:
+    ours, theirs = two[0][sharded]["tables"], two[0][copied]["tables"]
+    first, *later = sorted(theirs)
+    assert later and list(ours[first]) == list(theirs[first])
+    assert max(errors(ours[first], theirs[first], LOSS)) < 1e-5
+    assert share_below(1e-5, errors(ours[first], theirs[first], WEIGHT)) > 0.9
+    assert max(errors(ours[first], theirs[first], WEIGHT)) < 1e-3
+    for step in later:
+        for column in (LOSS, WEIGHT):
+            assert max(errors(ours[step], theirs[step], column)) < 0.1
+
+
+@pairs
+def test_weights_after_training_are_those_under_ddp(two: list[Runs], sharded: str, copied: str) -> None:
+    assert distance(two[0][sharded]["weights"], two[0][copied]["weights"]) < 1e-3
+
+
+def test_the_clip_factor_is_that_under_ddp(two: list[Runs]) -> None:
+    assert len(two[0][SGD]["clip_factors"]) == 2
+    assert two[0][f"fsdp2-{SGD}"]["clip_factors"] == pytest.approx(two[0][SGD]["clip_factors"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", [*PAIRS, "fsdp2-with"])
+def test_after_a_probe_all_parameters_are_sharded_again_with_all_hooks_and_nothing_gathered(
+    two: list[Runs], name: str
+) -> None:
+    for found in two:
+        assert len(found[name]["sharding"]) == len(found[name]["losses"])
+        for sharding in found[name]["sharding"]:
+            assert sharding["groups"] >= 3  # two decoder layers and what is around them
+            assert sharding["states"] == {"SHARDED"}
+            assert sharding["kinds"] == {"DTensor"}
+            assert sharding["gathered_bytes"] == 0
+            assert sharding["hooks_kept"]

@@ -1,0 +1,258 @@
+"""What do the tests of several processes train, on one rank or on many? Shared by the tests and by what they start."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from comparing import read_run
+from small import adamw_after, text, tiny_llama
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from snip_hf import SnipConfig, SnipController
+from snip_hf.linear import convert_model
+from snip_hf.watch import StepWatch
+
+LENGTH = 128  # one tile, so that whole tiles are of one rank
+SCHEDULE: dict[str, Any] = {"first_refresh": 1, "refresh_every": 4, "apply_delay": 1, "probe_tokens": None}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One run of a tiny Llama by a plain Accelerate loop."""
+
+    config: dict[str, Any] | None
+    """None: without snip-hf."""
+    optimizer: str = "adamw"
+    """Also "warm": AdamW that has done two steps, alike on all ranks, before anything is wrapped; and "sgd"."""
+    eps: float = 1e-8
+    """AdamW's. Gradients that are summed in another order differ by about 1e-8 here, of which Adam makes whole steps
+    where they are no larger themselves: later steps can be compared closely with a larger number only."""
+    wrapper: str = "ddp"
+    """Or "fsdp2"."""
+    steps: int = 6
+    rows: int = 6
+    """Sequences per micro-batch, of all ranks together."""
+    micro_batches: int = 1
+    clip: float | None = None
+    labels: str = "all"
+    """"uneven": the ranks have unequal numbers of labels. "ragged": the second half of the rows is shorter, too."""
+    dropout: float = 0.0
+    solves: bool = True
+    """False: the solver cannot be started, so that nothing is ever applied."""
+
+
+@dataclass
+class Found:
+    """What is known of a run afterwards; the same on all ranks but for `sharding` and what only the first one wrote."""
+
+    losses: list[float] = field(default_factory=list)
+    plans: list[dict[str, dict[str, str]]] = field(default_factory=list)
+    clip_factors: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    """Of all gradients before clipping."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of the last step."""
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    own_weights: dict[str, Tensor] = field(default_factory=dict)
+    """The rank's own part."""
+    state: dict[str, Tensor] = field(default_factory=dict)
+    """Of the optimizer."""
+    tables: dict[int, Any] = field(default_factory=dict)
+    """Step -> "layer gemm format" -> loss divergence, weight divergence."""
+    probe_losses: dict[int, float] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    sharding: list[dict[str, Any]] = field(default_factory=list)
+    """Step -> how the parameters are sharded after the probe."""
+
+
+def train(training: Training, folder: Path) -> Found:
+    """Trains on all ranks of the run, or on this process if it is alone.
+
+    Args:
+        training: what.
+        folder: gets the `snip/` folder.
+    """
+    accelerator = _accelerator(training.wrapper)
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    options = {"attention_dropout": training.dropout}
+    model: nn.Module = tiny_llama(hidden=32, layers=2, **options)
+    if training.optimizer == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    else:
+        optimizer = adamw_after(model, 2 if training.optimizer == "warm" else 0, rows=2, length=LENGTH)
+        optimizer.param_groups[0]["eps"] = training.eps
+    model.train()
+    config = None if training.config is None else SnipConfig(**training.config)
+    if config is not None:
+        convert_model(model, config)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    found = Found()
+    controller = None
+    if config is not None:
+        controller = SnipController(model, optimizer, config, accelerator, folder)
+    torch.manual_seed(7 + rank)
+    with _clip_factors_noted(found), contextlib.nullcontext() if training.solves else _no_solver():
+        for step in range(1, training.steps + 1):
+            batches = [_batch(training, index, 0, 1) for index in _indices(training, step)]
+            labelled = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+            total = torch.zeros(())
+            for number, index in enumerate(_indices(training, step)):
+                batch = _batch(training, index, rank, ranks)
+                inputs = {**batch, "num_items_in_batch": labelled}
+                if controller is not None:
+                    controller.capture(inputs)
+                is_last = number == training.micro_batches - 1
+                with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
+                    # The sum over the rank's tokens by the number of all ranks'; DDP and FSDP2 average over the ranks.
+                    loss = model(**inputs).loss
+                    accelerator.backward(loss * ranks)
+                total += loss.detach()
+            if ranks > 1:
+                dist.all_reduce(total)
+            found.losses.append(float(total))
+            if training.clip is not None:
+                norm = accelerator.clip_grad_norm_(model.parameters(), training.clip)
+                found.norms.append(float(_whole(norm)))
+            hooks = _hooks(model)
+            if controller is not None:
+                controller.before_optimizer_step(step)
+            if training.wrapper == "fsdp2" and ranks > 1:
+                found.sharding.append({**_sharding(model), "hooks_kept": hooks == _hooks(model)})
+            if step == training.steps:
+                found.gradients = {name: _whole(p.grad).clone() for name, p in _named(model) if p.grad is not None}
+            optimizer.step()
+            optimizer.zero_grad()
+            if controller is not None:
+                controller.after_step(step)
+                found.plans.append({name: dict(row) for name, row in controller.plan.assignment.items()})
+    if controller is not None:
+        controller.close()
+    for name, parameter in _named(model):
+        found.weights[name] = _whole(parameter.detach()).clone()
+        own = parameter.detach()
+        found.own_weights[name] = (own.to_local() if isinstance(own, DTensor) else own).clone()
+        for key, value in optimizer.state[parameter].items():
+            found.state[f"{name} {key}"] = _whole(torch.as_tensor(value).detach()).clone()
+    if controller is not None and rank == 0:
+        found.history, found.probe_losses, found.tables = read_run(folder / "snip")
+    return found
+
+
+def _indices(training: Training, step: int) -> range:
+    """Which micro-batches a step takes."""
+    return range((step - 1) * training.micro_batches, step * training.micro_batches)
+
+
+def _batch(training: Training, index: int, rank: int, ranks: int) -> dict[str, Tensor]:
+    """Returns a rank's rows of a micro-batch of different text for every index."""
+    tokens = text(training.rows, LENGTH, index)["input_ids"]
+    labels = tokens.clone()
+    rows = slice(rank * training.rows // ranks, (rank + 1) * training.rows // ranks)
+    if training.labels != "all":
+        labels[0, :100] = -100
+        labels[1, :] = -100
+    batch = {"input_ids": tokens, "labels": labels}
+    if training.labels == "ragged":
+        half, length = training.rows // 2, 96
+        attention = torch.ones_like(tokens)
+        tokens[half:, length:], labels[half:, length:], attention[half:, length:] = 0, -100, 0
+        batch["attention_mask"] = attention
+        if rank * 2 >= ranks > 1:
+            batch = {name: tensor[:, :length] for name, tensor in batch.items()}
+    return {name: tensor[rows].contiguous() for name, tensor in batch.items()}
+
+
+def _accelerator(wrapper: str) -> Accelerator:
+    AcceleratorState._reset_state(reset_partial_state=False)
+    if wrapper == "ddp":
+        return Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    # Accelerate shards on accelerators only, where it sets this itself.
+    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    return accelerator
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name.removeprefix("module."), parameter) for name, parameter in model.named_parameters()]
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole
+
+
+def _hooks(model: nn.Module) -> dict[str, list[int]]:
+    """Module -> the keys of its hooks."""
+    return {
+        name: [*module._forward_pre_hooks, *module._forward_hooks, *module._backward_hooks]
+        for name, module in model.named_modules()
+    }
+
+
+def _sharding(model: nn.Module) -> dict[str, Any]:
+    """Returns in which state FSDP2 is, by its own account, and how much memory gathered parameters hold."""
+    groups = []
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups += [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    gathered = [
+        tensor.untyped_storage().size()
+        for group in groups
+        for parameter in group.fsdp_params
+        for tensor in [*parameter.all_gather_outputs, *getattr(parameter, "_unsharded_inner_tensors", [])]
+    ]
+    return {
+        "groups": len(groups),
+        "states": {group._sharded_state.name for group in groups},
+        "kinds": {type(parameter).__name__ for parameter in model.parameters()},
+        "gathered_bytes": sum(gathered),
+    }
+
+
+@contextlib.contextmanager
+def _clip_factors_noted(found: Found) -> Iterator[None]:
+    original = StepWatch.clip_factor
+
+    def noted(watch: StepWatch, *args: Any) -> float:
+        found.clip_factors.append(original(watch, *args))
+        return found.clip_factors[-1]
+
+    StepWatch.clip_factor = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        StepWatch.clip_factor = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _no_solver() -> Iterator[None]:
+    import snip_hf.controller as module
+
+    original = module.SolverProcess.start
+
+    def start(problem: dict[str, Any]) -> Any:
+        raise OSError("no solver in this test")
+
+    module.SolverProcess.start = start  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        module.SolverProcess.start = original  # type: ignore[method-assign]

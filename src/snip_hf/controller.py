@@ -239,7 +239,6 @@ class SnipController:
         if pending is not None:
             reason = f"training ended at step {self.step}, before step {pending.due} at which its plan was due"
             self._keep(self.step, pending.record, reason, "was not applied")
-        self.processes.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""

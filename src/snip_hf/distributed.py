@@ -142,11 +142,6 @@ class Ranks:
         dist.all_to_all_single(received, torch.cat(list(pieces)), list(sizes), lengths, group=self._group)
         return list(received.split(list(sizes)))
 
-    def close(self) -> None:
-        """Gives up snip-hf's own group, which stays for the next run of this process; not collective. Nothing can be
-        agreed on afterwards."""
-        self._control = None
-
     def _bounded(self, call: Callable[[], Any]) -> None:
         try:
             call()
@@ -196,10 +191,6 @@ class Processes:
     run: Callable[[Mapping[str, Any]], Tensor | float | None] | None = None
     """Runs a batch forward and backward where the model here is only a part; None: the model is whole."""
 
-    def close(self) -> None:
-        """Ends agreeing."""
-        for ranks in (self.data, self.pipeline, self.everyone):
-            ranks.close()
 
 
 def is_sharded(tensor: Tensor) -> bool:

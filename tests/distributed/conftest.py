@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import SHARED
-from ranks import assert_succeeded, launch_ranks, start_ranks
+from rank_cases import SHARED
+from rank_processes import assert_succeeded, launch_ranks, start_ranks
 from trainings import train
 
 RunsByRank = list[dict[str, dict[str, Any]]]

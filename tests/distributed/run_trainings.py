@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cases import CASES
+from rank_cases import CASES
 from streams import states_under_ddp, unreduced_gradients
 from trainings import train
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ranks import start_ranks
+from rank_processes import start_ranks
 
 BOUND = 6.0  # seconds, as `run_into_sleep` configures it
 

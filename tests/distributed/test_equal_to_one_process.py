@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import SHARED
 from comparing import LOSS, WEIGHT, distance, errors, share_below
+from rank_cases import SHARED
 
 Runs = dict[str, dict[str, Any]]
 PLANNED = [name for name in SHARED if not name.startswith("fp4")]

@@ -239,8 +239,13 @@ class Mixing:
         generator = torch.Generator().manual_seed(seed)
         self.left, self.right = (torch.randn(size, size, generator=generator) for size in shape)
 
+    is_spread = False
+
     def gathered(self) -> Mixing:
         return self
+
+    def of_own_part(self) -> None:
+        return None
 
     def pushforward(self, gradient: Tensor, tangent: Tensor) -> Tensor:
         return gradient[0, 0] * self.left @ tangent @ self.right

@@ -30,8 +30,10 @@ class ThreadRank(Ranks):
         super().__init__()
         self.rank, self.size, self._meeting = rank, size, meeting
 
-    def gather(self, value: Any) -> list[Any]:
-        return [json.loads(text) for text in self._exchange(json.dumps(value))]
+    def gather(self, value: Any, what: str = "figures") -> list[Any]:
+        found = [json.loads(text) for text in self._exchange(json.dumps([what, value]))]
+        assert {name for name, _ in found} == {what}
+        return [given for _, given in found]
 
     def all_to_all(self, pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         assert len(pieces) == len(sizes) == self.size

@@ -210,7 +210,8 @@ class SnipController:
 
     def _before_optimizer_step(self, step: int) -> None:
         watch, refreshes = self._disarm(), self._refreshes(step)
-        if watch is not None:
+        # By the schedule and not by what was captured: the ranks have the schedule in common.
+        if refreshes or self._checks(step):
             # With apply_delay = refresh_every the plan before is due after this very step, whose passes are done.
             self._apply_due(step)
             refreshes = refreshes or self._has_drifted(step, watch)
@@ -435,7 +436,7 @@ class SnipController:
         assert watch is not None
         return watch
 
-    def _has_drifted(self, step: int, watch: StepWatch) -> bool:
+    def _has_drifted(self, step: int, watch: StepWatch | None) -> bool:
         """Checks whether the ranking has moved since the plan in force was made, and writes a line of the history."""
         began = time.perf_counter()
         correlation, reason = None, None

@@ -72,22 +72,32 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "figures") -> list[Any]:
         """Returns the JSON data that each of them gave, in the order of the ranks.
 
+        Args:
+            value: JSON data.
+            what: names it; ranks that are at different points of the program are noticed by it.
+
         Raises:
-            RankError: one of them did not answer in time.
+            RankError: one of them did not answer in time, or is at another point.
         """
         if self.size == 1:
             return [value]
-        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(json.dumps([what, value]).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self._bounded(lambda: dist.all_gather(sizes, torch.tensor([len(own)]), self._control))
         longest = max(int(size) for size in sizes)
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         padded = torch.nn.functional.pad(own, (0, longest - len(own)))
         self._bounded(lambda: dist.all_gather(texts, padded, self._control))
-        return [json.loads(text[: int(size)].numpy().tobytes()) for text, size in zip(texts, sizes, strict=True)]
+        found = [json.loads(text[: int(size)].numpy().tobytes()) for text, size in zip(texts, sizes, strict=True)]
+        if len({name for name, _ in found}) > 1:
+            raise RankError(
+                f"The ranks are at different points: {', '.join(name for name, _ in found)}. One of them failed where "
+                "the others went on; look into the logs of all of them, and start them again from the last checkpoint."
+            )
+        return [given for _, given in found]
 
     def by_first(self, make: Callable[[], Result]) -> Result:
         """Returns what `make` returns on the first rank, JSON data, to all of them.
@@ -104,7 +114,7 @@ class Ranks:
                 value = make()
             except Exception as error:
                 failure = error
-        found, problem = self.gather([value, None if failure is None else describe(failure)])[0]
+        found, problem = self.gather([value, None if failure is None else describe(failure)], "decision")[0]
         if failure is not None:
             raise failure
         if problem is not None:
@@ -119,7 +129,7 @@ class Ranks:
             ValueError: names the first rank that has one, and what it is; that rank raises its error itself.
             RankError: one of them did not answer in time.
         """
-        problems = self.gather(None if error is None else describe(error))
+        problems = self.gather(None if error is None else describe(error), "agreement")
         if error is not None:
             raise error
         for rank, problem in enumerate(problems):
@@ -190,7 +200,6 @@ class Processes:
     """All of them."""
     run: Callable[[Mapping[str, Any]], Tensor | float | None] | None = None
     """Runs a batch forward and backward where the model here is only a part; None: the model is whole."""
-
 
 
 def is_sharded(tensor: Tensor) -> bool:

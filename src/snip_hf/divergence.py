@@ -154,13 +154,14 @@ def divergences_at(
     layers = snip_linears(model)
     counts = processes.data.gather([batch.tokens, batch.labelled, labelled or batch.labelled])
     tokens, kept, every = zip(*counts, strict=True)
-    moving = [name for name in answers if name in gradients]
-    found = [square**0.5 for square in squares([layers[name].weight.detach() for name in moving])]
-    # Not of a weight initialised with zeros: no update of it is small or large against it.
-    norms = {name: norm for name, norm in zip(moving, found, strict=True) if norm != 0}
-    pullbacks = {name: partial(_pulled, answers[name], gradients, name, norm) for name, norm in norms.items()}
+    norms: dict[str, float] = {}
     probe, attempt = None, Attempt()
     with attempt:
+        moving = [name for name in answers if name in gradients]
+        found = [square**0.5 for square in squares([layers[name].weight.detach() for name in moving])]
+        # Not of a weight initialised with zeros: no update of it is small or large against it.
+        norms |= {name: norm for name, norm in zip(moving, found, strict=True) if norm != 0}
+        pullbacks = {name: partial(_pulled, answers[name], gradients, name, norm) for name, norm in norms.items()}
         probe = run_probe(
             model,
             batch,
@@ -177,11 +178,12 @@ def divergences_at(
     samples = pooled(probe.layers, batch.labelled / sum(kept), layers, processes.data)
     parts = sum(every) / sum(kept)
     sums: list[_Sums] = []
-    for name, weight, gradient, pushforward in _gathered(layers, samples, answers, gradients, norms, config):
-        with attempt:
-            terms = LayerTerms(samples[name], weight, pushforward, micro_batches, parts)
-            unclipped = None if gradient is None else gradient.to(torch.float32) / (gradient_scale or 1.0)
-            sums += _start_sums(name, terms, config, step, unclipped)
+    with attempt:
+        for name, weight, gradient, pushforward in _gathered(layers, samples, answers, gradients, norms, config):
+            with attempt:  # the others go on gathering what is sharded, and so does this rank
+                terms = LayerTerms(samples[name], weight, pushforward, micro_batches, parts)
+                unclipped = None if gradient is None else gradient.to(torch.float32) / (gradient_scale or 1.0)
+                sums += _start_sums(name, terms, config, step, unclipped)
     rows: list[Divergence] = []
     with attempt:
         rows = _rows(sums, linear_flops(model), loss, gradient_scale)

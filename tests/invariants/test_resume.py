@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from tiny_runs import (
     SCHEDULE,
     STEPS,
@@ -17,15 +18,17 @@ from tiny_runs import (
     differing,
     history,
     model_with_dropout,
+    one_thread,
     solve_with,
     tiny_llama,
     train,
     weights,
     without_seconds,
 )
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
-from snip_hf import SnipCallback, SnipConfig
+from snip_hf import PrecisionPlan, SnipCallback, SnipConfig
+from snip_hf.linear import snip_linears
 
 CONFIG = SnipConfig(stages=2, **SCHEDULE)
 OTHER = SnipConfig(stages=2, granularity="gemm", target_fp4_fraction=0.5, probes=2, **(SCHEDULE | {"apply_delay": 4}))
@@ -398,4 +401,74 @@ def test_the_state_of_another_run_is_refused(full: Run, tmp_path: Path) -> None:
         "start a new plan."
     )
     resumed = train(other.folder, callback=SnipCallback(CONFIG, resume=checkpoint), resume=checkpoint, **SAVING)
+    assert_same_end(resumed, full)
+
+
+# --- what the Trainer can be asked to save, and where checkpoints may come to lie
+
+
+def test_a_checkpoint_of_the_model_alone_goes_on_with_plan_and_schedule_but_not_with_the_optimizer(
+    full: Run, tmp_path: Path
+) -> None:
+    alone = train(tmp_path / "alone", CONFIG, save_only_model=True, **SAVING)
+    assert alone.losses == full.losses
+    checkpoint = interrupted(alone, 3, tmp_path)
+    assert not (checkpoint / "optimizer.pt").exists()
+    assert state(tmp_path, 3)["pending"]["step"] == 2
+    resumed = train(tmp_path, CONFIG, resume=checkpoint, **SAVING)
+    assert [(line["step"], line["applied_step"]) for line in resumed.refreshes] == [(2, 4), (6, 8), (10, 12)]
+    assert without_seconds(resumed.refreshes[0]) == without_seconds(full.refreshes[0])
+    # The Trainer begins with a new optimizer, without a word: these are other weights from the first step on.
+    assert resumed.losses[5] != full.losses[5]
+
+
+def test_the_best_model_at_the_end_has_its_plan_in_its_checkpoint_and_the_record_is_that_of_the_run(
+    tmp_path: Path,
+) -> None:
+    run = train(
+        tmp_path,
+        CONFIG,
+        load_best_model_at_end=True,
+        eval_strategy="steps",
+        eval_steps=3,
+        **SAVING | {"save_steps": 3},
+    )
+    step = run.trainer.state.best_global_step
+    assert step in (3, 6, 9)
+    best = tmp_path / f"checkpoint-{step}"
+    assert run.trainer.state.best_model_checkpoint == str(best)
+    assert differing(weights(run.model), load_file(best / "model.safetensors")) == []
+    plan, of_best = run.callback.controller.plan, PrecisionPlan.from_dict(state(tmp_path, step)["plan"])
+    assert PrecisionPlan.load(tmp_path / "snip" / "plan.json") == plan
+    assert plan.provenance.step == 10 > of_best.provenance.step
+    assert {name: layer.formats for name, layer in snip_linears(run.model).items()} == plan.assignment
+    # Evaluated under the plan that it was saved with, it is as good as it was.
+    assert run.trainer.evaluate()["eval_loss"] != run.trainer.state.best_metric
+    of_best.apply(run.model)
+    with one_thread():
+        assert run.trainer.evaluate()["eval_loss"] == run.trainer.state.best_metric
+
+
+def test_a_run_resumes_from_the_oldest_checkpoint_that_rotation_left(full: Run, tmp_path: Path) -> None:
+    stopped = train(tmp_path, CONFIG, callbacks=[_Power(7, True)], save_total_limit=3, **SAVING)
+    assert len(stopped.losses) == 7
+    kept = sorted(tmp_path.glob("checkpoint-*"))
+    assert [folder.name for folder in kept] == ["checkpoint-5", "checkpoint-6", "checkpoint-7"]
+    assert all((folder / "snip_state.json").is_file() for folder in kept)
+    resumed = train(tmp_path, CONFIG, resume=kept[0], save_total_limit=3, **SAVING)
+    assert_same_end(resumed, full)
+    assert without_seconds(resumed.history) == without_seconds(full.history)
+
+
+def test_a_checkpoint_as_the_hub_hands_it_out_with_its_weights_in_parts_goes_on(full: Run, tmp_path: Path) -> None:
+    """A folder of any name, in which every file is a link; the weights are in several files with an index."""
+    blobs, folder = shutil.copytree(full.folder / "checkpoint-7", tmp_path / "blobs"), tmp_path / "snapshots" / "0f1e2d"
+    whole = AutoModelForCausalLM.from_pretrained(blobs)
+    (blobs / "model.safetensors").unlink()
+    whole.save_pretrained(blobs, max_shard_size="20KB")
+    assert len(list(blobs.glob("model-*.safetensors"))) > 2
+    folder.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (folder / file.name).symlink_to(file)
+    resumed = train(tmp_path / "run", CONFIG, resume=folder, resume_from_checkpoint=str(folder))
     assert_same_end(resumed, full)

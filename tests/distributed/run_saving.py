@@ -1,0 +1,95 @@
+"""Saves and resumes runs on all ranks. Started by the tests in several processes.
+
+Argument: a folder with `one/`, which one process saved; it gets rank<N>.pt with {name: what became of the run}.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loops import Loop, plan_of
+from tiny_runs import SCHEDULE, train
+
+from snip_hf import SnipCallback, SnipConfig
+
+STEPS = 8
+# Refreshes at steps 2 and 6, applied after steps 4 and 8: in the middle of one, and between two.
+SAVES = (3, 5)
+# What is saved -> how it is loaded again by as many ranks.
+WRAPPERS = {"ddp": ("accelerate", 0.1), "fsdp2": ("accelerate", 0.0), "fsdp2-whole": ("whole", 0.0)}
+
+
+def uninterrupted(folder: Path, wrapper: str, dropout: float = 0.0) -> dict[str, Any]:
+    """Trains and saves, each rank into a folder of its own but for the checkpoints."""
+    run = Loop(folder / f"rank{_rank()}", wrapper=wrapper, dropout=dropout)
+    for step in SAVES:
+        run.run(step).save(folder / f"checkpoint-{step}")
+    return run.run(STEPS).close()
+
+
+def resumed(
+    saved: Path, folder: Path, step: int, how: str, wrapper: str = "ddp", dropout: float = 0.0
+) -> dict[str, Any]:
+    """Goes on from a checkpoint with other weights, whose rank 0 left its history where it had been."""
+    if _rank() == 0:
+        shutil.copytree(saved / "rank0", folder / "rank0")
+    run = Loop(folder / f"rank{_rank()}", wrapper=wrapper, dropout=dropout, seed=1)
+    return run.load(saved / f"checkpoint-{step}", how).run(STEPS).close()
+
+
+def trainers(folder: Path) -> dict[str, Any]:
+    """Trains under the Trainer; then the second rank sees another file system, without a `snip_state.json`."""
+    config, saving = SnipConfig(**SCHEDULE), {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    whole = train(folder / "shared", config, **saving)
+    dist.barrier()
+    own = folder / f"rank{_rank()}"
+    here = shutil.copytree(folder / "shared" / "checkpoint-3", own / "checkpoint-3")
+    if _rank() == 0:
+        shutil.copytree(folder / "shared" / "snip", own / "snip")
+    else:
+        (here / "snip_state.json").unlink()
+    callback = SnipCallback(config)
+    again = train(own, callback=callback, resume=here, **saving)
+    assert callback.controller is not None and whole.callback is not None and whole.callback.controller is not None
+    return {
+        "losses": [run.trainer.state.log_history[:-1] for run in (whole, again)],
+        "plans": [plan_of(run.callback.controller) for run in (whole, again)],
+        "weights": [
+            {name: tensor.clone() for name, tensor in run.model.state_dict().items()} for run in (whole, again)
+        ],
+    }
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    for name, (how, dropout) in WRAPPERS.items():
+        wrapper = name.removesuffix("-whole")
+        saved = folder / wrapper
+        if wrapper == name:
+            found[name] = uninterrupted(saved, wrapper, dropout)
+        for step in SAVES:
+            again = f"{name}-from-{step}"
+            found[again] = resumed(saved, folder / again, step, how, wrapper, dropout)
+    for wrapper, how in (("ddp", "accelerate"), ("fsdp2", "whole")):
+        for step in SAVES:
+            again = f"one-{wrapper}-from-{step}"
+            found[again] = resumed(folder / "one", folder / again, step, how, wrapper)
+    found["trainer"] = trainers(folder / "trainer")
+    torch.save(found, folder / f"rank{_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -283,7 +283,7 @@ def test_one_rank_measures_for_all_that_hold_the_same_layers(monkeypatch: pytest
         asked.append(own.ranks.rank)
         return measure_cost(model, tokens, backend, path, timer=made_up)
 
-    monkeypatch.setattr("snip_hf.controller.measure_cost", note)
+    monkeypatch.setattr("snip_hf.preparation.measure_cost", note)
     monkeypatch.setattr("snip_hf.controller.find_processes", lambda *_: Processes(data=own.ranks, everyone=own.ranks))
 
     def work(ranks: Ranks) -> PrecisionPlan:

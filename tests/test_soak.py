@@ -44,7 +44,8 @@ def test_every_fault_costs_what_it_may_and_nothing_else() -> None:
         **dict.fromkeys(["files in snip/", "files in the temporary folder"], True),
         **dict.fromkeys(["divergence tables", "history, KiB"]),
     }
-    assert row["resources"]["processes started"]["values"] == [0] * 15
+    # None but what other tests in this process started before.
+    assert len(set(row["resources"]["processes started"]["values"])) == 1
     assert soak.report(row | {"commit": None, "machine": None}).count("\n| ") == len(row["resources"]) + 15 + 2 + 3
 
 
@@ -185,11 +186,13 @@ def test_controllers_of_the_same_processes_share_one_control_group(monkeypatch: 
 def test_a_solver_that_nobody_waits_for_any_more_leaves_no_open_file() -> None:
     from snip_hf.solver import SolverProcess
 
-    before = len(os.listdir("/proc/self/fd"))
+    # Other tests in this process may have started what serves them all.
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    before, others = len(os.listdir("/proc/self/fd")), children.read_text()
     process = SolverProcess.start({}, ["sleep", "600"])
     files = process._files
     del process
     gc.collect()
     assert all(file.closed for file in files)
     assert len(os.listdir("/proc/self/fd")) == before
-    assert Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text() == ""
+    assert children.read_text() == others

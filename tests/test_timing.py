@@ -172,7 +172,7 @@ def test_the_median_of_the_runs_after_warm_up_is_taken_of_the_call_that_training
     assert (backend, gemm) == ("emulated", "grad_input")
     assert (x.shape, weight.shape, grad_output.shape) == ((5, 6), (7, 6), (5, 7))
     assert all(tensor.unique().numel() == tensor.numel() for tensor in (x, weight, grad_output))
-    assert state.tolist() == [2, 2, 2, 0]
+    assert state.tolist() == [2, 2, 2, 0, 0, 1]  # formats, key, rank 0 of 1
 
 
 @pytest.mark.parametrize("gemm", GEMMS)

@@ -35,7 +35,7 @@ def test_it_gets_back_what_it_gave_without_a_copy() -> None:
     value, piece = {"a": object()}, torch.ones(3)
     assert Ranks().gather(value)[0] is value
     assert Ranks().by_first(lambda: value) is value
-    assert Ranks().all_to_all([piece], [3])[0] is piece
+    assert Ranks().all_to_all(lambda: [piece], [3])[0] is piece
 
 
 def test_its_errors_are_its_own() -> None:

@@ -35,7 +35,8 @@ class ThreadRank(Ranks):
         assert {name for name, _ in found} == {what}
         return [given for _, given in found]
 
-    def all_to_all(self, pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    def all_to_all(self, make: Callable[[], Sequence[Tensor]], sizes: Sequence[int]) -> list[Tensor]:
+        pieces = make()
         assert len(pieces) == len(sizes) == self.size
         assert all(piece.dim() == 1 and piece.dtype == pieces[0].dtype for piece in pieces)
         received = [sent[self.rank] for sent in self._exchange([piece.clone() for piece in pieces])]

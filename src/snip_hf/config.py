@@ -124,8 +124,8 @@ class SnipConfig:
     solver_gap: float = 1e-4
     """Relative gap at which the solver may stop."""
     rank_timeout: float = 600.0
-    """Seconds, beyond `solver_time_limit`, that a process waits for the others at most when they agree on something;
-    then training ends with an error."""
+    """Seconds, beyond `solver_time_limit` and another 60, that a process waits for the others at most when they agree
+    on something; then training ends with an error."""
     backend: str = "auto"
     """Kernels: "hopper" (FP8 tensor cores of an H100 or H200, where the compute dtype is BF16), "emulated" (any device,
     slower than BF16), or "auto": the first of them that can run. The log says which runs, and why."""

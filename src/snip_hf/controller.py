@@ -34,6 +34,7 @@ from .linear import (
     drop_quantized,
     forget_inputs,
     keep_quantized,
+    set_rank,
     set_step,
     share_inputs,
     snip_linears,
@@ -41,7 +42,7 @@ from .linear import (
 from .memory import bounded, kept_tokens, measured_peak, probe_memory
 from .optimizers import check_optimizer, responses
 from .plan import PlanProvenance, PrecisionPlan
-from .preparation import check_model, check_sizes, cost_of_all, flops_of_all, swap, use_backend
+from .preparation import check_model, check_parts, check_sizes, cost_of_all, flops_of_all, swap, use_backend
 from .probe import Batch, read
 from .solver import SolverProcess, SolverResult
 from .timing import read_times
@@ -90,8 +91,8 @@ class SnipController:
     it when the model is prepared (wrapped by DDP, sharded by FSDP2).
 
     Args:
-        model: a causal LM, converted or not; wrappers (DDP, compile) are looked through. With `pipeline`, the parts of
-            it that this process holds, whose layers have the names that they have in the whole model.
+        model: a causal LM, converted or not; wrappers (DDP, DeepSpeed, compile) are looked through. With
+            `pipeline`, the parts of it that this process holds, whose layers have the names that they have in the whole model.
         optimizer: the optimizer that trains it, wrapped or not.
         config: what the user asks for.
         accelerator: the Accelerate object of the loop, if there is one; its settings are checked.
@@ -147,6 +148,7 @@ class SnipController:
             if self._zero is None:
                 check_optimizer(self._optimizer)
             check_model(self.model, self._log)
+            check_parts(parts_of(self.model))
             self._probe_config = bounded(config, self.model)
         flops = flops_of_all(self.model, self.processes.pipeline)
         self._setting = policies.Setting(config, flops, policies.find_stages(list(flops), config))
@@ -193,6 +195,9 @@ class SnipController:
             self.start()
         step = self.step + 1
         set_step(self._layers, self.config.seed, step, self._micro_batch)
+        data = self.processes.data
+        if data.size > 1:  # DDP that was built before the layers were swapped gives all ranks the first one's
+            set_rank(self._layers, data.rank, data.size)
         if self._keeps_weights:
             keep_quantized(self._layers, everything=self._micro_batch == 0)
         if self._micro_batch == 0 and (self._refreshes(step) or self._checks(step)):
@@ -383,6 +388,11 @@ class SnipController:
         gradients: Mapping[str, Tensor]
         if self._zero is None:
             gradients = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
+            if not gradients and any(weight.requires_grad for weight in weights.values()):
+                raise ValueError(
+                    "No swapped layer has a gradient where its weight is; FSDP2 with set_reshard_after_backward(False) "
+                    "hides them. Leave resharding on, or use a policy that needs no probe."
+                )
             self._check_finite(gradients)
             clip_factor = watch.clip_factor(gradients, self.processes.everyone)
             answers = responses(self._optimizer, weights)

@@ -1,4 +1,4 @@
-"""How do the processes that train one model agree? The only user of `torch.distributed` beside the gradient hook.
+"""How do the processes that train one model agree? Only this communicates, beside the gradient hook and ZeRO's gathers.
 
 Two kinds of processes: ranks that hold the same layers (or shards of them) and see different data, and ranks that hold
 different layers (stages of a pipeline). Small things travel as JSON over a gloo group of snip-hf's own, whose waits are
@@ -85,10 +85,11 @@ class Ranks:
         if self.size == 1:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps([what, value]).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._bounded(lambda: dist.all_gather(sizes, torch.tensor([len(own)]), self._control))
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        length = torch.tensor([len(own)], device="cpu")
+        self._bounded(lambda: dist.all_gather(sizes, length, self._control))
         longest = max(int(size) for size in sizes)
-        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        texts = [torch.zeros(longest, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
         padded = torch.nn.functional.pad(own, (0, longest - len(own)))
         self._bounded(lambda: dist.all_gather(texts, padded, self._control))
         found = [json.loads(text[: int(size)].numpy().tobytes()) for text, size in zip(texts, sizes, strict=True)]
@@ -136,20 +137,26 @@ class Ranks:
             if problem is not None:
                 raise ValueError(f"On rank {rank}: {problem}")
 
-    def all_to_all(self, pieces: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    def all_to_all(self, make: Callable[[], Sequence[Tensor]], sizes: Sequence[int]) -> list[Tensor]:
         """Sends one flat tensor to each of them and returns what each sent here.
 
         Args:
-            pieces: rank -> (any,), all of one dtype and device.
+            make: returns rank -> (any,), all of one dtype and device. Where it fails, all of them raise.
             sizes: rank -> number of elements that come from there.
         """
         if self.size == 1:
-            return list(pieces)
+            return list(make())
+        attempt, lengths = Attempt(), list(sizes)
+        with attempt:
+            pieces = make()
+            sent, lengths = torch.cat(list(pieces)), [len(piece) for piece in pieces]
+            received = sent.new_empty(sum(sizes))
         # The exchange itself waits as long as training's group does; who does not come to it is found out here.
-        self._bounded(lambda: dist.barrier(self._control))
-        received = pieces[0].new_empty(sum(sizes))
-        lengths = [len(piece) for piece in pieces]
-        dist.all_to_all_single(received, torch.cat(list(pieces)), list(sizes), lengths, group=self._group)
+        failed = torch.tensor([attempt.error is not None], dtype=torch.int32, device="cpu")
+        self._bounded(lambda: dist.all_reduce(failed, dist.ReduceOp.MAX, self._control))
+        if failed:
+            self.agree(attempt.error)
+        self._bounded(lambda: dist.all_to_all_single(received, sent, list(sizes), lengths, group=self._group))
         return list(received.split(list(sizes)))
 
     def _bounded(self, call: Callable[[], Any]) -> None:
@@ -242,17 +249,21 @@ def with_own_part(part: Tensor, like: Tensor) -> Tensor:
 
 
 def squares(tensors: Sequence[Tensor]) -> list[float]:
-    """Returns the sum of squares of each tensor, all of which are sharded in one way, or none. Collective if they are.
+    """Returns the sum of squares of each tensor. Collective if any is sharded.
 
     In FP32, and read from the device once. (Not vector_norm, whose sum on a CPU is off by 2e-3 at 20 million numbers.)
     """
     if not tensors:
         return []
-    sums = torch.stack([own_part(tensor).to(torch.float32).square().sum() for tensor in tensors])
-    like = tensors[0]
-    if isinstance(like, DTensor):
-        placements = [Partial() if placement.is_shard() else Replicate() for placement in like.placements]
-        sums = DTensor.from_local(sums, like.device_mesh, placements, run_check=False).full_tensor()
+    device = own_part(tensors[0]).device
+    sums = torch.stack([own_part(tensor).to(torch.float32).square().sum().to(device) for tensor in tensors])
+    layouts = [(tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None for tensor in tensors]
+    for layout in dict.fromkeys(layouts):
+        if layout is not None:
+            of_layout = [index for index, other in enumerate(layouts) if other == layout]
+            placements = [Partial() if placement.is_shard() else Replicate() for placement in layout[1]]
+            parts = DTensor.from_local(sums[of_layout], layout[0], placements, run_check=False)
+            sums[of_layout] = parts.full_tensor()
     figures: list[float] = sums.tolist()
     return figures
 

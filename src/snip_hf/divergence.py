@@ -204,7 +204,7 @@ def _gathered(
     What is sharded is made whole, by all ranks together, one layer at a time.
     """
     for name, layer in layers.items():
-        is_spread = is_sharded(layer.weight) or (name in norms and answers[name].is_spread)
+        is_spread = is_sharded(layer.weight) or (name in answers and answers[name].is_spread)
         if name not in owned and not is_spread:
             continue
         weight = whole(layer.weight.detach())

@@ -50,7 +50,7 @@ STATE = "snip_state"
 # Where DDP looks for names of parameters and buffers that are not its business.
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 # What wrappers inside a model add to the names of modules.
-_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|^snip_part_\d+\.")
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|^snip_part_\d+\.")
 _KEY = len(GEMMS)
 # Number of the output gradient among the operands that a random stream can be for. Both GEMMs that read it round it
 # with the same random numbers: what one adds to the layers before, and the other to the own weight's gradient.
@@ -312,7 +312,7 @@ def snip_linears(model: nn.Module) -> dict[str, SnipLinear]:
 def plain_name(name: str) -> str:
     """Returns the name of a module or parameter without the parts that wrappers inside the model put in.
 
-    These are torch.compile's, activation checkpointing's, and those of `controller`'s parts of a pipeline.
+    These are torch.compile's, activation checkpointing's, and those of `launch.ModelParts`.
     """
     return _WRAPPERS.sub("", name)
 
@@ -413,6 +413,8 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
             return "outside the transformer blocks"
         if not _is_linear(module) and not isinstance(module, SnipLinear):
             return f"class {type(module).__name__}"
+        if "forward" in vars(module):  # which a swap of the class would not replace
+            return "another forward function is set on it (device_map, tensor parallelism)"
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in _ADAPTERS):
             return "adapter"
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.skip_modules):

@@ -7,12 +7,13 @@ the estimate knows of ranks, and the more ranks there are, the fewer layers each
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .distributed import Ranks
+from .distributed import Attempt, Ranks
 from .probe import LayerSample
 
 
@@ -32,21 +33,22 @@ def pooled(
     notes = ranks.gather({name: _note(sample, weight) for name, sample in samples.items()})
     seen = [name for name in layers if any(name in note for note in notes)]
     device = next(iter(layers.values())).weight.device
-    result = {}
+    result, attempt = {}, Attempt()
     for first in range(0, len(seen), ranks.size):
         names = seen[first : first + ranks.size]
         # The derivatives that all of them have.
         dots = {name: min(note[name]["probes"] for note in notes if name in note) for name in names}
-        pieces = [_flat(samples.pop(name, None), weight, dots[name], device) for name in names]
-        pieces += [torch.empty(0, device=device)] * (ranks.size - len(names))
+        make = partial(_pieces, samples, weight, dots, device, ranks.size)
         if ranks.rank >= len(names):
-            ranks.all_to_all(pieces, [0] * ranks.size)
+            ranks.all_to_all(make, [0] * ranks.size)
             continue
         name = names[ranks.rank]
         of_ranks = [note.get(name, _NOTHING) for note in notes]
         widths = [layers[name].in_features, layers[name].out_features] * (1 + dots[name])
-        received = ranks.all_to_all(pieces, [one["kept"] * sum(widths) for one in of_ranks])
-        result[name] = _joined(received, of_ranks, widths)
+        received = ranks.all_to_all(make, [one["kept"] * sum(widths) for one in of_ranks])
+        with attempt:
+            result[name] = _joined(received, of_ranks, widths)
+    ranks.agree(attempt.error)
     return result
 
 
@@ -63,10 +65,22 @@ def _note(sample: LayerSample, weight: float) -> dict[str, Any]:
     }
 
 
+def _pieces(
+    samples: dict[str, LayerSample], weight: float, probes: Mapping[str, int], device: torch.device, ranks: int
+) -> list[Tensor]:
+    """Takes the samples of these layers away and returns what goes to each rank: one layer's, or nothing."""
+    pieces = [_flat(samples.pop(name, None), weight, count, device) for name, count in probes.items()]
+    return pieces + [_nothing(device)] * (ranks - len(pieces))
+
+
+def _nothing(device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.float32, device=device)
+
+
 def _flat(sample: LayerSample | None, weight: float, probes: int, device: torch.device) -> Tensor:
     """Returns X, G and the derivatives of each probe one after the other; G for the mean loss over all ranks."""
     if sample is None:
-        return torch.empty(0, device=device)
+        return _nothing(device)
     parts = [sample.x, sample.grad_output * weight]
     for x_dot, grad_dot in list(zip(sample.x_dot, sample.grad_output_dot, strict=True))[:probes]:
         parts += [x_dot, grad_dot * weight]

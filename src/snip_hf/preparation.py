@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from .config import SnipConfig
 from .cost import MeasuredCost, Weights, describe_cost, linear_flops, measure_cost
-from .distributed import Processes, Ranks, is_sharded
+from .distributed import Attempt, Processes, Ranks, is_sharded
 from .kernels import hopper_lacks
 from .linear import SnipLinear, convert_model, drop_quantized, pack_states, set_rank, skip_reasons, snip_linears
 from .plan import PrecisionPlan, read_measured
@@ -55,7 +55,10 @@ def cost_of_all(
     One rank measures for all that hold the same layers, since each would find other times.
     """
     began = time.perf_counter()
-    found = processes.data.by_first(lambda: measure_cost(model, tokens, backend, path).to_dict())
+    found, attempt = None, Attempt()
+    with attempt:
+        found = processes.data.by_first(lambda: measure_cost(model, tokens, backend, path).to_dict())
+    processes.everyone.agree(attempt.error)
     parts = [read_measured(part) for part in processes.pipeline.gather(found)]
     seconds = {layer: row for part in parts for layer, row in part.seconds.items()}
     measured = replace(parts[0], seconds={layer: seconds[layer] for layer in flops})
@@ -113,6 +116,11 @@ def check_model(model: nn.Module, log: logging.Logger) -> None:
             "the activations, which the probe cannot put together. Use FSDP2 or DDP, or a policy that needs no probe, "
             "such as policy='layer-position'."
         )
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError(
+            "The model is in FSDP version 1, which flattens the weights. Use version 2 (torch's fully_shard), or a "
+            "policy that needs no probe, such as policy='layer-position'."
+        )
     config = getattr(model, "config", None)
     if "relu" in (getattr(config, "hidden_act", None), getattr(config, "activation_function", None)):
         log.warning(
@@ -125,6 +133,21 @@ def check_model(model: nn.Module, log: logging.Logger) -> None:
             f"attn_implementation={attention!r} cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. "
             "Load the model with attn_implementation='sdpa', or use a policy that needs no probe."
         )
+
+
+def check_parts(parts: Iterable[nn.Module]) -> None:
+    """Refuses parts of a pipeline that the probe's FP32 passes cannot run through.
+
+    Raises:
+        ValueError: weights in another dtype: what stages send each other would not fit the buffers of training.
+    """
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if parameter.is_floating_point() and parameter.dtype != torch.float32:
+                raise ValueError(
+                    f"The pipeline's parameter {name!r} is {parameter.dtype}; the probe runs its passes in FP32 and "
+                    "needs stages with FP32 weights, without autocast. Use these, or a policy that needs no probe."
+                )
 
 
 def check_sizes(plan: PrecisionPlan, flops: Weights) -> None:

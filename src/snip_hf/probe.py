@@ -216,7 +216,7 @@ def run_probe(
 
     def record(weights: Mapping[str, Tensor]) -> _Recorder:
         recorder = _Recorder(plan)
-        with _recording(layers, recorder):
+        with _recording(layers, recorder, autocast is not None):
             losses.append(float(run_pass(model, batch, weights, autocast, True, processes.run)))
         return recorder
 
@@ -458,7 +458,9 @@ class _SamplePlan(NamedTuple):
         """
         every, rank, most = self.every, self.rank, self.probe_tokens
         if tokens != every[rank]:  # a router decides which tokens a layer gets: nothing is known of the other ranks'
-            every, rank, most = (tokens,), 0, None if most is None else max(TILE, most // len(every))
+            # Or a pipeline cuts the batch into chunks.
+            chunks = every[rank] // tokens if tokens > 0 and every[rank] % tokens == 0 else 1
+            every, rank, most = (tokens,), 0, None if most is None else max(TILE, most // (len(every) * chunks))
         tiles = [count // TILE for count in every]
         if most is None or sum(every) <= most or sum(tiles) == 0:
             return torch.arange(tokens)
@@ -511,11 +513,13 @@ class _Recorder:
 
 
 @contextmanager
-def _recording(layers: Mapping[str, SnipLinear], recorder: _Recorder) -> Iterator[None]:
+def _recording(layers: Mapping[str, SnipLinear], recorder: _Recorder, autocast: bool) -> Iterator[None]:
     """Lets every layer compute through `_RecordedLinear` for the time of the context."""
 
     def recorded(name: str) -> Callable[[SnipLinear, Tensor], Tensor]:
         def forward(layer: SnipLinear, input: Tensor) -> Tensor:
+            if not autocast and torch.is_autocast_enabled(input.device.type):
+                raise ValueError("The probe's passes run in FP32; leave autocast out of what Pipeline.run does.")
             x = input.reshape(-1, input.shape[-1])
             y: Tensor = _RecordedLinear.apply(x, layer.weight, layer.bias, name, recorder)
             return y.view(*input.shape[:-1], layer.out_features)

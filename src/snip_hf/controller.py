@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from . import policies
 from .config import SnipConfig
@@ -92,7 +93,8 @@ class SnipController:
 
     Args:
         model: a causal LM, converted or not; wrappers (DDP, DeepSpeed, compile) are looked through. With
-            `pipeline`, the parts of it that this process holds, whose layers have the names that they have in the whole model.
+            `pipeline`, the parts of it that this process holds, whose layers have the names that they have in the whole
+            model.
         optimizer: the optimizer that trains it, wrapped or not.
         config: what the user asks for.
         accelerator: the Accelerate object of the loop, if there is one; its settings are checked.
@@ -388,7 +390,7 @@ class SnipController:
         gradients: Mapping[str, Tensor]
         if self._zero is None:
             gradients = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
-            if not gradients and any(weight.requires_grad for weight in weights.values()):
+            if not gradients and any(isinstance(module, FSDPModule) for module in self.model.modules()):
                 raise ValueError(
                     "No swapped layer has a gradient where its weight is; FSDP2 with set_reshard_after_backward(False) "
                     "hides them. Leave resharding on, or use a policy that needs no probe."

@@ -10,6 +10,7 @@ wrong on the way keeps the plan in force, with a warning and a line in the histo
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -122,6 +123,14 @@ class SnipController:
         check_launch(config, accelerator)
         self.processes = find_processes(config, pipeline)
         """Those of this run, and how they agree."""
+        own = json.loads(json.dumps(config.to_dict()))  # as it comes from the others
+        for rank, other in enumerate(self.processes.everyone.gather(own)):
+            different = [name for name in _DECIDING if other[name] != own[name]]
+            if different:
+                raise ValueError(
+                    f"This rank's configuration is not that of rank {rank}: they differ in {', '.join(different)}. "
+                    "Expected the same SnipConfig on all ranks."
+                )
         is_first = self.processes.everyone.is_first
         self._log = logger if is_first else _replica
         self._optimizer = optimizer

@@ -10,7 +10,6 @@ wrong on the way keeps the plan in force, with a warning and a line in the histo
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -123,10 +122,8 @@ class SnipController:
         check_launch(config, accelerator)
         self.processes = find_processes(config, pipeline)
         """Those of this run, and how they agree."""
-        own = json.loads(json.dumps(config.to_dict()))  # as it comes from the others
-        for rank, other in enumerate(self.processes.everyone.gather(own)):
-            different = [name for name in _DECIDING if other[name] != own[name]]
-            if different:
+        for rank, other in enumerate(self.processes.everyone.gather(config.to_dict())):
+            if different := _differences(config, other):
                 raise ValueError(
                     f"This rank's configuration is not that of rank {rank}: they differ in {', '.join(different)}. "
                     "Expected the same SnipConfig on all ranks."
@@ -297,8 +294,7 @@ class SnipController:
             raise ValueError(
                 f"The SNIP state is not complete or damaged ({error!r}); restore the file from another checkpoint."
             ) from error
-        mine = self.config.to_dict()
-        different = [name for name in mine if name in _DECIDING and saved.get(name) != mine[name]]
+        mine, different = self.config.to_dict(), _differences(self.config, saved)
         if different:
             name = different[0]
             raise ValueError(
@@ -628,4 +624,9 @@ def _read_ranking(saved: Mapping[str, Any]) -> dict[str, float]:
 
 # Fields that decide the course of a run; the others may differ on resume.
 _FREE = ("solver_time_limit", "rank_timeout", "backend", "cost_file")
-_DECIDING = tuple(name for name in SnipConfig().to_dict() if name not in _FREE)
+
+
+def _differences(config: SnipConfig, other: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the deciding fields that another configuration, as a dict, has otherwise."""
+    own = config.to_dict()
+    return [name for name in own if name not in _FREE and other.get(name) != own[name]]

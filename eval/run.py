@@ -206,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.plan and options.arithmetic != "plan":
         parser.error("--plan needs --arithmetic plan")
-    _set_environment(options)
+    set_environment(options.data_dir, Path(options.model).is_dir())
     try:
         # lm-eval prints now and then; standard output is for the table.
         with contextlib.redirect_stdout(sys.stderr):
@@ -218,14 +218,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _set_environment(options: argparse.Namespace) -> None:
+def set_environment(data_dir: str | Path | None, model_is_local: bool) -> None:
     """Sets what the libraries read when they are imported, hence before."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Else lm-eval forks a pool for the bootstrap of perplexity, under torch's threads.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
-    if options.data_dir is not None:
+    if data_dir is not None:
         os.environ["HF_DATASETS_OFFLINE"] = "1"
-        if Path(options.model).is_dir():
+        if model_is_local:
             os.environ["HF_HUB_OFFLINE"] = "1"
     # lm-eval draws one progress bar per task while it builds prompts; show only what takes longer than this (seconds).
     os.environ.setdefault("TQDM_DELAY", "3")

@@ -183,25 +183,31 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         ValueError: an unknown key (the message lists the known ones), a missing section, or a value out of range.
         TypeError: a value of the wrong type.
     """
-    values = _read(path)
-    for override in overrides:
-        values = _merged(values, _parse_override(override))
+    values = read_values(path, overrides)
     values.setdefault("training", {})
     _check_keys("training", values["training"], [f.name for f in dataclasses.fields(TrainingArguments) if f.init])
     values["training"] = {"output_dir": f"runs/{path.stem}"} | values["training"]
     builders = {"model": ModelSection, "tokenizer": TokenizerSection, "data": DataSection, "eval": EvalSection}
     for name, section in builders.items():
         if values.get(name) is not None:
-            values[name] = _build(section, name, values[name])
+            values[name] = build(section, name, values[name])
     if values.get("snip") is not None:
         values["snip"] = SnipConfig.from_dict(_mapping("snip", values["snip"]))
-    return _build(Recipe, "recipe", values)
+    return build(Recipe, "recipe", values)
 
 
 def to_plain(recipe: Recipe) -> dict[str, Any]:
     """Returns the recipe as data for JSON, with every default written out."""
     values = dataclasses.asdict(recipe)
     values["snip"] = recipe.snip.to_dict() if recipe.snip else None
+    return values
+
+
+def read_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns a YAML file's keys, merged over those of its `base`, with the overrides over all; nothing is checked."""
+    values = _read(path)
+    for override in overrides:
+        values = _merged(values, _parse_override(override))
     return values
 
 
@@ -262,7 +268,7 @@ def _check_keys(name: str, values: object, known: Sequence[str]) -> None:
 Section = TypeVar("Section")
 
 
-def _build(section: type[Section], name: str, values: object) -> Section:
+def build(section: type[Section], name: str, values: object) -> Section:
     """Builds a section's dataclass from YAML data: known keys only, each of its annotated type."""
     fields = {f.name: f for f in dataclasses.fields(section)}  # type: ignore[arg-type]
     _check_keys(name, values, list(fields))

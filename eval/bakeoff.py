@@ -91,7 +91,7 @@ def report_grid(grid: Grid, options: argparse.Namespace) -> int:
 def run_grid(grid: Grid, options: argparse.Namespace) -> int:
     """Trains the grid's runs that have no line yet."""
     runs = grid.runs(options.only)
-    done = {line["id"]: line for line in read_lines(options.output)} if options.output.exists() else {}
+    done = {line["id"]: line for line in read_lines(options.output)}
     todo = {name: spec for name, spec in runs.items() if not _is_done(done.get(name), name in grid.benchmarked)}
     print(f"{len(runs)} runs, {len(runs) - len(todo)} of them done, {len(todo)} to do", flush=True)
     if options.list or not todo:
@@ -99,6 +99,7 @@ def run_grid(grid: Grid, options: argparse.Namespace) -> int:
             print(name, spec.label, json.dumps(spec.to_dict()))
         return 0
     options.output.parent.mkdir(parents=True, exist_ok=True)
+    _drop_half_a_line(options.output)
     prepare_text(grid, options.cache)
     set_environment(options.data_dir, model_is_local=True)  # for the workers, which import anew
     deadline = None if options.minutes is None else time.time() + 60 * options.minutes
@@ -116,13 +117,18 @@ def _is_done(line: Mapping[str, Any] | None, benchmarked: bool) -> bool:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a JSON lines file; a last one that is not complete is left out."""
-    lines = []
-    with path.open(encoding="utf-8") as file:
-        for text in file:
-            if text.endswith("\n"):
-                lines.append(json.loads(text))
-    return lines
+    """Returns the lines of a JSON lines file, none if there is no file; half a line at its end is left out."""
+    if not path.exists():
+        return []
+    complete = path.read_text(encoding="utf-8").rpartition("\n")[0]
+    return [json.loads(line) for line in complete.splitlines()]
+
+
+def _drop_half_a_line(path: Path) -> None:
+    """Cuts what a killed run left at the end of a file, so that new lines begin as lines."""
+    if path.exists():
+        with path.open("r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 @dataclass(frozen=True)

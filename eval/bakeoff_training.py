@@ -181,15 +181,15 @@ class Run:
             self.losses.clear()
             self.validation.clear()
             self._windows.clear()
-            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+            parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+            state = {name: part.state_dict() for name, part in parts.items()}
             partial_path = path.with_suffix(f".{time.time_ns()}")  # another worker may be at the same state
             torch.save(state, partial_path)
             partial_path.replace(path)
         state = torch.load(path, map_location=self.device, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.last_epoch = step - 1
-        self.schedule.step()
+        self.schedule.load_state_dict(state["schedule"])
 
     def _compile(self) -> None:
         """Compiles the decoder layers, one graph for all of them."""

@@ -69,13 +69,24 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
             f"cost='measured' with policy={policy!r} needs cost_tokens, the tokens of a micro-batch: its plan is made "
             "before the first one is there. Set it to batch size times sequence length, e.g. 16384.",
         )
-        for policy in ("random", "layer-type", "layer-position")
+        for policy in ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
+    ),
+    (
+        {"policy": "backward-first"},
+        "policy='backward-first' with granularity='layer' cannot work: it decides the GEMMs of a linear apart. "
+        "Set granularity='gemm'.",
+    ),
+    (
+        {"policy": "hessian-trace", "refresh_on_drift": 0.8},
+        "refresh_on_drift=0.8 with policy='hessian-trace' cannot work: a check takes no derivatives, and so knows no "
+        "trace. Set refresh_on_drift=None.",
     ),
     ({"granularity": "block"}, "granularity='block' is not known; expected one of layer, gemm."),
     (
         {"policy": "snap"},
         "policy='snap' is not known; expected one of snip, bf16, uniform-fp8, uniform-fp4, random, min-abs-err, "
-        "min-rel-err, layer-type, layer-position.",
+        "min-rel-err, layer-type, layer-position, first2-last8, last-15-percent, backward-first, fisher, "
+        "hessian-trace, greedy, kl.",
     ),
     ({"policy": "SNIP"}, f"policy='SNIP' is not known; expected one of {', '.join(POLICIES)}."),
     ({"start_format": "fp4"}, "start_format='fp4' is not known; expected one of fp8, bf16."),
@@ -149,7 +160,7 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("granularity", None, "granularity=None has type NoneType; expected str."),
     ("policy", ["snip"], "policy=['snip'] has type list; expected str."),
     ("plan", 3, "plan=3 has type int; expected str | None."),
-    ("refresh_every", 10.0, "refresh_every=10.0 has type float; expected int."),
+    ("refresh_every", 10.0, "refresh_every=10.0 has type float; expected int | None."),
     ("first_refresh", True, "first_refresh=True has type bool; expected int."),
     ("apply_delay", "10", "apply_delay='10' has type str; expected int."),
     ("refresh_on_drift", True, "refresh_on_drift=True has type bool; expected float | None."),
@@ -261,10 +272,16 @@ def test_the_ends_of_every_range_are_allowed() -> None:
 
 
 def test_measured_cost_needs_no_number_of_tokens_where_nothing_or_a_probe_decides() -> None:
+    rules = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent", "backward-first")
     for policy in POLICIES:
-        by_rule = policy in ("random", "layer-type", "layer-position")
-        SnipConfig(cost="measured", policy=policy, cost_tokens=1 if by_rule else None)
+        by_rule, unit = policy in rules, "gemm" if policy == "backward-first" else "layer"
+        SnipConfig(cost="measured", policy=policy, granularity=unit, cost_tokens=1 if by_rule else None)
         SnipConfig(cost="measured", policy=policy, plan="plan.json")
+
+
+def test_without_refreshes_any_delay_and_any_checks_are_allowed() -> None:
+    config = SnipConfig(refresh_every=None, apply_delay=10_000, refresh_on_drift=1, drift_every=20_000)
+    assert SnipConfig.from_dict(config.to_dict()) == config
 
 
 def test_the_defaults_are_those_of_the_contract() -> None:

@@ -31,12 +31,15 @@ from tiny_runs import (
 )
 from torch import Tensor, nn
 
-from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model
-from snip_hf.divergence import divergences_at
+from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, ilp
+from snip_hf.criteria import CRITERIA
+from snip_hf.divergence import Divergence, DivergenceTable, divergences_at
 from snip_hf.formats import GEMMS
 from snip_hf.launch import check_launch, unwrap
 from snip_hf.linear import snip_linears
+from snip_hf.policies import Setting, problem
 from snip_hf.quantize import stream_key
+from snip_hf.runs import read_divergence
 
 CONFIG = SnipConfig(**SCHEDULE)
 SLEEP = "import time; time.sleep(60)"
@@ -349,7 +352,89 @@ def events(folder: Path) -> list[tuple[Any, ...]]:
     ]
 
 
+@pytest.mark.parametrize("policy", CRITERIA)
+@pytest.mark.parametrize("granularity", ["layer", "gemm"])
+def test_a_run_decides_by_the_criterion_that_its_file_of_divergences_has(
+    policy: str, granularity: str, tmp_path: Path
+) -> None:
+    config = SnipConfig(policy=policy, granularity=granularity, target_fp4_fraction=0.5, **SCHEDULE)
+    loop = Loop(config, tmp_path).run(4)
+    plan = loop.controller.plan
+    assert (plan.provenance.step, plan.provenance.policy) == (2, policy)
+    assert plan.provenance.solver == ("greedy" if policy == "greedy" else FAST["solver"])
+    assert 0.5 <= plan.fp4_fraction < 0.65
+    step, records = read_divergence(tmp_path / "snip" / "divergence-2.json")
+    table = DivergenceTable(0.0, tuple(Divergence(**record) for record in records))
+    assert step == 2 and sum(row.criterion for row in table.rows) > 0
+    setting = Setting(config, plan.flops, plan.stages)
+    start = {layer: dict.fromkeys(GEMMS, "fp8") for layer in plan.flops}
+    assert setting.assignment(ilp.solve(problem(setting, table, start))["choices"]) == plan.assignment
+    if granularity == "gemm" and policy in ("fisher", "greedy"):
+        assert {formats["forward"] for formats in plan.assignment.values()} == {"fp8"}
+
+
+def test_a_file_of_divergences_without_the_column_of_criteria_is_read(tmp_path: Path) -> None:
+    Loop(CONFIG, tmp_path).run(4)
+    path = tmp_path / "snip" / "divergence-2.json"
+    document = json.loads(path.read_text())
+    before = read_divergence(path)
+    for record in document["records"]:
+        assert record.pop("criterion") is None
+    path.write_text(json.dumps(document))
+    assert read_divergence(path) == before
+
+
+@pytest.mark.parametrize("policy", ["first2-last8", "last-15-percent", "backward-first"])
+def test_a_rule_is_in_force_before_the_first_step_and_stays(policy: str, tmp_path: Path) -> None:
+    loop = Loop(SnipConfig(policy=policy, granularity="gemm", target_fp4_fraction=0.5, **SCHEDULE), tmp_path)
+    plan = loop.controller.plan
+    assert 0.5 <= plan.fp4_fraction < 0.6
+    loop.run(4)
+    assert loop.formats() == plan.assignment and loop.controller.plan == plan
+    assert len(history(tmp_path)) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- one plan
+
+
 DRIFT = {"first_refresh": 2, "refresh_every": 9, "apply_delay": 1, "drift_every": 3, "refresh_on_drift": 0.6, **FAST}
+STATIC = {"first_refresh": 2, "refresh_every": None, "apply_delay": 1, **FAST}
+
+
+def test_without_refreshes_the_first_plan_stays(tmp_path: Path) -> None:
+    loop = Loop(SnipConfig(**STATIC), tmp_path).run(3)
+    plan = loop.controller.plan
+    state = json.loads(json.dumps(loop.controller.state_dict()))
+    loop.run(9)
+    assert events(tmp_path) == [(2, 3)]
+    assert loop.controller.plan == plan and plan.provenance.step == 2
+    resumed = Loop(SnipConfig(**STATIC), tmp_path)
+    resumed.controller.load_state_dict(state)
+    resumed.step = 3
+    assert events(tmp_path) == [(2, 3)]
+    assert resumed.run(9).controller.plan == plan
+    assert events(tmp_path) == [(2, 3)]
+
+
+def test_a_first_plan_that_is_not_applied_is_tried_again(tmp_path: Path) -> None:
+    """Every `first_refresh` steps, but not while one is under way."""
+    loop = Loop(SnipConfig(**STATIC | {"apply_delay": 3}), tmp_path)
+    clean, loop.batch = loop.batch, lambda index: {**text(2, 24), "labels": torch.full((2, 24), -100)}
+    loop.run(2)
+    loop.batch = clean
+    loop.run(12)
+    statuses = [(line["step"], line["status"], line["applied_step"]) for line in history(tmp_path)[1:]]
+    assert statuses == [(2, "kept", None), (4, "applied", 7)]
+
+
+def test_without_refreshes_a_plan_that_has_drifted_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    correlations(monkeypatch, 0.6, 0.59)
+    Loop(SnipConfig(**DRIFT | {"refresh_every": None}), tmp_path).run(15)
+    assert events(tmp_path) == [(2, 3), (5, 0.6, False), (8, 0.59, True), (8, 9), (11, 1.0, False), (14, 1.0, False)]
+
+
 
 
 def test_checks_and_refreshes_count_from_the_last_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +481,7 @@ def test_an_abrupt_change_of_the_data_refreshes_early_and_the_same_data_does_not
     assert [(line["step"], line["status"]) for line in refreshes] == [(step, "applied") for step in (20, *early)]
 
 
-@pytest.mark.parametrize("policy", ["snip", "min-rel-err"])
+@pytest.mark.parametrize("policy", ["snip", "min-rel-err", "fisher", "greedy", "kl"])
 def test_a_check_leaves_no_trace(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {**DRIFT, "policy": policy}
     expected = Loop(SnipConfig(**config | {"refresh_on_drift": None})).run(9)

@@ -21,8 +21,12 @@ from snip_hf.policies import Setting, block_of, find_stages, needs_probe, needs_
 from snip_hf.terms import ROWS
 from snip_hf.timing import Machine
 
-RULES = ("random", "layer-type", "layer-position")
-PROBED = ("snip", "min-abs-err", "min-rel-err")
+RULES = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
+SCORED = ("fisher", "hessian-trace", "greedy", "kl")
+PROBED = ("snip", "min-abs-err", "min-rel-err", *SCORED)
+# Policy, granularity.
+RULES_AT = [*((policy, unit) for policy in RULES for unit in ("layer", "gemm")), ("backward-first", "gemm")]
+SHARING_AT = [*RULES_AT, *((policy, unit) for policy in PROBED for unit in ("layer", "gemm"))]
 TARGETS = (0.0, 0.25, 0.5, 0.75, 0.8, 1.0)
 TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 SIZES = {  # in_features * out_features of a Llama with grouped queries
@@ -69,7 +73,7 @@ def random_table(flops: dict[str, dict[str, float]], seed: int = 0) -> Divergenc
         for fmt, size in zip(CHOICES, (0.05, 1.0), strict=True):
             for gemm in ROWS:
                 cost = sum(costs.values()) if gemm == "layer" else costs[gemm]
-                values = [size * rng.uniform(0.2, 2) for _ in range(4)]
+                values = [size * rng.uniform(0.2, 2) for _ in range(5)]
                 rows.append(Divergence(layer, gemm, fmt, values[0], values[1], cost, 0.5 * values[1], *values[2:]))
     return DivergenceTable(2.0, tuple(rows))
 
@@ -104,8 +108,7 @@ LISTS = (
 )
 
 
-@pytest.mark.parametrize("policy", [*RULES, *PROBED])
-@pytest.mark.parametrize("granularity", ["layer", "gemm"])
+@pytest.mark.parametrize(("policy", "granularity"), SHARING_AT)
 @pytest.mark.parametrize("stages", [None, 1, 2, 3, 4, LISTS], ids=["none", "1", "2", "3", "4", "lists"])
 @pytest.mark.parametrize("ties", [(), TIES], ids=["free", "tied"])
 def test_every_stage_meets_every_target_and_exceeds_it_by_less_than_a_unit(
@@ -154,8 +157,7 @@ def needs_all(setting: Setting, stage: Any, assignment: dict[str, dict[str, str]
     return all(share - part < setting.config.target_fp4_fraction - 1e-9 for part in parts.values())
 
 
-@pytest.mark.parametrize("policy", RULES)
-@pytest.mark.parametrize("granularity", ["layer", "gemm"])
+@pytest.mark.parametrize(("policy", "granularity"), RULES_AT)
 def test_a_target_that_whole_groups_can_make_up_exactly_is_met_exactly_where_all_are_equal(
     policy: str, granularity: str
 ) -> None:
@@ -212,7 +214,7 @@ def test_uniform_policies_give_every_gemm_one_format(policy: str, granularity: s
 def test_a_gemm_without_flops_counts_for_nothing_and_stays_in_fp8() -> None:
     flops = plain_flops(*[1.0] * 6)
     flops["layers.2.fc"]["grad_weight"] = 0.0  # a frozen weight
-    for policy in RULES:
+    for policy in (*RULES, "backward-first"):
         for target in (0.5, 0.9):
             setting = setting_of(flops, policy=policy, granularity="gemm", target_fp4_fraction=target)
             assignment = rule_assignment(setting)
@@ -244,6 +246,65 @@ def test_layer_position_counts_blocks_over_the_whole_model_also_with_stages() ->
     setting = setting_of(plain_flops(*[1.0] * 8), policy="layer-position", target_fp4_fraction=0.5, stages=2)
     chosen = fp4_layers(rule_assignment(setting))
     assert chosen == {f"layers.{index}.fc" for index in (2, 3, 4, 5)}
+
+
+def test_first2_last8_is_the_published_rule_at_its_depth_and_share() -> None:
+    """arXiv:2509.25149: of 62 blocks the first 2 and the last 8 stay in a higher precision."""
+    setting = setting_of(plain_flops(*[1.0] * 62), policy="first2-last8", target_fp4_fraction=52 / 62)
+    assert fp4_layers(rule_assignment(setting)) == {f"layers.{index}.fc" for index in range(2, 54)}
+
+
+@pytest.mark.parametrize("granularity", ["layer", "gemm"])
+@pytest.mark.parametrize("blocks", [8, 16, 31, 40])
+def test_first2_last8_keeps_its_proportion_at_other_depths_and_shares(blocks: int, granularity: str) -> None:
+    flops = plain_flops(*[1.0] * blocks)
+    for kept in range(1, blocks):
+        options = {"granularity": granularity, "target_fp4_fraction": 1 - kept / blocks}
+        setting = setting_of(flops, policy="first2-last8", **options)
+        assignment = rule_assignment(setting)
+        in_fp8 = [index for index, layer in enumerate(flops) if assignment[layer]["forward"] == "fp8"]
+        first = [index for place, index in enumerate(in_fp8) if index == place]
+        # A run at the beginning, one at the end, and two in ten of them in the first.
+        assert in_fp8 == [*range(len(first)), *range(blocks - kept + len(first), blocks)]
+        assert abs(len(first) - 0.2 * kept) <= 0.5 + 1e-9
+
+
+def test_last_15_percent_is_the_published_rule_at_its_share() -> None:
+    """torchtitan's NVFP4 recipe: of 32 blocks the first 27 are in FP4, of 36 the first 30."""
+    for blocks, in_fp4 in ((32, 27), (36, 30), (20, 17)):
+        setting = setting_of(
+            plain_flops(*[1.0] * blocks), policy="last-15-percent", target_fp4_fraction=in_fp4 / blocks
+        )
+        chosen = fp4_layers(rule_assignment(setting))
+        assert chosen == {f"layers.{index}.fc" for index in range(in_fp4)}
+
+
+def test_the_rules_by_block_count_over_the_whole_model_also_with_stages() -> None:
+    flops = plain_flops(*[1.0] * 20)
+    for policy, chosen in (
+        ("last-15-percent", {*range(5), *range(10, 15)}),
+        # Away from the model's ends, four times as much from its last block as from its first.
+        ("first2-last8", {*range(3, 8), *range(10, 15)}),
+    ):
+        setting = setting_of(flops, policy=policy, target_fp4_fraction=0.5, stages=2)
+        assert fp4_layers(rule_assignment(setting)) == {f"layers.{index}.fc" for index in chosen}
+
+
+def test_backward_first_takes_all_of_the_backward_pass_before_any_forward_gemm() -> None:
+    flops = plain_flops(*[1.0] * 8)
+
+    def in_fp4(target: float) -> dict[str, set[int]]:
+        setting = setting_of(flops, policy="backward-first", granularity="gemm", target_fp4_fraction=target)
+        assignment = rule_assignment(setting)
+        return {
+            gemm: {index for index, formats in enumerate(assignment.values()) if formats[gemm] == "fp4"}
+            for gemm in GEMMS
+        }
+
+    middle = {2, 3, 4, 5}
+    assert in_fp4(1 / 3) == {"forward": set(), "grad_input": middle, "grad_weight": middle}
+    assert in_fp4(2 / 3) == {"forward": set(), "grad_input": set(range(8)), "grad_weight": set(range(8))}
+    assert in_fp4(5 / 6) == {"forward": middle, "grad_input": set(range(8)), "grad_weight": set(range(8))}
 
 
 def test_layer_type_takes_the_mlp_before_attention() -> None:
@@ -462,6 +523,46 @@ def test_error_policies_cost_the_operands_errors(policy: str, fp8: float, fp4: f
     assert by_gemm["layers.1.fc:forward"] == ([0.5, 1.0] if policy == "min-abs-err" else [0.05, 0.2])
 
 
+@pytest.mark.parametrize("policy", SCORED)
+def test_criteria_are_costs_divided_by_their_total_in_fp4(policy: str) -> None:
+    flops, table = hand_table()
+    figures = {("layers.0.fc", "layer"): 1e-9, ("layers.1.fc", "layer"): 3e-9}
+    rows = tuple(
+        dataclasses.replace(row, criterion=figures.get((row.layer, row.gemm), 5e-10) * (row.format == "fp4"))
+        for row in table.rows
+    )
+    table = DivergenceTable(2.0, rows)
+    program = problem(setting_of(flops, policy=policy, solver="highs"), table, uniform(flops))
+    # And a thousandth of the share that is in FP4.
+    assert costs_of(program) == {
+        "layers.0.fc": [0.0, pytest.approx(0.25 + 0.25e-3)],
+        "layers.1.fc": [0.0, pytest.approx(0.75 + 0.75e-3)],
+    }
+    assert program["solver"] == ("greedy" if policy == "greedy" else "highs")
+    by_gemm = costs_of(problem(setting_of(flops, policy=policy, granularity="gemm"), table, uniform(flops)))
+    assert by_gemm["layers.1.fc:forward"] == [0.0, pytest.approx(0.125 + 0.25e-3)]
+
+
+@pytest.mark.parametrize("policy", ["fisher", "hessian-trace", "greedy"])
+@pytest.mark.parametrize("solver", ["greedy", "highs"])
+def test_where_only_the_forward_gemm_costs_something_the_backward_pass_goes_first(policy: str, solver: str) -> None:
+    """And no more of it than the target asks for."""
+    flops = plain_flops(1.0, 1.0, 1.0)
+    rows = tuple(
+        Divergence(layer, gemm, fmt, 0.0, 0.0, 1.0, criterion=1.0 if (gemm, fmt) == ("forward", "fp4") else 0.0)
+        for layer in flops
+        for gemm in ROWS
+        for fmt in CHOICES
+    )
+    for target in (1 / 3, 2 / 3, 7 / 9):
+        options = {"policy": policy, "granularity": "gemm", "target_fp4_fraction": target, "solver": solver}
+        setting = setting_of(flops, **options)
+        solution = ilp.solve(problem(setting, DivergenceTable(1.0, rows), uniform(flops)))
+        chosen = [name for name, fmt in solution["choices"].items() if fmt == "fp4"]
+        assert len(chosen) == round(9 * target)
+        assert sum(name.endswith("forward") for name in chosen) == max(0, len(chosen) - 6)
+
+
 def test_weights_are_shares_of_the_stage_and_the_rest_comes_from_the_config() -> None:
     flops, table = hand_table()
     setting = setting_of(flops, target_fp4_fraction=0.6, solver="highs", solver_time_limit=7.0, solver_gap=0.01)
@@ -599,8 +700,7 @@ def test_the_best_plans_by_flops_and_by_time_differ_and_each_meets_its_own_targe
     assert shares_of(by_time, found["time"]) == (0.125, 0.5)
 
 
-@pytest.mark.parametrize("granularity", ["layer", "gemm"])
-@pytest.mark.parametrize("policy", [*RULES, *PROBED])
+@pytest.mark.parametrize(("policy", "granularity"), SHARING_AT)
 def test_with_times_every_stage_meets_its_share_of_time_and_exceeds_it_by_less_than_a_unit(
     policy: str, granularity: str
 ) -> None:
@@ -619,7 +719,7 @@ def test_with_times_every_stage_meets_its_share_of_time_and_exceeds_it_by_less_t
             total = sum(seconds[layer] for layer, _ in pairs)
             share = sum(seconds[layer] for layer, gemm in pairs if assignment[layer][gemm] == "fp4") / total
             assert share >= target - 1e-9
-            if target < 1 and policy in RULES:
+            if target < 1 and policy not in PROBED:
                 assert share < target + max(setting.shares(stage).values())
         differs |= assignment != decided(by_flops)
     assert differs
@@ -643,12 +743,14 @@ def test_a_frozen_weight_s_gradient_weighs_nothing_by_time_either() -> None:
 
 
 def test_only_what_aims_at_a_share_needs_weights() -> None:
-    assert {policy for policy in POLICIES if needs_weights(SnipConfig(policy=policy))} == {*RULES, *PROBED}
+    found = {policy for policy in POLICIES if needs_weights(SnipConfig(policy=policy, granularity="gemm"))}
+    assert found == {*RULES, "backward-first", *PROBED}
     assert not any(needs_weights(SnipConfig(policy=policy, plan="plan.json")) for policy in POLICIES)
 
 
 def test_only_the_measuring_policies_need_a_probe_and_a_plan_file_needs_none() -> None:
-    assert {policy for policy in POLICIES if needs_probe(SnipConfig(policy=policy))} == set(PROBED)
+    found = {policy for policy in POLICIES if needs_probe(SnipConfig(policy=policy, granularity="gemm"))}
+    assert found == set(PROBED)
     assert not any(needs_probe(SnipConfig(policy=policy, plan="plan.json")) for policy in POLICIES)
 
 

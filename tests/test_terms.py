@@ -286,7 +286,7 @@ def test_step_and_bias_are_right_on_the_average_for_known_means_and_variances(
     generator = torch.Generator().manual_seed(0)
     parts = mean + torch.randn(draws, count, numbers, generator=generator, dtype=torch.float64)
     own, total = parts.square().sum((1, 2)), parts.sum(1).square().sum(1)
-    found = [terms._sizes.of_pieces(*sums) for sums in zip(own.tolist(), total.tolist(), strict=True)]
+    found = [terms.sizes.of_pieces(*sums) for sums in zip(own.tolist(), total.tolist(), strict=True)]
     wanted = tokens // 128
     bias = wanted**2 * mean.square().sum().item()
     step = bias + wanted * numbers / micro_batches

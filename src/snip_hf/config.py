@@ -18,6 +18,13 @@ POLICIES = (
     "min-rel-err",
     "layer-type",
     "layer-position",
+    "first2-last8",
+    "last-15-percent",
+    "backward-first",
+    "fisher",
+    "hessian-trace",
+    "greedy",
+    "kl",
 )
 
 _CHOICES = {
@@ -31,7 +38,14 @@ _CHOICES = {
     "backend": ("auto", "emulated", "hopper"),
 }
 # The policies that need no probe and aim at a share.
-_SHARED_OUT_BY_RULE = ("random", "layer-type", "layer-position")
+_SHARED_OUT_BY_RULE = (
+    "random",
+    "layer-type",
+    "layer-position",
+    "first2-last8",
+    "last-15-percent",
+    "backward-first",
+)
 _AT_LEAST = {
     "refresh_every": 1,
     "first_refresh": 1,
@@ -68,12 +82,13 @@ class SnipConfig:
     granularity: str = "layer"
     """"layer": the three GEMMs of a linear share one format (the paper). "gemm": each is decided by itself (ours)."""
     policy: str = "snip"
-    """Who decides: "snip", or one of the baselines in `POLICIES`."""
+    """Who decides: "snip", or one of the baselines in `POLICIES` (docs/policies.md)."""
     plan: str | None = None
     """Path of a plan file to apply before the first step and hold fixed; `policy` is then not asked."""
-    refresh_every: int = 500
+    refresh_every: int | None = 500
     """Steps between two refreshes, counted from the last probe: one that comes early (`refresh_on_drift`) moves those
-    after it. How fast rankings age: docs/fidelity.md, section 6."""
+    after it. How fast rankings age: docs/fidelity.md, section 6. None: the first plan stays, unless it drifts; a first
+    refresh that failed is tried again every `first_refresh` steps."""
     first_refresh: int = 100
     """Step of the first probe. Adam's very first updates say nothing of how later ones answer to the gradient."""
     apply_delay: int = 10
@@ -87,7 +102,7 @@ class SnipConfig:
     start_format: str = "fp8"
     """Format of every GEMM until the first plan is applied: "fp8" or "bf16" (= not quantized)."""
     probes: int = 1
-    """Random directions per refresh; each costs two forward-backward passes."""
+    """Random directions per refresh; each costs two forward-backward passes. The policy "hessian-trace" needs many."""
     probe_tokens: int | None = 1024
     """Tokens per layer that the probe keeps, in whole runs of 128, of all ranks together; None keeps all."""
     probe_batch_tokens: int | None = 4096
@@ -118,7 +133,8 @@ class SnipConfig:
     switching_cost: float = 0.0
     """Added to the objective for the share of groups that change format against the plan in force."""
     solver: str = "auto"
-    """"cbc" (python-mip), "highs" (scipy), "greedy" (ours), or "auto": the first of them that fits and is installed."""
+    """"cbc" (python-mip), "highs" (scipy), "greedy" (ours), or "auto": the first of them that fits and is installed.
+    The policy "greedy" always takes the greedy one."""
     solver_time_limit: float = 60.0
     """Seconds after which the solver is stopped."""
     solver_gap: float = 1e-4
@@ -139,7 +155,7 @@ class SnipConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; expected one of {', '.join(choices)}.")
         for name, least in _AT_LEAST.items():
-            if getattr(self, name) < least:
+            if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)!r} is too small; expected at least {least}.")
         self._check_ranges()
         object.__setattr__(self, "skip_modules", _as_names("skip_modules", self.skip_modules))
@@ -156,7 +172,12 @@ class SnipConfig:
             )
         if self.seed >= 2**63:
             raise ValueError(f"seed={self.seed} is too large; expected less than 2**63.")
-        if self.apply_delay > self.refresh_every:
+        if self.policy == "backward-first" and self.granularity == "layer" and self.plan is None:
+            raise ValueError(
+                "policy='backward-first' with granularity='layer' cannot work: it decides the GEMMs of a linear apart. "
+                "Set granularity='gemm'."
+            )
+        if self.refresh_every is not None and self.apply_delay > self.refresh_every:
             raise ValueError(
                 f"apply_delay={self.apply_delay} is larger than refresh_every={self.refresh_every}; a plan must be "
                 "applied before the next probe. Lower apply_delay or raise refresh_every."
@@ -196,6 +217,13 @@ class SnipConfig:
                 f"refresh_on_drift={self.refresh_on_drift!r} is outside 0..1; it is the rank correlation below which "
                 "the plan is refreshed early, e.g. 0.8, or None."
             )
+        if self.policy == "hessian-trace" and self.plan is None:
+            raise ValueError(
+                f"refresh_on_drift={self.refresh_on_drift!r} with policy='hessian-trace' cannot work: a check takes no "
+                "derivatives, and so knows no trace. Set refresh_on_drift=None."
+            )
+        if self.refresh_every is None:
+            return
         last_check = (self.refresh_every - 1) // self.drift_every * self.drift_every
         if last_check <= self.apply_delay:
             raise ValueError(

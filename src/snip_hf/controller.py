@@ -354,6 +354,10 @@ class SnipController:
     def _refreshes(self, step: int) -> bool:
         """Tells whether the schedule refreshes at this step, counted from the last probe."""
         first, every = self.config.first_refresh, self.config.refresh_every
+        if every is None:
+            if self.plan.provenance.step > 0 or self._pending is not None:
+                return False
+            every = first
         last = first if self._last_probe is None else self._last_probe
         return self.needs_probe and step >= first and (step - last) % every == 0
 
@@ -422,7 +426,7 @@ class SnipController:
         bad = [
             row
             for row in table.rows
-            if not (math.isfinite(row.loss_divergence) and math.isfinite(row.weight_divergence))
+            if not all(map(math.isfinite, (row.loss_divergence, row.weight_divergence, row.criterion or 0.0)))
         ]
         if bad:
             raise ValueError(

@@ -10,7 +10,7 @@ import math
 import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .config import SnipConfig
 from .cost import linear_flops
+from .criteria import LayerCriterion, hessian_trace
 from .distributed import (
     Attempt,
     Processes,
@@ -33,7 +34,7 @@ from .formats import GEMMS
 from .linear import SnipLinear, convert_model, restore_model, snip_linears
 from .optimizers import ElementwiseResponse, Response, responses
 from .pooling import pooled
-from .probe import Batch, run_pass, run_probe
+from .probe import Batch, random_direction, run_pass, run_probe
 from .quantize import stream_key
 from .terms import LAYER, ROWS, LayerTerms, Pending, Squares, read_all
 
@@ -65,6 +66,8 @@ class Divergence:
     """Sum of the Frobenius norms of the operands' quantization errors; None where it was not asked for."""
     relative_error: float | None = None
     """The same, each error divided by its operand's Frobenius norm."""
+    criterion: float | None = None
+    """What the policy's own criterion gives (`criteria`); None where the policy has none."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,9 @@ def divergences_at(
 ) -> DivergenceTable:
     """Probes a converted model and estimates all divergences of one optimizer step.
 
+    Under the policy "hessian-trace" all weights, also those that are not trained, move along z itself: the optimizer
+    has no part in the derivatives, and of the weight divergence only the part of grad_weight is known.
+
     With several processes it is collective: data ranks each probe a batch of their own, and all get the same table,
     which is that of one process with all their tokens.
 
@@ -156,17 +162,23 @@ def divergences_at(
     tokens, kept, every = zip(*counts, strict=True)
     norms: dict[str, float] = {}
     probe, attempt = None, Attempt()
+    count = config.probes if probes is None else probes
+    by_trace = config.policy == "hessian-trace"
     with attempt:
         moving = [name for name in answers if name in gradients]
         found = [square**0.5 for square in squares([layers[name].weight.detach() for name in moving])]
         # Not of a weight initialised with zeros: no update of it is small or large against it.
         norms |= {name: norm for name, norm in zip(moving, found, strict=True) if norm != 0}
-        pullbacks = {name: partial(_pulled, answers[name], gradients, name, norm) for name, norm in norms.items()}
+        pullbacks: dict[str, Callable[[Tensor], Tensor]] = (
+            dict.fromkeys(layers, _same)
+            if by_trace
+            else {name: partial(_pulled, answers[name], gradients, name, norm) for name, norm in norms.items()}
+        )
         probe = run_probe(
             model,
             batch,
             pullbacks,
-            config.probes if probes is None else probes,
+            count,
             config.probe_tokens,
             config.seed,
             step,
@@ -181,9 +193,15 @@ def divergences_at(
     with attempt:
         for name, weight, gradient, pushforward in _gathered(layers, samples, answers, gradients, norms, config):
             with attempt:  # the others go on gathering what is sharded, and so does this rank
-                terms = LayerTerms(samples[name], weight, pushforward, micro_batches, parts)
+                sample, trace = samples[name], None
+                if by_trace:
+                    draws = ((config.seed, step, index) for index in range(count))
+                    trace = hessian_trace(sample, [random_direction(name, weight, draw) for draw in draws])
+                    sample = replace(sample, x_dot=[], grad_output_dot=[])
+                terms = LayerTerms(sample, weight, pushforward, micro_batches, parts)
                 unclipped = None if gradient is None else gradient.to(torch.float32) / (gradient_scale or 1.0)
-                sums += _start_sums(name, terms, config, step, unclipped)
+                criterion = LayerCriterion(config.policy, terms, trace)
+                sums += _start_sums(name, terms, criterion, config, step, unclipped)
     rows: list[Divergence] = []
     with attempt:
         rows = _rows(sums, linear_flops(model), loss, gradient_scale)
@@ -215,7 +233,12 @@ def _gathered(
 
 
 def _start_sums(
-    name: str, terms: LayerTerms, config: SnipConfig, step: int, gradient: Tensor | None
+    name: str,
+    terms: LayerTerms,
+    criterion: LayerCriterion,
+    config: SnipConfig,
+    step: int,
+    gradient: Tensor | None,
 ) -> Iterator[_Sums]:
     """Sets the sums of one layer under way, for each format."""
     layer_key = zlib.crc32(name.encode())
@@ -223,7 +246,7 @@ def _start_sums(
     for fmt in CHOICES:
         of_rows = terms.pending_weight_divergences(fmt, (row_key, column_key))
         rise = terms.pending_loss_divergence(fmt, config.loss_form, gradient)
-        yield _Sums(name, fmt, of_rows, rise, terms.pending_errors(fmt))
+        yield _Sums(name, fmt, of_rows, rise, terms.pending_errors(fmt), criterion.pending_rows(fmt))
 
 
 def _rows(
@@ -232,7 +255,7 @@ def _rows(
     """Waits for all sums, once, and returns what they mean."""
     parts = zip(*(read_all(part) for part in zip(*(one[2:] for one in sums), strict=True)), strict=True)
     rows: list[Divergence] = []
-    for (name, fmt, *_), (of_rows, rise, errors) in zip(sums, parts, strict=True):
+    for (name, fmt, *_), (of_rows, rise, errors, criterion) in zip(sums, parts, strict=True):
         for gemm in ROWS:
             rows.append(
                 Divergence(
@@ -243,7 +266,9 @@ def _rows(
                     gradient_scale * _root(of_rows[gemm].step),
                     sum(flops[name].values()) if gemm == LAYER else flops[name][gemm],
                     gradient_scale * _root(of_rows[gemm].bias),
-                    *errors[gemm],
+                    absolute_error=errors[gemm][0],
+                    relative_error=errors[gemm][1],
+                    criterion=criterion[gemm],
                 )
             )
     return rows
@@ -290,6 +315,7 @@ class _Sums(NamedTuple):
     squares: Pending[dict[str, Squares]]
     loss: Pending[float]
     errors: Pending[dict[str, tuple[float, float]]]
+    criterion: Pending[dict[str, float | None]]
 
 
 def _root(square: float) -> float:
@@ -303,6 +329,10 @@ def _pulled(answer: Response, gradients: Mapping[str, Tensor], name: str, norm: 
         return _relative(answer.gathered().pullback, whole(gradient), norm, tensor)
     part = own_part(sharded_as(tensor, gradient))
     return with_own_part(_relative(own.pullback, own_part(gradient), norm, part), gradient)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _relative(product: Callable[[Tensor, Tensor], Tensor], gradient: Tensor, norm: float, tensor: Tensor) -> Tensor:

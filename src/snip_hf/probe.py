@@ -251,9 +251,7 @@ def _move(
     moved: dict[str, Tensor] = {}
     for name, pullback in pullbacks.items():
         weight = layers[name].weight.detach()
-        key = stream_key(*draw, zlib.crc32(name.encode()), 0) >> 1
-        generator = torch.Generator(weight.device).manual_seed(key)
-        direction = pullback(torch.randn(weight.shape, generator=generator, device=weight.device))
+        direction = pullback(random_direction(name, weight, draw))
         moved[f"{name}.weight"] = sharded_as(direction, weight)
     sizes = [sum(squares(tensors)) for tensors in ([layers[name].weight for name in pullbacks], list(moved.values()))]
     totals = processes.pipeline.gather(sizes)
@@ -262,6 +260,18 @@ def _move(
     for name, direction in moved.items():
         direction.mul_(epsilon).add_(layers[name.removesuffix(".weight")].weight.detach())
     return moved, epsilon
+
+
+def random_direction(name: str, weight: Tensor, draw: tuple[int, int, int]) -> Tensor:
+    """Returns the z ~ N(0, 1) of a layer, (O, I), FP32, whole: the same numbers whenever it is drawn.
+
+    Args:
+        name: of the layer.
+        weight: gives shape and device.
+        draw: seed, step and index of the probe.
+    """
+    generator = torch.Generator(weight.device).manual_seed(stream_key(*draw, zlib.crc32(name.encode()), 0) >> 1)
+    return torch.randn(weight.shape, generator=generator, device=weight.device)
 
 
 def read(figures: Sequence[Tensor]) -> list[float]:

@@ -194,6 +194,7 @@ def read_divergence(path: str | os.PathLike[str]) -> tuple[int, list[dict[str, A
         {"layer": r["layer"], "gemm": r["gemm"], "format": r["format"]}
         | {key: float(r[key]) for key in ("loss_divergence", "weight_divergence")}
         | {key: float(r.get(key) or 0.0) for key in ("flops", "weight_bias", "absolute_error", "relative_error")}
+        | {"criterion": None if r.get("criterion") is None else float(r["criterion"])}
         for r in document["records"]
     ]
     return int(document["step"]), records

@@ -129,7 +129,7 @@ class LayerTerms:
         pushforward: how a gradient's change (O, I) changes the optimizer's update, relative to |W|: a function, or the
             factor of every element (O, I); None for a layer that is not trained.
         micro_batches: micro-batches of the optimizer step; the sampled one stands for all.
-        parts: how many times the tokens of the batch that was run make a micro-batch (`probe.Batch.parts`).
+        parts: how many times the tokens of the batch that was run make a micro-batch.
     """
 
     def __init__(
@@ -142,13 +142,13 @@ class LayerTerms:
     ) -> None:
         self.x, self.g, self.w = sample.x, sample.grad_output, weight.to(torch.float32)
         self._pushforward = pushforward
-        self._parts = parts
+        self.parts = parts
         count = self.x.shape[0]
         pieces = min(max(1, count), max(2, min(_MOST_PIECES, count // TILE)))
         # A part of a micro-batch, of the mean loss of its own, is to the step what one of more micro-batches is.
-        self._sizes = _Sizes(sample.tokens, sample.tokens / max(1, count), sample.scale, pieces, micro_batches * parts)
+        self.sizes = _Sizes(sample.tokens, sample.tokens / max(1, count), sample.scale, pieces, micro_batches * parts)
         self._quantized: dict[tuple[str, str, tuple[int, int], int | None], Tensor] = {}
-        self._weight_errors = torch.stack([self._rounded("w", name, SQUARE_TILE) for name in _FORMATS])
+        self._weight_errors = torch.stack([self.rounded("w", name, SQUARE_TILE) for name in _FORMATS])
         self._weight_errors.sub_(self.w).square_()
         # What eX meets: (n, O) x (O, I); and eG: (n, I) x (I, O).
         gradients = [self.g, *sample.grad_output_dot]
@@ -180,11 +180,11 @@ class LayerTerms:
 
     @property
     def _rows(self) -> int:
-        return max(1, _AT_ONCE // max(1, self._sizes.pieces * self.w.shape[1]))
+        return max(1, _AT_ONCE // max(1, self.sizes.pieces * self.w.shape[1]))
 
     def _by_piece(self, tensor: Tensor) -> Tensor:
         """Returns (n, C) as (R, L, C): pieces of the sample, as even as can be, shorter ones with zeros at the end."""
-        pieces = self._sizes.pieces
+        pieces = self.sizes.pieces
         if tensor.shape[0] % pieces == 0:
             return tensor.view(pieces, tensor.shape[0] // pieces, tensor.shape[1])
         return pad_sequence(list(tensor.tensor_split(pieces)), batch_first=True)
@@ -203,7 +203,7 @@ class LayerTerms:
         is_random = name == "fp4"
         on_weight = [found[_FORMATS.index(name)] for found, _, _ in self._probes]
         errors = torch._foreach_sub(
-            [self._rounded("x", name, ROW_TILE), self._rounded("g", name, ROW_TILE, keys[0] if is_random else None)],
+            [self.rounded("x", name, ROW_TILE), self.rounded("g", name, ROW_TILE, keys[0] if is_random else None)],
             [self.x, self.g],
         )
         figures = []
@@ -214,7 +214,7 @@ class LayerTerms:
         on_tokens = [norms(figures).square_()] if figures else []
         on_update = self._grad_weight_sums(name, keys[1] if is_random else None)
         sums = torch.cat([*(found.flatten() for found in on_weight), *on_tokens, on_update])
-        return Pending(sums, partial(_squares_of, self._sizes, len(self._probes), is_random))
+        return Pending(sums, partial(_squares_of, self.sizes, len(self._probes), is_random))
 
     def _token_figures(self, products: Tensor) -> list[Tensor]:
         """Returns what `_Sizes.of_tokens` takes the squares of, from errors times what they meet, (n, channels)."""
@@ -225,7 +225,7 @@ class LayerTerms:
         """Returns what `_Sizes.of_pieces` takes, for J (Q(G)^T Q(X) - G^T X), no derivative of the model needed."""
         if self._pushforward is None:
             return self.w.new_zeros(2)
-        g, x = self._rounded("g", name, COLUMN_TILE, key), self._rounded("x", name, COLUMN_TILE)
+        g, x = self.rounded("g", name, COLUMN_TILE, key), self.rounded("x", name, COLUMN_TILE)
         # One product of twice the length instead of the difference of two.
         left = torch.cat([self._by_piece(g), self._by_piece(-self.g)], 1)
         right = torch.cat([self._by_piece(x), self._by_piece(self.x)], 1)
@@ -257,13 +257,13 @@ class LayerTerms:
 
     def pending_loss_divergence(self, name: str, form: str, gradient: Tensor | None = None) -> Pending[float]:
         """As `loss_divergence`, not waiting for the device."""
-        x, w = self._rounded("x", name, ROW_TILE), self._rounded("w", name, SQUARE_TILE)
-        tokens, token_ratio, scale, *_ = self._sizes
+        x, w = self.rounded("x", name, ROW_TILE), self.rounded("w", name, SQUARE_TILE)
+        tokens, token_ratio, scale, *_ = self.sizes
         if form == "norm":
             grad_weight = product(self.g.t(), self.x)  # (O, n) x (n, I)
             # Sums of |G|^2 fall with the number of tokens, over which the loss is a mean.
-            on_x = self._g_w.square().sum() * (x - self.x).square().sum() / (tokens * self.x.shape[1] * self._parts)
-            on_w = grad_weight.square().sum() * self._weight_error(name) / self.w.numel()
+            on_x = self._g_w.square().sum() * (x - self.x).square().sum() / (tokens * self.x.shape[1] * self.parts)
+            on_w = grad_weight.square().sum() * self.weight_error(name) / self.w.numel()
             return Pending((token_ratio * (on_x + on_w).sqrt())[None], _first)
         # G_t . E_t with E = Q(X) Q(W)^T - X W^T
         along = product(self.g, w).mul_(x).addcmul_(self._g_w, self.x, value=-1).sum(1)
@@ -279,11 +279,11 @@ class LayerTerms:
     def pending_errors(self, name: str) -> Pending[dict[str, tuple[float, float]]]:
         """As `errors`, not waiting for the device."""
         operands = [getattr(self, operand) for operand, _ in _ACTIVATIONS]
-        rounded = [self._rounded(operand, name, tile) for operand, tile in _ACTIVATIONS]
-        found = self._weight_error(name).sqrt_()[None], norms(torch._foreach_sub(rounded, operands)), self._norms
+        rounded = [self.rounded(operand, name, tile) for operand, tile in _ACTIVATIONS]
+        found = self.weight_error(name).sqrt_()[None], norms(torch._foreach_sub(rounded, operands)), self._norms
         # From the sample to all tokens of the micro-batch, over whose number the loss and so G are a mean.
-        ratio = self._sizes.token_ratio
-        factors = {"x": (ratio * self._parts) ** 0.5, "g": (ratio / self._parts) ** 0.5}
+        ratio = self.sizes.token_ratio
+        factors = {"x": (ratio * self.parts) ** 0.5, "g": (ratio / self.parts) ** 0.5}
         return Pending(torch.cat(found), partial(_errors_of, factors))
 
     @cached_property
@@ -291,11 +291,11 @@ class LayerTerms:
         """Of W, X and G."""
         return norms([self.w, self.x, self.g])
 
-    def _weight_error(self, name: str) -> Tensor:
+    def weight_error(self, name: str) -> Tensor:
         """Returns |eW|^2."""
         return self._weight_errors[_FORMATS.index(name)].sum()
 
-    def _rounded(self, operand: str, name: str, tile: tuple[int, int], key: int | None = None) -> Tensor:
+    def rounded(self, operand: str, name: str, tile: tuple[int, int], key: int | None = None) -> Tensor:
         """Returns "x", "g" or "w" as a GEMM in this format sees it; each is rounded once."""
         at = (operand, name, tile, key)
         if at not in self._quantized:

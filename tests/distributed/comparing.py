@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 Table = Mapping[str, Sequence[float]]
-LOSS, WEIGHT = 0, 1  # columns
+LOSS, WEIGHT, CRITERION = 0, 1, 2  # columns
 
 
 def errors(ours: Table, theirs: Table, column: int) -> list[float]:
@@ -34,18 +34,20 @@ def distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
 
 
 def read_run(folder: Path) -> tuple[list[dict[str, Any]], dict[int, float], dict[int, Table]]:
-    """Returns the lines of the history, and step -> loss of the probe, and step -> "layer gemm format" -> divergences.
+    """Returns the lines of the history, step -> loss of the probe, and step -> "layer gemm format" -> loss and weight
+    divergence and criterion.
 
     Args:
         folder: the `snip/` folder of a run.
     """
     history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     losses, tables = {}, {}
+    columns = ("loss_divergence", "weight_divergence", "criterion")
     for path in folder.glob("divergence-*.json"):
         found = json.loads(path.read_text())
         losses[found["step"]] = found["loss"]
         tables[found["step"]] = {
-            f"{row['layer']} {row['gemm']} {row['format']}": [row["loss_divergence"], row["weight_divergence"]]
+            f"{row['layer']} {row['gemm']} {row['format']}": [row[column] for column in columns]
             for row in found["records"]
         }
     return history, losses, tables

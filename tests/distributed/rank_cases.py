@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from trainings import SCHEDULE, Training
 
+from snip_hf.criteria import CRITERIA
+
 _SGD = {"optimizer": "sgd", "steps": 6, "micro_batches": 2, "clip": 0.5}
 _NEVER = {"start_format": "bf16", "first_refresh": 1, "refresh_every": 1, "apply_delay": 0, "probe_tokens": 256}
 
@@ -43,4 +45,16 @@ TRACELESS = {
     for wrapper in ("ddp", "fsdp2")
     for name, config in (("with", _NEVER), ("without", None))
 }
-CASES = {"two": SHARED | SHARDED | TRACELESS, "three": {"adamw": replace(SHARED["adamw"], steps=6)}}
+# All tokens of one probe, and one before which nothing was rounded.
+JUDGED = {
+    f"{wrapper}-{policy}": Training(
+        SCHEDULE | {"policy": policy, "start_format": "bf16"}, "sgd", wrapper=wrapper, steps=2
+    )
+    for policy in CRITERIA
+    for wrapper in ("ddp", "fsdp2")
+}
+CASES = {
+    "two": SHARED | SHARDED | TRACELESS,
+    "three": {"adamw": replace(SHARED["adamw"], steps=6)},
+    "judged": JUDGED,
+}

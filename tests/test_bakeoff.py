@@ -1,0 +1,310 @@
+"""Does a bake-off run what its grid says, each run once, and do runs of one seed differ in nothing but their policy?"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "eval"), str(ROOT / "recipes")]
+
+import bakeoff  # noqa: E402
+from bakeoff_grid import Grid, Spec, load_grid  # noqa: E402
+from bakeoff_training import Run, Text, count_spikes  # noqa: E402
+
+from snip_hf import SnipConfig  # noqa: E402
+
+STEPS = 12
+SNIP = {"first_refresh": 3, "refresh_every": 4, "apply_delay": 1, "solver": "greedy"}
+
+
+def write_grid(folder: Path, experiments: dict[str, Any], **training: Any) -> Path:
+    """A grid of one tiny model on a text of 4,000 random words, in a file."""
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    rng = random.Random(0)
+    for name in ("train", "held-out"):
+        (folder / f"{name}.txt").write_text(" ".join(rng.choice(words) for _ in range(4000)), encoding="utf-8")
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    grid = {
+        "data": {
+            "source": "files",
+            "files": [str(folder / "train.txt")],
+            "validation_files": [str(folder / "held-out.txt")],
+            "sequence_length": 32,
+            "validation_sequences": 8,
+        },
+        "tokenizer": {"vocab_size": 300},
+        "models": {"tiny": {"learning_rate": 3e-3, "model": {"model_type": "llama", "config": shape}}},
+        "training": {"steps": STEPS, "sequences": 4, "warmup_steps": 2, "log_every": 5, "evaluate_every": 5} | training,
+        "snip": SNIP,
+        "experiments": experiments,
+    }
+    path = folder / "grid.yaml"
+    path.write_text(yaml.safe_dump(grid, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def specs(folder: Path, *entries: dict[str, Any]) -> list[Spec]:
+    return load_grid(write_grid(folder, {"shares": list(entries)})).experiments["shares"]
+
+
+# ----------------------------------------------------------------------------------------------------------- the grid
+
+
+def test_every_list_of_an_entry_is_a_dimension(tmp_path: Path) -> None:
+    entry = {"model": "tiny", "policy": ["snip", "random"], "share": [0.5, 0.75, 0.8], "seed": [0, 1]}
+    found = [(s.snip.policy, s.snip.target_fp4_fraction, s.seed) for s in specs(tmp_path, entry)]
+    assert found == [(p, share, seed) for p in ("snip", "random") for share in (0.5, 0.75, 0.8) for seed in (0, 1)]
+
+
+def test_the_seed_is_that_of_the_run_and_of_its_rounding(tmp_path: Path) -> None:
+    assert [s.snip.seed for s in specs(tmp_path, {"model": "tiny", "policy": "snip", "seed": [3, 5]})] == [3, 5]
+
+
+def test_settings_without_a_bearing_on_a_policy_make_no_other_run(tmp_path: Path) -> None:
+    entries: list[dict[str, Any]] = [
+        {"model": "tiny", "policy": "uniform-fp4", "share": [0.5, 0.75], "granularity": ["layer", "gemm"]},
+        {"model": "tiny", "policy": "layer-position", "refresh_every": [4, None]},
+        {"model": "tiny", "policy": "bf16", "start_step": [0, 5]},
+    ]
+    grid = load_grid(write_grid(tmp_path, {str(i): [entry] for i, entry in enumerate(entries)}))
+    assert [len(set(ids)) for ids in grid.ids().values()] == [1, 1, 1]
+    assert len(grid.runs()) == 3
+
+
+def test_other_settings_and_other_training_make_other_runs(tmp_path: Path) -> None:
+    entry = {"model": "tiny", "policy": "snip", "share": [0.5, 0.75], "refresh_every": [4, None], "seed": [0, 1]}
+    first = load_grid(write_grid(tmp_path, {"shares": [entry]}))
+    second = load_grid(write_grid(tmp_path, {"shares": [entry]}, warmup_steps=3))
+    assert len(first.runs()) == len(second.runs()) == 8
+    assert not first.runs().keys() & second.runs().keys()
+
+
+def test_a_setting_written_out_at_its_default_names_the_same_run(tmp_path: Path) -> None:
+    entry = {"model": "tiny", "policy": "snip"}
+    implicit, explicit = specs(tmp_path, entry, entry | {"probe_tokens": SnipConfig().probe_tokens})
+    grid = load_grid(write_grid(tmp_path, {}))
+    assert grid.id_of(implicit) == grid.id_of(explicit)
+
+
+def test_a_run_in_two_experiments_is_one_run(tmp_path: Path) -> None:
+    entry = {"model": "tiny", "policy": "bf16", "seed": [0, 1]}
+    grid = load_grid(write_grid(tmp_path, {"a": [entry], "b": [entry | {"seed": [1, 2]}]}))
+    assert len(grid.runs()) == 3
+    assert grid.ids()["a"][1] == grid.ids()["b"][0]
+    assert list(grid.runs(["b"])) == grid.ids()["b"]
+
+
+def test_a_run_that_starts_late_probes_at_once(tmp_path: Path) -> None:
+    [late] = specs(tmp_path, {"model": "tiny", "policy": "snip", "start_step": 7})
+    assert late.snip.first_refresh == 8
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"model": "huge"}, "experiments.shares: model='huge' is not in the grid; its models are tiny."),
+        ({"model": "tiny", "start_step": STEPS}, "experiments.shares: start_step=12 is outside 0..11"),
+        ({"model": "tiny", "polcy": "bf16"}, "Unknown SnipConfig field 'polcy'"),
+    ],
+)
+def test_what_is_wrong_in_an_entry_is_named(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        specs(tmp_path, entry)
+    assert str(caught.value).startswith(message)
+
+
+def test_an_unknown_section_or_experiment_is_named(tmp_path: Path) -> None:
+    path = write_grid(tmp_path, {"shares": []})
+    with pytest.raises(ValueError, match="unknown key 'eval'"):
+        load_grid(path, ["eval=1"])
+    with pytest.raises(KeyError, match="No experiment 'sahres' in the grid; it has shares"):
+        load_grid(path).runs(["sahres"])
+
+
+@pytest.mark.parametrize("name", ["bakeoff.yaml", "bakeoff-small.yaml"])
+def test_the_recipes_are_grids(name: str) -> None:
+    grid = load_grid(ROOT / "recipes" / name)
+    assert len(grid.runs()) >= 24
+    assert all("bf16" in {spec.snip.policy for spec in found} for found in grid.experiments.values())
+
+
+# --------------------------------------------------------------------------------------------------------- one run
+
+
+def text_of(grid: Grid, folder: Path) -> Text:
+    bakeoff.prepare_text(grid, folder)
+    return bakeoff.load_text(grid, folder)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Grid, Path]:
+    """A grid and a folder with its text."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return load_grid(write_grid(folder, {"shares": [{"model": "tiny", "policy": "bf16"}]})), folder
+
+
+def run_of(tiny: tuple[Grid, Path], policy: str, **changes: Any) -> Run:
+    grid, folder = tiny
+    config = SnipConfig(policy=policy, target_fp4_fraction=0.75, granularity="gemm", **SNIP)
+    [spec] = grid.experiments["shares"]
+    spec = replace(spec, snip=config, **changes)
+    section = grid.models["tiny"].model
+    return Run(spec, section, grid.training, text_of(grid, folder), torch.device("cpu"), folder)
+
+
+def test_runs_of_a_seed_start_from_the_same_weights_and_see_the_same_sequences(tiny: tuple[Grid, Path]) -> None:
+    first, second, other = run_of(tiny, "bf16"), run_of(tiny, "snip"), run_of(tiny, "bf16", seed=1)
+    for ours, theirs in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert np.array_equal(first._order, second._order)
+    assert first._order.shape == (STEPS, 4)
+    assert not np.array_equal(first._order, other._order)
+
+
+def test_the_same_run_twice_gives_the_same_line(tiny: tuple[Grid, Path]) -> None:
+    first, second = (run_of(tiny, "snip").train() for _ in range(2))
+    for name in ("loss", "training_curve", "validation_curve", "plans", "fp4_fraction"):
+        assert first[name] == second[name]
+
+
+def test_what_is_trained_before_the_start_is_the_unquantized_run(tiny: tuple[Grid, Path]) -> None:
+    whole, late = run_of(tiny, "bf16").train(), run_of(tiny, "bf16", start_step=7).train()
+    assert late["loss"] == whole["loss"]
+    assert late["tokens"] == whole["tokens"] == STEPS * 4 * 32
+
+
+def test_a_late_start_quantizes_from_there_on(tiny: tuple[Grid, Path]) -> None:
+    run = run_of(tiny, "snip", start_step=7)
+    line = run.train()
+    assert len(run.losses) == STEPS - 7
+    assert [plan["step"] for plan in line["plans"]][:1] == [7]
+    assert line["fp4_fraction"] >= 0.75
+    assert [step for step, _ in line["training_curve"]] == [12]
+
+
+def test_a_line_holds_losses_plans_and_costs(tiny: tuple[Grid, Path]) -> None:
+    run = run_of(tiny, "snip")
+    line = run.train()
+    assert line["loss"]["plan"] != line["loss"]["high_precision"]
+    assert [step for step, _ in line["training_curve"]] == [5, 10, 12]
+    assert line["training_curve"][0][1] == pytest.approx(statistics.fmean(run.losses[:5]))
+    assert [step for step, _ in line["validation_curve"]] == [5, 10]
+    # Probed at 3, 7 and 11 and applied one step later; each plan in its three letters per layer.
+    assert [plan["step"] for plan in line["plans"]] == [0, 4, 8, 12]
+    assert len(line["refresh_seconds"]) == 3 and min(line["refresh_seconds"]) > 0
+    assert {len(plan["formats"]) for plan in line["plans"]} == {3 * len(line["layers"])} == {3 * 14}
+    assert set(line["plans"][0]["formats"]) == {"8"} and set(line["plans"][-1]["formats"]) == {"4", "8"}
+    assert not line["diverged"] and line["kept"] == []
+
+
+def test_the_validation_loss_is_the_mean_over_all_held_out_sequences(tiny: tuple[Grid, Path]) -> None:
+    run = run_of(tiny, "bf16")
+    ids = torch.from_numpy(run.text.validation.astype(np.int64))
+    logits = run.model(input_ids=ids).logits[:, :-1].double()
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert run.evaluate() == pytest.approx(wanted.item(), rel=1e-6)
+    assert run.model.training
+
+
+def test_a_run_whose_loss_is_no_longer_finite_ends_there_as_diverged(tiny: tuple[Grid, Path]) -> None:
+    run = run_of(tiny, "bf16")
+    run.model.get_input_embeddings().weight.data[:] = math.inf
+    line = run.train()
+    assert line["diverged"] and line["loss"] == {"plan": None, "high_precision": None}
+    assert len(run.losses) == 5 and line["training_curve"] == []
+    json.dumps(line, allow_nan=False)
+
+
+def test_spikes_are_jumps_far_above_the_steps_before() -> None:
+    noise = [3.0 + 0.01 * (-1) ** step for step in range(120)]
+    assert count_spikes(noise) == 0
+    # Deviation 0.01, so a spike is above 3.06; two steps in a row are one.
+    assert count_spikes(noise[:60] + [3.05] + noise[60:]) == 0
+    assert count_spikes(noise[:60] + [3.07] + noise[60:]) == 1
+    assert count_spikes(noise[:60] + [4.0, 4.5] + noise[60:]) == 1
+    assert count_spikes([*noise[:60], math.nan]) == 1
+    assert count_spikes([9.0, *noise[:40]]) == 0  # fewer steps before it than are asked for
+
+
+# ----------------------------------------------------------------------------------------------------- the command
+
+
+def command(folder: Path, path: Path, *more: str) -> int:
+    return bakeoff.main(
+        ["run", str(path), "--output", str(folder / "runs.jsonl"), "--cache", str(folder / "cache"), *more]
+    )
+
+
+def test_an_interrupted_bake_off_goes_on_with_what_is_missing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": ["bf16", "uniform-fp4"], "seed": [0, 1]}]})
+    assert command(tmp_path, grid, "--commit", "abc") == 0
+    output = tmp_path / "runs.jsonl"
+    lines = bakeoff.read_lines(output)
+    assert [line["label"] for line in lines] == ["bf16", "bf16", "uniform-fp4", "uniform-fp4"]
+    assert {line["commit"] for line in lines} == {"abc"} and lines[0]["device"]
+    assert [line["id"] for line in lines] == list(load_grid(grid).runs())
+    kept = output.read_text(encoding="utf-8").splitlines(keepends=True)
+    output.write_text("".join(kept[:3]) + kept[3][:50], encoding="utf-8")
+    capfd.readouterr()
+    assert command(tmp_path, grid) == 0
+    assert "4 runs, 3 of them done, 1 to do" in capfd.readouterr().out
+    again = bakeoff.read_lines(output)
+    assert [line["id"] for line in again] == [line["id"] for line in lines]
+    assert again[3]["loss"] == lines[3]["loss"]
+    assert command(tmp_path, grid) == 0
+    assert bakeoff.read_lines(output) == again
+
+
+def test_a_run_that_fails_is_reported_and_the_others_are_trained(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    grid = write_grid(
+        tmp_path,
+        {"shares": [{"model": "tiny", "policy": ["uniform-fp8", "bf16"], "skip_modules": [["*"]]}]},
+    )
+    assert command(tmp_path, grid) == 1
+    found = capfd.readouterr()
+    assert "uniform-fp8" in found.err and "Traceback" in found.err
+    assert "1 runs failed, 1 have no line yet" in found.out
+    assert [line["label"] for line in bakeoff.read_lines(tmp_path / "runs.jsonl")] == ["bf16"]
+
+
+def test_no_run_is_started_after_the_time_given(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": "bf16", "seed": [0, 1]}]})
+    assert command(tmp_path, grid, "--minutes", "0") == 0
+    assert "0 runs failed, 2 have no line yet" in capfd.readouterr().out
+
+
+def test_a_wrong_grid_ends_with_its_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = write_grid(tmp_path, {"shares": [{"model": "huge"}]})
+    assert command(tmp_path, grid) == 1
+    assert capsys.readouterr().err.startswith("error: experiments.shares: model='huge'")
+
+
+def test_scores_leave_out_the_members_of_groups_and_their_failure_costs_no_run(
+    tiny: tuple[Grid, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    score = dict.fromkeys(bakeoff._SCORE_FIELDS, 1) | {"group": None, "task": "mmlu", "versions": {}}
+    run, options = run_of(tiny, "bf16"), bakeoff._parser().parse_args(["run", "g", "--output", "o"])
+    monkeypatch.setattr(bakeoff, "evaluate", lambda *_, **__: [score, score | {"group": "mmlu", "task": "mmlu_law"}])
+    assert bakeoff._benchmarks(run, tiny[0], options) == [
+        {name: value for name, value in score.items() if name != "versions"}
+    ]
+    monkeypatch.setattr(bakeoff, "evaluate", lambda *_, **__: 1 / 0)
+    assert bakeoff._benchmarks(run, tiny[0], options) is None
+    assert "benchmarks of bf16: failed" in capsys.readouterr().err
+    assert not bakeoff._is_done({"benchmarks": None}, benchmarked=True)

@@ -1,0 +1,456 @@
+"""Does the report of a bake-off say what its lines say: gaps, tests, what is missing, and how plans move?"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from scipy.stats import ttest_rel
+
+EVAL = Path(__file__).resolve().parent.parent / "eval"
+sys.path.insert(0, str(EVAL))
+
+import bakeoff_figures  # noqa: E402
+import bakeoff_report  # noqa: E402
+import bakeoff_tables as tables  # noqa: E402
+
+Row = dict[str, Any]
+BF16_LOSSES = {0: 4.0, 1: 4.1, 2: 4.2}
+LAYERS = [f"model.layers.{block}.{kind}" for block in range(2) for kind in ("self_attn.q_proj", "mlp.up_proj")]
+
+
+def a_line(label: str = "snip, gemm", gap: float | None = 0.5, seed: int = 0, **changes: Any) -> Row:
+    """A line whose loss is `gap` percent above BF16_LOSSES; `changes` go to the spec or, if it lacks them, the line."""
+    policy = label.split(",")[0]
+    with_share = policy not in ("bf16", "fp8", "fp4")
+    spec: Row = {
+        "model": "30M", "policy": policy, "granularity": "gemm" if with_share else None,
+        "share": 0.75 if with_share else None, "seed": seed, "refresh_every": 100 if policy == "snip" else None,
+        "objective": "additive", "loss_weight": 1.0, "weight_weight": 1.0, "switching_cost": 0.0,
+        "learning_rate": 0.002, "start_step": 0, "steps": 400,
+    }  # fmt: skip
+    spec |= {name: value for name, value in changes.items() if name in spec}
+    factor = None if gap is None else 1 + gap / 100
+    loss = dict.fromkeys(tables.ARITHMETICS, None if factor is None else BF16_LOSSES[seed] * factor)
+    letter = {"bf16": "b", "fp8": "8", "fp4": "4"}
+    plans = [{"step": 0, "formats": letter.get(policy, "8") * 3 * len(LAYERS)}]
+    if with_share:
+        plans.append({"step": 50, "formats": "444" * 3 + "888"})
+    line = {
+        "schema_version": 1, "id": json.dumps([label, spec], sort_keys=True), "spec": spec, "label": label,
+        "parameters": 1000, "tokens": 1, "loss": loss, "training_curve": [[10, 8.0]],
+        "validation_curve": [[step, loss["plan"] or 9.0] for step in (0, 100, 200, 400)],
+        "diverged": gap is None, "spikes": 0, "fp4_fraction": {"fp4": 1.0}.get(policy, spec["share"] or 0.0),
+        "layers": LAYERS, "plans": plans, "step_ms": 20.0, "tokens_per_second": 1000.0,
+        "refresh_seconds": [0.5] if policy == "snip" else [], "seconds": 10.0, "peak_mib": 100.0, "backend": "hopper",
+        "device": "GPU", "processes_per_device": 1, "torch": "2.11.0", "commit": "0123456789-dirty",
+        "command": "python eval/bakeoff.py run", "date": "2026-01-01",
+    }  # fmt: skip
+    return line | {name: value for name, value in changes.items() if name not in spec}
+
+
+def bf16_lines(**changes: Any) -> list[Row]:
+    return [a_line("bf16", 0.0, seed, **changes) for seed in BF16_LOSSES]
+
+
+def of_seeds(label: str, gaps: list[float | None], **changes: Any) -> list[Row]:
+    return [a_line(label, gap, seed, **changes) for seed, gap in enumerate(gaps)]
+
+
+def paired(lines: list[Row]) -> list[Row]:
+    return list(tables.with_gaps(lines).values())
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of all Markdown table rows."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def row_of(text: str, name: str, column: int = 1) -> dict[str, str]:
+    """The first row with `name` in that column, by heading."""
+    rows = rows_of(text)
+    return dict(zip(rows[0], next(row for row in rows if row[column] == name), strict=True))
+
+
+def comparison(first: list[float | None], second: list[float | None]) -> tables.Comparison:
+    lines = paired([*bf16_lines(), *of_seeds("snip, gemm", first), *of_seeds("random, gemm", second)])
+    group = {one.name: one for one in tables.contenders(lines)}
+    return tables.compare(group["snip, gemm"], group["random, gemm"])
+
+
+def test_gap_is_the_percentage_above_the_bf16_run_of_the_same_seed() -> None:
+    text = tables.gap_table(paired([*bf16_lines(), *of_seeds("snip, gemm", [0.1, 0.2, 0.6])]))
+    row = row_of(text, "snip, gemm")
+    assert row["gap, plan"] == f"+0.30% ± {np.std([0.1, 0.2, 0.6], ddof=1):.2f}%"
+    assert row["each seed, plan"] == "0: +0.10%, 1: +0.20%, 2: +0.60%"
+    assert (row["seeds"], row["FP4 share"]) == ("3", "75.00%")
+    assert row["loss"].startswith(f"{np.mean([4.0 * 1.001, 4.1 * 1.002, 4.2 * 1.006]):.4f} ± ")
+
+
+@pytest.mark.parametrize(("field", "value"), [("model", "110M"), ("learning_rate", 0.004), ("steps", 800)])
+def test_a_run_is_not_paired_with_a_bf16_run_of_another(field: str, value: Any) -> None:
+    [*_, line] = paired([*bf16_lines(**{field: value}), a_line()])
+    assert line["bf16"] is None and line["gap"] == {"plan": None, "high_precision": None}
+    assert "0: no BF16" in tables.gap_table([line])
+    assert row_of(tables.gap_table([line]), "snip, gemm")["seeds"] == "0 + 1 without BF16"
+
+
+def test_a_run_that_starts_late_is_paired_with_the_bf16_run_that_knows_no_start() -> None:
+    [*_, line] = paired([*bf16_lines(), a_line(start_step=200, gap=0.25)])
+    assert line["gap"]["plan"] == pytest.approx(0.25)
+    assert "**model 30M, target FP4 share 75%, start_step 200**" in tables.continued_table([line])
+
+
+def test_arithmetics_are_paired_each_with_its_own() -> None:
+    bf16, run = a_line("bf16", 0.0), a_line()
+    bf16["loss"], run["loss"] = {"plan": 4.0, "high_precision": 5.0}, {"plan": 4.04, "high_precision": 5.1}
+    assert paired([bf16, run])[1]["gap"] == pytest.approx({"plan": 1.0, "high_precision": 2.0})
+
+
+def test_p_value_is_scipys() -> None:
+    first, second = [0.10, 0.22, 0.35], [0.31, 0.40, 0.58]
+    found = comparison(first, second)
+    assert found.p == pytest.approx(ttest_rel(first, second).pvalue)
+    assert found.difference == pytest.approx(np.mean(first) - np.mean(second))
+    assert found.beyond_noise and str(found) == f"better (p = {found.p:.3f})"
+
+
+def test_p_value_is_that_of_seeds_both_have() -> None:
+    found = comparison([0.1, None, 0.3], [0.2, 0.3, 0.6])
+    assert (found.seeds, found.p, str(found)) == (2, None, "2 seeds")
+    assert str(comparison([0.1], [0.2])) == "1 seed"
+
+
+def test_equal_and_constantly_different_gaps_have_a_p_value() -> None:
+    assert comparison([0.1, 0.2, 0.3], [0.1, 0.2, 0.3]).p == 1.0
+    bf16 = [a_line("bf16", 0.0, seed, loss={"plan": 4.0, "high_precision": 4.0}) for seed in range(3)]
+    runs = [a_line("snip, gemm", 0.0, seed, loss={"plan": 5.0, "high_precision": 5.0}) for seed in range(3)]
+    one, other = tables.contenders(paired([*bf16, *runs]))
+    assert tables.compare(other, one).p == 0.0
+
+
+def test_overlapping_seeds_are_within_noise_of_the_best() -> None:
+    lines = [*bf16_lines(), *of_seeds("snip, gemm", [0.1, 0.5, 0.3]), *of_seeds("random, gemm", [0.4, 0.2, 0.6])]
+    text = tables.gap_table(paired([*lines, *of_seeds("worst, gemm", [1.1, 1.5, 1.31])]))
+    p = ttest_rel([0.4, 0.2, 0.6], [0.1, 0.5, 0.3]).pvalue
+    assert row_of(text, "snip, gemm")["against the best"] == "best"
+    assert row_of(text, "random, gemm")["against the best"] == f"within noise (p = {p:.3f})"
+    assert row_of(text, "worst, gemm")["against the best"] == "worse (p < 0.001)"
+    assert "two-sided paired t-test (scipy.stats.ttest_rel)" in text and "p >= 0.05" in text
+
+
+def test_a_contender_with_one_lucky_seed_is_not_the_one_to_compare_with() -> None:
+    lines = [*bf16_lines(), *of_seeds("snip, gemm", [0.1, 0.2, 0.3]), *of_seeds("lucky, gemm", [-0.5])]
+    text = tables.gap_table(paired(lines))
+    assert [row[1] for row in rows_of(text)[2:]] == ["lucky, gemm", "snip, gemm"]
+    assert row_of(text, "snip, gemm")["against the best"] == "best"
+    assert row_of(text, "lucky, gemm")["against the best"] == "1 seed"
+
+
+def test_diverged_runs_are_counted_but_in_no_mean_and_rank_last() -> None:
+    lines = [*bf16_lines(), *of_seeds("snip, gemm", [0.1, None, 0.3]), *of_seeds("random, gemm", [0.9, 0.8, 0.7])]
+    finite = a_line("wild, gemm", 0.2, diverged=True)
+    text = tables.gap_table(paired([*lines, finite]))
+    row = row_of(text, "snip, gemm")
+    assert row["rank"] == "2" and row["gap, plan"].startswith("+0.20% ± ") and row["seeds"] == "2 + 1 diverged"
+    assert row["each seed, plan"] == "0: +0.10%, 1: diverged, 2: +0.30%"
+    assert row_of(text, "wild, gemm")["gap, plan"] == "diverged"
+
+
+def test_bf16_spread_is_the_standard_deviation_over_the_mean() -> None:
+    text = tables.bf16_spread(paired([*bf16_lines(), *of_seeds("snip, gemm", [0.1, 0.2, 0.3])]))
+    assert f"{100 * np.std([4.0, 4.1, 4.2], ddof=1) / 4.1:.2f}% of 4.1000 over 3 seeds" in text
+
+
+def test_settings_that_a_table_does_not_show_become_part_of_the_name() -> None:
+    lines = paired([*bf16_lines(), a_line(), a_line(gap=0.4, switching_cost=0.1)])
+    assert {"snip, gemm, switching_cost 0.0", "snip, gemm, switching_cost 0.1"} <= {
+        row[1] for row in rows_of(tables.gap_table(lines))
+    }
+    assert {row[1] for row in rows_of(tables.frequency_table(lines))[2:]} == {"snip, gemm"}
+
+
+def test_runs_of_one_spec_and_seed_are_refused() -> None:
+    with pytest.raises(ValueError, match="Runs 'one' and 'two' of 'snip, gemm' have the same spec"):
+        tables.contenders([a_line(id="one"), a_line(id="two")])
+
+
+def test_drift_of_plans_matches_a_count_by_hand() -> None:
+    plans = ["888888", "448888", "484888", "484488"]  # warm-up; then 2 of 6 pairs change, then 1; first to last: 3
+    line = a_line(
+        plans=[{"step": step, "formats": formats} for step, formats in enumerate(plans)], refresh_seconds=[0.5] * 4
+    )
+    assert tables.decided_plans(line) == plans[1:]
+    assert tables.hamming("448888", "484888") == pytest.approx(2 / 6)
+    # Four refreshes, three after the first, one of which kept the plan.
+    assert tables.changed_per_refresh(line) == pytest.approx((2 / 6 + 1 / 6) / 3)
+    assert tables.total_drift(line) == pytest.approx(3 / 6)
+    row = row_of(tables.frequency_table(paired([*bf16_lines(), line])), "snip, gemm")
+    assert (row["refreshes"], row["changed per refresh"], row["first to last plan"]) == ("4.0", "16.7%", "50.0%")
+
+
+def test_a_plan_made_once_has_no_change_per_refresh() -> None:
+    assert tables.changed_per_refresh(a_line()) is None and tables.total_drift(a_line()) == 0.0
+    assert tables.total_drift(a_line("fp8")) is None
+
+
+def test_plans_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ValueError):
+        tables.hamming("444", "4444")
+
+
+@pytest.mark.parametrize(
+    ("label", "fraction", "times"),
+    [("bf16", 0.0, (2, 1)), ("fp8", 0.0, (1, 0.5)), ("fp4", 1.0, (0.5, 0.25)), ("snip, gemm", 0.75, (0.625, 0.3125))],
+)
+def test_modelled_times_are_those_of_the_peak_rates(label: str, fraction: float, times: tuple[float, float]) -> None:
+    line = a_line(label)
+    assert line["fp4_fraction"] == fraction
+    assert tables.modelled_times(line) == pytest.approx(times)
+    # The same from rates: BF16 1, FP8 2, FP4 4.
+    if label != "bf16":
+        assert times[1] == pytest.approx((1 - fraction) / 2 + fraction / 4) and times[0] == 2 * times[1]
+
+
+def test_cost_of_a_refresh_is_given_in_steps_and_as_share_of_the_run() -> None:
+    line = a_line(refresh_seconds=[0.4, 0.6])
+    row = row_of(tables.cost_table(paired([line])), "snip, gemm")
+    assert (row["s per refresh"], row["refresh in steps"]) == ("0.50", "25.0")
+    assert row["refreshes' share of run"] == "10.0%"
+    bare = row_of(tables.cost_table(paired([a_line("bf16", plans=[], step_ms=None, backend=None)])), "bf16")
+    assert (bare["step ms"], bare["of BF16's time"], bare["measured on"]) == ("-", "1.000", "GPU, torch, 1 per device")
+
+
+def test_stability_counts_diverged_runs_per_learning_rate() -> None:
+    lines = of_seeds("random, gemm", [0.1, 0.2], learning_rate=0.002)
+    lines += of_seeds("random, gemm", [0.5, None], learning_rate=0.008, spikes=3)
+    rows = rows_of(tables.stability_table(paired(lines)))
+    assert rows[2][:2] == ["0.002", "1"] and rows[2][4:7] == ["2", "0", "0, 0"]
+    assert rows[3][:2] == ["0.008", "4"] and rows[3][4:8] == ["2", "1", "3, 3", "4.0200"]
+
+
+def test_downstream_ranks_by_loss_and_names_tasks_that_are_near_chance() -> None:
+    def scores(easy: float, hard: float) -> list[Row]:
+        values = {"arc_easy": easy, "arc_challenge": hard}
+        return [
+            {"task": task, "group": None, "chance": 0.25, "num_samples": 9, "metrics": {"acc": _metric(value)}}
+            for task, value in values.items()
+        ] + [{"task": "sub", "group": "arc", "chance": 0.25, "num_samples": 9, "metrics": {"acc": _metric(0.5)}}]
+
+    scored = a_line("random, gemm", 0.9, benchmarks=scores(0.4, 0.2))
+    bf16 = a_line("bf16", 0.0, benchmarks=scores(0.3, 0.26))
+    text = tables.downstream_table(paired([scored, bf16, a_line("snip, gemm", 0.1)]))
+    assert "within 2 standard errors of chance on: arc_challenge;" in text
+    assert "Farther from chance on: arc_easy." in text
+    assert [row[1] for row in rows_of(text)[2:]] == ["chance", "bf16", "snip, gemm", "random, gemm"]
+    assert row_of(text, "random, gemm")["arc_easy (acc)"] == "0.4000 ± 0.0100"
+    assert row_of(text, "snip, gemm")["runs scored"] == "0 of 1" and "sub" not in text
+
+
+def _metric(value: float) -> Row:
+    return {"value": value, "stderr": 0.01, "higher_is_better": True}
+
+
+def test_what_beats_snip_needs_the_same_or_a_higher_share_and_a_significant_difference() -> None:
+    lines = [*bf16_lines(), *of_seeds("snip, gemm", [0.50, 0.55, 0.61])]
+    lines += of_seeds("higher, gemm", [0.20, 0.26, 0.30], share=0.8)
+    lines += of_seeds("lower, gemm", [0.20, 0.26, 0.30], share=0.5)
+    lines += of_seeds("noisy, gemm", [0.05, 0.90, 0.10], share=0.8)
+    lines += of_seeds("few, gemm", [0.1, 0.1], share=0.75)
+    found = tables.beating_snip(paired(lines))
+    assert {(point.name, verdict.beyond_noise) for point, _, verdict in found} == {
+        ("higher, gemm", True),
+        ("noisy, gemm", False),
+        ("few, gemm", False),
+    }
+    text = tables.beaten_text(paired(lines))
+    p = ttest_rel([0.20, 0.26, 0.30], [0.50, 0.55, 0.61]).pvalue
+    verdict = "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+    assert f"- 30M: higher, gemm at 80% against snip, gemm at 75%: -0.30 points, better ({verdict})" in text
+    assert "too few common seeds for a test: 1." in text and "few, gemm at 75%" in text
+    assert "noisy" not in text and "lower, gemm" not in text
+
+
+def test_readme_table_has_the_two_shares_with_commit_and_command() -> None:
+    lines = [*bf16_lines(), *(a_line(share=share) for share in (0.5, 0.75, 0.8))]
+    rows = rows_of(tables.readme_table(paired(lines)))
+    assert [row[1] for row in rows[2:]] == ["75%", "80%"]
+    assert rows[2][3:] == ["+0.50%", "1", "75.00%", "`0123456-dirty`", "`python eval/bakeoff.py run`"]
+
+
+def test_bars_in_cells_do_not_end_them() -> None:
+    assert tables.markdown(["a"], [["x | y"]]).splitlines()[-1] == "| x \\| y |"
+
+
+def test_the_last_line_of_an_id_wins_and_other_schemas_are_refused() -> None:
+    found = tables.latest([a_line(id="x", spikes=1), a_line(id="x", spikes=2)])
+    assert [line["spikes"] for line in found.values()] == [2]
+    with pytest.raises(ValueError, match="run 'x' has schema_version 2, expected 1"):
+        tables.latest([a_line(id="x", schema_version=2)])
+
+
+def grid() -> tuple[list[Row], dict[str, list[str]]]:
+    """Lines of a small bake-off, and its experiments: one run of `shares` is missing, one line is of no experiment."""
+    lines: dict[str, list[Row]] = {
+        "shares": bf16_lines() + of_seeds("fp4", [6.0, 6.1, 6.2]),
+        "sizes": bf16_lines(model="110M", parameters=4000),
+        "frequency": bf16_lines(),
+        "stability": of_seeds("random, gemm", [0.4, None], learning_rate=0.004),
+    }
+    for label, gap in (("snip, gemm", 0.2), ("snip, layer", 0.3), ("random, gemm", 0.6)):
+        for share in (0.5, 0.75):
+            lines["shares"] += of_seeds(label, [gap, gap + 0.05, gap + 0.02], share=share)
+        lines["sizes"] += of_seeds(label, [gap, gap + 0.05, gap + 0.02], model="110M", parameters=4000)
+        lines["stability"] += of_seeds(label, [gap, gap + 0.1])
+    for every in (50, 100, None):
+        lines["frequency"] += of_seeds("snip, gemm", [0.2, 0.21, 0.25], refresh_every=every)
+    experiments = {name: [line["id"] for line in members] for name, members in lines.items()}
+    experiments["shares"].append("not-run-yet")
+    stranger = a_line("bf16", 50.0, id="stranger")
+    return [stranger, *(line for members in lines.values() for line in members)], experiments
+
+
+def test_report_names_missing_runs_and_leaves_lines_of_other_grids_out(tmp_path: Path) -> None:
+    lines, experiments = grid()
+    experiments["shares"] += experiments["shares"][:2]  # the same run named twice counts once
+    bakeoff_report.write_report(lines, experiments, tmp_path)
+    text = (tmp_path / "tables.md").read_text(encoding="utf-8")
+    row = row_of(text, "shares", column=0)
+    assert (row["runs in the grid"], row["with a line"], row["missing"]) == ("25", "24", "1")
+    assert row["ids missing"] == "`not-run-yet`" and row_of(text, "stability", column=0)["diverged"] == "1"
+    assert "Lines of no experiment, left out below: 1." in text
+    stability = row_of(text.split("## Stability\n")[1], "0.004", column=0)
+    assert (stability["diverged"], stability["gap"]) == ("1", "-")  # no BF16 run at this learning rate
+    section = text.split("## Gap to BF16\n")[1]
+    assert row_of(section, "snip, gemm")["each seed, plan"] == "0: +0.20%, 1: +0.25%, 2: +0.22%"
+
+
+def test_report_writes_figures_that_show_something(tmp_path: Path) -> None:
+    lines, experiments = grid()
+    written = bakeoff_report.write_report(lines, experiments, tmp_path)
+    names = ["tables.md", "pareto.png", "loss_curves.png", "plan.png", "stability.png", "frequency.png"]
+    assert [path.name for path in written] == names
+    for path in written[1:]:
+        image = imread(path)[:, :, :3]
+        assert min(image.shape[:2]) > 300
+        assert len(np.unique(image.reshape(-1, 3), axis=0)) > 20
+        assert (image.min(axis=2) < 0.9).mean() > 0.01
+
+
+def test_report_of_experiments_without_lines_says_so_and_draws_nothing(tmp_path: Path) -> None:
+    written = bakeoff_report.write_report([], {"shares": ["a", "b"], "own": []}, tmp_path)
+    assert [path.name for path in written] == ["tables.md"]
+    text = written[0].read_text(encoding="utf-8")
+    assert row_of(text, "shares", column=0)["ids missing"] == "`a`, `b`"
+    assert text.count("No run of this experiment has a line.") == 2 and "## Own" in text
+
+
+def test_loss_curves_are_differences_over_common_steps() -> None:
+    bf16 = [a_line("bf16", 0.0, seed, validation_curve=[[0, 9], [200, 5], [300, 4.5], [400, 4]]) for seed in (0, 1)]
+    runs = [
+        a_line("snip, gemm", 0.1, seed, validation_curve=[[0, 9], [200, 5 + 0.2 * (seed + 1)], [400, 4.1]])
+        for seed in (0, 1)
+    ]
+    lines = paired([*bf16, *runs, a_line("snip, gemm", None, 2)])
+    figure = bakeoff_figures.loss_figure(lines, ["snip, gemm"])
+    assert figure is not None
+    [curve] = [line for line in figure.axes[0].get_lines() if line.get_label() == "snip, gemm"]
+    assert np.asarray(curve.get_xdata()).tolist() == [200, 400]
+    assert np.asarray(curve.get_ydata()) == pytest.approx([0.3, 0.1])
+
+
+def test_pareto_points_are_gaps_and_what_is_far_off_is_named() -> None:
+    lines = [*bf16_lines(), *of_seeds("fp4", [9.0, 9.0, 9.0])]
+    for share, gap in ((0.5, 0.2), (0.75, 0.4), (0.8, 0.5)):
+        lines += of_seeds("snip, gemm", [gap - 0.1, gap, gap + 0.1], share=share)
+    figure = bakeoff_figures.pareto_figure(paired(lines), ["snip, gemm"])
+    assert figure is not None
+    [panel] = figure.axes
+    bars = next(bar for bar in panel.containers if bar.get_label() == "snip, gemm")
+    assert np.asarray(bars[0].get_ydata()) == pytest.approx([0.2, 0.4, 0.5])
+    assert np.abs(np.asarray(bars[0].get_xdata()) - [50, 75, 80]).max() <= 1.5
+    assert panel.get_ylim()[1] < 1
+    assert [text.get_text() for text in panel.texts] == ["off the scale:\nfp4, 100%: +9.00%"]
+
+
+def test_frequency_axis_ends_with_the_plan_that_is_made_once() -> None:
+    lines = [*bf16_lines()]
+    for every, gap in ((None, 0.4), (500, 0.3), (50, 0.2)):
+        lines += of_seeds("snip, gemm", [gap, gap, gap], refresh_every=every)
+    figure = bakeoff_figures.frequency_figure(paired(lines), [])
+    assert figure is not None
+    [panel] = figure.axes
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["50", "500", "once"]
+    assert np.asarray(panel.containers[0][0].get_ydata()) == pytest.approx([0.2, 0.3, 0.4])
+
+
+def test_plan_figure_shows_each_gemm_of_each_layer() -> None:
+    first, second = "488" + "848" + "884" + "444", "888" * 3 + "444"
+    line = a_line(plans=[{"step": 0, "formats": first}, {"step": 100, "formats": second}])
+    figure = bakeoff_figures.plan_figure([a_line("random, gemm"), line])
+    assert figure is not None
+    fp8, fp4 = 1, 2
+    for column, panel in enumerate(figure.axes):
+        shown = np.asarray(panel.collections[0].get_array()).reshape(len(LAYERS), 2)
+        for row in range(len(LAYERS)):
+            letters = [plan[3 * row + column] for plan in (first, second)]
+            assert shown[row].tolist() == [fp4 if letter == "4" else fp8 for letter in letters]
+
+
+def test_text_between_markers_is_replaced_and_the_rest_stays(tmp_path: Path) -> None:
+    path = tmp_path / "results.md"
+    path.write_text("a\n<!-- bakeoff:x -->\nold\n<!-- /bakeoff:x -->\nb\n", encoding="utf-8")
+    for text in ("new", "newer"):
+        bakeoff_report.replace_between(path, "x", text)
+        expected = f"a\n<!-- bakeoff:x -->\n{text}\n<!-- /bakeoff:x -->\nb\n"
+        assert path.read_text(encoding="utf-8") == expected
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "nothing",
+        "<!-- bakeoff:x -->",
+        "<!-- /bakeoff:x -->\n<!-- bakeoff:x -->",
+        "<!-- bakeoff:x --><!-- bakeoff:x --><!-- /bakeoff:x -->",
+        "<!-- bakeoff:xy --><!-- /bakeoff:xy -->",
+    ],
+)
+def test_missing_or_misplaced_markers_are_refused_by_name(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "results.md"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"results\.md has .* '<!-- bakeoff:x -->'"):
+        bakeoff_report.replace_between(path, "x", "new")
+    assert path.read_text(encoding="utf-8") == content
+
+
+def test_report_fills_the_markers_of_documents(tmp_path: Path) -> None:
+    lines, experiments = grid()
+    page = tmp_path / "README.md"
+    page.write_text("<!-- bakeoff:readme -->\n<!-- /bakeoff:readme -->\n", encoding="utf-8")
+    assert page in bakeoff_report.write_report(lines, experiments, tmp_path / "out", docs=[page])
+    assert row_of(page.read_text(encoding="utf-8"), "75%")["contender"] == "snip, gemm"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("no marker", "has no marker"), ("<!-- bakeoff:shars -->", r"unknown tables \['shars'\]; expected some of")],
+)
+def test_documents_are_checked_before_anything_is_written(tmp_path: Path, content: str, message: str) -> None:
+    lines, experiments = grid()
+    page = tmp_path / "README.md"
+    page.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        bakeoff_report.write_report(lines, experiments, tmp_path / "out", docs=[page])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loss_that_is_no_number_counts_as_diverged() -> None:
+    assert tables.diverged(a_line(loss=None)) and tables.diverged(a_line(loss={"plan": math.nan}))

@@ -84,7 +84,7 @@ def report_grid(grid: Grid, options: argparse.Namespace) -> int:
     from bakeoff_report import write_report
 
     lines = [line for path in options.lines for line in read_lines(path)]
-    write_report(lines, grid.ids(), options.output, docs=options.docs)
+    write_report(lines, grid.ids(), options.output, options.docs, prefix=options.grid.stem)
     return 0
 
 
@@ -195,9 +195,15 @@ def one_line(job: Job, name: str, text: Text, device: torch.device) -> dict[str,
         **_machine(device, job.options.workers),
         "torch": torch.__version__,
         "commit": job.options.commit or git_commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": _command(job.options),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def _command(options: argparse.Namespace) -> str:
+    """Returns what to type for these lines again, without what differs between machines: folders, files, time."""
+    overrides = ["--override", *options.override] if options.override else []
+    return shlex.join(["python", "eval/bakeoff.py", "run", str(options.grid), *overrides])
 
 
 def _machine(device: torch.device, workers: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,9 +118,9 @@ class Run:
         return {
             "parameters": self.model.num_parameters(),
             "tokens": self._tokens * self.spec.steps,
-            "loss": {"plan": _finite(as_trained), "high_precision": _finite(high_precision)},
+            "loss": {"plan": _rounded(as_trained), "high_precision": _rounded(high_precision)},
             "training_curve": self._curve(),
-            "validation_curve": [(step, loss) for step, loss in self.validation if math.isfinite(loss)],
+            "validation_curve": _points(self.validation),
             "diverged": not (finished and as_trained <= lowest + _DIVERGED_BY),
             "spikes": count_spikes(self.losses),
         }
@@ -243,8 +243,7 @@ class Run:
         """Returns step and mean training loss of the steps up to it, one point every `log_every` steps."""
         every, start = self.training.log_every, self.spec.start_step
         chunks = (self.losses[i : i + every] for i in range(0, len(self.losses), every))
-        points = ((start + i * every + len(chunk), statistics.fmean(chunk)) for i, chunk in enumerate(chunks))
-        return [(step, loss) for step, loss in points if math.isfinite(loss)]
+        return _points((start + i * every + len(chunk), statistics.fmean(chunk)) for i, chunk in enumerate(chunks))
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -283,8 +282,14 @@ def _letters(plan: PrecisionPlan) -> str:
     return "".join(_FORMAT_LETTERS[formats[gemm]] for formats in plan.assignment.values() for gemm in GEMMS)
 
 
-def _finite(loss: float) -> float | None:
-    return loss if math.isfinite(loss) else None
+def _rounded(loss: float) -> float | None:
+    """Returns a loss as lines hold it: runs differ in the third digit after the point."""
+    return round(loss, 6) if math.isfinite(loss) else None
+
+
+def _points(curve: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Returns the finite points of a curve."""
+    return [(step, round(loss, 6)) for step, loss in curve if math.isfinite(loss)]
 
 
 @contextlib.contextmanager

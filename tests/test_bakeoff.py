@@ -199,7 +199,7 @@ def test_a_line_holds_losses_plans_and_costs(tiny: tuple[Grid, Path]) -> None:
     line = run.train()
     assert line["loss"]["plan"] != line["loss"]["high_precision"]
     assert [step for step, _ in line["training_curve"]] == [5, 10, 12]
-    assert line["training_curve"][0][1] == pytest.approx(statistics.fmean(run.losses[:5]))
+    assert line["training_curve"][0][1] == pytest.approx(statistics.fmean(run.losses[:5]), abs=1e-6)
     assert [step for step, _ in line["validation_curve"]] == [5, 10]
     # Probed at 3, 7 and 11 and applied one step later; each plan in its three letters per layer.
     assert [plan["step"] for plan in line["plans"]] == [0, 4, 8, 12]
@@ -256,6 +256,7 @@ def test_an_interrupted_bake_off_goes_on_with_what_is_missing(
     lines = bakeoff.read_lines(output)
     assert [line["label"] for line in lines] == ["bf16", "bf16", "uniform-fp4", "uniform-fp4"]
     assert {line["commit"] for line in lines} == {"abc"} and lines[0]["device"]
+    assert {line["command"] for line in lines} == {f"python eval/bakeoff.py run {grid}"}
     assert [line["id"] for line in lines] == list(load_grid(grid).runs())
     kept = output.read_text(encoding="utf-8").splitlines(keepends=True)
     output.write_text("".join(kept[:3]) + kept[3][:50], encoding="utf-8")

@@ -20,7 +20,7 @@ from .terms import LAYER, ROWS, LayerTerms, Pending, read_all
 
 Rows = dict[str, float | None]
 
-# Equal bins of a histogram. AdaPT's number varies during training; ours does not, so that layers compare.
+# Equal bins of a histogram (ours); the same for all layers, so that they compare.
 BINS = 100
 # Added to the count of every bin (Jeffreys), without which a bin that rounding empties would cost infinitely much.
 _UNSEEN = 0.5

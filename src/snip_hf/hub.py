@@ -132,7 +132,7 @@ def model_card_section(plan: PrecisionPlan, history: Iterable[Mapping[str, Any]]
 _HEAD = """## How this model was trained
 
 The linear layers inside the transformer blocks were trained in FP4 (E2M1), FP8 (E4M3) or BF16, as a plan says.
-The plan was made by snip-hf, after SNIP ([arXiv:2602.01410](https://arxiv.org/abs/2602.01410))."""
+The plan was made by snip-hf, a package for SNIP ([arXiv:2602.01410](https://arxiv.org/abs/2602.01410))."""
 
 _TAIL = """This is an ordinary checkpoint: nothing in it is quantized, and it loads with plain `transformers`.
 The plan, layer by layer, is in `snip/plan.json`, its history in `snip/history.jsonl`."""

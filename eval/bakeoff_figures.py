@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bakeoff_tables import Contender, Row, beating_snip, contenders, diverged, final_loss, share_name
+from bakeoff_stats import LEAST_PAIRS, Contender, Row, beating_snip, contenders, diverged
+from bakeoff_tables import share_name
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
@@ -25,17 +27,28 @@ Style = dict[str, Any]
 
 # Okabe and Ito's palette first (colour-blind readers), without its yellow, which is too pale for a line.
 _COLOURS = (
-    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9",
-    "#000000", "#8c564b", "#9467bd", "#7f7f7f", "#a5b300", "#17becf",
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#9467bd", "#a5b300", "#17becf",
 )  # fmt: skip
-_MARKERS = "osD^vP*X<>ph"
+_MARKERS = "osD^vP*X<>"
+# What has no target share is a reference in grey or black.
+_REFERENCES: dict[str, Style] = {
+    "bf16": {"color": "0.35", "marker": ".", "linestyle": ":"},
+    "uniform-fp8": {"color": "0.6", "marker": "h", "linestyle": "-"},
+    "uniform-fp4": {"color": "black", "marker": "p", "linestyle": "-"},
+}
+_RING: Style = {"s": 130, "facecolors": "none", "edgecolors": "black", "zorder": 5}
+_MOST_CONTENDERS = 12
+_CHOICE = (
+    f"Uniform formats, and contenders with at least {LEAST_PAIRS} seeds at a share or {LEAST_PAIRS} shares, in all at "
+    f"most {_MOST_CONTENDERS}. The tables have all."
+)
 _MAIN_SHARE = 0.75
 # Before this part of the training the losses of all runs fall too steeply for differences to be read.
 _SKIPPED_PART = 0.2
-# How far points of one share are drawn from it, in percentage points, so as not to hide each other.
-_ASIDE = 1.5
+# How much of a share's slot on the axis its points fill, side by side so as not to hide each other.
+_FILLED = 0.76
 # What is worse than the median contender by this factor is named instead of drawn.
-_FAR = 4.0
+_FAR = 8.0
 _LETTERS = {"bf16": "b", "fp8": "8", "fp4": "4"}
 _MOST_NAMED_ROWS = 64
 
@@ -44,12 +57,12 @@ def write_figures(experiments: Mapping[str, Lines], folder: Path) -> list[Path]:
     """Writes pareto.png, loss_curves.png, plan.png, stability.png and frequency.png, as far as there is data for them.
 
     Args:
-        experiments: name -> paired lines (`bakeoff_tables.with_gaps`).
+        experiments: name -> paired lines (`bakeoff_stats.with_gaps`).
 
     Returns: the files written.
     """
     shares = [*experiments.get("shares", ()), *experiments.get("sizes", ())]
-    order = _label_order([shares, *experiments.values()])
+    order = main_contenders(shares)
     drawn: dict[str, Callable[[], Figure | None]] = {
         "pareto.png": lambda: pareto_figure(shares, order),
         "loss_curves.png": lambda: loss_figure(shares, order),
@@ -57,21 +70,27 @@ def write_figures(experiments: Mapping[str, Lines], folder: Path) -> list[Path]:
         "stability.png": lambda: stability_figure(experiments.get("stability", ()), order),
         "frequency.png": lambda: frequency_figure(experiments.get("frequency", ()), order),
     }
-    written = []
-    for name, draw in drawn.items():
-        figure = draw()
-        if figure is not None:
-            FigureCanvasAgg(figure).print_png(str(folder / name))
-            written.append(folder / name)
-    return written
+    figures = {folder / name: figure for name, draw in drawn.items() if (figure := draw()) is not None}
+    for path, figure in figures.items():
+        FigureCanvasAgg(figure).print_png(str(path))
+    return list(figures)
 
 
-def _label_order(groups: Iterable[Iterable[Row]]) -> list[str]:
-    """Returns all labels, SNIP's first within each group, so that a label has one colour in all figures."""
-    labels = []
-    for lines in groups:
-        labels += sorted({(line["spec"]["policy"] != "snip", line["label"]) for line in lines if not _is_bf16(line)})
-    return list(dict.fromkeys(label for _, label in labels))
+def main_contenders(lines: Iterable[Row]) -> list[str]:
+    """Returns the names of the contenders that _CHOICE describes, those with most runs if more; SNIP's come first."""
+    found: dict[str, list[Contender]] = {}
+    for point in contenders(line for line in lines if not _is_bf16(line)):
+        found.setdefault(point.name, []).append(point)
+    references = sorted(name for name in found if name in _REFERENCES)
+    others = {name: points for name, points in found.items() if name not in _REFERENCES and _is_main(points)}
+    most = sorted(others, key=lambda name: (-sum(len(point.runs) for point in others[name]), name))
+    kept = most[: _MOST_CONTENDERS - len(references)]
+    return sorted(kept, key=lambda name: (others[name][0].spec["policy"] != "snip", name)) + references
+
+
+def _is_main(points: Sequence[Contender]) -> bool:
+    seeds = max(len(point.gaps()) for point in points)
+    return max(seeds, len({point.spec["share"] for point in points})) >= LEAST_PAIRS
 
 
 def _is_bf16(line: Row) -> bool:
@@ -79,36 +98,34 @@ def _is_bf16(line: Row) -> bool:
 
 
 def _styles(names: Iterable[str], order: Sequence[str]) -> dict[str, Style]:
-    """Returns name -> colour, marker and line, dashed from the 13th on; the places of `order` first, then free ones."""
+    """Returns name -> colour, marker and line: the places of `order` first, then free ones; dashed if colours recur."""
     names = sorted(set(names))
-    places = {name: order.index(name) for name in names if name in order}
+    coloured = [name for name in order if name not in _REFERENCES]
+    places = {name: coloured.index(name) for name in names if name in coloured}
     free = (place for place in itertools.count() if place not in places.values())
-    places |= {name: next(free) for name in names if name not in order}
+    places |= {name: next(free) for name in names if name not in places and name not in _REFERENCES}
     styles = {}
     for name, place in sorted(places.items(), key=lambda item: item[1]):
-        index, again = place % len(_COLOURS), place >= len(_COLOURS)
+        again, index = divmod(place, len(_COLOURS))
         styles[name] = {"color": _COLOURS[index], "marker": _MARKERS[index], "linestyle": "--" if again else "-"}
-    return styles
+    return styles | {name: style for name, style in _REFERENCES.items() if name in names}
 
 
-def _series(points: Iterable[Contender]) -> dict[str, list[Contender]]:
+def _series(points: Sequence[Contender]) -> dict[str, list[Contender]]:
     """Groups contenders by name; the share is part of the name where points of one label have several targets."""
-    points = list(points)
-    shares: dict[str, set[float | None]] = {}
-    for point in points:
-        shares.setdefault(point.runs[0]["label"], set()).add(point.spec["share"])
+    labels = Counter(label for label, _ in {(point.runs[0]["label"], point.spec["share"]) for point in points})
     found: dict[str, list[Contender]] = {}
     for point in points:
-        several = len(shares[point.runs[0]["label"]]) > 1
+        several = labels[point.runs[0]["label"]] > 1
         found.setdefault(point.name + f", {share_name(point.spec['share'])}" * several, []).append(point)
     return found
 
 
-def _panels(lines: Iterable[Row], height: float = 4.6) -> tuple[Figure, dict[str, Axes]]:
+def _panels(lines: Iterable[Row]) -> tuple[Figure, dict[str, Axes]]:
     """A figure with one panel per model, smallest first."""
     sizes = {line["spec"]["model"]: line.get("parameters") or 0 for line in lines}
     models = sorted(sizes, key=lambda model: (sizes[model], model))
-    figure = Figure(figsize=(4.0 + 4.8 * len(models), height), dpi=150, layout="constrained")
+    figure = Figure(figsize=(4.0 + 4.8 * len(models), 4.6), dpi=150, layout="constrained")
     axes = dict(zip(models, figure.subplots(1, len(models), squeeze=False)[0], strict=True))
     for model, panel in axes.items():
         panel.set_title(model, fontsize=10)
@@ -116,50 +133,61 @@ def _panels(lines: Iterable[Row], height: float = 4.6) -> tuple[Figure, dict[str
     return figure, axes
 
 
-def _legend(figure: Figure, axes: Iterable[Axes]) -> None:
-    """One legend for all panels, outside on the right."""
-    named = [pair for panel in axes for pair in zip(*panel.get_legend_handles_labels(), strict=True)]
+def _finish(figure: Figure, axes: Mapping[str, Axes], y_label: str, title: str) -> Figure:
+    """Labels, title, and one legend for all panels, outside on the right."""
+    next(iter(axes.values())).set_ylabel(y_label)
+    figure.suptitle(title, fontsize=10)
+    named = [pair for panel in axes.values() for pair in zip(*panel.get_legend_handles_labels(), strict=True)]
     handles = {label: handle for handle, label in named}
+    rows = sum(1 + label.count("\n") for label in handles)
+    figure.set_figheight(max(figure.get_figheight(), 0.6 + 0.2 * rows))  # So that no entry is cut off.
     figure.legend(list(handles.values()), list(handles), loc="outside right center", frameon=False, fontsize=8)
+    return figure
 
 
-def _gap_bars(panel: Axes, points: Sequence[Contender], places: Sequence[float], label: str, style: Style) -> None:
-    """Mean gaps with a standard deviation over seeds either way."""
-    gaps = [list(point.gaps().values()) for point in points]
-    spread = [np.std(values, ddof=1) if len(values) > 1 else 0.0 for values in gaps]
-    means = [float(np.mean(values)) for values in gaps]
-    panel.errorbar(places, means, spread, label=label, linewidth=1.2, markersize=5, capsize=2, elinewidth=0.8, **style)
+def _bars(panel: Axes, values: Iterable[tuple[float, Iterable[float]]], label: str, style: Style) -> None:
+    """Draws (place, values over seeds) as means with a standard deviation either way."""
+    seeds = [(place, list(own)) for place, own in values]
+    bars = [(place, np.mean(own), np.std(own, ddof=len(own) > 1)) for place, own in seeds if own]
+    if bars:
+        size: Style = {"linewidth": 1.2, "markersize": 5, "capsize": 2, "elinewidth": 0.8}
+        places, means, deviations = zip(*bars, strict=True)
+        panel.errorbar(places, means, deviations, label=label, **size, **style)
 
 
 def pareto_figure(lines: Lines, order: Sequence[str]) -> Figure | None:
-    """Gap against attained FP4 share per contender; rings around points that beat SNIP beyond noise."""
+    """Gap against target FP4 share of the contenders in `order`; rings around points that beat SNIP beyond noise."""
     lines = [line for line in lines if not _is_bf16(line)]
-    points = [point for point in contenders(lines) if point.gaps()]
+    points = [point for point in contenders(lines) if point.gaps() and point.name in order]
     if not points:
         return None
-    figure, axes = _panels(lines)
+    figure, axes = _panels(point.runs[0] for point in points)
     styles = _styles((point.name for point in points), order)
+    slots = sorted({point.share for point in points})
+    leads = {(lead.spec["model"], lead.name, lead.share) for lead, _, test in beating_snip(lines) if test.beyond_noise}
     for model, panel in axes.items():
         own = [point for point in points if point.spec["model"] == model]
-        names = sorted({point.name for point in own}, key=list(styles).index)
-        aside = dict(zip(names, np.linspace(-_ASIDE, _ASIDE, len(names)), strict=True))
+        names = [name for name in styles if any(point.name == name for point in own)]
+        several = [name for name in names if name not in _REFERENCES]
         for name in names:
-            series = sorted((point for point in own if point.name == name), key=lambda point: point.fp4_fraction)
-            _gap_bars(panel, series, [100 * point.fp4_fraction + aside[name] for point in series], name, styles[name])
-        leads = [lead for lead, _, comparison in beating_snip(lines) if comparison.beyond_noise]
-        leads = [lead for lead in leads if lead.spec["model"] == model]
-        ringed = [(100 * lead.fp4_fraction + aside[lead.name], lead.mean_gap()) for lead in leads]
-        if ringed:
-            ring = {"s": 130, "facecolors": "none", "edgecolors": "black", "zorder": 5}
-            panel.scatter(*zip(*ringed, strict=True), label="beats a SNIP point\n(p < 0.05)", **ring)
+            # References are alone at their shares.
+            side = ((several.index(name) + 0.5) / len(several) - 0.5) * _FILLED if name in several else 0.0
+            series = sorted((point for point in own if point.name == name), key=lambda point: point.share)
+            placed = [(slots.index(point.share) + side, point) for point in series]
+            _bars(panel, [(place, point.gaps().values()) for place, point in placed], name, styles[name])
+            for place, point in placed:
+                if (model, name, point.share) in leads:
+                    panel.scatter(place, point.mean_gap() or 0.0, label="beats a SNIP point\n(p < 0.05)", **_RING)
         panel.axhline(0, color="0.4", linewidth=0.8)
-        panel.set_xlabel(f"linear FLOPs in FP4 [%], contenders drawn side by side within ± {_ASIDE:g}")
-        named = {f"{point.name}, {100 * point.fp4_fraction:.3g}%:": point for point in own}
+        for slot in range(1, len(slots)):
+            panel.axvline(slot - 0.5, color="0.9", linewidth=0.8)
+        panel.set_xticks(range(len(slots)), [f"{100 * share:.4g}" for share in slots])
+        panel.set_xlim(-0.5, len(slots) - 0.5)
+        panel.set_xlabel("target share of the linear FLOPs in FP4 [%], contenders side by side")
+        named = {f"{point.name}, {100 * point.share:.3g}%:": point for point in own}
         _clip(panel, {name: [point.mean_gap() or 0.0] for name, point in named.items()}, "%")
-    next(iter(axes.values())).set_ylabel("gap to BF16 [%]")
-    figure.suptitle("Final validation loss over BF16's (bars: standard deviation over seeds)", fontsize=11)
-    _legend(figure, axes.values())
-    return figure
+    title = "Final validation loss over BF16's (bars: standard deviation over seeds)"
+    return _finish(figure, axes, "gap to BF16 [%]", f"{title}\n{_CHOICE}")
 
 
 def _clip(panel: Axes, marks: Mapping[str, Sequence[float]], unit: str) -> None:
@@ -180,32 +208,29 @@ def _clip(panel: Axes, marks: Mapping[str, Sequence[float]], unit: str) -> None:
 
 
 def loss_figure(lines: Lines, order: Sequence[str]) -> Figure | None:
-    """Validation loss minus that of the paired BF16 run, mean over seeds, at the target share next to 75%."""
+    """Validation loss minus the paired BF16 run's at the target share next to 75%, of the contenders in `order`."""
     targets = {line["spec"]["share"] for line in lines} - {None}
     if not targets:
         return None
     share = min(targets, key=lambda target: (abs(target - _MAIN_SHARE), target))
     shown = [line for line in lines if line["spec"]["share"] in (share, None) and not _is_bf16(line)]
-    figure, axes = _panels(shown)
-    points = contenders(shown)
+    points = [point for point in contenders(shown) if point.name in order]
+    if not points:
+        return None
+    figure, axes = _panels(point.runs[0] for point in points)
     styles = _styles((point.name for point in points), order)
     marks: dict[Axes, dict[str, list[float]]] = {}
     for point in sorted(points, key=lambda point: list(styles).index(point.name)):
-        curve = _difference(point)
-        if curve:
-            panel = axes[point.spec["model"]]
-            style = styles[point.name]
-            panel.plot(list(curve), list(curve.values()), label=point.name, linewidth=1.2, markersize=4, **style)
-            marks.setdefault(panel, {})[point.name] = list(curve.values())
+        if curve := _difference(point):
+            panel, losses = axes[point.spec["model"]], list(curve.values())
+            panel.plot(list(curve), losses, label=point.name, linewidth=1.2, markersize=4, **styles[point.name])
+            marks.setdefault(panel, {})[point.name] = losses
     for panel in axes.values():
         _clip(panel, marks.get(panel, {}), " at the end")
         panel.axhline(0, color="0.4", linewidth=0.8)
         panel.set_xlabel("optimizer step")
-    next(iter(axes.values())).set_ylabel("validation loss minus BF16's")
     title = f"Validation loss under the plan minus BF16's, mean over seeds, target FP4 share {share_name(share)}"
-    figure.suptitle(title, fontsize=11)
-    _legend(figure, axes.values())
-    return figure
+    return _finish(figure, axes, "validation loss minus BF16's", f"{title}\n{_CHOICE}")
 
 
 def _difference(contender: Contender) -> dict[int, float]:
@@ -226,12 +251,7 @@ def plan_figure(lines: Lines) -> Figure | None:
     snip = [line for line in lines if line["spec"]["policy"] == "snip" and len(line["plans"]) > 1]
     if not snip:
         return None
-
-    def preference(line: Row) -> tuple[bool, float, int, int]:
-        spec = line["spec"]
-        return spec["granularity"] != "gemm", abs(spec["share"] - _MAIN_SHARE), -len(line["plans"]), spec["seed"]
-
-    line = min(snip, key=preference)
+    line = min(snip, key=_plan_preference)
     layers, plans, spec = line["layers"], line["plans"], line["spec"]
     edges = [plan["step"] for plan in plans] + [max(spec["steps"], plans[-1]["step"] + 1)]
     height = 2.0 + min(max(0.16 * len(layers), 2.0), 12.0)
@@ -251,6 +271,11 @@ def plan_figure(lines: Lines) -> Figure | None:
     title = f"{line['label']}, {spec['model']}, target FP4 share {share_name(spec['share'])}, seed {spec['seed']}"
     figure.suptitle(f"Plans over time: {title}", fontsize=11)
     return figure
+
+
+def _plan_preference(line: Row) -> tuple[bool, float, int, int]:
+    spec = line["spec"]
+    return spec["granularity"] != "gemm", abs(spec["share"] - _MAIN_SHARE), -len(line["plans"]), spec["seed"]
 
 
 def _name_layers(axes: Sequence[Axes], layers: Sequence[str]) -> None:
@@ -275,30 +300,21 @@ def stability_figure(lines: Lines, order: Sequence[str]) -> Figure | None:
     figure, axes = _panels(lines)
     series = _series(contenders(lines, shown=["learning_rate"]))
     styles = _styles(series, order)
-    for name, points in series.items():
-        if _is_bf16(points[0].runs[0]):
-            styles[name] = {"color": "0.35", "marker": "", "linestyle": ":"}
     for model, panel in axes.items():
         panel.set_xscale("log")
         rates = sorted({line["spec"]["learning_rate"] for line in lines if line["spec"]["model"] == model})
-        panel.set_xticks(rates, [f"{rate:g}" for rate in rates], minor=False)
+        panel.set_xticks(rates, [f"{rate:g}" for rate in rates])
         panel.set_xticks([], minor=True)
         panel.set_xlabel("learning rate")
         lost = {}
-        for name in sorted(series, key=list(styles).index):
+        for name in styles:
             own = [point for point in series[name] if point.spec["model"] == model]
             own.sort(key=lambda point: point.spec["learning_rate"])
-            losses = [(point.spec["learning_rate"], _spread_losses(point)) for point in own]
-            held = [(rate, np.mean(values), np.std(values, ddof=len(values) > 1)) for rate, values in losses if values]
-            bars = {"linewidth": 1.2, "markersize": 5, "capsize": 2, "elinewidth": 0.8, **styles[name]}
-            if held:
-                panel.errorbar(*zip(*held, strict=True), label=name, **bars)
+            _bars(panel, [(point.spec["learning_rate"], point.losses()) for point in own], name, styles[name])
             lost[name] = [point.spec["learning_rate"] for point in own if point.diverged]
         _mark_lost(panel, {name: rates for name, rates in lost.items() if rates}, styles)
-    next(iter(axes.values())).set_ylabel("final validation loss")
-    figure.suptitle("Final loss against learning rate, mean over the seeds that did not diverge", fontsize=11)
-    _legend(figure, axes.values())
-    return figure
+    title = "Final loss against learning rate, mean over the seeds that did not diverge"
+    return _finish(figure, axes, "final validation loss", title)
 
 
 def _mark_lost(panel: Axes, lost: Mapping[str, Sequence[float]], styles: Mapping[str, Style]) -> None:
@@ -309,16 +325,12 @@ def _mark_lost(panel: Axes, lost: Mapping[str, Sequence[float]], styles: Mapping
     row = 0.05 * (high - low)
     top = high + row * (len(lost) + 1.5)
     panel.axhspan(high, top, color="0.94")
-    left = {"transform": panel.get_yaxis_transform(), "fontsize": 8, "va": "center"}
+    left: Style = {"transform": panel.get_yaxis_transform(), "fontsize": 8, "va": "center"}
     panel.text(0.02, top - 0.7 * row, "learning rates with a diverged run", **left)
     for place, (name, rates) in enumerate(lost.items()):
         heights = [high + (place + 0.5) * row] * len(rates)
         panel.plot(rates, heights, "x", color=styles[name]["color"], markeredgewidth=1.6)
     panel.set_ylim(low, top)
-
-
-def _spread_losses(contender: Contender) -> list[float]:
-    return [loss for run in contender.runs if (loss := final_loss(run)) is not None]
 
 
 def frequency_figure(lines: Lines, order: Sequence[str]) -> Figure | None:
@@ -332,15 +344,14 @@ def frequency_figure(lines: Lines, order: Sequence[str]) -> Figure | None:
     styles = _styles(series, order)
     periods = sorted({_period(point) for point in points})
     for model, panel in axes.items():
-        for name in sorted(series, key=list(styles).index):
+        for name in styles:
             own = sorted((point for point in series[name] if point.spec["model"] == model), key=_period)
-            _gap_bars(panel, own, [periods.index(_period(point)) for point in own], name, styles[name])
+            bars = [(periods.index(_period(point)), point.gaps().values()) for point in own]
+            _bars(panel, bars, name, styles[name])
         panel.set_xticks(range(len(periods)), ["once" if math.isinf(period) else f"{period:g}" for period in periods])
         panel.set_xlabel("steps between refreshes")
-    next(iter(axes.values())).set_ylabel("gap to BF16 [%]")
-    figure.suptitle("Gap against the refresh period (bars: standard deviation over seeds)", fontsize=11)
-    _legend(figure, axes.values())
-    return figure
+    title = "Gap against the refresh period (bars: standard deviation over seeds)"
+    return _finish(figure, axes, "gap to BF16 [%]", title)
 
 
 def _period(point: Contender) -> float:

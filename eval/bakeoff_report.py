@@ -1,15 +1,35 @@
-"""What came out of a bake-off: its tables and figures in one folder, and in the Markdown files that quote them."""
+"""What came out of a bake-off: its tables and figures in one folder, and in the Markdown files that quote them.
+
+The tables of single experiments are bakeoff_tables.py's; those over the whole bake-off are here.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 import bakeoff_tables as tables
+import numpy as np
 from bakeoff_figures import write_figures
-from bakeoff_tables import Row
+from bakeoff_stats import (
+    LEAST_PAIRS,
+    SIGNIFICANCE,
+    Comparison,
+    Contender,
+    Row,
+    beating_snip,
+    contenders,
+    diverged,
+    latest,
+    pooled_comparisons,
+    with_gaps,
+)
+from bakeoff_tables import by_spec, markdown, number, percent, seeds_cell, share_cell, share_name
 
 # Experiment -> its title and table. One that is not listed gets the table of gaps under its own name.
 _SECTIONS: dict[str, tuple[str, Callable[[Iterable[Row]], str]]] = {
@@ -24,7 +44,10 @@ _SECTIONS: dict[str, tuple[str, Callable[[Iterable[Row]], str]]] = {
 # The tables that come from the runs of these experiments together.
 _MAIN = ("shares", "sizes")
 # How many ids of missing runs are written out.
-_MOST_IDS = 20
+_MOST_IDS = 3
+# The target FP4 share that costs are given for, and those of the short table.
+_MAIN_SHARE = 0.75
+_README_SHARES = (0.75, 0.80)
 
 
 def write_report(
@@ -32,36 +55,38 @@ def write_report(
     experiments: Mapping[str, Sequence[str]],
     folder: str | os.PathLike[str],
     docs: Iterable[str | os.PathLike[str]] | None = None,
+    prefix: str = "bakeoff",
 ) -> list[Path]:
     """Writes FOLDER/tables.md and the figures, and puts the tables into `docs` wherever those have markers for them.
 
     Args:
         lines: one JSON object per run; the last with an id wins.
         experiments: name -> ids of its runs, from the grid.
-        docs: Markdown files with markers `<!-- bakeoff:NAME -->` and `<!-- /bakeoff:NAME -->`, where NAME is an
-            experiment, or one of "runs", "beaten", "cost", "readme" and "origin".
+        docs: Markdown files with markers `<!-- PREFIX:NAME -->` and `<!-- /PREFIX:NAME -->`, where NAME is an
+            experiment, or one of "runs", "readme", "pooled", "beaten", "cost" and "origin".
+        prefix: the grid's name, so that several grids may fill one document; markers of other prefixes stay.
 
     Returns: the files written.
 
     Raises:
-        ValueError: a line of another schema version; a document without markers, or with a name that is none of these.
+        ValueError: a line of another schema version; a document without markers of this prefix, or with another name.
     """
-    found = tables.latest(lines)
+    found = latest(lines)
     experiments = {name: list(dict.fromkeys(ids)) for name, ids in experiments.items()}
     # Only the grid's own runs are paired: lines of another grid may differ in what a spec does not hold.
     inside = dict.fromkeys(key for ids in experiments.values() for key in ids)
-    paired = tables.with_gaps(found[key] for key in inside if key in found)
+    paired = with_gaps(found[key] for key in inside if key in found)
     members = {name: [paired[key] for key in ids if key in paired] for name, ids in experiments.items()}
     runs = runs_table(members, experiments, len(found.keys() - inside.keys()))
     sections = {"runs": ("Runs", runs), **_sections(members)}
-    marked = {Path(path): _marked_names(Path(path), sections) for path in docs or ()}
+    marked = {Path(path): _marked_names(Path(path), prefix, sections) for path in docs or ()}
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     text = "\n\n".join(f"## {title}\n\n{body}" for title, body in sections.values())
     (out / "tables.md").write_text(f"# Bake-off\n\n{text}\n", encoding="utf-8")
     for path, names in marked.items():
         for name in names:
-            replace_between(path, name, sections[name][1])
+            replace_between(path, f"{prefix}:{name}", sections[name][1])
     return [out / "tables.md", *write_figures(members, out), *marked]
 
 
@@ -69,15 +94,172 @@ def _sections(members: Mapping[str, Sequence[Row]]) -> dict[str, tuple[str, str]
     """Returns name -> (title, Markdown), in the order of tables.md."""
     main = list({line["id"]: line for name in _MAIN for line in members.get(name, ())}.values())
     used = {line["id"]: line for lines in members.values() for line in lines}
-    sections = {"readme": ("In short", tables.readme_table(main))}
+    sections = {"readme": ("In short", readme_table(main))}
     others = [name for name in members if name not in _SECTIONS]
     for name in [*(name for name in _SECTIONS if name in members), *others]:
         title, table = _SECTIONS.get(name, (name.capitalize(), tables.gap_table))
         sections[name] = (title, table(members[name]) if members[name] else "No run of this experiment has a line.")
-    sections["beaten"] = ("What beats SNIP", tables.beaten_text(main))
-    sections["cost"] = ("Memory and cost", tables.cost_table(main))
+    sections["pooled"] = ("SNIP against each policy, all shares together", pooled_table(main))
+    sections["beaten"] = ("What beats SNIP", beaten_text(main))
+    sections["cost"] = ("Memory and cost", cost_table(main))
     sections["origin"] = ("Origin", origin_table(used.values()))
     return sections
+
+
+def readme_table(lines: Iterable[Row]) -> str:
+    """The short table: a row per contender with enough seeds, its gaps at 75% and 80%, commit and command."""
+    lines = [line for line in lines if line["spec"]["policy"] != "bf16"]
+    chosen = [line for line in lines if any(_is_share(line, share) for share in _README_SHARES)]
+    uniform = contenders(line for line in lines if line["spec"]["share"] is None)
+    models = [model for (model,), _ in by_spec(lines, ("model",))]
+    cells: dict[str, dict[tuple[str, float], Contender]] = {}
+    for point in contenders(chosen):
+        share = next(share for share in _README_SHARES if _is_share(point.runs[0], share))
+        cells.setdefault(point.name, {})[point.spec["model"], share] = point
+    cells = {name: own for name, own in cells.items() if any(len(one.gaps()) >= LEAST_PAIRS for one in own.values())}
+    filled = {column for own in cells.values() for column in own}
+    columns = [(model, share) for model in models for share in _README_SHARES if (model, share) in filled]
+    for point in uniform:
+        name = f"{point.name} ({share_name(point.share)} FP4)"
+        cells.setdefault(name, {}).update({(point.spec["model"], share): point for share in _README_SHARES})
+    rows = []
+    for name, own in sorted(cells.items(), key=lambda item: _mean_over(item[1].values())):
+        runs = [run for point in own.values() for run in point.runs]
+        row = [name, *(_short_gap(own.get(column)) for column in columns)]
+        row += [_unique(f"`{_short(run['commit'])}`" for run in runs), _unique(f"`{run['command']}`" for run in runs)]
+        rows.append(row)
+    headings = ["contender", *(f"{model}, {share_name(share)}" for model, share in columns), "commit", "command"]
+    note = (
+        "Gap to BF16's final validation loss at each model and target FP4 share: mean ± standard deviation over seeds "
+        f"(number of seeds). Contenders with at least {LEAST_PAIRS} seeds in a column, by the mean over their columns; "
+        "uniform ones have no target and the same value in all columns of a model."
+    )
+    return f"{markdown(headings, rows)}\n\n{note}"
+
+
+def _mean_over(points: Iterable[Contender]) -> float:
+    means = [mean for point in points if (mean := point.mean_gap()) is not None]
+    return float(np.mean(means)) if means else math.inf
+
+
+def _short_gap(point: Contender | None) -> str:
+    if point is None or not point.gaps():
+        return "-" if point is None or not point.diverged else f"{point.diverged} diverged"
+    gaps = list(point.gaps().values())
+    spread = f" ± {np.std(gaps, ddof=1):.2f}" if len(gaps) > 1 else ""
+    return f"{percent(float(np.mean(gaps)))}{spread} ({seeds_cell(point)})"
+
+
+def _is_share(line: Row, share: float) -> bool:
+    return line["spec"]["share"] is not None and math.isclose(line["spec"]["share"], share)
+
+
+def pooled_table(lines: Iterable[Row]) -> str:
+    """SNIP against each other contender over all target shares, for more pairs than one share has."""
+    note = (
+        "Difference: the policy's gap under `plan` minus SNIP's, in percentage points, over all models, target shares "
+        "and seeds that both have; mean ± standard deviation (n - 1). Two-sided paired t-test (scipy.stats.ttest_rel) "
+        f"with at least {LEAST_PAIRS} pairs, no correction for the number of comparisons; it takes pairs of one seed "
+        "at several shares for independent."
+    )
+    rows = []
+    for snip, label, comparison in pooled_comparisons(lines):
+        spread = "" if math.isnan(comparison.deviation) else f" ± {comparison.deviation:.2f}"
+        verdict = comparison.verdict("SNIP lower", "SNIP higher", "pair")
+        rows.append([snip, label, f"{comparison.difference:+.2f}{spread}", str(comparison.pairs), verdict])
+    headings = ["SNIP", "against", "difference", "pairs", "verdict"]
+    return f"{note}\n\n{markdown(headings, rows)}" if rows else "No policy has a model, share and seed that SNIP has."
+
+
+def beaten_text(lines: Iterable[Row]) -> str:
+    """Lists the points that beat SNIP beyond noise at the same or a higher share, and counts those not tested."""
+    found = beating_snip(lines)
+    sure = [entry for entry in found if entry[2].beyond_noise]
+    untested = sum(comparison.p is None for _, _, comparison in found)
+    test = f"(two-sided paired t-test, p < {SIGNIFICANCE}, at least {LEAST_PAIRS} common seeds, uncorrected)"
+    parts = [f"Points that beat SNIP beyond noise at the same or a higher target share {test}: {len(sure) or 'none'}."]
+    parts += ["\n".join(map(_beaten_line, sure))] * bool(sure)
+    parts += [f"Lower, but with too few common seeds for a test: {untested} pairs of points."] * bool(untested)
+    return "\n\n".join(parts)
+
+
+def _beaten_line(entry: tuple[Contender, Contender, Comparison]) -> str:
+    point, other, comparison = entry
+    return (
+        f"- {point.spec['model']}: {point.name} at {share_name(point.share)} against {other.name} at "
+        f"{share_name(other.share)}: {comparison.difference:+.2f} points, {comparison.verdict()}"
+    )
+
+
+def cost_table(lines: Iterable[Row]) -> str:
+    """Time and memory at the target share of 75%, as measured; the linears' time on hardware with FP4, as modelled."""
+    note = (
+        "Contenders with a target FP4 share of 75% or none; means over seeds. Refresh in steps: its seconds over those "
+        "of a step. The last two columns before the machine are a model, not a measurement: time of the linears' GEMMs "
+        "alone under the plan of the end, with share f of their FLOPs in FP4 and the rest in FP8, every GEMM at peak "
+        "rate, FP8 at twice BF16's rate and FP4 at twice FP8's, quantization and refreshes free: (1 - f) + f / 2 of "
+        "FP8's time and (1 - f) / 2 + f / 4 of BF16's."
+    )
+    headings = ["model", "contender", "target share", "FP4 share", "step ms", "tokens/s", "peak MiB", "refreshes"]
+    headings += ["s per refresh", "refresh in steps", "refreshes' share of run"]
+    headings += ["of FP8's time", "of BF16's time", "measured on"]
+    rows = []
+    shown = [line for line in lines if line["spec"]["share"] is None or _is_share(line, _MAIN_SHARE)]
+    for (model, share), members in by_spec(shown, ("model", "share")):
+        for contender in contenders(members):
+            row = [model, contender.name, share_name(share), percent(100 * contender.fp4_fraction, sign=False)]
+            for name, digits in (("step_ms", 1), ("tokens_per_second", 0), ("peak_mib", 0)):
+                row.append(number(contender.mean_of(itemgetter(name)), digits))
+            rows.append([*row, *_refresh_cells(contender), *_modelled(contender), _machine(contender)])
+    return note + "\n\n" + markdown(headings, rows)
+
+
+def _refresh_cells(contender: Contender) -> list[str]:
+    def seconds(run: Row) -> float | None:
+        return float(np.mean(run["refresh_seconds"])) if run["refresh_seconds"] else None
+
+    def steps(run: Row) -> float | None:
+        mean = seconds(run)
+        return None if mean is None or not run["step_ms"] else 1000 * mean / run["step_ms"]
+
+    count = contender.mean_of(lambda run: len(run["refresh_seconds"]))
+    part = contender.mean_of(lambda run: sum(run["refresh_seconds"]) / run["seconds"] if run["seconds"] else None)
+    cells = [number(count, 1), number(contender.mean_of(seconds), 2), number(contender.mean_of(steps), 1)]
+    return [*cells, share_cell(part)]
+
+
+def modelled_times(line: Row) -> tuple[float, float] | None:
+    """Returns the linears' modelled time relative to all FP8 and to all BF16; None if some, not all, are in BF16."""
+    formats = set(line["plans"][-1]["formats"]) if line["plans"] else {"b"}
+    if formats == {"b"}:
+        return 2.0, 1.0
+    if "b" in formats:
+        return None
+    fraction = line["fp4_fraction"]
+    return (1 - fraction) + fraction / 2, (1 - fraction) / 2 + fraction / 4
+
+
+def _modelled(contender: Contender) -> list[str]:
+    times = [modelled_times(run) for run in contender.runs]
+    known = [time for time in times if time is not None]
+    return [f"{mean:.3f}" for mean in np.mean(known, axis=0)] if known else ["-", "-"]
+
+
+def _machine(contender: Contender) -> str:
+    return _unique(
+        f"{run['device']}, {run['backend'] or 'torch'}, {run['processes_per_device']} per device"
+        for run in contender.runs
+    )
+
+
+def _unique(texts: Iterable[str]) -> str:
+    return "<br>".join(dict.fromkeys(texts))
+
+
+def _short(commit: str | None) -> str:
+    """Returns "0123456-dirty" for a full hash with "-dirty"."""
+    name, dash, rest = (commit or "unknown").partition("-")
+    return name[:7] + dash + rest
 
 
 def runs_table(members: Mapping[str, Sequence[Row]], experiments: Mapping[str, Sequence[str]], strangers: int) -> str:
@@ -94,32 +276,32 @@ def runs_table(members: Mapping[str, Sequence[Row]], experiments: Mapping[str, S
         missing = [key for key in ids if key not in present]
         alone = sum(line["bf16"] is None for line in members[name])
         listed = ", ".join(f"`{key}`" for key in missing[:_MOST_IDS]) + ", ..." * (len(missing) > _MOST_IDS)
-        counts = (len(ids), len(present), sum(map(tables.diverged, members[name])), alone, len(missing))
+        counts = (len(ids), len(present), sum(map(diverged, members[name])), alone, len(missing))
         rows.append([name, *map(str, counts), listed or "-"])
     headings = ["experiment", "runs in the grid", "with a line", "diverged", "without BF16", "missing", "ids missing"]
     note = f"A run can be in several experiments. Lines of no experiment, left out below: {strangers}."
-    return f"{note}\n\n{tables.markdown(headings, rows)}"
+    return f"{note}\n\n{markdown(headings, rows)}"
 
 
 def origin_table(lines: Iterable[Row]) -> str:
     """Which code on which machine made the runs, and how many; one row per combination."""
-    fields = ("commit", "device", "backend", "torch", "command")
-    counts: dict[tuple[str, ...], int] = {}
-    for line in lines:
-        key = tuple(str(line[field] or "-") for field in fields)
-        counts[key] = counts.get(key, 0) + 1
-    return tables.markdown(["runs", *fields], [[str(count), *key] for key, count in counts.items()])
+    fields = ("commit", "device", "backend", "torch")
+    found = Counter(
+        (*(str(line[field] or "-") for field in fields), f"`{line['command']}`" if line["command"] else "-")
+        for line in lines
+    )
+    return markdown(["runs", *fields, "command"], [[str(count), *key] for key, count in found.items()])
 
 
 def replace_between(path: str | os.PathLike[str], marker: str, text: str) -> None:
-    """Puts `text` between `<!-- bakeoff:MARKER -->` and `<!-- /bakeoff:MARKER -->`; the rest of the file stays.
+    """Puts `text` between `<!-- MARKER -->` and `<!-- /MARKER -->`; the rest of the file stays.
 
     Raises:
         ValueError: not exactly one of each, or in the wrong order.
     """
     path = Path(path)
     content = path.read_text(encoding="utf-8")
-    first, last = f"<!-- bakeoff:{marker} -->", f"<!-- /bakeoff:{marker} -->"
+    first, last = f"<!-- {marker} -->", f"<!-- /{marker} -->"
     if content.count(first) != 1 or content.count(last) != 1 or content.index(first) > content.index(last):
         raise ValueError(
             f"{path} has {content.count(first)} lines {first!r} and {content.count(last)} lines {last!r}; expected one "
@@ -130,11 +312,11 @@ def replace_between(path: str | os.PathLike[str], marker: str, text: str) -> Non
     path.write_text(f"{before}{first}\n{text}\n{last}{after}", encoding="utf-8")
 
 
-def _marked_names(path: Path, sections: Mapping[str, object]) -> list[str]:
-    """Returns the names of the markers in a file."""
-    names = re.findall(r"<!-- bakeoff:(\S+) -->", path.read_text(encoding="utf-8"))
+def _marked_names(path: Path, prefix: str, sections: Mapping[str, object]) -> list[str]:
+    """Returns the names of the markers with the prefix in a file."""
+    names = re.findall(rf"<!-- {re.escape(prefix)}:(\S+) -->", path.read_text(encoding="utf-8"))
     if not names:
-        raise ValueError(f"{path} has no marker '<!-- bakeoff:NAME -->'; put one where a table belongs.")
+        raise ValueError(f"{path} has no marker '<!-- {prefix}:NAME -->'; put one where a table belongs.")
     unknown = sorted(set(names) - sections.keys())
     if unknown:
         raise ValueError(f"{path} has markers for unknown tables {unknown}; expected some of {sorted(sections)}.")

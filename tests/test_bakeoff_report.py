@@ -10,7 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
+from matplotlib.container import ErrorbarContainer
 from matplotlib.image import imread
+from matplotlib.lines import Line2D
 from scipy.stats import ttest_rel
 
 EVAL = Path(__file__).resolve().parent.parent / "eval"
@@ -18,6 +22,7 @@ sys.path.insert(0, str(EVAL))
 
 import bakeoff_figures  # noqa: E402
 import bakeoff_report  # noqa: E402
+import bakeoff_stats as stats  # noqa: E402
 import bakeoff_tables as tables  # noqa: E402
 
 Row = dict[str, Any]
@@ -28,7 +33,7 @@ LAYERS = [f"model.layers.{block}.{kind}" for block in range(2) for kind in ("sel
 def a_line(label: str = "snip, gemm", gap: float | None = 0.5, seed: int = 0, **changes: Any) -> Row:
     """A line whose loss is `gap` percent above BF16_LOSSES; `changes` go to the spec or, if it lacks them, the line."""
     policy = label.split(",")[0]
-    with_share = policy not in ("bf16", "fp8", "fp4")
+    with_share = policy not in ("bf16", "uniform-fp8", "uniform-fp4")
     spec: Row = {
         "model": "30M", "policy": policy, "granularity": "gemm" if with_share else None,
         "share": 0.75 if with_share else None, "seed": seed, "refresh_every": 100 if policy == "snip" else None,
@@ -37,8 +42,8 @@ def a_line(label: str = "snip, gemm", gap: float | None = 0.5, seed: int = 0, **
     }  # fmt: skip
     spec |= {name: value for name, value in changes.items() if name in spec}
     factor = None if gap is None else 1 + gap / 100
-    loss = dict.fromkeys(tables.ARITHMETICS, None if factor is None else BF16_LOSSES[seed] * factor)
-    letter = {"bf16": "b", "fp8": "8", "fp4": "4"}
+    loss = dict.fromkeys(stats.ARITHMETICS, None if factor is None else BF16_LOSSES[seed] * factor)
+    letter = {"bf16": "b", "uniform-fp8": "8", "uniform-fp4": "4"}
     plans = [{"step": 0, "formats": letter.get(policy, "8") * 3 * len(LAYERS)}]
     if with_share:
         plans.append({"step": 50, "formats": "444" * 3 + "888"})
@@ -46,7 +51,7 @@ def a_line(label: str = "snip, gemm", gap: float | None = 0.5, seed: int = 0, **
         "schema_version": 1, "id": json.dumps([label, spec], sort_keys=True), "spec": spec, "label": label,
         "parameters": 1000, "tokens": 1, "loss": loss, "training_curve": [[10, 8.0]],
         "validation_curve": [[step, loss["plan"] or 9.0] for step in (0, 100, 200, 400)],
-        "diverged": gap is None, "spikes": 0, "fp4_fraction": {"fp4": 1.0}.get(policy, spec["share"] or 0.0),
+        "diverged": gap is None, "spikes": 0, "fp4_fraction": {"uniform-fp4": 1.0}.get(policy, spec["share"] or 0.0),
         "layers": LAYERS, "plans": plans, "step_ms": 20.0, "tokens_per_second": 1000.0,
         "refresh_seconds": [0.5] if policy == "snip" else [], "seconds": 10.0, "peak_mib": 100.0, "backend": "hopper",
         "device": "GPU", "processes_per_device": 1, "torch": "2.11.0", "commit": "0123456789-dirty",
@@ -64,7 +69,7 @@ def of_seeds(label: str, gaps: list[float | None], **changes: Any) -> list[Row]:
 
 
 def paired(lines: list[Row]) -> list[Row]:
-    return list(tables.with_gaps(lines).values())
+    return list(stats.with_gaps(lines).values())
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -79,10 +84,10 @@ def row_of(text: str, name: str, column: int = 1) -> dict[str, str]:
     return dict(zip(rows[0], next(row for row in rows if row[column] == name), strict=True))
 
 
-def comparison(first: list[float | None], second: list[float | None]) -> tables.Comparison:
+def comparison(first: list[float | None], second: list[float | None]) -> stats.Comparison:
     lines = paired([*bf16_lines(), *of_seeds("snip, gemm", first), *of_seeds("random, gemm", second)])
-    group = {one.name: one for one in tables.contenders(lines)}
-    return tables.compare(group["snip, gemm"], group["random, gemm"])
+    group = {one.name: one for one in stats.contenders(lines)}
+    return stats.compare(group["snip, gemm"].gaps(), group["random, gemm"].gaps())
 
 
 def test_gap_is_the_percentage_above_the_bf16_run_of_the_same_seed() -> None:
@@ -119,21 +124,21 @@ def test_p_value_is_scipys() -> None:
     found = comparison(first, second)
     assert found.p == pytest.approx(ttest_rel(first, second).pvalue)
     assert found.difference == pytest.approx(np.mean(first) - np.mean(second))
-    assert found.beyond_noise and str(found) == f"better (p = {found.p:.3f})"
+    assert found.beyond_noise and found.verdict() == f"better (p = {found.p:.3f})"
 
 
 def test_p_value_is_that_of_seeds_both_have() -> None:
     found = comparison([0.1, None, 0.3], [0.2, 0.3, 0.6])
-    assert (found.seeds, found.p, str(found)) == (2, None, "2 seeds")
-    assert str(comparison([0.1], [0.2])) == "1 seed"
+    assert (found.pairs, found.p, found.verdict()) == (2, None, "2 seeds")
+    assert comparison([0.1], [0.2]).verdict() == "1 seed"
 
 
 def test_equal_and_constantly_different_gaps_have_a_p_value() -> None:
     assert comparison([0.1, 0.2, 0.3], [0.1, 0.2, 0.3]).p == 1.0
     bf16 = [a_line("bf16", 0.0, seed, loss={"plan": 4.0, "high_precision": 4.0}) for seed in range(3)]
     runs = [a_line("snip, gemm", 0.0, seed, loss={"plan": 5.0, "high_precision": 5.0}) for seed in range(3)]
-    one, other = tables.contenders(paired([*bf16, *runs]))
-    assert tables.compare(other, one).p == 0.0
+    one, other = stats.contenders(paired([*bf16, *runs]))
+    assert stats.compare(other.gaps(), one.gaps()).p == 0.0
 
 
 def test_overlapping_seeds_are_within_noise_of_the_best() -> None:
@@ -165,8 +170,70 @@ def test_diverged_runs_are_counted_but_in_no_mean_and_rank_last() -> None:
 
 
 def test_bf16_spread_is_the_standard_deviation_over_the_mean() -> None:
-    text = tables.bf16_spread(paired([*bf16_lines(), *of_seeds("snip, gemm", [0.1, 0.2, 0.3])]))
+    text = tables.noise_text(paired([*bf16_lines(), *of_seeds("snip, gemm", [0.1, 0.2, 0.3])]))
+    assert "- 30M, learning rate 0.002, 400 steps." in text
     assert f"{100 * np.std([4.0, 4.1, 4.2], ddof=1) / 4.1:.2f}% of 4.1000 over 3 seeds" in text
+
+
+def test_noise_of_a_run_is_the_residual_of_least_squares_on_contenders_and_seeds() -> None:
+    gaps = {
+        ("snip, gemm", 0.75): [0.1, 0.7, 0.3],
+        ("snip, gemm", 0.8): [0.2, 0.4, 0.9],
+        ("random, gemm", 0.75): [0.6, 0.5, 1.4],
+        ("fisher, gemm", 0.9): [0.0, 0.3, 0.2],
+    }
+    lines = bf16_lines() + of_seeds("uniform-fp4", [9.0, 1.0, 5.0]) + of_seeds("kl, gemm", [5.0, 0.1])
+    for (label, share), own in gaps.items():
+        lines += of_seeds(label, own, share=share)
+    design = np.zeros((12, 7))  # one column per contender, then one per seed
+    for row in range(12):
+        design[row, row // 3] = design[row, 4 + row % 3] = 1
+    observed = np.array([gap for own in gaps.values() for gap in own])
+    coefficients, _, rank, _ = np.linalg.lstsq(design, observed, rcond=None)
+    expected = np.sqrt(((observed - design @ coefficients) ** 2).sum() / (12 - rank))
+    group = stats.contenders(line for line in paired(lines) if line["spec"]["share"] is not None)
+    noise = stats.run_noise(group)
+    assert noise is not None and (noise.contenders, noise.seeds) == (4, 3)
+    assert noise.deviation == pytest.approx(expected)
+    assert (
+        f"One run's noise: {expected:.2f}% (4 contenders x 3 seeds, contender and seed effects removed), so a mean "
+        f"over 3 seeds is known to about {expected / math.sqrt(3):.2f}%."
+    ) in tables.gap_table(paired(lines))
+
+
+def test_noise_needs_two_contenders_with_two_seeds_in_common() -> None:
+    lines = [*bf16_lines(), *of_seeds("snip, gemm", [0.1, 0.2, 0.3]), a_line("random, gemm", 0.4)]
+    assert stats.run_noise(stats.contenders(paired(lines)[3:])) is None
+    assert "One run's noise: unknown" in tables.noise_text(paired(lines))
+
+
+def test_pooled_comparison_is_scipys_paired_test_over_all_shares_and_models() -> None:
+    snip = {(0.5, "30M"): [0.1, 0.2], (0.75, "30M"): [0.3, 0.5, 0.4], (0.75, "110M"): [0.2]}
+    other = {(0.5, "30M"): [0.4, 0.4], (0.75, "30M"): [0.5, 0.9], (0.75, "110M"): [0.7], (0.8, "30M"): [9.0]}
+    lines = bf16_lines() + bf16_lines(model="110M")
+    for label, gaps in (("snip, gemm", snip), ("random, gemm", other)):
+        for (share, model), own in gaps.items():
+            lines += of_seeds(label, own, share=share, model=model)
+    lines += [*of_seeds("fisher, gemm", [0.0, 0.1]), *of_seeds("uniform-fp4", [1.0, 1.0, 1.0])]
+    first, second = [0.4, 0.4, 0.5, 0.9, 0.7], [0.1, 0.2, 0.3, 0.5, 0.2]
+    [(_, _, found), (_, _, few)] = stats.pooled_comparisons(paired(lines))
+    assert found.p == pytest.approx(ttest_rel(first, second).pvalue)
+    assert (found.pairs, found.difference) == (5, pytest.approx(np.mean(first) - np.mean(second)))
+    assert found.deviation == pytest.approx(np.std(np.subtract(first, second), ddof=1))
+    assert (few.pairs, few.p) == (2, None)
+    text = bakeoff_report.pooled_table(paired(lines))
+    row = row_of(text, "random, gemm")
+    assert row["difference"] == f"{found.difference:+.2f} ± {found.deviation:.2f}" and row["pairs"] == "5"
+    assert row["verdict"] == f"SNIP lower (p = {found.p:.3f})"
+    assert row_of(text, "fisher, gemm")["verdict"] == "2 pairs" and "uniform" not in text
+
+
+def test_pooled_verdict_says_when_snip_is_higher_or_no_different() -> None:
+    lines = [*bf16_lines(), *of_seeds("snip, layer", [0.5, 0.6, 0.7])]
+    lines += of_seeds("fisher, layer", [0.1, 0.21, 0.32]) + of_seeds("greedy, layer", [0.7, 0.6, 0.5])
+    text = bakeoff_report.pooled_table(paired(lines))
+    assert row_of(text, "fisher, layer")["verdict"].startswith("SNIP higher (p ")
+    assert row_of(text, "greedy, layer")["verdict"] == "within noise (p = 1.000)"
 
 
 def test_settings_that_a_table_does_not_show_become_part_of_the_name() -> None:
@@ -179,7 +246,7 @@ def test_settings_that_a_table_does_not_show_become_part_of_the_name() -> None:
 
 def test_runs_of_one_spec_and_seed_are_refused() -> None:
     with pytest.raises(ValueError, match="Runs 'one' and 'two' of 'snip, gemm' have the same spec"):
-        tables.contenders([a_line(id="one"), a_line(id="two")])
+        stats.contenders([a_line(id="one"), a_line(id="two")])
 
 
 def test_drift_of_plans_matches_a_count_by_hand() -> None:
@@ -187,33 +254,38 @@ def test_drift_of_plans_matches_a_count_by_hand() -> None:
     line = a_line(
         plans=[{"step": step, "formats": formats} for step, formats in enumerate(plans)], refresh_seconds=[0.5] * 4
     )
-    assert tables.decided_plans(line) == plans[1:]
-    assert tables.hamming("448888", "484888") == pytest.approx(2 / 6)
+    assert stats.decided_plans(line) == plans[1:]
+    assert stats.hamming("448888", "484888") == pytest.approx(2 / 6)
     # Four refreshes, three after the first, one of which kept the plan.
-    assert tables.changed_per_refresh(line) == pytest.approx((2 / 6 + 1 / 6) / 3)
-    assert tables.total_drift(line) == pytest.approx(3 / 6)
+    assert stats.changed_per_refresh(line) == pytest.approx((2 / 6 + 1 / 6) / 3)
+    assert stats.total_drift(line) == pytest.approx(3 / 6)
     row = row_of(tables.frequency_table(paired([*bf16_lines(), line])), "snip, gemm")
     assert (row["refreshes"], row["changed per refresh"], row["first to last plan"]) == ("4.0", "16.7%", "50.0%")
 
 
 def test_a_plan_made_once_has_no_change_per_refresh() -> None:
-    assert tables.changed_per_refresh(a_line()) is None and tables.total_drift(a_line()) == 0.0
-    assert tables.total_drift(a_line("fp8")) is None
+    assert stats.changed_per_refresh(a_line()) is None and stats.total_drift(a_line()) == 0.0
+    assert stats.total_drift(a_line("uniform-fp8")) is None
 
 
 def test_plans_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError):
-        tables.hamming("444", "4444")
+        stats.hamming("444", "4444")
 
 
 @pytest.mark.parametrize(
     ("label", "fraction", "times"),
-    [("bf16", 0.0, (2, 1)), ("fp8", 0.0, (1, 0.5)), ("fp4", 1.0, (0.5, 0.25)), ("snip, gemm", 0.75, (0.625, 0.3125))],
+    [
+        ("bf16", 0.0, (2, 1)),
+        ("uniform-fp8", 0.0, (1, 0.5)),
+        ("uniform-fp4", 1.0, (0.5, 0.25)),
+        ("snip, gemm", 0.75, (0.625, 0.3125)),
+    ],
 )
 def test_modelled_times_are_those_of_the_peak_rates(label: str, fraction: float, times: tuple[float, float]) -> None:
     line = a_line(label)
     assert line["fp4_fraction"] == fraction
-    assert tables.modelled_times(line) == pytest.approx(times)
+    assert bakeoff_report.modelled_times(line) == pytest.approx(times)
     # The same from rates: BF16 1, FP8 2, FP4 4.
     if label != "bf16":
         assert times[1] == pytest.approx((1 - fraction) / 2 + fraction / 4) and times[0] == 2 * times[1]
@@ -221,10 +293,10 @@ def test_modelled_times_are_those_of_the_peak_rates(label: str, fraction: float,
 
 def test_cost_of_a_refresh_is_given_in_steps_and_as_share_of_the_run() -> None:
     line = a_line(refresh_seconds=[0.4, 0.6])
-    row = row_of(tables.cost_table(paired([line])), "snip, gemm")
+    row = row_of(bakeoff_report.cost_table(paired([line])), "snip, gemm")
     assert (row["s per refresh"], row["refresh in steps"]) == ("0.50", "25.0")
     assert row["refreshes' share of run"] == "10.0%"
-    bare = row_of(tables.cost_table(paired([a_line("bf16", plans=[], step_ms=None, backend=None)])), "bf16")
+    bare = row_of(bakeoff_report.cost_table(paired([a_line("bf16", plans=[], step_ms=None, backend=None)])), "bf16")
     assert (bare["step ms"], bare["of BF16's time"], bare["measured on"]) == ("-", "1.000", "GPU, torch, 1 per device")
 
 
@@ -236,19 +308,19 @@ def test_stability_counts_diverged_runs_per_learning_rate() -> None:
     assert rows[3][:2] == ["0.008", "4"] and rows[3][4:8] == ["2", "1", "3, 3", "4.0200"]
 
 
-def test_downstream_ranks_by_loss_and_names_tasks_that_are_near_chance() -> None:
-    def scores(easy: float, hard: float) -> list[Row]:
-        values = {"arc_easy": easy, "arc_challenge": hard}
+def test_downstream_ranks_by_loss_and_tells_above_below_and_near_chance_apart() -> None:
+    def scores(**values: float) -> list[Row]:
         return [
             {"task": task, "group": None, "chance": 0.25, "num_samples": 9, "metrics": {"acc": _metric(value)}}
             for task, value in values.items()
         ] + [{"task": "sub", "group": "arc", "chance": 0.25, "num_samples": 9, "metrics": {"acc": _metric(0.5)}}]
 
-    scored = a_line("random, gemm", 0.9, benchmarks=scores(0.4, 0.2))
-    bf16 = a_line("bf16", 0.0, benchmarks=scores(0.3, 0.26))
+    scored = a_line("random, gemm", 0.9, benchmarks=scores(arc_easy=0.4, piqa=0.2, mmlu=0.3))
+    bf16 = a_line("bf16", 0.0, benchmarks=scores(arc_easy=0.3, piqa=0.26, mmlu=0.22))
     text = tables.downstream_table(paired([scored, bf16, a_line("snip, gemm", 0.1)]))
-    assert "within 2 standard errors of chance on: arc_challenge;" in text
-    assert "Farther from chance on: arc_easy." in text
+    assert "above chance by more than 2 standard errors on: arc_easy." in text
+    assert "Within 2 standard errors of chance on: piqa." in text
+    assert "Below chance by more than 2 standard errors on: mmlu;" in text
     assert [row[1] for row in rows_of(text)[2:]] == ["chance", "bf16", "snip, gemm", "random, gemm"]
     assert row_of(text, "random, gemm")["arc_easy (acc)"] == "0.4000 ± 0.0100"
     assert row_of(text, "snip, gemm")["runs scored"] == "0 of 1" and "sub" not in text
@@ -264,25 +336,49 @@ def test_what_beats_snip_needs_the_same_or_a_higher_share_and_a_significant_diff
     lines += of_seeds("lower, gemm", [0.20, 0.26, 0.30], share=0.5)
     lines += of_seeds("noisy, gemm", [0.05, 0.90, 0.10], share=0.8)
     lines += of_seeds("few, gemm", [0.1, 0.1], share=0.75)
-    found = tables.beating_snip(paired(lines))
+    found = stats.beating_snip(paired(lines))
     assert {(point.name, verdict.beyond_noise) for point, _, verdict in found} == {
         ("higher, gemm", True),
         ("noisy, gemm", False),
         ("few, gemm", False),
     }
-    text = tables.beaten_text(paired(lines))
+    text = bakeoff_report.beaten_text(paired(lines))
     p = ttest_rel([0.20, 0.26, 0.30], [0.50, 0.55, 0.61]).pvalue
     verdict = "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
     assert f"- 30M: higher, gemm at 80% against snip, gemm at 75%: -0.30 points, better ({verdict})" in text
-    assert "too few common seeds for a test: 1." in text and "few, gemm at 75%" in text
-    assert "noisy" not in text and "lower, gemm" not in text
+    assert "too few common seeds for a test: 1 pairs of points." in text
+    assert "few, gemm" not in text and "noisy" not in text and "lower, gemm" not in text
 
 
-def test_readme_table_has_the_two_shares_with_commit_and_command() -> None:
-    lines = [*bf16_lines(), *(a_line(share=share) for share in (0.5, 0.75, 0.8))]
-    rows = rows_of(tables.readme_table(paired(lines)))
-    assert [row[1] for row in rows[2:]] == ["75%", "80%"]
-    assert rows[2][3:] == ["+0.50%", "1", "75.00%", "`0123456-dirty`", "`python eval/bakeoff.py run`"]
+def test_readme_table_has_a_row_per_contender_with_enough_seeds() -> None:
+    lines = bf16_lines() + bf16_lines(model="110M", parameters=4000) + of_seeds("uniform-fp4", [1.0, 2.0, 3.0])
+    lines += of_seeds("snip, gemm", [0.1, 0.2, 0.3]) + of_seeds("snip, gemm", [0.4], model="110M", parameters=4000)
+    lines += of_seeds("snip, gemm", [0.7, 0.8, 0.9], share=0.5) + of_seeds("few, gemm", [0.1, 0.1])
+    lines += of_seeds("random, gemm", [0.1, 0.1, 0.1], share=0.8)
+    text = bakeoff_report.readme_table(paired(lines))
+    rows = rows_of(text)
+    # Nobody was run at 80% of the larger model.
+    assert rows[0] == ["contender", "30M, 75%", "30M, 80%", "110M, 75%", "commit", "command"]
+    run = ["`0123456-dirty`", "`python eval/bakeoff.py run`"]
+    assert rows[2] == ["random, gemm", "-", "+0.10% ± 0.00 (3)", "-", *run]
+    assert rows[3] == ["snip, gemm", "+0.20% ± 0.10 (3)", "-", "+0.40% (1)", *run]
+    assert rows[4] == ["uniform-fp4 (100% FP4)", "+2.00% ± 1.00 (3)", "+2.00% ± 1.00 (3)", "-", *run]
+    assert len(rows) == 5 and "uniform ones have no target" in text
+
+
+def test_readme_table_says_how_many_runs_diverged() -> None:
+    lines = [*bf16_lines(), *of_seeds("snip, gemm", [0.1, 0.2, 0.3])]
+    lines += of_seeds("snip, gemm", [0.1, None, 0.3], share=0.8)
+    lines += of_seeds("uniform-fp4", [None, None, None])
+    text = bakeoff_report.readme_table(paired(lines))
+    assert row_of(text, "snip, gemm", column=0)["30M, 80%"] == "+0.20% ± 0.14 (2 + 1 diverged)"
+    assert row_of(text, "uniform-fp4 (100% FP4)", column=0)["30M, 75%"] == "3 diverged"
+
+
+def test_cost_table_is_of_one_target_share_and_of_what_has_none() -> None:
+    lines = [*bf16_lines(), a_line(), a_line("random, gemm", share=0.8), a_line("uniform-fp8")]
+    rows = rows_of(bakeoff_report.cost_table(paired(lines)))
+    assert [row[1] for row in rows[2:]] == ["snip, gemm", "bf16", "uniform-fp8"]
 
 
 def test_bars_in_cells_do_not_end_them() -> None:
@@ -290,16 +386,16 @@ def test_bars_in_cells_do_not_end_them() -> None:
 
 
 def test_the_last_line_of_an_id_wins_and_other_schemas_are_refused() -> None:
-    found = tables.latest([a_line(id="x", spikes=1), a_line(id="x", spikes=2)])
+    found = stats.latest([a_line(id="x", spikes=1), a_line(id="x", spikes=2)])
     assert [line["spikes"] for line in found.values()] == [2]
     with pytest.raises(ValueError, match="run 'x' has schema_version 2, expected 1"):
-        tables.latest([a_line(id="x", schema_version=2)])
+        stats.latest([a_line(id="x", schema_version=2)])
 
 
 def grid() -> tuple[list[Row], dict[str, list[str]]]:
     """Lines of a small bake-off, and its experiments: one run of `shares` is missing, one line is of no experiment."""
     lines: dict[str, list[Row]] = {
-        "shares": bf16_lines() + of_seeds("fp4", [6.0, 6.1, 6.2]),
+        "shares": bf16_lines() + of_seeds("uniform-fp4", [6.0, 6.1, 6.2]),
         "sizes": bf16_lines(model="110M", parameters=4000),
         "frequency": bf16_lines(),
         "stability": of_seeds("random, gemm", [0.4, None], learning_rate=0.004),
@@ -319,11 +415,14 @@ def grid() -> tuple[list[Row], dict[str, list[str]]]:
 
 def test_report_names_missing_runs_and_leaves_lines_of_other_grids_out(tmp_path: Path) -> None:
     lines, experiments = grid()
+    experiments["sizes"] += [f"later-{number}" for number in range(9)]
     experiments["shares"] += experiments["shares"][:2]  # the same run named twice counts once
     bakeoff_report.write_report(lines, experiments, tmp_path)
     text = (tmp_path / "tables.md").read_text(encoding="utf-8")
     row = row_of(text, "shares", column=0)
     assert (row["runs in the grid"], row["with a line"], row["missing"]) == ("25", "24", "1")
+    late = row_of(text, "sizes", column=0)
+    assert (late["missing"], late["ids missing"]) == ("9", "`later-0`, `later-1`, `later-2`, ...")
     assert row["ids missing"] == "`not-run-yet`" and row_of(text, "stability", column=0)["diverged"] == "1"
     assert "Lines of no experiment, left out below: 1." in text
     stability = row_of(text.split("## Stability\n")[1], "0.004", column=0)
@@ -367,17 +466,73 @@ def test_loss_curves_are_differences_over_common_steps() -> None:
 
 
 def test_pareto_points_are_gaps_and_what_is_far_off_is_named() -> None:
-    lines = [*bf16_lines(), *of_seeds("fp4", [9.0, 9.0, 9.0])]
+    lines = [*bf16_lines(), *of_seeds("uniform-fp4", [9.0, 9.0, 9.0])]
     for share, gap in ((0.5, 0.2), (0.75, 0.4), (0.8, 0.5)):
         lines += of_seeds("snip, gemm", [gap - 0.1, gap, gap + 0.1], share=share)
-    figure = bakeoff_figures.pareto_figure(paired(lines), ["snip, gemm"])
+    figure = bakeoff_figures.pareto_figure(paired(lines), ["snip, gemm", "uniform-fp4"])
     assert figure is not None
     [panel] = figure.axes
     bars = next(bar for bar in panel.containers if bar.get_label() == "snip, gemm")
     assert np.asarray(bars[0].get_ydata()) == pytest.approx([0.2, 0.4, 0.5])
-    assert np.abs(np.asarray(bars[0].get_xdata()) - [50, 75, 80]).max() <= 1.5
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["50", "75", "80", "100"]
+    assert np.abs(np.asarray(bars[0].get_xdata()) - [0, 1, 2]).max() < 0.5
     assert panel.get_ylim()[1] < 1
-    assert [text.get_text() for text in panel.texts] == ["off the scale:\nfp4, 100%: +9.00%"]
+    assert [text.get_text() for text in panel.texts] == ["off the scale:\nuniform-fp4, 100%: +9.00%"]
+
+
+def many_contenders() -> list[Row]:
+    """Twenty-eight contenders with three seeds, one with three shares, one with one run, and the uniform ones."""
+    lines = bf16_lines()
+    for number in range(28):
+        gap = 0.05 * number
+        lines += of_seeds(f"policy-{number}, gemm", [gap, gap + 0.1, gap - 0.1])
+    lines += of_seeds("policy-0, gemm", [0.1], share=0.8) + of_seeds("once, gemm", [0.1])
+    for share in (0.25, 0.5, 0.75):
+        lines += of_seeds("snip, gemm", [0.5, 0.6], share=share)
+    lines += of_seeds("uniform-fp8", [0.0]) + of_seeds("uniform-fp4", [1.0, 1.1])
+    return paired(lines)
+
+
+def test_figures_show_the_uniform_formats_and_the_contenders_with_most_runs() -> None:
+    lines = many_contenders()
+    order = bakeoff_figures.main_contenders(lines)
+    assert len(order) == 12 and order[0] == "snip, gemm" and order[-2:] == ["uniform-fp4", "uniform-fp8"]
+    assert "policy-0, gemm" in order and "once, gemm" not in order
+    for figure in (bakeoff_figures.pareto_figure(lines, order), bakeoff_figures.loss_figure(lines, order)):
+        assert figure is not None
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        shown = [handle[0] if isinstance(handle, ErrorbarContainer) else handle for handle in handles]
+        curves = [line for line in shown if isinstance(line, Line2D)]
+        assert set(labels) - {"beats a SNIP point\n(p < 0.05)"} == set(order)
+        assert len({to_hex(curve.get_color()) for curve in curves}) == 12
+        assert len({str(curve.get_marker()) for curve in curves}) == 12
+
+
+def test_legends_lie_inside_their_figures() -> None:
+    lines = many_contenders()
+    labels = sorted({line["label"] for line in lines})
+    figures = [
+        bakeoff_figures.pareto_figure(lines, labels),
+        bakeoff_figures.loss_figure(lines, labels),
+        bakeoff_figures.stability_figure(lines, []),
+    ]
+    for figure in figures:
+        assert figure is not None
+        FigureCanvasAgg(figure).draw()
+        [legend] = figure.legends
+        box = legend.get_window_extent()
+        assert box.x0 >= 0 and box.y0 >= 0
+        assert box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+
+
+def test_a_ring_marks_the_points_that_beat_snip() -> None:
+    lines = [*bf16_lines(), *of_seeds("snip, gemm", [0.50, 0.55, 0.61])]
+    lines += of_seeds("better, gemm", [0.20, 0.26, 0.30]) + of_seeds("noisy, gemm", [0.05, 0.90, 0.10])
+    figure = bakeoff_figures.pareto_figure(paired(lines), ["snip, gemm", "better, gemm", "noisy, gemm"])
+    assert figure is not None
+    rings = [ring for ring in figure.axes[0].collections if str(ring.get_label()).startswith("beats")]
+    heights = [height for ring in rings for _, height in np.asarray(ring.get_offsets())]
+    assert heights == pytest.approx([np.mean([0.20, 0.26, 0.30])])
 
 
 def test_frequency_axis_ends_with_the_plan_that_is_made_once() -> None:
@@ -408,7 +563,7 @@ def test_text_between_markers_is_replaced_and_the_rest_stays(tmp_path: Path) -> 
     path = tmp_path / "results.md"
     path.write_text("a\n<!-- bakeoff:x -->\nold\n<!-- /bakeoff:x -->\nb\n", encoding="utf-8")
     for text in ("new", "newer"):
-        bakeoff_report.replace_between(path, "x", text)
+        bakeoff_report.replace_between(path, "bakeoff:x", text)
         expected = f"a\n<!-- bakeoff:x -->\n{text}\n<!-- /bakeoff:x -->\nb\n"
         assert path.read_text(encoding="utf-8") == expected
 
@@ -427,7 +582,7 @@ def test_missing_or_misplaced_markers_are_refused_by_name(tmp_path: Path, conten
     path = tmp_path / "results.md"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=r"results\.md has .* '<!-- bakeoff:x -->'"):
-        bakeoff_report.replace_between(path, "x", "new")
+        bakeoff_report.replace_between(path, "bakeoff:x", "new")
     assert path.read_text(encoding="utf-8") == content
 
 
@@ -436,7 +591,26 @@ def test_report_fills_the_markers_of_documents(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     page.write_text("<!-- bakeoff:readme -->\n<!-- /bakeoff:readme -->\n", encoding="utf-8")
     assert page in bakeoff_report.write_report(lines, experiments, tmp_path / "out", docs=[page])
-    assert row_of(page.read_text(encoding="utf-8"), "75%")["contender"] == "snip, gemm"
+    assert row_of(page.read_text(encoding="utf-8"), "snip, gemm", column=0)["110M, 75%"] == "+0.22% ± 0.03 (3)"
+
+
+def test_grids_fill_their_own_markers_of_one_document(tmp_path: Path) -> None:
+    lines, experiments = grid()
+    page = tmp_path / "README.md"
+    other = "<!-- bakeoff:readme -->\nold\n<!-- /bakeoff:readme -->\n"
+    page.write_text(other + "<!-- small:runs -->\n<!-- /small:runs -->\n", encoding="utf-8")
+    bakeoff_report.write_report(lines, experiments, tmp_path / "out", docs=[page], prefix="small")
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith(other + "<!-- small:runs -->\nA run can be in several experiments.")
+    with pytest.raises(ValueError, match="has no marker '<!-- large:NAME -->'"):
+        bakeoff_report.write_report(lines, experiments, tmp_path / "out", docs=[page], prefix="large")
+
+
+def test_origin_gives_the_command_as_it_was() -> None:
+    lines = [a_line(command="python a --b 'c|d'"), a_line(seed=1, command="python a --b 'c|d'")]
+    assert "| 2 | 0123456789-dirty | GPU | hopper | 2.11.0 | `python a --b 'c\\|d'` |" in bakeoff_report.origin_table(
+        lines
+    )
 
 
 @pytest.mark.parametrize(
@@ -453,4 +627,4 @@ def test_documents_are_checked_before_anything_is_written(tmp_path: Path, conten
 
 
 def test_a_loss_that_is_no_number_counts_as_diverged() -> None:
-    assert tables.diverged(a_line(loss=None)) and tables.diverged(a_line(loss={"plan": math.nan}))
+    assert stats.diverged(a_line(loss=None)) and stats.diverged(a_line(loss={"plan": math.nan}))

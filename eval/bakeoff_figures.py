@@ -295,7 +295,7 @@ def _name_layers(axes: Sequence[Axes], layers: Sequence[str]) -> None:
 
 def stability_figure(lines: Lines, order: Sequence[str]) -> Figure | None:
     """Final loss against the learning rate; crosses in a grey band on top, one row per contender, for diverged runs."""
-    if not lines:
+    if len({line["spec"]["learning_rate"] for line in lines}) < 2:
         return None
     figure, axes = _panels(lines)
     series = _series(contenders(lines, shown=["learning_rate"]))

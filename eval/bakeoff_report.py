@@ -63,7 +63,7 @@ def write_report(
         lines: one JSON object per run; the last with an id wins.
         experiments: name -> ids of its runs, from the grid.
         docs: Markdown files with markers `<!-- PREFIX:NAME -->` and `<!-- /PREFIX:NAME -->`, where NAME is an
-            experiment, or one of "runs", "readme", "pooled", "beaten", "cost" and "origin".
+            experiment, or one of "runs", "readme", "reading", "pooled", "beaten", "cost" and "origin".
         prefix: the grid's name, so that several grids may fill one document; markers of other prefixes stay.
 
     Returns: the files written.
@@ -94,7 +94,7 @@ def _sections(members: Mapping[str, Sequence[Row]]) -> dict[str, tuple[str, str]
     """Returns name -> (title, Markdown), in the order of tables.md."""
     main = list({line["id"]: line for name in _MAIN for line in members.get(name, ())}.values())
     used = {line["id"]: line for lines in members.values() for line in lines}
-    sections = {"readme": ("In short", readme_table(main))}
+    sections = {"readme": ("In short", readme_table(main)), "reading": ("How to read the tables", tables.READING)}
     others = [name for name in members if name not in _SECTIONS]
     for name in [*(name for name in _SECTIONS if name in members), *others]:
         title, table = _SECTIONS.get(name, (name.capitalize(), tables.gap_table))

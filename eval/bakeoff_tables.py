@@ -27,7 +27,7 @@ from bakeoff_stats import (
     total_drift,
 )
 
-TEST_NOTE = (
+READING = (
     "Gap: 100 (loss / BF16 loss - 1), final validation losses, each run against the BF16 run of the same model, seed, "
     "learning rate and steps; mean ± standard deviation over seeds (n - 1). `plan`: both losses under the arithmetic "
     "that was trained in; `high precision`: unquantized. Ranked by the mean under `plan`; contenders with a diverged "
@@ -121,7 +121,7 @@ def _ranked(
     """One table per combination of the spec's fields in `by`; `columns` (heading -> cell) come after the name."""
     columns = columns or {}
     lines = list(lines)
-    parts = [TEST_NOTE, noise_text(lines)]
+    parts = [noise_text(lines)]
     headings = ["rank", "contender", *columns, "FP4 share", "loss", "gap, plan", "gap, high precision", "seeds"]
     headings += ["against the best", "each seed, plan"]
     for values, members in by_spec((line for line in lines if line["spec"]["policy"] != "bf16"), by):

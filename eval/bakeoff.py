@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 from bakeoff_grid import Grid, Spec, load_grid
 from bakeoff_training import Run, Text
 from data import load_documents, load_tokenizer, pack
+from recipe import DataSection
 from results import git_commit
 from run import evaluate, set_environment
 from transformers import AutoTokenizer
@@ -83,6 +84,9 @@ def report_grid(grid: Grid, options: argparse.Namespace) -> int:
     """Makes tables and figures."""
     from bakeoff_report import write_report
 
+    for path in options.lines:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist; expected the lines that `bakeoff.py run` wrote.")
     lines = [line for path in options.lines for line in read_lines(path)]
     write_report(lines, grid.ids(), options.output, options.docs, prefix=options.grid.stem)
     return 0
@@ -107,7 +111,7 @@ def run_grid(grid: Grid, options: argparse.Namespace) -> int:
     context = mp.get_context("spawn")
     taken, failed, lock = context.Value("i", 0), context.Value("i", 0), context.Lock()
     mp.start_processes(work, (job, taken, failed, lock), nprocs=min(options.workers, len(todo)), start_method="spawn")
-    left = len(todo) - sum(line["id"] in todo for line in read_lines(options.output))
+    left = len(todo.keys() - {line["id"] for line in read_lines(options.output)})
     print(f"{failed.value} runs failed, {left} have no line yet")
     return 1 if failed.value else 0
 
@@ -170,6 +174,8 @@ def work(index: int, job: Job, taken: Any, failed: Any, lock: Any) -> None:
             print(f"{spec.label} {spec.to_dict()}: failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
             with failed.get_lock():
                 failed.value += 1
+            if not _is_usable(device):
+                return
             continue
         pace[spec.model] = (time.time() - began) / spec.steps
         with lock, job.options.output.open("a", encoding="utf-8") as file:
@@ -179,10 +185,21 @@ def work(index: int, job: Job, taken: Any, failed: Any, lock: Any) -> None:
         print(f"{what}: {line['loss']}, {line['seconds']:.0f} s", flush=True)
 
 
+def _is_usable(device: torch.device) -> bool:
+    """Tells whether anything can still run here; after some CUDA errors nothing can, until the process ends."""
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        print(f"{device} is not usable any more; this worker ends.", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
 def one_line(job: Job, name: str, text: Text, device: torch.device) -> dict[str, Any]:
     """Trains one run, scores it if that was asked for, and returns its line."""
     grid, spec = job.grid, job.todo[name]
-    run = Run(spec, grid.models[spec.model].model, grid.training, text, device, job.options.cache)
+    state = job.options.cache / f"state-{grid.state_of(spec)}.pt"
+    run = Run(spec, grid.models[spec.model].model, grid.training, text, device, state)
     found = run.train()
     if name in grid.benchmarked:
         found["benchmarks"] = _benchmarks(run, grid, job.options)
@@ -203,7 +220,8 @@ def one_line(job: Job, name: str, text: Text, device: torch.device) -> dict[str,
 def _command(options: argparse.Namespace) -> str:
     """Returns what to type for these lines again, without what differs between machines: folders, files, time."""
     overrides = ["--override", *options.override] if options.override else []
-    return shlex.join(["python", "eval/bakeoff.py", "run", str(options.grid), *overrides])
+    output = Path("runs", f"{options.grid.stem}.jsonl")
+    return shlex.join(["python", "eval/bakeoff.py", "run", str(options.grid), "--output", str(output), *overrides])
 
 
 def _machine(device: torch.device, workers: int) -> dict[str, Any]:
@@ -227,16 +245,10 @@ def _benchmarks(run: Run, grid: Grid, options: argparse.Namespace) -> list[dict[
 
 def prepare_text(grid: Grid, cache: Path) -> None:
     """Trains the tokenizer and packs the text, unless that was done before."""
-    folder = _text_folder(grid, cache)
+    folder, section = _text_folder(grid, cache), _here(grid.data)
     if (folder / "tokenizer").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    # $NAME in a path, so that a grid can name text that lies elsewhere on every machine.
-    section = replace(
-        grid.data,
-        files=tuple(map(os.path.expandvars, grid.data.files)),
-        validation_files=tuple(map(os.path.expandvars, grid.data.validation_files)),
-    )
     documents = load_documents(section)
     tokenizer = load_tokenizer(grid.tokenizer, None, documents[0])
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.int32
@@ -252,8 +264,14 @@ def load_text(grid: Grid, cache: Path) -> Text:
     return Text(train, validation, AutoTokenizer.from_pretrained(folder / "tokenizer"))
 
 
+def _here(section: DataSection) -> DataSection:
+    """Returns where the text lies on this machine: $NAME in a path is the environment's."""
+    paths = {name: tuple(map(os.path.expandvars, getattr(section, name))) for name in ("files", "validation_files")}
+    return replace(section, **paths)
+
+
 def _text_folder(grid: Grid, cache: Path) -> Path:
-    text = json.dumps([asdict(grid.data), asdict(grid.tokenizer)], sort_keys=True)
+    text = json.dumps([asdict(_here(grid.data)), asdict(grid.tokenizer)], sort_keys=True)
     return cache / f"text-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 

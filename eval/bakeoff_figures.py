@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bakeoff_stats import LEAST_PAIRS, Contender, Row, beating_snip, contenders, diverged
+from bakeoff_stats import LEAST_PAIRS, Contender, GapModel, Row, beating_snip, contenders, diverged
 from bakeoff_tables import share_name
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -42,6 +42,7 @@ _CHOICE = (
     f"Uniform formats, and contenders with at least {LEAST_PAIRS} seeds at a share or {LEAST_PAIRS} shares, in all at "
     f"most {_MOST_CONTENDERS}. The tables have all."
 )
+_ADJUSTED = "Effects of seeds taken out, bars: standard error (uniform formats: mean, standard deviation over seeds)"
 _MAIN_SHARE = 0.75
 # Before this part of the training the losses of all runs fall too steeply for differences to be read.
 _SKIPPED_PART = 0.2
@@ -145,24 +146,35 @@ def _finish(figure: Figure, axes: Mapping[str, Axes], y_label: str, title: str) 
     return figure
 
 
-def _bars(panel: Axes, values: Iterable[tuple[float, Iterable[float]]], label: str, style: Style) -> None:
-    """Draws (place, values over seeds) as means with a standard deviation either way."""
-    seeds = [(place, list(own)) for place, own in values]
-    bars = [(place, np.mean(own), np.std(own, ddof=len(own) > 1)) for place, own in seeds if own]
-    if bars:
+def _bars(panel: Axes, bars: Iterable[tuple[float, float, float]], label: str, style: Style) -> None:
+    """Draws (place, height, error either way)."""
+    if drawn := list(bars):
         size: Style = {"linewidth": 1.2, "markersize": 5, "capsize": 2, "elinewidth": 0.8}
-        places, means, deviations = zip(*bars, strict=True)
-        panel.errorbar(places, means, deviations, label=label, **size, **style)
+        places, heights, errors = zip(*drawn, strict=True)
+        panel.errorbar(places, heights, errors, label=label, **size, **style)
+
+
+def _spread(values: Iterable[float]) -> tuple[float, float]:
+    """Returns mean and standard deviation; 0 for one value."""
+    own = list(values)
+    return float(np.mean(own)), float(np.std(own, ddof=len(own) > 1))
+
+
+def _estimate(point: Contender, model: GapModel) -> tuple[float, float]:
+    """Returns the adjusted gap and its standard error; where there is none, mean and deviation over seeds."""
+    adjusted = model.adjusted(point)
+    return _spread(point.gaps().values()) if adjusted is None else (adjusted[0], adjusted[1] or 0.0)
 
 
 def pareto_figure(lines: Lines, order: Sequence[str]) -> Figure | None:
-    """Gap against target FP4 share of the contenders in `order`; rings around points that beat SNIP beyond noise."""
+    """Adjusted gap against target FP4 share of the contenders in `order`; rings where SNIP is beaten beyond noise."""
     lines = [line for line in lines if not _is_bf16(line)]
     points = [point for point in contenders(lines) if point.gaps() and point.name in order]
     if not points:
         return None
     figure, axes = _panels(point.runs[0] for point in points)
     styles = _styles((point.name for point in points), order)
+    gap_model = GapModel(lines)
     slots = sorted({point.share for point in points})
     leads = {(lead.spec["model"], lead.name, lead.share) for lead, _, test in beating_snip(lines) if test.beyond_noise}
     for model, panel in axes.items():
@@ -173,11 +185,11 @@ def pareto_figure(lines: Lines, order: Sequence[str]) -> Figure | None:
             # References are alone at their shares.
             side = ((several.index(name) + 0.5) / len(several) - 0.5) * _FILLED if name in several else 0.0
             series = sorted((point for point in own if point.name == name), key=lambda point: point.share)
-            placed = [(slots.index(point.share) + side, point) for point in series]
-            _bars(panel, [(place, point.gaps().values()) for place, point in placed], name, styles[name])
-            for place, point in placed:
+            bars = [(slots.index(point.share) + side, *_estimate(point, gap_model)) for point in series]
+            _bars(panel, bars, name, styles[name])
+            for point, (place, gap, _) in zip(series, bars, strict=True):
                 if (model, name, point.share) in leads:
-                    panel.scatter(place, point.mean_gap() or 0.0, label="beats a SNIP point\n(p < 0.05)", **_RING)
+                    panel.scatter(place, gap, label="beats a SNIP point\n(p < 0.05)", **_RING)
         panel.axhline(0, color="0.4", linewidth=0.8)
         for slot in range(1, len(slots)):
             panel.axvline(slot - 0.5, color="0.9", linewidth=0.8)
@@ -185,9 +197,9 @@ def pareto_figure(lines: Lines, order: Sequence[str]) -> Figure | None:
         panel.set_xlim(-0.5, len(slots) - 0.5)
         panel.set_xlabel("target share of the linear FLOPs in FP4 [%], contenders side by side")
         named = {f"{point.name}, {100 * point.share:.3g}%:": point for point in own}
-        _clip(panel, {name: [point.mean_gap() or 0.0] for name, point in named.items()}, "%")
-    title = "Final validation loss over BF16's (bars: standard deviation over seeds)"
-    return _finish(figure, axes, "gap to BF16 [%]", f"{title}\n{_CHOICE}")
+        _clip(panel, {name: [_estimate(point, gap_model)[0]] for name, point in named.items()}, "%")
+    title = f"Final validation loss over BF16's. {_ADJUSTED}"
+    return _finish(figure, axes, "adjusted gap to BF16 [%]", f"{title}\n{_CHOICE}")
 
 
 def _clip(panel: Axes, marks: Mapping[str, Sequence[float]], unit: str) -> None:
@@ -310,7 +322,8 @@ def stability_figure(lines: Lines, order: Sequence[str]) -> Figure | None:
         for name in styles:
             own = [point for point in series[name] if point.spec["model"] == model]
             own.sort(key=lambda point: point.spec["learning_rate"])
-            _bars(panel, [(point.spec["learning_rate"], point.losses()) for point in own], name, styles[name])
+            bars = [(point.spec["learning_rate"], *_spread(point.losses())) for point in own if point.losses()]
+            _bars(panel, bars, name, styles[name])
             lost[name] = [point.spec["learning_rate"] for point in own if point.diverged]
         _mark_lost(panel, {name: rates for name, rates in lost.items() if rates}, styles)
     title = "Final loss against learning rate, mean over the seeds that did not diverge"
@@ -334,7 +347,7 @@ def _mark_lost(panel: Axes, lost: Mapping[str, Sequence[float]], styles: Mapping
 
 
 def frequency_figure(lines: Lines, order: Sequence[str]) -> Figure | None:
-    """Gap against the steps between refreshes; evenly spaced, "once" for a plan that is made once."""
+    """Adjusted gap against the steps between refreshes; evenly spaced, "once" for a plan that is made once."""
     lines = [line for line in lines if not _is_bf16(line)]
     points = [point for point in contenders(lines, shown=["refresh_every"]) if point.gaps()]
     if not points:
@@ -342,16 +355,17 @@ def frequency_figure(lines: Lines, order: Sequence[str]) -> Figure | None:
     figure, axes = _panels(lines)
     series = _series(points)
     styles = _styles(series, order)
+    gap_model = GapModel(lines)
     periods = sorted({_period(point) for point in points})
     for model, panel in axes.items():
         for name in styles:
             own = sorted((point for point in series[name] if point.spec["model"] == model), key=_period)
-            bars = [(periods.index(_period(point)), point.gaps().values()) for point in own]
+            bars = [(periods.index(_period(point)), *_estimate(point, gap_model)) for point in own]
             _bars(panel, bars, name, styles[name])
         panel.set_xticks(range(len(periods)), ["once" if math.isinf(period) else f"{period:g}" for period in periods])
         panel.set_xlabel("steps between refreshes")
-    title = "Gap against the refresh period (bars: standard deviation over seeds)"
-    return _finish(figure, axes, "gap to BF16 [%]", title)
+    title = f"Gap against the refresh period. {_ADJUSTED}"
+    return _finish(figure, axes, "adjusted gap to BF16 [%]", title)
 
 
 def _period(point: Contender) -> float:

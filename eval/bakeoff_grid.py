@@ -23,8 +23,9 @@ from snip_hf.policies import needs_probe, needs_weights
 _OWN_KEYS = ("model", "seed", "steps", "learning_rate_factor", "start_step", "benchmarks")
 # Fields of SnipConfig that a line names, where they bear on the policy; the others are in `TrainingSection.snip`.
 _SHARE_KEYS = ("target_fp4_fraction", "granularity")
-_REFRESH_KEYS = ("refresh_every", "switching_cost")
+_REFRESH_KEYS = ("refresh_every", "switching_cost", "first_refresh", "apply_delay", "probes")
 _OBJECTIVE_KEYS = ("objective", "loss_weight", "weight_weight")
+_COST_KEYS = ("cost", "cost_file", "cost_tokens")
 _NAMES = {"target_fp4_fraction": "share"}
 
 
@@ -109,8 +110,12 @@ class Grid:
         So a setting that a later version adds does not rename the runs of an earlier one.
         """
         parts = (self.data, self.tokenizer, self.models[spec.model].model, self.training, spec.snip)
-        text = json.dumps([*map(_chosen, parts), spec.to_dict()], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        return _hash([*map(_chosen, parts), spec.to_dict()])
+
+    def state_of(self, spec: Spec) -> str:
+        """Returns the name of the state that unquantized training of this seed has at the spec's first step."""
+        parts = (self.data, self.tokenizer, self.models[spec.model].model, self.training)
+        return _hash([*map(_chosen, parts), spec.seed, spec.steps, spec.learning_rate, spec.start_step])
 
     def runs(self, only: Sequence[str] = ()) -> dict[str, Spec]:
         """Returns id -> spec of these experiments (none named: of all), in their order, each run once.
@@ -170,6 +175,10 @@ def load_grid(path: Path, overrides: Sequence[str] = ()) -> Grid:
     return replace(grid, benchmarked=frozenset(benchmarked))
 
 
+def _hash(parts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+
+
 def _chosen(section: Any) -> dict[str, Any]:
     """Returns the fields of a section that are not at their defaults."""
     defaults = {item.name: item.default for item in fields(section)}
@@ -213,9 +222,10 @@ def _spec(
     config = SnipConfig.from_dict(settings)
     plain = SnipConfig()
     if not needs_weights(config):
-        config = replace(config, **{name: getattr(plain, name) for name in (*_SHARE_KEYS, "ties", "stages")})
+        unused = (*_SHARE_KEYS, *_COST_KEYS, "ties", "stages")
+        config = replace(config, **{name: getattr(plain, name) for name in unused})
     if not needs_probe(config):
-        kept = ("policy", "seed", "ties", "stages", "skip_modules", "backend", *_SHARE_KEYS)
+        kept = ("policy", "seed", "ties", "stages", "skip_modules", "backend", *_SHARE_KEYS, *_COST_KEYS)
         config = SnipConfig(**{name: getattr(config, name) for name in kept})
     rate = models[model].learning_rate * float(point.get("learning_rate_factor", 1.0))
     if config.policy == "bf16":

@@ -21,15 +21,17 @@ from bakeoff_stats import (
     SIGNIFICANCE,
     Comparison,
     Contender,
+    GapModel,
     Row,
     beating_snip,
     contenders,
     diverged,
     latest,
     pooled_comparisons,
+    static_beating_refreshed,
     with_gaps,
 )
-from bakeoff_tables import by_spec, markdown, number, percent, seeds_cell, share_cell, share_name
+from bakeoff_tables import by_spec, markdown, number, over_run_cell, percent, seeds_cell, share_cell, share_name
 
 # Experiment -> its title and table. One that is not listed gets the table of gaps under its own name.
 _SECTIONS: dict[str, tuple[str, Callable[[Iterable[Row]], str]]] = {
@@ -45,6 +47,8 @@ _SECTIONS: dict[str, tuple[str, Callable[[Iterable[Row]], str]]] = {
 _MAIN = ("shares", "sizes")
 # How many ids of missing runs are written out.
 _MOST_IDS = 3
+# How many differences within noise are written out.
+_MOST_NAMED = 8
 # The target FP4 share that costs are given for, and those of the short table.
 _MAIN_SHARE = 0.75
 _README_SHARES = (0.75, 0.80)
@@ -110,7 +114,7 @@ def readme_table(lines: Iterable[Row]) -> str:
     """The short table: a row per contender with enough seeds, its gaps at 75% and 80%, commit and command."""
     lines = [line for line in lines if line["spec"]["policy"] != "bf16"]
     chosen = [line for line in lines if any(_is_share(line, share) for share in _README_SHARES)]
-    uniform = contenders(line for line in lines if line["spec"]["share"] is None)
+    gap_model = GapModel(lines)
     models = [model for (model,), _ in by_spec(lines, ("model",))]
     cells: dict[str, dict[tuple[str, float], Contender]] = {}
     for point in contenders(chosen):
@@ -119,11 +123,15 @@ def readme_table(lines: Iterable[Row]) -> str:
     cells = {name: own for name, own in cells.items() if any(len(one.gaps()) >= LEAST_PAIRS for one in own.values())}
     filled = {column for own in cells.values() for column in own}
     columns = [(model, share) for model in models for share in _README_SHARES if (model, share) in filled]
-    for point in uniform:
+    order = sorted(cells, key=lambda name: _by_first_gap([cells[name].get(column) for column in columns], gap_model))
+    uniform = contenders(line for line in lines if line["spec"]["share"] is None)
+    for point in sorted(uniform, key=lambda point: point.fp4_fraction):
         name = f"{point.name} ({share_name(point.share)} FP4)"
         cells.setdefault(name, {}).update({(point.spec["model"], share): point for share in _README_SHARES})
+        order += [name] * (name not in order)
     rows = []
-    for name, own in sorted(cells.items(), key=lambda item: _mean_over(item[1].values())):
+    for name in order:
+        own = cells[name]
         runs = [run for point in own.values() for run in point.runs]
         row = [name, *(_short_gap(own.get(column)) for column in columns)]
         row += [_unique(f"`{_short(run['commit'])}`" for run in runs), _unique(f"`{run['command']}`" for run in runs)]
@@ -131,15 +139,17 @@ def readme_table(lines: Iterable[Row]) -> str:
     headings = ["contender", *(f"{model}, {share_name(share)}" for model, share in columns), "commit", "command"]
     note = (
         "Gap to BF16's final validation loss at each model and target FP4 share: mean ± standard deviation over seeds "
-        f"(number of seeds). Contenders with at least {LEAST_PAIRS} seeds in a column, by the mean over their columns; "
-        "uniform ones have no target and the same value in all columns of a model."
+        f"(number of seeds). Contenders with at least {LEAST_PAIRS} seeds in a column, in the order of their adjusted "
+        "gaps (the seeds' effects taken out) in the first column, those without one there by the next; uniform ones "
+        "have no target, the same value in all columns of a model, and come last."
     )
     return f"{markdown(headings, rows)}\n\n{note}"
 
 
-def _mean_over(points: Iterable[Contender]) -> float:
-    means = [mean for point in points if (mean := point.mean_gap()) is not None]
-    return float(np.mean(means)) if means else math.inf
+def _by_first_gap(points: Sequence[Contender | None], model: GapModel) -> tuple[int, float]:
+    """Returns the first column that has a gap, and the gap there."""
+    gaps = ((place, model.gap(point)) for place, point in enumerate(points) if point is not None)
+    return next(((place, gap) for place, gap in gaps if gap is not None), (len(points), math.inf))
 
 
 def _short_gap(point: Contender | None) -> str:
@@ -162,32 +172,47 @@ def pooled_table(lines: Iterable[Row]) -> str:
         f"with at least {LEAST_PAIRS} pairs, no correction for the number of comparisons; it takes pairs of one seed "
         "at several shares for independent."
     )
-    rows = []
+    rows, few = [], []
     for snip, label, comparison in pooled_comparisons(lines):
-        spread = "" if math.isnan(comparison.deviation) else f" ± {comparison.deviation:.2f}"
-        verdict = comparison.verdict("SNIP lower", "SNIP higher", "pair")
-        rows.append([snip, label, f"{comparison.difference:+.2f}{spread}", str(comparison.pairs), verdict])
-    headings = ["SNIP", "against", "difference", "pairs", "verdict"]
-    return f"{note}\n\n{markdown(headings, rows)}" if rows else "No policy has a model, share and seed that SNIP has."
+        if comparison.p is None:
+            few.append(f"{label} against {snip} {comparison.difference:+.2f} ({comparison.pairs})")
+            continue
+        verdict = comparison.verdict("SNIP lower", "SNIP higher")
+        difference = f"{comparison.difference:+.2f} ± {comparison.deviation:.2f}"
+        rows.append([snip, label, difference, str(comparison.pairs), verdict])
+    if not rows and not few:
+        return "No policy has a model, share and seed that SNIP has."
+    parts = [note, markdown(["SNIP", "against", "difference", "pairs", "verdict"], rows)] if rows else [note]
+    rest = f"Not tested, with fewer than {LEAST_PAIRS} pairs: difference (pairs) of {', '.join(few)}."
+    return "\n\n".join([*parts, *[rest] * bool(few)])
 
 
 def beaten_text(lines: Iterable[Row]) -> str:
-    """Lists the points that beat SNIP beyond noise at the same or a higher share, and counts those not tested."""
-    found = beating_snip(lines)
-    sure = [entry for entry in found if entry[2].beyond_noise]
-    untested = sum(comparison.p is None for _, _, comparison in found)
-    test = f"(two-sided paired t-test, p < {SIGNIFICANCE}, at least {LEAST_PAIRS} common seeds, uncorrected)"
-    parts = [f"Points that beat SNIP beyond noise at the same or a higher target share {test}: {len(sure) or 'none'}."]
-    parts += ["\n".join(map(_beaten_line, sure))] * bool(sure)
-    parts += [f"Lower, but with too few common seeds for a test: {untested} pairs of points."] * bool(untested)
+    """Lists the points below SNIP beyond noise at the same or a higher share, and sums up those within noise."""
+    lines = list(lines)
+    test = f"(contrast of adjusted gaps, two-sided t-test, p < {SIGNIFICANCE}, uncorrected)"
+    beaten = _found("Points that beat SNIP, refreshed or static,", test, beating_snip(lines))
+    return beaten + "\n\n" + _found("Points where static SNIP beats refreshed SNIP", test, static_beating_refreshed(lines))
+
+
+def _found(what: str, test: str, entries: Sequence[tuple[Contender, Contender, Comparison]]) -> str:
+    sure = [entry for entry in entries if entry[2].beyond_noise]
+    unsure = [entry for entry in entries if not entry[2].beyond_noise and entry[2].p is not None]
+    untested = len(entries) - len(sure) - len(unsure)
+    parts = [f"{what} beyond noise at the same or a higher target share {test}: {len(sure) or 'none'}."]
+    parts += ["\n".join(f"- {_beaten(*entry)}" for entry in sure)] * bool(sure)
+    if unsure:
+        named = "; ".join(_beaten(*entry) for entry in unsure[:_MOST_NAMED])
+        largest = "the largest differences: " * (len(unsure) > _MOST_NAMED)
+        parts.append(f"Lower, within noise: {len(unsure)} pairs of points; {largest}{named}.")
+    parts += [f"Lower, but with no degree of freedom for a test: {untested} pairs of points."] * bool(untested)
     return "\n\n".join(parts)
 
 
-def _beaten_line(entry: tuple[Contender, Contender, Comparison]) -> str:
-    point, other, comparison = entry
+def _beaten(point: Contender, other: Contender, contrast: Comparison) -> str:
     return (
-        f"- {point.spec['model']}: {point.name} at {share_name(point.share)} against {other.name} at "
-        f"{share_name(other.share)}: {comparison.difference:+.2f} points, {comparison.verdict()}"
+        f"{point.spec['model']}: {point.name} at {share_name(point.share)} against {other.name} at "
+        f"{share_name(other.share)}: {contrast.difference:+.2f} points, {contrast.verdict()}"
     )
 
 
@@ -198,20 +223,29 @@ def cost_table(lines: Iterable[Row]) -> str:
         "of a step. The last two columns before the machine are a model, not a measurement: time of the linears' GEMMs "
         "alone under the plan of the end, with share f of their FLOPs in FP4 and the rest in FP8, every GEMM at peak "
         "rate, FP8 at twice BF16's rate and FP4 at twice FP8's, quantization and refreshes free: (1 - f) + f / 2 of "
-        "FP8's time and (1 - f) / 2 + f / 4 of BF16's."
+        "FP8's time and (1 - f) / 2 + f / 4 of BF16's. Where processes shared a device (last column), the times of "
+        "steps and what is reckoned from them say nothing about a run alone and are left out (-), and the seconds per "
+        "refresh were taken beside the other processes."
     )
-    headings = ["model", "contender", "target share", "FP4 share", "step ms", "tokens/s", "peak MiB", "refreshes"]
-    headings += ["s per refresh", "refresh in steps", "refreshes' share of run"]
+    headings = ["model", "contender", "target share", "FP4 share", "FP4 share over the run", "step ms", "tokens/s"]
+    headings += ["peak MiB", "refreshes", "s per refresh", "refresh in steps", "refreshes' share of run"]
     headings += ["of FP8's time", "of BF16's time", "measured on"]
     rows = []
     shown = [line for line in lines if line["spec"]["share"] is None or _is_share(line, _MAIN_SHARE)]
     for (model, share), members in by_spec(shown, ("model", "share")):
         for contender in contenders(members):
             row = [model, contender.name, share_name(share), percent(100 * contender.fp4_fraction, sign=False)]
-            for name, digits in (("step_ms", 1), ("tokens_per_second", 0), ("peak_mib", 0)):
-                row.append(number(contender.mean_of(itemgetter(name)), digits))
+            row.append(over_run_cell(contender))
+            for name, digits in (("step_ms", 1), ("tokens_per_second", 0)):
+                row.append(number(contender.mean_of(_if_alone(itemgetter(name))), digits))
+            row.append(number(contender.mean_of(itemgetter("peak_mib")), 0))
             rows.append([*row, *_refresh_cells(contender), *_modelled(contender), _machine(contender)])
     return note + "\n\n" + markdown(headings, rows)
+
+
+def _if_alone(value: Callable[[Row], float | None]) -> Callable[[Row], float | None]:
+    """Returns the figure of a run that had its device for itself, and None for others."""
+    return lambda run: value(run) if run["processes_per_device"] == 1 else None
 
 
 def _refresh_cells(contender: Contender) -> list[str]:
@@ -222,10 +256,13 @@ def _refresh_cells(contender: Contender) -> list[str]:
         mean = seconds(run)
         return None if mean is None or not run["step_ms"] else 1000 * mean / run["step_ms"]
 
+    def part(run: Row) -> float | None:
+        return sum(run["refresh_seconds"]) / run["seconds"] if run["seconds"] else None
+
     count = contender.mean_of(lambda run: len(run["refresh_seconds"]))
-    part = contender.mean_of(lambda run: sum(run["refresh_seconds"]) / run["seconds"] if run["seconds"] else None)
-    cells = [number(count, 1), number(contender.mean_of(seconds), 2), number(contender.mean_of(steps), 1)]
-    return [*cells, share_cell(part)]
+    cells = [number(count, 1), number(contender.mean_of(seconds), 2)]
+    cells.append(number(contender.mean_of(_if_alone(steps)), 1))
+    return [*cells, share_cell(contender.mean_of(_if_alone(part)))]
 
 
 def modelled_times(line: Row) -> tuple[float, float] | None:

@@ -2,13 +2,13 @@
 
 A line is one run's JSON object as eval/bakeoff.py writes it. `with_gaps` pairs each with its BF16 run; everything else
 here takes lines so paired. A contender is the runs of one spec over its seeds. Gaps are in percent of BF16's loss.
+Contenders have different seeds, and seeds differ by more than contenders do: `GapModel` takes the seeds' effects out.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
+from scipy.stats import t as student_t
 from scipy.stats import ttest_rel
 
 Row = dict[str, Any]
@@ -23,10 +24,13 @@ Row = dict[str, Any]
 ARITHMETICS = ("plan", "high_precision")
 # Two-sided. No correction for the number of comparisons: the tables say so.
 SIGNIFICANCE = 0.05
-# Fewer pairs (seeds, for one contender against another) are not tested.
+# Fewer seeds are not enough for the best or for the short table, fewer pairs not for a paired test.
 LEAST_PAIRS = 3
 SCHEMA_VERSION = 1
-PAIRED_BY = ("model", "seed", "learning_rate", "steps")
+LAYOUT_BY = ("model", "learning_rate", "steps")
+PAIRED_BY = (*LAYOUT_BY, "seed")
+# Percentage points. Losses have six decimals: what is smaller is rounding.
+_TINY = 1e-9
 SNIP_LABELS = ("snip, gemm", "snip, layer")
 
 
@@ -44,6 +48,11 @@ class Contender:
         """The spec of the first seed."""
         spec: Row = self.runs[0]["spec"]
         return spec
+
+    @property
+    def key(self) -> str:
+        """What is the same for all seeds, and for no other contender: label and spec."""
+        return _contender_key(self.runs[0])
 
     @property
     def diverged(self) -> int:
@@ -82,37 +91,134 @@ class Contender:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One set of gaps against another over what both have."""
+    """One against another."""
 
-    pairs: int
     difference: float
-    """Mean of the one minus the other, in percentage points; NaN without a pair."""
-    deviation: float
-    """Standard deviation of the differences (n - 1); NaN with fewer than 2 pairs."""
+    """The one minus the other, in percentage points; NaN without a pair."""
     p: float | None
-    """Of the two-sided paired t-test; None with fewer than LEAST_PAIRS pairs."""
+    """Two-sided, uncorrected; None if there is too little to test."""
 
     @property
     def beyond_noise(self) -> bool:
         """Tells whether the test rejects that the one and the other are the same."""
         return self.p is not None and self.p < SIGNIFICANCE
 
-    def verdict(self, above: str = "worse", below: str = "better", unit: str = "seed") -> str:
-        """Returns `above`, `below` or "within noise", with p; the number of pairs if there were too few to test."""
+    def verdict(self, above: str = "worse", below: str = "better") -> str:
+        """Returns `above`, `below` or "within noise", with p; "-" without a test."""
         if self.p is None:
-            return f"{self.pairs} {unit}{'s' * (self.pairs != 1)}"
+            return "-"
         p = "p < 0.001" if self.p < 0.001 else f"p = {self.p:.3f}"
         return f"{(above if self.difference > 0 else below) if self.beyond_noise else 'within noise'} ({p})"
 
 
 @dataclass(frozen=True)
-class Noise:
-    """How far one run's gap lies from what its contender and its seed explain."""
+class PairedComparison(Comparison):
+    """Mean difference over what both have, with the p of the paired t-test if there are LEAST_PAIRS pairs."""
 
+    pairs: int
     deviation: float
-    """Residual standard deviation, in percentage points."""
-    contenders: int
-    seeds: int
+    """Standard deviation of the differences (n - 1); NaN with fewer than 2 pairs."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Least squares of gap = effect of the contender + effect of the seed + noise, for runs that differ in these two.
+
+    C contenders and S seeds have C + S effects, of which only contrasts and sums of a contender's and a seed's effect
+    are determined, and these only if the layout is connected.
+    """
+
+    contenders: tuple[str, ...]
+    """Their keys."""
+    seeds: tuple[int, ...]
+    runs: int
+    effects: np.ndarray
+    """(C + S,), in percentage points."""
+    covariance: np.ndarray
+    """(C + S, C + S), of the effects for noise of variance 1."""
+    freedom: int
+    """Residual degrees of freedom."""
+    deviation: float | None
+    """Residual standard deviation, the noise of one run, in percentage points; None without degrees of freedom."""
+    connected: bool
+    """Whether every contender can be compared with every other through common seeds."""
+
+    @classmethod
+    def fit(cls, runs: Sequence[Row]) -> Layout:
+        """Fits runs that all have a gap."""
+        keys = tuple(dict.fromkeys(map(_contender_key, runs)))
+        seeds = tuple(sorted({run["spec"]["seed"] for run in runs}))
+        gaps = np.array([run["gap"]["plan"] for run in runs])
+        rows = [
+            [_contender_key(run) == key for key in keys] + [run["spec"]["seed"] == seed for seed in seeds]
+            for run in runs
+        ]
+        design = np.array(rows, dtype=float)
+        inverse, rank = np.linalg.pinv(design), int(np.linalg.matrix_rank(design))
+        effects, freedom = inverse @ gaps, len(runs) - rank
+        squares = float(((gaps - design @ effects) ** 2).sum())
+        deviation = math.sqrt(squares / freedom) if freedom else None
+        connected = rank == len(keys) + len(seeds) - 1  # Each separate part costs one rank more.
+        return cls(keys, seeds, len(runs), effects, inverse @ inverse.T, freedom, deviation, connected)
+
+    def combination(self, weights: np.ndarray) -> tuple[float, float | None]:
+        """Returns the weighted sum of effects and its standard error, None without degrees of freedom."""
+        spread = math.sqrt(max(float(weights @ self.covariance @ weights), 0.0))
+        return float(weights @ self.effects), None if self.deviation is None else self.deviation * spread
+
+    def unit(self, key: str) -> np.ndarray:
+        """Returns weights that pick one contender's effect."""
+        return np.array([float(own == key) for own in self.contenders] + [0.0] * len(self.seeds))
+
+
+class GapModel:
+    """The layouts of lines, one per LAYOUT_BY, over the runs that have a target share and a gap under the plan."""
+
+    def __init__(self, lines: Iterable[Row]) -> None:
+        groups: dict[tuple[Any, ...], list[Row]] = {}
+        for line in lines:
+            if line["spec"]["share"] is not None and line["gap"]["plan"] is not None:
+                groups.setdefault(tuple(line["spec"][name] for name in LAYOUT_BY), []).append(line)
+        self.layouts = {values: Layout.fit(runs) for values, runs in groups.items()}
+
+    def _connected(self, *points: Contender) -> Layout | None:
+        """Returns the layout in which all points can be estimated."""
+        found = [self.layouts.get(tuple(point.spec[name] for name in LAYOUT_BY)) for point in points]
+        layout = found[0]
+        if layout is None or not layout.connected or any(other is not layout for other in found):
+            return None
+        return layout if all(point.key in layout.contenders for point in points) else None
+
+    def adjusted(self, point: Contender) -> tuple[float, float | None] | None:
+        """Returns the gap that all seeds of the layout, weighted equally, would give, and its standard error.
+
+        Returns: None outside a connected layout; no error without degrees of freedom.
+        """
+        layout = self._connected(point)
+        if layout is None:
+            return None
+        weights = layout.unit(point.key)
+        weights[len(layout.contenders) :] = 1 / len(layout.seeds)
+        return layout.combination(weights)
+
+    def gap(self, point: Contender) -> float | None:
+        """Returns the adjusted gap; where there is none, the mean over seeds."""
+        adjusted = self.adjusted(point)
+        return point.mean_gap() if adjusted is None else adjusted[0]
+
+    def compare(self, one: Contender, other: Contender) -> Comparison | None:
+        """Returns the contrast, `one` minus `other`, with its t-test; None if they are not in one connected layout."""
+        layout = self._connected(one, other)
+        if layout is None:
+            return None
+        difference, error = layout.combination(layout.unit(one.key) - layout.unit(other.key))
+        if error is None:
+            p = None
+        elif error < _TINY:
+            p = float(abs(difference) < _TINY)
+        else:
+            p = float(2 * student_t.sf(abs(difference) / error, layout.freedom))
+        return Comparison(difference, p)
 
 
 def latest(lines: Iterable[Row]) -> dict[str, Row]:
@@ -175,6 +281,11 @@ def diverged(line: Row) -> bool:
     return final_loss(line) is None
 
 
+def _contender_key(line: Row) -> str:
+    spec = {name: value for name, value in line["spec"].items() if name != "seed"}
+    return json.dumps([line["label"], spec], sort_keys=True)
+
+
 def contenders(lines: Iterable[Row], shown: Iterable[str] = ()) -> list[Contender]:
     """Groups lines by spec without the seed, in the order in which they first come.
 
@@ -189,7 +300,7 @@ def contenders(lines: Iterable[Row], shown: Iterable[str] = ()) -> list[Contende
     peers: dict[tuple[Any, ...], list[Row]] = {}
     for line in lines:
         spec = {name: value for name, value in line["spec"].items() if name != "seed"}
-        groups.setdefault(json.dumps([line["label"], spec], sort_keys=True), []).append(line)
+        groups.setdefault(_contender_key(line), []).append(line)
         peers.setdefault((line["label"], spec["model"], spec["share"]), []).append(spec)
     result = []
     for runs in groups.values():
@@ -208,7 +319,7 @@ def contenders(lines: Iterable[Row], shown: Iterable[str] = ()) -> list[Contende
     return result
 
 
-def compare(first: Mapping[Any, float], second: Mapping[Any, float]) -> Comparison:
+def compare(first: Mapping[Any, float], second: Mapping[Any, float]) -> PairedComparison:
     """Compares gaps, `first` minus `second`, over the keys that both have."""
     keys = [key for key in first if key in second]
     ours, theirs = (np.array([gaps[key] for key in keys]) for gaps in (first, second))
@@ -217,14 +328,14 @@ def compare(first: Mapping[Any, float], second: Mapping[Any, float]) -> Comparis
     deviation = float(differences.std(ddof=1)) if len(keys) > 1 else math.nan
     if len(keys) < LEAST_PAIRS:
         p = None
-    elif np.ptp(differences) <= 1e-12 * abs(mean):  # The t statistic would be 0 / 0 or infinite.
-        p = 1.0 if mean == 0 else 0.0
+    elif deviation < _TINY:  # The t statistic would be 0 / 0 or infinite.
+        p = float(abs(mean) < _TINY)
     else:
         p = float(ttest_rel(ours, theirs).pvalue)
-    return Comparison(len(keys), mean, deviation, p)
+    return PairedComparison(mean, p, len(keys), deviation)
 
 
-def pooled_comparisons(lines: Iterable[Row]) -> list[tuple[str, str, Comparison]]:
+def pooled_comparisons(lines: Iterable[Row]) -> list[tuple[str, str, PairedComparison]]:
     """Compares each label's gaps with those of each of SNIP_LABELS over all common models, target shares and seeds.
 
     Returns: (SNIP's label, other label, comparison of the other minus SNIP), highest difference first. Of several runs
@@ -244,65 +355,65 @@ def pooled_comparisons(lines: Iterable[Row]) -> list[tuple[str, str, Comparison]
     return found
 
 
-def run_noise(group: Iterable[Contender]) -> Noise | None:
-    """Estimates one run's noise by a two-way layout without interaction: contender effects and seed effects removed.
-
-    Of the complete blocks made of the n seeds that most contenders have and all contenders with these seeds, n = 2,
-    3, ..., the one with the most degrees of freedom, (contenders - 1) (seeds - 1), is taken.
-
-    Returns: None without a block of at least 2 contenders and 2 seeds.
-    """
-    gaps = [contender.gaps() for contender in group]
-    counts = Counter(seed for own in gaps for seed in own)
-    seeds = sorted(counts, key=lambda seed: (-counts[seed], seed))
-    best, most = None, 0
-    for number in range(2, len(seeds) + 1):
-        chosen = seeds[:number]
-        block = [[own[seed] for seed in chosen] for own in gaps if own.keys() >= set(chosen)]
-        freedom = (len(block) - 1) * (number - 1)
-        if freedom > most:
-            best, most = np.array(block), freedom
-    if best is None:
-        return None
-    residuals = best - best.mean(axis=0) - best.mean(axis=1, keepdims=True) + best.mean()
-    return Noise(float(np.sqrt((residuals**2).sum() / most)), *best.shape)
-
-
-def ranking(group: Iterable[Contender]) -> list[Contender]:
-    """Orders contenders by their mean gap under the plan; those with a diverged run after the others."""
+def ranking(group: Iterable[Contender], model: GapModel) -> list[Contender]:
+    """Orders contenders by their adjusted gap (or mean, see `GapModel.gap`); those with a diverged run come last."""
 
     def key(contender: Contender) -> tuple[bool, float]:
-        mean = contender.mean_gap()
-        return contender.diverged > 0, math.inf if mean is None else mean
+        gap = model.gap(contender)
+        return contender.diverged > 0, math.inf if gap is None else gap
 
     return sorted(group, key=key)
 
 
-def best_of(group: Sequence[Contender]) -> Contender | None:
-    """Returns the contender that others are compared with; None if all diverged.
+def best_of(ranked: Iterable[Contender]) -> Contender | None:
+    """Returns the contender of a ranking that others are compared with; None if all diverged.
 
-    That is the first of the ranking that never diverged and has seeds enough for a test, if any has.
+    That is the first that never diverged and has at least LEAST_PAIRS seeds, if any has.
     """
-    whole = [contender for contender in ranking(group) if not contender.diverged and contender.gaps()]
-    tested = [contender for contender in whole if len(contender.gaps()) >= LEAST_PAIRS]
-    return next(iter(tested or whole), None)
+    whole = [contender for contender in ranked if not contender.diverged and contender.gaps()]
+    return next((one for one in whole if len(one.gaps()) >= LEAST_PAIRS), next(iter(whole), None))
 
 
 def beating_snip(lines: Iterable[Row]) -> list[tuple[Contender, Contender, Comparison]]:
-    """Returns (contender, SNIP point, comparison) wherever another policy has the lower gap at no lower a share.
+    """Returns (point, SNIP point, contrast) wherever another policy has the lower adjusted gap at no lower a target.
 
-    Shares are targets, or what was attained where there is none. Compare `beyond_noise` to tell luck from lead.
+    SNIP points are those with refreshes and those with one plan ("static snip"). Largest difference first; compare
+    `beyond_noise` to tell luck from lead.
     """
-    points = [point for point in contenders(lines) if point.spec["policy"] != "bf16" and point.gaps()]
-    snip = [point for point in points if point.spec["policy"] == "snip"]
+    return _lower(lines, lambda spec: spec["policy"] != "snip", lambda spec: spec["policy"] == "snip")
+
+
+def static_beating_refreshed(lines: Iterable[Row]) -> list[tuple[Contender, Contender, Comparison]]:
+    """Returns the same for SNIP whose plan is made once against SNIP with refreshes."""
+    snip = [line for line in lines if line["spec"]["policy"] == "snip"]
+    return _lower(snip, lambda spec: spec["refresh_every"] is None, lambda spec: spec["refresh_every"] is not None)
+
+
+def _lower(
+    lines: Iterable[Row], one: Callable[[Row], bool], other: Callable[[Row], bool]
+) -> list[tuple[Contender, Contender, Comparison]]:
+    lines = list(lines)
+    model, points = GapModel(lines), contenders(lines)
     found = []
-    for point in (point for point in points if point.spec["policy"] != "snip"):
-        for other in snip:
-            if point.spec["model"] == other.spec["model"] and point.share >= other.share:
-                comparison = compare(point.gaps(), other.gaps())
-                if comparison.difference < 0:
-                    found.append((point, other, comparison))
-    return found
+    for point in (point for point in points if one(point.spec)):
+        for rival in (rival for rival in points if other(rival.spec) and point.share >= rival.share):
+            contrast = model.compare(point, rival)
+            if contrast is not None and contrast.difference < 0:
+                found.append((point, rival, contrast))
+    return sorted(found, key=lambda entry: entry[2].difference)
+
+
+def fp4_over_run(line: Row) -> float | None:
+    """Returns the share of FP4 in force, mean over the optimizer steps from start_step on.
+
+    Returns: None for a run that diverged, has no plan, or whose plans' shares are not known.
+    """
+    plans, spec = line["plans"], line["spec"]
+    if diverged(line) or not plans or any(plan.get("fp4_fraction") is None for plan in plans):
+        return None
+    edges = [spec["start_step"], *(plan["step"] for plan in plans[1:]), spec["steps"]]
+    spans = zip(plans, pairwise(edges), strict=True)
+    return sum(plan["fp4_fraction"] * (end - start) for plan, (start, end) in spans) / (edges[-1] - edges[0])
 
 
 def decided_plans(line: Row) -> list[str]:

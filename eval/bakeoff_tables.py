@@ -12,31 +12,40 @@ from typing import Any
 import numpy as np
 from bakeoff_stats import (
     ARITHMETICS,
+    LAYOUT_BY,
     LEAST_PAIRS,
     SIGNIFICANCE,
     Contender,
+    GapModel,
+    Layout,
     Row,
     best_of,
     changed_per_refresh,
-    compare,
     contenders,
     diverged,
     final_loss,
+    fp4_over_run,
     ranking,
-    run_noise,
     total_drift,
 )
 
 READING = (
     "Gap: 100 (loss / BF16 loss - 1), final validation losses, each run against the BF16 run of the same model, seed, "
     "learning rate and steps; mean ± standard deviation over seeds (n - 1). `plan`: both losses under the arithmetic "
-    "that was trained in; `high precision`: unquantized. Ranked by the mean under `plan`; contenders with a diverged "
-    "run come last, and diverged runs are counted but in no mean. Against the best: two-sided paired t-test "
-    f"(scipy.stats.ttest_rel) of the gaps under `plan` over the common seeds, if there are at least {LEAST_PAIRS}; "
-    f"within noise if p >= {SIGNIFICANCE}. The best has the lowest mean among contenders that never diverged (with at "
-    f"least {LEAST_PAIRS} seeds, if any has); no correction for the number of comparisons. One run's noise: standard "
-    "deviation of the residuals of a two-way layout without interaction, over contenders with a target share; it holds "
-    "for comparisons between contenders, as what BF16's own run adds to a gap is the same for all of a seed."
+    "that was trained in; `high precision`: unquantized. Adjusted gap ± standard error: seeds differ by more than "
+    "contenders do and not every contender has every seed, so one linear model, gap under `plan` = effect of the "
+    "contender at its share + effect of the seed + noise, is fitted by ordinary least squares to all runs of the table "
+    "that have a target share, per model, learning rate and steps; the adjusted gap is the contender's effect plus the "
+    "mean effect of all seeds, each weighted the same. Its error is that for these seeds and BF16 runs. The model "
+    "takes the noise for the same in all contenders, and the seed's effect too (no interaction). Ranked by the "
+    "adjusted gap; contenders with a diverged run come last, and diverged runs are counted but in no mean. Against the "
+    "best: the model's contrast of the two contenders, two-sided t-test with the residual degrees of freedom, also for "
+    f"contenders with one seed; within noise if p >= {SIGNIFICANCE}, \"-\" where nothing is left to estimate the noise "
+    f"from. The best has the lowest adjusted gap among contenders that never diverged (with at least {LEAST_PAIRS} "
+    "seeds, if any has). There is no correction for the number of comparisons, and the best of many owes part of its "
+    "place to luck, so that tests against it find too many worse. FP4 share: of the linears' FLOPs under the plan in "
+    "force at the end. FP4 share over the run: mean over the optimizer steps since quantization started; policies "
+    "that probe the model train in FP8 until their first plan is in force, rules have theirs from the first step."
 )
 
 
@@ -49,6 +58,18 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def percent(value: float | None, sign: bool = True) -> str:
     """Returns two decimals and, for gaps, the sign; "-" for None."""
     return "-" if value is None else f"{value:{'+' if sign else ''}.2f}%"
+
+
+def adjusted_cell(contender: Contender, model: GapModel) -> str:
+    """Returns the adjusted gap ± its standard error, as far as the model has them; "-" for None."""
+    value, error = model.adjusted(contender) or (None, None)
+    return percent(value) + ("" if error is None else f" ± {error:.2f}%")
+
+
+def over_run_cell(contender: Contender) -> str:
+    """Returns the FP4 share over the run, mean over seeds; "-" if no run's is known."""
+    share = contender.mean_of(fp4_over_run)
+    return percent(None if share is None else 100 * share, sign=False)
 
 
 def share_name(share: float | None) -> str:
@@ -121,48 +142,51 @@ def _ranked(
     """One table per combination of the spec's fields in `by`; `columns` (heading -> cell) come after the name."""
     columns = columns or {}
     lines = list(lines)
-    parts = [noise_text(lines)]
-    headings = ["rank", "contender", *columns, "FP4 share", "loss", "gap, plan", "gap, high precision", "seeds"]
-    headings += ["against the best", "each seed, plan"]
+    model = GapModel(lines)
+    parts = [noise_text(lines, model)]
+    headings = ["rank", "contender", *columns, "FP4 share", "FP4 share over the run", "loss", "adjusted gap"]
+    headings += ["gap, plan", "gap, high precision", "seeds", "against the best", "each seed, plan"]
     for values, members in by_spec((line for line in lines if line["spec"]["policy"] != "bf16"), by):
-        group = ranking(contenders(members, shown=[*by, *columns]))
+        group = ranking(contenders(members, shown=[*by, *columns]), model)
         best = best_of(group)
         rows = []
         for rank, contender in enumerate(group, 1):
             row = [str(rank), contender.name, *(cell(contender) for cell in columns.values())]
-            row += [percent(100 * contender.fp4_fraction, sign=False), loss_cell(contender)]
+            row += [percent(100 * contender.fp4_fraction, sign=False), over_run_cell(contender), loss_cell(contender)]
+            row += [adjusted_cell(contender, model)]
             row += [gap_cell(contender, arithmetic) for arithmetic in ARITHMETICS]
-            row += [seeds_cell(contender), _against(contender, best)]
+            row += [seeds_cell(contender), _against(contender, best, model)]
             rows.append([*row, ", ".join(map(_seed_cell, contender.runs))])
         parts += [_heading(by, values), markdown(headings, rows)]
     return "\n\n".join(parts)
 
 
-def _against(contender: Contender, best: Contender | None) -> str:
+def _against(contender: Contender, best: Contender | None, model: GapModel) -> str:
     if contender.spec["share"] is None:
         return "reference"
-    if best is None or not contender.gaps():
-        return "-"
-    return "best" if contender is best else compare(contender.gaps(), best.gaps()).verdict()
+    if contender is best:
+        return "best"
+    contrast = None if best is None else model.compare(contender, best)
+    return "-" if contrast is None else contrast.verdict()
 
 
-def noise_text(lines: Iterable[Row]) -> str:
+def noise_text(lines: Iterable[Row], model: GapModel) -> str:
     """Says per model and learning rate how noisy one run's gap is, and how far BF16's own losses lie apart."""
     return "\n".join(
-        f"- {model}, learning rate {rate:g}, {steps} steps. {_noise(members)} {_bf16_spread(members)}"
-        for (model, rate, steps), members in by_spec(lines, ("model", "learning_rate", "steps"))
+        "- {}, learning rate {:g}, {} steps. ".format(*values)
+        + f"{_noise(model.layouts.get(values))} {_bf16_spread(members)}"
+        for values, members in by_spec(lines, LAYOUT_BY)
     )
 
 
-def _noise(lines: Iterable[Row]) -> str:
-    """Of contenders with a target share: what is all FP4 is noisier than what is compared here."""
-    noise = run_noise(contenders(line for line in lines if line["spec"]["share"] is not None))
-    if noise is None:
-        return "One run's noise: unknown, no two contenders have two seeds in common."
+def _noise(layout: Layout | None) -> str:
+    if layout is None or layout.deviation is None:
+        return "Noise of one run: unknown, no degree of freedom is left beside the effects of contenders and seeds."
     return (
-        f"One run's noise: {noise.deviation:.2f}% ({noise.contenders} contenders x {noise.seeds} seeds, contender and "
-        f"seed effects removed), so a mean over {noise.seeds} seeds is known to about "
-        f"{noise.deviation / math.sqrt(noise.seeds):.2f}%."
+        f"Noise of one run: residual standard deviation {layout.deviation:.2f}% with {layout.freedom} degrees of "
+        f"freedom ({layout.runs} runs of {len(layout.contenders)} contenders over {len(layout.seeds)} seeds), so the "
+        f"difference of two means over 3 seeds each has a standard error of {layout.deviation * math.sqrt(2 / 3):.2f}%"
+        "; a gap to BF16 has the noise of BF16's own run on top."
     )
 
 

@@ -12,7 +12,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from snip_hf.runs import load_run
 
 # A step is a spike if its loss is so many standard deviations above the mean of so many steps before it.
 _SPIKE_DEVIATIONS, _SPIKE_STEPS = 6.0, 50
-# A run has diverged if its validation loss ends so far above its own lowest one, in nats.
+# A run has diverged if its training or validation loss ends so far above its own lowest one, in nats.
 _DIVERGED_BY = 0.5
 _FORMAT_LETTERS = {"fp4": "4", "fp8": "8", "bf16": "b"}
 _ROWS_PER_EVALUATION = 32
@@ -58,7 +58,7 @@ class Run:
         training: how.
         text: on what.
         device: where.
-        checkpoints: folder in which runs that start from a trained state find it, or leave it for others.
+        state: file from which a run that starts late takes the state to start from, or where it leaves it for others.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Run:
         training: TrainingSection,
         text: Text,
         device: torch.device,
-        checkpoints: Path,
+        state: Path,
     ) -> None:
         self.spec, self.training, self.text, self.device = spec, training, text, device
-        self._name = f"{checkpoints}/{spec.model}-{spec.seed}-{spec.learning_rate}-{spec.steps}"
+        self._state = state
         torch.manual_seed(spec.seed)
         self.model = build_model(section, text.tokenizer).to(device).train()
         self.optimizer = adamw(self.model, spec.learning_rate, training)
@@ -113,15 +113,16 @@ class Run:
             controller.close()
             restore_model(self.model)
             high_precision = self.evaluate()
-        lowest = min((value for _, value in self.validation), default=math.inf)
+        curve = self._curve()
         finished = len(self.losses) == self.spec.steps - self.spec.start_step
+        blew_up = any(_ends_above_its_lowest(points) for points in (curve, [*self.validation, (0, as_trained)]))
         return {
             "parameters": self.model.num_parameters(),
             "tokens": self._tokens * self.spec.steps,
             "loss": {"plan": _rounded(as_trained), "high_precision": _rounded(high_precision)},
-            "training_curve": self._curve(),
+            "training_curve": curve,
             "validation_curve": _points(self.validation),
-            "diverged": not (finished and as_trained <= lowest + _DIVERGED_BY),
+            "diverged": blew_up or not finished,
             "spikes": count_spikes(self.losses),
         }
 
@@ -135,7 +136,10 @@ class Run:
             "backend": controller.backend,
             "fp4_fraction": controller.plan.fp4_fraction,
             "layers": list(controller.plan.assignment),
-            "plans": [{"step": step, "formats": _letters(plan)} for step, plan in history.plans],
+            "plans": [
+                {"step": step, "fp4_fraction": round(plan.fp4_fraction, 6), "formats": _letters(plan)}
+                for step, plan in history.plans
+            ],
             "refresh_seconds": waited,
             "kept": [refresh.reason for refresh in history.refreshes if refresh.applied_step is None],
         }
@@ -174,18 +178,20 @@ class Run:
         """Brings model, optimizer and schedule to where unquantized training of this seed is after so many steps."""
         if step == 0:
             return
-        path = Path(f"{self._name}-{step}.pt")
+        path = self._state
         if not path.exists():
             self._compile()
             self._steps(0, None, step)
-            self.losses.clear()
-            self.validation.clear()
-            self._windows.clear()
             parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
             state = {name: part.state_dict() for name, part in parts.items()}
+            if not math.isfinite(self.losses[-1]):
+                raise ValueError(f"The unquantized training diverged before step {step}, at which this run starts.")
             partial_path = path.with_suffix(f".{time.time_ns()}")  # another worker may be at the same state
             torch.save(state, partial_path)
             partial_path.replace(path)
+            self.losses.clear()
+            self.validation.clear()
+            self._windows.clear()
         state = torch.load(path, map_location=self.device, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -275,6 +281,12 @@ def count_spikes(losses: list[float]) -> int:
         spikes += above and not inside
         inside = above
     return spikes
+
+
+def _ends_above_its_lowest(curve: Sequence[tuple[int, float]]) -> bool:
+    """Tells whether a loss diverged; NaN did."""
+    losses = [loss for _, loss in curve]
+    return bool(losses) and not losses[-1] <= min(losses) + _DIVERGED_BY
 
 
 def _letters(plan: PrecisionPlan) -> str:

@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT / "eval"), str(ROOT / "recipes")]
 
 import bakeoff  # noqa: E402
 from bakeoff_grid import Grid, Spec, load_grid  # noqa: E402
-from bakeoff_training import Run, Text, count_spikes  # noqa: E402
+from bakeoff_training import Run, Text, _ends_above_its_lowest, count_spikes  # noqa: E402
 
 from snip_hf import SnipConfig  # noqa: E402
 
@@ -106,6 +106,12 @@ def test_a_run_in_two_experiments_is_one_run(tmp_path: Path) -> None:
     assert list(grid.runs(["b"])) == grid.ids()["b"]
 
 
+def test_rules_count_cost_as_snip_does(tmp_path: Path) -> None:
+    measured = {"model": "tiny", "cost": "measured", "cost_tokens": 128, "policy": ["snip", "layer-position", "bf16"]}
+    found = [(spec.snip.cost, spec.snip.cost_tokens) for spec in specs(tmp_path, measured)]
+    assert found == [("measured", 128), ("measured", 128), ("flops", None)]
+
+
 def test_a_run_that_starts_late_probes_at_once(tmp_path: Path) -> None:
     [late] = specs(tmp_path, {"model": "tiny", "policy": "snip", "start_step": 7})
     assert late.snip.first_refresh == 8
@@ -161,7 +167,7 @@ def run_of(tiny: tuple[Grid, Path], policy: str, **changes: Any) -> Run:
     [spec] = grid.experiments["shares"]
     spec = replace(spec, snip=config, **changes)
     section = grid.models["tiny"].model
-    return Run(spec, section, grid.training, text_of(grid, folder), torch.device("cpu"), folder)
+    return Run(spec, section, grid.training, text_of(grid, folder), torch.device("cpu"), folder / "state.pt")
 
 
 def test_runs_of_a_seed_start_from_the_same_weights_and_see_the_same_sequences(tiny: tuple[Grid, Path]) -> None:
@@ -183,6 +189,24 @@ def test_what_is_trained_before_the_start_is_the_unquantized_run(tiny: tuple[Gri
     whole, late = run_of(tiny, "bf16").train(), run_of(tiny, "bf16", start_step=7).train()
     assert late["loss"] == whole["loss"]
     assert late["tokens"] == whole["tokens"] == STEPS * 4 * 32
+
+
+def test_states_of_other_training_text_or_steps_have_other_names(tmp_path: Path) -> None:
+    entry = {"model": "tiny", "policy": ["snip", "uniform-fp4"], "start_step": [3, 5], "seed": [0, 1]}
+    grids = [load_grid(write_grid(tmp_path, {"shares": [entry]}, **other)) for other in ({}, {"weight_decay": 0.9})]
+    grids.append(load_grid(tmp_path / "grid.yaml", ["data.sequence_length=16"]))
+    names = [{grid.state_of(spec) for spec in grid.experiments["shares"]} for grid in grids]
+    assert [len(found) for found in names] == [4, 4, 4]  # whatever the policy
+    assert len(set.union(*names)) == 12
+
+
+def test_nothing_starts_from_a_state_that_diverged(tiny: tuple[Grid, Path], tmp_path: Path) -> None:
+    run = run_of(tiny, "snip", start_step=7, seed=9)
+    run._state = tmp_path / "state.pt"
+    run.model.get_input_embeddings().weight.data[:] = math.inf
+    with pytest.raises(ValueError, match="The unquantized training diverged before step 7"):
+        run.train()
+    assert not run._state.exists()
 
 
 def test_a_late_start_quantizes_from_there_on(tiny: tuple[Grid, Path]) -> None:
@@ -227,6 +251,13 @@ def test_a_run_whose_loss_is_no_longer_finite_ends_there_as_diverged(tiny: tuple
     json.dumps(line, allow_nan=False)
 
 
+def test_a_loss_that_ends_far_above_its_lowest_has_diverged() -> None:
+    assert not _ends_above_its_lowest([(1, 9.0), (2, 5.0), (3, 5.4)])
+    assert _ends_above_its_lowest([(1, 9.0), (2, 5.0), (3, 5.6)])
+    assert _ends_above_its_lowest([(1, 9.0), (2, 5.0), (3, math.nan)])
+    assert not _ends_above_its_lowest([])
+
+
 def test_spikes_are_jumps_far_above_the_steps_before() -> None:
     noise = [3.0 + 0.01 * (-1) ** step for step in range(120)]
     assert count_spikes(noise) == 0
@@ -251,18 +282,19 @@ def test_an_interrupted_bake_off_goes_on_with_what_is_missing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": ["bf16", "uniform-fp4"], "seed": [0, 1]}]})
-    assert command(tmp_path, grid, "--commit", "abc") == 0
+    assert command(tmp_path, grid, "--commit", "abc", "--workers", "2") == 0
     output = tmp_path / "runs.jsonl"
     lines = bakeoff.read_lines(output)
-    assert [line["label"] for line in lines] == ["bf16", "bf16", "uniform-fp4", "uniform-fp4"]
+    assert sorted(line["label"] for line in lines) == ["bf16", "bf16", "uniform-fp4", "uniform-fp4"]
     assert {line["commit"] for line in lines} == {"abc"} and lines[0]["device"]
-    assert {line["command"] for line in lines} == {f"python eval/bakeoff.py run {grid}"}
-    assert [line["id"] for line in lines] == list(load_grid(grid).runs())
+    assert {line["command"] for line in lines} == {f"python eval/bakeoff.py run {grid} --output runs/grid.jsonl"}
+    assert sorted(line["id"] for line in lines) == sorted(load_grid(grid).runs())
     kept = output.read_text(encoding="utf-8").splitlines(keepends=True)
     output.write_text("".join(kept[:3]) + kept[3][:50], encoding="utf-8")
     capfd.readouterr()
     assert command(tmp_path, grid) == 0
-    assert "4 runs, 3 of them done, 1 to do" in capfd.readouterr().out
+    assert "4 runs, 3 of them done, 1 to do" in (out := capfd.readouterr().out)
+    assert "0 runs failed, 0 have no line yet" in out
     again = bakeoff.read_lines(output)
     assert [line["id"] for line in again] == [line["id"] for line in lines]
     assert again[3]["loss"] == lines[3]["loss"]
@@ -288,6 +320,15 @@ def test_no_run_is_started_after_the_time_given(tmp_path: Path, capfd: pytest.Ca
     grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": "bf16", "seed": [0, 1]}]})
     assert command(tmp_path, grid, "--minutes", "0") == 0
     assert "0 runs failed, 2 have no line yet" in capfd.readouterr().out
+
+
+def test_a_report_on_lines_that_are_not_there_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": "bf16"}]})
+    assert bakeoff.main(["report", str(grid), str(tmp_path / "typo.jsonl"), "--output", str(tmp_path / "out")]) == 1
+    assert "typo.jsonl does not exist" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_wrong_grid_ends_with_its_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

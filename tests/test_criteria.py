@@ -179,7 +179,7 @@ def estimated_traces(
         for name, sample in probe.layers.items():
             draws = [(seed, 5, index) for index in range(probes)]
             directions = [random_direction(name, layers[name].weight, draw) for draw in draws]
-            found[name].append(float(hessian_trace(sample, directions)))
+            found[name].append(float(hessian_trace(name, sample, directions)))
     return found
 
 
@@ -212,10 +212,10 @@ def test_a_trace_is_the_mean_of_products_and_stands_for_all_tokens_by_their_numb
                 for i in range(12):
                     moved = g_dot[t, o] * sample.x[t, i] + sample.grad_output[t, o] * x_dot[t, i]
                     total += float(z[o, i] * moved)
-    assert float(hessian_trace(sample, directions)) == pytest.approx(4 * total / probes, rel=1e-4)
+    assert float(hessian_trace("up", sample, directions)) == pytest.approx(4 * total / probes, rel=1e-4)
     # Which probe a missing derivative was of is not known.
-    assert float(hessian_trace(replace(sample, x_dot=sample.x_dot[1:]), directions)) == 0
-    assert float(hessian_trace(sample, [])) == 0
+    with pytest.raises(ValueError, match="Layer 'up' has derivatives along 2 of 3 directions"):
+        hessian_trace("up", replace(sample, x_dot=sample.x_dot[1:]), directions)
 
 
 @pytest.mark.parametrize("fmt", CHOICES)

@@ -543,13 +543,21 @@ def test_criteria_are_costs_divided_by_their_total_in_fp4(policy: str) -> None:
     assert by_gemm["layers.1.fc:forward"] == [0.0, pytest.approx(0.125 + 0.25e-3)]
 
 
+@pytest.mark.parametrize(("criterion", "message"), [(None, "missing in 16 of 16 rows"), (0.0, "sums to 0.0 in FP4")])
+def test_a_criterion_that_is_not_there_decides_nothing(criterion: float | None, message: str) -> None:
+    flops, table = hand_table()
+    table = DivergenceTable(2.0, tuple(dataclasses.replace(row, criterion=criterion) for row in table.rows))
+    with pytest.raises(ValueError, match=f"policy='fisher' cannot decide: .*{message}"):
+        problem(setting_of(flops, policy="fisher"), table, uniform(flops))
+
+
 @pytest.mark.parametrize("policy", ["fisher", "hessian-trace", "greedy"])
 @pytest.mark.parametrize("solver", ["greedy", "highs"])
 def test_where_only_the_forward_gemm_costs_something_the_backward_pass_goes_first(policy: str, solver: str) -> None:
     """And no more of it than the target asks for."""
     flops = plain_flops(1.0, 1.0, 1.0)
     rows = tuple(
-        Divergence(layer, gemm, fmt, 0.0, 0.0, 1.0, criterion=1.0 if (gemm, fmt) == ("forward", "fp4") else 0.0)
+        Divergence(layer, gemm, fmt, 0.0, 0.0, 1.0, criterion=float(fmt == "fp4" and gemm in ("forward", "layer")))
         for layer in flops
         for gemm in ROWS
         for fmt in CHOICES

@@ -110,19 +110,25 @@ _CRITERIA = {
 CRITERIA = tuple(_CRITERIA)
 
 
-def hessian_trace(sample: LayerSample, directions: Sequence[Tensor]) -> Tensor:
+def hessian_trace(layer: str, sample: LayerSample, directions: Sequence[Tensor]) -> Tensor:
     """Estimates tr H by Hutchinson's method: the mean over the probes of <z, H z>, (1,).
 
     H z is how the weight's gradient G^T X answers when all weights move along z: cross terms with the other layers'
     directions have mean zero. The sampled tokens stand for all by their number, since terms have either sign.
 
     Args:
+        layer: its name.
         sample: with the derivatives along `directions`.
-        directions: probe -> z ~ N(0, 1), (O, I). Without a derivative for each (a router moved tokens) the trace is not
-            known, and 0 is returned.
+        directions: probe -> z ~ N(0, 1), (O, I).
+
+    Raises:
+        ValueError: there is not one derivative for each direction.
     """
-    if not directions or len(sample.x_dot) != len(directions):
-        return sample.x.new_zeros(1)
+    if len(sample.x_dot) != len(directions):
+        raise ValueError(
+            f"Layer {layer!r} has derivatives along {len(sample.x_dot)} of {len(directions)} directions (a router sent "
+            "it other tokens), so its Hessian trace is not known. Use another policy for this model."
+        )
     figures = []
     for z, x_dot, g_dot in zip(directions, sample.x_dot, sample.grad_output_dot, strict=True):
         left, right = torch.cat([g_dot, sample.grad_output]), torch.cat([sample.x, x_dot])

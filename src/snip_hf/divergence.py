@@ -196,7 +196,7 @@ def divergences_at(
                 sample, trace = samples[name], None
                 if by_trace:
                     draws = ((config.seed, step, index) for index in range(count))
-                    trace = hessian_trace(sample, [random_direction(name, weight, draw) for draw in draws])
+                    trace = hessian_trace(name, sample, [random_direction(name, weight, draw) for draw in draws])
                     sample = replace(sample, x_dot=[], grad_output_dot=[])
                 terms = LayerTerms(sample, weight, pushforward, micro_batches, parts)
                 unclipped = None if gradient is None else gradient.to(torch.float32) / (gradient_scale or 1.0)

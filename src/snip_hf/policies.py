@@ -323,8 +323,14 @@ def _relative_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Dive
 
 def _criterion_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:
     """The criterion of `criteria`, divided by its total under "everything in FP4": some are of the size of 1e-9."""
-    whole = [row for row in table.rows if row.format == "fp4" and row.gemm == LAYER]
-    total = sum(row.criterion or 0.0 for row in whole) or 1.0
+    criteria = {(row.layer, row.gemm, row.format): row.criterion for row in table.rows}
+    total = sum(value or 0.0 for (_, gemm, fmt), value in criteria.items() if gemm == LAYER and fmt == "fp4")
+    missing = sum(value is None for value in criteria.values())
+    if missing or total <= 0:
+        raise ValueError(
+            f"policy={config.policy!r} cannot decide: its criterion is missing in {missing} of {len(criteria)} rows, "
+            f"and sums to {total} in FP4. Expected a table that was made under this policy, and a sum above 0."
+        )
     return lambda row: (row.criterion or 0.0) / total
 
 

@@ -172,19 +172,21 @@ def pooled_table(lines: Iterable[Row]) -> str:
         f"with at least {LEAST_PAIRS} pairs, no correction for the number of comparisons; it takes pairs of one seed "
         "at several shares for independent."
     )
-    rows, few = [], []
+    rows: list[list[str]] = []
+    few: dict[str, list[str]] = {}
     for snip, label, comparison in pooled_comparisons(lines):
         if comparison.p is None:
-            few.append(f"{label} against {snip} {comparison.difference:+.2f} ({comparison.pairs})")
+            few.setdefault(snip, []).append(f"{label} {comparison.difference:+.2f} ({comparison.pairs})")
             continue
         verdict = comparison.verdict("SNIP lower", "SNIP higher")
         difference = f"{comparison.difference:+.2f} ± {comparison.deviation:.2f}"
         rows.append([snip, label, difference, str(comparison.pairs), verdict])
     if not rows and not few:
         return "No policy has a model, share and seed that SNIP has."
-    parts = [note, markdown(["SNIP", "against", "difference", "pairs", "verdict"], rows)] if rows else [note]
-    rest = f"Not tested, with fewer than {LEAST_PAIRS} pairs: difference (pairs) of {', '.join(few)}."
-    return "\n\n".join([*parts, *[rest] * bool(few)])
+    parts = [note, *[markdown(["SNIP", "against", "difference", "pairs", "verdict"], rows)] * bool(rows)]
+    rest = "; ".join(f"from {snip}: {', '.join(texts)}" for snip, texts in few.items())
+    parts += [f"Not tested, with fewer than {LEAST_PAIRS} pairs, difference (pairs) {rest}."] * bool(few)
+    return "\n\n".join(parts)
 
 
 def beaten_text(lines: Iterable[Row]) -> str:
@@ -192,7 +194,8 @@ def beaten_text(lines: Iterable[Row]) -> str:
     lines = list(lines)
     test = f"(contrast of adjusted gaps, two-sided t-test, p < {SIGNIFICANCE}, uncorrected)"
     beaten = _found("Points that beat SNIP, refreshed or static,", test, beating_snip(lines))
-    return beaten + "\n\n" + _found("Points where static SNIP beats refreshed SNIP", test, static_beating_refreshed(lines))
+    static = _found("Points of static SNIP that beat refreshed SNIP", test, static_beating_refreshed(lines))
+    return f"{beaten}\n\n{static}"
 
 
 def _found(what: str, test: str, entries: Sequence[tuple[Contender, Contender, Comparison]]) -> str:

@@ -1,4 +1,4 @@
-"""How far behind BF16 does each contender of a bake-off end, is the difference noise, and how do plans move?
+"""How far behind BF16 does each contender of a bake-off end, and is what lies between two of them noise?
 
 A line is one run's JSON object as eval/bakeoff.py writes it. `with_gaps` pairs each with its BF16 run; everything else
 here takes lines so paired. A contender is the runs of one spec over its seeds. Gaps are in percent of BF16's loss.
@@ -385,8 +385,11 @@ def beating_snip(lines: Iterable[Row]) -> list[tuple[Contender, Contender, Compa
 
 def static_beating_refreshed(lines: Iterable[Row]) -> list[tuple[Contender, Contender, Comparison]]:
     """Returns the same for SNIP whose plan is made once against SNIP with refreshes."""
-    snip = [line for line in lines if line["spec"]["policy"] == "snip"]
-    return _lower(snip, lambda spec: spec["refresh_every"] is None, lambda spec: spec["refresh_every"] is not None)
+    return _lower(lines, lambda spec: _is_snip(spec, static=True), lambda spec: _is_snip(spec, static=False))
+
+
+def _is_snip(spec: Row, static: bool) -> bool:
+    return bool(spec["policy"] == "snip" and (spec["refresh_every"] is None) == static)
 
 
 def _lower(
@@ -401,44 +404,3 @@ def _lower(
             if contrast is not None and contrast.difference < 0:
                 found.append((point, rival, contrast))
     return sorted(found, key=lambda entry: entry[2].difference)
-
-
-def fp4_over_run(line: Row) -> float | None:
-    """Returns the share of FP4 in force, mean over the optimizer steps from start_step on.
-
-    Returns: None for a run that diverged, has no plan, or whose plans' shares are not known.
-    """
-    plans, spec = line["plans"], line["spec"]
-    if diverged(line) or not plans or any(plan.get("fp4_fraction") is None for plan in plans):
-        return None
-    edges = [spec["start_step"], *(plan["step"] for plan in plans[1:]), spec["steps"]]
-    spans = zip(plans, pairwise(edges), strict=True)
-    return sum(plan["fp4_fraction"] * (end - start) for plan, (start, end) in spans) / (edges[-1] - edges[0])
-
-
-def decided_plans(line: Row) -> list[str]:
-    """Returns the formats strings of the plans in force, from the first that has FP4 in it: before that is warm-up."""
-    formats = [plan["formats"] for plan in line["plans"]]
-    first = next((index for index, text in enumerate(formats) if "4" in text), len(formats))
-    return formats[first:]
-
-
-def hamming(one: str, other: str) -> float:
-    """Returns the share of (layer, GEMM) pairs whose formats differ, each pair counted the same.
-
-    Raises:
-        ValueError: the strings have different lengths.
-    """
-    return sum(a != b for a, b in zip(one, other, strict=True)) / len(one)
-
-
-def changed_per_refresh(line: Row) -> float | None:
-    """Returns the mean share of pairs that a refresh after the first changed; None if there was none after it."""
-    plans, later = decided_plans(line), len(line["refresh_seconds"]) - 1
-    return None if later < 1 else sum(map(hamming, plans, plans[1:])) / later
-
-
-def total_drift(line: Row) -> float | None:
-    """Returns the share of pairs in which the last plan differs from the first; None without a plan with FP4."""
-    plans = decided_plans(line)
-    return hamming(plans[0], plans[-1]) if plans else None

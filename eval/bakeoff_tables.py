@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from bakeoff_plans import changed_per_refresh, fp4_over_run, total_drift
 from bakeoff_stats import (
     ARITHMETICS,
     LAYOUT_BY,
@@ -20,13 +21,10 @@ from bakeoff_stats import (
     Layout,
     Row,
     best_of,
-    changed_per_refresh,
     contenders,
     diverged,
     final_loss,
-    fp4_over_run,
     ranking,
-    total_drift,
 )
 
 READING = (

@@ -100,7 +100,7 @@ class Run:
                 controller = SnipController(self.model, self.optimizer, self.spec.snip, output_dir=folder)
                 controller.step = self.spec.start_step
             self._compile()
-            self._steps(self.spec.start_step, controller)
+            self._steps(self.spec.start_step, self.spec.steps, controller)
             found = self._losses(controller)
             found |= self._speed([]) if controller is None else self._decisions(controller, Path(folder))
         return found | {"seconds": time.perf_counter() - began}
@@ -181,7 +181,7 @@ class Run:
         path = self._state
         if not path.exists():
             self._compile()
-            self._steps(0, None, step)
+            self._steps(0, step, None)
             parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
             state = {name: part.state_dict() for name, part in parts.items()}
             if not math.isfinite(self.losses[-1]):
@@ -206,13 +206,13 @@ class Run:
                 if not isinstance(module, nn.Linear) and module._compiled_call_impl is None:
                     module.compile()
 
-    def _steps(self, start: int, controller: SnipController | None, end: int | None = None) -> None:
+    def _steps(self, start: int, end: int, controller: SnipController | None) -> None:
         """Trains from after step `start` to step `end`, or until the loss is no longer finite."""
         pending: list[Tensor] = []
         began = time.perf_counter()
-        for step in range(start + 1, (end or self.spec.steps) + 1):
+        for step in range(start + 1, end + 1):
             pending.append(self._step(step, self._batch(self.text.train[self._order[step - 1]]), controller))
-            if step % self.training.log_every and step != self.spec.steps:
+            if step % self.training.log_every and step != end:
                 continue
             self.losses += torch.stack(pending).tolist()
             self._windows.append((step - len(pending) + 1, step, time.perf_counter() - began))

@@ -185,8 +185,13 @@ def test_the_same_run_twice_gives_the_same_line(tiny: tuple[Grid, Path]) -> None
         assert first[name] == second[name]
 
 
-def test_what_is_trained_before_the_start_is_the_unquantized_run(tiny: tuple[Grid, Path]) -> None:
-    whole, late = run_of(tiny, "bf16").train(), run_of(tiny, "bf16", start_step=7).train()
+@pytest.mark.parametrize("start", [3, 5, 7])  # before, at and after a point of the curve
+def test_what_is_trained_before_the_start_is_the_unquantized_run(
+    tiny: tuple[Grid, Path], tmp_path: Path, start: int
+) -> None:
+    whole, run = run_of(tiny, "bf16").train(), run_of(tiny, "bf16", start_step=start)
+    run._state = tmp_path / "state.pt"
+    late = run.train()
     assert late["loss"] == whole["loss"]
     assert late["tokens"] == whole["tokens"] == STEPS * 4 * 32
 

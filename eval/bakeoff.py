@@ -16,6 +16,7 @@ import math
 import os
 import platform
 import shlex
+import signal
 import sys
 import time
 import traceback
@@ -34,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
 from bakeoff_grid import Grid, Spec, load_grid
 from bakeoff_training import Run, Text
 from data import load_documents, load_tokenizer, pack
+from local_tasks import EvaluationError, known_tasks, stock_tasks
 from recipe import DataSection
 from results import git_commit
 from run import evaluate, set_environment
@@ -48,11 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 1 if a run failed or the grid is wrong."""
     options = _parser().parse_args(arguments)
     try:
-        grid = load_grid(options.grid, options.override)
+        grid = load_grid(options.grid, options.override, options.only)
         return options.command(grid, options)
-    except (ValueError, TypeError, KeyError, FileNotFoundError) as error:
+    except (ValueError, TypeError, KeyError, FileNotFoundError, EvaluationError) as error:
         print(f"error: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("Interrupted; the same command continues.", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,8 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     for command in (run, report):
         command.add_argument("grid", type=Path, help="YAML file; its keys are in eval/README.md")
         command.add_argument("--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
+        command.add_argument("--only", nargs="+", default=[], metavar="EXPERIMENT")
     run.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines; new ones are added")
-    run.add_argument("--only", nargs="+", default=[], metavar="EXPERIMENT")
     run.add_argument("--workers", type=int, default=1, metavar="N", help="runs at a time, spread over the GPUs")
     run.add_argument("--minutes", type=float, metavar="M", help="start no run that would end later than this")
     run.add_argument("--cache", type=Path, default=Path("runs/bakeoff-cache"), help="tokens and trained states")
@@ -88,13 +93,18 @@ def report_grid(grid: Grid, options: argparse.Namespace) -> int:
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist; expected the lines that `bakeoff.py run` wrote.")
     lines = [line for path in options.lines for line in read_lines(path)]
+    if not grid.runs().keys() & {line["id"] for line in lines}:
+        raise ValueError(
+            f"None of the {len(lines)} lines is of a run of {options.grid}. Give the grid and the --override that the "
+            "runs were made with."
+        )
     write_report(lines, grid.ids(), options.output, options.docs, prefix=options.grid.stem)
     return 0
 
 
 def run_grid(grid: Grid, options: argparse.Namespace) -> int:
     """Trains the grid's runs that have no line yet."""
-    runs = grid.runs(options.only)
+    runs = grid.runs()
     done = {line["id"]: line for line in read_lines(options.output)}
     todo = {name: spec for name, spec in runs.items() if not _is_done(done.get(name), name in grid.benchmarked)}
     print(f"{len(runs)} runs, {len(runs) - len(todo)} of them done, {len(todo)} to do", flush=True)
@@ -102,18 +112,33 @@ def run_grid(grid: Grid, options: argparse.Namespace) -> int:
         for name, spec in todo.items():
             print(name, spec.label, json.dumps(spec.to_dict()))
         return 0
+    if todo.keys() & grid.benchmarked:
+        _check_benchmarks(grid, options.data_dir)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     _drop_half_a_line(options.output)
     prepare_text(grid, options.cache)
     set_environment(options.data_dir, model_is_local=True)  # for the workers, which import anew
     deadline = None if options.minutes is None else time.time() + 60 * options.minutes
-    job = Job(grid, todo, options, deadline)
+    job = Job(grid, todo, options, deadline, os.getpid())
     context = mp.get_context("spawn")
     taken, failed, lock = context.Value("i", 0), context.Value("i", 0), context.Lock()
-    mp.start_processes(work, (job, taken, failed, lock), nprocs=min(options.workers, len(todo)), start_method="spawn")
+    # Workers end with this process, also when it is told to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    count = min(options.workers, len(todo))
+    mp.start_processes(work, (job, taken, failed, lock), nprocs=count, daemon=True, start_method="spawn")
     left = len(todo.keys() - {line["id"] for line in read_lines(options.output)})
     print(f"{failed.value} runs failed, {left} have no line yet")
     return 1 if failed.value else 0
+
+
+def _check_benchmarks(grid: Grid, data_dir: Path | None) -> None:
+    """Refuses benchmarks that could not be run, before anything is trained."""
+    known = known_tasks(stock_tasks())
+    unknown = [name for name in grid.benchmarks if name not in known]
+    if unknown or not grid.benchmarks:
+        raise ValueError(f"benchmarks: got {unknown or 'no task'}; expected some of {', '.join(known[:10])}, ...")
+    if data_dir is not None and not data_dir.is_dir():
+        raise EvaluationError(f"--data-dir {data_dir} is not a folder; see eval/README.md for its layout.")
 
 
 def _is_done(line: Mapping[str, Any] | None, benchmarked: bool) -> bool:
@@ -144,6 +169,8 @@ class Job:
     options: argparse.Namespace
     deadline: float | None
     """Seconds since the epoch."""
+    parent: int
+    """Id of the process that started the workers."""
 
 
 def work(index: int, job: Job, taken: Any, failed: Any, lock: Any) -> None:
@@ -161,7 +188,7 @@ def work(index: int, job: Job, taken: Any, failed: Any, lock: Any) -> None:
     while True:
         with taken.get_lock():
             position, taken.value = taken.value, taken.value + 1
-        if position >= len(job.todo):
+        if position >= len(job.todo) or os.getppid() != job.parent:
             return
         name = list(job.todo)[position]
         spec = job.todo[name]
@@ -171,7 +198,7 @@ def work(index: int, job: Job, taken: Any, failed: Any, lock: Any) -> None:
         try:
             line = one_line(job, name, text, device)
         except Exception:
-            print(f"{spec.label} {spec.to_dict()}: failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            print(f"{spec.describe()}: failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
             with failed.get_lock():
                 failed.value += 1
             if not _is_usable(device):
@@ -180,9 +207,10 @@ def work(index: int, job: Job, taken: Any, failed: Any, lock: Any) -> None:
         pace[spec.model] = (time.time() - began) / spec.steps
         with lock, job.options.output.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
-        share = "" if spec.to_dict()["share"] is None else f" at {spec.snip.target_fp4_fraction:.0%}"
-        what = f"{spec.model}, {spec.label}{share}, seed {spec.seed}"
-        print(f"{what}: {line['loss']}, {line['seconds']:.0f} s", flush=True)
+        if name in job.grid.benchmarked and line["benchmarks"] is None:
+            with failed.get_lock():
+                failed.value += 1
+        print(f"{spec.describe()}: {line['loss']}, {line['seconds']:.0f} s", flush=True)
 
 
 def _is_usable(device: torch.device) -> bool:

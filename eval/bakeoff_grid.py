@@ -80,6 +80,14 @@ class Spec:
         settings = {_NAMES.get(name, name): getattr(config, name) if name in known else None for name in every}
         return own | {"policy": config.policy} | settings
 
+    def describe(self) -> str:
+        """Returns the run in words, for the log."""
+        plain = self.to_dict()
+        share = "" if plain["share"] is None else f" at {plain['share']:.0%}"
+        hidden = ("model", "policy", "granularity", "share", "seed", "steps")
+        other = ", ".join(f"{name} {value}" for name, value in plain.items() if name not in hidden and value)
+        return f"{self.model}, {self.label}{share}, seed {self.seed} ({other})"
+
     @property
     def label(self) -> str:
         """Short name of the contender, without share, seed and model."""
@@ -117,32 +125,26 @@ class Grid:
         parts = (self.data, self.tokenizer, self.models[spec.model].model, self.training)
         return _hash([*map(_chosen, parts), spec.seed, spec.steps, spec.learning_rate, spec.start_step])
 
-    def runs(self, only: Sequence[str] = ()) -> dict[str, Spec]:
-        """Returns id -> spec of these experiments (none named: of all), in their order, each run once.
-
-        Raises:
-            KeyError: an experiment that the grid does not have.
-        """
-        for name in only:
-            if name not in self.experiments:
-                raise KeyError(f"No experiment {name!r} in the grid; it has {', '.join(self.experiments)}.")
-        chosen = only or list(self.experiments)
-        return {self.id_of(spec): spec for name in chosen for spec in self.experiments[name]}
+    def runs(self) -> dict[str, Spec]:
+        """Returns id -> spec of all experiments, in their order, each run once."""
+        return {self.id_of(spec): spec for specs in self.experiments.values() for spec in specs}
 
     def ids(self) -> dict[str, list[str]]:
         """Returns experiment -> ids of its runs."""
         return {name: [self.id_of(spec) for spec in specs] for name, specs in self.experiments.items()}
 
 
-def load_grid(path: Path, overrides: Sequence[str] = ()) -> Grid:
+def load_grid(path: Path, overrides: Sequence[str] = (), only: Sequence[str] = ()) -> Grid:
     """Reads and checks a grid.
 
     Args:
         path: YAML file; `base` and overrides work as in recipes.
-        overrides: `dotted.key=YAML value`.
+        overrides: `dotted.key=YAML value`; an experiment that is null has no runs.
+        only: the experiments to read, in this order; none named: all of them.
 
     Raises:
         ValueError, TypeError: an unknown key, a missing section or a value out of range; the message names it.
+        KeyError: an experiment that the grid does not have.
     """
     values = read_values(path, overrides)
     known = ("data", "tokenizer", "models", "training", "snip", "experiments", "benchmarks")
@@ -163,10 +165,14 @@ def load_grid(path: Path, overrides: Sequence[str] = ()) -> Grid:
         {},
         tuple(values.get("benchmarks", ())),
     )
+    experiments = values["experiments"]
+    for name in only:
+        if name not in experiments:
+            raise KeyError(f"No experiment {name!r} in the grid; it has {', '.join(experiments)}.")
     benchmarked = set()
-    for name, entries in values["experiments"].items():
+    for name in only or experiments:
         grid.experiments[name] = []
-        for entry in entries:
+        for entry in experiments[name] or ():
             for point in _points(name, entry):
                 spec = _spec(name, point, models, training, values["snip"])
                 grid.experiments[name].append(spec)

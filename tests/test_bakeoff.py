@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 import random
+import signal
 import statistics
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import yaml
@@ -103,7 +107,7 @@ def test_a_run_in_two_experiments_is_one_run(tmp_path: Path) -> None:
     grid = load_grid(write_grid(tmp_path, {"a": [entry], "b": [entry | {"seed": [1, 2]}]}))
     assert len(grid.runs()) == 3
     assert grid.ids()["a"][1] == grid.ids()["b"][0]
-    assert list(grid.runs(["b"])) == grid.ids()["b"]
+    assert list(load_grid(tmp_path / "grid.yaml", only=["b"]).runs()) == grid.ids()["b"]
 
 
 def test_rules_count_cost_as_snip_does(tmp_path: Path) -> None:
@@ -136,7 +140,12 @@ def test_an_unknown_section_or_experiment_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown key 'eval'"):
         load_grid(path, ["eval=1"])
     with pytest.raises(KeyError, match="No experiment 'sahres' in the grid; it has shares"):
-        load_grid(path).runs(["sahres"])
+        load_grid(path, only=["sahres"])
+
+
+def test_experiments_that_are_not_asked_for_or_null_are_not_looked_at(tmp_path: Path) -> None:
+    path = write_grid(tmp_path, {"wrong": [{"model": "tiny", "start_step": 99}], "right": [{"model": "tiny"}]})
+    assert len(load_grid(path, only=["right"]).runs()) == len(load_grid(path, ["experiments.wrong=null"]).runs()) == 1
 
 
 @pytest.mark.parametrize("name", ["bakeoff.yaml", "bakeoff-small.yaml"])
@@ -334,6 +343,51 @@ def test_a_report_on_lines_that_are_not_there_writes_nothing(
     assert bakeoff.main(["report", str(grid), str(tmp_path / "typo.jsonl"), "--output", str(tmp_path / "out")]) == 1
     assert "typo.jsonl does not exist" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_report_on_lines_of_other_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": "bf16"}]})
+    (tmp_path / "other.jsonl").write_text('{"id": "x"}\n', encoding="utf-8")
+    assert bakeoff.main(["report", str(grid), str(tmp_path / "other.jsonl"), "--output", str(tmp_path / "out")]) == 1
+    assert "None of the 1 lines is of a run of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tasks", "folder", "message"),
+    [
+        ([], None, "benchmarks: got no task; expected some of arc_easy"),
+        (["arc_eesy"], None, "benchmarks: got ['arc_eesy']; expected some of arc_easy"),
+        (["arc_easy"], "missing", "missing is not a folder"),
+    ],
+)
+def test_benchmarks_that_cannot_run_are_refused_before_anything_is_trained(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], tasks: list[str], folder: str | None, message: str
+) -> None:
+    grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": "bf16", "benchmarks": True}]})
+    data = [] if folder is None else ["--data-dir", str(tmp_path / folder)]
+    assert command(tmp_path, grid, *data, "--override", f"benchmarks={tasks}") == 1
+    assert message in capfd.readouterr().err
+    assert not (tmp_path / "runs.jsonl").exists()
+
+
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": "bf16", "seed": list(range(50))}]})
+    output = tmp_path / "runs.jsonl"
+    arguments = ["run", str(grid), "--output", str(output), "--cache", str(tmp_path / "cache")]
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "eval" / "bakeoff.py"), *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while len(bakeoff.read_lines(output)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    assert workers and not alive
+    assert 2 <= len(bakeoff.read_lines(output)) < 50
 
 
 def test_a_wrong_grid_ends_with_its_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -137,7 +138,9 @@ def _panels(lines: Iterable[Row]) -> tuple[Figure, dict[str, Axes]]:
 def _finish(figure: Figure, axes: Mapping[str, Axes], y_label: str, title: str) -> Figure:
     """Labels, title, and one legend for all panels, outside on the right."""
     next(iter(axes.values())).set_ylabel(y_label)
-    figure.suptitle(title, fontsize=10)
+    # Of this size about 12 letters go into an inch.
+    width = int(12 * figure.get_figwidth())
+    figure.suptitle("\n".join(textwrap.fill(line, width) for line in title.split("\n")), fontsize=10)
     named = [pair for panel in axes.values() for pair in zip(*panel.get_legend_handles_labels(), strict=True)]
     handles = {label: handle for handle, label in named}
     rows = sum(1 + label.count("\n") for label in handles)

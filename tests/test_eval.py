@@ -336,17 +336,14 @@ def test_command_starts_without_the_package_or_heavy_imports() -> None:
     assert b"--data-dir" in done.stdout and done.stdout.split()[-1] == b"False"
 
 
-def test_local_data_switch_the_hub_off_before_the_libraries_read_it(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_data_switch_the_hub_off_before_the_libraries_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.delenv(name)
-    parser = run._parser()
-    run._set_environment(parser.parse_args([str(model_dir), "--tasks", "mmlu"]))
+    run.set_environment(None, model_is_local=True)
     assert "HF_DATASETS_OFFLINE" not in os.environ and "HF_HUB_OFFLINE" not in os.environ
-    run._set_environment(parser.parse_args(["someone/model", "--tasks", "mmlu", "--data-dir", "x"]))
+    run.set_environment("x", model_is_local=False)
     assert os.environ["HF_DATASETS_OFFLINE"] == "1" and "HF_HUB_OFFLINE" not in os.environ, "the model is on the Hub"
-    run._set_environment(parser.parse_args([str(model_dir), "--tasks", "mmlu", "--data-dir", "x"]))
+    run.set_environment("x", model_is_local=True)
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 

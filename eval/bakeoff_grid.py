@@ -21,7 +21,7 @@ from snip_hf.policies import needs_probe, needs_weights
 
 # Not settings of SnipConfig but of the run itself.
 _OWN_KEYS = ("model", "seed", "steps", "learning_rate_factor", "start_step", "benchmarks")
-# Fields of SnipConfig that a line names, where they bear on the policy; the others are in `TrainingSection.snip`.
+# Fields of SnipConfig that a line names, where they bear on the policy.
 _SHARE_KEYS = ("target_fp4_fraction", "granularity")
 _REFRESH_KEYS = ("refresh_every", "switching_cost", "first_refresh", "apply_delay", "probes")
 _OBJECTIVE_KEYS = ("objective", "loss_weight", "weight_weight")
@@ -107,18 +107,24 @@ class Grid:
     models: dict[str, ModelEntry]
     training: TrainingSection
     experiments: dict[str, list[Spec]]
+    """Name -> runs; a run may be in several."""
     benchmarks: tuple[str, ...] = ()
     """Tasks of eval/run.py for the runs that ask for them."""
     benchmarked: frozenset[str] = field(default_factory=frozenset)
     """Ids of those runs."""
+
+    def __post_init__(self) -> None:
+        if self.data.streaming:
+            raise ValueError("data.streaming=true has no use here: all runs of a grid read the same prepared text.")
+        if self.tokenizer.name_or_path is None and self.tokenizer.vocab_size is None:
+            raise ValueError("tokenizer: give name_or_path (a trained one) or vocab_size (train one) for all models.")
 
     def id_of(self, spec: Spec) -> str:
         """Returns the name of a run: a hash of everything that decides its course and is not a default.
 
         So a setting that a later version adds does not rename the runs of an earlier one.
         """
-        parts = (self.data, self.tokenizer, self.models[spec.model].model, self.training, spec.snip)
-        return _hash([*map(_chosen, parts), spec.to_dict()])
+        return _hash([self.state_of(spec), _chosen(spec.snip)])
 
     def state_of(self, spec: Spec) -> str:
         """Returns the name of the state that unquantized training of this seed has at the spec's first step."""

@@ -143,6 +143,15 @@ def test_an_unknown_section_or_experiment_is_named(tmp_path: Path) -> None:
         load_grid(path, only=["sahres"])
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [("data.streaming=true", "data.streaming=true has no use"), ("tokenizer.vocab_size=null", "tokenizer: give name")],
+)
+def test_text_that_no_run_could_read_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_grid(write_grid(tmp_path, {"shares": []}), [override])
+
+
 def test_experiments_that_are_not_asked_for_or_null_are_not_looked_at(tmp_path: Path) -> None:
     path = write_grid(tmp_path, {"wrong": [{"model": "tiny", "start_step": 99}], "right": [{"model": "tiny"}]})
     assert len(load_grid(path, only=["right"]).runs()) == len(load_grid(path, ["experiments.wrong=null"]).runs()) == 1

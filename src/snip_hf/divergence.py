@@ -36,7 +36,7 @@ from .optimizers import ElementwiseResponse, Response, responses
 from .pooling import pooled
 from .probe import Batch, random_direction, run_pass, run_probe
 from .quantize import stream_key
-from .terms import LAYER, ROWS, LayerTerms, Pending, Squares, read_all
+from .terms import LAYER, ROWS, BatchSizes, LayerTerms, Pending, Squares, read_all
 
 Pushforward = Callable[[Tensor], Tensor] | Tensor
 
@@ -72,7 +72,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class DivergenceTable:
-    """Rows for every layer, GEMM and format, and the loss (mean over the micro-batch's tokens) that they belong to."""
+    """Rows for every layer, GEMM and format, and the loss (mean over the tokens with a label) that they belong to."""
 
     loss: float
     rows: tuple[Divergence, ...]
@@ -114,7 +114,15 @@ def estimate_divergence(
         answers = responses(optimizer, weights_of(layers))
         _, gradients = gradients_of(model, captured, layers)
         part = captured.part(config.probe_batch_tokens)
-        return divergences_at(model, part, answers, gradients, config, labelled=captured.labelled)
+        return divergences_at(
+            model,
+            part,
+            answers,
+            gradients,
+            config,
+            labelled=captured.labelled,
+            micro_batch_tokens=captured.tokens,
+        )
 
 
 def divergences_at(
@@ -129,6 +137,7 @@ def divergences_at(
     probes: int | None = None,
     labelled: int | None = None,
     processes: Processes | None = None,
+    micro_batch_tokens: int | None = None,
 ) -> DivergenceTable:
     """Probes a converted model and estimates all divergences of one optimizer step.
 
@@ -151,6 +160,7 @@ def divergences_at(
             of grad_weight is then known, also in the layers' rows.
         labelled: tokens with a label of the whole micro-batch that `batch` is a part of; None: it is the whole one.
         processes: those that work together; None: this one is alone.
+        micro_batch_tokens: all tokens of the whole micro-batch; None as for `labelled`.
 
     Raises:
         ValueError: the loss of the micro-batch is not finite; on one rank is enough.
@@ -158,8 +168,9 @@ def divergences_at(
     """
     processes = processes or Processes()
     layers = snip_linears(model)
-    counts = processes.data.gather([batch.tokens, batch.labelled, labelled or batch.labelled])
-    tokens, kept, every = zip(*counts, strict=True)
+    own = [batch.tokens, batch.labelled, micro_batch_tokens or batch.tokens, labelled or batch.labelled]
+    counts = list(zip(*processes.data.gather(own), strict=True))
+    tokens, kept, sizes = counts[0], counts[1], BatchSizes(*map(sum, counts))
     norms: dict[str, float] = {}
     probe, attempt = None, Attempt()
     count = config.probes if probes is None else probes
@@ -187,8 +198,7 @@ def divergences_at(
         )
     loss = _agreed_loss(None if probe is None else probe.loss, attempt, kept, processes)
     assert probe is not None
-    samples = pooled(probe.layers, batch.labelled / sum(kept), layers, processes.data)
-    parts = sum(every) / sum(kept)
+    samples = pooled(probe.layers, batch.labelled / sizes.labelled, layers, processes.data)
     sums: list[_Sums] = []
     with attempt:
         for name, weight, gradient, pushforward in _gathered(layers, samples, answers, gradients, norms, config):
@@ -198,7 +208,7 @@ def divergences_at(
                     draws = ((config.seed, step, index) for index in range(count))
                     trace = hessian_trace(name, sample, [random_direction(name, weight, draw) for draw in draws])
                     sample = replace(sample, x_dot=[], grad_output_dot=[])
-                terms = LayerTerms(sample, weight, pushforward, micro_batches, parts)
+                terms = LayerTerms(sample, weight, pushforward, micro_batches, sizes)
                 unclipped = None if gradient is None else gradient.to(torch.float32) / (gradient_scale or 1.0)
                 criterion = LayerCriterion(config.policy, terms, trace)
                 sums += _start_sums(name, terms, criterion, config, step, unclipped)

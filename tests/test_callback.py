@@ -38,6 +38,7 @@ from transformers import Trainer, TrainerCallback
 
 from snip_hf import PrecisionPlan, SnipCallback, SnipConfig, SnipController
 from snip_hf.formats import GEMMS
+from snip_hf.history import records_of
 from snip_hf.linear import snip_linears
 from snip_hf.report import reason_table
 from snip_hf.runs import load_run
@@ -152,8 +153,8 @@ def test_the_divergence_file_holds_every_choice_and_sums_to_the_historys_figures
     ]
     for line in run.refreshes:
         document = json.loads((run.folder / "snip" / f"divergence-{line['step']}.json").read_text())
-        assert (document["schema_version"], document["step"], document["loss"]) == (1, line["step"], line["loss"])
-        records = {(record["layer"], record["gemm"], record["format"]): record for record in document["records"]}
+        assert (document["schema_version"], document["step"], document["loss"]) == (2, line["step"], line["loss"])
+        records = {(record["layer"], record["gemm"], record["format"]): record for record in records_of(document)}
         assert set(records) == {
             (name, gemm, fmt)
             for name in snip_linears(run.model)
@@ -515,9 +516,9 @@ def test_a_plan_file_of_another_model_or_a_damaged_one_is_refused(run: Run, tmp_
     document = json.loads((run.folder / "snip" / "plan.json").read_text())
     path.write_text(json.dumps(document))
     config = SnipConfig(plan=str(path))
-    assert refused(tmp_path / "out", KeyError, config, tiny_llama(hidden=32, layers=1)) == (
-        "The plan names layer 'model.layers.1.self_attn.q_proj', which is no SnipLinear of the model (it has 7, e.g. "
-        "'model.layers.0.self_attn.q_proj'). Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
+    assert refused(tmp_path / "out", ValueError, config, tiny_llama(hidden=32, layers=1)) == (
+        f"plan={str(path)!r} does not fit the model: The plan names layer 'model.layers.1.self_attn.q_proj', "
+        "which is no SnipLinear of the model (it has 7, e.g. 'model.layers.0.self_attn.q_proj'). Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
         "to compare."
     )
     path.write_text(json.dumps(document)[:-1])

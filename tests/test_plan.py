@@ -205,10 +205,13 @@ FP8 = dict.fromkeys(GEMMS, "fp8")
         ({"stages": ()}, "layer 'a' is in no stage, expected in exactly one."),
         ({"stages": (("a", "b"), ())}, "stages[1] has no FLOPs, so its FP4 share means nothing; leave the stage out."),
         ({"stages": ("a", "b")}, "stages[0] is 'a', expected a list of layer names."),
-        ({"stages": (("a",), (["b"],))}, "a layer name in stages[1] is ['b'], expected printable text."),
+        (
+            {"stages": (("a",), (["b"],))},
+            "a layer name in stages[1] is ['b'], expected text without control characters.",
+        ),
         (
             {"assignment": {"a": FP8, "\x1b[31mb": FP8}},
-            "a layer name in assignment is '\\x1b[31mb', expected printable text.",
+            "a layer name in assignment is '\\x1b[31mb', expected text without control characters.",
         ),
         ({"provenance": {"step": 0}}, "provenance is {'step': 0}, expected a PlanProvenance."),
     ],
@@ -224,8 +227,8 @@ def test_what_is_no_plan_is_refused_by_name(changes: dict[str, Any], message: st
     [
         ("step", -1, "provenance.step is -1, expected an integer of at least 0."),
         ("step", True, "provenance.step is True, expected an integer of at least 0."),
-        ("policy", "", "provenance.policy is '', expected printable text."),
-        ("solver", 3, "provenance.solver is 3, expected printable text."),
+        ("policy", "", "provenance.policy is '', expected text without control characters."),
+        ("solver", 3, "provenance.solver is 3, expected text without control characters."),
         ("gap", float("inf"), "provenance.gap is inf, expected a finite number."),
         ("objective", "low", "provenance.objective is 'low', expected a finite number."),
         ("config", {"a": object}, "provenance.config is not JSON data: Object of type type is not JSON serializable."),

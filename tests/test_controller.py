@@ -735,8 +735,8 @@ def test_a_plan_file_is_held_fixed_and_that_of_another_model_is_refused(tmp_path
     message = refusal(lambda: SnipController(other, None, SnipConfig(plan=str(path))))
     assert message == (
         f"plan={str(path)!r} does not fit the model: The plan has no entry for layer "
-        "'model.layers.2.self_attn.q_proj' (it names 14 layers, e.g. 'model.layers.0.self_attn.q_proj'). Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
-        "to compare."
+        "'model.layers.2.self_attn.q_proj' (it names 14 layers, e.g. 'model.layers.0.self_attn.q_proj'). Was it "
+        "made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
     )
     path.write_bytes(path.read_bytes()[:500])
     message = refusal(lambda: Loop(SnipConfig(plan=str(path))))

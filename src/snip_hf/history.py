@@ -146,10 +146,11 @@ class RunFolder:
             for path in own:
                 self._mode = stat.S_IMODE(path.stat().st_mode)
                 shutil.move(path, target)
-        except OSError:
+        except OSError as error:
             # Two runs must not mix in one history, nor is the earlier one's worth less than this one's.
             self._lost = True
-            raise
+            message = f"what an earlier run recorded cannot be moved aside, so this one records nothing ({error})."
+            raise OSError(message) from error
         logger.info(
             "snip-hf: moved what an earlier run recorded in %s to %s.",
             printable(folder, _PATH),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 # A plan of a 405B model (882 linears) makes about 300 kB. Of 45,032 linears (DeepSeek-V3) by GEMM, a plan makes 26 MB
-# with measured times, a state in the middle of a refresh 65 MB, a table of divergences 80 MB.
+# with measured times, a state in the middle of a refresh 67 MB, a table of divergences 68 MB.
 MAX_JSON_BYTES = 128 * 2**20
 # Each value takes memory, however short it is written; that table has 4 million.
 MAX_VALUES = 10**7

@@ -741,8 +741,8 @@ def test_a_plan_file_of_a_model_with_other_sizes_is_refused(tmp_path: Path) -> N
         train(tmp_path / "large", SnipConfig(plan=str(plan)), model=tiny_llama(hidden=64))
     assert str(caught.value) == (
         f"plan={str(plan)!r} does not fit the model: The plan is for a layer 'model.layers.0.self_attn.q_proj' of 2048 "
-        "FLOPs per token, the model's has 8192. Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
-        "to compare."
+        "FLOPs per token, the model's has 8192. Was it made for another model? Run `snip-hf inspect PLAN --model "
+        "MODEL` to compare."
     )
 
 

@@ -769,8 +769,8 @@ def test_a_plan_file_for_layers_of_another_size_is_refused_by_its_name(tmp_path:
     path.write_text(json.dumps(document))
     assert refusal(lambda: Loop(SnipConfig(plan=str(path)))) == (
         f"plan={str(path)!r} does not fit the model: The plan is for a layer 'model.layers.0.mlp.up_proj' of 1 "
-        "FLOPs per token, the model's has 5120. Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
-        "to compare."
+        "FLOPs per token, the model's has 5120. Was it made for another model? Run `snip-hf inspect PLAN --model "
+        "MODEL` to compare."
     )
 
 

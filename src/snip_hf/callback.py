@@ -85,13 +85,17 @@ class SnipCallback(TrainerCallback):
             outer.register_forward_hook(self._after_forward),
         ]
         self._own_loss_used = False
-        # The first process may be the only one that sees the checkpoint.
-        saved = self.controller.processes.everyone.by_first(lambda: self._read_state(args, state))
+        try:
+            # The first process may be the only one that sees the checkpoint.
+            saved = self.controller.processes.everyone.by_first(lambda: self._read_state(args, state))
+            if saved is not None:
+                self._load_state(saved, state)
+        except Exception:
+            self._release()  # The folder too, for the run that is started next.
+            raise
         if saved is None:
             self.controller.step = state.global_step
             _marks(state).pop(_MARK, None)
-        else:
-            self._load_state(saved, state)
         # Travels in trainer_state.json: tells a checkpoint trained with SNIP, and its run, wherever it is moved.
         self._run = _marks(state).setdefault(_MARK, {"run": uuid.uuid4().hex})["run"]
 

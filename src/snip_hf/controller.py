@@ -135,10 +135,6 @@ class SnipController:
         self._optimizer = optimizer
         self._zero = find_zero(optimizer, model, accelerator) if policies.needs_probe(config) else None
         self._folder = RunFolder(output_dir if is_first else None)
-        attempt = Attempt()
-        with attempt:
-            self._folder.hold()
-        self.processes.everyone.agree(attempt.error)
         self._micro_batch = 0
         self._armed: StepWatch | None = None
         self._pending: _Pending | None = None
@@ -177,6 +173,10 @@ class SnipController:
         # It may be a path, of which any character may be a part.
         self.model_name = printable(name, MAX_TEXT) or type(self.model).__name__.removeprefix("FSDP")
         self.plan = self._first_plan()
+        attempt = Attempt()
+        with attempt:
+            self._folder.hold()
+        self.processes.everyone.agree(attempt.error)
         self.plan.apply(self.model, elsewhere=flops)
         set_step(self._layers, config.seed, 1, 0)
         self._hooks: list[Any] = [part.register_forward_pre_hook(self._before_chunk) for part in parts_of(self.model)]

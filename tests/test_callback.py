@@ -38,6 +38,7 @@ from transformers import Trainer, TrainerCallback
 
 from snip_hf import PrecisionPlan, SnipCallback, SnipConfig, SnipController
 from snip_hf.formats import GEMMS
+from snip_hf.history import records_of
 from snip_hf.linear import snip_linears
 from snip_hf.report import reason_table
 from snip_hf.runs import load_run
@@ -152,8 +153,8 @@ def test_the_divergence_file_holds_every_choice_and_sums_to_the_historys_figures
     ]
     for line in run.refreshes:
         document = json.loads((run.folder / "snip" / f"divergence-{line['step']}.json").read_text())
-        assert (document["schema_version"], document["step"], document["loss"]) == (1, line["step"], line["loss"])
-        records = {(record["layer"], record["gemm"], record["format"]): record for record in document["records"]}
+        assert (document["schema_version"], document["step"], document["loss"]) == (2, line["step"], line["loss"])
+        records = {(record["layer"], record["gemm"], record["format"]): record for record in records_of(document)}
         assert set(records) == {
             (name, gemm, fmt)
             for name in snip_linears(run.model)
@@ -515,10 +516,10 @@ def test_a_plan_file_of_another_model_or_a_damaged_one_is_refused(run: Run, tmp_
     document = json.loads((run.folder / "snip" / "plan.json").read_text())
     path.write_text(json.dumps(document))
     config = SnipConfig(plan=str(path))
-    assert refused(tmp_path / "out", KeyError, config, tiny_llama(hidden=32, layers=1)) == (
-        "The plan names layer 'model.layers.1.self_attn.q_proj', which is no SnipLinear of the model (it has 7, e.g. "
-        "'model.layers.0.self_attn.q_proj'). Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
-        "to compare."
+    assert refused(tmp_path / "out", ValueError, config, tiny_llama(hidden=32, layers=1)) == (
+        f"plan={str(path)!r} does not fit the model: The plan names layer 'model.layers.1.self_attn.q_proj', "
+        "which is no SnipLinear of the model (it has 7, e.g. 'model.layers.0.self_attn.q_proj'). Was it "
+        "made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
     )
     path.write_text(json.dumps(document)[:-1])
     assert refused(tmp_path / "out", ValueError, config).startswith(
@@ -739,8 +740,9 @@ def test_a_plan_file_of_a_model_with_other_sizes_is_refused(tmp_path: Path) -> N
     with pytest.raises(ValueError) as caught:
         train(tmp_path / "large", SnipConfig(plan=str(plan)), model=tiny_llama(hidden=64))
     assert str(caught.value) == (
-        "The plan is for a layer 'model.layers.0.self_attn.q_proj' of 2048 FLOPs per token, the model's has 8192. "
-        "Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
+        f"plan={str(plan)!r} does not fit the model: The plan is for a layer 'model.layers.0.self_attn.q_proj' of 2048 "
+        "FLOPs per token, the model's has 8192. Was it made for another model? Run `snip-hf inspect PLAN --model "
+        "MODEL` to compare."
     )
 
 

@@ -21,6 +21,7 @@ from .jsonfiles import read_json, remove_temporaries, write_json_atomic
 from .launch import check_launch, unwrap
 from .linear import convert_model
 from .policies import needs_probe
+from .text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +85,17 @@ class SnipCallback(TrainerCallback):
             outer.register_forward_hook(self._after_forward),
         ]
         self._own_loss_used = False
-        # The first process may be the only one that sees the checkpoint.
-        saved = self.controller.processes.everyone.by_first(lambda: self._read_state(args, state))
+        try:
+            # The first process may be the only one that sees the checkpoint.
+            saved = self.controller.processes.everyone.by_first(lambda: self._read_state(args, state))
+            if saved is not None:
+                self._load_state(saved, state)
+        except Exception:
+            self._release()  # The folder too, for the run that is started next.
+            raise
         if saved is None:
             self.controller.step = state.global_step
             _marks(state).pop(_MARK, None)
-        else:
-            self._load_state(saved, state)
         # Travels in trainer_state.json: tells a checkpoint trained with SNIP, and its run, wherever it is moved.
         self._run = _marks(state).setdefault(_MARK, {"run": uuid.uuid4().hex})["run"]
 
@@ -166,8 +171,12 @@ class SnipCallback(TrainerCallback):
             try:
                 remove_temporaries(folder, STATE_NAME)
                 write_json_atomic(folder / STATE_NAME, self.controller.state_dict() | {"run": self._run})
-            except OSError as error:
-                logger.warning("snip-hf: could not write %s; resuming there will fail: %s", folder / STATE_NAME, error)
+            except (OSError, ValueError) as error:  # ValueError: larger than what a resumed run would read
+                logger.warning(
+                    "snip-hf: could not write %s; resuming there will fail: %s",
+                    printable(folder / STATE_NAME, 1000),
+                    printable(error, 1000),
+                )
 
     def _release(self) -> None:
         """Stops the controller of a run that has ended, if there is one."""
@@ -241,7 +250,7 @@ class SnipCallback(TrainerCallback):
             folders = [Path(self._resume)]
         found = [folder / STATE_NAME for folder in folders if (folder / STATE_NAME).is_file()]
         if found:
-            logger.info("snip-hf: resuming from %s.", found[0])
+            logger.info("snip-hf: resuming from %s.", printable(found[0], 1000))
             return found[0]
         if self._resume is not True:
             raise ValueError(f"There is no {STATE_NAME} in {self._resume}, which SnipCallback(resume=...) names.")
@@ -257,7 +266,7 @@ class SnipCallback(TrainerCallback):
             "SnipCallback(resume=...).",
             state.global_step,
             STATE_NAME,
-            ", ".join(map(str, folders)),
+            printable(", ".join(map(str, folders)), 1000),
         )
         return None
 

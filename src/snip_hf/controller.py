@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import policies
 from .config import SnipConfig
+from .cost import Weights
 from .distributed import Attempt, RankError, describe, own_part
 from .divergence import CHOICES, DivergenceTable, divergences_at
 from .drift import rank_correlation, ranking
@@ -42,10 +43,11 @@ from .linear import (
 )
 from .memory import bounded, kept_tokens, measured_peak, probe_memory
 from .optimizers import check_optimizer, responses
-from .plan import PlanProvenance, PrecisionPlan
+from .plan import MAX_TEXT, PlanProvenance, PrecisionPlan
 from .preparation import check_model, check_parts, check_sizes, cost_of_all, flops_of_all, swap, use_backend
 from .probe import Batch, read
 from .solver import SolverProcess, SolverResult
+from .text import printable
 from .timing import read_times
 from .watch import StepWatch
 from .zero import find_zero
@@ -161,13 +163,20 @@ class SnipController:
         flops = flops_of_all(self.model, self.processes.pipeline)
         self._setting = policies.Setting(config, flops, policies.find_stages(list(flops), config))
         policies.check_ties(self._setting)
-        if config.cost_file is not None:
-            read_times(config.cost_file)  # What is wrong with it comes out now and not at the first refresh.
+        # Where it is now: training may change to another folder.
+        self._cost_file = None if config.cost_file is None else os.path.abspath(config.cost_file)
+        if self._cost_file is not None:
+            read_times(self._cost_file)  # What is wrong with it comes out now and not at the first refresh.
         if config.cost_tokens is not None and policies.needs_weights(config) and not self.needs_probe:
             self._measure(config.cost_tokens)
         name = getattr(getattr(self.model, "config", None), "_name_or_path", "")
-        self.model_name = name or type(self.model).__name__.removeprefix("FSDP")
+        # It may be a path, of which any character may be a part.
+        self.model_name = printable(name, MAX_TEXT) or type(self.model).__name__.removeprefix("FSDP")
         self.plan = self._first_plan()
+        attempt = Attempt()
+        with attempt:
+            self._folder.hold()
+        self.processes.everyone.agree(attempt.error)
         self.plan.apply(self.model, elsewhere=flops)
         set_step(self._layers, config.seed, 1, 0)
         self._hooks: list[Any] = [part.register_forward_pre_hook(self._before_chunk) for part in parts_of(self.model)]
@@ -245,7 +254,7 @@ class SnipController:
         forget_inputs(self._layers)
 
     def close(self) -> None:
-        """Stops a solver that is still running. The model keeps the plan in force."""
+        """Stops a solver that is still running, and ends the record. The model keeps the plan in force."""
         drop_quantized(self._layers)
         for hook in self._hooks:
             hook.remove()
@@ -253,6 +262,7 @@ class SnipController:
         if pending is not None:
             reason = f"training ended at step {self.step}, before step {pending.due} at which its plan was due"
             self._keep(self.step, pending.record, reason, "was not applied")
+        self._folder.release()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""
@@ -307,7 +317,7 @@ class SnipController:
                 f"The SNIP state is of step {step}, but the weights are of step {at_step}. Take both from the same "
                 "checkpoint folder."
             )
-        check_sizes(plan, self._setting.flops)
+        plan = _fitting(plan, self._setting.flops)
         plan.apply(self.model, elsewhere=self._setting.flops)
         self._stop()
         self.plan, self.step, self._micro_batch = plan, step, 0
@@ -329,8 +339,10 @@ class SnipController:
                 plan = PrecisionPlan.load(config.plan)
             except OSError as error:
                 raise ValueError(f"plan={config.plan!r} cannot be read: {error}.") from error
-            check_sizes(plan, self._setting.flops)
-            return plan
+            try:
+                return _fitting(plan, setting.flops)
+            except (KeyError, ValueError) as error:
+                raise ValueError(f"plan={config.plan!r} does not fit the model: {error.args[0]}") from error
         provenance = PlanProvenance(step=0, **self._origin())
         if self.needs_probe:
             return PrecisionPlan.uniform(setting.flops, config.start_format, setting.stages, provenance)
@@ -344,7 +356,7 @@ class SnipController:
             self.model,
             tokens,
             self.backend,
-            self.config.cost_file,
+            self._cost_file,
             self._setting.flops,
             self.processes,
             self._log,
@@ -621,6 +633,12 @@ class SnipController:
 
     def _start_line(self) -> dict[str, Any]:
         return start_line(self.plan, self.step, self.config, self.model_name)
+
+
+def _fitting(plan: PrecisionPlan, flops: Weights) -> PrecisionPlan:
+    """Returns a plan from a file with the model's own FLOPs; raises KeyError or ValueError if it is for another one."""
+    check_sizes(plan, flops)
+    return plan.with_flops(flops)
 
 
 def _read_ranking(saved: Mapping[str, Any]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from .formats import FORMAT_CODES, GEMMS
 from .linear import snip_linears
+from .text import printable
 from .timing import GemmShape, Machine, Timer, gemm_times
 
 Weights = Mapping[str, Mapping[str, float]]
@@ -152,7 +153,7 @@ def describe_cost(flops: Weights, measured: MeasuredCost) -> str:
     return (
         f"All GEMMs of the linears take {totals} per micro-batch of {measured.tokens} tokens "
         f"({measured.machine.backend} backend, {measured.machine.device}); by measured time "
-        f"{dearest.kind} {dearest.gemm} counts {dearest.ratio:.2f} times what it counts by FLOPs "
-        f"({dearest.time:.1%} against {dearest.flops:.1%}), {cheapest.kind} {cheapest.gemm} {cheapest.ratio:.2f} times "
-        f"({cheapest.time:.1%} against {cheapest.flops:.1%})."
+        f"{printable(dearest.kind)} {dearest.gemm} counts {dearest.ratio:.2f} times what it counts by FLOPs "
+        f"({dearest.time:.1%} against {dearest.flops:.1%}), {printable(cheapest.kind)} {cheapest.gemm} "
+        f"{cheapest.ratio:.2f} times ({cheapest.time:.1%} against {cheapest.flops:.1%})."
     )

@@ -251,7 +251,7 @@ def _start_sums(
     gradient: Tensor | None,
 ) -> Iterator[_Sums]:
     """Sets the sums of one layer under way, for each format."""
-    layer_key = zlib.crc32(name.encode())
+    layer_key = zlib.crc32(name.encode(errors="surrogatepass"))
     row_key, column_key = (stream_key(config.seed, step, 0, layer_key, operand) for operand in _OPERANDS)
     for fmt in CHOICES:
         of_rows = terms.pending_weight_divergences(fmt, (row_key, column_key))

@@ -261,7 +261,7 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     layers = snip_linears(model)
     for name in chosen:
         # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone.
-        layers[name].snip_key = zlib.crc32(name.encode())
+        layers[name].snip_key = zlib.crc32(name.encode(errors="surrogatepass"))
     set_step({name: layer for name, layer in layers.items() if name not in before}, config.seed, 0, 0)
     if config.backend == "hopper" and any(layer.snip_backend != "hopper" for layer in layers.values()):
         logger.warning(

@@ -277,7 +277,9 @@ def random_direction(name: str, weight: Tensor, draw: tuple[int, int, int]) -> T
         weight: gives shape and device.
         draw: seed, step and index of the probe.
     """
-    generator = torch.Generator(weight.device).manual_seed(stream_key(*draw, zlib.crc32(name.encode()), 0) >> 1)
+    generator = torch.Generator(weight.device).manual_seed(
+        stream_key(*draw, zlib.crc32(name.encode(errors="surrogatepass")), 0) >> 1
+    )
     return torch.randn(weight.shape, generator=generator, device=weight.device)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .history import records_of
 from .jsonfiles import open_regular, parse_json, read_json
 from .plan import PlanProvenance, PrecisionPlan
 
@@ -195,7 +196,7 @@ def read_divergence(path: str | os.PathLike[str]) -> tuple[int, list[dict[str, A
         | {key: float(r[key]) for key in ("loss_divergence", "weight_divergence")}
         | {key: float(r.get(key) or 0.0) for key in ("flops", "weight_bias", "absolute_error", "relative_error")}
         | {"criterion": None if r.get("criterion") is None else float(r["criterion"])}
-        for r in document["records"]
+        for r in records_of(document)
     ]
     return int(document["step"]), records
 

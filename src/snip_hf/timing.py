@@ -23,6 +23,7 @@ from torch import Tensor
 from . import kernels
 from .formats import FORMAT_CODES, GEMMS
 from .jsonfiles import read_json, write_json_atomic
+from .text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +105,12 @@ def gemm_times(
     if missing and path is not None:
         try:
             write_times(path, known)
-        except OSError as error:
-            logger.warning("snip-hf: could not write the times of GEMMs to %s, training goes on: %s", path, error)
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "snip-hf: could not write the times of GEMMs to %s, training goes on: %s",
+                printable(path, 1000),
+                printable(error, 1000),
+            )
     return {shape: known[machine, shape] for shape in wanted}
 
 
@@ -141,8 +146,8 @@ def read_times(path: str | os.PathLike[str]) -> Times:
         return dict(_entry(row, f"times[{index}]") for index, row in enumerate(rows))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{os.fspath(path)} is not a usable file of GEMM times: {error} Remove it, or name another as cost_file; "
-            "what is missing is timed anew."
+            f"{printable(path, 1000)} is not a usable file of GEMM times: {error} Remove it, or name another as "
+            "cost_file; what is missing is timed anew."
         ) from error
 
 

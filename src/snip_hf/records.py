@@ -20,11 +20,13 @@ from .terms import LAYER
 from .text import printable
 
 # A history of 100,000 refreshes of a 70B model takes about 50 MB; one line of a model of 45,032 linears up to 15 MB.
-MAX_HISTORY_BYTES = 2 * MAX_JSON_BYTES
+MAX_HISTORY_BYTES = 192 * 2**20
 _MOST_LINES = 250_000
 _MOST_LAYERS = 100_000
 # Lists and objects in a Trainer's state, which has one for each time that it logged.
 _MOST_ENTRIES = 2_000_000
+# Of a table of divergences; today's have ten.
+_MOST_COLUMNS = 100
 # Above it, not every whole number is a float any more.
 _LARGEST_STEP = 2**53
 # Sums of squares of such numbers are finite.
@@ -155,13 +157,31 @@ def read_divergence(path: str | os.PathLike[str]) -> tuple[int, list[dict[str, A
         ValueError: it is none.
     """
     document = mapping_of(read_json(path), "the document")
-    rows = entry_of(document, "records")
-    if not isinstance(rows, list):
-        raise ValueError(f"records is {short(rows)}, expected a list.")
+    rows = _rows_of(document)
     records = [_record(row, f"records[{index}]") for index, row in enumerate(rows)]
     if len({(record["layer"], record["gemm"], record["format"]) for record in records}) < len(records):
         raise ValueError("records has a layer, GEMM and format twice.")
     return step_of(entry_of(document, "step"), "step"), records
+
+
+def _rows_of(document: Mapping[str, Any]) -> list[Any]:
+    """Returns the records as objects; files of schema version 2 have "columns", and "rows" of values."""
+    if "rows" not in document:
+        return _list(entry_of(document, "records"), "records")
+    columns = _list(entry_of(document, "columns"), "columns")
+    if len(columns) > _MOST_COLUMNS or not all(isinstance(name, str) for name in columns):
+        raise ValueError(f"columns is {short(columns)}, expected at most {_MOST_COLUMNS} names.")
+    rows = [_list(row, f"rows[{index}]") for index, row in enumerate(_list(document["rows"], "rows"))]
+    for index, row in enumerate(rows):
+        if len(row) != len(columns):
+            raise ValueError(f"rows[{index}] has {len(row)} values, expected {len(columns)}, one for each column.")
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def _list(value: object, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{where} is {short(value)}, expected a list.")
+    return value
 
 
 def _record(value: object, where: str) -> dict[str, Any]:

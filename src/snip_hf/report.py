@@ -118,13 +118,8 @@ def _shown(value: object) -> str:
 
 
 def _in_force(run: Run) -> PrecisionPlan:
-    """Returns the plan of the end, with the measured times of plan.json: the history does not hold them."""
-    plan = run.plans[-1][1]
-    try:
-        saved = PrecisionPlan.load(run.folder / "snip" / "plan.json")
-        return dataclasses.replace(plan, measured=saved.measured)
-    except (OSError, ValueError):  # there is no such file of this plan; the run's notes say so
-        return plan
+    """Returns the plan of the end with its measured times."""
+    return dataclasses.replace(run.plans[-1][1], measured=run.measured)
 
 
 def _print_run_stages(run: Run, plan: PrecisionPlan, console: Console, micro_batches: int | None) -> None:

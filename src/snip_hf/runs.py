@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .cost import MeasuredCost
 from .formats import GEMMS
-from .jsonfiles import MAX_JSON_BYTES, parse_json
+from .jsonfiles import parse_json
 from .plan import PrecisionPlan
 from .records import (
     Check,
@@ -38,7 +39,7 @@ T = TypeVar("T")
 # Plans that are kept at the same time: so many, or so many times their layers.
 _MOST_PLANS, _MOST_PLANNED_LAYERS = 500, 500_000
 # Tables of divergences that are read: so many, and so many bytes, whatever the size of the last refresh's.
-_MOST_TABLES, _MOST_TABLE_BYTES = 64, MAX_JSON_BYTES
+_MOST_TABLES, _MOST_TABLE_BYTES = 64, 64 * 2**20
 # Checkpoints that are looked at for losses, the latest first, until one can be used.
 _MOST_CHECKPOINTS = 3
 # A step in the name of a file or folder.
@@ -53,6 +54,8 @@ class Run:
     plans: list[tuple[int, PrecisionPlan]]
     """(step after which it was in force, plan), the start's plan first; of very many some, evenly spaced, and the last
     two."""
+    measured: MeasuredCost | None
+    """The times in plan.json, which the history does not hold; None: there are none, or it cannot be used."""
     refreshes: list[Refresh]
     checks: list[Check]
     divergences: dict[int, list[dict[str, Any]]]
@@ -84,10 +87,10 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
     notes: list[str] = []
     start, refreshes, checks = _read_history(folder / "snip" / "history.jsonl", notes)
     plans = _plans(start, refreshes, notes)
-    _compare_with_file(folder / "snip" / "plan.json", plans[-1][1], notes)
+    measured = _measured(folder / "snip" / "plan.json", plans[-1][1], notes)
     applied = [refresh.step for refresh in refreshes if refresh.applied_step is not None]
     divergences = _read_divergences(folder / "snip", set(start.assignment), applied[-1:], notes)
-    return Run(folder, plans, refreshes, checks, divergences, _read_losses(folder, notes), notes)
+    return Run(folder, plans, measured, refreshes, checks, divergences, _read_losses(folder, notes), notes)
 
 
 def thinned(items: Sequence[T], count: int) -> list[T]:
@@ -162,18 +165,22 @@ def _plans(start: PrecisionPlan, refreshes: Sequence[Refresh], notes: list[str])
     return plans
 
 
-def _compare_with_file(path: Path, plan: PrecisionPlan, notes: list[str]) -> None:
+def _measured(path: Path, plan: PrecisionPlan, notes: list[str]) -> MeasuredCost | None:
+    """Returns the times in plan.json, if there are any; notes where its plan is not the history's last one."""
     try:
-        differences = plan.changes(PrecisionPlan.load(path))
+        saved = PrecisionPlan.load(path)
+        differences = plan.changes(saved)
+        dataclasses.replace(plan, measured=saved.measured)  # refuses times of other GEMMs
     except (OSError, ValueError) as error:
         notes.append(f"plan.json cannot be used: {error}")
-    else:
-        if differences:
-            key, (ours, theirs) = next(iter(differences.items()))
-            notes.append(
-                f"plan.json differs from the history in {len(differences)} GEMMs ({key} is {theirs}, by the history "
-                f"{ours}); the tables and figures follow the history."
-            )
+        return None
+    if differences:
+        key, (ours, theirs) = next(iter(differences.items()))
+        notes.append(
+            f"plan.json differs from the history in {len(differences)} GEMMs ({key} is {theirs}, by the history "
+            f"{ours}); the tables and figures follow the history."
+        )
+    return saved.measured
 
 
 def _read_divergences(

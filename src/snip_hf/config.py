@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -247,9 +248,9 @@ class SnipConfig:
             )
 
     def _check_lists(self) -> None:
-        names = [name for tie in self.ties for name in dict.fromkeys(tie)]
-        for name in names:
-            if names.count(name) > 1:
+        counts = Counter(name for tie in self.ties for name in dict.fromkeys(tie))
+        for name, count in counts.items():
+            if count > 1:
                 raise ValueError(f"ties: {name!r} is in more than one tie; put all names that share a format into one.")
         for index, stage in enumerate(() if isinstance(self.stages, int) else self.stages or ()):
             if not stage:

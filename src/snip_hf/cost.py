@@ -137,11 +137,12 @@ def cost_shares(flops: Weights, measured: MeasuredCost) -> list[CostShare]:
             if row[gemm] > 0:
                 members.setdefault((layer.rpartition(".")[2], gemm), []).append(layer)
     all_flops = math.fsum(value for row in flops.values() for value in row.values())
+    all_seconds = measured.total("fp8")
     shares = []
     for (kind, gemm), layers in members.items():
         seconds = {fmt: math.fsum(measured.seconds[x][gemm][fmt] for x in layers) for fmt in FORMAT_CODES}
         share = math.fsum(flops[x][gemm] for x in layers) / all_flops
-        shares.append(CostShare(kind, gemm, share, seconds["fp8"] / measured.total("fp8"), seconds))
+        shares.append(CostShare(kind, gemm, share, seconds["fp8"] / all_seconds, seconds))
     return shares
 
 

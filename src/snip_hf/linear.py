@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import math
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from . import kernels
 from .config import SnipConfig
+from .coverage import Coverage, find_coverage
 from .formats import FORMAT_CODES, FORMAT_NAMES, GEMMS, check_format
 from .kernels import STATE_SIZE, forward_gemm, grad_input_gemm, grad_weight_gemm, hopper_lacks
 from .quantize import stream_key
@@ -46,6 +48,9 @@ logger = logging.getLogger(__name__)
 _KNOWN_SUBCLASSES = ("FalconLinear",)
 # Small matrices of adapters, by their names in PEFT; they stay in high precision.
 _ADAPTERS = ("*.lora_A.*", "*.lora_B.*")
+_LEFT_OUT = "skip_modules"
+# More than this share of a model's weight matrices outside the plan is worth a warning.
+_MUCH = 0.1
 STATE = "snip_state"
 # Where DDP looks for names of parameters and buffers that are not its business.
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
@@ -219,8 +224,9 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
 
     Swapped is every `nn.Linear` (exactly that class) inside a numbered block (`....layers.3....`), except the output
     head, adapters' small matrices and what `config.skip_modules` names. Everything starts in `config.start_format`.
-    What is swapped and what is skipped, with the reason, goes to the log. Layers swapped before stay as they are, or
-    are restored if this config skips them.
+    What is swapped and what is skipped, with the reason, goes to the log, and so does every other weight matrix that
+    the plan does not cover (`coverage`). Layers swapped before stay as they are, or are restored if this config skips
+    them.
 
     Returns: the exact names of all swapped layers, in the model's order.
 
@@ -272,7 +278,27 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     _keep_ddp_out(model)
     if before.keys() != layers.keys():
         logger.info("snip-hf swapped %d linear layers; skipped %d (%s).", len(chosen), len(skipped), _summary(skipped))
+        _log_coverage(coverage(model, config))
     return chosen
+
+
+def coverage(model: nn.Module, config: SnipConfig) -> Coverage:
+    """Returns which weight matrices `convert_model` swaps under this config and which it does not, and why."""
+    names = {id(module): plain_name(name) for name, module in model.named_modules()}
+    return find_coverage(model, _head_of(model), skip_reasons(model, config), names)
+
+
+def _log_coverage(found: Coverage) -> None:
+    if found.uncovered:
+        logger.info("snip-hf: the plan does not cover %s.", found.describe())
+    # What the user left out on purpose is no news.
+    missed = math.fsum(group.share for group in found.uncovered if group.reason != _LEFT_OUT)
+    if missed > _MUCH:
+        logger.warning(
+            "snip-hf: FP4 shares count the swapped layers only. What the plan does not cover stays in high precision: "
+            "%s.",
+            found.describe(3),
+        )
 
 
 def restore_model(model: nn.Module) -> None:
@@ -404,7 +430,7 @@ def drop_quantized(layers: Mapping[str, SnipLinear]) -> None:
 
 def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
     """Returns, for every linear layer by name, why `convert_model` leaves it alone, or None if it is swapped."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = _head_of(model)
 
     def reason(name: str, module: nn.Linear) -> str | None:
         if module is head:
@@ -418,11 +444,15 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in _ADAPTERS):
             return "adapter"
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.skip_modules):
-            return "skip_modules"
+            return _LEFT_OUT
         return None
 
     linears = ((plain_name(name), module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
     return {name: reason(name, module) for name, module in linears}
+
+
+def _head_of(model: nn.Module) -> object:
+    return getattr(model, "get_output_embeddings", lambda: None)()
 
 
 def _is_linear(module: nn.Module) -> bool:

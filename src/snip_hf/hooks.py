@@ -8,6 +8,7 @@ built with act, and so do methods of the model's own modules. Where the code doe
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
 import logging
 from collections import deque
@@ -26,7 +27,9 @@ logger = logging.getLogger(__name__)
 
 _OWN = "snip_hf"
 # Their hooks are part of what a model computes.
-_OF_LIBRARIES = frozenset({"torch", "torchao", "transformers", "transformers_modules", "accelerate", "peft", "deepspeed"})
+_OF_LIBRARIES = frozenset(
+    {"torch", "torchao", "transformers", "transformers_modules", "accelerate", "peft", "deepspeed"}
+)
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Methods of lists, dicts and sets that return None.
 _MUTATORS = frozenset({"append", "add", "extend", "insert", "update", "clear", "remove", "discard", "appendleft"})
@@ -117,7 +120,7 @@ def _leave_out(model: nn.Module, found: list[_Hook], kept: Kept) -> None:
         for one in acting:
             found.remove(one)
             kept.keep(one.hook)
-            kept.keep(getattr(type(one.hook), "__call__", None))
+            kept.keep(_unbound(one.hook)[0])
     for one in found:
         del one.hooks[one.key]
 
@@ -167,8 +170,8 @@ def _unbound(hook: Any) -> tuple[Any, list[Any]]:
             bound, hook = [*hook.args, *bound], hook.func
         elif isinstance(hook, MethodType):
             bound, hook = [hook.__self__, *bound], hook.__func__
-        elif not isinstance(hook, FunctionType) and isinstance(getattr(type(hook), "__call__", None), FunctionType):
-            bound, hook = [hook, *bound], type(hook).__call__
+        elif isinstance(called := inspect.getattr_static(type(hook), "__call__", None), FunctionType):
+            bound, hook = [hook, *bound], called
         else:
             return hook, bound
 
@@ -183,8 +186,9 @@ def _package(hook: Any) -> str:
     function = _unbound(hook)[0]
     while _is_wrapper(function):
         function = _unbound(function.__wrapped__)[0]
-    name = function.__globals__.get("__name__") if isinstance(function, FunctionType) else getattr(function, "__module__", "")
-    return str(name).partition(".")[0]
+    if isinstance(function, FunctionType):  # its `__module__` may be that of what it wraps
+        return str(function.__globals__.get("__name__")).partition(".")[0]
+    return str(getattr(function, "__module__", "")).partition(".")[0]
 
 
 def _facts(function: FunctionType, bound: list[Any], modules: set[int], kept: Kept) -> _Facts:
@@ -245,7 +249,7 @@ class _Reader:
 
     def read(self, node: _Function) -> Finding:
         nodes = list(ast.walk(node))
-        while any([self._follow(one) for one in nodes]):
+        while any(self._follow(one) for one in nodes):
             pass
         for one in nodes:
             self._see(one, nodes)

@@ -15,10 +15,9 @@ from __future__ import annotations
 import logging
 import math
 import random
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from .hooks import leave_out_global_observers, leave_out_observers
 from .linear import SnipLinear, plain_name, snip_linears
 from .products import is_split, product
 from .quantize import stream_key
-from .traces import Kept
+from .traces import Kept, Shared
 
 logger = logging.getLogger(__name__)
 
@@ -310,7 +309,7 @@ def run_pass(
     try:
         batch.random_state.restore()
         with (
-            _shared.patched(model),
+            _for_all_threads(model),
             _everything_kept(model),
             without_sharding_hooks(model),
         ):
@@ -404,40 +403,20 @@ def _version(parameter: Tensor) -> int:
     return 0 if parameter.is_inference() else parameter._version
 
 
-class _Shared:
-    """What the passes of all threads replace in torch itself: the first one puts it in place, the last one back."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._passes = 0
-        self._patches = ExitStack()
-
-    @contextmanager
-    def patched(self, model: nn.Module) -> Iterator[None]:
-        with self._lock:
-            if self._passes == 0:
-                self._patch(model)
-            self._passes += 1
-        try:
+@contextmanager
+def _patched_torch(model: nn.Module) -> Iterator[None]:
+    """Replaces, in torch itself, what the passes cannot have as it is."""
+    kept = Kept()
+    try:
+        leave_out_global_observers(model, kept)
+        # Compiled layers would record nothing, and be compiled again for it.
+        with torch.compiler.set_stance("force_eager"), _efficient_attention():
             yield
-        finally:
-            with self._lock:
-                self._passes -= 1
-                if self._passes == 0:
-                    self._patches.close()
-
-    def _patch(self, model: nn.Module) -> None:
-        with ExitStack() as patches:
-            kept = Kept()
-            patches.callback(kept.restore)
-            leave_out_global_observers(model, kept)
-            # Compiled layers would record nothing, and be compiled again for it.
-            patches.enter_context(torch.compiler.set_stance("force_eager"))
-            patches.enter_context(_efficient_attention())
-            self._patches = patches.pop_all()
+    finally:
+        kept.restore()
 
 
-_shared = _Shared()
+_for_all_threads = Shared(_patched_torch)
 
 
 @contextmanager

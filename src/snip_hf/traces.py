@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -27,6 +29,34 @@ _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, Tensor, Modul
 _DEPTH = 4
 # Containers with more elements are data: their content is kept, their elements are not looked into.
 _LONGEST = 1000
+
+
+class Shared:
+    """A patch of what all threads have in common: the first to need it puts it in place, the last one takes it away.
+
+    Args:
+        patch: gives the context that patches.
+    """
+
+    def __init__(self, patch: Callable[..., AbstractContextManager[None]]) -> None:
+        self._patch = patch
+        self._lock = threading.Lock()
+        self._users = 0
+        self._in_place = ExitStack()
+
+    @contextmanager
+    def __call__(self, *args: Any) -> Iterator[None]:
+        with self._lock:
+            if self._users == 0:
+                self._in_place.enter_context(self._patch(*args))
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._in_place.close()
 
 
 class Kept:

@@ -503,9 +503,7 @@ def test_a_probe_under_autocast_shows_what_hooks_see_on_the_plain_model_under_au
     model, inputs = tiny_lm(), tokens()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss, seen = seen_by_hooks(model, inputs)
-    under = watched(
-        model.layers[0], lambda _: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
-    )
+    under = watched(model.layers[0], lambda _: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
     probe = probed(model, inputs, probes=0, autocast=torch.bfloat16)[0]
     exact = probed(model, inputs, probes=0)[0]
     assert under() == [(True, torch.bfloat16), (False, torch.get_autocast_dtype("cpu"))]

@@ -122,7 +122,7 @@ class Kept:
             self._keep_all((value.__self__, value.__func__), depth)
         elif isinstance(value, FunctionType):
             self._keep_function(value, depth)
-        elif hasattr(value, "__dict__") and (
+        elif isinstance(getattr(value, "__dict__", None), dict) and (
             isinstance(value, nn.Module | SimpleNamespace) or not is_library(type(value).__module__)
         ):
             self.keep_entries(vars(value), depth)
@@ -131,7 +131,7 @@ class Kept:
         """Keeps the content of a dict, and of what it holds if that is not too deep."""
         kind = OrderedDict if isinstance(entries, OrderedDict) else dict
         self._undo.append(partial(_put_back_entries, kind, entries, dict(kind.items(entries))))
-        self._keep_all(kind.values(entries), depth)
+        self._keep_all(list(kind.values(entries)), depth)
 
     def _keep_all(self, values: Any, depth: int) -> None:
         if len(values) <= _LONGEST:

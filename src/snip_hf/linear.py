@@ -468,9 +468,10 @@ def _refuse_quantized(model: nn.Module) -> None:
             "Load it without a quantization_config, or dequantize it first."
         )
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
+        # Not `module.weight`: what parametrizes a weight may write to its buffers when it is asked for.
+        weight = module._parameters.get("weight")
+        if not isinstance(module, nn.Linear) or weight is None:
             continue
-        weight = module.weight
         # DTensor: sharded, not quantized. Any other subclass holds something else than its dtype says.
         if type(weight).__name__ not in ("Parameter", "Tensor", "DTensor") or not weight.is_floating_point():
             raise ValueError(

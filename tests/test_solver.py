@@ -97,7 +97,7 @@ def test_the_process_that_imports_the_parent_side_never_loads_a_solver() -> None
 
 def test_the_child_runs_with_raised_niceness() -> None:
     wrapper = (
-        "import os, sys, threading, time; sys.path.insert(0, sys.argv[1]); import ilp;"
+        "import os, sys, threading, time; sys.path.insert(0, sys.argv.pop()); import ilp;"
         "ilp.solve = lambda problem: {'nice': os.nice(0), 'threads': os.environ['OMP_NUM_THREADS']}; ilp.main()"
     )
     command = [sys.executable, "-I", "-c", wrapper, str(Path(ilp.__file__).parent)]

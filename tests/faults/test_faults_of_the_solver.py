@@ -196,7 +196,7 @@ def test_a_solver_that_is_slow_is_waited_for_and_its_plan_applied_at_the_same_st
 def test_output_without_end_fills_neither_the_disk_nor_the_trainers_memory(tmp_path: Path) -> None:
     """The solver's process may write 64 MiB into a file and no more; the parent reads no more than that."""
     stub = (
-        "import os, sys; sys.path.insert(0, sys.argv[1]); import ilp\n"
+        "import os, sys; sys.path.insert(0, sys.argv.pop()); import ilp\n"
         "def solve(problem):\n"
         "    try:\n"
         "        while True: os.write(1, b'x' * (1 << 20))\n"

@@ -46,6 +46,7 @@ LARGEST = 1e100
 LARGEST_FILE = 64 * 2**20
 # How often it looks whether the process that waits for its answer still lives.
 WATCH_SECONDS = 0.25
+_PACKAGES = {"cbc": "mip", "highs": "scipy"}
 BAD_INPUT, MISSING_SOLVER, NO_SOLUTION = 2, 3, 4
 _KINDS: dict[str, tuple[type, ...]] = {
     "a name": (str,),
@@ -555,9 +556,8 @@ def _version(solver: str) -> str:
     """The version of an exact solver's package.
 
     Raises:
-        MissingSolverError: it cannot be used here; the message says why.
+        MissingSolverError: it cannot be used here; the message says why, after "mip" or "which".
     """
-    package = {"cbc": "mip", "highs": "scipy"}[solver]
     said: list[str] = []
     try:
         if solver == "cbc":
@@ -576,16 +576,15 @@ def _version(solver: str) -> str:
 
         return f"scipy {scipy.__version__}"
     except Exception as error:  # a package that is broken, or built for another one's version, raises anything
-        found = importlib.util.find_spec(package)
+        found = importlib.util.find_spec(_PACKAGES[solver])
         if found is None:
             raise MissingSolverError(
-                f"needs {package}, which is not installed for {sys.executable} (the training script's folder and the "
-                "working directory are not searched). Install it"
+                f"is not installed for {sys.executable} (the script's folder and the working directory do not count). "
+                "Install it"
             ) from error
-        where, why = found.origin or package, f"{type(error).__name__}: {error}"
-        raise MissingSolverError(
-            f"needs {package}, which is installed ({where}) but does not load ({why}). Mend it"
-        ) from error
+        where = found.origin or ", ".join(found.submodule_search_locations or ())
+        why = f"{type(error).__name__}: {error}"
+        raise MissingSolverError(f"is installed ({where}) but does not load ({why}). Mend it") from error
 
 
 def _choose_solver(program: Program) -> tuple[str, str]:
@@ -598,16 +597,18 @@ def _choose_solver(program: Program) -> tuple[str, str]:
         )
     if not overlap and (program.solver == "greedy" or (program.solver == "auto" and len(program.units) > GREEDY_ABOVE)):
         return "greedy", GREEDY_VERSION
-    reasons = []
+    reasons = {}
     for name in ("cbc", "highs") if program.solver == "auto" else (program.solver,):
         try:
             return name, _version(name)
         except MissingSolverError as error:
-            reasons.append(f"{name!r} {error}")
+            reasons[_PACKAGES[name]] = str(error)
     if program.solver == "auto" and not overlap:
         return "greedy", GREEDY_VERSION
+    each = [f"{package} {reason}" for package, reason in reasons.items()]
     raise MissingSolverError(
-        f"solver: {'; or '.join(reasons)}"
+        f"solver: {program.solver!r} needs {' or '.join(reasons)}"
+        + (f". {'. '.join(each)}" if len(each) > 1 else f", which {next(iter(reasons.values()))}")
         + (", or take 'greedy'." if not overlap else " ('greedy' does not apply: the constraints share groups).")
     )
 

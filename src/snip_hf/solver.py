@@ -197,8 +197,9 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         process.wait(_REAPING)
 
 
-def _give_up(process: subprocess.Popen[bytes], files: list[IO[bytes]]) -> None:
-    _end_group(process)
+def _give_up(process: subprocess.Popen[bytes], files: list[IO[bytes]], owner: int) -> None:
+    if os.getpid() == owner:  # and not a copy of it that a fork made
+        _end_group(process)
     for file in files:
         file.close()
 
@@ -258,7 +259,7 @@ class SolverProcess:
         self._outcome: SolverResult | SolverError | None = None
         self._watch = _Watch(process, limit)
         self._watch.start()
-        self._finalizer = weakref.finalize(self, _give_up, process, files)
+        self._finalizer = weakref.finalize(self, _give_up, process, files, os.getpid())
 
     @classmethod
     def start(
@@ -282,7 +283,14 @@ class SolverProcess:
                 stdin, stdout, stderr = (on_failure.enter_context(tempfile.TemporaryFile()) for _ in range(3))
                 stdin.write(json.dumps(problem).encode())
                 stdin.seek(0)
-                process = subprocess.Popen(words, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
+                process = subprocess.Popen(
+                    words,
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    cwd="/",  # CBC aborts where the working directory is gone
+                    start_new_session=True,
+                )
                 on_failure.pop_all()
         except OSError as error:  # also a full disk
             raise _not_started(error) from error
@@ -290,7 +298,7 @@ class SolverProcess:
         try:
             return cls(problem, process, [stdout, stderr], seconds)
         except RuntimeError as error:  # no thread can be started
-            _give_up(process, [stdout, stderr])
+            _give_up(process, [stdout, stderr], os.getpid())
             raise _not_started(error) from error
 
     def poll(self) -> bool:
@@ -369,7 +377,7 @@ class SolverProcess:
 def own_command() -> list[str]:
     """``python -I ilp.py``, which ends with this process and finds the packages that this process finds."""
     paths = [word for path in import_paths() for word in ("--path", path)]
-    return [sys.executable, "-I", ilp.__file__, "--parent", str(os.getpid()), *paths]
+    return [sys.executable, "-I", os.path.abspath(ilp.__file__), "--parent", str(os.getpid()), *paths]
 
 
 def check_solver(config: SnipConfig, log: logging.Logger) -> None:

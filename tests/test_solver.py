@@ -249,6 +249,16 @@ def test_an_infeasible_problem_is_reported_with_what_is_attainable() -> None:
     )
 
 
+def test_names_of_a_problem_are_told_within_bounds() -> None:
+    name = "x" * 10**5
+    problem = make_problem(constraints=[{"name": name, "groups": None, "minimum": 9.0}], solver="greedy")
+    assert len(str(failure(None, problem))) < 1200
+    problem["constraints"][0]["minimum"] = 0.5
+    with pytest.raises(SolverError, match=r"failed the re-check") as caught:
+        check_solution(problem, solution(choices={"a": "fp8", "b": "fp8"}))
+    assert len(str(caught.value)) < 1200
+
+
 def test_killing_is_idempotent_and_ends_the_process() -> None:
     process = SolverProcess.start(make_problem(), python("import time; time.sleep(60)"))
     pid = process._process.pid

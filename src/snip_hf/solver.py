@@ -123,7 +123,7 @@ def check_solution(problem: dict[str, Any], solution: Any) -> SolverResult:
 
 
 def _rejected(what: str) -> SolverError:
-    return SolverError("rejected", f"The solver's map failed the re-check: {what}.")
+    return SolverError("rejected", f"The solver's map failed the re-check: {printable(what, _MAX_ERROR_TEXT)}.")
 
 
 def _garbage(solution: dict[str, Any], field: str, expected: str) -> SolverError:
@@ -143,7 +143,7 @@ def _short(value: Any) -> str:
 
 
 def _not_started(error: Exception) -> SolverError:
-    return SolverError("crashed", f"The solver process could not be started: {error}")
+    return SolverError("crashed", f"The solver process could not be started: {printable(error, _MAX_ERROR_TEXT)}")
 
 
 def _timeout(limit: str) -> SolverError:
@@ -174,7 +174,8 @@ def _infeasible_message(program: ilp.Program, attainable: Any) -> str:
         for row in program.constraints
         if isinstance(attainable, dict) and _is_number(attainable.get(row.name))
     ]
-    return f"No map meets all constraints ({'; '.join(parts)}, each by itself). Lower the target or tie less."
+    each = printable("; ".join(parts), _MAX_ERROR_TEXT)
+    return f"No map meets all constraints ({each}, each by itself). Lower the target or tie less."
 
 
 def _is_there(pid: int) -> bool:
@@ -371,7 +372,9 @@ class SolverProcess:
         except SolverError as error:
             return error
         except ilp.ProblemError as error:
-            return SolverError("bad problem", f"The solver answered a malformed problem: {error}")
+            return SolverError(
+                "bad problem", f"The solver answered a malformed problem: {printable(error, _MAX_ERROR_TEXT)}"
+            )
 
 
 def own_command() -> list[str]:

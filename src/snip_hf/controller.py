@@ -46,7 +46,7 @@ from .optimizers import check_optimizer, responses
 from .plan import MAX_TEXT, PlanProvenance, PrecisionPlan
 from .preparation import check_model, check_parts, check_sizes, cost_of_all, flops_of_all, swap, use_backend
 from .probe import Batch, read
-from .solver import SolverProcess, SolverResult
+from .solver import SolverProcess, SolverResult, check_solver
 from .text import printable
 from .timing import read_times
 from .watch import StepWatch
@@ -146,6 +146,8 @@ class SnipController:
         self._keeps_weights = False
         self.backend = select_backend(config.backend, next(self.model.parameters()).device)
         """Kernels in use: "emulated" or "hopper"."""
+        if policies.needs_probe(config):
+            self.processes.everyone.by_first(lambda: check_solver(config, self._log))
         swap(self.model, config, self.processes.pipeline)
         keep_states_apart([model] if isinstance(model, nn.Module) else model)
         self._layers = snip_linears(self.model)

@@ -33,6 +33,7 @@ from .history import RunFolder, describe_plan, shares, start_line
 from .kernels import select_backend
 from .launch import ModelParts, Pipeline, check_launch, find_processes, keep_states_apart, parts_of, unwrap
 from .linear import (
+    SnipLinear,
     drop_quantized,
     forget_inputs,
     keep_quantized,
@@ -194,7 +195,7 @@ class SnipController:
         if self._zero is not None:
             self._hooks.append(self._zero.before_step(lambda: self._before_optimizer_step(self.step + 1)))
         elif self.needs_probe:
-            self._optimizer_watch = OptimizerWatch(optimizer, self._layers)
+            self._optimizer_watch = OptimizerWatch(optimizer, self._swapped)
         if self.backend == "hopper":
             groups = policies.siblings(self._setting)
             share_inputs(self._layers, [group for group in groups if group[0] in self._layers])
@@ -213,7 +214,7 @@ class SnipController:
         """Kernels in use: "emulated" or "hopper"."""
         swap(self.model, config, self.processes.pipeline)
         keep_states_apart([model] if isinstance(model, nn.Module) else model)
-        self._layers = snip_linears(self.model)
+        self._swapped = snip_linears(self.model)
         mixed_precision = getattr(accelerator, "mixed_precision", None)
         use_backend(self._layers, self.backend, self.processes.data, mixed_precision, self._log)
         # As `config`, with as many tokens as the bound on memory allows.
@@ -480,6 +481,11 @@ class SnipController:
         self._chunks[part] += 1
 
     @property
+    def _layers(self) -> dict[str, SnipLinear]:
+        """The swapped layers, without those that `restore_model` turned back in mid-run."""
+        return {name: layer for name, layer in self._swapped.items() if isinstance(layer, SnipLinear)}
+
+    @property
     def _probe_batch_tokens(self) -> int | None:
         """Tokens that this rank's part of the probe may run on; a pipeline takes whole batches only."""
         tokens = self.config.probe_batch_tokens
@@ -557,7 +563,7 @@ class SnipController:
 
     def _check_loop(self) -> None:
         """Raises ValueError if the training loop has replaced what the refresh is about."""
-        check_layers(self.model, self._layers, self._setting.flops)
+        check_layers(self.model, self._swapped, self._setting.flops)
         if self._optimizer_watch is not None:
             self._optimizer_watch.check()
 
@@ -638,7 +644,7 @@ class SnipController:
     def _apply(self, pending: _Pending, step: int) -> None:
         attempt = Attempt()
         with attempt:
-            check_layers(self.model, self._layers, self._setting.flops)
+            check_layers(self.model, self._swapped, self._setting.flops)
         self.processes.everyone.agree(attempt.error)
         began = time.perf_counter()
 

@@ -615,6 +615,8 @@ class SnipController:
         }
         ranked = {} if self.config.refresh_on_drift is None else ranking(self._setting, table)
         process = self._start_solver(program)
+        if self._optimizer_watch is not None:
+            self._optimizer_watch.expect_gradients()
         self._pending = _Pending(step, step + self.config.apply_delay, program, record, ranked, process)
 
     def _say_no_update(self, step: int) -> None:
@@ -645,6 +647,8 @@ class SnipController:
         attempt = Attempt()
         with attempt:
             check_layers(self.model, self._swapped, self._setting.flops)
+            if self._optimizer_watch is not None:
+                self._optimizer_watch.check_gradients_used()
         self.processes.everyone.agree(attempt.error)
         began = time.perf_counter()
 

@@ -36,7 +36,7 @@ from .optimizers import ElementwiseResponse, Response, responses
 from .pooling import pooled
 from .probe import Batch, random_direction, run_pass, run_probe
 from .quantize import stream_key
-from .scale import check_scale
+from .scale import unscaled
 from .terms import LAYER, ROWS, LayerTerms, Pending, Squares, read_all
 
 Pushforward = Callable[[Tensor], Tensor] | Tensor
@@ -191,9 +191,8 @@ def divergences_at(
     samples = pooled(probe.layers, batch.labelled / sum(kept), layers, processes.data)
     parts = sum(every) / sum(kept)
     sums: list[_Sums] = []
-    with attempt:
-        if config.policy == "snip":
-            check_scale(samples, gradients, list(norms), gradient_scale)
+    if config.policy == "snip":
+        gradient_scale = unscaled(gradient_scale, samples, gradients, list(norms), processes.data, attempt)
     with attempt:
         for name, weight, gradient, pushforward in _gathered(layers, samples, answers, gradients, norms, config):
             with attempt:  # the others go on gathering what is sharded, and so does this rank

@@ -237,9 +237,11 @@ class SnipCallback(TrainerCallback):
         Raises:
             ValueError: the mark is damaged.
         """
-        mark = _marks(state).get(_MARK)
+        if _MARK not in _marks(state):
+            return None
+        mark = _marks(state)[_MARK]
         run = mark.get("run") if isinstance(mark, dict) else None
-        if mark is not None and not isinstance(run, str):
+        if not isinstance(run, str):
             folder = self._folders(args, state)[0]
             raise ValueError(
                 f"{folder / TRAINER_STATE_NAME}: stateful_callbacks[{_MARK!r}] is {str(mark)[:80]!r}, expected "

@@ -17,11 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from small import text, tiny_llama
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import snip_hf.distributed
 import snip_hf.launch
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model
 from snip_hf.cost import linear_flops
+from snip_hf.fingerprint import weights_fingerprint
 from snip_hf.linear import restore_model, snip_linears
 from snip_hf.plan import PlanProvenance
 
@@ -98,6 +101,14 @@ def states() -> None:
         assert {fmt for layer in snip_linears(run.model).values() for fmt in layer.formats.values()} == {"fp8"}
 
 
+def sharded() -> None:
+    """What FSDP2 holds on the first rank tells the weights as the whole model does."""
+    model = tiny_llama(hidden=32, layers=2)
+    expected = weights_fingerprint(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    assert dist.get_rank() > 0 or weights_fingerprint(model) == expected
+
+
 def too_few_batches() -> None:
     """The second rank does one step, the first one a second."""
     run = controller()
@@ -129,6 +140,7 @@ def main() -> None:
         "max_steps": lambda: controller(max_steps=10 + rank),
         "restored": one_rank_restored_a_layer,
         "states": states,
+        "sharded": sharded,
         # Last, since who is waited for in vain is lost to the other.
         "batches": too_few_batches,
         "callback": without_a_controller,

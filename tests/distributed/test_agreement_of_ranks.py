@@ -74,6 +74,10 @@ def test_a_layer_that_one_rank_replaced_in_mid_run_costs_all_of_them_the_refresh
     assert two[1]["restored"]["messages"] == []
 
 
+def test_the_first_rank_of_a_sharded_model_tells_its_weights_as_one_process_does(two: Found) -> None:
+    assert [found["sharded"]["error"] for found in two] == ["", ""]
+
+
 @pytest.mark.parametrize(
     ("scenario", "place"),
     [

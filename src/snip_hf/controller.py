@@ -644,12 +644,6 @@ class SnipController:
                 self._apply(pending, step)
 
     def _apply(self, pending: _Pending, step: int) -> None:
-        attempt = Attempt()
-        with attempt:
-            check_layers(self.model, self._swapped, self._setting.flops)
-            if self._optimizer_watch is not None:
-                self._optimizer_watch.check_gradients_used()
-        self.processes.everyone.agree(attempt.error)
         began = time.perf_counter()
 
         def solution() -> dict[str, Any]:
@@ -657,6 +651,12 @@ class SnipController:
             return asdict(pending.process.result(self.config.solver_time_limit + _GRACE))
 
         result = SolverResult(**self.processes.everyone.by_first(solution))
+        attempt = Attempt()
+        with attempt:
+            check_layers(self.model, self._swapped, self._setting.flops)
+            if self._optimizer_watch is not None:
+                self._optimizer_watch.check_gradients_used()
+        self.processes.everyone.agree(attempt.error)
         pending.record["seconds"] |= {"solver": result.seconds, "waited": time.perf_counter() - began}
         plan = self._new_plan(pending.step, result)
         changes = self.plan.changes(plan)

@@ -31,7 +31,7 @@ def weights_fingerprint(model: nn.Module) -> str | None:
             dims = [placement.dim for placement in parameter.placements if placement.is_shard()]  # type: ignore[attr-defined]
             if any(dim != 0 for dim in dims):
                 return None
-        row = own_part(parameter.detach()).reshape(-1)[: parameter.shape[-1] if parameter.ndim > 1 else None]
+        row = own_part(parameter.detach()).reshape(-1)[: parameter.shape[-1] if parameter.ndim > 1 else 1]
         digest.update(json.dumps([name, list(parameter.shape)]).encode())
         digest.update(row.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()

@@ -152,7 +152,7 @@ def main() -> None:
         try:
             scenario()
         except Exception as caught:
-            error = f"{type(caught).__name__}: {caught.args[0]}"
+            error = f"{type(caught).__name__}: {caught}"
         found[name] = {"error": error, "seconds": time.monotonic() - began, "messages": [*messages]}
         dist.barrier()
     (folder / f"rank{rank}.json").write_text(json.dumps(found))

@@ -13,10 +13,11 @@ import pytest
 import torch
 from small import text, tiny_llama
 from test_controller import Loop
-from tiny_runs import FAST, SCHEDULE, differing, history, one_thread, weights
+from tiny_runs import FAST, SCHEDULE, arguments, data, differing, history, one_thread, weights
 from torch import nn
+from transformers import Trainer, TrainerCallback
 
-from snip_hf import SnipConfig, SnipController
+from snip_hf import SnipCallback, SnipConfig, SnipController
 from snip_hf.linear import restore_model, snip_linears
 
 CONFIG = SnipConfig(**SCHEDULE)
@@ -49,6 +50,28 @@ def test_an_optimizer_that_was_replaced_in_mid_run_keeps_the_plan_and_is_named(f
         "ValueError: The AdamW that training began with has not taken the last 10 steps: another optimizer trains the "
         "model, of whose state nothing is known."
     )
+
+
+def test_an_optimizer_that_a_callback_of_the_trainer_replaced_is_named(tmp_path: Path) -> None:
+    class Replace(TrainerCallback):
+        trainer: Trainer
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 4:
+                new = torch.optim.AdamW(kwargs["model"].parameters(), lr=1e-3)
+                self.trainer.optimizer = self.trainer.accelerator.prepare(new)
+
+    replace = Replace()
+    model, callbacks = tiny_llama(hidden=32), [SnipCallback(CONFIG), replace]
+    replace.trainer = Trainer(model, arguments(tmp_path), train_dataset=data(), callbacks=callbacks)
+    replace.trainer.train()
+    found = reasons(tmp_path)
+    assert list(found) == [2, 6, 10] and found[2] is None
+    for step, left_out in ((6, "step"), (10, "5 steps")):
+        assert found[step].startswith(
+            f"ValueError: The AdamW that training began with has not taken the last {left_out}: another "
+            "optimizer trains the model, of whose state nothing is known."
+        )
 
 
 def test_steps_that_a_loop_leaves_out_are_no_other_optimizer(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_the_probed_loss_is_the_models_on_the_steps_first_micro_batch(tmp_path: 
     Recording.training_step = _in_evaluation_mode(Recording.training_step)
     trainer = Recording(
         model=model,
-        args=arguments(tmp_path, max_steps=3),
+        args=arguments(tmp_path, max_steps=4),
         train_dataset=data(),
         callbacks=[SnipCallback(SnipConfig(start_format="bf16", **SCHEDULE))],
     )
@@ -576,6 +576,9 @@ def test_every_kind_of_failure_in_one_run_keeps_the_plan_and_leaves_no_process(
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             added.append(math.nan if state.global_step + 1 == 5 else 0.0)
 
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 9
+
     added = [0.0]
     before = children()
     model = model_with_dropout()
@@ -590,7 +593,7 @@ def test_every_kind_of_failure_in_one_run_keeps_the_plan_and_leaves_no_process(
     )
     monkeypatch.setattr("snip_hf.controller._GRACE", 0.0)
     config = SnipConfig(first_refresh=1, refresh_every=2, apply_delay=1, solver_time_limit=0.3, solver="greedy")
-    run = train(tmp_path, config, model=model, callbacks=[NanLoss()], max_steps=9)
+    run = train(tmp_path, config, model=model, callbacks=[NanLoss()], max_steps=10)
     reasons = [(line["step"], line["status"], line["reason"]) for line in run.refreshes]
     assert len(processes) == 4
     assert [step for step, _, _ in reasons] == [1, 3, 5, 7, 9]

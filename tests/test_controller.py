@@ -548,6 +548,8 @@ def test_a_check_of_a_loss_that_is_not_finite_or_a_batch_without_labels_says_so(
     loop.step = 7
     loop.controller.after_step(7)
     loop.controller.capture(text(2, 24))
+    for layer in snip_linears(loop.model).values():
+        layer.weight.grad = torch.ones_like(layer.weight)
     loop.controller.before_optimizer_step(8)
     with torch.no_grad():
         norm.copy_(kept)
@@ -1070,6 +1072,7 @@ def test_a_probe_at_learning_rate_0_says_that_the_loss_divergence_alone_decides(
     loop.optimizer.param_groups[0]["lr"] = 0.0
     loop.run(4)
     assert caplog.messages == [
-        "snip-hf: all weight divergences of step 2 are 0 (is the learning rate 0?); the loss divergence alone decides."
+        "snip-hf: all weight divergences of step 2 are 0, since the learning rate is 0; the loss divergence alone "
+        "decides."
     ]
     assert [line["status"] for line in history(tmp_path)[1:]] == ["applied"]

@@ -13,6 +13,7 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
 from .config import SnipConfig
 from .controller import SnipController
@@ -77,7 +78,9 @@ class SnipCallback(TrainerCallback):
                 self.config.start_format,
             )
         output_dir = args.output_dir if state.is_world_process_zero else None
-        self.controller = SnipController(model, kwargs["optimizer"], self.config, AcceleratorState(), output_dir)
+        self.controller = SnipController(
+            model, kwargs["optimizer"], self.config, AcceleratorState(), output_dir, max_steps=state.max_steps
+        )
         # Never part of a compiled graph: torch.compile runs the hooks of the module that it is given, and those of the
         # wrapper that it returns, before and after the graph. Hooks further inside would break it in two.
         self._hooks = [
@@ -170,7 +173,9 @@ class SnipCallback(TrainerCallback):
         if state.is_world_process_zero and self.controller is not None and folder.is_dir():
             try:
                 remove_temporaries(folder, STATE_NAME)
-                write_json_atomic(folder / STATE_NAME, self.controller.state_dict() | {"run": self._run})
+                # Ties the state to the weights next to it.
+                own = {"run": self._run, "weights": self.controller.weights_fingerprint()}
+                write_json_atomic(folder / STATE_NAME, self.controller.state_dict() | own)
             except (OSError, ValueError) as error:  # ValueError: larger than what a resumed run would read
                 logger.warning(
                     "snip-hf: could not write %s; resuming there will fail: %s",
@@ -216,10 +221,10 @@ class SnipCallback(TrainerCallback):
         path = self._find_state(args, state)
         if path is None:
             return None
-        mark = _marks(state).get(_MARK)
+        run = self._marked_run(args, state)
         try:
             saved = read_json(path)
-            if mark is not None and isinstance(saved, dict) and saved.get("run", mark["run"]) != mark["run"]:
+            if run is not None and isinstance(saved, dict) and saved.get("run", run) != run:
                 raise ValueError(
                     "it belongs to another run than the weights. Name the folder of the checkpoint in "
                     "SnipCallback(resume=FOLDER), or say SnipCallback(resume=False) to start a new plan."
@@ -229,10 +234,39 @@ class SnipCallback(TrainerCallback):
         return {"path": str(path), "state": saved}
 
     def _load_state(self, saved: Mapping[str, Any], state: TrainerState) -> None:
+        controller = self._running()
         try:
-            self._running().load_state_dict(saved["state"], state.global_step)
+            controller.load_state_dict(saved["state"], state.global_step, controller.weights_fingerprint())
         except (KeyError, ValueError) as error:
             raise _cannot_resume(saved["path"], error) from error
+
+    def _marked_run(self, args: TrainingArguments, state: TrainerState) -> str | None:
+        """Returns the run that the checkpoint's trainer_state.json names, None if it names none.
+
+        Raises:
+            ValueError: the mark is damaged.
+        """
+        if _MARK not in _marks(state):
+            return None
+        mark = _marks(state)[_MARK]
+        run = mark.get("run") if isinstance(mark, dict) else None
+        if not isinstance(run, str):
+            folder = self._folders(args, state)[0]
+            raise ValueError(
+                f"{folder / TRAINER_STATE_NAME}: stateful_callbacks[{_MARK!r}] is {str(mark)[:80]!r}, expected "
+                "{'run': NAME}: the file is damaged. Restore it from another copy of the checkpoint, or say "
+                "SnipCallback(resume=False) to start a new plan."
+            )
+        return run
+
+    def _folders(self, args: TrainingArguments, state: TrainerState) -> list[Path]:
+        """Returns the folders that may be the checkpoint's, in the order in which they are looked into."""
+        if not isinstance(self._resume, bool):
+            return [Path(self._resume)]
+        folders = [_checkpoint(args, state)]
+        if isinstance(args.resume_from_checkpoint, str) and os.path.isdir(args.resume_from_checkpoint):
+            folders.insert(0, Path(args.resume_from_checkpoint))
+        return folders
 
     def _find_state(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """Returns the file to resume from, None to start a new plan; says which in the log."""
@@ -243,11 +277,8 @@ class SnipCallback(TrainerCallback):
             )
         if state.global_step == 0 or self._resume is False:
             return None
-        folders = [_checkpoint(args, state)]
-        if isinstance(args.resume_from_checkpoint, str) and os.path.isdir(args.resume_from_checkpoint):
-            folders.insert(0, Path(args.resume_from_checkpoint))
-        if self._resume is not True:
-            folders = [Path(self._resume)]
+        self._marked_run(args, state)
+        folders = self._folders(args, state)
         found = [folder / STATE_NAME for folder in folders if (folder / STATE_NAME).is_file()]
         if found:
             logger.info("snip-hf: resuming from %s.", printable(found[0], 1000))

@@ -36,6 +36,7 @@ from .optimizers import ElementwiseResponse, Response, responses
 from .pooling import pooled
 from .probe import Batch, random_direction, run_pass, run_probe
 from .quantize import stream_key
+from .scale import unscaled
 from .terms import LAYER, ROWS, BatchSizes, LayerTerms, Pending, Squares, read_all
 
 Pushforward = Callable[[Tensor], Tensor] | Tensor
@@ -200,6 +201,8 @@ def divergences_at(
     assert probe is not None
     samples = pooled(probe.layers, batch.labelled / sizes.labelled, layers, processes.data)
     sums: list[_Sums] = []
+    if config.policy == "snip":
+        gradient_scale = unscaled(gradient_scale, samples, gradients, list(norms), processes.data, attempt)
     with attempt:
         for name, weight, gradient, pushforward in _gathered(layers, samples, answers, gradients, norms, config):
             with attempt:  # the others go on gathering what is sharded, and so does this rank

@@ -39,8 +39,10 @@ class TrainingPasses:
         self._offered: TrainingPass | None = None
         # Of the outputs of the step whose gradient told: whether it is that of the model's loss.
         self._found: list[bool] = []
-        # While that question is open: id of a pass -> the outputs that can tell.
+        # While that question is open: id of a pass -> the outputs that can tell; and whether they are being asked, for
+        # which the loss of a pass runs backward to them.
         self._answers: dict[int, _Outputs] = {}
+        self._is_asking = False
         # torch.compile runs the hooks of the module that it is given, and those of the wrapper that it returns, before
         # and after the graph. Hooks further inside would break it in two.
         mark.hooks += [
@@ -91,14 +93,18 @@ class TrainingPasses:
     @torch.compiler.disable
     def _reached(self, one: TrainingPass, name: str, is_loss: bool, gradient: Tensor | None) -> None:
         # A compiled model's outputs have one backward pass: without a gradient, this one only came out with the others.
-        if gradient is None:
+        if gradient is None or self._is_asking:
             return
         self._controller.count(one)
         if is_loss:
             self.own_loss = True
             self._answers.clear()
         elif (outputs := self._answers.get(id(one))) is not None and "." not in name:
-            self._found.append(outputs.follows_loss(name, gradient))
+            self._is_asking = True
+            try:
+                self._found.append(outputs.follows_loss(name, gradient))
+            finally:
+                self._is_asking = False
 
 
 class _Outputs:
@@ -119,8 +125,11 @@ class _Outputs:
             others = list(self._others.values())
             found = torch.autograd.grad(self._loss, others, retain_graph=True, allow_unused=True)
             self._expected = dict(zip(self._others, found, strict=True))
-        expected = self._expected[name]
         got = gradient.detach().to(torch.float32)
+        expected = self._expected[name]
+        if expected is None:
+            expected = _gradient_of_mean(self._loss.detach(), self._others[name].detach())
+            got = got if expected is None else got * (expected != 0)
         if expected is None:
             return not bool(got.any())
         expected = expected.to(torch.float32)
@@ -129,6 +138,17 @@ class _Outputs:
         tolerance = max(1e-5, 2 * torch.finfo(gradient.dtype).eps)
         differs = (got - factor * expected).norm() > tolerance * got.norm()
         return not bool(differs | (factor < 0))
+
+
+def _gradient_of_mean(loss: Tensor, log_probs: Tensor) -> Tensor | None:
+    """Returns the gradient of a loss that is minus the mean of log-probabilities, up to a factor; None if it is not.
+
+    By the values. A compiled model's outputs have one backward pass, which does not tell how the loss was computed from
+    another output. Tokens without a label have the log-probability 0 and no part in the mean.
+    """
+    is_used = log_probs != 0
+    mean = -log_probs.to(torch.float32).sum() / is_used.sum().clamp(min=1)
+    return -is_used.to(torch.float32) if torch.isclose(loss.to(torch.float32), mean, rtol=1e-5) else None
 
 
 def _positional_names(model: nn.Module) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .controller import SnipController
 from .hooks import RunHook, RunMark
@@ -122,8 +123,8 @@ class _Outputs:
         have run backward yet. A gradient that is not finite says nothing and is taken for one.
         """
         if self._expected is None:
-            others = list(self._others.values())
-            found = torch.autograd.grad(self._loss, others, retain_graph=True, allow_unused=True)
+            sources = [_before_casts(output) for output in self._others.values()]
+            found = torch.autograd.grad(self._loss, sources, retain_graph=True, allow_unused=True)
             self._expected = dict(zip(self._others, found, strict=True))
         got = gradient.detach().to(torch.float32)
         expected = self._expected[name]
@@ -132,12 +133,23 @@ class _Outputs:
             got = got if expected is None else got * (expected != 0)
         if expected is None:
             return not bool(got.any())
+        # Sums in another order; a loss of other weights per token differs by some percent at least.
+        tolerance = max(1e-5, 2 * max(torch.finfo(tensor.dtype).eps for tensor in (gradient, expected)))
         expected = expected.to(torch.float32)
         factor = (got * expected).sum() / expected.square().sum().clamp(min=torch.finfo(torch.float32).tiny)
-        # Sums in another order; a loss of other weights per token differs by some percent at least.
-        tolerance = max(1e-5, 2 * torch.finfo(gradient.dtype).eps)
         differs = (got - factor * expected).norm() > tolerance * got.norm()
         return not bool(differs | (factor < 0))
+
+
+def _before_casts(output: Tensor) -> GradientEdge:
+    """Returns where an output's gradient goes before it was cast: Accelerate casts all outputs to FP32."""
+    edge = get_gradient_edge(output)
+    while edge.node.name() == "ToCopyBackward0":
+        node, number = edge.node.next_functions[0]
+        if node is None:
+            break
+        edge = GradientEdge(node, number)
+    return edge
 
 
 def _gradient_of_mean(loss: Tensor, log_probs: Tensor) -> Tensor | None:

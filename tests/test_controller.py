@@ -435,6 +435,8 @@ def test_without_refreshes_a_plan_that_has_drifted_is_made_anew(
     assert events(tmp_path) == [(2, 3), (5, 0.6, False), (8, 0.59, True), (8, 9), (11, 1.0, False), (14, 1.0, False)]
 
 
+
+
 def test_checks_and_refreshes_count_from_the_last_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     correlations(monkeypatch, 0.6, 0.59)
     Loop(SnipConfig(**DRIFT), tmp_path).run(21)

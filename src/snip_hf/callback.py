@@ -54,7 +54,6 @@ class SnipCallback(TrainerCallback):
         self._passes: TrainingPasses | None = None
         self._outer_run: SnipCallback | None = None
         """That of the run inside which this one runs on the same model."""
-        self._is_suspended = self._was_open = False
         self._trackers = Trackers()
         self._run = ""
         self._state: TrainerState | None = None
@@ -166,21 +165,26 @@ class SnipCallback(TrainerCallback):
         Raises:
             ValueError: the run that goes on has a second SnipCallback, or its callback is this one.
         """
+        if self._is_training():
+            raise ValueError(
+                "This SnipCallback drives a run that has not ended. Give the Trainer that runs inside it a "
+                "SnipCallback of its own, or none."
+            )
         self._outer_run = None
         for run in _runs_on(model):
             if run is not self and run._state is state:
                 raise ValueError("The Trainer has two SnipCallbacks; expected one. Remove the other.")
             if not run._is_training():
                 run._release()
-            elif run is self:
-                raise ValueError(
-                    "This SnipCallback drives a run on the same model that has not ended. Give the Trainer that runs "
-                    "inside it a SnipCallback of its own, or none."
-                )
-            elif not run._is_suspended:
-                run._suspend()
+            elif run._passes is not None and not run._is_suspended:
+                run._passes.is_suspended = True
                 self._outer_run = run
         self._release()
+
+    @property
+    def _is_suspended(self) -> bool:
+        """Whether the model is left to a run inside this one."""
+        return self._passes is not None and self._passes.is_suspended
 
     def _is_training(self) -> bool:
         """Tells whether the training loop of this callback's run is under way, further up this thread's stack.
@@ -193,19 +197,14 @@ class SnipCallback(TrainerCallback):
                 return True
         return False
 
-    def _suspend(self) -> None:
-        """Leaves the model to a run inside this one."""
-        assert self._passes is not None
-        self._is_suspended, self._was_open, self._passes.is_open = True, self._passes.is_open, False
-
     def _go_on(self) -> None:
         """Takes the model back. The run inside is over, at its end or by an error."""
         controller, passes = self.controller, self._passes
         assert controller is not None and passes is not None
         for run in _runs_on(controller.model):
-            if run is not self:
+            if run is not self and not run._is_suspended:
                 run._release()
-        self._is_suspended, passes.is_open = False, self._was_open
+        passes.is_suspended = False
         controller.retake()
         logger.info("snip-hf: another run on the same model has ended; this one goes on with its plan.")
 
@@ -232,7 +231,6 @@ class SnipCallback(TrainerCallback):
 
     def _release(self) -> None:
         """Stops the controller of a run that has ended, if there is one."""
-        self._is_suspended = False
         self._trackers.close()
         if self.controller is not None:
             self._mark.remove(self.controller.model)

@@ -80,8 +80,12 @@ class RunMark:
 
 
 def marks_on(model: nn.Module) -> list[RunMark]:
-    """Returns the marks of the runs on a model, those that are over and were not released included."""
-    return [mark for module in model.modules() for mark in vars(module).get(_RUNS, [])]
+    """Returns the marks of the runs on a model; takes away those of runs that nobody drives any more."""
+    marks = [(module, mark) for module in model.modules() for mark in vars(module).get(_RUNS, [])]
+    for module, mark in marks:
+        if mark.driver is None:
+            mark.remove(module)
+    return [mark for _, mark in marks if mark.driver is not None]
 
 
 def end_runs(model: nn.Module) -> None:

@@ -33,6 +33,8 @@ class TrainingPasses:
     def __init__(self, outer: nn.Module, controller: SnipController, mark: RunMark) -> None:
         self.is_open = False
         """Whether the loop is between the beginning of a step and its optimizer step; passes elsewhere never count."""
+        self.is_suspended = False
+        """Whether the passes are those of a run inside this one."""
         self.own_loss = False
         """Whether training follows the gradient of the loss that the model returns; known when a step ends."""
         self._controller = controller
@@ -60,7 +62,7 @@ class TrainingPasses:
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._offered = None
-        if not module.training or not torch.is_grad_enabled():
+        if self.is_suspended or not module.training or not torch.is_grad_enabled():
             return
         if self.is_open:
             self._offered = self._controller.offer(self._by_name(args) | kwargs)

@@ -65,6 +65,8 @@ def observed(model: nn.Module) -> nn.Module:
 class Aliased(nn.Module):
     """Holds the model's blocks, one of their norms and the head under second names."""
 
+    _keys_to_ignore_on_save = None  # read by the Trainer on resume
+
     def __init__(self) -> None:
         super().__init__()
         self.lm = model_with_dropout()

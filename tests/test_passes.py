@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast, Trainer
 from transformers.modeling_outputs import ModelOutput
 
 from snip_hf import SnipCallback, SnipConfig, SnipController
-from snip_hf.hooks import RunMark
+from snip_hf.run_hooks import RunMark
 from snip_hf.passes import TrainingPasses
 
 CONFIG = SnipConfig(**SCHEDULE)

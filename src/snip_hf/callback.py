@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from .config import SnipConfig
 from .controller import SnipController
-from .hooks import RunMark, marks_on
+from .run_hooks import RunMark, marks_on
 from .hub import prepare_push, tag_model
 from .jsonfiles import read_json, remove_temporaries, write_json_atomic
 from .launch import check_launch, unwrap

@@ -29,7 +29,7 @@ from .distributed import Attempt, RankError, describe, own_part
 from .divergence import CHOICES, DivergenceTable, divergences_at
 from .drift import rank_correlation, ranking
 from .history import RunFolder, describe_plan, shares, start_line
-from .hooks import RunHook
+from .run_hooks import RunHook
 from .kernels import select_backend
 from .launch import ModelParts, Pipeline, check_launch, find_processes, keep_states_apart, parts_of, unwrap
 from .linear import (

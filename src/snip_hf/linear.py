@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from . import kernels
 from .config import SnipConfig
 from .formats import FORMAT_CODES, FORMAT_NAMES, GEMMS, check_format
-from .hooks import end_runs
+from .run_hooks import end_runs
 from .kernels import STATE_SIZE, forward_gemm, grad_input_gemm, grad_weight_gemm, hopper_lacks
 from .quantize import stream_key
 from .tensorcores import TensorCoreGemms, TiedInput, quantize_input

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .controller import SnipController
-from .hooks import RunHook, RunMark
+from .run_hooks import RunHook, RunMark
 from .watch import TrainingPass
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .distributed import Ranks, own_part
-from .hooks import RunHook
+from .run_hooks import RunHook
 from .linear import SnipLinear
 from .probe import Batch, RandomState, read
 

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from transformers import Trainer, TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig, SnipController
-from snip_hf.hooks import marks_on
+from snip_hf.run_hooks import marks_on
 from snip_hf.linear import restore_model, set_step, snip_linears
 
 SHORT = {"max_steps": 8}

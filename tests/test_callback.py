@@ -440,8 +440,18 @@ def test_a_loss_function_of_ones_own_is_fine_where_nothing_is_probed(tmp_path: P
 
 
 def test_batches_without_labels_are_refused_at_the_first_batch(tmp_path: Path) -> None:
+    """By the Trainer, if it has no loss of its own for them."""
     unlabelled = [{"input_ids": row["input_ids"]} for row in data()]
-    assert refused(tmp_path, trainer={"train_dataset": unlabelled}) == NO_LABELS.format(keys="input_ids")
+    assert refused(tmp_path, trainer={"train_dataset": unlabelled}) == (
+        "The model did not return a loss from the inputs, only the following keys: logits. For reference, the inputs "
+        "it received are input_ids."
+    )
+
+    def mean_logit(outputs: Any, labels: None, num_items_in_batch: Any = None) -> Tensor:
+        return outputs.logits.mean()
+
+    message = refused(tmp_path, trainer={"train_dataset": unlabelled, "compute_loss_func": mean_logit})
+    assert message == NO_LABELS.format(keys="input_ids")
 
 
 def fake_state(**changes: Any) -> Callable[[], SimpleNamespace]:
@@ -690,9 +700,8 @@ def test_a_refused_run_leaves_the_record_of_the_run_before_it(tmp_path: Path) ->
     train(tmp_path, CONFIG, max_steps=4)
     before = {path.name: path.read_bytes() for path in (tmp_path / "snip").iterdir()}
     assert "divergence-2.json" in before
-    without_labels = [{"input_ids": row["input_ids"]} for row in data()]
     with pytest.raises(ValueError) as caught:
-        train(tmp_path, CONFIG, trainer={"train_dataset": without_labels, "eval_dataset": None})
+        train(tmp_path, CONFIG, trainer={"compute_loss_func": _own_loss})
     assert str(caught.value).startswith("The batch has no labels")
     assert {path.name: path.read_bytes() for path in (tmp_path / "snip").iterdir()} == before
 

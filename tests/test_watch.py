@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from snip_hf.config import SnipConfig
 from snip_hf.distributed import Ranks
 from snip_hf.linear import convert_model, snip_linears
-from snip_hf.watch import StepWatch
+from snip_hf.watch import StepWatch, TrainingPass
 
 
 def a_model(**options: Any) -> TinyLM:
@@ -23,7 +23,9 @@ def a_model(**options: Any) -> TinyLM:
 
 
 def watch_of(model: nn.Module, batch: dict[str, Any] | None = None, probe_tokens: int | None = None) -> StepWatch:
-    return StepWatch(tokens() if batch is None else batch, probe_tokens, snip_linears(model), model.parameters())
+    watch = StepWatch(probe_tokens, snip_linears(model), model.parameters())
+    watch.take(TrainingPass(tokens() if batch is None else batch, None))
+    return watch
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

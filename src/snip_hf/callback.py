@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import traceback
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from .config import SnipConfig
@@ -21,8 +21,11 @@ from .hub import prepare_push, tag_model
 from .jsonfiles import read_json, remove_temporaries, write_json_atomic
 from .launch import check_launch, unwrap
 from .linear import convert_model
+from .passes import TrainingPasses
 from .policies import needs_probe
+from .run_hooks import RunMark, marks_on
 from .text import printable
+from .trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -49,25 +52,30 @@ class SnipCallback(TrainerCallback):
         self.config = config or SnipConfig()
         self.controller: SnipController | None = None
         self._resume = resume
-        self._hooks: list[Any] = []
+        self._mark = RunMark()
+        self._passes: TrainingPasses | None = None
+        self._outer_run: SnipCallback | None = None
+        """That of the run inside which this one runs on the same model."""
+        self._trackers = Trackers()
         self._run = ""
-        self._own_loss_used = False
         self._state: TrainerState | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuses what cannot work, and swaps the linears before the Trainer wraps or compiles the model."""
         self._check_arguments(args)
-        convert_model(unwrap(kwargs["model"]), self.config)
+        model = unwrap(kwargs["model"])
+        # What trains inside another run gets the layers that it asks for when it begins.
+        if not any(run._is_training() for run in _runs_on(model)):
+            convert_model(model, self.config)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         # A callback that was added later saw no on_init_end; a run that an error ended saw no on_train_end.
         self._check_arguments(args)
-        self._release()
         outer: nn.Module = kwargs["model"]
         model = unwrap(outer)
-        self._check_others((outer, model), state)
+        self._take_from_others(model, state)
         self._state = state
         if needs_probe(self.config) and state.max_steps < self.config.first_refresh + self.config.apply_delay:
             logger.warning(
@@ -81,13 +89,9 @@ class SnipCallback(TrainerCallback):
         self.controller = SnipController(
             model, kwargs["optimizer"], self.config, AcceleratorState(), output_dir, max_steps=state.max_steps
         )
-        # Never part of a compiled graph: torch.compile runs the hooks of the module that it is given, and those of the
-        # wrapper that it returns, before and after the graph. Hooks further inside would break it in two.
-        self._hooks = [
-            outer.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            outer.register_forward_hook(self._after_forward),
-        ]
-        self._own_loss_used = False
+        self._mark = RunMark(self._release)
+        self._mark.put_on(model)
+        self._passes = TrainingPasses(outer, self.controller, self._mark)
         try:
             # The first process may be the only one that sees the checkpoint.
             saved = self.controller.processes.everyone.by_first(lambda: self._read_state(args, state))
@@ -102,11 +106,20 @@ class SnipCallback(TrainerCallback):
         # Travels in trainer_state.json: tells a checkpoint trained with SNIP, and its run, wherever it is moved.
         self._run = _marks(state).setdefault(_MARK, {"run": uuid.uuid4().hex})["run"]
 
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._running()
+        assert self._passes is not None
+        self._passes.is_open = True
+
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         controller = self._running()
-        if controller.needs_probe and not self._own_loss_used:
+        assert self._passes is not None
+        self._passes.end_step()
+        if controller.needs_probe and not self._passes.own_loss:
             raise ValueError(
                 "The training loss does not depend on the loss that the model returns, which is the one that SNIP "
                 "probes: a custom loss is in use. Train with the model's own loss, or use a policy that needs no "
@@ -133,9 +146,11 @@ class SnipCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stops what still runs. The model keeps its swapped layers and the plan; `restore_model` undoes the swap."""
-        controller = self._running()
+        controller, outer_run = self._running(), self._outer_run
         self._release()
         tag_model(controller.model, controller.plan)
+        if outer_run is not None:
+            outer_run._go_on()
 
     def _check_arguments(self, args: TrainingArguments) -> None:
         if args.n_gpu > 1 and args.parallel_mode.value == "not_distributed":
@@ -152,20 +167,65 @@ class SnipCallback(TrainerCallback):
             )
         check_launch(self.config, AcceleratorState())
 
-    def _check_others(self, modules: Iterable[nn.Module], state: TrainerState) -> None:
-        """Refuses a second SnipCallback of the same run, and releases what an earlier run left on the modules."""
-        hooks = [hook for module in modules for hook in module._forward_pre_hooks.values()]
-        for other in [getattr(hook, "__self__", None) for hook in hooks]:
-            if isinstance(other, SnipCallback) and other is not self:
-                if other._state is state:
-                    raise ValueError("The Trainer has two SnipCallbacks; expected one. Remove the other.")
-                other._release()
+    def _take_from_others(self, model: nn.Module, state: TrainerState) -> None:
+        """Releases what earlier runs left on the model, and suspends one inside which this one runs.
+
+        Raises:
+            ValueError: the run that goes on has a second SnipCallback, or its callback is this one.
+        """
+        if self._is_training():
+            raise ValueError(
+                "This SnipCallback drives a run that has not ended. Give the Trainer that runs inside it a "
+                "SnipCallback of its own, or none."
+            )
+        self._outer_run = None
+        for run in _runs_on(model):
+            if run is not self and run._state is state:
+                raise ValueError("The Trainer has two SnipCallbacks; expected one. Remove the other.")
+            if not run._is_training():
+                run._release()
+            elif run._passes is not None and not run._is_suspended:
+                run._passes.is_suspended = True
+                self._outer_run = run
+        self._release()
+
+    @property
+    def _is_suspended(self) -> bool:
+        """Whether the model is left to a run inside this one."""
+        return self._passes is not None and self._passes.is_suspended
+
+    def _is_training(self) -> bool:
+        """Tells whether the training loop of this callback's run is under way, further up this thread's stack.
+
+        A run that an error ended looks the same otherwise: no event tells of it.
+        """
+        for frame, _ in traceback.walk_stack(None):
+            trainer = frame.f_locals.get("self") if frame.f_code.co_name == "train" else None
+            if isinstance(trainer, Trainer) and trainer.state is self._state:
+                return True
+        return False
+
+    def _go_on(self) -> None:
+        """Takes the model back. The run inside is over, at its end or by an error."""
+        controller, passes = self.controller, self._passes
+        assert controller is not None and passes is not None
+        for run in _runs_on(controller.model):
+            if run is not self and not run._is_suspended:
+                run._release()
+        passes.is_suspended = False
+        controller.retake()
+        logger.info("snip-hf: another run on the same model has ended; this one goes on with its plan.")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Shows the FP4 share next to the loss."""
+        """Shows the FP4 share next to the loss: to later callbacks, in `state.log_history` and to the trackers."""
         logs = kwargs.get("logs")
         if logs is not None and "loss" in logs and self.controller is not None:
-            logs["fp4_share"] = round(self.controller.plan.fp4_fraction, 4)
+            figures = {"fp4_share": round(self.controller.plan.fp4_fraction, 4)}
+            logs.update(figures)
+            last = state.log_history[-1] if state.log_history else {}
+            if "loss" in last and last.get("step") == state.global_step:
+                last.update(figures)
+            self._trackers.log(args, state, control, figures)
 
     def _save_state(self, args: TrainingArguments, state: TrainerState) -> None:
         """Writes the state into the checkpoint of this step, if there is one."""
@@ -185,35 +245,18 @@ class SnipCallback(TrainerCallback):
 
     def _release(self) -> None:
         """Stops the controller of a run that has ended, if there is one."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._trackers.close()
         if self.controller is not None:
+            self._mark.remove(self.controller.model)
             self.controller.close()
-
-    @torch.compiler.disable
-    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if model.training:
-            self._running().capture(kwargs)
-
-    @torch.compiler.disable
-    def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Finds out whether the model's own loss takes part in the backward pass, once per run."""
-        if model.training and not self._own_loss_used:
-            loss = output.get("loss") if isinstance(output, dict) else output[0]
-            if isinstance(loss, torch.Tensor) and loss.requires_grad:
-                loss.register_hook(self._note_own_loss)
-
-    def _note_own_loss(self, gradient: torch.Tensor | None) -> None:
-        # A compiled model's outputs have one backward pass: without a gradient, the loss only came out with the others.
-        if gradient is not None:
-            self._own_loss_used = True
 
     def _running(self) -> SnipController:
         if self.controller is None:
             raise RuntimeError(
                 "SnipCallback got a training event before on_train_begin; add it before train() is called."
             )
+        if self._is_suspended:  # by a run that an error ended
+            self._go_on()
         return self.controller
 
     def _read_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
@@ -300,6 +343,12 @@ class SnipCallback(TrainerCallback):
             printable(", ".join(map(str, folders)), 1000),
         )
         return None
+
+
+def _runs_on(model: nn.Module) -> list[SnipCallback]:
+    """Returns the callbacks of the runs on a model that have not been released."""
+    drivers = (mark.driver for mark in marks_on(model))
+    return [driver for driver in drivers if isinstance(driver, SnipCallback)]
 
 
 def _cannot_resume(path: Path | str, error: Exception) -> ValueError:

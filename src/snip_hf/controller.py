@@ -48,11 +48,12 @@ from .memory import bounded, kept_tokens, measured_peak, probe_memory
 from .optimizers import check_optimizer, responses
 from .plan import MAX_TEXT, PlanProvenance, PrecisionPlan
 from .preparation import check_model, check_parts, check_sizes, cost_of_all, flops_of_all, swap, use_backend
-from .probe import Batch
+from .probe import Batch, RandomState
+from .run_hooks import RunHook
 from .solver import SolverProcess, SolverResult, check_solver
 from .text import printable
 from .timing import read_times
-from .watch import StepWatch
+from .watch import StepWatch, TrainingPass
 from .zero import find_zero
 
 logger = logging.getLogger(__name__)
@@ -191,16 +192,15 @@ class SnipController:
         self.processes.everyone.agree(attempt.error)
         check_alike(self._layers, self.plan, max_steps, self.processes)
         set_step(self._layers, config.seed, 1, 0)
-        self._hooks: list[Any] = [part.register_forward_pre_hook(self._before_chunk) for part in parts_of(self.model)]
+        before_chunk = RunHook(self._before_chunk)
+        self._hooks: list[Any] = [part.register_forward_pre_hook(before_chunk) for part in parts_of(self.model)]
         self._chunks: Counter[nn.Module] = Counter()
         self._optimizer_watch: OptimizerWatch | None = None
         if self._zero is not None:
             self._hooks.append(self._zero.before_step(lambda: self._before_optimizer_step(self.step + 1)))
         elif self.needs_probe:
             self._optimizer_watch = OptimizerWatch(optimizer, self._swapped)
-        if self.backend == "hopper":
-            groups = policies.siblings(self._setting)
-            share_inputs(self._layers, [group for group in groups if group[0] in self._layers])
+        self._share_inputs()
         self._log.info("snip-hf: policy %s, %s.", config.policy, describe_plan(self.plan))
         self._said_untrained: str | None = None
         reasons = self.processes.everyone.gather(self._why_untrained())
@@ -262,22 +262,49 @@ class SnipController:
         Raises:
             ValueError: the very first batch has no labels, and the policy needs them.
         """
-        if self.needs_probe and not self._checked_labels:
-            Batch.of(batch)
-            self._checked_labels = True
-        if not self._started:
-            self.start()
-        step = self.step + 1
-        set_step(self._layers, self.config.seed, step, self._micro_batch)
+        self.count(self.offer(batch))
+
+    def offer(self, batch: Mapping[str, Any]) -> TrainingPass:
+        """Tells the controller that a forward pass is about to run, whose loss may be backpropagated or not.
+
+        `count` says that it was. A pass that is not counted leaves the numbers of all others as they would be; so
+        several that run before one backward pass draw the same random numbers.
+        """
+        set_step(self._layers, self.config.seed, self.step + 1, self._micro_batch)
         data = self.processes.data
         if data.size > 1:  # DDP that was built before the layers were swapped gives all ranks the first one's
             set_rank(self._layers, data.rank, data.size)
-        if self._keeps_weights:
-            keep_quantized(self._layers, everything=self._micro_batch == 0)
-        if self._micro_batch == 0 and (self._refreshes(step) or self._checks(step)):
+        self.keep_weights(everything=self._micro_batch == 0)
+        step = self.step + 1
+        is_probed = self._micro_batch == 0 and (self._refreshes(step) or self._checks(step))
+        if is_probed and self._armed is None:
             parameters = self.model.parameters() if self._zero is None else ()
-            self._armed = StepWatch(batch, self._probe_batch_tokens, self._layers, parameters)
+            self._armed = StepWatch(self._probe_batch_tokens, self._layers, parameters)
+        is_read = is_probed or (self.needs_probe and not self._checked_labels)
+        return TrainingPass(batch if is_read else {}, RandomState.now() if is_probed else None)
+
+    def count(self, one: TrainingPass) -> None:
+        """Tells the controller that a pass is a micro-batch of the step: its gradient is on its way.
+
+        Raises:
+            ValueError: as `capture`.
+        """
+        if one.counted:
+            return
+        one.counted = True
+        if self.needs_probe and not self._checked_labels:
+            Batch.of(one.batch)
+            self._checked_labels = True
+        if not self._started:
+            self.start()
+        if self._micro_batch == 0 and self._armed is not None and one.random_state is not None:
+            self._armed.take(one)
         self._micro_batch += 1
+
+    def keep_weights(self, everything: bool = True) -> None:
+        """Quantizes the weights for a forward pass that may be backpropagated, if they are kept (`keep_quantized`)."""
+        if self._keeps_weights:
+            keep_quantized(self._layers, everything)
 
     def before_optimizer_step(self, step: int) -> None:
         """To be called with the gradients of optimizer step `step` (from 1) complete and clipped; probes if due.
@@ -326,6 +353,15 @@ class SnipController:
             reason = f"training ended at step {self.step}, before step {pending.due} at which its plan was due"
             self._keep(self.step, pending.record, reason, "was not applied")
         self._folder.release()
+
+    def retake(self) -> None:
+        """Takes the model back after another run has trained it: the layers, kernels, formats and keys of this run."""
+        swap(self.model, self.config, self.processes.pipeline)
+        self._swapped = snip_linears(self.model)
+        use_backend(self._layers, self.backend, self.processes.data, None, _replica)
+        self.plan.apply(self.model, elsewhere=self._setting.flops)
+        set_step(self._layers, self.config.seed, self.step + 1, self._micro_batch)
+        self._share_inputs()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""
@@ -437,6 +473,11 @@ class SnipController:
             self._log,
         )
         self._setting = replace(self._setting, measured=measured)
+
+    def _share_inputs(self) -> None:
+        if self.backend == "hopper":
+            groups = policies.siblings(self._setting)
+            share_inputs(self._layers, [group for group in groups if group[0] in self._layers])
 
     def _refreshes(self, step: int) -> bool:
         """Tells whether the schedule refreshes at this step, counted from the last probe."""

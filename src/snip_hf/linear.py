@@ -27,6 +27,7 @@ from .coverage import Coverage, find_coverage
 from .formats import FORMAT_CODES, FORMAT_NAMES, GEMMS, check_format
 from .kernels import STATE_SIZE, forward_gemm, grad_input_gemm, grad_weight_gemm, hopper_lacks
 from .quantize import stream_key
+from .run_hooks import end_runs
 from .tensorcores import TensorCoreGemms, TiedInput, quantize_input
 
 # On import torchao warns of CUDA extensions that do not load and of how it registers enums; nothing here uses either.
@@ -137,9 +138,10 @@ class SnipLinear(nn.Linear):
             quantized = quantize_input(x, self.snip_state, row_gemm, column_gemm)
         else:
             quantized = self.snip_tied.quantized(input, x, self.snip_state, row_gemm, column_gemm)
-        # Evaluation may follow a change of the weights that nobody told of; training does not.
+        # Evaluation, and generation in training mode, may follow a change of the weights that nobody told of; a pass
+        # that is trained on does not.
         is_kept = torch.compiler.is_compiling() or self.snip_weight_version == self.weight._version
-        weights = self.snip_weights if self.training and is_kept else ()
+        weights = self.snip_weights if self.training and torch.is_grad_enabled() and is_kept else ()
         y: Tensor = TensorCoreGemms.apply(x, self.weight, bias, self.snip_state, high, keeps_x, *quantized, *weights)
         return y
 
@@ -168,6 +170,13 @@ class SnipLinear(nn.Linear):
         self.snip_weight_version = -1  # what is kept of the weight is in other formats
         if self.snip_tied is not None:
             self.snip_tied.note(id(self), (codes[0], codes[2]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy takes over: formats and key, but nothing that it would share with this layer's run."""
+        own = {"snip_recorder": None, "snip_tied": None, "snip_weights": (), "snip_weight_version": -1}
+        buffers = self._buffers | {STATE: self.snip_state.clone()}
+        state: dict[str, Any] = super().__getstate__() | own | {"_buffers": buffers}
+        return state
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, formats={'/'.join(self.formats.values())}"
@@ -302,7 +311,11 @@ def _log_coverage(found: Coverage) -> None:
 
 
 def restore_model(model: nn.Module) -> None:
-    """Undoes `convert_model`: every `SnipLinear` becomes again the class that it was."""
+    """Undoes `convert_model`: every `SnipLinear` becomes again the class that it was.
+
+    Ends the run that an error left on the model, and removes its hooks.
+    """
+    end_runs(model)
     for layer in snip_linears(model).values():
         _restore(layer)
     _keep_ddp_out(model)

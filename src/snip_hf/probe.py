@@ -395,6 +395,8 @@ def _everything_kept(model: nn.Module) -> Iterator[None]:
     versions = [(name, parameter, _version(parameter)) for name, parameter in model.named_parameters()]
     try:
         leave_out_observers(model, kept)
+        # Last: a list that a module's method fills does not tell what the hooks do.
+        kept.keep_code(model)
         yield
     finally:
         kept.restore()

@@ -19,6 +19,7 @@ from test_report import random_assignments, write_checks, write_divergence, writ
 
 from snip_hf import cli, records, report
 from snip_hf.cli import main
+from snip_hf.config import LONGEST_WAIT
 from snip_hf.formats import GEMMS
 
 # Seconds that a report without figures may take on a busy machine; most take a hundredth.
@@ -515,7 +516,7 @@ PLANS: dict[str, tuple[Callable[[dict[str, Any]], Any], int, str]] = {
     "two stages of an endless solver": (
         lambda d: (
             staged(d),
-            d["provenance"].update(step=300, config={"granularity": "layer", "solver_time_limit": 1e101}),
+            d["provenance"].update(step=300, config={"granularity": "layer", "solver_time_limit": LONGEST_WAIT}),
         )[0],
         0,
         "Against one global constraint, one per stage saves",

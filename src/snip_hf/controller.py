@@ -189,8 +189,17 @@ class SnipController:
         attempt = Attempt()
         with attempt:  # what one rank refuses, all of them do
             self._prepare(model, accelerator)
-        self.processes.everyone.agree(attempt.error)
-        check_alike(self._layers, self.plan, max_steps, self.processes)
+        try:
+            self.processes.everyone.agree(attempt.error)
+            check_alike(self._layers, self.plan, max_steps, self.processes)
+            self._begin()
+        except BaseException:
+            self._folder.release()  # An error, and this object with it, may be kept for long, as in a notebook.
+            raise
+
+    def _begin(self) -> None:
+        """Puts the hooks in place and says what the run starts with."""
+        config = self.config
         set_step(self._layers, config.seed, 1, 0)
         before_chunk = RunHook(self._before_chunk)
         self._hooks: list[Any] = [part.register_forward_pre_hook(before_chunk) for part in parts_of(self.model)]
@@ -199,7 +208,7 @@ class SnipController:
         if self._zero is not None:
             self._hooks.append(self._zero.before_step(lambda: self._before_optimizer_step(self.step + 1)))
         elif self.needs_probe:
-            self._optimizer_watch = OptimizerWatch(optimizer, self._swapped)
+            self._optimizer_watch = OptimizerWatch(self._optimizer, self._swapped)
         self._share_inputs()
         self._log.info("snip-hf: policy %s, %s.", config.policy, describe_plan(self.plan))
         self._said_untrained: str | None = None

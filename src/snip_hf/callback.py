@@ -58,6 +58,7 @@ class SnipCallback(TrainerCallback):
         """That of the run inside which this one runs on the same model."""
         self._trackers = Trackers()
         self._run = ""
+        self._weights: str | None = None
         self._folder: str | None = None
         """The run's output folder, by its real path, where it is written to."""
         self._is_restored = False
@@ -143,8 +144,12 @@ class SnipCallback(TrainerCallback):
         controller.before_optimizer_step(state.global_step + 1)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if not self._is_restored:
-            self._running().after_step(state.global_step)
+        if self._is_restored:
+            return
+        self._running().after_step(state.global_step)
+        # Callbacks may exchange weights around saving, before or after this one; the checkpoint gets those of now, or
+        # those that are found when it is there.
+        self._weights = self._running().weights_fingerprint() if control.should_save else None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._save_state(args, state)
@@ -254,7 +259,8 @@ class SnipCallback(TrainerCallback):
             try:
                 remove_temporaries(folder, STATE_NAME)
                 # Ties the state to the weights next to it.
-                own = {"run": self._run, "weights": self.controller.weights_fingerprint()}
+                found = dict.fromkeys([self._weights, self.controller.weights_fingerprint()])
+                own = {"run": self._run, "weights": [weights for weights in found if weights is not None]}
                 write_json_atomic(folder / STATE_NAME, self.controller.state_dict() | own)
             except (OSError, ValueError) as error:  # ValueError: larger than what a resumed run would read
                 logger.warning(

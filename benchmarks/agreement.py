@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from estimators import LOSS_BASELINES, WEIGHT_BASELINES
 
-from snip_hf.divergence import CHOICES
+from snip_hf.estimation.table import CHOICES
 
 Array = npt.NDArray[np.float64]
 Record = dict[str, Any]

@@ -29,14 +29,20 @@ import torch
 from torch import Tensor, nn
 
 from snip_hf import SnipConfig, estimate_divergence
-from snip_hf.divergence import CHOICES, DivergenceTable, gradients_of, weights_of
-from snip_hf.formats import FORMATS, GEMMS
-from snip_hf.linear import SnipLinear, snip_linears
-from snip_hf.optimizer_rules import Situation
-from snip_hf.optimizers import Response, responses
-from snip_hf.probe import RELATIVE_STEP, Batch, LayerSample, Probe, run_probe
-from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, fake_quantize, stream_key
-from snip_hf.terms import LAYER, LayerTerms
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.divergence import gradients_of, weights_of
+from snip_hf.estimation.layer_sums import LAYER, LayerTerms
+from snip_hf.estimation.probe import RELATIVE_STEP, Probe, run_probe
+from snip_hf.estimation.samples import LayerSample
+from snip_hf.estimation.table import CHOICES, DivergenceTable
+from snip_hf.layers.linear import SnipLinear
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE
+from snip_hf.numerics.random_streams import stream_key
+from snip_hf.numerics.rounding import fake_quantize
+from snip_hf.optimizers.response import Response, responses
+from snip_hf.optimizers.rules import Situation
 
 # (layer, row, format) -> estimate
 Table = dict[tuple[str, str, str], float]

@@ -33,10 +33,11 @@ from estimators import Point, loss_estimates, measured_kl, weight_estimates
 from torch import nn
 
 from snip_hf import SnipConfig
-from snip_hf.divergence import CHOICES, converted
-from snip_hf.formats import GEMMS
-from snip_hf.terms import LAYER, ROWS
-from snip_hf.truth import measure_assignment, measure_loss
+from snip_hf.estimation.divergence import converted
+from snip_hf.estimation.ground_truth import measure_assignment, measure_loss
+from snip_hf.estimation.layer_sums import LAYER, ROWS
+from snip_hf.estimation.table import CHOICES
+from snip_hf.numerics.gemms import GEMMS
 
 SMALL = ("llama:adamw:0", "llama:adamw:200")
 ALL = (

@@ -27,8 +27,11 @@ import cases
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from snip_hf import SnipConfig, controller, divergence, policies
-from snip_hf.controller import SnipController
+from snip_hf import SnipConfig
+from snip_hf.estimation import divergence
+from snip_hf.policies import criteria as policies
+from snip_hf.training import controller
+from snip_hf.training.controller import SnipController
 
 HEAD = 64
 # Name -> hidden size, inner size, blocks, vocabulary, heads of keys for one of queries, sequences and their length.

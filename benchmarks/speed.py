@@ -40,8 +40,9 @@ from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig, SnipController, convert_model, kernels
-from snip_hf.formats import FORMAT_CODES, GEMMS
-from snip_hf.linear import keep_quantized, snip_linears
+from snip_hf.layers.state import keep_quantized, snip_linears
+from snip_hf.numerics.formats import FORMAT_CODES
+from snip_hf.numerics.gemms import GEMMS
 
 Row = dict[str, Any]
 

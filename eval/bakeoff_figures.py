@@ -19,9 +19,10 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from snip_hf.figures import COLOURS
-from snip_hf.formats import FORMAT_NAMES, GEMMS
-from snip_hf.policies import split_layer
+from snip_hf.numerics.formats import FORMAT_NAMES
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.policies.setting import split_layer
+from snip_hf.reporting.figures import COLOURS
 
 Lines = Sequence[Row]
 Style = dict[str, Any]

@@ -22,11 +22,14 @@ from small import relative_error, text, tiny_llama, tiny_lm, tokens
 from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
-from snip_hf.divergence import CHOICES
-from snip_hf.formats import FORMATS
-from snip_hf.linear import convert_model
-from snip_hf.probe import Batch, LayerSample, run_probe
-from snip_hf.quantize import ROW_TILE, SQUARE_TILE, fake_quantize
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.probe import run_probe
+from snip_hf.estimation.samples import LayerSample
+from snip_hf.estimation.table import CHOICES
+from snip_hf.layers.convert import convert_model
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.gemms import ROW_TILE, SQUARE_TILE
+from snip_hf.numerics.rounding import fake_quantize
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 

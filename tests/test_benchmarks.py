@@ -22,9 +22,9 @@ import speed
 import torch
 from scipy.stats import kendalltau, spearmanr
 
-from snip_hf.divergence import CHOICES
-from snip_hf.formats import GEMMS
-from snip_hf.terms import LAYER
+from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.table import CHOICES
+from snip_hf.numerics.gemms import GEMMS
 
 # --- agreement
 

@@ -20,11 +20,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, restore_model
-from snip_hf.cost import MeasuredCost, cost_shares, describe_cost, linear_flops, measure_cost, predicted_times
-from snip_hf.distributed import Processes, Ranks
-from snip_hf.formats import FORMAT_CODES, GEMMS
-from snip_hf.plan import PlanProvenance
-from snip_hf.timing import GemmShape, Machine, read_times
+from snip_hf.costs.budget import MeasuredCost, cost_shares, describe_cost, measure_cost, predicted_times
+from snip_hf.costs.flops import linear_flops
+from snip_hf.costs.gemm_timing import GemmShape, Machine, read_times
+from snip_hf.numerics.formats import FORMAT_CODES
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.parallel.ranks import Processes, Ranks
+from snip_hf.planning.plan import PlanProvenance
 
 MACHINE = Machine("a GPU", "2.11.0", "hopper", "bfloat16")
 
@@ -283,8 +285,8 @@ def test_one_rank_measures_for_all_that_hold_the_same_layers(monkeypatch: pytest
         asked.append(own.ranks.rank)
         return measure_cost(model, tokens, backend, path, timer=made_up)
 
-    monkeypatch.setattr("snip_hf.preparation.measure_cost", note)
-    monkeypatch.setattr("snip_hf.controller.find_processes", lambda *_: Processes(data=own.ranks, everyone=own.ranks))
+    monkeypatch.setattr("snip_hf.training.preparation.measure_cost", note)
+    monkeypatch.setattr("snip_hf.training.controller.find_processes", lambda *_: Processes(data=own.ranks, everyone=own.ranks))
 
     def work(ranks: Ranks) -> PrecisionPlan:
         own.ranks = ranks
@@ -307,7 +309,7 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> list[GemmShape]:
         asked.append(shape)
         return made_up(backend, device, shape, format)
 
-    monkeypatch.setattr("snip_hf.timing.time_gemm", note)
+    monkeypatch.setattr("snip_hf.costs.gemm_timing.time_gemm", note)
     return asked
 
 
@@ -395,7 +397,7 @@ def test_a_resumed_run_decides_by_the_times_of_the_run_before(
             def fails(*arguments: object) -> float:
                 raise AssertionError("timed again")
 
-            patch.setattr("snip_hf.timing.time_gemm", fails)
+            patch.setattr("snip_hf.costs.gemm_timing.time_gemm", fails)
             second = Loop(cost_file=str(tmp_path / "other.json"))
             second.model.load_state_dict(first.model.state_dict())
             second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
@@ -452,7 +454,7 @@ def test_a_measurement_that_fails_costs_the_refresh_and_is_tried_again(
             raise torch.cuda.OutOfMemoryError("out of memory")
         return made_up(*arguments)
 
-    monkeypatch.setattr("snip_hf.timing.time_gemm", out_of_memory_at_first)
+    monkeypatch.setattr("snip_hf.costs.gemm_timing.time_gemm", out_of_memory_at_first)
     loop = Loop(tmp_path).run(8)
     first, second = lines(tmp_path)[1:]
     assert (first["status"], first["reason"]) == ("kept", "OutOfMemoryError: out of memory")

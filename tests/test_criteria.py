@@ -16,13 +16,26 @@ from small import adamw_after, text, tiny_llama, tiny_lm, tokens
 from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
-from snip_hf.criteria import BINS, CRITERIA, LayerCriterion, hessian_trace, histogram, inner_edges, kl_divergence
-from snip_hf.divergence import CHOICES, DivergenceTable, divergences_at, estimate_divergence
-from snip_hf.formats import FORMATS
-from snip_hf.linear import convert_model, snip_linears
-from snip_hf.probe import Batch, LayerSample, random_direction, run_probe
-from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, fake_quantize
-from snip_hf.terms import LAYER, ROWS, LayerTerms
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.criteria import (
+    BINS,
+    CRITERIA,
+    LayerCriterion,
+    hessian_trace,
+    histogram,
+    inner_edges,
+    kl_divergence,
+)
+from snip_hf.estimation.divergence import divergences_at, estimate_divergence
+from snip_hf.estimation.layer_sums import LAYER, ROWS, LayerTerms
+from snip_hf.estimation.probe import random_direction, run_probe
+from snip_hf.estimation.samples import LayerSample
+from snip_hf.estimation.table import CHOICES, DivergenceTable
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.gemms import COLUMN_TILE, ROW_TILE, SQUARE_TILE
+from snip_hf.numerics.rounding import fake_quantize
 
 
 def drawn(*shape: int, seed: int) -> Tensor:

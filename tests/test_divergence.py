@@ -17,22 +17,18 @@ from thread_ranks import on_ranks
 from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
-from snip_hf.criteria import CRITERIA
-from snip_hf.distributed import Processes, Ranks
-from snip_hf.divergence import (
-    CHOICES,
-    DivergenceTable,
-    divergences_at,
-    estimate_divergence,
-    gradients_of,
-    weights_of,
-)
-from snip_hf.linear import convert_model, snip_linears
-from snip_hf.optimizers import responses
-from snip_hf.probe import Batch, Probe, run_probe
-from snip_hf.quantize import stream_key
-from snip_hf.terms import LAYER, ROWS, LayerTerms
-from snip_hf.truth import measure_divergence
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.criteria import CRITERIA
+from snip_hf.estimation.divergence import divergences_at, estimate_divergence, gradients_of, weights_of
+from snip_hf.estimation.ground_truth import measure_divergence
+from snip_hf.estimation.layer_sums import LAYER, ROWS, LayerTerms
+from snip_hf.estimation.probe import Probe, run_probe
+from snip_hf.estimation.table import CHOICES, DivergenceTable
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.random_streams import stream_key
+from snip_hf.optimizers.response import responses
+from snip_hf.parallel.ranks import Processes, Ranks
 
 LAYERS = ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"]
 Values = dict[tuple[str, str, str], float]

@@ -12,7 +12,8 @@ import torch
 from gfloat import formats as gfloat_formats
 from oracles.rounding import GRIDS, grid_values
 
-from snip_hf.formats import E2M1, E4M3, E5M2, FORMAT_CODES, FORMAT_NAMES, FORMATS, GEMMS, NumberFormat, check_format
+from snip_hf.numerics.formats import E2M1, E4M3, E5M2, FORMAT_CODES, FORMAT_NAMES, FORMATS, NumberFormat, check_format
+from snip_hf.numerics.gemms import GEMMS
 
 GFLOAT = {
     "e2m1": gfloat_formats.format_info_ocp_e2m1,

@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from snip_hf import quantize
-from snip_hf.formats import E2M1, E4M3, E5M2, TILE, NumberFormat
+from snip_hf.estimation.layer_sums import LayerTerms
+from snip_hf.estimation.samples import LayerSample
 from snip_hf.kernels import emulated, fused
-from snip_hf.probe import LayerSample
-from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, stream_key
-from snip_hf.terms import LayerTerms
+from snip_hf.numerics import rounding as quantize
+from snip_hf.numerics.formats import E2M1, E4M3, E5M2, NumberFormat
+from snip_hf.numerics.gemms import COLUMN_TILE, ROW_TILE, SQUARE_TILE, TILE
+from snip_hf.numerics.random_streams import stream_key
 
 Run = Callable[..., Tensor]
 

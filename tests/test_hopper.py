@@ -21,9 +21,12 @@ pytest.importorskip("triton")
 
 from oracles.three_gemms import product
 
-from snip_hf.formats import FORMAT_CODES, FORMATS, GEMMS, TILE
-from snip_hf.kernels import gemm_call, grad_input_gemm, grad_weight_gemm, hopper, hopper_lacks, select_backend
-from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, Quantized, quantize, stream_key
+from snip_hf.kernels import gemm_call, hopper, hopper_lacks, select_backend
+from snip_hf.kernels.emulated import grad_input_gemm, grad_weight_gemm
+from snip_hf.numerics.formats import FORMAT_CODES, FORMATS
+from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE, TILE
+from snip_hf.numerics.random_streams import stream_key
+from snip_hf.numerics.rounding import Quantized, quantize
 
 Run = Callable[..., tuple[Tensor, ...]]
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig
 from snip_hf.kernels import hopper_lacks
-from snip_hf.linear import snip_linears
+from snip_hf.layers.state import snip_linears
 
 pytestmark = [
     pytest.mark.gpu,

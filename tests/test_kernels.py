@@ -13,17 +13,11 @@ from oracles.three_gemms import GRAD_OUTPUT, Layer, Product
 from torch import Tensor
 
 from snip_hf import kernels
-from snip_hf.formats import E2M1, FORMAT_CODES, GEMMS
-from snip_hf.kernels import (
-    STATE_SIZE,
-    forward_gemm,
-    gemm_call,
-    grad_input_gemm,
-    grad_weight_gemm,
-    hopper_lacks,
-    select_backend,
-)
-from snip_hf.quantize import ROW_TILE, fake_quantize
+from snip_hf.kernels import gemm_call, hopper_lacks, select_backend
+from snip_hf.kernels.emulated import STATE_SIZE, forward_gemm, grad_input_gemm, grad_weight_gemm
+from snip_hf.numerics.formats import E2M1, FORMAT_CODES
+from snip_hf.numerics.gemms import GEMMS, ROW_TILE
+from snip_hf.numerics.rounding import fake_quantize
 
 KEY = (11, 250, 3, 0xCAFE)  # seed, step, micro-batch, layer; its 64-bit key is above 2**63
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

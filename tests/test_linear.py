@@ -26,8 +26,10 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from snip_hf import SnipConfig, SnipLinear, SnipLinearConfig, convert_model, restore_model
-from snip_hf.formats import FORMAT_NAMES, GEMMS
-from snip_hf.linear import pack_states, plain_name, set_rank, set_step, skip_reasons, snip_linears
+from snip_hf.layers.selection import skip_reasons
+from snip_hf.layers.state import pack_states, plain_name, set_rank, set_step, snip_linears
+from snip_hf.numerics.formats import FORMAT_NAMES
+from snip_hf.numerics.gemms import GEMMS
 
 T, I, O = 150, 200, 136  # tokens, in_features, out_features: ragged in every tiling  # noqa: E741
 FAMILIES = list(LINEARS)
@@ -784,7 +786,7 @@ class TestSkipping:
         assert not snip_linears(model)
 
     def test_what_is_swapped_and_skipped_is_logged_with_reasons(self, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.INFO, "snip_hf.linear"):
+        with caplog.at_level(logging.INFO, "snip_hf.layers.linear"):
             convert_model(build("llama"), SnipConfig(skip_modules=("*.self_attn.*",)))
         assert caplog.messages == [
             "snip-hf swapped 6 linear layers; skipped 9 (skip_modules: model.layers.0.self_attn.q_proj, "

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from snip_hf.config import SnipConfig
-from snip_hf.formats import FORMAT_NAMES, GEMMS
-from snip_hf.jsonfiles import read_json, write_json_atomic
-from snip_hf.linear import convert_model, snip_linears
-from snip_hf.plan import PlanProvenance, PrecisionPlan
+from snip_hf.json_io import read_json, write_json_atomic
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.formats import FORMAT_NAMES
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
 ADVICE = "Restore the file or let a run write it again."
 

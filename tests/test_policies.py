@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 from oracles.brute_force import best_map
 
-from snip_hf import ilp
 from snip_hf.config import POLICIES, SnipConfig
-from snip_hf.cost import MeasuredCost
-from snip_hf.divergence import CHOICES, Divergence, DivergenceTable
-from snip_hf.formats import GEMMS
-from snip_hf.plan import PlanProvenance, PrecisionPlan
-from snip_hf.policies import Setting, block_of, find_stages, needs_probe, needs_weights, problem, rule_assignment
-from snip_hf.terms import ROWS
-from snip_hf.timing import Machine
+from snip_hf.costs.budget import MeasuredCost
+from snip_hf.costs.gemm_timing import Machine
+from snip_hf.estimation.layer_sums import ROWS
+from snip_hf.estimation.table import CHOICES, Divergence, DivergenceTable
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
+from snip_hf.planning.program import problem
+from snip_hf.planning.solver import ilp
+from snip_hf.policies.criteria import needs_probe, needs_weights
+from snip_hf.policies.rules import rule_assignment
+from snip_hf.policies.setting import Setting, block_of, find_stages
 
 RULES = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
 SCORED = ("fisher", "hessian-trace", "greedy", "kl")

@@ -17,18 +17,10 @@ from oracles import rounding
 from torch import Tensor
 from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, f32_to_f4_unpacked
 
-from snip_hf.formats import E2M1, E4M3, E5M2, NumberFormat
-from snip_hf.quantize import (
-    COLUMN_TILE,
-    ROW_TILE,
-    SQUARE_TILE,
-    fake_quantize,
-    quantize,
-    round_to_format,
-    stream_key,
-    tile_scales,
-    uniform,
-)
+from snip_hf.numerics.formats import E2M1, E4M3, E5M2, NumberFormat
+from snip_hf.numerics.gemms import COLUMN_TILE, ROW_TILE, SQUARE_TILE
+from snip_hf.numerics.random_streams import stream_key, uniform
+from snip_hf.numerics.rounding import fake_quantize, quantize, round_to_format, tile_scales
 
 FORMATS = {"e2m1": E2M1, "e4m3": E4M3, "e5m2": E5M2}
 GFLOAT = {

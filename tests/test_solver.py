@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from snip_hf import ilp
-from snip_hf.solver import SolverError, SolverProcess, SolverResult, check_solution
+from snip_hf.planning.solver import ilp
+from snip_hf.planning.solver.process import SolverError, SolverProcess, SolverResult, check_solution
 
 
 def make_problem(**fields: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def test_start_does_not_wait_for_a_child_that_never_reads_its_input() -> None:
 
 def test_the_process_that_imports_the_parent_side_never_loads_a_solver() -> None:
     program = (
-        "import json, sys; from snip_hf.solver import SolverProcess;"
+        "import json, sys; from snip_hf.planning.solver.process import SolverProcess;"
         "result = SolverProcess.start(json.load(sys.stdin)).result(60);"
         "print(result.solver, 'mip' in sys.modules, 'scipy.optimize._milp' in sys.modules)"
     )
@@ -235,7 +235,7 @@ def test_a_forgotten_process_is_killed_and_reaped() -> None:
 
 def test_a_trainer_that_ends_takes_its_solver_along() -> None:
     program = (
-        "import sys; from snip_hf.solver import SolverProcess;"
+        "import sys; from snip_hf.planning.solver.process import SolverProcess;"
         "p = SolverProcess.start({}, [sys.executable, '-c', 'import time; time.sleep(60)']); print(p._process.pid)"
     )
     source = str(Path(ilp.__file__).parents[1])

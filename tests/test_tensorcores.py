@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from snip_hf import SnipConfig, SnipController, SnipLinear, convert_model, kernels
-from snip_hf.formats import FORMAT_NAMES, FORMATS, GEMMS, TILE
-from snip_hf.kernels import STATE_SIZE, hopper_lacks
-from snip_hf.linear import (
+from snip_hf.kernels import hopper_lacks
+from snip_hf.kernels.emulated import STATE_SIZE
+from snip_hf.layers.state import (
     drop_quantized,
     forget_inputs,
     keep_quantized,
@@ -34,8 +34,10 @@ from snip_hf.linear import (
     share_inputs,
     snip_linears,
 )
-from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, Quantized, quantize
-from snip_hf.tensorcores import TiedInput, quantize_input
+from snip_hf.layers.tensorcores import TiedInput, quantize_input
+from snip_hf.numerics.formats import FORMAT_NAMES, FORMATS
+from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE, TILE
+from snip_hf.numerics.rounding import Quantized, quantize
 
 T, I, O = 150, 200, 136  # tokens, in_features, out_features: ragged in every tiling  # noqa: E741
 BF16 = torch.bfloat16

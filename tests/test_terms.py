@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from snip_hf.formats import FORMATS, GEMMS
-from snip_hf.probe import LayerSample
-from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, fake_quantize
-from snip_hf.terms import LAYER, ROWS, LayerTerms, Squares, read_all
+from snip_hf.estimation.layer_sums import LAYER, ROWS, LayerTerms, Squares, read_all
+from snip_hf.estimation.samples import LayerSample
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE
+from snip_hf.numerics.rounding import fake_quantize
 
 KEYS = (0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)
 # Square of one step, square of what comes back at every step, and the size of what they are the difference of.
@@ -451,7 +452,7 @@ def test_pieces_give_the_same_sums_whether_they_are_held_at_once_or_not(
 ) -> None:
     sample, weight, push = a_sample(1203, 1203, 1), a_weight(), scaled()
     wanted = squares_written_out(sample, weight, push, "fp4")
-    monkeypatch.setattr("snip_hf.terms._AT_ONCE", at_once * weight.numel())
+    monkeypatch.setattr("snip_hf.estimation.layer_sums._AT_ONCE", at_once * weight.numel())
     found = LayerTerms(sample, weight, push, 1).weight_divergences("fp4", KEYS)
     for row in ROWS:
         assert_squares(found[row], wanted[row])

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from snip_hf import timing
-from snip_hf.formats import FORMAT_CODES, GEMMS
-from snip_hf.plan import PlanProvenance, PrecisionPlan
-from snip_hf.timing import GemmShape, Machine, gemm_times, read_times, time_gemm, write_times
+from snip_hf.costs import gemm_timing as timing
+from snip_hf.costs.gemm_timing import GemmShape, Machine, gemm_times, read_times, time_gemm, write_times
+from snip_hf.numerics.formats import FORMAT_CODES
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
 CPU = torch.device("cpu")
 SHAPES = [GemmShape(gemm, 64, 32, 48) for gemm in GEMMS] + [GemmShape("forward", 64, 32, 96)]

@@ -13,11 +13,12 @@ from small import text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
 from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
-from snip_hf.divergence import CHOICES
-from snip_hf.formats import GEMMS
-from snip_hf.linear import convert_model, set_step, snip_linears
-from snip_hf.terms import ROWS
-from snip_hf.truth import measure_assignment, measure_divergence, measure_loss
+from snip_hf.estimation.ground_truth import measure_assignment, measure_divergence, measure_loss
+from snip_hf.estimation.layer_sums import ROWS
+from snip_hf.estimation.table import CHOICES
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.state import set_step, snip_linears
+from snip_hf.numerics.gemms import GEMMS
 
 LAYERS = ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"]
 Assignment = dict[str, dict[str, str]]

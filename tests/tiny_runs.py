@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from snip_hf import SnipCallback, SnipConfig
-from snip_hf.divergence import divergences_at
-from snip_hf.solver import SolverProcess
+from snip_hf.estimation.divergence import divergences_at
+from snip_hf.planning.solver.process import SolverProcess
 
 transformers.logging.disable_progress_bar()
 
@@ -176,7 +176,7 @@ def solve_with(monkeypatch: Any, *programs: str) -> list[SolverProcess]:
         started.append(start(problem, [sys.executable, "-S", "-c", program] if program else None))
         return started[-1]
 
-    monkeypatch.setattr("snip_hf.controller.SolverProcess.start", run_program)
+    monkeypatch.setattr("snip_hf.training.controller.SolverProcess.start", run_program)
     return started
 
 
@@ -188,5 +188,5 @@ def noted_divergences(monkeypatch: Any) -> list[dict[str, Any]]:
         calls.append(kwargs)
         return divergences_at(*args, **kwargs)
 
-    monkeypatch.setattr("snip_hf.controller.divergences_at", note)
+    monkeypatch.setattr("snip_hf.training.controller.divergences_at", note)
     return calls

@@ -4,13 +4,16 @@ trainer = Trainer(model, args, train_dataset=data, callbacks=[SnipCallback(SnipC
 trainer.train()
 """
 
-from .callback import SnipCallback
+from __future__ import annotations
+
 from .config import SnipConfig
-from .controller import SnipController
-from .divergence import estimate_divergence
-from .linear import SnipLinear, SnipLinearConfig, convert_model, restore_model
-from .plan import PrecisionPlan
-from .truth import measure_divergence
+from .estimation.divergence import estimate_divergence
+from .estimation.ground_truth import measure_divergence
+from .integrations.trainer import SnipCallback
+from .layers.convert import SnipLinearConfig, convert_model, restore_model
+from .layers.linear import SnipLinear
+from .planning.plan import PrecisionPlan
+from .training.controller import SnipController
 
 __version__ = "0.1.0"
 

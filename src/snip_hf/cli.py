@@ -18,14 +18,14 @@ from rich.console import Console
 from torch import nn
 
 from .config import SnipConfig
-from .cost import linear_flops
-from .jsonfiles import read_json, write_json_atomic
-from .linear import convert_model
-from .plan import PrecisionPlan
-from .plan_tables import plan_table, print_cost, print_stages
-from .report import run_report
-from .runs import read_divergence
-from .solver import SolverError, SolverProcess
+from .costs.flops import linear_flops
+from .json_io import read_json, write_json_atomic
+from .layers.convert import convert_model
+from .planning.plan import PrecisionPlan
+from .planning.solver.process import SolverError, SolverProcess
+from .records.load import read_divergence
+from .reporting.run_report import run_report
+from .reporting.tables import plan_table, print_cost, print_stages
 
 # Longer lists of layers are cut: one mistake, such as another prefix, makes every layer a mismatch.
 _MOST_LISTED = 20

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from trainings import SCHEDULE, Training
 
-from snip_hf.criteria import CRITERIA
+from snip_hf.estimation.criteria import CRITERIA
 
 _SGD = {"optimizer": "sgd", "steps": 6, "micro_batches": 2, "clip": 0.5}
 _NEVER = {"start_format": "bf16", "first_refresh": 1, "refresh_every": 1, "apply_delay": 0, "probe_tokens": 256}

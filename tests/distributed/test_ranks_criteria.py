@@ -12,7 +12,7 @@ from rank_cases import JUDGED
 from rank_processes import launch_ranks
 from trainings import train
 
-from snip_hf.criteria import CRITERIA
+from snip_hf.estimation.criteria import CRITERIA
 
 Runs = dict[str, dict[str, Any]]
 

@@ -21,8 +21,9 @@ from test_solver import wait_until
 from tiny_runs import SCHEDULE, Run, differing, train, weights, without_seconds
 from transformers import TrainerCallback
 
-from snip_hf import SnipConfig, ilp
-from snip_hf.solver import SolverProcess
+from snip_hf import SnipConfig
+from snip_hf.planning.solver import ilp
+from snip_hf.planning.solver.process import SolverProcess
 
 START = SolverProcess.start
 RUN_ILP = f"import runpy; runpy.run_path({ilp.__file__!r}, run_name='__main__')"
@@ -148,7 +149,7 @@ def test_a_solver_that_hangs_is_waited_for_no_longer_than_its_limit(
 ) -> None:
     ignore = "[signal.signal(number, signal.SIG_IGN) for number in (1, 2, 15)]; " if how == "ignores signals" else ""
     started = first_start(monkeypatch, program(f"import signal, time; {ignore}time.sleep(600)"))
-    monkeypatch.setattr("snip_hf.controller._GRACE", 0.2)
+    monkeypatch.setattr("snip_hf.training.controller._GRACE", 0.2)
     waits: list[float] = []
     result = SolverProcess.result
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..formats import FORMAT_CODES, GEMMS
+from ..numerics.formats import FORMAT_CODES
+from ..numerics.gemms import GEMMS
 from . import emulated
 from .emulated import STATE_SIZE, forward_gemm, grad_input_gemm, grad_weight_gemm
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats import FORMAT_NAMES, FORMATS, GEMMS, NumberFormat
-from ..quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE
+from ..numerics.formats import FORMAT_NAMES, FORMATS, NumberFormat
+from ..numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE
 from .fused import fake_quantize
 
 STATE_SIZE = len(GEMMS) + 3

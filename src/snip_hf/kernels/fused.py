@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .. import quantize
-from ..formats import E4M3, TILE, NumberFormat
-from ..quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE
+from ..numerics.formats import E4M3, NumberFormat
+from ..numerics.gemms import COLUMN_TILE, ROW_TILE, SQUARE_TILE, TILE
+from ..numerics.random_streams import rank_stream
+from ..numerics.rounding import fake_quantize as quantize_fake_quantize
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +36,10 @@ _AMPERE = (8, 0)
 def fake_quantize(
     x: Tensor, fmt: NumberFormat | None, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
 ) -> Tensor:
-    """As `quantize.fake_quantize`; autograd does not see into it. The kernel takes tiles 1x128, 128x1 and 128x128."""
+    """As `quantize_fake_quantize`; autograd does not see into it. The kernel takes tiles 1x128, 128x1 and 128x128."""
     is_taken = x.dim() == 2 and x.numel() > 0 and x.dtype in _DTYPES and tile in _BLOCKS
     if fmt is None or not is_taken or not _has_kernel(x.device):
-        return quantize.fake_quantize(x, fmt, tile, key, rank, ranks)
+        return quantize_fake_quantize(x, fmt, tile, key, rank, ranks)
     return _by_kernel(x, fmt, tile, key, rank, ranks)
 
 
@@ -233,7 +234,7 @@ def _by_kernel(
 ) -> Tensor:
     """`fake_quantize` by the kernel: x (R, C) with at least one element."""
     rows, columns = x.shape
-    stream, first = (0, 0) if key is None else quantize.rank_stream(key, x.shape, rank, ranks)
+    stream, first = (0, 0) if key is None else rank_stream(key, x.shape, rank, ranks)
     block_rows, block_columns, warps = _BLOCKS[tile]
     y = torch.empty(rows, columns, dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(rows, block_rows) * triton.cdiv(columns, block_columns),)

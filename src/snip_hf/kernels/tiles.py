@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..formats import E2M1, E4M3, FORMAT_CODES, GEMMS, TILE
+from ..numerics.formats import E2M1, E4M3, FORMAT_CODES
+from ..numerics.gemms import GEMMS, TILE
 
 _FP4 = tl.constexpr(FORMAT_CODES["fp4"])
 _MAX_FP4, _MAX_FP8 = tl.constexpr(E2M1.max), tl.constexpr(E4M3.max)

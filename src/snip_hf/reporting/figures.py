@@ -1,0 +1,166 @@
+"""What a run looks like: its plan over layers and time, its divergences, its losses, as PNG files."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import ListedColormap, LogNorm
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from ..numerics.formats import FORMAT_CODES, FORMAT_NAMES
+from ..numerics.gemms import GEMMS
+from ..policies.setting import split_layer
+from ..records.load import Run
+
+# Grey, and sky blue and vermilion of Okabe and Ito's palette: colour-blind readers, and print, keep them apart.
+COLOURS = {"bf16": "#dddddd", "fp8": "#56b4e9", "fp4": "#d55e00"}
+# More rows than this are labelled by block instead of by layer.
+_MOST_NAMED_ROWS = 64
+
+
+def write_figures(run: Run, out_dir: str | os.PathLike[str] | None = None) -> list[Path]:
+    """Writes plan.png, divergence.png and losses.png, as far as there is data for them; by default to RUN_DIR/snip.
+
+    Returns: the files written.
+    """
+    folder = run.folder / "snip" if out_dir is None else Path(out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    draw: dict[str, Callable[[Run], Figure]] = {"plan.png": plan_figure}
+    if _divergence_panels(run):
+        draw["divergence.png"] = divergence_figure
+    if run.losses:
+        draw["losses.png"] = loss_figure
+    for name, function in draw.items():
+        FigureCanvasAgg(function(run)).print_png(str(folder / name))
+    return [folder / name for name in draw]
+
+
+def plan_figure(run: Run) -> Figure:
+    """Layers over optimizer steps, coloured by format; three panels if any layer's GEMMs are in different formats."""
+    layers = list(run.plans[0][1].assignment)
+    mixed = any(len(set(formats.values())) > 1 for _, plan in run.plans for formats in plan.assignment.values())
+    panels = GEMMS if mixed else GEMMS[:1]
+    figure, axes = _layer_panels(layers, len(panels))
+    starts = [step for step, _ in run.plans]
+    edges = [*starts, max(run.last_step, starts[-1] + 1)]
+    rows = np.arange(len(layers) + 1) - 0.5
+    kept = [refresh.step for refresh in run.refreshes if refresh.applied_step is None]
+    marks: list[Line2D] = []
+    colours = ListedColormap([COLOURS[name] for name in FORMAT_NAMES])
+    for panel, gemm in zip(axes, panels, strict=True):
+        codes = [[FORMAT_CODES[plan.assignment[layer][gemm]] for _, plan in run.plans] for layer in layers]
+        panel.pcolormesh(edges, rows, np.array(codes), cmap=colours, vmin=-0.5, vmax=len(FORMAT_NAMES) - 0.5)
+        panel.set_title(gemm if mixed else "all three GEMMs", fontsize=10)
+        panel.set_xlabel("optimizer step")
+        panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        if kept:
+            marks = panel.plot(kept, [-0.5] * len(kept), "kx", clip_on=False, label="refresh that kept the plan")
+    handles: list[Artist] = [Patch(facecolor=COLOURS[name], edgecolor="0.4", label=name) for name in FORMAT_NAMES]
+    figure.legend(handles=[*handles, *marks], loc="outside lower center", ncols=4, frameon=False)
+    plan = run.plans[-1][1]
+    _title(figure, f"Precision plan: {plan.fp4_fraction:.1%} of the linear FLOPs in FP4 at the end")
+    return figure
+
+
+def divergence_figure(run: Run) -> Figure:
+    """Layers over probes, coloured by the divergences in FP4 on a logarithmic scale."""
+    layers = list(run.plans[0][1].assignment)
+    steps = list(run.divergences)
+    panels = _divergence_panels(run)
+    figure, axes = _layer_panels(layers, len(panels))
+    for panel, ((quantity, gemm), values) in zip(axes, panels.items(), strict=True):
+        extent = (-0.5, len(steps) - 0.5, len(layers) - 0.5, -0.5)
+        # At least a factor of 2 from end to end: equal values have no scale, and nearly equal ones endless tick labels.
+        low = float(np.nanmin(values))
+        high = max(float(np.nanmax(values)), 2 * low)
+        norm = LogNorm(low, high)
+        image = panel.imshow(values, norm=norm, cmap="viridis", aspect="auto", interpolation="nearest", extent=extent)
+        label = f"{quantity}, {'all three GEMMs' if gemm == 'layer' else gemm}"
+        pad = 0.1 / figure.get_figheight()
+        # Three ticks: a logarithmic scale of less than a decade would print its labels over each other.
+        ticks = np.geomspace(low, high, 3)
+        bar = figure.colorbar(image, ax=panel, location="top", label=label, pad=pad, aspect=30, ticks=ticks)
+        bar.minorticks_off()
+        bar.ax.set_xticklabels([f"{tick:.0e}" for tick in ticks])
+        shown = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 4)).round().astype(int))
+        panel.set_xticks(shown, [str(steps[index]) for index in shown])
+        panel.set_xlabel("step of the probe")
+    _title(figure, "Divergence of each layer in FP4 (white: zero or not measured)")
+    return figure
+
+
+def _divergence_panels(run: Run) -> dict[tuple[str, str], np.ndarray[Any, Any]]:
+    """(quantity, gemm) -> (layers, probes); whole layers where they were measured, else single GEMMs; NaN for none."""
+    rows = {layer: row for row, layer in enumerate(run.plans[0][1].assignment)}
+    panels: dict[tuple[str, str], np.ndarray[Any, Any]] = {}
+    for column, records in enumerate(run.divergences.values()):
+        for record in records:
+            if record["format"] != "fp4" or record["layer"] not in rows:
+                continue
+            for quantity in ("loss divergence", "weight divergence"):
+                value = record[quantity.replace(" ", "_")]
+                key = (quantity, record["gemm"])
+                if 0 < value < math.inf and key not in panels:
+                    panels[key] = np.full((len(rows), len(run.divergences)), math.nan)
+                if 0 < value < math.inf:
+                    panels[key][rows[record["layer"]], column] = value
+    whole = {key: values for key, values in panels.items() if key[1] == "layer"}
+    return whole or panels
+
+
+def loss_figure(run: Run) -> Figure:
+    """Training and validation loss over optimizer steps; a mark below wherever a plan came into force."""
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    for key, label, colour in (("loss", "training", "#0072b2"), ("eval_loss", "validation", "#d55e00")):
+        points = [(step, row[key]) for step, row in run.losses.items() if key in row]
+        if points:
+            marker = "o" if len(points) <= 50 else ""  # A single point has no line to be seen by.
+            axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label, linewidth=1.2, markersize=4)
+    applied = [step for step, _ in run.plans[1:]]
+    if applied:
+        axes.plot(applied, [0.0] * len(applied), "k|", transform=axes.get_xaxis_transform(), label="new plan in force")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss")
+    axes.legend(frameon=False)
+    axes.grid(axis="y", color="0.92")
+    _title(figure, "Losses")
+    return figure
+
+
+def _layer_panels(layers: list[str], count: int) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` panels side by side whose rows are the layers, first on top, labelled on the left."""
+    height = 2.2 + min(max(0.19 * len(layers), 2.0), 14.0)
+    figure = Figure(figsize=(2.8 + max(2.8 * count, 4.5), height), dpi=150, layout="constrained")
+    axes = list(figure.subplots(1, count, sharey=True, squeeze=False)[0])
+    axes[0].set_ylim(len(layers) - 0.5, -0.5)
+    for panel in axes[1:]:
+        panel.tick_params(left=False)
+    names = [split_layer(layer) for layer in layers]
+    firsts = [row for row, name in enumerate(names) if row == 0 or name[0] != names[row - 1][0]]
+    if len(layers) <= _MOST_NAMED_ROWS:
+        axes[0].set_yticks(
+            range(len(layers)), [f"{block.rpartition('.')[2]} {kind}" for block, kind in names], fontsize=7
+        )
+    else:
+        shown = firsts[:: math.ceil(len(firsts) / 40)]
+        axes[0].set_yticks(shown, [names[row][0] or names[row][1] for row in shown], fontsize=7)
+    for panel in axes:
+        for row in firsts[1:]:
+            panel.axhline(row - 0.5, color="white", linewidth=1.5 if len(layers) <= _MOST_NAMED_ROWS else 0.4)
+    return figure, axes
+
+
+def _title(figure: Figure, title: str) -> None:
+    figure.suptitle(title, fontsize=11, parse_math=False)

@@ -1,0 +1,174 @@
+"""What does a plan look like as tables: formats by block, cost by kind of linear, its stages and their bubble?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from ..costs.budget import cost_shares, describe_cost
+from ..estimation.table import Divergence, DivergenceTable
+from ..numerics.formats import FORMAT_CODES
+from ..numerics.gemms import GEMMS
+from ..planning.pipeline_model import ConstraintComparison, PipelineTimes, compare_constraints, pipeline_times
+from ..planning.plan import Assignment, PrecisionPlan
+from ..planning.solver.process import SolverError
+from ..policies.setting import split_layer
+
+STYLES = {"bf16": "dim", "fp8": "cyan", "fp4": "bold red"}
+
+
+def plan_table(plan: PrecisionPlan) -> Table:
+    """One row per block, one column per kind of linear; `4/8/8` is forward/grad_input/grad_weight."""
+    cells = {split_layer(layer): formats for layer, formats in plan.assignment.items()}
+    kinds = list(dict.fromkeys(kind for _, kind in cells))
+    table = new_table("Plan (one format: all three GEMMs; a/b/c: forward/grad_input/grad_weight)")
+    table.add_column("block", justify="right")
+    for kind in kinds:
+        table.add_column(Text(kind.rpartition(".")[2]))
+    for block in dict.fromkeys(block for block, _ in cells):
+        row = [_plan_cell(cells[block, kind]) if (block, kind) in cells else Text("") for kind in kinds]
+        table.add_row(Text(block.rpartition(".")[2] or block), *row)
+    return table
+
+
+def _plan_cell(formats: Mapping[str, str]) -> Text:
+    names = [formats[gemm] for gemm in GEMMS]
+    if len(set(names)) == 1:
+        return Text(names[0], style=STYLES[names[0]])
+    bits = ((name.lstrip("bfp"), STYLES[name]) for name in names)
+    return Text("/").join(Text(*pair) for pair in bits)
+
+
+def print_cost(plan: PrecisionPlan, console: Console) -> None:
+    """Prints how FLOPs and measured time relate, for a plan with measured times."""
+    assert plan.measured is not None
+    console.print(cost_table(plan))
+    stages = ", ".join(f"{share:.4f}" for share in plan.stage_fp4_time_fractions or ())
+    console.print(
+        f"{describe_cost(plan.flops, plan.measured)} The plan runs {plan.fp4_fraction:.4f} of the linear FLOPs and "
+        f"{plan.fp4_time_fraction:.4f} of their time in FP4 (per stage: {stages}).",
+        markup=False,
+        highlight=False,
+    )
+
+
+def cost_table(plan: PrecisionPlan) -> Table:
+    """One row per kind of linear and GEMM: its share of FLOPs, of time, and its time in each format."""
+    assert plan.measured is not None
+    table = new_table("Cost (time share: of the time in FP8; ms: per micro-batch, over all blocks)")
+    for heading in ("linear", "GEMM", "FLOP\nshare", "time\nshare", "time /\nFLOPs"):
+        table.add_column(heading, justify="left" if heading in ("linear", "GEMM") else "right")
+    for fmt in FORMAT_CODES:
+        table.add_column(f"{fmt.upper()}\nms", justify="right")
+    for share in cost_shares(plan.flops, plan.measured):
+        milliseconds = (f"{1e3 * share.seconds[fmt]:.4g}" for fmt in FORMAT_CODES)
+        shares = (f"{share.flops:.4f}", f"{share.time:.4f}", f"{share.ratio:.2f}")
+        table.add_row(Text(share.kind), share.gemm, *shares, *milliseconds)
+    return table
+
+
+def print_stages(
+    plan: PrecisionPlan,
+    console: Console,
+    micro_batches: int | None = None,
+    records: Sequence[Mapping[str, Any]] | None = None,
+    before: Assignment | None = None,
+) -> None:
+    """Prints the stages, the pipeline's bubble and, from the records of the plan's divergences, what its stages save.
+
+    Args:
+        micro_batches, before: as in `stages.compare_constraints`.
+        records: None means that there are none: no comparison.
+    """
+    times = pipeline_times(plan, micro_batches)
+    if len(plan.stages) == 1:
+        console.print(
+            f"One stage, so no pipeline and no bubble: {plan.fp4_fraction:.4f} of its linear FLOPs are in FP4.",
+            highlight=False,
+        )
+        return
+    console.print(stage_table(plan))
+    missing, comparison = "there are no divergences of its refresh", None
+    if records is not None:
+        table = DivergenceTable(0.0, tuple(Divergence(**record) for record in records))
+        try:
+            comparison = compare_constraints(plan, table, micro_batches, before)
+        except (ValueError, TypeError, SolverError) as error:  # a config of another version among them
+            missing = str(error)
+    console.print(bubble_table(times, comparison))
+    if comparison is None:
+        sentence = f"Not compared with one global constraint: {missing.removesuffix('.')}."
+    else:
+        sentence = (
+            f"Against one global constraint, one per stage saves {comparison.time_saved:.2%} of the step's time and "
+            f"{comparison.bubble_saved:.4f} of the bubble."
+        )
+    unit = "measured" if times.measured else "modelled, FP4 at 2x FP8, 1 is all linears in FP8"
+    console.print(
+        f"{sentence} Times are of the linears, forward and backward ({unit}): a stage's for one micro-batch, a step's "
+        "(m - 1) times the slowest stage's and once all stages'; communication is not counted.",
+        markup=False,
+        highlight=False,
+    )
+
+
+def stage_table(plan: PrecisionPlan) -> Table:
+    """FP4 shares and predicted times of each stage and of all, for one micro-batch, forward and backward."""
+    times = pipeline_times(plan)
+    basis = "modelled: FP4 at 2x FP8" if plan.measured is None else f"measured: {plan.measured.machine.device}"
+    table = new_table(f"Stages ({escape(basis)})")
+    unit, scale = _time_unit(times)
+    columns = {"FP4 share\nof FLOPs": [*plan.stage_fp4_fractions, plan.fp4_fraction]}
+    if plan.stage_fp4_time_fractions is not None and plan.fp4_time_fraction is not None:
+        columns["of measured\ntime"] = [*plan.stage_fp4_time_fractions, plan.fp4_time_fraction]
+    columns["time /\nall in FP8"] = [*(x.relative_time for x in times.stages), times.work / times.fp8_work]
+    for heading in ("stage", "layers", *columns, f"time\n{unit}"):
+        table.add_column(heading, justify="right")
+    names = [*map(str, range(len(plan.stages))), "all"]
+    sizes = [*map(len, plan.stages), len(plan.assignment)]
+    absolute = [*(x.time for x in times.stages), times.work]
+    for name, size, time, *shares in zip(names, sizes, absolute, *columns.values(), strict=True):
+        table.add_row(name, str(size), *(f"{share:.4f}" for share in shares), f"{scale * time:.4g}")
+    return table
+
+
+def bubble_table(times: PipelineTimes, comparison: ConstraintComparison | None) -> Table:
+    """Step, bubble and objective of the plan and, if compared, of the one with one global constraint."""
+    table = new_table(f"Pipeline ({times.micro_batches} micro-batches)")
+    unit, scale = _time_unit(times)
+    for heading in ("constraints", "FP4\nshare", "slowest\nstage", f"step\n{unit}", "bubble", "objective"):
+        table.add_column(heading, justify="left" if heading == "constraints" else "right")
+    rows: list[tuple[str, PipelineTimes, float | None]] = [("one per stage", times, None)]
+    if comparison is not None:
+        rows = [
+            ("one per stage", comparison.per_stage, comparison.per_stage_objective),
+            ("one global", comparison.single, comparison.single_objective),
+        ]
+    for name, pipeline, objective in rows:
+        slowest = max(range(len(pipeline.stages)), key=lambda index: pipeline.stages[index].time)
+        step = f"{scale * pipeline.step_time:.4g}"
+        numbers = (str(slowest), step, f"{pipeline.bubble:.4f}", number(objective, ".4g"))
+        table.add_row(name, f"{pipeline.fp4_fraction:.4f}", *numbers)
+    return table
+
+
+def _time_unit(times: PipelineTimes) -> tuple[str, float]:
+    """Name of the unit that times are shown in, and how many there are in one of `PipelineTimes`."""
+    return ("ms", 1e3) if times.measured else ("1: FP8", 1.0)
+
+
+def new_table(title: str) -> Table:
+    # No vertical lines and no padding twice, so that nine columns of refreshes fit into 80 characters.
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.pad_edge = False
+    return table
+
+
+def number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)

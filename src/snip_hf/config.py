@@ -8,44 +8,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-POLICIES = (
-    "snip",
-    "bf16",
-    "uniform-fp8",
-    "uniform-fp4",
-    "random",
-    "min-abs-err",
-    "min-rel-err",
-    "layer-type",
-    "layer-position",
-    "first2-last8",
-    "last-15-percent",
-    "backward-first",
-    "fisher",
-    "hessian-trace",
-    "greedy",
-    "kl",
-)
+from .numerics.formats import FORMATS, UNQUANTIZED
+from .registry import Registry
+
+# Who decides. The entries are in `policies`, one file per family; `policies.registry.Policy` says what they are.
+POLICIES: Registry[Any] = Registry("policy", "snip_hf.policies")
 
 _CHOICES = {
     "granularity": ("layer", "gemm"),
-    "policy": POLICIES,
-    "start_format": ("fp8", "bf16"),
     "cost": ("flops", "measured"),
     "objective": ("additive", "horizon", "paper"),
     "loss_form": ("token-fisher", "taylor", "norm"),
     "solver": ("auto", "cbc", "highs", "greedy"),
     "backend": ("auto", "emulated", "hopper"),
 }
-# The policies that need no probe and aim at a share.
-_SHARED_OUT_BY_RULE = (
-    "random",
-    "layer-type",
-    "layer-position",
-    "first2-last8",
-    "last-15-percent",
-    "backward-first",
-)
 _AT_LEAST = {
     "refresh_every": 1,
     "first_refresh": 1,
@@ -99,8 +75,12 @@ class SnipConfig:
     drift_every: int = 100
     """Steps between two such checks, counted from the last probe; each costs one FP32 forward-backward pass. There is
     none while a plan waits for its application."""
-    start_format: str = "fp8"
-    """Format of every GEMM until the first plan is applied: "fp8" or "bf16" (= not quantized)."""
+    formats: tuple[str, ...] = ("fp4", "fp8")
+    """Names of the formats that the plan chooses from for each GEMM, the least precise first; see
+    `snip_hf.formats`."""
+    start_format: str | None = None
+    """Format of every GEMM until the first plan is applied: one of `formats`, or "bf16" (not quantized). None: the most
+    precise of `formats`."""
     probes: int = 1
     """Random directions per refresh; each costs two forward-backward passes. The policy "hessian-trace" needs many."""
     probe_tokens: int | None = 1024
@@ -154,10 +134,14 @@ class SnipConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; expected one of {', '.join(choices)}.")
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy={self.policy!r} is not known; expected one of {', '.join(POLICIES)}.")
         for name, least in _AT_LEAST.items():
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)!r} is too small; expected at least {least}.")
         self._check_ranges()
+        self._check_formats()
+        POLICIES[self.policy].check(self)
         object.__setattr__(self, "skip_modules", _as_names("skip_modules", self.skip_modules))
         object.__setattr__(self, "ties", tuple(_as_names("ties", tie) for tie in self.ties))
         if not (self.stages is None or isinstance(self.stages, int)):
@@ -172,11 +156,6 @@ class SnipConfig:
             )
         if self.seed >= 2**63:
             raise ValueError(f"seed={self.seed} is too large; expected less than 2**63.")
-        if self.policy == "backward-first" and self.granularity == "layer" and self.plan is None:
-            raise ValueError(
-                "policy='backward-first' with granularity='layer' cannot work: it decides the GEMMs of a linear apart. "
-                "Set granularity='gemm'."
-            )
         if self.refresh_every is not None and self.apply_delay > self.refresh_every:
             raise ValueError(
                 f"apply_delay={self.apply_delay} is larger than refresh_every={self.refresh_every}; a plan must be "
@@ -209,6 +188,37 @@ class SnipConfig:
                 f"stages={self.stages} is too small; expected None, a number of at least 1, or lists of names."
             )
 
+    def _check_formats(self) -> None:
+        object.__setattr__(self, "formats", _as_names("formats", self.formats))
+        for name in self.formats:
+            FORMATS.checked(name, "formats")
+        bits = [FORMATS[name].bits for name in self.formats]
+        if not self.formats or len(set(self.formats)) < len(self.formats) or bits != sorted(bits):
+            raise ValueError(
+                f"formats={self.formats!r} does not name each format once, the least precise first; expected e.g. "
+                f"{SnipConfig.__dataclass_fields__['formats'].default!r}."
+            )
+        starts = dict.fromkeys([*self.formats, UNQUANTIZED.name])
+        if self.start_format is None:
+            object.__setattr__(self, "start_format", self.format_at_start)
+        elif self.start_format not in starts:
+            raise ValueError(f"start_format={self.start_format!r} is not known; expected one of {', '.join(starts)}.")
+
+    @property
+    def format_at_start(self) -> str:
+        """`start_format`, or the most precise of `formats`."""
+        return self.start_format or self.most_precise
+
+    @property
+    def least_precise(self) -> str:
+        """The first of `formats`."""
+        return self.formats[0]
+
+    @property
+    def most_precise(self) -> str:
+        """The last of `formats`."""
+        return self.formats[-1]
+
     def _check_drift(self) -> None:
         if self.refresh_on_drift is None:
             return
@@ -216,11 +226,6 @@ class SnipConfig:
             raise ValueError(
                 f"refresh_on_drift={self.refresh_on_drift!r} is outside 0..1; it is the rank correlation below which "
                 "the plan is refreshed early, e.g. 0.8, or None."
-            )
-        if self.policy == "hessian-trace" and self.plan is None:
-            raise ValueError(
-                f"refresh_on_drift={self.refresh_on_drift!r} with policy='hessian-trace' cannot work: a check takes no "
-                "derivatives, and so knows no trace. Set refresh_on_drift=None."
             )
         if self.refresh_every is None:
             return
@@ -239,7 +244,8 @@ class SnipConfig:
                     raise ValueError(f"{name}={getattr(self, name)!r} is for cost='measured'; set that too.")
         if self.cost_tokens is not None and self.cost_tokens < 1:
             raise ValueError(f"cost_tokens={self.cost_tokens} is too small; expected None or at least 1.")
-        by_rule = self.plan is None and self.policy in _SHARED_OUT_BY_RULE
+        policy = POLICIES[self.policy]
+        by_rule = self.plan is None and policy.aims_at_share and not policy.needs_probe
         if self.cost == "measured" and self.cost_tokens is None and by_rule:
             raise ValueError(
                 f"cost='measured' with policy={self.policy!r} needs cost_tokens, the tokens of a micro-batch: its "

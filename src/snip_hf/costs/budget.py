@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from torch import nn
 
 from ..layers.state import snip_linears
-from ..numerics.formats import FORMAT_CODES
+from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
 from .flops import Weights
-from .gemm_timing import GemmShape, Machine, Timer, gemm_times
-
-MODELLED_RATES = {"bf16": 0.5, "fp8": 1.0, "fp4": 2.0}
-"""Format -> rate of a modelled machine, FP8's is 1: half the bits, twice the rate (ours; an idea, not a device)."""
+from .gemm_timing import GemmShape, Machine, Timer, gemm_times, timed_formats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +28,13 @@ class MeasuredCost:
 
     @property
     def weights(self) -> dict[str, dict[str, float]]:
-        """Layer -> GEMM -> seconds in FP8, the format that a GEMM in FP4 replaces."""
-        return {layer: {gemm: row[gemm]["fp8"] for gemm in GEMMS} for layer, row in self.seconds.items()}
+        """Layer -> GEMM -> seconds in the reference format (`formats.REFERENCE`)."""
+        return {layer: {gemm: row[gemm][REFERENCE.name] for gemm in GEMMS} for layer, row in self.seconds.items()}
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Those that were timed, the same for every GEMM."""
+        return tuple(next(iter(self.seconds.values()))[GEMMS[0]])
 
     def total(self, format: str) -> float:
         """Seconds of all GEMMs in one format."""
@@ -68,13 +70,14 @@ def measure_cost(
     backend: str,
     path: str | os.PathLike[str] | None = None,
     timer: Timer | None = None,
+    formats: Sequence[str] = (),
 ) -> MeasuredCost:
     """Returns the times of every GEMM of every swapped layer, on the device of the weights.
 
     Args:
         model: a converted model.
         tokens: of a micro-batch, all of which pass through every layer.
-        backend, path, timer: as in `snip_hf.timing.gemm_times`.
+        backend, path, timer, formats: as in `gemm_timing.gemm_times`.
 
     Raises:
         ValueError: as `gemm_times`.
@@ -87,8 +90,8 @@ def measure_cost(
         if gemm != "grad_weight" or layer.weight.requires_grad
     }
     device = next(iter(layers.values())).weight.device
-    times = gemm_times(shapes.values(), backend, device, path, timer)
-    not_run = dict.fromkeys(FORMAT_CODES, 0.0)
+    times = gemm_times(shapes.values(), backend, device, path, timer, formats)
+    not_run = dict.fromkeys(timed_formats(formats), 0.0)
     seconds = {
         name: {gemm: times[shapes[name, gemm]] if (name, gemm) in shapes else not_run for gemm in GEMMS}
         for name in layers
@@ -99,13 +102,14 @@ def measure_cost(
 def predicted_times(flops: Weights, measured: MeasuredCost | None) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
     """Returns layer -> GEMM -> format -> time for one micro-batch.
 
-    In seconds where measured. Otherwise by `MODELLED_RATES`, and 1 is the time that all of these linears take in FP8.
+    In seconds where measured. Otherwise by `NumberFormat.speed`, and 1 is the time that all of these linears take in
+    the reference format.
     """
     if measured is not None:
         return measured.seconds
     total = math.fsum(value for row in flops.values() for value in row.values())
     return {
-        layer: {gemm: {fmt: row[gemm] / total / MODELLED_RATES[fmt] for fmt in FORMAT_CODES} for gemm in GEMMS}
+        layer: {gemm: {name: row[gemm] / total / fmt.speed for name, fmt in FORMATS.items()} for gemm in GEMMS}
         for layer, row in flops.items()
     }
 
@@ -120,9 +124,9 @@ def cost_shares(flops: Weights, measured: MeasuredCost) -> list[CostShare]:
     all_flops = math.fsum(value for row in flops.values() for value in row.values())
     shares = []
     for (kind, gemm), layers in members.items():
-        seconds = {fmt: math.fsum(measured.seconds[x][gemm][fmt] for x in layers) for fmt in FORMAT_CODES}
+        seconds = {fmt: math.fsum(measured.seconds[x][gemm][fmt] for x in layers) for fmt in measured.formats}
         share = math.fsum(flops[x][gemm] for x in layers) / all_flops
-        shares.append(CostShare(kind, gemm, share, seconds["fp8"] / measured.total("fp8"), seconds))
+        shares.append(CostShare(kind, gemm, share, seconds[REFERENCE.name] / measured.total(REFERENCE.name), seconds))
     return shares
 
 
@@ -130,7 +134,7 @@ def describe_cost(flops: Weights, measured: MeasuredCost) -> str:
     """Returns one sentence on how FLOPs and measured time relate."""
     shares = cost_shares(flops, measured)
     dearest, cheapest = max(shares, key=lambda share: share.ratio), min(shares, key=lambda share: share.ratio)
-    totals = ", ".join(f"{measured.total(fmt) * 1e3:.4g} ms in {fmt.upper()}" for fmt in FORMAT_CODES)
+    totals = ", ".join(f"{measured.total(fmt) * 1e3:.4g} ms in {FORMATS[fmt].label}" for fmt in measured.formats)
     return (
         f"All GEMMs of the linears take {totals} per micro-batch of {measured.tokens} tokens "
         f"({measured.machine.backend} backend, {measured.machine.device}); by measured time "

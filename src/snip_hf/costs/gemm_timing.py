@@ -12,7 +12,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..json_io import read_json, write_json_atomic
 from ..kernels import gemm_call
-from ..numerics.formats import FORMAT_CODES
+from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
 
 logger = logging.getLogger(__name__)
@@ -82,8 +82,9 @@ def gemm_times(
     device: torch.device,
     path: str | os.PathLike[str] | None = None,
     timer: Timer | None = None,
+    formats: Sequence[str] = (),
 ) -> dict[GemmShape, Seconds]:
-    """Returns the seconds of each shape in every format; equal shapes are timed once.
+    """Returns the seconds of each shape in every format of the run; equal shapes are timed once.
 
     Args:
         shapes: of the GEMMs.
@@ -92,6 +93,7 @@ def gemm_times(
         path: a file of times; what it has for this machine is not timed again, what is new is added to it. A file that
             cannot be written costs a warning.
         timer: times one GEMM in one format; None: `time_gemm`.
+        formats: of the run; `timed_formats` says which are timed.
 
     Raises:
         ValueError: as `read_times`.
@@ -99,15 +101,23 @@ def gemm_times(
     machine, run = Machine.of(device, backend), timer or time_gemm
     known = {} if path is None else read_times(path)
     wanted = dict.fromkeys(shapes)
-    missing = [shape for shape in wanted if (machine, shape) not in known]
-    for shape in missing:
-        known[machine, shape] = {fmt: run(backend, device, shape, fmt) for fmt in FORMAT_CODES}
+    timed = timed_formats(formats)
+    missing = [(shape, fmt) for shape in wanted for fmt in timed if fmt not in known.setdefault((machine, shape), {})]
+    for shape, fmt in missing:
+        known[machine, shape][fmt] = run(backend, device, shape, fmt)
     if missing and path is not None:
         try:
             write_times(path, known)
         except OSError as error:
             logger.warning("snip-hf: could not write the times of GEMMs to %s, training goes on: %s", path, error)
-    return {shape: known[machine, shape] for shape in wanted}
+    return {shape: {fmt: known[machine, shape][fmt] for fmt in timed} for shape in wanted}
+
+
+def timed_formats(formats: Sequence[str]) -> tuple[str, ...]:
+    """Returns what is timed for a run in these formats: they, the reference, and no quantization, as registered."""
+    return tuple(
+        name for name, fmt in FORMATS.items() if name in formats or name == REFERENCE.name or not fmt.is_quantized
+    )
 
 
 def time_gemm(backend: str, device: torch.device, shape: GemmShape, format: str) -> float:
@@ -155,13 +165,14 @@ def write_times(path: str | os.PathLike[str], times: Mapping[tuple[Machine, Gemm
 
 
 def check_seconds(value: object, where: str) -> Seconds:
-    """Returns format -> seconds as plain data; raises ValueError unless there is a time above 0 for every format."""
+    """Returns format -> seconds as plain data; raises ValueError unless all are times above 0, one of the reference."""
     seconds = _typed(dict(value) if isinstance(value, Mapping) else value, dict, where)
-    _check_keys(seconds, tuple(FORMAT_CODES), where)
+    if REFERENCE.name not in seconds:
+        raise ValueError(f"{where} has no entry {REFERENCE.name!r}.")
     for fmt, number in seconds.items():
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
             raise ValueError(f"{where}.{fmt} is {ascii(number)[:60]}, expected a number of seconds above 0.")
-    return {fmt: float(seconds[fmt]) for fmt in FORMAT_CODES}
+    return {str(fmt): float(number) for fmt, number in seconds.items()}
 
 
 def _prepared(backend: str, device: torch.device, shape: GemmShape, format: str) -> Callable[[], Tensor]:
@@ -175,7 +186,7 @@ def _prepared(backend: str, device: torch.device, shape: GemmShape, format: str)
     x, weight, grad_output = (
         torch.randn(size, generator=generator, device=device, dtype=_dtype(device)) for size in sizes
     )
-    codes = [FORMAT_CODES[format]] * len(GEMMS)
+    codes = [FORMATS[format].code] * len(GEMMS)
     state = torch.tensor([*codes, 0, 0, 1], device=device)
     call: Callable[[], Tensor] = gemm_call(backend, shape.gemm, x, weight, grad_output, state)
     return call

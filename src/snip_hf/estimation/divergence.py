@@ -17,23 +17,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..config import SnipConfig
+from ..config import POLICIES, SnipConfig
 from ..costs.flops import linear_flops
 from ..layers.convert import convert_model, restore_model
 from ..layers.linear import SnipLinear
 from ..layers.state import snip_linears
+from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
 from ..optimizers.response import ElementwiseResponse, Response, responses
 from ..parallel.ranks import Attempt, Processes
 from ..parallel.sharding import is_sharded, own_part, sharded_as, squares, whole, with_own_part
 from .batch import Batch
-from .criteria import LayerCriterion, hessian_trace
+from .criterion import LayerCriterion
 from .layer_sums import LAYER, ROWS, LayerTerms, Pending, Squares, read_all
 from .passes import run_pass
 from .pooling import pooled
 from .probe import random_direction, run_probe
-from .table import CHOICES, Divergence, DivergenceTable
+from .table import Divergence, DivergenceTable
 
 Pushforward = Callable[[Tensor], Tensor] | Tensor
 # The estimate's own streams of random rounding: other numbers than those of the training step.
@@ -82,8 +83,9 @@ def divergences_at(
 ) -> DivergenceTable:
     """Probes a converted model and estimates all divergences of one optimizer step.
 
-    Under the policy "hessian-trace" all weights, also those that are not trained, move along z itself: the optimizer
-    has no part in the derivatives, and of the weight divergence only the part of grad_weight is known.
+    Where the policy's criterion asks for it (`LayerCriterion.along_noise`) all weights, also those that are not trained,
+    move along z itself: the optimizer has no part in the derivatives, and of the weight divergence only the part of
+    grad_weight is known.
 
     With several processes it is collective: data ranks each probe a batch of their own, and all get the same table,
     which is that of one process with all their tokens.
@@ -113,7 +115,8 @@ def divergences_at(
     norms: dict[str, float] = {}
     probe, attempt = None, Attempt()
     count = config.probes if probes is None else probes
-    by_trace = config.policy == "hessian-trace"
+    kind: type[LayerCriterion] = POLICIES[config.policy].criterion
+    by_trace = kind.along_noise
     with attempt:
         moving = [name for name in answers if name in gradients]
         found = [square**0.5 for square in squares([layers[name].weight.detach() for name in moving])]
@@ -139,6 +142,8 @@ def divergences_at(
     assert probe is not None
     samples = pooled(probe.layers, batch.labelled / sum(kept), layers, processes.data)
     parts = sum(every) / sum(kept)
+    # The most precise first.
+    quantized = [fmt for fmt in reversed(config.formats) if FORMATS[fmt].is_quantized]
     sums: list[_Sums] = []
     with attempt:
         for name, weight, gradient, pushforward in _gathered(layers, samples, answers, gradients, norms, config):
@@ -146,12 +151,12 @@ def divergences_at(
                 sample, trace = samples[name], None
                 if by_trace:
                     draws = ((config.seed, step, index) for index in range(count))
-                    trace = hessian_trace(name, sample, [random_direction(name, weight, draw) for draw in draws])
+                    trace = kind.trace_of(name, sample, [random_direction(name, weight, draw) for draw in draws])
                     sample = replace(sample, x_dot=[], grad_output_dot=[])
-                terms = LayerTerms(sample, weight, pushforward, micro_batches, parts)
+                terms = LayerTerms(sample, weight, pushforward, micro_batches, parts, quantized)
                 unclipped = None if gradient is None else gradient.to(torch.float32) / (gradient_scale or 1.0)
-                criterion = LayerCriterion(config.policy, terms, trace)
-                sums += _start_sums(name, terms, criterion, config, step, unclipped)
+                criterion = kind(terms, trace)
+                sums += _start_sums(name, terms, criterion, config, step, unclipped, quantized)
     rows: list[Divergence] = []
     with attempt:
         rows = _rows(sums, linear_flops(model), loss, gradient_scale)
@@ -189,11 +194,12 @@ def _start_sums(
     config: SnipConfig,
     step: int,
     gradient: Tensor | None,
+    formats: Sequence[str],
 ) -> Iterator[_Sums]:
     """Sets the sums of one layer under way, for each format."""
     layer_key = zlib.crc32(name.encode())
     row_key, column_key = (stream_key(config.seed, step, 0, layer_key, operand) for operand in _OPERANDS)
-    for fmt in CHOICES:
+    for fmt in formats:
         of_rows = terms.pending_weight_divergences(fmt, (row_key, column_key))
         rise = terms.pending_loss_divergence(fmt, config.loss_form, gradient)
         yield _Sums(name, fmt, of_rows, rise, terms.pending_errors(fmt), criterion.pending_rows(fmt))

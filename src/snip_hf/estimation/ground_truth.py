@@ -21,13 +21,14 @@ from ..config import SnipConfig
 from ..costs.flops import linear_flops
 from ..layers.linear import SnipLinear
 from ..layers.state import set_step
+from ..numerics.formats import FORMATS, UNQUANTIZED
 from ..numerics.gemms import GEMMS
 from ..optimizers.response import Response, responses
 from .batch import Batch
 from .divergence import converted, gradients_of, weights_of
 from .layer_sums import LAYER, ROWS
 from .passes import run_forward
-from .table import CHOICES, Divergence, DivergenceTable
+from .table import Divergence, DivergenceTable
 
 Assignment = Mapping[str, Mapping[str, str]]
 
@@ -44,7 +45,8 @@ def measure_divergence(
 
     Args:
         model, batch, optimizer, config: as in `estimate_divergence`; `config.seed` decides the rounding.
-        draws: stochastic-rounding draws per FP4 row (root mean square over the draws); FP8 takes one.
+        draws: stochastic-rounding draws per row (root mean square over the draws); formats without such rounding take
+            one.
         gemms: which rows to measure, of "forward", "grad_input", "grad_weight", "layer".
 
     Raises:
@@ -56,10 +58,10 @@ def measure_divergence(
     with _Measurement.of(model, batch, optimizer, config) as measurement:
         flops = linear_flops(model)
         for name in measurement.layers:
-            for fmt in CHOICES:
+            for fmt in reversed(config.formats):
                 for gemm in gemms:
                     chosen = GEMMS if gemm == LAYER else (gemm,)
-                    count = draws if fmt == "fp4" else 1
+                    count = draws if FORMATS[fmt].gradient.stochastic else 1
                     rise, weight = measurement.damage({name: dict.fromkeys(chosen, fmt)}, count)
                     rows.append(Divergence(name, gemm, fmt, rise, weight, sum(flops[name][g] for g in chosen)))
         return DivergenceTable(measurement.loss, tuple(rows))
@@ -178,7 +180,7 @@ def _high_precision(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, 
         in_force = {name: (layer.formats, layer.snip_state.clone(), layer.snip_high) for name, layer in layers.items()}
         try:
             for layer in layers.values():
-                layer.set_formats(dict.fromkeys(GEMMS, "bf16"))
+                layer.set_formats(dict.fromkeys(GEMMS, UNQUANTIZED.name))
             yield layers
         finally:
             for name, layer in layers.items():
@@ -193,8 +195,8 @@ def _assigned(layers: Mapping[str, SnipLinear], assignment: Assignment) -> Itera
     """Puts some formats in force for the time of the context; before and after all are unquantized."""
     try:
         for name, formats in assignment.items():
-            layers[name].set_formats({**dict.fromkeys(GEMMS, "bf16"), **formats})
+            layers[name].set_formats({**dict.fromkeys(GEMMS, UNQUANTIZED.name), **formats})
         yield
     finally:
         for name in assignment:
-            layers[name].set_formats(dict.fromkeys(GEMMS, "bf16"))
+            layers[name].set_formats(dict.fromkeys(GEMMS, UNQUANTIZED.name))

@@ -22,13 +22,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..kernels.fused import error_squares, fake_quantize, norms, scaled_squares
 from ..numerics.formats import FORMATS
-from ..numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE, TILE
+from ..numerics.gemms import GEMMS, TILE
 from .products import product
 from .samples import LayerSample
 
 LAYER = "layer"
+_OPERANDS = {"x": "activation", "g": "gradient", "w": "weight"}
 ROWS = (*GEMMS, LAYER)
-_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt is not None)
 # Pieces of a sample, at most; more separate bias from noise better and cost more products.
 _MOST_PIECES = 8
 # Elements of (R, O, I) products of R pieces that are held at once: 512 MiB.
@@ -130,6 +130,7 @@ class LayerTerms:
             factor of every element (O, I); None for a layer that is not trained.
         micro_batches: micro-batches of the optimizer step; the sampled one stands for all.
         parts: how many times the tokens of the batch that was run make a micro-batch.
+        formats: the quantized formats of the run.
     """
 
     def __init__(
@@ -139,16 +140,18 @@ class LayerTerms:
         pushforward: Callable[[Tensor], Tensor] | Tensor | None,
         micro_batches: int,
         parts: float = 1.0,
+        formats: Sequence[str] = ("fp8", "fp4"),
     ) -> None:
         self.x, self.g, self.w = sample.x, sample.grad_output, weight.to(torch.float32)
         self._pushforward = pushforward
         self.parts = parts
+        self._formats = list(formats)
         count = self.x.shape[0]
         pieces = min(max(1, count), max(2, min(_MOST_PIECES, count // TILE)))
         # A part of a micro-batch, of the mean loss of its own, is to the step what one of more micro-batches is.
         self.sizes = _Sizes(sample.tokens, sample.tokens / max(1, count), sample.scale, pieces, micro_batches * parts)
-        self._quantized: dict[tuple[str, str, tuple[int, int], int | None], Tensor] = {}
-        self._weight_errors = torch.stack([self.rounded("w", name, SQUARE_TILE) for name in _FORMATS])
+        self._quantized: dict[tuple[str, str, int, int | None], Tensor] = {}
+        self._weight_errors = torch.stack([self.rounded("w", name, 1) for name in self._formats])
         self._weight_errors.sub_(self.w).square_()
         # What eX meets: (n, O) x (O, I); and eG: (n, I) x (I, O).
         gradients = [self.g, *sample.grad_output_dot]
@@ -194,16 +197,16 @@ class LayerTerms:
 
         Args:
             name: format.
-            keys: of the random rounding of G in FP4, along O and along T.
+            keys: of the random rounding of G, along O and along T, for formats that round it so.
         """
         return read_all([self.pending_weight_divergences(name, keys)])[0]
 
     def pending_weight_divergences(self, name: str, keys: tuple[int, int]) -> Pending[dict[str, Squares]]:
         """As `weight_divergences`, not waiting for the device."""
-        is_random = name == "fp4"
-        on_weight = [found[_FORMATS.index(name)] for found, _, _ in self._probes]
+        is_random = FORMATS[name].gradient.stochastic
+        on_weight = [found[self._formats.index(name)] for found, _, _ in self._probes]
         errors = torch._foreach_sub(
-            [self.rounded("x", name, ROW_TILE), self.rounded("g", name, ROW_TILE, keys[0] if is_random else None)],
+            [self.rounded("x", name, 1), self.rounded("g", name, 1, keys[0] if is_random else None)],
             [self.x, self.g],
         )
         figures = []
@@ -225,7 +228,7 @@ class LayerTerms:
         """Returns what `_Sizes.of_pieces` takes, for J (Q(G)^T Q(X) - G^T X), no derivative of the model needed."""
         if self._pushforward is None:
             return self.w.new_zeros(2)
-        g, x = self.rounded("g", name, COLUMN_TILE, key), self.rounded("x", name, COLUMN_TILE)
+        g, x = self.rounded("g", name, 0, key), self.rounded("x", name, 0)
         # One product of twice the length instead of the difference of two.
         left = torch.cat([self._by_piece(g), self._by_piece(-self.g)], 1)
         right = torch.cat([self._by_piece(x), self._by_piece(self.x)], 1)
@@ -257,7 +260,7 @@ class LayerTerms:
 
     def pending_loss_divergence(self, name: str, form: str, gradient: Tensor | None = None) -> Pending[float]:
         """As `loss_divergence`, not waiting for the device."""
-        x, w = self.rounded("x", name, ROW_TILE), self.rounded("w", name, SQUARE_TILE)
+        x, w = self.rounded("x", name, 1), self.rounded("w", name, 1)
         tokens, token_ratio, scale, *_ = self.sizes
         if form == "norm":
             grad_weight = product(self.g.t(), self.x)  # (O, n) x (n, I)
@@ -279,7 +282,7 @@ class LayerTerms:
     def pending_errors(self, name: str) -> Pending[dict[str, tuple[float, float]]]:
         """As `errors`, not waiting for the device."""
         operands = [getattr(self, operand) for operand, _ in _ACTIVATIONS]
-        rounded = [self.rounded(operand, name, tile) for operand, tile in _ACTIVATIONS]
+        rounded = [self.rounded(operand, name, contracts) for operand, contracts in _ACTIVATIONS]
         found = self.weight_error(name).sqrt_()[None], norms(torch._foreach_sub(rounded, operands)), self._norms
         # From the sample to all tokens of the micro-batch, over whose number the loss and so G are a mean.
         ratio = self.sizes.token_ratio
@@ -293,18 +296,20 @@ class LayerTerms:
 
     def weight_error(self, name: str) -> Tensor:
         """Returns |eW|^2."""
-        return self._weight_errors[_FORMATS.index(name)].sum()
+        return self._weight_errors[self._formats.index(name)].sum()
 
-    def rounded(self, operand: str, name: str, tile: tuple[int, int], key: int | None = None) -> Tensor:
-        """Returns "x", "g" or "w" as a GEMM in this format sees it; each is rounded once."""
-        at = (operand, name, tile, key)
+    def rounded(self, operand: str, name: str, contracts: int, key: int | None = None) -> Tensor:
+        """Returns "x", "g" or "w" as a GEMM sees it that contracts this dimension of it; each is rounded once."""
+        at = (operand, name, contracts, key)
         if at not in self._quantized:
-            self._quantized[at] = fake_quantize(getattr(self, operand), FORMATS[name], tile, key)
+            self._quantized[at] = fake_quantize(
+                getattr(self, operand), FORMATS[name], _OPERANDS[operand], contracts, key
+            )
         return self._quantized[at]
 
 
-# Operands of the GEMMs beside the weight, and their tiles.
-_ACTIVATIONS = (("x", ROW_TILE), ("x", COLUMN_TILE), ("g", ROW_TILE), ("g", COLUMN_TILE))
+# Operands of the GEMMs beside the weight, and the dimension that is contracted.
+_ACTIVATIONS = (("x", 1), ("x", 0), ("g", 1), ("g", 0))
 
 
 def _squares_of(sizes: _Sizes, probes: int, is_random: bool, figures: list[float]) -> dict[str, Squares]:

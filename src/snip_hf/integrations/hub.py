@@ -34,7 +34,9 @@ import yaml
 from huggingface_hub import ModelCard
 from torch import nn
 
+from ..config import POLICIES
 from ..json_io import open_regular, parse_json
+from ..numerics.formats import FORMATS
 from ..planning.plan import PrecisionPlan
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,6 @@ _BEGIN = "<!-- snip-hf: this section is written anew at every push -->"
 _END = "<!-- snip-hf: end -->"
 _SECTION = re.compile(re.escape(_BEGIN) + r".*?" + re.escape(_END), re.DOTALL)
 # These policies fix the formats and do not look at the target.
-_WITHOUT_TARGET = ("bf16", "uniform-fp8", "uniform-fp4")
 
 
 def prepare_push(output_dir: str | os.PathLike[str], model: nn.Module, *, emulated: bool) -> None:
@@ -104,7 +105,7 @@ def keep_model_card(trainer: Trainer) -> None:
 def model_tags(plan: PrecisionPlan) -> list[str]:
     """Tags for the Hub: "snip-hf", then the low formats of the plan and, if it has any, "mixed-precision-training"."""
     in_plan = {name for formats in plan.assignment.values() for name in formats.values()}
-    low = [name for name in ("fp4", "fp8") if name in in_plan]
+    low = sorted((x for x in in_plan if FORMATS[x].is_quantized), key=lambda name: (FORMATS[name].bits, name))
     return ["snip-hf", *low, *(["mixed-precision-training"] if low else [])]
 
 
@@ -143,7 +144,8 @@ _NATIVE = "FP8 tensor cores; FP4 values were stored as FP8"
 
 def _target(plan: PrecisionPlan) -> str:
     fraction = plan.provenance.target_fp4_fraction
-    if fraction is None or plan.provenance.policy in _WITHOUT_TARGET:
+    policy = POLICIES.get(plan.provenance.policy)
+    if fraction is None or (policy is not None and not policy.aims_at_share):
         return "none"
     return f"at least {fraction:.1%} of the linear FLOPs in FP4"
 

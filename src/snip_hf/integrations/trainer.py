@@ -18,7 +18,7 @@ from ..config import SnipConfig
 from ..json_io import read_json, remove_temporaries, write_json_atomic
 from ..layers.convert import convert_model
 from ..parallel.wrappers import unwrap
-from ..policies.criteria import needs_probe
+from ..policies.registry import needs_probe
 from ..training.checks import check_launch
 from ..training.controller import SnipController
 from .hub import prepare_push, tag_model

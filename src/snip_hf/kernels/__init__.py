@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..numerics.formats import FORMAT_CODES
+from ..numerics.formats import UNQUANTIZED
 from ..numerics.gemms import GEMMS
 from . import emulated
 from .emulated import STATE_SIZE, forward_gemm, grad_input_gemm, grad_weight_gemm
@@ -80,7 +80,7 @@ def gemm_call(
         state: of `STATE_SIZE` numbers; its format of this GEMM must be known to stay the same between calls.
     """
     number = GEMMS.index(gemm)
-    high = int(state[number]) == FORMAT_CODES["bf16"]
+    high = int(state[number]) == UNQUANTIZED.code
     if backend == "emulated" or high:
         return {
             "forward": lambda: forward_gemm(x, weight, None, state),

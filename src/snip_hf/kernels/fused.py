@@ -1,7 +1,7 @@
 """Which chains of small operations run as one kernel on a GPU? Rounding, and the sums of squares of a refresh.
 
-Triton kernels on NVIDIA GPUs from compute capability 8.0 on, torch's operations anywhere else. `fake_quantize` gives
-the numbers of `quantize.fake_quantize` bit for bit either way, in one launch instead of about twenty.
+Triton kernels on NVIDIA GPUs from compute capability 8.0 on, torch's operations anywhere else. `fake_quantize_tiles`
+gives the numbers of `rounding.fake_quantize_tiles` bit for bit either way, in one launch instead of about twenty.
 
 Legend: R pieces of a sample, O out_features, I in_features, E kinds of errors.
 """
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..numerics.formats import E4M3, NumberFormat
+from ..numerics import rounding
+from ..numerics.formats import E4M3, ElementGrid, NumberFormat
 from ..numerics.gemms import COLUMN_TILE, ROW_TILE, SQUARE_TILE, TILE
 from ..numerics.random_streams import rank_stream
-from ..numerics.rounding import fake_quantize as quantize_fake_quantize
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,41 @@ _AMPERE = (8, 0)
 
 
 def fake_quantize(
-    x: Tensor, fmt: NumberFormat | None, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
+    x: Tensor,
+    format: NumberFormat,
+    operand: str,
+    contracts: int,
+    key: int | None = None,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Tensor:
-    """As `quantize_fake_quantize`; autograd does not see into it. The kernel takes tiles 1x128, 128x1 and 128x128."""
+    """Returns what a GEMM in a format sees of x, (R, C), in FP32: quantized, times its scales; x itself unquantized.
+
+    Autograd does not see into it.
+
+    Args:
+        x: (R, C).
+        format: of the GEMM.
+        operand: which of its operands x is (`gemms.OPERANDS`).
+        contracts: the dimension of x that the GEMM contracts, 0 or 1.
+        key: of the random numbers of operands that are rounded stochastically; others, or without one, are rounded to
+            nearest.
+        rank, ranks: as in `rounding.quantize_tiles`.
+    """
+    if format.grid is None:
+        return x.to(torch.float32)
+    rule = format.operand(operand)
+    return fake_quantize_tiles(x, format.grid, rule.tile(contracts), key if rule.stochastic else None, rank, ranks)
+
+
+def fake_quantize_tiles(
+    x: Tensor, grid: ElementGrid, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
+) -> Tensor:
+    """As `rounding.fake_quantize_tiles`. The kernel takes tiles 1x128, 128x1 and 128x128."""
     is_taken = x.dim() == 2 and x.numel() > 0 and x.dtype in _DTYPES and tile in _BLOCKS
-    if fmt is None or not is_taken or not _has_kernel(x.device):
-        return quantize_fake_quantize(x, fmt, tile, key, rank, ranks)
-    return _by_kernel(x, fmt, tile, key, rank, ranks)
+    if not is_taken or not _has_kernel(x.device):
+        return rounding.fake_quantize_tiles(x, grid, tile, key, rank, ranks)
+    return _by_kernel(x, grid, tile, key, rank, ranks)
 
 
 def error_squares(first: Tensor, second: Tensor, errors: Tensor) -> Tensor:
@@ -153,7 +181,7 @@ if TYPE_CHECKING or find_spec("triton") is not None:
         # Products with `power` and `spacing` are exact: both are powers of two.
         moved = scaled
         if RANDOM:
-            # `quantize.uniform`
+            # `random_streams.uniform`
             word = ((row >> 2) * columns + first + column).to(tl.uint32) ^ key.to(tl.uint32)
             word = (word ^ (word >> 16)) * 0x7FEB352D + (key >> 32).to(tl.uint32)
             word = (word ^ (word >> 15)) * 0x846CA68B
@@ -230,16 +258,16 @@ if TYPE_CHECKING or find_spec("triton") is not None:
 
 
 def _by_kernel(
-    x: Tensor, fmt: NumberFormat, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
+    x: Tensor, grid: ElementGrid, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
 ) -> Tensor:
-    """`fake_quantize` by the kernel: x (R, C) with at least one element."""
+    """`fake_quantize_tiles` by the kernel: x (R, C) with at least one element."""
     rows, columns = x.shape
     stream, first = (0, 0) if key is None else rank_stream(key, x.shape, rank, ranks)
     block_rows, block_columns, warps = _BLOCKS[tile]
     y = torch.empty(rows, columns, dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(rows, block_rows) * triton.cdiv(columns, block_columns),)
+    programs = (triton.cdiv(rows, block_rows) * triton.cdiv(columns, block_columns),)
     with torch.cuda.device_of(x):
-        _rounding_kernel[grid](
+        _rounding_kernel[programs](
             x,
             y,
             rows,
@@ -247,9 +275,9 @@ def _by_kernel(
             *x.stride(),
             _as_int64(stream),
             first,
-            fmt.max,
-            2.0**fmt.min_exponent,
-            2.0**-fmt.mantissa_bits,
+            grid.max,
+            2.0**grid.min_exponent,
+            2.0**-grid.mantissa_bits,
             block_rows,
             block_columns,
             *tile,

@@ -9,10 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..numerics.formats import E2M1, E4M3, FORMAT_CODES
+from ..numerics.formats import E2M1, E4M3, FORMATS
 from ..numerics.gemms import GEMMS, TILE
 
-_FP4 = tl.constexpr(FORMAT_CODES["fp4"])
+_FP4 = tl.constexpr(FORMATS["fp4"].code)
 _MAX_FP4, _MAX_FP8 = tl.constexpr(E2M1.max), tl.constexpr(E4M3.max)
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 # Places in `state`.
@@ -37,7 +37,7 @@ def _amax(x, AXIS: tl.constexpr):
 
 @triton.jit
 def _scales(amax, is_fp4):
-    """`quantize.tile_scales` from a tile's amax: the scale, and its reciprocal. All lanes of a tile compute it."""
+    """`rounding.tile_scales` from a tile's amax: the scale, and its reciprocal. All lanes of a tile compute it."""
     largest = tl.zeros_like(amax) + tl.where(is_fp4, _MAX_FP4, _MAX_FP8)
     if INTERPRETED:
         scale = tl.maximum(tl.div_rn(amax, largest), _SMALLEST_NORMAL)
@@ -60,7 +60,7 @@ def _scales(amax, is_fp4):
 
 @triton.jit
 def _round_fp4(x, dither):
-    """`quantize.round_to_format` to E2M1 of what is scaled already; 0 loses its sign.
+    """`rounding.round_to_grid` to E2M1 of what is scaled already; 0 loses its sign.
 
     dither: (random - 1/2) times the spacing between 1 and 2, which is 1/2; or 0.
     """
@@ -97,8 +97,8 @@ def _pack(a, b, c, d):
 
 @triton.jit
 def _dithers(state, run, channel, tokens, channels):
-    """(`quantize.uniform` - 1/2) / 2 of the four tokens of each run; positions wrap modulo 2**32."""
-    # `quantize.rank_stream`
+    """(`random_streams.uniform` - 1/2) / 2 of the four tokens of each run; positions wrap modulo 2**32."""
+    # `random_streams.rank_stream`
     key, runs = tl.load(state + _KEY), (tokens + _RUN - 1) // _RUN
     all_runs = tl.load(state + _RANKS).to(tl.uint32) * runs
     low = key.to(tl.uint32) ^ (all_runs * 0x9E3779B9)

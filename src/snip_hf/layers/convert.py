@@ -13,7 +13,7 @@ from torch import nn
 
 from ..config import SnipConfig
 from ..kernels import hopper_lacks
-from ..numerics.formats import FORMAT_CODES, check_format
+from ..numerics.formats import FORMATS, REFERENCE, check_format
 from ..numerics.gemms import GEMMS
 from .linear import STATE, SnipLinear
 from .selection import KNOWN_SUBCLASSES, is_linear, refuse_quantized, skip_reasons, summary
@@ -54,7 +54,7 @@ class SnipLinearConfig(AOBaseConfig):
     the steps, all layers round stochastically with the same random numbers in every step.
     """
 
-    start_format: str = "fp8"
+    start_format: str = REFERENCE.name
     """Format of the three GEMMs until a plan is applied."""
     seed: int = 0
     """Seed of stochastic rounding."""
@@ -81,7 +81,7 @@ def _swap(module: nn.Module, config: SnipLinearConfig) -> nn.Module:
     assert isinstance(module, SnipLinear)
     module.snip_original_class = original_class
     module.snip_recorder = None
-    codes = [FORMAT_CODES[config.start_format]] * len(GEMMS)
+    codes = [FORMATS[config.start_format].code] * len(GEMMS)
     module.register_buffer("snip_state", torch.tensor([*codes, 0, 0, 1], device=device), persistent=False)
     module.snip_key = 0
     set_step({"": module}, config.seed, 0, 0)
@@ -133,7 +133,7 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
             _restore(layer)
     quantize_(
         model,
-        SnipLinearConfig(start_format=config.start_format, seed=config.seed, backend=config.backend),
+        SnipLinearConfig(start_format=config.format_at_start, seed=config.seed, backend=config.backend),
         filter_fn=lambda module, name: id(module) in wanted,
     )
     layers = snip_linears(model)

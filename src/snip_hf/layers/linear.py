@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.emulated import forward_gemm, grad_input_gemm, grad_weight_gemm
-from ..numerics.formats import FORMAT_CODES, FORMAT_NAMES, check_format
+from ..numerics.formats import FORMATS, check_format, format_of_code
 from ..numerics.gemms import GEMMS
 from .tensorcores import TensorCoreGemms, TiedInput, quantize_input
 
@@ -111,7 +111,7 @@ class SnipLinear(nn.Linear):
     def formats(self) -> dict[str, str]:
         """Returns GEMM -> format name, as in force now."""
         codes = self.snip_state[: len(GEMMS)].tolist()
-        return {gemm: FORMAT_NAMES[code] for gemm, code in zip(GEMMS, codes, strict=True)}
+        return {gemm: format_of_code(code).name for gemm, code in zip(GEMMS, codes, strict=True)}
 
     def set_formats(self, formats: Mapping[str, str]) -> None:
         """Writes GEMM -> format name for all three GEMMs.
@@ -121,13 +121,13 @@ class SnipLinear(nn.Linear):
         """
         if set(formats) != set(GEMMS):
             raise ValueError(f"Got formats for {sorted(formats)}; expected exactly {', '.join(GEMMS)}.")
-        codes = [FORMAT_CODES[check_format(formats[gemm], gemm)] for gemm in GEMMS]
+        codes = [FORMATS[check_format(formats[gemm], gemm)].code for gemm in GEMMS]
         self.snip_state[: len(GEMMS)] = torch.tensor(codes)
         self._note_formats(codes)
 
     def _note_formats(self, codes: Sequence[int]) -> None:
         """Keeps what Python has to know of the formats."""
-        forward, grad_input, grad_weight = (FORMAT_NAMES[code] == "bf16" for code in codes)
+        forward, grad_input, grad_weight = (not format_of_code(code).is_quantized for code in codes)
         self.snip_high = (forward, grad_input, grad_weight)
         self.snip_weight_version = -1  # what is kept of the weight is in other formats
         if self.snip_tied is not None:

@@ -1,7 +1,7 @@
 """How a tensor is rounded to a format: pure functions, the reference for every other path.
 
 Legend: R rows, C columns of a 2-D tensor; a tile is a (tile_rows, tile_columns) block of it. Every tile has one FP32
-scale = amax / max(format); elements are multiplied by the reciprocal of the scale, rounded to the format's grid, and
+scale = amax / max(grid); elements are multiplied by the reciprocal of the scale, rounded to the format's grid, and
 multiplied by the scale again where a value is wanted. A last, shorter tile uses its own elements.
 
 Edge cases: an all-zero tile stays zero. A tile that holds a NaN or an infinity comes out as NaN in full, never as a
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .formats import NumberFormat
-from .random_streams import uniform
+from .formats import FORMATS, ElementGrid
+from .gemms import OPERANDS
+from .random_streams import stream_key, uniform
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _EXPONENT_MASK = 0x7F800000
@@ -36,14 +37,14 @@ class Quantized:
         return _scale_tiles(self.values, self.scales, self.tile)
 
 
-def quantize(
-    x: Tensor, fmt: NumberFormat, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
+def quantize_tiles(
+    x: Tensor, grid: ElementGrid, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
 ) -> Quantized:
     """Quantizes a 2-D tensor tile by tile.
 
     Args:
         x: (R, C), float32, bfloat16 or float16.
-        fmt: the grid.
+        grid: the values that an element can take.
         tile: rows and columns of a tile.
         key: None rounds to nearest, ties to even; a 64-bit key (see `stream_key`) rounds stochastically, with that
             key's random number for element (r, c) (see `uniform`).
@@ -54,25 +55,51 @@ def quantize(
         ValueError: x is not a 2-D floating-point tensor.
     """
     if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"quantize expects a 2-D floating-point tensor, got shape {tuple(x.shape)}, {x.dtype}.")
+        raise ValueError(f"quantize_tiles expects a 2-D floating-point tensor, got shape {tuple(x.shape)}, {x.dtype}.")
     x_fp32 = x.to(torch.float32)
-    scales = tile_scales(x_fp32, fmt, tile)
+    scales = tile_scales(x_fp32, grid, tile)
     scaled = _scale_tiles(x_fp32, scales.reciprocal(), tile)
     random = None if key is None else uniform(key, x.shape, x.device, rank, ranks)
-    return Quantized(round_to_format(scaled, fmt, random), scales, tile)
+    return Quantized(round_to_grid(scaled, grid, random), scales, tile)
 
 
-def fake_quantize(
-    x: Tensor, fmt: NumberFormat | None, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
+def fake_quantize_tiles(
+    x: Tensor, grid: ElementGrid, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
 ) -> Tensor:
-    """Returns what a GEMM in `fmt` sees of x, in FP32: quantized, times its scales; x itself for fmt None."""
-    if fmt is None or x.numel() == 0:
+    """Returns x quantized and multiplied by its scales, FP32; arguments as in `quantize_tiles`."""
+    if x.numel() == 0:
         return x.to(torch.float32)
-    return quantize(x, fmt, tile, key, rank, ranks).dequantize()
+    return quantize_tiles(x, grid, tile, key, rank, ranks).dequantize()
 
 
-def tile_scales(x_fp32: Tensor, fmt: NumberFormat, tile: tuple[int, int]) -> Tensor:
-    """Returns amax / max(format) of every tile of x_fp32 (R, C), NaN where the tile holds a NaN or an infinity."""
+def quantize(x: Tensor, format: str, operand: str = "activation", seed: int | None = None) -> Tensor:
+    """Returns one operand as a GEMM in a format sees it: rounded, times its scales. The reference rounding.
+
+    Args:
+        x: (rows, contracted), a floating-point tensor; blocks lie along the last dimension.
+        format: name of a registered format.
+        operand: "activation", "weight" or "gradient".
+        seed: of stochastic rounding, for operands that the format rounds so; needed by these alone.
+
+    Returns: x's shape, FP32.
+
+    Raises:
+        ValueError: an unknown format or operand, no seed where one is needed, or x is not a 2-D floating-point tensor.
+    """
+    fmt = FORMATS[FORMATS.checked(format, "format")]
+    if operand not in OPERANDS:
+        raise ValueError(f"operand={operand!r} is not known; expected one of {', '.join(OPERANDS)}.")
+    if fmt.grid is None:
+        return x.to(torch.float32)
+    rule = fmt.operand(operand)
+    if rule.stochastic and seed is None:
+        raise ValueError(f"Format {format!r} rounds a {operand} stochastically; give a seed.")
+    key = stream_key(seed, 0, 0, 0, 0) if rule.stochastic and seed is not None else None
+    return fake_quantize_tiles(x, fmt.grid, rule.tile(1), key)
+
+
+def tile_scales(x_fp32: Tensor, grid: ElementGrid, tile: tuple[int, int]) -> Tensor:
+    """Returns amax / max(grid) of every tile of x_fp32 (R, C), NaN where the tile holds a NaN or an infinity."""
     rows, columns = tile
     pad_columns, pad_rows = -x_fp32.shape[1] % columns, -x_fp32.shape[0] % rows
     magnitude = torch.nn.functional.pad(x_fp32.abs(), (0, pad_columns, 0, pad_rows))
@@ -80,16 +107,16 @@ def tile_scales(x_fp32: Tensor, fmt: NumberFormat, tile: tuple[int, int]) -> Ten
     amax = blocks.amax(dim=(1, 3))  # keeps NaN
     # The floor keeps an all-zero tile's scale above 0 (and its elements from 0 * inf = NaN).
     # Divided by a tensor: by a Python number, CUDA multiplies by its rounded reciprocal, one bit off.
-    scales = (amax / amax.new_full((1,), fmt.max)).clamp_min(_SMALLEST_NORMAL)
+    scales = (amax / amax.new_full((1,), grid.max)).clamp_min(_SMALLEST_NORMAL)
     return torch.where(torch.isfinite(amax), scales, torch.nan)
 
 
-def round_to_format(x: Tensor, fmt: NumberFormat, random: Tensor | None = None) -> Tensor:
-    """Rounds every element to the format's grid, saturating; NaN stays NaN.
+def round_to_grid(x: Tensor, grid: ElementGrid, random: Tensor | None = None) -> Tensor:
+    """Rounds every element to the grid, saturating; NaN stays NaN.
 
     Args:
         x: any shape, FP32.
-        fmt: the grid.
+        grid: the values that an element can take.
         random: None for nearest, ties to even. Otherwise numbers of x's shape as `uniform` gives them: x + (random -
             1/2) * (spacing of the grid around x) is rounded to nearest, so that x goes to either neighbour with the
             probability that keeps its mean.
@@ -99,12 +126,12 @@ def round_to_format(x: Tensor, fmt: NumberFormat, random: Tensor | None = None) 
     # The spacing of the grid around x: 2**(exponent of x - mantissa bits), not below that of the subnormals. All of
     # these are powers of two, so that dividing and multiplying by them is exact.
     power = (x.view(torch.int32) & _EXPONENT_MASK).view(torch.float32)
-    spacing = power.clamp_min(2.0**fmt.min_exponent).mul_(2.0**-fmt.mantissa_bits)
+    spacing = power.clamp_min(2.0**grid.min_exponent).mul_(2.0**-grid.mantissa_bits)
     steps = x / spacing
     if random is not None:
         steps += random - 0.5
     rounded = steps.round_().copysign_(x)  # ties to even; copysign keeps the sign of what becomes 0
-    return rounded.mul_(spacing).clamp_(-fmt.max, fmt.max)
+    return rounded.mul_(spacing).clamp_(-grid.max, grid.max)
 
 
 def _scale_tiles(x: Tensor, factors: Tensor, tile: tuple[int, int]) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ..numerics.formats import E4M3
 from ..numerics.gemms import ROW_TILE, TILE
 from ..numerics.random_streams import stream_key, uniform
-from ..numerics.rounding import round_to_format, tile_scales
+from ..numerics.rounding import round_to_grid, tile_scales
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ def encode(x_fp32: Tensor, key: int | None) -> Tensor:
     powers = (scales.view(torch.int32) + _MANTISSA).bitwise_and_(_EXPONENT).view(torch.float32)
     powers = torch.where(scales.isnan(), scales, powers)
     random = None if key is None else uniform(key, x_fp32.shape, x_fp32.device)
-    values = round_to_format(x_fp32 * powers.reciprocal(), E4M3, random).to(torch.float8_e4m3fn)
+    values = round_to_grid(x_fp32 * powers.reciprocal(), E4M3, random).to(torch.float8_e4m3fn)
     exponents = (powers.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
     return torch.cat([values.view(torch.uint8), exponents], 1)
 

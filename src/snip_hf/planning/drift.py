@@ -1,8 +1,8 @@
 """Has the ranking of the layers moved since the plan in force was made? One cheap pass tells (ours).
 
-A layer's rank is that of what it costs in FP4 by the policy's own objective, with the figures that need no derivative
-of the model: the loss divergence, the part of the weight divergence that comes from grad_weight, and the errors. A
-refresh has the same figures among its own.
+A layer's rank is that of what it costs in the least precise format by the policy's own objective, with the figures that
+need no derivative of the model: the loss divergence, the part of the weight divergence that comes from grad_weight, and
+the errors. A refresh has the same figures among its own.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from scipy.stats import rankdata
 
 from ..estimation.layer_sums import LAYER
 from ..estimation.table import DivergenceTable
-from ..policies.criteria import cost_of
+from ..policies.registry import cost_of
 from ..policies.setting import Setting
 
 
 def ranking(setting: Setting, table: DivergenceTable) -> dict[str, float]:
-    """Returns layer -> its cost in FP4 by the policy's objective, as far as one pass knows it.
+    """Returns layer -> its cost in the least precise format by the policy's objective, as far as one pass knows it.
 
     Args:
         setting: of the policy, which has to be one that needs a probe. Its granularity and switching cost do not count.
         table: of `divergences_at`, with any number of probes.
     """
-    grad_weight = {row.layer: row for row in table.rows if (row.gemm, row.format) == ("grad_weight", "fp4")}
+    low = setting.config.least_precise
+    grad_weight = {row.layer: row for row in table.rows if (row.gemm, row.format) == ("grad_weight", low)}
     rows = []
-    for row in (row for row in table.rows if (row.gemm, row.format) == (LAYER, "fp4")):
+    for row in (row for row in table.rows if (row.gemm, row.format) == (LAYER, low)):
         part = grad_weight[row.layer]
         rows.append(replace(row, weight_divergence=part.weight_divergence, weight_bias=part.weight_bias))
     cost = cost_of(setting.config, replace(table, rows=tuple(rows)))

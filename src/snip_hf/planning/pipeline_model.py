@@ -1,7 +1,7 @@
 """What do the stages of a pipeline cost, and what does one constraint per stage save against one global constraint?
 
 Everything here is a prediction from the linears' GEMMs alone. With measured times (`cost="measured"`) it is in seconds
-on the machine of the plan; otherwise on a modelled one, whose FP4 runs at twice FP8's rate (`cost.MODELLED_RATES`).
+on the machine of the plan; otherwise on a modelled one, whose FP4 runs at twice FP8's rate (`NumberFormat.speed`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 from ..config import SnipConfig
 from ..costs.budget import predicted_times
-from ..estimation.table import CHOICES, DivergenceTable
+from ..estimation.table import DivergenceTable
+from ..numerics.formats import REFERENCE
 from ..numerics.gemms import GEMMS
-from ..policies.criteria import needs_probe
+from ..policies.registry import needs_probe
 from ..policies.setting import Setting
 from .plan import Assignment, PrecisionPlan
 from .program import problem
@@ -118,7 +119,7 @@ def pipeline_times(plan: PrecisionPlan, micro_batches: int | None = None) -> Pip
         return math.fsum(times[x][gemm][format or plan.assignment[x][gemm]] for x in stage for gemm in GEMMS)
 
     stages = tuple(
-        StageTimes(stage, share, total(stage), total(stage, "fp8"))
+        StageTimes(stage, share, total(stage), total(stage, REFERENCE.name))
         for stage, share in zip(plan.stages, plan.stage_fp4_fractions, strict=True)
     )
     return PipelineTimes(stages, plan.fp4_fraction, count, plan.measured is not None)
@@ -158,8 +159,10 @@ def compare_constraints(
     for group in setting.groups(everything):
         layer, gemm = setting.members(group)[0]
         decided[group] = plan.assignment[layer][gemm]
-    if not set(decided.values()) <= set(CHOICES) or setting.assignment(decided) != plan.to_dict()["assignment"]:
-        raise ValueError(f"the plan was not decided by {config.granularity} between {' and '.join(CHOICES)}.")
+    if not set(decided.values()) <= set(config.formats) or setting.assignment(decided) != plan.to_dict()["assignment"]:
+        raise ValueError(
+            f"the plan was not decided by {config.granularity} between {' and '.join(reversed(config.formats))}."
+        )
     with SolverProcess.start(program) as process:
         result = process.result()
     other = replace(plan, assignment=setting.assignment(result.choices))

@@ -23,7 +23,7 @@ from ..costs.flops import Weights
 from ..costs.gemm_timing import Machine, check_seconds
 from ..json_io import read_json, write_json_atomic
 from ..layers.state import snip_linears
-from ..numerics.formats import FORMAT_CODES, check_format
+from ..numerics.formats import FORMATS, check_format
 from ..numerics.gemms import GEMMS
 
 SCHEMA_VERSION = 1
@@ -146,7 +146,9 @@ class PrecisionPlan:
 
     def _fp4_fraction(self, layers: Iterable[str], weights: Weights) -> float:
         pairs = [(self.assignment[layer][gemm], weights[layer][gemm]) for layer in layers for gemm in GEMMS]
-        return math.fsum(weight for name, weight in pairs if name == "fp4") / math.fsum(weight for _, weight in pairs)
+        return math.fsum(weight for name, weight in pairs if FORMATS[name].counts_as_fp4) / math.fsum(
+            weight for _, weight in pairs
+        )
 
     def changes(self, other: PrecisionPlan) -> dict[str, list[str]]:
         """What changes from this plan to `other`: {"layer:gemm": [format here, format in other]}, equal ones left out.
@@ -324,16 +326,20 @@ def _checked_measured(measured: Any, flops: Flops, order: Sequence[str]) -> Meas
     for layer in table.keys() ^ flops.keys():
         raise ValueError(f"measured.seconds and flops do not both name layer {layer!r}; expected the same layers.")
     seconds: dict[str, Mapping[str, Mapping[str, float]]] = {}
+    formats: list[str] = []
     for layer in order:
         row: dict[str, Mapping[str, float]] = {}
         for gemm in GEMMS:
             where, times = f"measured.seconds[{layer!r}][{gemm!r}]", table[layer][gemm]
             if flops[layer][gemm] > 0:
                 row[gemm] = check_seconds(times, where)
-            elif times != dict.fromkeys(FORMAT_CODES, 0.0):
+            elif not isinstance(times, Mapping) or any(number != 0 for number in times.values()):
                 raise ValueError(f"{where} is {_short(times)}, expected 0 in every format: the GEMM has no FLOPs.")
             else:
-                row[gemm] = dict.fromkeys(FORMAT_CODES, 0.0)
+                row[gemm] = {str(fmt): 0.0 for fmt in times}
+            formats = formats or list(row[gemm])
+            if set(row[gemm]) != set(formats):
+                raise ValueError(f"{where} has times in {', '.join(row[gemm])}; the others have {', '.join(formats)}.")
         seconds[layer] = MappingProxyType({gemm: MappingProxyType(times) for gemm, times in row.items()})
     checked: MeasuredCost = replace(measured, seconds=MappingProxyType(seconds))
     return checked

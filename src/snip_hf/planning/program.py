@@ -1,13 +1,14 @@
-"""TODO."""
+"""The integer program of a refresh: from the prices of a table to the problem that the solver reads."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..estimation.criteria import CRITERIA
+from ..config import POLICIES
 from ..estimation.layer_sums import LAYER
-from ..estimation.table import CHOICES, DivergenceTable
-from ..policies.criteria import cost_of
+from ..estimation.table import DivergenceTable
+from ..numerics.formats import FORMATS
+from ..policies.registry import Policy, cost_of
 from ..policies.setting import Assignment, Setting, tied_groups
 
 
@@ -24,19 +25,19 @@ def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> d
     rows = {(row.layer, row.gemm, row.format): row for row in table.rows}
     groups, constraints = [], []
     count = sum(len(setting.groups(stage)) for stage in setting.stages)
-    spare = _SPARE if config.policy in CRITERIA else 0.0
+    policy: Policy = POLICIES[config.policy]
     for index, stage in enumerate(setting.stages):
         shares = setting.shares(stage)
         for group in shares:
             members = setting.members(group)
             layer, gemm = members[0] if config.granularity == "gemm" else (group, LAYER)
             options = []
-            for fmt in CHOICES:
+            for fmt in reversed(config.formats):
                 changes = any(in_force[name][part] != fmt for name, part in members)
                 # A layer that took no part in the probe (an expert without tokens) has no row and costs nothing.
                 damage = cost(rows[layer, gemm, fmt]) if (layer, gemm, fmt) in rows else 0.0
-                weight = shares[group] if fmt == "fp4" else 0.0
-                extra = config.switching_cost / count * changes + spare * weight
+                weight = shares[group] if FORMATS[fmt].counts_as_fp4 else 0.0
+                extra = config.switching_cost / count * changes + policy.spare * weight
                 options.append({"name": fmt, "cost": damage + extra, "weight": weight})
             groups.append({"name": group, "options": options})
         constraints.append({"name": f"stage {index}", "groups": list(shares), "minimum": config.target_fp4_fraction})
@@ -44,12 +45,7 @@ def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> d
         "groups": groups,
         "constraints": constraints,
         "ties": tied_groups(setting),
-        "solver": "greedy" if config.policy == "greedy" else config.solver,
+        "solver": policy.solver or config.solver,
         "time_limit": config.solver_time_limit,
         "relative_gap": config.solver_gap,
     }
-
-
-# Criteria give some groups no cost at all. That these do not go to FP4 beyond the target, what is in FP4 costs a
-# thousandth of all cost per stage (ours); among plans that meet the target exactly it decides nothing.
-_SPARE = 1e-3

@@ -1,34 +1,28 @@
-"""TODO."""
+"""Policies that follow a fixed order and measure nothing: published rules and the paper's baselines.
+
+Each orders the groups of a stage. The first ones get the run's least precise format until the target is met, the others
+its most precise one.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from ..config import SnipConfig
+from .registry import Policy, register_policy
 from .setting import Setting, block_of, tied_groups
 
 # Shares are sums of floating-point numbers: what is short of the target by this much attains it.
 _TOLERANCE = 1e-9
 
 
-def rule_assignment(setting: Setting) -> dict[str, dict[str, str]]:
-    """Returns the assignment of a policy that needs no probe."""
-    config = setting.config
-    uniform = {"bf16": "bf16", "uniform-fp8": "fp8", "uniform-fp4": "fp4"}.get(config.policy)
-    choices: dict[str, str] = {}
-    for stage in setting.stages:
-        if uniform is not None:
-            choices |= dict.fromkeys(setting.groups(stage), uniform)
-        else:
-            choices |= _fill(setting, stage, ORDERS[config.policy](setting, stage))
-    return setting.assignment(choices)
-
-
 def _fill(setting: Setting, stage: Sequence[str], order: Sequence[str]) -> dict[str, str]:
-    """Returns group -> format for one stage: FP4 in the given order until the target is met, FP8 for the rest.
+    """Returns group -> format for one stage: the least precise in the given order until the target is met.
 
     Where the next unit would meet the target, the smallest remaining one that does takes its place; what then turns
-    out not to be needed goes back to FP8, the last one first. Tied groups are one unit.
+    out not to be needed goes back to the most precise one, the last one first. Tied groups are one unit.
     """
     tied = {name: tuple(tie) for tie in tied_groups(setting) for name in tie}
     units = list(dict.fromkeys(tied.get(group, (group,)) for group in order))
@@ -47,8 +41,9 @@ def _fill(setting: Setting, stage: Sequence[str], order: Sequence[str]) -> dict[
         if missing + share[unit] <= 0:
             chosen.remove(unit)
             missing += share[unit]
-    in_fp4 = {group for unit in chosen for group in unit}
-    return {group: "fp4" if group in in_fp4 else "fp8" for group in order}
+    low = {group for unit in chosen for group in unit}
+    config = setting.config
+    return {group: config.least_precise if group in low else config.most_precise for group in order}
 
 
 def _random_order(setting: Setting, stage: Sequence[str]) -> list[str]:
@@ -93,11 +88,29 @@ def _backward_order(setting: Setting, stage: Sequence[str]) -> list[str]:
     return sorted(_position_order(setting, stage), key=lambda group: setting.members(group)[0][1] == "forward")
 
 
-ORDERS = {
-    "random": _random_order,
-    "layer-type": _type_order,
-    "layer-position": _position_order,
-    "first2-last8": _nvfp4_order,
-    "last-15-percent": _front_order,
-    "backward-first": _backward_order,
-}
+def _refuse_by_layer(config: SnipConfig) -> None:
+    if config.granularity == "layer" and config.plan is None:
+        raise ValueError(
+            f"policy={config.policy!r} with granularity='layer' cannot work: it decides the GEMMs of a linear apart. "
+            "Set granularity='gemm'."
+        )
+
+
+def rule(name: str, order: Callable[[Setting, Sequence[str]], list[str]], **facts: Any) -> Policy:
+    """Returns the policy that fills each stage in the order that `order(setting, layers)` gives its groups."""
+
+    def assign(setting: Setting) -> dict[str, dict[str, str]]:
+        choices: dict[str, str] = {}
+        for stage in setting.stages:
+            choices |= _fill(setting, stage, order(setting, stage))
+        return setting.assignment(choices)
+
+    return Policy(name=name, assign=assign, **facts)
+
+
+register_policy(rule("random", _random_order))
+register_policy(rule("layer-type", _type_order))
+register_policy(rule("layer-position", _position_order))
+register_policy(rule("first2-last8", _nvfp4_order))
+register_policy(rule("last-15-percent", _front_order))
+register_policy(rule("backward-first", _backward_order, check=_refuse_by_layer))

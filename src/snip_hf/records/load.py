@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config import SnipConfig
 from ..json_io import open_regular, parse_json, read_json
 from ..planning.plan import PlanProvenance, PrecisionPlan
 
@@ -65,6 +66,11 @@ class Run:
     @property
     def config(self) -> Mapping[str, Any]:
         return self.plans[0][1].provenance.config or {}
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """What the plans chose from, the least precise first."""
+        return tuple(self.config.get("formats") or SnipConfig().formats)
 
     @property
     def last_step(self) -> int:

@@ -18,13 +18,12 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ..numerics.formats import FORMAT_CODES, FORMAT_NAMES
+from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..policies.setting import split_layer
 from ..records.load import Run
 
 # Grey, and sky blue and vermilion of Okabe and Ito's palette: colour-blind readers, and print, keep them apart.
-COLOURS = {"bf16": "#dddddd", "fp8": "#56b4e9", "fp4": "#d55e00"}
 # More rows than this are labelled by block instead of by layer.
 _MOST_NAMED_ROWS = 64
 
@@ -57,16 +56,18 @@ def plan_figure(run: Run) -> Figure:
     rows = np.arange(len(layers) + 1) - 0.5
     kept = [refresh.step for refresh in run.refreshes if refresh.applied_step is None]
     marks: list[Line2D] = []
-    colours = ListedColormap([COLOURS[name] for name in FORMAT_NAMES])
+    used = {name for _, plan in run.plans for formats in plan.assignment.values() for name in formats.values()}
+    shown = [name for name in FORMATS if name in used or name in run.formats]
+    colours = ListedColormap([FORMATS[name].colour for name in shown])
     for panel, gemm in zip(axes, panels, strict=True):
-        codes = [[FORMAT_CODES[plan.assignment[layer][gemm]] for _, plan in run.plans] for layer in layers]
-        panel.pcolormesh(edges, rows, np.array(codes), cmap=colours, vmin=-0.5, vmax=len(FORMAT_NAMES) - 0.5)
+        codes = [[shown.index(plan.assignment[layer][gemm]) for _, plan in run.plans] for layer in layers]
+        panel.pcolormesh(edges, rows, np.array(codes), cmap=colours, vmin=-0.5, vmax=len(shown) - 0.5)
         panel.set_title(gemm if mixed else "all three GEMMs", fontsize=10)
         panel.set_xlabel("optimizer step")
         panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         if kept:
             marks = panel.plot(kept, [-0.5] * len(kept), "kx", clip_on=False, label="refresh that kept the plan")
-    handles: list[Artist] = [Patch(facecolor=COLOURS[name], edgecolor="0.4", label=name) for name in FORMAT_NAMES]
+    handles: list[Artist] = [Patch(facecolor=FORMATS[name].colour, edgecolor="0.4", label=name) for name in shown]
     figure.legend(handles=[*handles, *marks], loc="outside lower center", ncols=4, frameon=False)
     plan = run.plans[-1][1]
     _title(figure, f"Precision plan: {plan.fp4_fraction:.1%} of the linear FLOPs in FP4 at the end")
@@ -74,7 +75,7 @@ def plan_figure(run: Run) -> Figure:
 
 
 def divergence_figure(run: Run) -> Figure:
-    """Layers over probes, coloured by the divergences in FP4 on a logarithmic scale."""
+    """Layers over probes, coloured by the divergences in the least precise format on a logarithmic scale."""
     layers = list(run.plans[0][1].assignment)
     steps = list(run.divergences)
     panels = _divergence_panels(run)
@@ -96,7 +97,7 @@ def divergence_figure(run: Run) -> Figure:
         shown = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 4)).round().astype(int))
         panel.set_xticks(shown, [str(steps[index]) for index in shown])
         panel.set_xlabel("step of the probe")
-    _title(figure, "Divergence of each layer in FP4 (white: zero or not measured)")
+    _title(figure, f"Divergence of each layer in {run.formats[0].upper()} (white: zero or not measured)")
     return figure
 
 
@@ -106,7 +107,7 @@ def _divergence_panels(run: Run) -> dict[tuple[str, str], np.ndarray[Any, Any]]:
     panels: dict[tuple[str, str], np.ndarray[Any, Any]] = {}
     for column, records in enumerate(run.divergences.values()):
         for record in records:
-            if record["format"] != "fp4" or record["layer"] not in rows:
+            if record["format"] != run.formats[0] or record["layer"] not in rows:
                 continue
             for quantity in ("loss divergence", "weight divergence"):
                 value = record[quantity.replace(" ", "_")]

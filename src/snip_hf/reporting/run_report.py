@@ -16,12 +16,13 @@ from rich.text import Text
 from ..config import SnipConfig
 from ..estimation.layer_sums import LAYER
 from ..estimation.table import Divergence, DivergenceTable
+from ..numerics.formats import FORMATS
 from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.program import problem
 from ..policies.setting import Setting, split_layer
 from ..records.load import Run, load_run
 from .figures import write_figures
-from .tables import STYLES, new_table, number, plan_table, print_cost, print_stages
+from .tables import new_table, number, plan_table, print_cost, print_stages
 
 T = TypeVar("T")
 
@@ -169,13 +170,13 @@ def reason_table(run: Run) -> Table | None:
         return None
     setting = Setting(SnipConfig.from_dict(run.config), plan.flops, plan.stages, plan.measured)
     rows = tuple(Divergence(**record) for record in run.divergences[step])
-    divergences = {(row.layer, row.gemm): row for row in rows if row.format == "fp4"}
+    divergences = {(row.layer, row.gemm): row for row in rows if row.format == run.formats[0]}
     program = problem(setting, DivergenceTable(0.0, rows), before)
     stage_of = {group: row["name"] for row in program["constraints"] for group in row["groups"]}
     prices = {}
     for group in program["groups"]:
-        fp8, fp4 = group["options"]
-        prices[group["name"]] = (fp4["cost"] - fp8["cost"]) / fp4["weight"] if fp4["weight"] > 0 else 0.0
+        high, *_, low = group["options"]  # the most precise first
+        prices[group["name"]] = (low["cost"] - high["cost"]) / low["weight"] if low["weight"] > 0 else 0.0
     weight = "FLOPs" if plan.measured is None else "measured time"
     table = new_table(f"Why (probe of step {step}; price: extra cost of FP4 per share of the stage's {weight})")
     for heading in ("stage", "layer", "loss\ndivergence", "weight\ndivergence", "price", "format"):
@@ -187,7 +188,7 @@ def reason_table(run: Run) -> Table | None:
         layer, gemm = setting.members(group)[0]
         row = divergences[layer, gemm if setting.config.granularity == "gemm" else LAYER]
         numbers = (f"{row.loss_divergence:.1e}", f"{row.weight_divergence:.1e}", f"{prices[group]:.3f}")
-        formats = Text(plan.assignment[layer][gemm], style=STYLES[plan.assignment[layer][gemm]])
+        formats = Text(plan.assignment[layer][gemm], style=FORMATS[plan.assignment[layer][gemm]].style)
         table.add_row(stage_of[group].removeprefix("stage "), Text(_short_name(group)), *numbers, formats)
     return table
 

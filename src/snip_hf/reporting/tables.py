@@ -13,14 +13,12 @@ from rich.text import Text
 
 from ..costs.budget import cost_shares, describe_cost
 from ..estimation.table import Divergence, DivergenceTable
-from ..numerics.formats import FORMAT_CODES
+from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
 from ..planning.pipeline_model import ConstraintComparison, PipelineTimes, compare_constraints, pipeline_times
 from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.solver.process import SolverError
 from ..policies.setting import split_layer
-
-STYLES = {"bf16": "dim", "fp8": "cyan", "fp4": "bold red"}
 
 
 def plan_table(plan: PrecisionPlan) -> Table:
@@ -40,8 +38,8 @@ def plan_table(plan: PrecisionPlan) -> Table:
 def _plan_cell(formats: Mapping[str, str]) -> Text:
     names = [formats[gemm] for gemm in GEMMS]
     if len(set(names)) == 1:
-        return Text(names[0], style=STYLES[names[0]])
-    bits = ((name.lstrip("bfp"), STYLES[name]) for name in names)
+        return Text(names[0], style=FORMATS[names[0]].style)
+    bits = ((str(FORMATS[name].bits), FORMATS[name].style) for name in names)
     return Text("/").join(Text(*pair) for pair in bits)
 
 
@@ -61,13 +59,13 @@ def print_cost(plan: PrecisionPlan, console: Console) -> None:
 def cost_table(plan: PrecisionPlan) -> Table:
     """One row per kind of linear and GEMM: its share of FLOPs, of time, and its time in each format."""
     assert plan.measured is not None
-    table = new_table("Cost (time share: of the time in FP8; ms: per micro-batch, over all blocks)")
+    table = new_table(f"Cost (time share: of the time in {REFERENCE.label}; ms: per micro-batch, over all blocks)")
     for heading in ("linear", "GEMM", "FLOP\nshare", "time\nshare", "time /\nFLOPs"):
         table.add_column(heading, justify="left" if heading in ("linear", "GEMM") else "right")
-    for fmt in FORMAT_CODES:
-        table.add_column(f"{fmt.upper()}\nms", justify="right")
+    for fmt in plan.measured.formats:
+        table.add_column(f"{FORMATS[fmt].label}\nms", justify="right")
     for share in cost_shares(plan.flops, plan.measured):
-        milliseconds = (f"{1e3 * share.seconds[fmt]:.4g}" for fmt in FORMAT_CODES)
+        milliseconds = (f"{1e3 * share.seconds[fmt]:.4g}" for fmt in plan.measured.formats)
         shares = (f"{share.flops:.4f}", f"{share.time:.4f}", f"{share.ratio:.2f}")
         table.add_row(Text(share.kind), share.gemm, *shares, *milliseconds)
     return table

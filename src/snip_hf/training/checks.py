@@ -16,7 +16,7 @@ from ..layers.state import snip_linears
 from ..optimizers.deepspeed_zero import check_deepspeed
 from ..parallel.sharding import is_sharded
 from ..planning.plan import PrecisionPlan
-from ..policies.criteria import needs_probe
+from ..policies.registry import needs_probe
 
 
 def check_launch(config: SnipConfig, accelerator: Any) -> None:

@@ -29,7 +29,7 @@ from ..estimation.batch import Batch
 from ..estimation.divergence import divergences_at
 from ..estimation.memory import bounded, kept_tokens, measured_peak, probe_memory
 from ..estimation.samples import read
-from ..estimation.table import CHOICES, DivergenceTable
+from ..estimation.table import DivergenceTable
 from ..kernels import select_backend
 from ..layers.convert import keep_states_apart
 from ..layers.state import drop_quantized, forget_inputs, keep_quantized, set_rank, set_step, share_inputs, snip_linears
@@ -43,8 +43,7 @@ from ..planning.drift import rank_correlation, ranking
 from ..planning.plan import PlanProvenance, PrecisionPlan
 from ..planning.program import problem
 from ..planning.solver.process import SolverProcess, SolverResult
-from ..policies.criteria import needs_probe, needs_weights
-from ..policies.rules import rule_assignment
+from ..policies.registry import needs_probe, needs_weights, rule_assignment
 from ..policies.setting import Setting, check_ties, find_stages, siblings
 from ..records.run_folder import RunFolder, describe_plan, shares, start_line
 from .captured_step import StepWatch
@@ -334,7 +333,7 @@ class SnipController:
             return plan
         provenance = PlanProvenance(step=0, **self._origin())
         if self.needs_probe:
-            return PrecisionPlan.uniform(setting.flops, config.start_format, setting.stages, provenance)
+            return PrecisionPlan.uniform(setting.flops, config.format_at_start, setting.stages, provenance)
         return PrecisionPlan(rule_assignment(setting), setting.flops, setting.stages, provenance, setting.measured)
 
     def _measure(self, tokens: int) -> None:
@@ -343,7 +342,7 @@ class SnipController:
             self.model,
             tokens,
             self.backend,
-            self.config.cost_file,
+            self.config,
             self._setting.flops,
             self.processes,
             self._log,
@@ -486,7 +485,7 @@ class SnipController:
         began = time.perf_counter()
         with measured_peak(next(iter(self._layers.values())).weight) as peak:
             table = self._estimate(step, watch)
-        if table.totals("fp4")["weight"] == 0 and self.config.policy == "snip":
+        if table.totals(self.config.least_precise)["weight"] == 0 and self.config.policy == "snip":
             self._log.warning(
                 "snip-hf: all weight divergences of step %d are 0 (is the learning rate 0?); the loss divergence alone "
                 "decides.",
@@ -501,7 +500,7 @@ class SnipController:
             "event": "refresh",
             "step": step,
             "loss": table.loss,
-            "divergence": {fmt: table.totals(fmt) for fmt in CHOICES},
+            "divergence": {fmt: table.totals(fmt) for fmt in reversed(self.config.formats)},
             "memory_mib": {"predicted": predicted, "measured": peak[0]},
             "seconds": {"probe": seconds, "solver": None, "waited": None},
         }

@@ -71,7 +71,7 @@ def flops_of_all(model: nn.Module, pipeline: Ranks) -> dict[str, dict[str, float
 
 
 def cost_of_all(
-    model: nn.Module, tokens: int, backend: str, path: str | None, flops: Weights, processes: Processes, log: Any
+    model: nn.Module, tokens: int, backend: str, config: SnipConfig, flops: Weights, processes: Processes, log: Any
 ) -> MeasuredCost:
     """Times the GEMMs of all layers in `flops`, as `cost.measure_cost` does.
 
@@ -80,7 +80,9 @@ def cost_of_all(
     began = time.perf_counter()
     found, attempt = None, Attempt()
     with attempt:
-        found = processes.data.by_first(lambda: measure_cost(model, tokens, backend, path).to_dict())
+        found = processes.data.by_first(
+            lambda: measure_cost(model, tokens, backend, config.cost_file, formats=config.formats).to_dict()
+        )
     processes.everyone.agree(attempt.error)
     parts = [read_measured(part) for part in processes.pipeline.gather(found)]
     seconds = {layer: row for part in parts for layer, row in part.seconds.items()}

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .kernels.backend import BACKENDS
 from .numerics.formats import FORMATS, UNQUANTIZED
 from .registry import Registry
 
@@ -20,7 +21,6 @@ _CHOICES = {
     "objective": ("additive", "horizon", "paper"),
     "loss_form": ("token-fisher", "taylor", "norm"),
     "solver": ("auto", "cbc", "highs", "greedy"),
-    "backend": ("auto", "emulated", "hopper"),
 }
 _AT_LEAST = {
     "refresh_every": 1,
@@ -123,19 +123,18 @@ class SnipConfig:
     """Seconds, beyond `solver_time_limit` and another 60, that a process waits for the others at most when they agree
     on something; then training ends with an error."""
     backend: str = "auto"
-    """Kernels: "hopper" (FP8 tensor cores of an H100 or H200, where the compute dtype is BF16), "emulated" (any device,
-    slower than BF16), or "auto": the first of them that can run. The log says which runs, and why."""
+    """Kernels: the name of a backend (docs/hopper.md), or "auto": the fastest that can run. The log says which one runs,
+    and why."""
     seed: int = 0
     """Seed of stochastic rounding, of the probe's directions and of the `random` policy."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check_type(field.name, getattr(self, field.name), str(field.type))
-        for name, choices in _CHOICES.items():
+        registered = {"policy": tuple(POLICIES), "backend": ("auto", *BACKENDS)}
+        for name, choices in (_CHOICES | registered).items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; expected one of {', '.join(choices)}.")
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy={self.policy!r} is not known; expected one of {', '.join(POLICIES)}.")
         for name, least in _AT_LEAST.items():
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)!r} is too small; expected at least {least}.")

@@ -1,7 +1,7 @@
 """How long does one GEMM take on this machine, in each format? Timed once, and kept in a file.
 
 Legend: T tokens of a micro-batch, I in_features, O out_features. What is timed is what training runs: the quantization
-of the operands and the product (`kernels.gemm_call`), after warm-up, the median of several runs.
+of the operands and the product (`Backend.gemm_call`), after warm-up, the median of several runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..json_io import read_json, write_json_atomic
-from ..kernels import gemm_call
+from ..kernels.backend import BACKENDS
 from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
 
@@ -45,7 +45,7 @@ class Machine:
     """Name of the GPU; of a CPU its architecture and torch's number of threads."""
     torch_version: str
     backend: str
-    """Kernels: "emulated" or "hopper"."""
+    """Name of the backend."""
     dtype: str
     """Compute dtype of the run that was timed: bfloat16 on a GPU, float32 on a CPU."""
 
@@ -188,8 +188,7 @@ def _prepared(backend: str, device: torch.device, shape: GemmShape, format: str)
     )
     codes = [FORMATS[format].code] * len(GEMMS)
     state = torch.tensor([*codes, 0, 0, 1], device=device)
-    call: Callable[[], Tensor] = gemm_call(backend, shape.gemm, x, weight, grad_output, state)
-    return call
+    return BACKENDS[backend].gemm_call(shape.gemm, x, weight, grad_output, state)
 
 
 def _dtype(device: torch.device) -> torch.dtype:

@@ -83,9 +83,9 @@ def divergences_at(
 ) -> DivergenceTable:
     """Probes a converted model and estimates all divergences of one optimizer step.
 
-    Where the policy's criterion asks for it (`LayerCriterion.along_noise`) all weights, also those that are not trained,
-    move along z itself: the optimizer has no part in the derivatives, and of the weight divergence only the part of
-    grad_weight is known.
+    Where the policy's criterion asks for it (`LayerCriterion.along_noise`), all weights, also frozen ones, move along z
+    itself: the optimizer has no part in the derivatives, and of the weight divergence only the part of grad_weight is
+    known.
 
     With several processes it is collective: data ranks each probe a batch of their own, and all get the same table,
     which is that of one process with all their tokens.

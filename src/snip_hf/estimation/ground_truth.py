@@ -177,17 +177,16 @@ class _Measurement:
 def _high_precision(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, SnipLinear]]:
     """Gives the swapped layers, all of them unquantized for the time of the context."""
     with converted(model, config) as layers:
-        in_force = {name: (layer.formats, layer.snip_state.clone(), layer.snip_high) for name, layer in layers.items()}
+        in_force = {name: (layer.formats, layer.snip_state.clone()) for name, layer in layers.items()}
         try:
             for layer in layers.values():
                 layer.set_formats(dict.fromkeys(GEMMS, UNQUANTIZED.name))
             yield layers
         finally:
             for name, layer in layers.items():
-                formats, state, high = in_force[name]
+                formats, state = in_force[name]
                 layer.set_formats(formats)
                 layer.snip_state.copy_(state)
-                layer.snip_high = high
 
 
 @contextmanager

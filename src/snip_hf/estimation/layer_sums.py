@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..kernels.fused import error_squares, fake_quantize, norms, scaled_squares
+from ..kernels.rounding import fake_quantize
+from ..kernels.sums import error_squares, norms, scaled_squares
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS, TILE
 from .products import product

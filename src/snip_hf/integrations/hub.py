@@ -60,7 +60,7 @@ def prepare_push(output_dir: str | os.PathLike[str], model: nn.Module, *, emulat
     Args:
         output_dir: `args.output_dir`.
         model: the `model` that the event hands over; the Trainer reads the tags from this object.
-        emulated: True if FP8 and FP4 were emulated (`select_backend(config.backend) == "emulated"`).
+        emulated: True if FP8 and FP4 were emulated (`Backend.is_emulation`).
     """
     output_dir = Path(output_dir)
     with _warning_instead_of_error():

@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..config import SnipConfig
 from ..json_io import read_json, remove_temporaries, write_json_atomic
+from ..kernels.backend import BACKENDS
 from ..layers.convert import convert_model
 from ..parallel.wrappers import unwrap
 from ..policies.registry import needs_probe
@@ -119,7 +120,7 @@ class SnipCallback(TrainerCallback):
         if state.is_world_process_zero:
             # A push of a checkpoint begins before on_save.
             self._save_state(args, state)
-            emulated = self._running().backend == "emulated"
+            emulated = BACKENDS[self._running().backend].is_emulation
             prepare_push(str(args.output_dir), unwrap(kwargs["model"]), emulated=emulated)
 
     def on_train_end(

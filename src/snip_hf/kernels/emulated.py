@@ -13,12 +13,16 @@ operands' dtype. In an unquantized format (BF16, the compute dtype) the operator
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..numerics.formats import NumberFormat, format_of_code
 from ..numerics.gemms import GEMMS
-from .fused import fake_quantize
+from .backend import Backend, Layer, register_backend
+from .rounding import fake_quantize
 
 STATE_SIZE = len(GEMMS) + 3
 # The operators read the state on the host, which a CUDA graph cannot: inductor leaves them out of one.
@@ -91,3 +95,58 @@ def _read(state: Tensor, gemm: str) -> tuple[NumberFormat, tuple[int, int, int]]
     """Returns the format of `gemm`, and for rounding its output gradient stochastically key, rank and ranks."""
     *codes, key, rank, ranks = state.tolist()
     return format_of_code(codes[GEMMS.index(gemm)]), (key % 2**64, rank, ranks)
+
+
+class _ThreeGemms(torch.autograd.Function):
+    """Y = X W^T + b with the format of each GEMM read from `state`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
+        # A copy: the next forward pass may write the state before this one's backward pass reads it.
+        ctx.save_for_backward(x, weight, state.clone())
+        y: Tensor = forward_gemm(x, weight, bias, state)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, state = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_rows = grad_output.reshape(-1, grad_output.shape[-1])
+        return (
+            grad_input_gemm(grad_rows, weight, state).view(x.shape) if needs_x else None,
+            grad_weight_gemm(grad_rows, x.reshape(-1, x.shape[-1]), state) if needs_weight else None,
+            grad_rows.sum(0) if needs_bias else None,
+            None,
+        )
+
+
+class Emulated(Backend):
+    """Rounding in software, products in FP32, on any device that torch runs on."""
+
+    name = "emulated"
+    is_emulation = True
+
+    def lacks(self, device: torch.device) -> str | None:
+        return None
+
+    def runs(self, format: NumberFormat) -> bool:
+        return True
+
+    def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
+        y: Tensor = _ThreeGemms.apply(x, layer.weight.to(x.dtype) if casts else layer.weight, bias, layer.snip_state)
+        return y
+
+    def gemm_call(
+        self, gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor
+    ) -> Callable[[], Tensor]:
+        return {
+            "forward": lambda: forward_gemm(x, weight, None, state),
+            "grad_input": lambda: grad_input_gemm(grad_output, weight, state),
+            "grad_weight": lambda: grad_weight_gemm(grad_output, x, state),
+        }[gemm]
+
+    def notice(self, weight: Tensor, mixed_precision: str | None, asked: bool) -> tuple[bool, str]:
+        return False, "the numerics of the formats, slower than BF16"
+
+
+EMULATED = register_backend(Emulated())

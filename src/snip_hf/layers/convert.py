@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..config import SnipConfig
-from ..kernels import hopper_lacks
+from ..kernels.backend import BACKENDS, Backend, select_backend
 from ..numerics.formats import FORMATS, REFERENCE, check_format
 from ..numerics.gemms import GEMMS
 from .linear import STATE, SnipLinear
@@ -59,7 +59,7 @@ class SnipLinearConfig(AOBaseConfig):
     seed: int = 0
     """Seed of stochastic rounding."""
     backend: str = "auto"
-    """As `SnipConfig.backend`. What cannot run on the layer's device when it is swapped starts as "emulated"."""
+    """As `SnipConfig.backend`. Where that cannot run on the layer's device yet, another one does."""
 
     def __post_init__(self) -> None:
         check_format(self.start_format, "start_format")
@@ -81,15 +81,19 @@ def _swap(module: nn.Module, config: SnipLinearConfig) -> nn.Module:
     assert isinstance(module, SnipLinear)
     module.snip_original_class = original_class
     module.snip_recorder = None
-    codes = [FORMATS[config.start_format].code] * len(GEMMS)
-    module.register_buffer("snip_state", torch.tensor([*codes, 0, 0, 1], device=device), persistent=False)
+    start = FORMATS[config.start_format]
+    state = torch.tensor([*[start.code] * len(GEMMS), 0, 0, 1], device=device)
+    module.register_buffer(STATE, state, persistent=False)
     module.snip_key = 0
     set_step({"": module}, config.seed, 0, 0)
-    module.snip_tied, module.snip_weights = None, ()
-    module._note_formats(codes)
-    module.snip_device = device.type
-    module.snip_backend = "emulated" if config.backend == "emulated" or hopper_lacks(device) else "hopper"
+    module.use_backend(_backend_now(config.backend, device, [start.name]))
     return module
+
+
+def _backend_now(requested: str, device: torch.device, formats: list[str]) -> Backend:
+    """Returns the backend asked for where it can run; until then any that can."""
+    asked = BACKENDS.get(requested)
+    return select_backend("auto" if asked is None or asked.lacks(device) else requested, device, formats)
 
 
 def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
@@ -141,11 +145,13 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
         # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone.
         layers[name].snip_key = zlib.crc32(name.encode())
     set_step({name: layer for name, layer in layers.items() if name not in before}, config.seed, 0, 0)
-    if config.backend == "hopper" and any(layer.snip_backend != "hopper" for layer in layers.values()):
+    asked = BACKENDS.get(config.backend)
+    if asked is not None and any(layer.snip_backend is not asked for layer in layers.values()):
         logger.warning(
-            "snip-hf: backend='hopper' cannot run where the model is now (%s); its layers are emulated until a "
-            "controller finds it on such a GPU.",
-            hopper_lacks(next(iter(layers.values())).weight.device),
+            "snip-hf: backend=%r cannot run where the model is now (%s); its layers are emulated until a controller "
+            "finds it on such a device.",
+            asked.name,
+            asked.lacks(next(iter(layers.values())).weight.device),
         )
     _keep_ddp_out(model)
     if before.keys() != layers.keys():
@@ -174,6 +180,5 @@ def _restore(layer: SnipLinear) -> None:
     del layer._buffers["snip_state"]
     layer._non_persistent_buffers_set.discard("snip_state")
     original_class = layer.snip_original_class
-    del layer.snip_original_class, layer.snip_key, layer.snip_recorder, layer.snip_backend, layer.snip_high
-    del layer.snip_device, layer.snip_tied, layer.snip_weights, layer.snip_weight_version
+    del layer.snip_original_class, layer.snip_key, layer.snip_recorder, layer.snip_backend, layer.snip_cache
     layer.__class__ = original_class  # type: ignore[assignment]

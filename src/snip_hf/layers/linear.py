@@ -8,45 +8,21 @@ write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels.emulated import forward_gemm, grad_input_gemm, grad_weight_gemm
+from ..kernels.backend import Backend
 from ..numerics.formats import FORMATS, check_format, format_of_code
 from ..numerics.gemms import GEMMS
-from .tensorcores import TensorCoreGemms, TiedInput, quantize_input
 
 STATE = "snip_state"
 KEY = len(GEMMS)
 # Number of the output gradient among the operands that a random stream can be for. Both GEMMs that read it round it
 # with the same random numbers: what one adds to the layers before, and the other to the own weight's gradient.
 GRAD_OUTPUT = 1
-
-
-class _ThreeGemms(torch.autograd.Function):
-    """Y = X W^T + b with the format of each GEMM read from `state`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
-        # A copy: the next forward pass may write the state before this one's backward pass reads it.
-        ctx.save_for_backward(x, weight, state.clone())
-        y: Tensor = forward_gemm(x, weight, bias, state)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, state = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        grad_rows = grad_output.reshape(-1, grad_output.shape[-1])
-        return (
-            grad_input_gemm(grad_rows, weight, state).view(x.shape) if needs_x else None,
-            grad_weight_gemm(grad_rows, x.reshape(-1, x.shape[-1]), state) if needs_weight else None,
-            grad_rows.sum(0) if needs_bias else None,
-            None,
-        )
 
 
 class SnipLinear(nn.Linear):
@@ -62,18 +38,10 @@ class SnipLinear(nn.Linear):
     """The layer's part of the key of its random numbers, of its name."""
     snip_recorder: Callable[[SnipLinear, Tensor], Tensor] | None
     """Set by the probe for the time of its passes: computes the layer's output instead."""
-    snip_backend: str
-    """"emulated" or "hopper"; the latter's kernels compute in BF16 only, other dtypes run emulated."""
-    snip_device: str
-    """Type of the device that the backend was chosen for; on another one the layer runs emulated."""
-    snip_high: tuple[bool, bool, bool]
-    """Which GEMMs run in BF16; for the "hopper" backend, where this is part of the compiled graph."""
-    snip_tied: TiedInput | None
-    """Shared with the tied layers that take the same input; None: the input is quantized for this layer alone."""
-    snip_weights: tuple[Tensor, ...]
-    """The weight as `keep_quantized` quantized it last; empty: every pass quantizes what it needs."""
-    snip_weight_version: int
-    """torch's count of the weight's changes at that time."""
+    snip_backend: Backend
+    """Runs the three GEMMs."""
+    snip_cache: Any
+    """What the backend keeps of the layer."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns input @ weight^T + bias; (..., I) -> (..., O)."""
@@ -85,27 +53,7 @@ class SnipLinear(nn.Linear):
         if casts:
             dtype = torch.get_autocast_dtype(x.device.type)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        if self.snip_backend == "hopper" and x.dtype == torch.bfloat16 and x.device.type == self.snip_device:
-            return self._on_hopper(input, x, bias)
-        y: Tensor = _ThreeGemms.apply(x, self.weight.to(x.dtype) if casts else self.weight, bias, self.snip_state)
-        return y
-
-    def _on_hopper(self, input: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns the output for x, which is `input` in BF16."""
-        high = self.snip_high
-        if all(high):
-            return nn.functional.linear(x, self.weight.to(x.dtype), bias)
-        keeps_x = torch.is_grad_enabled() and self.weight.requires_grad
-        row_gemm, column_gemm = -1 if high[0] else 0, 2 if keeps_x and not high[2] else -1
-        if self.snip_tied is None or self.snip_tied.parted:
-            quantized = quantize_input(x, self.snip_state, row_gemm, column_gemm)
-        else:
-            quantized = self.snip_tied.quantized(input, x, self.snip_state, row_gemm, column_gemm)
-        # Evaluation may follow a change of the weights that nobody told of; training does not.
-        is_kept = torch.compiler.is_compiling() or self.snip_weight_version == self.weight._version
-        weights = self.snip_weights if self.training and is_kept else ()
-        y: Tensor = TensorCoreGemms.apply(x, self.weight, bias, self.snip_state, high, keeps_x, *quantized, *weights)
-        return y
+        return self.snip_backend.forward(self, input, x, bias, casts)
 
     @property
     def formats(self) -> dict[str, str]:
@@ -121,17 +69,14 @@ class SnipLinear(nn.Linear):
         """
         if set(formats) != set(GEMMS):
             raise ValueError(f"Got formats for {sorted(formats)}; expected exactly {', '.join(GEMMS)}.")
-        codes = [FORMATS[check_format(formats[gemm], gemm)].code for gemm in GEMMS]
-        self.snip_state[: len(GEMMS)] = torch.tensor(codes)
-        self._note_formats(codes)
+        chosen = [FORMATS[check_format(formats[gemm], gemm)] for gemm in GEMMS]
+        self.snip_state[: len(GEMMS)] = torch.tensor([format.code for format in chosen])
+        self.snip_backend.note_formats(self, chosen)
 
-    def _note_formats(self, codes: Sequence[int]) -> None:
-        """Keeps what Python has to know of the formats."""
-        forward, grad_input, grad_weight = (not format_of_code(code).is_quantized for code in codes)
-        self.snip_high = (forward, grad_input, grad_weight)
-        self.snip_weight_version = -1  # what is kept of the weight is in other formats
-        if self.snip_tied is not None:
-            self.snip_tied.note(id(self), (codes[0], codes[2]))
+    def use_backend(self, backend: Backend) -> None:
+        """Lets these kernels run the layer from now on, with what formats it has."""
+        self.snip_backend = backend
+        backend.attach(self)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, formats={'/'.join(self.formats.values())}"

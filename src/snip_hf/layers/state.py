@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import nn
 
-from ..kernels import hopper
 from ..kernels.emulated import STATE_SIZE
 from ..numerics.random_streams import stream_key
 from .linear import GRAD_OUTPUT, KEY, SnipLinear
-from .tensorcores import TiedInput
 
 # What wrappers inside a model add to the names of modules.
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|^snip_part_\d+\.")
@@ -67,54 +65,7 @@ def set_rank(layers: Mapping[str, SnipLinear], rank: int, ranks: int) -> None:
     """Tells the layers which part of a batch that `ranks` processes share is theirs, counted from 0.
 
     They then draw other random numbers than other ranks do for other tokens, and, where every rank has as many tokens,
-    a multiple of 4, together those of one process that has them all (`quantize.rank_stream`).
+    a multiple of 4, together those of one process that has them all (`random_streams.rank_stream`).
     """
     for layer in layers.values():
         layer.snip_state[KEY + 1 :] = torch.tensor([rank, ranks])
-
-
-def keep_quantized(layers: Mapping[str, SnipLinear], everything: bool = True) -> None:
-    """Quantizes the weights of the layers that run on Hopper, for all passes until the next call.
-
-    To be called whenever weights or formats have changed. Sharded weights are left to the passes.
-
-    Args:
-        layers: the layers.
-        everything: False leaves out layers whose weight has not changed since the last call as far as torch knows
-            (it does not see what fused optimizers do, nor what is written through `weight.data`).
-    """
-    for layer in layers.values():
-        weight, uses = layer.weight, tuple(not high for high in layer.snip_high[:2])
-        if layer.snip_backend != "hopper" or type(weight) is not nn.Parameter or not any(uses):
-            layer.snip_weights = ()
-            continue
-        used = tuple(tensor.numel() > 0 for tensor in layer.snip_weights[::2])
-        if used != uses or layer.snip_weights[0].device != weight.device:
-            layer.snip_weights = hopper.quantize_weight(weight.detach(), layer.snip_state, *uses)
-            for tensor in layer.snip_weights:  # so that CUDA graphs read them where they are
-                torch._dynamo.mark_static_address(tensor)
-        elif everything or layer.snip_weight_version != weight._version:
-            hopper.quantize_weight_into(weight.detach(), layer.snip_state, layer.snip_weights)
-        layer.snip_weight_version = weight._version
-
-
-def share_inputs(layers: Mapping[str, SnipLinear], groups: Sequence[Sequence[str]]) -> None:
-    """Lets the layers of each group quantize a common input once, wherever they have the same formats."""
-    for group in groups:
-        tied = TiedInput(len(group))
-        for name in group:
-            layers[name].snip_tied = tied
-            layers[name].set_formats(layers[name].formats)
-
-
-def forget_inputs(layers: Mapping[str, SnipLinear]) -> None:
-    """Lets go of the inputs that `share_inputs` made layers hold and that were not asked for to the end."""
-    for layer in layers.values():
-        if layer.snip_tied is not None:
-            layer.snip_tied.forget()
-
-
-def drop_quantized(layers: Mapping[str, SnipLinear]) -> None:
-    """Ends `keep_quantized` and `share_inputs`: every pass of every layer quantizes what it needs again."""
-    for layer in layers.values():
-        layer.snip_weights, layer.snip_tied = (), None

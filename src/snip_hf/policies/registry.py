@@ -51,7 +51,8 @@ def register_policy(policy: Policy) -> Policy:
     """
     if (policy.cost is None) == (policy.assign is None):
         raise ValueError(f"Policy {policy.name!r} has both or neither of cost and assign; expected one of them.")
-    return POLICIES.register(policy)
+    POLICIES.register(policy)
+    return policy
 
 
 def policy_of(config: SnipConfig) -> Policy | None:

@@ -30,9 +30,9 @@ from ..estimation.divergence import divergences_at
 from ..estimation.memory import bounded, kept_tokens, measured_peak, probe_memory
 from ..estimation.samples import read
 from ..estimation.table import DivergenceTable
-from ..kernels import select_backend
+from ..kernels.backend import select_backend
 from ..layers.convert import keep_states_apart
-from ..layers.state import drop_quantized, forget_inputs, keep_quantized, set_rank, set_step, share_inputs, snip_linears
+from ..layers.state import set_rank, set_step, snip_linears
 from ..optimizers.deepspeed_zero import find_zero
 from ..optimizers.response import check_optimizer, responses
 from ..parallel.pipeline import ModelParts, Pipeline, parts_of
@@ -142,13 +142,21 @@ class SnipController:
         self._checked_labels = False
         self._started = False
         self._keeps_weights = False
-        self.backend = select_backend(config.backend, next(self.model.parameters()).device)
-        """Kernels in use: "emulated" or "hopper"."""
+        self._kernels = select_backend(config.backend, next(self.model.parameters()).device, config.formats)
+        self.backend = self._kernels.name
+        """Name of the backend in use."""
         swap(self.model, config, self.processes.pipeline)
         keep_states_apart([model] if isinstance(model, nn.Module) else model)
         self._layers = snip_linears(self.model)
         mixed_precision = getattr(accelerator, "mixed_precision", None)
-        use_backend(self._layers, self.backend, self.processes.data, mixed_precision, self._log)
+        use_backend(
+            self._layers,
+            self._kernels,
+            self.processes.data,
+            mixed_precision,
+            config.backend != "auto",
+            self._log,
+        )
         self.needs_probe = needs_probe(config)
         # As `config`, with as many tokens as the bound on memory allows.
         self._probe_config = config
@@ -174,9 +182,8 @@ class SnipController:
         self._chunks: Counter[nn.Module] = Counter()
         if self._zero is not None:
             self._hooks.append(self._zero.before_step(lambda: self._before_optimizer_step(self.step + 1)))
-        if self.backend == "hopper":
-            groups = siblings(self._setting)
-            share_inputs(self._layers, [group for group in groups if group[0] in self._layers])
+        groups = [group for group in siblings(self._setting) if group[0] in self._layers]
+        self._kernels.share_inputs(self._layers, groups)
         self._log.info("snip-hf: policy %s, %s.", config.policy, describe_plan(self.plan))
 
     def start(self) -> None:
@@ -207,7 +214,7 @@ class SnipController:
         if data.size > 1:  # DDP that was built before the layers were swapped gives all ranks the first one's
             set_rank(self._layers, data.rank, data.size)
         if self._keeps_weights:
-            keep_quantized(self._layers, everything=self._micro_batch == 0)
+            self._kernels.before_pass(self._layers, everything=self._micro_batch == 0)
         if self._micro_batch == 0 and (self._refreshes(step) or self._checks(step)):
             parameters = self.model.parameters() if self._zero is None else ()
             self._armed = StepWatch(batch, self._probe_batch_tokens, self._layers, parameters)
@@ -242,11 +249,11 @@ class SnipController:
         self._chunks.clear()
         self._apply_due(step)
         set_step(self._layers, self.config.seed, step + 1, 0)
-        forget_inputs(self._layers)
+        self._kernels.after_step(self._layers)
 
     def close(self) -> None:
         """Stops a solver that is still running. The model keeps the plan in force."""
-        drop_quantized(self._layers)
+        self._kernels.release(self._layers)
         for hook in self._hooks:
             hook.remove()
         pending = self._stop()

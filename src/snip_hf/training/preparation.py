@@ -10,17 +10,16 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..config import SnipConfig
 from ..costs.budget import MeasuredCost, describe_cost, measure_cost
 from ..costs.flops import Weights, linear_flops
-from ..kernels import hopper_lacks
+from ..kernels.backend import BACKENDS, Backend
 from ..layers.convert import convert_model
 from ..layers.linear import SnipLinear
 from ..layers.selection import skip_reasons
-from ..layers.state import drop_quantized, pack_states, set_rank
+from ..layers.state import pack_states, set_rank
 from ..parallel.pipeline import Pipeline
 from ..parallel.ranks import Attempt, Processes, Ranks
 from ..planning.plan import read_measured
@@ -89,39 +88,32 @@ def cost_of_all(
     measured = replace(parts[0], seconds={layer: seconds[layer] for layer in flops})
     taken = time.perf_counter() - began
     log.info("snip-hf: measured the GEMMs in %.1f s. %s", taken, describe_cost(flops, measured))
-    if backend == "emulated":
+    if BACKENDS[backend].is_emulation:
         log.warning("snip-hf: the emulated backend was timed: FP8 and FP4 are the times of their emulation.")
     return measured
 
 
 def use_backend(
     layers: Mapping[str, SnipLinear],
-    backend: str,
+    backend: Backend,
     data: Ranks,
     mixed_precision: str | None,
+    asked: bool,
     log: logging.Logger,
 ) -> None:
     """Tells the layers which kernels to run and which rank they are on, and the log what that means."""
     weight = next(iter(layers.values())).weight
-    drop_quantized(layers)  # what a run before that was not closed may have left
     for layer in layers.values():
-        layer.snip_backend, layer.snip_device = backend, layer.weight.device.type
+        layer.snip_backend.release({"": layer})  # what a run before that was not closed may have left
+        layer.use_backend(backend)
     pack_states(layers)
     set_rank(layers, data.rank, data.size)
-    if backend == "hopper" and weight.dtype != torch.bfloat16 and mixed_precision not in (None, "bf16"):
-        log.warning(
-            "snip-hf: the GPU has FP8 tensor cores, but the model does not compute in BF16 (mixed_precision=%r, %s "
-            "weights): FP8 and FP4 are emulated, slower than BF16. Train with bf16=True.",
-            mixed_precision,
-            weight.dtype,
-        )
-    elif backend == "hopper":
-        log.info(
-            "snip-hf: backend hopper: FP8 and FP4 GEMMs run on FP8 tensor cores wherever the compute dtype is "
-            "BF16, others are emulated. Compile the decoder layers: without it little or nothing is gained."
-        )
+    warns, text = backend.notice(weight, mixed_precision, asked)
+    if warns:
+        log.warning("snip-hf: %s", text)
+    elif backend.is_emulation:
+        lacks = [reason for other in BACKENDS.values() if (reason := other.lacks(weight.device))]
+        reason = f"asked for by backend={backend.name!r}" if asked or not lacks else lacks[0]
+        log.info("snip-hf: backend %s: %s (%s).", backend.name, text, reason)
     else:
-        log.info(
-            "snip-hf: backend emulated: the numerics of FP8 and FP4, slower than BF16 (%s).",
-            hopper_lacks(weight.device) or "asked for by backend='emulated'",
-        )
+        log.info("snip-hf: backend %s: %s", backend.name, text)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..numerics.gemms import TILE
+from ...numerics.gemms import TILE
 from .tiles import INTERPRETED, tokens_kernel, weight_kernel
 
 # torch.nn.functional.ScalingType: one scale per 1x128 and per 128x128 elements.

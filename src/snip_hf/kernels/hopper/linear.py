@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import hopper
+from .. import hopper
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 """Two layouts of an operand and their scales, as `hopper.quantize_tokens` and `hopper.quantize_weight` give them."""
@@ -57,7 +57,9 @@ class TiedInput:
 def quantize_input(x: Tensor, state: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
     """Returns `hopper.quantize_tokens` of x (..., I) for the forward and the grad_weight GEMM."""
     with torch.no_grad():
-        quantized: Quantized = hopper.quantize_tokens(x.reshape(-1, x.shape[-1]), state, row_gemm, column_gemm, False)
+        quantized: Quantized = hopper.operators.quantize_tokens(
+            x.reshape(-1, x.shape[-1]), state, row_gemm, column_gemm, False
+        )
     return quantized
 
 
@@ -94,11 +96,11 @@ class TensorCoreGemms(torch.autograd.Function):
         if high[0]:
             y = torch.nn.functional.linear(x.reshape(-1, in_features), weight.to(x.dtype), bias)
         else:
-            by_output, scales, _, _ = weights or hopper.quantize_weight(weight, state, True, False)
+            by_output, scales, _, _ = weights or hopper.operators.quantize_weight(weight, state, True, False)
             tokens = x.numel() // in_features
             # The bias is added to the FP32 sums, as emulated.
             dtype = x.dtype if bias is None else torch.float32
-            y = hopper.multiply(rows, row_scales, by_output, scales, True, tokens, out_features, dtype)
+            y = hopper.operators.multiply(rows, row_scales, by_output, scales, True, tokens, out_features, dtype)
             y = y if bias is None else (y + bias).to(x.dtype)
         # A copy: the next forward pass may write the state before this one's backward pass reads it. A compiled graph
         # would make it in the backward pass, where it is of no use; torch notices there if the state was written.
@@ -118,21 +120,21 @@ class TensorCoreGemms(torch.autograd.Function):
         _, high_input, high_weight = ctx.high
         out_features, in_features = weight.shape
         g = grad_output.reshape(-1, out_features)
-        rows, row_scales, columns, column_scales = hopper.quantize_tokens(
+        rows, row_scales, columns, column_scales = hopper.operators.quantize_tokens(
             g, state, 1 if needs_x and not high_input else -1, 2 if needs_weight and not high_weight else -1, True
         )
         grad_x = grad_weight = None
         if needs_x and high_input:
             grad_x = g @ weight.to(g.dtype)
         elif needs_x:
-            by_input, scales = kept or hopper.quantize_weight(weight, state, False, True)[2:]
-            grad_x = hopper.multiply(rows, row_scales, by_input, scales, True, g.shape[0], in_features)
+            by_input, scales = kept or hopper.operators.quantize_weight(weight, state, False, True)[2:]
+            grad_x = hopper.operators.multiply(rows, row_scales, by_input, scales, True, g.shape[0], in_features)
         if needs_weight and high_weight:
             grad_weight = g.t() @ x.reshape(-1, in_features)
         elif needs_weight:
             # In the parameter's own precision: rounding FP32 sums to BF16 first would gain nothing.
             dtype = g.dtype if weight.dtype == g.dtype else torch.float32
-            grad_weight = hopper.multiply(
+            grad_weight = hopper.operators.multiply(
                 columns, column_scales, x_columns, x_scales, False, out_features, in_features, dtype
             )
         return (

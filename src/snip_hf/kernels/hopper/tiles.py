@@ -1,6 +1,6 @@
-"""How does a GPU quantize tiles? The Triton kernels behind `hopper`, and the rounding that they share.
+"""The Triton kernels that quantize tiles for FP8 tensor cores.
 
-Legend: T tokens, C channels, I in_features, O out_features. Each function repeats one of `quantize`, bit for bit but
+Legend: T tokens, C channels, I in_features, O out_features. Each function repeats one of `numerics`, bit for bit but
 for the sign of zeros. Formats are numbers read from `state` while the kernel runs, the same for a whole program.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..numerics.formats import E2M1, E4M3, FORMATS
-from ..numerics.gemms import GEMMS, TILE
+from ...numerics.formats import E2M1, E4M3, FORMATS
+from ...numerics.gemms import GEMMS, TILE
+from ..triton_numerics import power_of_two, random_bits, to_grid
 
 _FP4 = tl.constexpr(FORMATS["fp4"].code)
 _MAX_FP4, _MAX_FP8 = tl.constexpr(E2M1.max), tl.constexpr(E4M3.max)
@@ -64,12 +65,8 @@ def _round_fp4(x, dither):
 
     dither: (random - 1/2) times the spacing between 1 and 2, which is 1/2; or 0.
     """
-    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    power = tl.maximum(power, 1.0)  # below 1 the grid has the spacing of 1 to 2
-    # 1.5 * 2**23 spacings, added and taken away, round to whole ones, ties to even. Products with `power` are exact,
-    # so that it does not matter whether they are fused with the sums.
-    moved = (x + dither * power) + power * 6291456.0
-    return moved - power * 6291456.0
+    # Below 1 the grid has the spacing of 1 to 2.
+    return to_grid(x, dither, tl.maximum(power_of_two(x), 1.0), 0.5)
 
 
 @triton.jit
@@ -105,10 +102,7 @@ def _dithers(state, run, channel, tokens, channels):
     high = (key >> 32).to(tl.uint32) + all_runs * 0x85EBCA6B
     run = run.to(tl.uint32) + tl.load(state + _RANK).to(tl.uint32) * runs
     bits = run[:, None] * channels + channel[None, :].to(tl.uint32)
-    bits = bits ^ low
-    bits = (bits ^ (bits >> 16)) * 0x7FEB352D + high
-    bits = (bits ^ (bits >> 15)) * 0x846CA68B
-    bits = bits ^ (bits >> 16)
+    bits = random_bits(bits, low, high)
     # Each byte as the second one of a number in [1, 2): 1 + k * 2**-15
     if INTERPRETED:
         a = (((bits & 0xFF) << 8) | 0x3F800000).to(tl.float32, bitcast=True)

@@ -12,8 +12,6 @@ import numpy as np
 import numpy.typing as npt
 from estimators import LOSS_BASELINES, WEIGHT_BASELINES
 
-from snip_hf.estimation.table import CHOICES
-
 Array = npt.NDArray[np.float64]
 Record = dict[str, Any]
 # (layer, row, format) -> squared weight divergence, (batches, halves of the draws)
@@ -171,7 +169,7 @@ def by_kind(layers: Sequence[str], ratio: Array) -> dict[str, float]:
 
 def loss_records(truth: dict[tuple[str, str], Array], estimates: dict[str, list[Any]]) -> Iterator[Record]:
     """Yields a line per format for the truth, and one per scope and estimator: scopes "one" and "all" as above."""
-    for fmt in CHOICES:
+    for fmt in SnipConfig().formats[::-1]:
         layers = [layer for layer, other in truth if other == fmt]
         rises = np.stack([truth[layer, fmt] for layer in layers], -1)  # (batches, layers)
         true = rises.mean(0)

@@ -34,7 +34,7 @@ from snip_hf.estimation.divergence import gradients_of, weights_of
 from snip_hf.estimation.layer_sums import LAYER, LayerTerms
 from snip_hf.estimation.probe import RELATIVE_STEP, Probe, run_probe
 from snip_hf.estimation.samples import LayerSample
-from snip_hf.estimation.table import CHOICES, DivergenceTable
+from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.linear import SnipLinear
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import FORMATS
@@ -172,7 +172,7 @@ def weight_estimates(point: Point) -> dict[str, Table]:
     tables.update(_forms(point, probe, directions))
     traces = {"fisher": fisher_traces(probe), "hessian": hessian_traces(point)}
     for name, trace in traces.items():
-        cells = [(layer, row, fmt) for layer in trace for row in _WEIGHT_ROWS for fmt in CHOICES]
+        cells = [(layer, row, fmt) for layer in trace for row in _WEIGHT_ROWS for fmt in SnipConfig().formats[::-1]]
         tables[f"{name}-trace"] = {cell: trace[cell[0]] for cell in cells}
         tables[f"{name}-error"] = {
             (layer, row, fmt): trace[layer] * _mean_square_error(point.weight(layer), fmt) for layer, row, fmt in cells
@@ -189,7 +189,7 @@ def _adjoint(point: Point, probe: Probe) -> Table:
     table: Table = {}
     for name, sample in probe.layers.items():
         terms = LayerTerms(sample, point.weight(name), point.pushforward(name), 1)
-        for fmt in CHOICES:
+        for fmt in SnipConfig().formats[::-1]:
             for row, squares in terms.weight_divergences(fmt, point.keys(name)).items():
                 table[name, row, fmt] = squares.step**0.5
     return table
@@ -212,7 +212,7 @@ def _forms(point: Point, probe: Probe, directions: Mapping[str, list[Tensor]]) -
         weight, pushforward = point.weight(name), point.pushforward(name)
         z = torch.randn(weight.shape, generator=torch.Generator().manual_seed(point.config.seed)).to(weight.device)
         norm_of_j = float(pushforward(torch.sign(z)).square().sum())
-        for fmt in CHOICES:
+        for fmt in SnipConfig().formats[::-1]:
             row_key, column_key = point.keys(name) if fmt == "fp4" else (None, None)
             rounded = _Rounded(
                 fake_quantize(weight, FORMATS[fmt], SQUARE_TILE),
@@ -360,7 +360,7 @@ def loss_estimates(point: Point, tokens: tuple[int, ...], sequence: int) -> dict
     tables: dict[str, dict[tuple[str, str], float]] = {}
     for name, sample in samples["own"].items():
         weight, mean_gradient = point.weight(name), running_mean(point, name)
-        for fmt in CHOICES:
+        for fmt in SnipConfig().formats[::-1]:
             weight_error = fake_quantize(weight, FORMATS[fmt], SQUARE_TILE) - weight
             error = _mean_square(weight_error)
             along = {kind: _along(layers[name], weight, fmt) for kind, layers in samples.items()}
@@ -465,7 +465,7 @@ def measured_kl(point: Point) -> dict[tuple[str, str], float]:
     base, high = log_probabilities(), dict.fromkeys(GEMMS, "bf16")
     result = {}
     for name, layer in point.layers.items():
-        for fmt in CHOICES:
+        for fmt in SnipConfig().formats[::-1]:
             layer.set_formats({**high, "forward": fmt})
             result[name, fmt] = float((base.exp() * (base - log_probabilities())).sum(-1).mean()) / point.loss
         layer.set_formats(high)

@@ -44,7 +44,7 @@ from snip_hf.layers.state import set_step, snip_linears
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver.process import SolverError, SolverProcess
-from snip_hf.policies.rules import rule_assignment
+from snip_hf.policies.registry import rule_assignment
 from snip_hf.policies.setting import Setting, find_stages
 
 Assignment = dict[str, dict[str, str]]

@@ -41,7 +41,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig, SnipController, convert_model, kernels
 from snip_hf.layers.state import keep_quantized, snip_linears
-from snip_hf.numerics.formats import FORMAT_CODES
+from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 
 Row = dict[str, Any]
@@ -236,7 +236,7 @@ def autocast(device: torch.device) -> Any:
 
 def state_of(fmt: str, device: torch.device) -> Tensor:
     """Returns a layer's state with all GEMMs in one format and any key."""
-    return torch.tensor([*[FORMAT_CODES[fmt]] * len(GEMMS), 1234567891234], device=device)
+    return torch.tensor([*[FORMATS[fmt].code] * len(GEMMS), 1234567891234], device=device)
 
 
 def require_hopper(device: torch.device) -> None:

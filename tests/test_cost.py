@@ -23,7 +23,7 @@ from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, re
 from snip_hf.costs.budget import MeasuredCost, cost_shares, describe_cost, measure_cost, predicted_times
 from snip_hf.costs.flops import linear_flops
 from snip_hf.costs.gemm_timing import GemmShape, Machine, read_times
-from snip_hf.numerics.formats import FORMAT_CODES
+from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.parallel.ranks import Processes, Ranks
 from snip_hf.planning.plan import PlanProvenance
@@ -111,7 +111,7 @@ def test_every_gemm_gets_the_time_of_its_shape_and_a_frozen_weight_s_gradient_no
             shape = GemmShape(gemm, 48, layer.in_features, layer.out_features)
             frozen = gemm == "grad_weight" and not layer.weight.requires_grad
             assert row[gemm] == {
-                fmt: 0.0 if frozen else made_up("", torch.device("cpu"), shape, fmt) for fmt in FORMAT_CODES
+                fmt: 0.0 if frozen else made_up("", torch.device("cpu"), shape, fmt) for fmt in FORMATS
             }
     assert measured.weights["model.layers.1.mlp.up_proj"]["grad_input"] == 2.1e-3 + 1e-9 * 64 * 96
     assert (measured.tokens, measured.machine) == (48, Machine.of(torch.device("cpu"), "emulated"))
@@ -246,7 +246,7 @@ def test_a_gemm_without_flops_has_no_time() -> None:
     document["flops"]["layers.0.v"]["grad_weight"] = 0.0
     with pytest.raises(ValueError, match=r"expected 0 in every format: the GEMM has no FLOPs\.$"):
         PrecisionPlan.from_dict(document)
-    document["measured"]["seconds"]["layers.0.v"]["grad_weight"] = dict.fromkeys(FORMAT_CODES, 0)
+    document["measured"]["seconds"]["layers.0.v"]["grad_weight"] = dict.fromkeys(FORMATS, 0)
     assert PrecisionPlan.from_dict(document).measured is not None
 
 

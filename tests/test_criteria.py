@@ -11,12 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rounded import fake_quantize
 from scipy.stats import entropy
 from small import adamw_after, text, tiny_llama, tiny_lm, tokens
-from torch import Tensor, nn
-
-from snip_hf.config import SnipConfig
-from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.criteria import (
     BINS,
     CRITERIA,
@@ -26,16 +23,19 @@ from snip_hf.estimation.criteria import (
     inner_edges,
     kl_divergence,
 )
+from torch import Tensor, nn
+
+from snip_hf.config import SnipConfig
+from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import divergences_at, estimate_divergence
 from snip_hf.estimation.layer_sums import LAYER, ROWS, LayerTerms
 from snip_hf.estimation.probe import random_direction, run_probe
 from snip_hf.estimation.samples import LayerSample
-from snip_hf.estimation.table import CHOICES, DivergenceTable
+from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import COLUMN_TILE, ROW_TILE, SQUARE_TILE
-from snip_hf.numerics.rounding import fake_quantize
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -65,7 +65,7 @@ def only_forward(value: float) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------------- fisher
 
 
-@pytest.mark.parametrize("fmt", CHOICES)
+@pytest.mark.parametrize("fmt", SnipConfig().formats[::-1])
 @pytest.mark.parametrize("energies", [None, (7.0, 2.0)])
 def test_fisher_is_the_sum_of_squared_gradients_times_squared_errors_of_the_output(fmt: str, energies: Any) -> None:
     sample = a_sample(energies=energies)
@@ -85,7 +85,7 @@ def test_fisher_is_the_sum_of_squared_gradients_times_squared_errors_of_the_outp
 # --------------------------------------------------------------------------------------------------------------- greedy
 
 
-@pytest.mark.parametrize("fmt", CHOICES)
+@pytest.mark.parametrize("fmt", SnipConfig().formats[::-1])
 def test_greedy_is_the_sum_of_what_every_element_s_rounding_can_move_the_loss(fmt: str) -> None:
     sample = a_sample()
     x, g, w = (one.double().numpy() for one in (sample.x, sample.grad_output, a_weight()))
@@ -123,7 +123,7 @@ def kl_of(values: Tensor, after: np.ndarray) -> float:
     return float(entropy(p, q))
 
 
-@pytest.mark.parametrize("fmt", CHOICES)
+@pytest.mark.parametrize("fmt", SnipConfig().formats[::-1])
 def test_kl_is_that_of_scipy_on_numpy_s_histograms_of_the_operands(fmt: str) -> None:
     sample, w = a_sample(), a_weight()
     x, g = sample.x, sample.grad_output
@@ -139,7 +139,7 @@ def test_kl_is_that_of_scipy_on_numpy_s_histograms_of_the_operands(fmt: str) -> 
 
 
 def test_kl_is_larger_in_fp4_than_in_fp8_and_0_where_rounding_changes_nothing() -> None:
-    fp8, fp4 = (rows_of("kl", fmt, a_sample()) for fmt in CHOICES)
+    fp8, fp4 = (rows_of("kl", fmt, a_sample()) for fmt in SnipConfig().formats[::-1])
     assert all(fp4[row] > fp8[row] for row in ROWS)
     x, g = torch.zeros(4, 12), torch.zeros(4, 9)
     assert LayerCriterion("kl", LayerTerms(LayerSample(4, x, g), torch.zeros(9, 12), None, 1)).rows("fp4") == (
@@ -231,7 +231,7 @@ def test_a_trace_is_the_mean_of_products_and_stands_for_all_tokens_by_their_numb
         hessian_trace("up", replace(sample, x_dot=sample.x_dot[1:]), directions)
 
 
-@pytest.mark.parametrize("fmt", CHOICES)
+@pytest.mark.parametrize("fmt", SnipConfig().formats[::-1])
 def test_hessian_trace_is_the_mean_eigenvalue_times_the_weight_s_squared_error(fmt: str) -> None:
     w = a_weight().double().numpy()
     square = float(((rounded(a_weight(), fmt, SQUARE_TILE) - w) ** 2).sum())

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from backends import select_backend
+from rounded import quantize
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from snip_hf import SnipCallback, SnipConfig, convert_model, estimate_divergence, measure_divergence
-from snip_hf.kernels import select_backend
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import E2M1, E4M3
 from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE
 from snip_hf.numerics.random_streams import stream_key
-from snip_hf.numerics.rounding import quantize
 
 pytestmark = [
     pytest.mark.gpu,

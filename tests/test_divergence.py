@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
-from snip_hf.estimation.criteria import CRITERIA
 from snip_hf.estimation.divergence import divergences_at, estimate_divergence, gradients_of, weights_of
 from snip_hf.estimation.ground_truth import measure_divergence
 from snip_hf.estimation.layer_sums import LAYER, ROWS, LayerTerms
 from snip_hf.estimation.probe import Probe, run_probe
-from snip_hf.estimation.table import CHOICES, DivergenceTable
+from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.random_streams import stream_key
@@ -32,6 +31,8 @@ from snip_hf.parallel.ranks import Processes, Ranks
 
 LAYERS = ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"]
 Values = dict[tuple[str, str, str], float]
+
+CRITERIA = ("fisher", "hessian-trace", "greedy", "kl")
 
 
 def weight_divergences(table: DivergenceTable) -> Values:
@@ -77,7 +78,7 @@ def ratios_to_truth(
 
 def test_the_weight_divergence_of_a_trained_llama_is_right_to_a_fifteenth_for_the_typical_layer() -> None:
     """Over 3 models and 2 batches of 384 tokens each: single seeds lie between 0.049 and 0.071."""
-    ratios: dict[str, list[list[float]]] = {fmt: [[] for _ in SEEDS] for fmt in CHOICES}
+    ratios: dict[str, list[list[float]]] = {fmt: [[] for _ in SEEDS] for fmt in SnipConfig().formats[::-1]}
     for seed in range(3):
         model = tiny_llama(seed=seed)
         optimizer = adamw_after(model, steps=60)
@@ -108,7 +109,7 @@ def test_under_other_optimizers_it_is_right_to_a_tenth(kind: str) -> None:
         for one in (optimizer, others):
             one.step()
             one.zero_grad()
-    ratios: dict[str, list[list[float]]] = {fmt: [[] for _ in SEEDS] for fmt in CHOICES}
+    ratios: dict[str, list[list[float]]] = {fmt: [[] for _ in SEEDS] for fmt in SnipConfig().formats[::-1]}
     for index in (60, 61):
         ratios_to_truth(model, optimizer, text(4, 96, index), ratios)
     assert_near_the_truth(ratios, 0.1, shift=0.1)
@@ -205,12 +206,12 @@ def test_rows_are_the_sums_of_the_layers_under_the_optimizer_s_derivative(
     scale, step = options.get("gradient_scale", 1.0), options.get("step", 0)
     rows = {(row.layer, row.gemm, row.format): row for row in table.rows}
     assert len(rows) == len(table.rows)
-    assert set(rows) == {(layer, gemm, fmt) for layer in LAYERS for fmt in CHOICES for gemm in ROWS}
+    assert set(rows) == {(layer, gemm, fmt) for layer in LAYERS for fmt in SnipConfig().formats[::-1] for gemm in ROWS}
     assert table.loss == pytest.approx(probe.loss, rel=1e-5)
     for layer in LAYERS:
         # Keyed by the layer's name; operands 3 and 4, after those of the training step's three GEMMs.
         keys = tuple(stream_key(config.seed, step, 0, zlib.crc32(layer.encode()), operand) for operand in (3, 4))
-        for fmt in CHOICES:
+        for fmt in SnipConfig().formats[::-1]:
             squares, errors = terms[layer].weight_divergences(fmt, keys), terms[layer].errors(fmt)
             loss = terms[layer].loss_divergence(fmt, config.loss_form) / probe.loss
             largest = max(square.step for square in squares.values())
@@ -383,7 +384,7 @@ def test_ranks_that_share_a_micro_batch_have_together_the_table_of_one_process(
     tables = over_ranks(size, config, inputs, **options)
     assert all(table == tables[0] for table in tables)
     assert tables[0].loss == pytest.approx(one.loss, rel=1e-6)
-    assert len(one.rows) == 7 * len(ROWS) * len(CHOICES)
+    assert len(one.rows) == 7 * len(ROWS) * len(SnipConfig().formats[::-1])
     for found, wanted in zip(tables[0].rows, one.rows, strict=True):
         key = (found.layer, found.gemm, found.format)
         assert key == (wanted.layer, wanted.gemm, wanted.format)
@@ -447,7 +448,7 @@ def test_a_frozen_layer_has_no_update_that_could_diverge(ask: Any) -> None:
     model, inputs = tiny_lm(), tokens()
     model.layers[1].down.weight.requires_grad_(False)
     rows = {(row.layer, row.gemm, row.format): row for row in ask(model, inputs).rows}
-    for fmt in CHOICES:
+    for fmt in SnipConfig().formats[::-1]:
         assert rows["layers.1.down", "grad_weight", fmt].weight_divergence == 0
         assert rows["layers.1.down", "grad_weight", fmt].flops == 0
         assert rows["layers.1.down", "forward", fmt].weight_divergence > 0
@@ -492,7 +493,7 @@ def test_estimate_and_measure_give_the_same_rows_with_the_flops_of_what_is_quant
         (layer, name, fmt): 3 * gemm if name == "layer" else gemm
         for layer in LAYERS
         for name in ROWS
-        for fmt in CHOICES
+        for fmt in SnipConfig().formats[::-1]
     }
 
 
@@ -514,7 +515,7 @@ def test_records_are_plain_data_and_totals_add_up_the_layers() -> None:
     }
     assert {record.pop("criterion") for record in records} == {None}
     assert all(type(value) in (str, float) for record in records for value in record.values())
-    for fmt in CHOICES:
+    for fmt in SnipConfig().formats[::-1]:
         chosen = [record for record in records if record["gemm"] == "layer" and record["format"] == fmt]
         assert len(chosen) == 4
         assert table.totals(fmt) == {

@@ -19,7 +19,7 @@ from snip_hf.estimation.layer_sums import LayerTerms
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.kernels import emulated, fused
 from snip_hf.numerics import rounding as quantize
-from snip_hf.numerics.formats import E2M1, E4M3, E5M2, NumberFormat
+from snip_hf.numerics.formats import E2M1, E4M3, E5M2, ElementGrid
 from snip_hf.numerics.gemms import COLUMN_TILE, ROW_TILE, SQUARE_TILE, TILE
 from snip_hf.numerics.random_streams import stream_key
 
@@ -160,7 +160,7 @@ def assert_same_bits(got: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_the_kernel_rounds_as_the_reference_does(
-    fmt: NumberFormat, tile: tuple[int, int], data: Any, dtype: torch.dtype, run: Run
+    fmt: ElementGrid, tile: tuple[int, int], data: Any, dtype: torch.dtype, run: Run
 ) -> None:
     x = data((130, 200)).to(dtype)
     for key in (None, KEYS[0]):

@@ -19,14 +19,16 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from backends import gemm_call, hopper_lacks, select_backend
 from oracles.three_gemms import product
+from rounded import quantize
 
-from snip_hf.kernels import gemm_call, hopper, hopper_lacks, select_backend
+from snip_hf.kernels import hopper
 from snip_hf.kernels.emulated import grad_input_gemm, grad_weight_gemm
-from snip_hf.numerics.formats import FORMAT_CODES, FORMATS
+from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE, TILE
 from snip_hf.numerics.random_streams import stream_key
-from snip_hf.numerics.rounding import Quantized, quantize
+from snip_hf.numerics.rounding import Quantized
 
 Run = Callable[..., tuple[Tensor, ...]]
 
@@ -126,7 +128,7 @@ def on_cuda(name: str, *arguments: Any) -> tuple[Tensor, ...]:
 
 def state(*formats: str, key: int = KEYS[0], rank: tuple[int, int] = (0, 1)) -> Tensor:
     """A layer's, with the formats of forward, grad_input and grad_weight."""
-    return torch.tensor([*(FORMAT_CODES[fmt] for fmt in formats), key - 2**64 if key >= 2**63 else key, *rank])
+    return torch.tensor([*(FORMATS[fmt].code for fmt in formats), key - 2**64 if key >= 2**63 else key, *rank])
 
 
 def random(shape: tuple[int, int]) -> Tensor:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from backends import hopper_lacks
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from snip_hf import SnipCallback, SnipConfig
-from snip_hf.kernels import hopper_lacks
 from snip_hf.layers.state import snip_linears
 
 pytestmark = [

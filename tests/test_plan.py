@@ -18,7 +18,7 @@ from snip_hf.config import SnipConfig
 from snip_hf.json_io import read_json, write_json_atomic
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
-from snip_hf.numerics.formats import FORMAT_NAMES
+from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
@@ -40,7 +40,7 @@ def random_plan(seed: int) -> PrecisionPlan:
         model_name=rng.choice([None, "Llama ü"]),
     )
     return PrecisionPlan(
-        {layer: {gemm: rng.choice(FORMAT_NAMES) for gemm in GEMMS} for layer in layers},
+        {layer: {gemm: rng.choice(tuple(FORMATS)) for gemm in GEMMS} for layer in layers},
         {layer: {gemm: rng.uniform(1.0, 1e9) for gemm in GEMMS} for layer in rng.sample(layers, len(layers))},
         stages,
         provenance,
@@ -363,7 +363,7 @@ def test_apply_sets_every_gemm_of_every_layer_by_exact_name() -> None:
     plan = plan_for(model, grad_input="fp4")
     rng = random.Random(0)
     plan = dataclasses.replace(
-        plan, assignment={name: {gemm: rng.choice(FORMAT_NAMES) for gemm in GEMMS} for name in names}
+        plan, assignment={name: {gemm: rng.choice(tuple(FORMATS)) for gemm in GEMMS} for name in names}
     )
     plan.apply(model)
     assert {name: layer.formats for name, layer in snip_linears(model).items()} == plan.to_dict()["assignment"]

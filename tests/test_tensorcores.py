@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
+from backends import hopper_lacks
 from models import batch, build
+from rounded import quantize
 from small import checkpoint_activations, tiny_llama
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -22,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from snip_hf import SnipConfig, SnipController, SnipLinear, convert_model, kernels
-from snip_hf.kernels import hopper_lacks
 from snip_hf.kernels.emulated import STATE_SIZE
+from snip_hf.kernels.hopper.linear import TiedInput, quantize_input
 from snip_hf.layers.state import (
     drop_quantized,
     forget_inputs,
@@ -34,14 +36,13 @@ from snip_hf.layers.state import (
     share_inputs,
     snip_linears,
 )
-from snip_hf.layers.tensorcores import TiedInput, quantize_input
-from snip_hf.numerics.formats import FORMAT_NAMES, FORMATS
+from snip_hf.numerics.formats import FORMATS, format_of_code
 from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE, TILE
-from snip_hf.numerics.rounding import Quantized, quantize
+from snip_hf.numerics.rounding import Quantized
 
 T, I, O = 150, 200, 136  # tokens, in_features, out_features: ragged in every tiling  # noqa: E741
 BF16 = torch.bfloat16
-COMBINATIONS = list(itertools.product(FORMAT_NAMES, repeat=3))
+COMBINATIONS = list(itertools.product(tuple(FORMATS), repeat=3))
 QUANTIZED = [formats for formats in COMBINATIONS if set(formats) != {"bf16"}]
 
 each_combination = pytest.mark.parametrize("formats", COMBINATIONS, ids="/".join)
@@ -149,7 +150,7 @@ class StandIn:
 
     @staticmethod
     def _quantize(x: Tensor, state: Tensor, gemm: int, tile: tuple[int, int], is_gradient: bool) -> Quantized:
-        fmt = FORMATS[FORMAT_NAMES[state[gemm]]]
+        fmt = FORMATS[format_of_code(state[gemm]).name]
         assert fmt is not None, "A GEMM in BF16 is not to be quantized."
         key, rank, ranks = state[3:].tolist()
         return quantize(x, fmt, tile, key % 2**64 if is_gradient and fmt.name == "e2m1" else None, rank, ranks)

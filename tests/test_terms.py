@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from rounded import fake_quantize
 from torch import Tensor
 
 from snip_hf.estimation.layer_sums import LAYER, ROWS, LayerTerms, Squares, read_all
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE
-from snip_hf.numerics.rounding import fake_quantize
 
 KEYS = (0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)
 # Square of one step, square of what comes back at every step, and the size of what they are the difference of.

@@ -123,8 +123,8 @@ class SnipConfig:
     """Seconds, beyond `solver_time_limit` and another 60, that a process waits for the others at most when they agree
     on something; then training ends with an error."""
     backend: str = "auto"
-    """Kernels: the name of a backend (docs/hopper.md), or "auto": the fastest that can run. The log says which one runs,
-    and why."""
+    """Kernels: the name of a backend (docs/hopper.md), or "auto", the fastest that can run. The log says which one and
+    why."""
     seed: int = 0
     """Seed of stochastic rounding, of the probe's directions and of the `random` policy."""
 

@@ -57,14 +57,14 @@ class LayerCriterion:
         return self._find(self, name)
 
     def fisher(self, name: str) -> Pending[Rows]:
-        """sum over tokens and outputs of G^2 E^2, E = Q(X) Q(W)^T - X W^T, of the whole micro-batch."""
+        """N sum over tokens and outputs of G^2 E^2, E = Q(X) Q(W)^T - X W^T, N the tokens with a label."""
         terms = self._terms
         # One product of twice the length instead of the difference of two.
         left = torch.cat([terms.rounded("x", name, ROW_TILE), -terms.x], 1)
         right = torch.cat([terms.rounded("w", name, SQUARE_TILE), terms.w], 1)
         errors = product(left, right.t())  # (n, 2 I) x (2 I, O)
-        # G of a mean over fewer tokens is larger by as much.
-        score = terms.sizes.scale / terms.parts * errors.mul_(terms.g).square_().sum()
+        # As for the loss divergence: the mean over N tokens of what the gradients of their own losses give.
+        score = terms.batch.labelled * terms.sizes.scale * errors.mul_(terms.g).square_().sum()
         return Pending(score[None], _forward_only)
 
     def greedy(self, name: str) -> Pending[Rows]:

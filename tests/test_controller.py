@@ -336,6 +336,25 @@ def test_the_divergences_are_told_what_clipping_multiplied_the_gradients_by(
     assert call["micro_batches"] == accumulation
 
 
+def test_the_divergences_are_told_the_tokens_and_labels_of_the_whole_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = noted_divergences(monkeypatch)
+    loop = Loop(SnipConfig(**SCHEDULE, probe_batch_tokens=128))
+
+    def masked(index: int) -> dict[str, Tensor]:
+        batch = text(8, 24, index=index)
+        labels = batch["labels"].clone()
+        labels[1, :12] = -100
+        return batch | {"labels": labels}
+
+    monkeypatch.setattr(loop, "batch", masked)
+    loop.run(2)
+    loop.controller.close()
+    (call,) = calls
+    assert (call["micro_batch_tokens"], call["labelled"]) == (8 * 24, 7 * 23 + 12)
+
+
 # ------------------------------------------------------------------------------------- checks between two refreshes
 
 

@@ -804,6 +804,18 @@ def test_labelled_tokens_are_those_that_the_loss_of_a_causal_lm_is_a_mean_over()
         assert float(model(**batch.kwargs).loss) == pytest.approx(float(every) / batch.labelled, rel=1e-5)
 
 
+def test_labels_that_are_shifted_already_count_as_they_are() -> None:
+    inputs, model = text(2, 16), tiny_llama(hidden=32)
+    shifted = inputs["labels"].roll(-1, 1)
+    shifted[:, -1] = shifted[0, :5] = -100
+    batch = Batch.of(inputs | {"shift_labels": shifted})
+    assert batch.labelled == 10 + 15
+    with torch.no_grad():
+        logits = model(input_ids=inputs["input_ids"]).logits.flatten(0, 1)
+        every = nn.functional.cross_entropy(logits, shifted.flatten(), reduction="sum")
+        assert float(model(**batch.kwargs).loss) == pytest.approx(float(every) / batch.labelled, rel=1e-5)
+
+
 def test_a_sequence_of_one_token_counts_with_its_label() -> None:
     assert Batch.of({"labels": torch.tensor([[3], [-100]])}).labelled == 1
     assert Batch.of({"labels": torch.tensor([[-100, -100]])}).labelled == 0

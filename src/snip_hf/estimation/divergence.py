@@ -30,7 +30,7 @@ from ..parallel.ranks import Attempt, Processes
 from ..parallel.sharding import is_sharded, own_part, sharded_as, squares, whole, with_own_part
 from .batch import Batch
 from .criterion import LayerCriterion
-from .layer_sums import LAYER, ROWS, LayerTerms, Pending, Squares, read_all
+from .layer_sums import LAYER, ROWS, BatchSizes, LayerTerms, Pending, Squares, read_all
 from .passes import run_pass
 from .pooling import pooled
 from .probe import random_direction, run_probe
@@ -65,7 +65,15 @@ def estimate_divergence(
         answers = responses(optimizer, weights_of(layers))
         _, gradients = gradients_of(model, captured, layers)
         part = captured.part(config.probe_batch_tokens)
-        return divergences_at(model, part, answers, gradients, config, labelled=captured.labelled)
+        return divergences_at(
+            model,
+            part,
+            answers,
+            gradients,
+            config,
+            labelled=captured.labelled,
+            micro_batch_tokens=captured.tokens,
+        )
 
 
 def divergences_at(
@@ -80,6 +88,7 @@ def divergences_at(
     probes: int | None = None,
     labelled: int | None = None,
     processes: Processes | None = None,
+    micro_batch_tokens: int | None = None,
 ) -> DivergenceTable:
     """Probes a converted model and estimates all divergences of one optimizer step.
 
@@ -103,6 +112,7 @@ def divergences_at(
             of grad_weight is then known, also in the layers' rows.
         labelled: tokens with a label of the whole micro-batch that `batch` is a part of; None: it is the whole one.
         processes: those that work together; None: this one is alone.
+        micro_batch_tokens: all tokens of the whole micro-batch; None as for `labelled`.
 
     Raises:
         ValueError: the loss of the micro-batch is not finite; on one rank is enough.
@@ -110,8 +120,9 @@ def divergences_at(
     """
     processes = processes or Processes()
     layers = snip_linears(model)
-    counts = processes.data.gather([batch.tokens, batch.labelled, labelled or batch.labelled])
-    tokens, kept, every = zip(*counts, strict=True)
+    own = [batch.tokens, batch.labelled, micro_batch_tokens or batch.tokens, labelled or batch.labelled]
+    counts = list(zip(*processes.data.gather(own), strict=True))
+    tokens, kept, sizes = counts[0], counts[1], BatchSizes(*map(sum, counts))
     norms: dict[str, float] = {}
     probe, attempt = None, Attempt()
     count = config.probes if probes is None else probes
@@ -140,8 +151,7 @@ def divergences_at(
         )
     loss = _agreed_loss(None if probe is None else probe.loss, attempt, kept, processes)
     assert probe is not None
-    samples = pooled(probe.layers, batch.labelled / sum(kept), layers, processes.data)
-    parts = sum(every) / sum(kept)
+    samples = pooled(probe.layers, batch.labelled / sizes.labelled, layers, processes.data)
     # The most precise first.
     quantized = [fmt for fmt in reversed(config.formats) if FORMATS[fmt].is_quantized]
     sums: list[_Sums] = []
@@ -153,7 +163,7 @@ def divergences_at(
                     draws = ((config.seed, step, index) for index in range(count))
                     trace = kind.trace_of(name, sample, [random_direction(name, weight, draw) for draw in draws])
                     sample = replace(sample, x_dot=[], grad_output_dot=[])
-                terms = LayerTerms(sample, weight, pushforward, micro_batches, parts, quantized)
+                terms = LayerTerms(sample, weight, pushforward, micro_batches, sizes, quantized)
                 unclipped = None if gradient is None else gradient.to(torch.float32) / (gradient_scale or 1.0)
                 criterion = kind(terms, trace)
                 sums += _start_sums(name, terms, criterion, config, step, unclipped, quantized)

@@ -427,6 +427,7 @@ class SnipController:
             probes=probes,
             labelled=watch.labelled,
             processes=self.processes,
+            micro_batch_tokens=watch.tokens,
         )
         bad = [
             row

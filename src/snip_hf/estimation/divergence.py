@@ -29,6 +29,7 @@ from ..parallel.ranks import Attempt, Processes
 from ..parallel.sharding import is_sharded, own_part, sharded_as, squares, whole, with_own_part
 from .batch import Batch
 from .criteria import LayerCriterion, hessian_trace
+from .gradient_scale import unscaled
 from .layer_sums import LAYER, ROWS, BatchSizes, LayerTerms, Pending, Squares, read_all
 from .passes import run_pass
 from .pooling import pooled
@@ -150,6 +151,8 @@ def divergences_at(
     assert probe is not None
     samples = pooled(probe.layers, batch.labelled / sizes.labelled, layers, processes.data)
     sums: list[_Sums] = []
+    if config.policy == "snip":
+        gradient_scale = unscaled(gradient_scale, samples, gradients, list(norms), processes.data, attempt)
     with attempt:
         for name, weight, gradient, pushforward in _gathered(layers, samples, answers, gradients, norms, config):
             with attempt:  # the others go on gathering what is sharded, and so does this rank
@@ -201,7 +204,7 @@ def _start_sums(
     gradient: Tensor | None,
 ) -> Iterator[_Sums]:
     """Sets the sums of one layer under way, for each format."""
-    layer_key = zlib.crc32(name.encode())
+    layer_key = zlib.crc32(name.encode(errors="surrogatepass"))
     row_key, column_key = (stream_key(config.seed, step, 0, layer_key, operand) for operand in _OPERANDS)
     for fmt in CHOICES:
         of_rows = terms.pending_weight_divergences(fmt, (row_key, column_key))

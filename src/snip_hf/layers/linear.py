@@ -19,6 +19,9 @@ from ..numerics.formats import FORMAT_CODES, FORMAT_NAMES, check_format
 from ..numerics.gemms import GEMMS
 from .tensorcores import TensorCoreGemms, TiedInput, quantize_input
 
+_LEFT_OUT = "skip_modules"
+# More than this share of a model's weight matrices outside the plan is worth a warning.
+_MUCH = 0.1
 STATE = "snip_state"
 KEY = len(GEMMS)
 # Number of the output gradient among the operands that a random stream can be for. Both GEMMs that read it round it
@@ -101,9 +104,10 @@ class SnipLinear(nn.Linear):
             quantized = quantize_input(x, self.snip_state, row_gemm, column_gemm)
         else:
             quantized = self.snip_tied.quantized(input, x, self.snip_state, row_gemm, column_gemm)
-        # Evaluation may follow a change of the weights that nobody told of; training does not.
+        # Evaluation, and generation in training mode, may follow a change of the weights that nobody told of; a pass
+        # that is trained on does not.
         is_kept = torch.compiler.is_compiling() or self.snip_weight_version == self.weight._version
-        weights = self.snip_weights if self.training and is_kept else ()
+        weights = self.snip_weights if self.training and torch.is_grad_enabled() and is_kept else ()
         y: Tensor = TensorCoreGemms.apply(x, self.weight, bias, self.snip_state, high, keeps_x, *quantized, *weights)
         return y
 
@@ -132,6 +136,13 @@ class SnipLinear(nn.Linear):
         self.snip_weight_version = -1  # what is kept of the weight is in other formats
         if self.snip_tied is not None:
             self.snip_tied.note(id(self), (codes[0], codes[2]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy takes over: formats and key, but nothing that it would share with this layer's run."""
+        own = {"snip_recorder": None, "snip_tied": None, "snip_weights": (), "snip_weight_version": -1}
+        buffers = self._buffers | {STATE: self.snip_state.clone()}
+        state: dict[str, Any] = super().__getstate__() | own | {"_buffers": buffers}
+        return state
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, formats={'/'.join(self.formats.values())}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,10 @@ _CHOICES = {
     "loss_form": ("token-fisher", "taylor", "norm"),
     "solver": ("auto", "cbc", "highs", "greedy"),
 }
+# Seconds: a week. Clocks and timers take more, but nobody waits longer for a plan or a rank.
+LONGEST_WAIT = 7 * 24 * 3600.0
+# Bits of the integers that files and random numbers are made of.
+_INTEGER_BITS = 63
 _AT_LEAST = {
     "refresh_every": 1,
     "first_refresh": 1,
@@ -29,6 +34,16 @@ _AT_LEAST = {
     "drift_every": 1,
     "probes": 1,
     "seed": 0,
+}
+_AT_MOST = {
+    "probes": 10_000,
+    # GEMMs of more rows are beyond 32-bit indices, and beyond any GPU's memory.
+    "cost_tokens": 2**31 - 1,
+    # The solver takes costs up to 1e100, which are these times the divergences.
+    "loss_weight": 1e50,
+    "weight_weight": 1e50,
+    "switching_cost": 1e50,
+    "solver_gap": 1e50,
 }
 
 
@@ -116,12 +131,12 @@ class SnipConfig:
     """"cbc" (python-mip), "highs" (scipy), "greedy" (ours), or "auto": the first of them that fits and is installed.
     The policy "greedy" always takes the greedy one."""
     solver_time_limit: float = 60.0
-    """Seconds after which the solver is stopped."""
+    """Seconds after which the solver is stopped, at most 7 days."""
     solver_gap: float = 1e-4
     """Relative gap at which the solver may stop."""
     rank_timeout: float = 600.0
     """Seconds, beyond `solver_time_limit` and another 60, that a process waits for the others at most when they agree
-    on something; then training ends with an error."""
+    on something, at most 7 days; then training ends with an error."""
     backend: str = "auto"
     """Kernels: the name of a backend (docs/hopper.md), or "auto", the fastest that can run. The log says which one and
     why."""
@@ -131,6 +146,7 @@ class SnipConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check_type(field.name, getattr(self, field.name), str(field.type))
+            _check_bits(field.name, getattr(self, field.name))
         registered = {"policy": tuple(POLICIES), "backend": ("auto", *BACKENDS)}
         for name, choices in (_CHOICES | registered).items():
             if getattr(self, name) not in choices:
@@ -153,8 +169,6 @@ class SnipConfig:
                 f"target_fp4_fraction={self.target_fp4_fraction!r} is outside 0..1; it is the share of the linear "
                 "FLOPs that run in FP4, e.g. 0.75."
             )
-        if self.seed >= 2**63:
-            raise ValueError(f"seed={self.seed} is too large; expected less than 2**63.")
         if self.refresh_every is not None and self.apply_delay > self.refresh_every:
             raise ValueError(
                 f"apply_delay={self.apply_delay} is larger than refresh_every={self.refresh_every}; a plan must be "
@@ -177,11 +191,18 @@ class SnipConfig:
         for name in ("loss_weight", "weight_weight", "switching_cost", "solver_gap"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a finite number of at least 0.")
+        for name, most in _AT_MOST.items():
+            if getattr(self, name) is not None and getattr(self, name) > most:
+                raise ValueError(f"{name}={getattr(self, name)!r} is too large; expected at most {most}.")
         if self.loss_weight == self.weight_weight == 0:
             raise ValueError("loss_weight and weight_weight are both 0; at least one must be above 0.")
         for name in ("solver_time_limit", "rank_timeout"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a number of seconds above 0.")
+            if getattr(self, name) > LONGEST_WAIT:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is too long; expected at most {LONGEST_WAIT:g} seconds (7 days)."
+                )
         if isinstance(self.stages, int) and self.stages < 1:
             raise ValueError(
                 f"stages={self.stages} is too small; expected None, a number of at least 1, or lists of names."
@@ -252,9 +273,9 @@ class SnipConfig:
             )
 
     def _check_lists(self) -> None:
-        names = [name for tie in self.ties for name in dict.fromkeys(tie)]
-        for name in names:
-            if names.count(name) > 1:
+        counts = Counter(name for tie in self.ties for name in dict.fromkeys(tie))
+        for name, count in counts.items():
+            if count > 1:
                 raise ValueError(f"ties: {name!r} is in more than one tie; put all names that share a format into one.")
         for index, stage in enumerate(() if isinstance(self.stages, int) else self.stages or ()):
             if not stage:
@@ -290,6 +311,14 @@ def _check_type(name: str, value: object, annotation: str) -> None:
     )
     if not fits:
         raise TypeError(f"{name}={value!r} has type {type(value).__name__}; expected {annotation}.")
+
+
+def _check_bits(name: str, value: object) -> None:
+    """Raises ValueError if an integer is too large for what it ends up in, or even to be shown."""
+    if isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
+        # Python refuses to write out integers of thousands of digits.
+        shown = str(value) if value.bit_length() < 1000 else f"an integer of {value.bit_length()} bits"
+        raise ValueError(f"{name}={shown} is too large; expected less than 2**{_INTEGER_BITS}, in size.")
 
 
 def _as_names(field: str, names: object) -> tuple[str, ...]:

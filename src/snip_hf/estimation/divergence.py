@@ -30,6 +30,7 @@ from ..parallel.ranks import Attempt, Processes
 from ..parallel.sharding import is_sharded, own_part, sharded_as, squares, whole, with_own_part
 from .batch import Batch
 from .criterion import LayerCriterion
+from .gradient_scale import unscaled
 from .layer_sums import LAYER, ROWS, BatchSizes, LayerTerms, Pending, Squares, read_all
 from .passes import run_pass
 from .pooling import pooled
@@ -155,6 +156,8 @@ def divergences_at(
     # The most precise first.
     quantized = [fmt for fmt in reversed(config.formats) if FORMATS[fmt].is_quantized]
     sums: list[_Sums] = []
+    if POLICIES[config.policy].weighs_updates:
+        gradient_scale = unscaled(gradient_scale, samples, gradients, list(norms), processes.data, attempt)
     with attempt:
         for name, weight, gradient, pushforward in _gathered(layers, samples, answers, gradients, norms, config):
             with attempt:  # the others go on gathering what is sharded, and so does this rank
@@ -207,7 +210,7 @@ def _start_sums(
     formats: Sequence[str],
 ) -> Iterator[_Sums]:
     """Sets the sums of one layer under way, for each format."""
-    layer_key = zlib.crc32(name.encode())
+    layer_key = zlib.crc32(name.encode(errors="surrogatepass"))
     row_key, column_key = (stream_key(config.seed, step, 0, layer_key, operand) for operand in _OPERANDS)
     for fmt in formats:
         of_rows = terms.pending_weight_divergences(fmt, (row_key, column_key))

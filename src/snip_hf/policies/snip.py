@@ -42,4 +42,4 @@ def snip_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergenc
     return lambda row: sum(weight * part(row) for weight, part in scaled)
 
 
-register_policy(Policy(name="snip", cost=snip_cost))
+register_policy(Policy(name="snip", cost=snip_cost, weighs_updates=True))

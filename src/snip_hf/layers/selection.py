@@ -10,9 +10,10 @@ from torch import nn
 from ..config import SnipConfig
 from .linear import SnipLinear
 
+from .state import plain_name
+
 # The reason for what the user named in `skip_modules`.
 LEFT_OUT = "skip_modules"
-from .state import plain_name
 
 # Subclasses of nn.Linear whose forward is the same product. Others (routers with a softmax, adapters) are not swapped.
 KNOWN_SUBCLASSES = ("FalconLinear",)

@@ -82,8 +82,8 @@ class SnipConfig:
     """What shares a format: "layer", the three GEMMs of a linear (the paper); "gemm", each is decided by itself
     (ours)."""
     stages: int | tuple[tuple[str, ...], ...] | None = None
-    """Pipeline stages, each of which attains `target_fp4_fraction` by itself. None: the whole model is one. A number: so
-    many contiguous, equal runs of blocks. Or the layer names of each stage."""
+    """Pipeline stages, each of which attains `target_fp4_fraction` by itself. None: the whole model is one. A number:
+    so many contiguous, equal runs of blocks. Or the layer names of each stage."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Sibling linears that share a format, by their last name, e.g. (("q_proj", "k_proj", "v_proj"),)."""
     skip_modules: tuple[str, ...] = ()
@@ -107,13 +107,13 @@ class SnipConfig:
     """Step of the first probe. Adam's very first updates say nothing of how later ones answer to the gradient."""
     refresh_every: int | None = 500
     """Steps between two refreshes, counted from the last probe. An early one (`refresh_on_drift`) moves those after it.
-    How fast rankings age: docs/fidelity.md, section 6. None: the first plan stays, unless it drifts; a first refresh that
-    failed is tried again every `first_refresh` steps."""
+    How fast rankings age: docs/fidelity.md, section 6. None: the first plan stays, unless it drifts; a first refresh
+    that failed is tried again every `first_refresh` steps."""
     apply_delay: int = 10
     """Steps between a probe and the application of its plan; the solver runs meanwhile. At most `refresh_every`."""
     refresh_on_drift: float | None = None
-    """Refresh early when the ranking of the layers has moved: when, at a cheap check, the rank correlation (Spearman) of
-    their costs with those behind the plan in force is below this, 0..1. None: never checks (ours)."""
+    """Refresh early when the ranking of the layers has moved: when, at a cheap check, the rank correlation (Spearman)
+    of their costs with those behind the plan in force is below this, 0..1. None: never checks (ours)."""
     drift_every: int = 100
     """Steps between two such checks, counted from the last probe. Each costs one FP32 forward-backward pass. There is
     none while a plan waits for its application."""

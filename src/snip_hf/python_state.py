@@ -83,6 +83,11 @@ class Kept:
         for module in modules:
             self.keep_entries(vars(module), 0)
 
+    def keep_code(self, model: nn.Module) -> None:
+        """Keeps what the classes of a model's modules hold, and what their methods refer to."""
+        for kind in {type(module): None for module in model.modules()}:
+            self.keep_class(kind)
+
     def keep_class(self, kind: type) -> None:
         """Keeps the attributes of a class of the user's and of its bases."""
         for base in kind.__mro__:

@@ -12,6 +12,7 @@ import torch
 from fault_runs import CONFIG
 from small import tiny_llama
 from tiny_runs import Run, differing, train, weights
+from transformers import TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig
 from snip_hf.layers.convert import convert_model
@@ -88,7 +89,7 @@ def test_a_state_that_knows_nothing_of_its_weights_is_still_loaded(copies: tuple
     checkpoint = copy_of(copies[0], tmp_path / "run")
     path = checkpoint / "snip_state.json"
     state = json.loads(path.read_text())
-    assert len(state.pop("weights")) == 64
+    assert [len(digest) for digest in state.pop("weights")] == [64]
     path.write_text(json.dumps(state))
     resumed = train(tmp_path / "run", CONFIG, resume=checkpoint, **SAVING)
     assert differing(weights(resumed.model), weights(copies[0].model)) == []
@@ -97,7 +98,7 @@ def test_a_state_that_knows_nothing_of_its_weights_is_still_loaded(copies: tuple
 def test_a_run_without_a_probe_takes_its_plan_from_its_configuration_and_not_from_weights(tmp_path: Path) -> None:
     config = SnipConfig(policy="layer-position")
     train(tmp_path, config, save_strategy="steps", save_steps=1, max_steps=1)
-    assert json.loads((tmp_path / "checkpoint-1" / "snip_state.json").read_text())["weights"] is None
+    assert json.loads((tmp_path / "checkpoint-1" / "snip_state.json").read_text())["weights"] == []
     train(tmp_path, config, resume=tmp_path / "checkpoint-1", max_steps=2)
 
 
@@ -132,3 +133,32 @@ def test_a_fingerprint_is_that_of_the_weights_in_every_precision_wrapper_and_use
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 3] += 0.5
     assert expected != weights_fingerprint(model)
+
+
+class Exchanged(TrainerCallback):
+    """Puts other weights into the model for the time of saving, as a moving average does."""
+
+    def __init__(self, at: str) -> None:
+        self.raw: dict[str, torch.Tensor] | None = None
+        setattr(self, at, self.exchange)
+
+    def exchange(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_save or state.global_step % SAVING["save_steps"] == 0:
+            self.raw = weights(kwargs["model"])
+            with torch.no_grad():
+                for parameter in kwargs["model"].parameters():
+                    parameter.mul_(0.5)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.raw is not None:
+            kwargs["model"].load_state_dict(self.raw)
+            self.raw = None
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before SNIP", "after SNIP"])
+@pytest.mark.parametrize("at", ["on_step_end", "on_save"])
+def test_a_run_whose_weights_a_callback_exchanges_around_saving_resumes(tmp_path: Path, at: str, before: bool) -> None:
+    callbacks = [Exchanged(at), SnipCallback(CONFIG)] if before else [SnipCallback(CONFIG), Exchanged(at)]
+    train(tmp_path, callbacks=callbacks, **SAVING)
+    resumed = train(tmp_path, CONFIG, resume=tmp_path / "checkpoint-8", **SAVING)
+    assert max(resumed.losses) == 12

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -25,8 +26,8 @@ from snip_hf.estimation.passes import run_pass
 from snip_hf.layers.convert import convert_model
 from snip_hf.optimizers.response import responses
 
-# A probe at step 2, whose plan is not applied: the run is that of BF16 without SNIP.
-PROBES_ALONE = SnipConfig(start_format="bf16", first_refresh=2, refresh_every=9, apply_delay=9, **FAST)
+# A probe at step 2, whose plan is applied after the last of 6 steps: the run is that of BF16 without SNIP.
+PROBES_ALONE = SnipConfig(start_format="bf16", first_refresh=2, refresh_every=9, apply_delay=4, **FAST)
 GLOBAL_PENALTIES: list[Tensor] = []
 GLOBAL_COUNT = 0
 
@@ -168,6 +169,57 @@ def test_a_run_with_probes_is_one_without_for_hooks_lists_and_generators_of_all_
     assert expected[1]["before"] == expected[2][0] == expected[4] > 0
 
 
+class Registering(nn.Module):
+    """A block that leaves its penalty in lists outside the model, through a function, and counts its calls there."""
+
+    kept: ClassVar[list[Tensor]] = []
+    calls = 0
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(x)
+        type(self).calls += 1
+        leave(output)
+        self.kept.append(output.pow(2).mean())
+        return output
+
+
+def leave(output: Tensor) -> None:
+    global GLOBAL_COUNT
+    GLOBAL_COUNT += 1
+    GLOBAL_PENALTIES.append(output.abs().mean())
+
+
+class WithRegistered(Trainer):
+    """Adds what modules have left, and then empties the lists."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs) + 0.1 * sum(GLOBAL_PENALTIES) + 0.1 * sum(Registering.kept)
+        GLOBAL_PENALTIES.clear()
+        Registering.kept.clear()
+        return loss
+
+
+def test_what_a_modules_own_code_leaves_outside_the_model_is_put_back(tmp_path: Path) -> None:
+    def run(name: str, config: SnipConfig | None) -> Any:
+        global GLOBAL_COUNT
+        GLOBAL_PENALTIES.clear()
+        Registering.kept.clear()
+        GLOBAL_COUNT = Registering.calls = 0
+        model = model_with_dropout()
+        for layer in model.model.layers:
+            layer.mlp = Registering(layer.mlp)
+        found = train(tmp_path / name, config, model=model, trainer_class=WithRegistered, max_steps=6)
+        return weights(found.model), found.losses, GLOBAL_COUNT, Registering.calls
+
+    bare, probed = run("bare", SnipConfig(policy="bf16")), run("probed", PROBES_ALONE)
+    assert differing(bare[0], probed[0]) == []
+    assert bare[1:] == probed[1:]
+
+
 @pytest.mark.filterwarnings("ignore:For backward hooks to be called")
 def test_hooks_of_all_modules_that_observe_do_not_see_the_probe_and_stay() -> None:
     ear, model = Ear(), tiny_lm()
@@ -229,10 +281,10 @@ def test_what_hooks_did_to_the_inputs_that_snip_noted_is_not_done_twice(tmp_path
     model = model_with_dropout()
     model.register_forward_pre_hook(drop_the_last, with_kwargs=True)
     lengths = watched(model.model.embed_tokens, lambda output: output.shape[1])
-    run = train(tmp_path, PROBES_ALONE, model=model, max_steps=2)
+    run = train(tmp_path, replace(PROBES_ALONE, apply_delay=1), model=model, max_steps=3)
     assert run.refreshes[0]["loss"] is not None
-    # Four micro-batches, and two passes of the probe.
-    assert lengths() == [23] * 6
+    # Six micro-batches, and two passes of the probe.
+    assert lengths() == [23] * 8
 
 
 def test_recomputed_layers_do_not_call_hooks_that_observe() -> None:

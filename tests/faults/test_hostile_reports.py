@@ -19,6 +19,7 @@ from test_report import random_assignments, write_checks, write_divergence, writ
 
 from snip_hf import cli
 from snip_hf.cli import main
+from snip_hf.config import LONGEST_WAIT
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.records import events as records
 from snip_hf.reporting import run_report as report
@@ -517,7 +518,7 @@ PLANS: dict[str, tuple[Callable[[dict[str, Any]], Any], int, str]] = {
     "two stages of an endless solver": (
         lambda d: (
             staged(d),
-            d["provenance"].update(step=300, config={"granularity": "layer", "solver_time_limit": 1e101}),
+            d["provenance"].update(step=300, config={"granularity": "layer", "solver_time_limit": LONGEST_WAIT}),
         )[0],
         0,
         "Against one global constraint, one per stage saves",

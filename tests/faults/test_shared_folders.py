@@ -58,6 +58,20 @@ def controller(folder: Path, **options: Any) -> SnipController:
     return SnipController(model, torch.optim.AdamW(model.parameters()), CONFIG, output_dir=folder, **options)
 
 
+@pytest.mark.parametrize("where", ["check_alike", "OptimizerWatch", "describe_plan"])
+def test_a_run_that_cannot_start_gives_the_folder_back_although_its_error_is_kept(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr(f"snip_hf.training.controller.{where}", refuse)
+    with pytest.raises(ValueError, match="no") as kept:
+        controller(tmp_path)
+    assert not (tmp_path / "_snip.lock").exists()
+    assert kept.tb is not None
+
+
 # ----------------------------------------------------------------------------------------------------- one by one
 
 

@@ -342,6 +342,27 @@ def test_restore_model_removes_what_a_failed_run_left(is_kept: bool, event: str,
     copy.deepcopy(model).train()(**text(2, 16)).loss.backward()
 
 
+@pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end"])
+def test_a_run_whose_model_is_restored_goes_on_without_snip_and_says_so_once(
+    event: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def restore(model: nn.Module) -> None:
+        if snip_linears(model):
+            restore_model(model)
+
+    saves: dict[str, Any] = {"max_steps": 12, "save_steps": 4, "save_strategy": "steps"}
+    found = train(tmp_path, CONFIG, model=tiny_llama(hidden=32), callbacks=[At(event, restore, 5)], **saves)
+    # In step 1, or after step 5.
+    with_share = [line["step"] for line in found.trainer.state.log_history if "fp4_share" in line]
+    assert with_share == ([1, 2, 3, 4] if event == "on_step_end" else [])
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.count("snip-hf: the model was restored in mid-run; training goes on without SNIP.") == 1
+    assert not any("failed" in line or "later run" in line for line in said)
+    assert not (tmp_path / "checkpoint-8" / "snip_state.json").exists()
+    assert train(tmp_path, CONFIG, resume=tmp_path / "checkpoint-8", model=tiny_llama(hidden=32)).losses[12]
+    assert any("without a SNIP state" in record.getMessage() for record in caplog.records)
+
+
 # --------------------------------------------------------------------------------------------- a run inside another one
 
 
@@ -398,6 +419,26 @@ def test_a_run_goes_on_with_its_plan_and_its_schedule_after_one_inside_it(
 def test_a_run_inside_a_step_takes_no_part_in_it(kind: str, quiet: dict[str, tuple[Run, Any]], tmp_path: Path) -> None:
     inner = Inner(tmp_path / "inner", "on_substep_end", INNER[kind]())
     assert_same(run(tmp_path / "outer", inner), quiet)
+
+
+def test_a_run_inside_another_one_leaves_its_record_alone_in_the_same_folder(
+    quiet: dict[str, tuple[Run, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert_same(run(tmp_path, Inner(tmp_path / "link", "on_step_end", SnipCallback(CONFIG))), quiet)
+    assert sum("this one records nothing there" in record.getMessage() for record in caplog.records) == 1
+    assert not list(tmp_path.glob("_snip*"))
+
+
+def test_the_model_may_be_restored_by_a_run_inside_another_one(tmp_path: Path) -> None:
+    class Restoring(Inner):
+        def _train(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
+            super()._train(*args, model=model, **kwargs)
+            restore_model(model)
+
+    found = run(tmp_path / "outer", Restoring(tmp_path / "inner", "on_step_end", SnipCallback(CONFIG)))
+    assert snip_linears(found.model) == {}
+    assert len(found.losses) == 8
 
 
 def test_the_run_inside_is_one_of_its_own(tmp_path: Path) -> None:

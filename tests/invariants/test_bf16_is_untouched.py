@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import SCHEDULE, Run, differing, model_with_dropout, solve_with, train, weights
-from transformers import LlamaForCausalLM
+from tiny_runs import SCHEDULE, STEPS, Run, differing, model_with_dropout, solve_with, train, weights
+from transformers import LlamaForCausalLM, TrainerCallback
 
 from snip_hf import SnipConfig
 
@@ -85,13 +85,20 @@ def test_probes_whose_solver_always_fails_leave_no_trace(
     assert differing(weights(run.model), weights(expected.model)) == []
 
 
+class Ends(TrainerCallback):
+    """Ends training long before its last step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == STEPS
+
+
 def test_a_refresh_that_is_never_due_leaves_no_trace(tmp_path: Path) -> None:
     never = SnipConfig(
         start_format="bf16", first_refresh=2, refresh_every=100, apply_delay=100, probes=2, solver="greedy"
     )
-    expected = train(tmp_path / "plain")
+    expected = train(tmp_path / "plain", callbacks=[Ends()], max_steps=200)
     expected_outcome = outcome(expected)
-    run = train(tmp_path / "snip", never)
+    run = train(tmp_path / "snip", never, callbacks=[Ends()], max_steps=200)
     assert [(line["step"], line["status"]) for line in run.refreshes] == [(2, "kept")]
     assert outcome(run) == expected_outcome
     assert differing(weights(run.model), weights(expected.model)) == []

@@ -120,6 +120,8 @@ def _everything_kept(model: nn.Module) -> Iterator[None]:
     versions = [(name, parameter, _version(parameter)) for name, parameter in model.named_parameters()]
     try:
         leave_out_observers(model, kept)
+        # Last: a list that a module's method fills does not tell what the hooks do.
+        kept.keep_code(model)
         yield
     finally:
         kept.restore()
@@ -191,8 +193,13 @@ def _run(
     if run is not None:
         found = run(kwargs)
         return torch.tensor(math.nan if found is None else float(found))
-    if hasattr(model, "_original_forward"):  # what Accelerate wraps in autocast
-        vars(model)["forward"] = model._original_forward
+    original = getattr(model, "_original_forward", None)  # what Accelerate wraps in autocast
+    compiled = getattr(original, "_torchdynamo_orig_callable", None)
+    if compiled is not None and getattr(compiled, "__self__", None) is model and compiled.__name__ != "forward":
+        # Of a compiled wrapper, which calls the model as a whole; the class has its forward.
+        vars(model).pop("forward", None)
+    elif original is not None:
+        vars(model)["forward"] = original
     device = next(model.parameters()).device
     with (
         torch.set_grad_enabled(backward),

@@ -60,6 +60,11 @@ class SnipCallback(TrainerCallback):
         """That of the run inside which this one runs on the same model."""
         self._trackers = Trackers()
         self._run = ""
+        self._weights: str | None = None
+        self._folder: str | None = None
+        """The run's output folder, by its real path, where it is written to."""
+        self._is_restored = False
+        """Whether `restore_model` has ended SNIP in the run, which goes on without it."""
         self._state: TrainerState | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -78,7 +83,7 @@ class SnipCallback(TrainerCallback):
         outer: nn.Module = kwargs["model"]
         model = unwrap(outer)
         self._take_from_others(model, state)
-        self._state = state
+        self._state, self._is_restored = state, False
         if needs_probe(self.config) and state.max_steps < self.config.first_refresh + self.config.apply_delay:
             logger.warning(
                 "snip-hf: training ends at step %d, before the first plan would be applied after step %d "
@@ -88,10 +93,17 @@ class SnipCallback(TrainerCallback):
                 self.config.start_format,
             )
         output_dir = args.output_dir if state.is_world_process_zero else None
+        self._folder = None if output_dir is None else os.path.realpath(output_dir)
+        if output_dir is not None and self._is_of_outer_run(self._folder):
+            logger.warning(
+                "snip-hf: %s is where the run around this one records its plans; this one records nothing there.",
+                printable(output_dir, 1000),
+            )
+            output_dir = None
         self.controller = SnipController(
             model, kwargs["optimizer"], self.config, AcceleratorState(), output_dir, max_steps=state.max_steps
         )
-        self._mark = RunMark(self._release)
+        self._mark = RunMark(self._end_restored)
         self._mark.put_on(model)
         self._passes = TrainingPasses(outer, self.controller, self._mark)
         try:
@@ -111,6 +123,8 @@ class SnipCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if self._is_restored:
+            return
         self._running()
         assert self._passes is not None
         self._passes.is_open = True
@@ -118,6 +132,8 @@ class SnipCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if self._is_restored:
+            return
         controller = self._running()
         assert self._passes is not None
         self._passes.end_step()
@@ -130,7 +146,12 @@ class SnipCallback(TrainerCallback):
         controller.before_optimizer_step(state.global_step + 1)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._is_restored:
+            return
         self._running().after_step(state.global_step)
+        # Callbacks may exchange weights around saving, before or after this one; the checkpoint gets those of now, or
+        # those that are found when it is there.
+        self._weights = self._running().weights_fingerprint() if control.should_save else None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._save_state(args, state)
@@ -150,7 +171,8 @@ class SnipCallback(TrainerCallback):
         """Stops what still runs. The model keeps its swapped layers and the plan; `restore_model` undoes the swap."""
         controller, outer_run = self._running(), self._outer_run
         self._release()
-        tag_model(controller.model, controller.plan)
+        if not self._is_restored:
+            tag_model(controller.model, controller.plan)
         if outer_run is not None:
             outer_run._go_on()
 
@@ -211,17 +233,19 @@ class SnipCallback(TrainerCallback):
         """Takes the model back. The run inside is over, at its end or by an error."""
         controller, passes = self.controller, self._passes
         assert controller is not None and passes is not None
+        passes.is_suspended = False
+        if self._is_restored:
+            return
         for run in _runs_on(controller.model):
             if run is not self and not run._is_suspended:
                 run._release()
-        passes.is_suspended = False
         controller.retake()
         logger.info("snip-hf: another run on the same model has ended; this one goes on with its plan.")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Shows the FP4 share next to the loss: to later callbacks, in `state.log_history` and to the trackers."""
         logs = kwargs.get("logs")
-        if logs is not None and "loss" in logs and self.controller is not None:
+        if logs is not None and "loss" in logs and self.controller is not None and not self._is_restored:
             figures = {"fp4_share": round(self.controller.plan.fp4_fraction, 4)}
             logs.update(figures)
             last = state.log_history[-1] if state.log_history else {}
@@ -232,11 +256,13 @@ class SnipCallback(TrainerCallback):
     def _save_state(self, args: TrainingArguments, state: TrainerState) -> None:
         """Writes the state into the checkpoint of this step, if there is one."""
         folder = _checkpoint(args, state)
-        if state.is_world_process_zero and self.controller is not None and folder.is_dir():
+        is_first = state.is_world_process_zero and not self._is_restored
+        if is_first and self.controller is not None and folder.is_dir():
             try:
                 remove_temporaries(folder, STATE_NAME)
                 # Ties the state to the weights next to it.
-                own = {"run": self._run, "weights": self.controller.weights_fingerprint()}
+                found = dict.fromkeys([self._weights, self.controller.weights_fingerprint()])
+                own = {"run": self._run, "weights": [weights for weights in found if weights is not None]}
                 write_json_atomic(folder / STATE_NAME, self.controller.state_dict() | own)
             except (OSError, ValueError) as error:  # ValueError: larger than what a resumed run would read
                 logger.warning(
@@ -251,6 +277,21 @@ class SnipCallback(TrainerCallback):
         if self.controller is not None:
             self._mark.remove(self.controller.model)
             self.controller.close()
+
+    def _end_restored(self) -> None:
+        """Ends SNIP in this run: `restore_model` takes its layers away."""
+        self._is_restored = self._is_training()
+        self._release()
+        if self._is_restored:
+            assert self._state is not None
+            # A checkpoint from here on is one of training without SNIP.
+            _marks(self._state).pop(_MARK, None)
+            logger.warning("snip-hf: the model was restored in mid-run; training goes on without SNIP.")
+
+    def _is_of_outer_run(self, folder: str | None) -> bool:
+        """Tells whether one of the runs inside which this one runs writes to a folder."""
+        outer = self._outer_run
+        return outer is not None and (outer._folder == folder or outer._is_of_outer_run(folder))
 
     def _running(self) -> SnipController:
         if self.controller is None:

@@ -102,8 +102,8 @@ class _Saved:
     pending: _Pending | None
     last_probe: int | None
     ranking: dict[str, float]
-    weights: str | None
-    """Of the weights that it was saved with; None: not known."""
+    weights: tuple[str, ...]
+    """Fingerprints of the weights that it was saved with, one of which must be theirs; none: not known."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> _Saved:
@@ -122,7 +122,7 @@ class _Saved:
                 pending=None if pending is None else _Pending.of(pending),
                 last_probe=None if last_probe is None else int(last_probe),
                 ranking=_read_ranking(state["ranking"]),
-                weights=state.get("weights"),
+                weights=_read_fingerprints(state.get("weights")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -188,8 +188,17 @@ class SnipController:
         attempt = Attempt()
         with attempt:  # what one rank refuses, all of them do
             self._prepare(model, accelerator)
-        self.processes.everyone.agree(attempt.error)
-        check_alike(self._layers, self.plan, max_steps, self.processes)
+        try:
+            self.processes.everyone.agree(attempt.error)
+            check_alike(self._layers, self.plan, max_steps, self.processes)
+            self._begin()
+        except BaseException:
+            self._folder.release()  # An error, and this object with it, may be kept for long, as in a notebook.
+            raise
+
+    def _begin(self) -> None:
+        """Puts the hooks in place and says what the run starts with."""
+        config = self.config
         set_step(self._layers, config.seed, 1, 0)
         before_chunk = RunHook(self._before_chunk)
         self._hooks: list[Any] = [part.register_forward_pre_hook(before_chunk) for part in parts_of(self.model)]
@@ -198,7 +207,7 @@ class SnipController:
         if self._zero is not None:
             self._hooks.append(self._zero.before_step(lambda: self._before_optimizer_step(self.step + 1)))
         elif self.needs_probe:
-            self._optimizer_watch = OptimizerWatch(optimizer, self._swapped)
+            self._optimizer_watch = OptimizerWatch(self._optimizer, self._swapped)
         self._share_inputs()
         self._log.info("snip-hf: policy %s, %s.", config.policy, describe_plan(self.plan))
         self._said_untrained: str | None = None
@@ -387,7 +396,8 @@ class SnipController:
         """Continues from a `state_dict`. Nothing is changed if it does not fit. With several ranks it is collective.
 
         Args:
-            state: what `state_dict` returned, also through JSON; with the entry "weights", its `weights_fingerprint`.
+            state: what `state_dict` returned, also through JSON; with the entry "weights", a list of
+                `weights_fingerprint` of those that it may have been saved with.
             at_step: the optimizer steps that the weights have done; the state must be of the same. None: not checked.
             weights: the `weights_fingerprint` of the model; the state must be of the same. None: not checked.
 
@@ -434,7 +444,7 @@ class SnipController:
                 "same checkpoint folder."
             )
         fitting = replace(saved, plan=_fitting(saved.plan, self._setting.flops))
-        if None not in (weights, saved.weights) and weights != saved.weights:
+        if weights is not None and saved.weights and weights not in saved.weights:
             raise ValueError(
                 "The SNIP state was saved with other weights than those that were loaded: the two are of different "
                 "runs, or one of them was exchanged. Name the folder of the weights in SnipCallback(resume=FOLDER), or "
@@ -808,6 +818,12 @@ def _fitting(plan: PrecisionPlan, flops: Weights) -> PrecisionPlan:
     """Returns a plan from a file with the model's own FLOPs; raises KeyError or ValueError if it is for another one."""
     check_sizes(plan, flops)
     return plan.with_flops(flops)
+
+
+def _read_fingerprints(saved: Any) -> tuple[str, ...]:
+    if not isinstance(saved, list | None) or not all(isinstance(one, str) for one in saved or ()):
+        raise ValueError("weights is no list of digests")
+    return tuple(saved or ())
 
 
 def _read_ranking(saved: Mapping[str, Any]) -> dict[str, float]:

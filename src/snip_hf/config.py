@@ -318,7 +318,7 @@ class SnipConfig:
         """Builds a config from a named set of values.
 
         "paper": by layer, Q = dL + dW, as far as the paper is known. "layer": the default. "gemm": the three GEMMs of a
-        linear apart, which holds the loss best at a given share (docs/results.md). "hopper": as "gemm", with ties that
+        linear apart. "hopper": as "gemm", with ties that
         let linears of the same input quantize it once.
 
         Args:

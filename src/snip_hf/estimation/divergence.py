@@ -153,7 +153,7 @@ def divergences_at(
                     draws = ((config.seed, step, index) for index in range(count))
                     trace = kind.trace_of(name, sample, [random_direction(name, weight, draw) for draw in draws])
                     sample = replace(sample, x_dot=[], grad_output_dot=[])
-                terms = LayerTerms(sample, weight, pushforward, micro_batches, parts, quantized)
+                terms = LayerTerms(sample, weight, pushforward, micro_batches, parts, formats=quantized)
                 unclipped = None if gradient is None else gradient.to(torch.float32) / (gradient_scale or 1.0)
                 criterion = kind(terms, trace)
                 sums += _start_sums(name, terms, criterion, config, step, unclipped, quantized)

@@ -141,7 +141,8 @@ class LayerTerms:
         pushforward: Callable[[Tensor], Tensor] | Tensor | None,
         micro_batches: int,
         parts: float = 1.0,
-        formats: Sequence[str] = ("fp8", "fp4"),
+        *,
+        formats: Sequence[str],
     ) -> None:
         self.x, self.g, self.w = sample.x, sample.grad_output, weight.to(torch.float32)
         self._pushforward = pushforward

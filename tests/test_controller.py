@@ -438,8 +438,6 @@ def test_without_refreshes_a_plan_that_has_drifted_is_made_anew(
     assert events(tmp_path) == [(2, 3), (5, 0.6, False), (8, 0.59, True), (8, 9), (11, 1.0, False), (14, 1.0, False)]
 
 
-
-
 def test_checks_and_refreshes_count_from_the_last_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     correlations(monkeypatch, 0.6, 0.59)
     Loop(SnipConfig(**DRIFT), tmp_path).run(21)
@@ -899,7 +897,9 @@ def test_a_disk_that_cannot_be_written_costs_the_record_and_not_the_plan(
     assert (tmp_path / "snip").read_text() == "a file where the folder should be"
 
 
-@pytest.mark.parametrize("broken", ["snip_hf.records.run_folder.write_json_atomic", "snip_hf.planning.plan.write_json_atomic"])
+@pytest.mark.parametrize(
+    "broken", ["snip_hf.records.run_folder.write_json_atomic", "snip_hf.planning.plan.write_json_atomic"]
+)
 def test_a_disk_that_fills_up_costs_only_the_file_that_did_not_fit(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -286,7 +286,9 @@ def test_one_rank_measures_for_all_that_hold_the_same_layers(monkeypatch: pytest
         return measure_cost(model, tokens, backend, path, timer=made_up)
 
     monkeypatch.setattr("snip_hf.training.preparation.measure_cost", note)
-    monkeypatch.setattr("snip_hf.training.controller.find_processes", lambda *_: Processes(data=own.ranks, everyone=own.ranks))
+    monkeypatch.setattr(
+        "snip_hf.training.controller.find_processes", lambda *_: Processes(data=own.ranks, everyone=own.ranks)
+    )
 
     def work(ranks: Ranks) -> PrecisionPlan:
         own.ranks = ranks

@@ -193,7 +193,9 @@ def test_it_does_for_every_shape_and_key(tile: tuple[int, int], shape: tuple[int
 def test_it_does_on_every_rank(tile: tuple[int, int], shape: tuple[int, int], rank: int, ranks: int, run: Run) -> None:
     x = random(shape) + 0.01
     for key in KEYS:
-        alone, expected = (reference.fake_quantize_tiles(x, E2M1, tile, key, *place) for place in ((0, 1), (rank, ranks)))
+        alone, expected = (
+            reference.fake_quantize_tiles(x, E2M1, tile, key, *place) for place in ((0, 1), (rank, ranks))
+        )
         assert not torch.equal(alone, expected)
         assert_same_bits(run("fake_quantize_tiles", x, E2M1, tile, key, rank, ranks), expected)
 
@@ -214,7 +216,9 @@ def test_two_ranks_round_together_as_one_process_does(tile: tuple[int, int], run
 def test_it_does_for_every_stride(view: Callable[[Tensor], Tensor], tile: tuple[int, int], run: Run) -> None:
     x = view(random((260, 390)))
     for key in (None, KEYS[0]):
-        assert_same_bits(run("fake_quantize_tiles", x, E4M3, tile, key), reference.fake_quantize_tiles(x, E4M3, tile, key))
+        assert_same_bits(
+            run("fake_quantize_tiles", x, E4M3, tile, key), reference.fake_quantize_tiles(x, E4M3, tile, key)
+        )
 
 
 @pytest.mark.gpu
@@ -225,7 +229,9 @@ def test_it_does_for_large_tensors(shape: tuple[int, int], tile: tuple[int, int]
     x = random(shape).to(dtype)
     for fmt in FORMATS:
         for key in (None, KEYS[1]):
-            assert_same_bits(on_cuda("fake_quantize_tiles", x, fmt, tile, key), reference.fake_quantize_tiles(x, fmt, tile, key))
+            assert_same_bits(
+                on_cuda("fake_quantize_tiles", x, fmt, tile, key), reference.fake_quantize_tiles(x, fmt, tile, key)
+            )
     ranked = (x, E2M1, tile, KEYS[1], 5, 8)
     assert_same_bits(on_cuda("fake_quantize_tiles", *ranked), reference.fake_quantize_tiles(*ranked))
 

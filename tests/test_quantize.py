@@ -436,7 +436,9 @@ class TestQuantize:
         smallest = torch.finfo(torch.float32).tiny
         got = quantize_tiles(torch.full((2, 2), smallest / 8), E2M1, tile)
         assert (got.scales == smallest).all() and (got.dequantize() == 0).all()
-        kept = quantize_tiles(torch.full((2, 2), smallest * 3), E2M1, tile)  # amax / 6 is subnormal: the scale is raised
+        kept = quantize_tiles(
+            torch.full((2, 2), smallest * 3), E2M1, tile
+        )  # amax / 6 is subnormal: the scale is raised
         assert (kept.scales == smallest).all() and (kept.values == 3).all()
 
     @each_tile

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from layer_terms import LayerTerms
 from rounded import fake_quantize
 from torch import Tensor
 
-from snip_hf.estimation.layer_sums import LAYER, ROWS, LayerTerms, Squares, read_all
+from snip_hf.estimation.layer_sums import LAYER, ROWS, Squares, read_all
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE

@@ -118,8 +118,8 @@ class Hopper(Backend):
                 "bf16=True."
             )
         return False, (
-            "FP8 and FP4 GEMMs run on FP8 tensor cores wherever the compute dtype is BF16, others are emulated. Compile "
-            "the decoder layers: without it little or nothing is gained."
+            "FP8 and FP4 GEMMs run on FP8 tensor cores wherever the compute dtype is BF16, others are emulated. "
+            "Compile the decoder layers: without it little or nothing is gained."
         )
 
 

@@ -26,6 +26,7 @@ OTHER: dict[str, Any] = {
     "apply_delay": 0,
     "refresh_on_drift": 0.5,
     "drift_every": 3,
+    "formats": ("fp4", "fp8", "bf16"),
     "start_format": "bf16",
     "probes": 2,
     "probe_tokens": None,
@@ -84,13 +85,25 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"granularity": "block"}, "granularity='block' is not known; expected one of layer, gemm."),
     (
         {"policy": "snap"},
-        "policy='snap' is not known; expected one of snip, bf16, uniform-fp8, uniform-fp4, random, min-abs-err, "
-        "min-rel-err, layer-type, layer-position, first2-last8, last-15-percent, backward-first, fisher, "
+        "policy='snap' is not known; expected one of snip, bf16, uniform-fp8, uniform-fp4, random, layer-type, "
+        "layer-position, first2-last8, last-15-percent, backward-first, min-abs-err, min-rel-err, fisher, "
         "hessian-trace, greedy, kl.",
     ),
     ({"policy": "SNIP"}, f"policy='SNIP' is not known; expected one of {', '.join(POLICIES)}."),
-    ({"start_format": "fp4"}, "start_format='fp4' is not known; expected one of fp8, bf16."),
-    ({"start_format": "int8"}, "start_format='int8' is not known; expected one of fp8, bf16."),
+    ({"start_format": "int8"}, "start_format='int8' is not known; expected one of fp4, fp8, bf16."),
+    (
+        {"start_format": "fp4", "formats": ("fp8", "bf16")},
+        "start_format='fp4' is not known; expected one of fp8, bf16.",
+    ),
+    *(
+        (
+            {"formats": formats},
+            f"formats={formats!r} does not name each format once, the least precise first; expected e.g. "
+            "('fp4', 'fp8').",
+        )
+        for formats in ((), ("fp8", "fp4"), ("fp4", "fp4"), ("bf16", "fp8"))
+    ),
+    ({"formats": ("fp4", "int8")}, "Unknown format 'int8' for formats; expected one of bf16, fp8, fp4."),
     ({"objective": "sum"}, "objective='sum' is not known; expected one of additive, horizon, paper."),
     ({"loss_form": "hessian"}, "loss_form='hessian' is not known; expected one of token-fisher, taylor, norm."),
     ({"solver": "gurobi"}, "solver='gurobi' is not known; expected one of auto, cbc, highs, greedy."),
@@ -167,7 +180,7 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("refresh_on_drift", "0.8", "refresh_on_drift='0.8' has type str; expected float | None."),
     ("drift_every", None, "drift_every=None has type NoneType; expected int."),
     ("probe_memory_mib", 0.5, "probe_memory_mib=0.5 has type float; expected int | None."),
-    ("start_format", 8, "start_format=8 has type int; expected str."),
+    ("start_format", 8, "start_format=8 has type int; expected str | None."),
     ("probes", None, "probes=None has type NoneType; expected int."),
     ("probe_tokens", 256.0, "probe_tokens=256.0 has type float; expected int | None."),
     ("probe_batch_tokens", "4096", "probe_batch_tokens='4096' has type str; expected int | None."),
@@ -298,6 +311,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "apply_delay": 10,
         "refresh_on_drift": None,
         "drift_every": 100,
+        "formats": ["fp4", "fp8"],
         "start_format": "fp8",
         "probes": 1,
         "probe_tokens": 1024,

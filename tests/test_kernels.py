@@ -255,7 +255,9 @@ class TestSelectBackend:
             monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
             monkeypatch.setattr(torch.version, "cuda", cuda)
-            monkeypatch.setattr(hopper_backend, "find_spec", lambda name: object() if triton and name == "triton" else None)
+            monkeypatch.setattr(
+                hopper_backend, "find_spec", lambda name: object() if triton and name == "triton" else None
+            )
 
         return pretend
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -250,7 +251,7 @@ def test_a_trainer_that_ends_takes_its_solver_along() -> None:
 
 
 def test_no_file_and_no_open_descriptor_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(os.listdir("/proc/self/fd"))
     with SolverProcess.start(make_problem(solver="greedy")) as process:
         assert list(tmp_path.iterdir()) == []  # unnamed even while it runs

@@ -180,6 +180,8 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("refresh_on_drift", "0.8", "refresh_on_drift='0.8' has type str; expected float | None."),
     ("drift_every", None, "drift_every=None has type NoneType; expected int."),
     ("probe_memory_mib", 0.5, "probe_memory_mib=0.5 has type float; expected int | None."),
+    ("formats", "fp4", "formats='fp4' has type str; expected tuple[str, ...]."),
+    ("formats", ("fp4", 8), "formats: got ('fp4', 8); expected a list of names."),
     ("start_format", 8, "start_format=8 has type int; expected str | None."),
     ("probes", None, "probes=None has type NoneType; expected int."),
     ("probe_tokens", 256.0, "probe_tokens=256.0 has type float; expected int | None."),

@@ -806,9 +806,7 @@ def test_the_refresh_after_a_failed_one_is_tried_again(tmp_path: Path, monkeypat
 
 
 def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from snip_hf.policies import criteria as policies
-
-    problem = policies.problem
+    problem = controller_module.problem
 
     def too_much(*args: Any) -> dict[str, Any]:
         program = problem(*args)

@@ -25,7 +25,7 @@ from rounded import quantize
 
 from snip_hf.kernels.emulated import grad_input_gemm, grad_weight_gemm
 from snip_hf.kernels.hopper import operators
-from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.formats import E2M1, FORMATS, format_of_code
 from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE, TILE
 from snip_hf.numerics.random_streams import stream_key
 from snip_hf.numerics.rounding import Quantized
@@ -238,10 +238,10 @@ def assert_tokens(
 
 def reference(x: Tensor, numbers: Tensor, gemm: int, tile: tuple[int, int], is_gradient: bool = False) -> Quantized:
     """`quantize` in the format of the GEMM, stochastically where training does so."""
-    fmt = list(FORMATS.values())[numbers[gemm]]
-    assert fmt is not None
+    fmt = format_of_code(int(numbers[gemm]))
+    assert fmt.grid is not None
     key, rank, ranks = numbers[3:].tolist()
-    return quantize(x, fmt, tile, key % 2**64 if is_gradient and fmt.name == "e2m1" else None, rank, ranks)
+    return quantize(x, fmt, tile, key % 2**64 if is_gradient and fmt.grid == E2M1 else None, rank, ranks)
 
 
 def assert_weight(outputs: tuple[Tensor, ...], weight: Tensor, numbers: Tensor, *uses: bool) -> None:

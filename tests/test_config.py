@@ -103,6 +103,15 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         )
         for formats in ((), ("fp8", "fp4"), ("fp4", "fp4"), ("bf16", "fp8"))
     ),
+    (
+        {"formats": ("bf16",)},
+        "policy='snip' has nothing to decide between the formats ('bf16',); expected at least one that is quantized.",
+    ),
+    (
+        {"formats": ("fp8", "bf16"), "target_fp4_fraction": 0.1},
+        "target_fp4_fraction=0.1 cannot be met in the formats ('fp8', 'bf16'); expected one with elements of at most 4 "
+        "bits among them, or the target 0.",
+    ),
     ({"formats": ("fp4", "int8")}, "Unknown format 'int8' for formats; expected one of bf16, fp8, fp4."),
     ({"objective": "sum"}, "objective='sum' is not known; expected one of additive, horizon, paper."),
     ({"loss_form": "hessian"}, "loss_form='hessian' is not known; expected one of token-fisher, taylor, norm."),

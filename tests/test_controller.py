@@ -1021,6 +1021,6 @@ def test_a_probe_at_learning_rate_0_says_that_the_loss_divergence_alone_decides(
     loop.optimizer.param_groups[0]["lr"] = 0.0
     loop.run(4)
     assert caplog.messages == [
-        "snip-hf: all weight divergences of step 2 are 0 (is the learning rate 0?); the loss divergence alone decides."
+        "snip-hf: at step 2 all weight divergences are 0 (is the learning rate 0?); the loss divergence alone decides."
     ]
     assert [line["status"] for line in history(tmp_path)[1:]] == ["applied"]

@@ -84,7 +84,7 @@ def test_the_process_that_imports_the_parent_side_never_loads_a_solver() -> None
         "result = SolverProcess.start(json.load(sys.stdin)).result(60);"
         "print(result.solver, 'mip' in sys.modules, 'scipy.optimize._milp' in sys.modules)"
     )
-    source = str(Path(ilp.__file__).parents[1])
+    source = str(Path(ilp.__file__).parents[3])
     done = subprocess.run(
         [sys.executable, "-c", program],
         input=json.dumps(make_problem(solver="cbc")),
@@ -239,7 +239,7 @@ def test_a_trainer_that_ends_takes_its_solver_along() -> None:
         "import sys; from snip_hf.planning.solver.process import SolverProcess;"
         "p = SolverProcess.start({}, [sys.executable, '-c', 'import time; time.sleep(60)']); print(p._process.pid)"
     )
-    source = str(Path(ilp.__file__).parents[1])
+    source = str(Path(ilp.__file__).parents[3])
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": source},

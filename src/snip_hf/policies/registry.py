@@ -17,6 +17,11 @@ def _accept(config: SnipConfig) -> None:
     """Refuses nothing."""
 
 
+def _nothing(config: SnipConfig, table: DivergenceTable) -> str | None:
+    """Misses nothing."""
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """Who decides: prices each option for the integer program (`cost`), or assigns formats itself (`assign`)."""
@@ -37,6 +42,8 @@ class Policy:
     """Solver to use in place of the configured one."""
     check: Callable[[SnipConfig], None] = _accept
     """Raises ValueError for a configuration under which the policy cannot work."""
+    missing: Callable[[SnipConfig, DivergenceTable], str | None] = _nothing
+    """Returns what a table lacks for the policy to decide as it is meant to, as a warning says it; None: nothing."""
 
     @property
     def needs_probe(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 from ..config import SnipConfig
 from ..json_io import open_regular, parse_json, read_json
 from ..planning.plan import PlanProvenance, PrecisionPlan
+from .run_folder import FOLDER
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,13 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
     """
     folder = Path(run_dir)
     notes: list[str] = []
-    start, refreshes, checks = _read_history(folder / "snip" / "history.jsonl", notes)
+    start, refreshes, checks = _read_history(folder / FOLDER / "history.jsonl", notes)
     plans = [(start.provenance.step, start)]
     for refresh in refreshes:
         if refresh.applied_step is not None:
             plans.append((refresh.applied_step, _changed(plans[-1][1], refresh)))
-    _compare_with_file(folder / "snip" / "plan.json", plans[-1][1], notes)
-    divergences = _read_divergences(folder / "snip", notes)
+    _compare_with_file(folder / FOLDER / "plan.json", plans[-1][1], notes)
+    divergences = _read_divergences(folder / FOLDER, notes)
     return Run(folder, plans, refreshes, checks, divergences, _read_losses(folder, notes), notes)
 
 

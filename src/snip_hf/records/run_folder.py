@@ -28,13 +28,15 @@ from ..planning.plan import PrecisionPlan
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
+# In the folder of the run (the Trainer's output_dir).
+FOLDER = "snip"
 
 
 class RunFolder:
     """The folder OUTPUT/snip of one run; with `output_dir` None nothing is written at all."""
 
     def __init__(self, output_dir: str | os.PathLike[str] | None) -> None:
-        self._folder = None if output_dir is None else Path(output_dir) / "snip"
+        self._folder = None if output_dir is None else Path(output_dir) / FOLDER
 
     def clear(self) -> None:
         """Removes the history and the divergences of an earlier run."""

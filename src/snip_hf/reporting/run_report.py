@@ -21,6 +21,7 @@ from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.program import problem
 from ..policies.setting import Setting, split_layer
 from ..records.load import Run, load_run
+from ..records.run_folder import FOLDER
 from .figures import write_figures
 from .tables import new_table, number, plan_table, print_cost, print_stages
 
@@ -99,7 +100,7 @@ def _in_force(run: Run) -> PrecisionPlan:
     """Returns the plan of the end, with the measured times of plan.json: the history does not hold them."""
     plan = run.plans[-1][1]
     try:
-        saved = PrecisionPlan.load(run.folder / "snip" / "plan.json")
+        saved = PrecisionPlan.load(run.folder / FOLDER / "plan.json")
         return dataclasses.replace(plan, measured=saved.measured)
     except (OSError, ValueError):  # there is no such file of this plan; the run's notes say so
         return plan

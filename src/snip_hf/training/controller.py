@@ -43,7 +43,7 @@ from ..planning.drift import rank_correlation, ranking
 from ..planning.plan import PlanProvenance, PrecisionPlan
 from ..planning.program import problem
 from ..planning.solver.process import SolverProcess, SolverResult
-from ..policies.registry import needs_probe, needs_weights, rule_assignment
+from ..policies.registry import needs_probe, needs_weights, policy_of, rule_assignment
 from ..policies.setting import Setting, check_ties, find_stages, siblings
 from ..records.run_folder import RunFolder, describe_plan, shares, start_line
 from .captured_step import StepWatch
@@ -492,12 +492,9 @@ class SnipController:
         began = time.perf_counter()
         with measured_peak(next(iter(self._layers.values())).weight) as peak:
             table = self._estimate(step, watch)
-        if table.totals(self.config.least_precise)["weight"] == 0 and self.config.policy == "snip":
-            self._log.warning(
-                "snip-hf: all weight divergences of step %d are 0 (is the learning rate 0?); the loss divergence alone "
-                "decides.",
-                step,
-            )
+        policy = policy_of(self.config)
+        if policy is not None and (missing := policy.missing(self.config, table)) is not None:
+            self._log.warning("snip-hf: at step %d %s", step, missing)
         program = problem(self._setting, table, self.plan.assignment)
         tokens = kept_tokens(self._probe_config, watch.batch.tokens, self.processes.data.size)
         predicted = probe_memory(self.model, self.config.probes, tokens)

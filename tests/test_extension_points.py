@@ -168,11 +168,11 @@ def test_three_formats_can_be_options_of_one_run_and_no_quantization_is_free(
     run = train(tmp_path, config, save_strategy="steps", save_steps=3)
     assert config.start_format == "bf16"
     assert options_of(programs[0]) == {("bf16", "fp8", "fp4")}
-    assert sum(option["cost"] > 0 for group in programs[0]["groups"] for option in group["options"]) >= 2 * 14 - 2
-    for group in programs[0]["groups"]:
-        costs = [option["cost"] for option in group["options"]]
-        assert costs[0] == 0 <= costs[1] <= costs[2]
+    groups = programs[0]["groups"]
+    for group in groups:
         assert [option["weight"] > 0 for option in group["options"]] == [False, False, True]
+    bf16, fp8, fp4 = (sum(group["options"][index]["cost"] for group in groups) for index in range(3))
+    assert bf16 == 0 < fp8 < fp4
     # What is not in FP4 is best left alone, since nothing asks for FP8.
     assert used(final_plan(run)) == {"fp4", "bf16"}
     table = json.loads((tmp_path / "snip" / "divergence-2.json").read_text())

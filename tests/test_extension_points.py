@@ -28,8 +28,10 @@ from snip_hf import (
     convert_model,
     estimate_divergence,
     formats,
+    measure_divergence,
     quantize,
     register_format,
+    restore_model,
 )
 from snip_hf.config import POLICIES
 from snip_hf.costs.gemm_timing import timed_formats
@@ -142,7 +144,7 @@ def test_a_new_format_can_stand_beside_the_two_built_in_ones(tmp_path: Path, pro
     assert "int4" in used(final_plan(run)) and final_plan(run).fp4_fraction >= 0.9
 
 
-def test_a_plan_in_a_format_that_the_backend_does_not_know_is_refused() -> None:
+def test_layers_run_on_a_backend_that_knows_all_formats_of_the_run() -> None:
     class Narrow(CountingBackend):
         name = "narrow"
 
@@ -152,6 +154,10 @@ def test_a_plan_in_a_format_that_the_backend_does_not_know_is_refused() -> None:
     register_format(int4())
     register_backend(Narrow())
     model = tiny_llama(hidden=32)
+    for names, backend in ((("fp4", "fp8"), "narrow"), (("int4", "fp8"), "emulated")):
+        convert_model(model, SnipConfig(formats=names))
+        assert {layer.snip_backend.name for layer in snip_linears(model).values()} == {backend}
+        restore_model(model)
     convert_model(model, SnipConfig(backend="narrow"))
     with pytest.raises(ValueError, match="'narrow' has no kernels for the format 'int4'"):
         next(iter(snip_linears(model).values())).set_formats(dict.fromkeys(GEMMS, "int4"))
@@ -181,6 +187,16 @@ def test_three_formats_can_be_options_of_one_run_and_no_quantization_is_free(
     assert differing(weights(resumed.model), weights(run.model)) == []
     colours = [patch.get_label() for patch in plan_figure(load_run(tmp_path)).legends[0].get_patches()]
     assert colours == ["bf16", "fp8", "fp4"]
+
+
+def test_no_quantization_is_neither_estimated_nor_measured() -> None:
+    model, optimizer = trained_tiny_lm()
+    config = SnipConfig(formats=("fp4", "fp8", "bf16"))
+    found = [
+        estimate_divergence(model, small_batch(), optimizer, config),
+        measure_divergence(model, small_batch(), optimizer, config, draws=1, gemms=("layer",)),
+    ]
+    assert [list(dict.fromkeys(row.format for row in table.rows)) for table in found] == [["fp8", "fp4"]] * 2
 
 
 @pytest.mark.parametrize(

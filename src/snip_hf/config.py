@@ -225,6 +225,11 @@ class SnipConfig:
         return self.start_format or self.most_precise
 
     @property
+    def quantized_formats(self) -> tuple[str, ...]:
+        """Those of `formats` that quantize, whose divergences are estimated; the most precise first."""
+        return tuple(name for name in reversed(self.formats) if FORMATS[name].is_quantized)
+
+    @property
     def least_precise(self) -> str:
         """The first of `formats`."""
         return self.formats[0]

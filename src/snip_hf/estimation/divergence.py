@@ -22,7 +22,6 @@ from ..costs.flops import linear_flops
 from ..layers.convert import convert_model, restore_model
 from ..layers.linear import SnipLinear
 from ..layers.state import snip_linears
-from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
 from ..optimizers.response import ElementwiseResponse, Response, responses
@@ -142,8 +141,7 @@ def divergences_at(
     assert probe is not None
     samples = pooled(probe.layers, batch.labelled / sum(kept), layers, processes.data)
     parts = sum(every) / sum(kept)
-    # The most precise first.
-    quantized = [fmt for fmt in reversed(config.formats) if FORMATS[fmt].is_quantized]
+    quantized = config.quantized_formats
     sums: list[_Sums] = []
     with attempt:
         for name, weight, gradient, pushforward in _gathered(layers, samples, answers, gradients, norms, config):

@@ -334,7 +334,7 @@ def loss_estimates(point: Point, tokens: tuple[int, ...], sequence: int) -> dict
 
     With a_t = G_t . E_t, S the n tokens of a sample:
 
-        token-fisher          T^2 / 2 * mean over S of a_t^2: the product's
+        token-fisher          T^2 / 2 * mean over S of a_t^2: the product's, every token taken to have a label
         sequence-fisher       T / 2 * sum over sequences of (sum_t a_t)^2, from S to all
         first-order           T * mean over S of a_t, signed
         first+token           first-order + token-fisher

@@ -356,7 +356,7 @@ class Worker:
             if time.time() > patience:
                 return None
             time.sleep(0.2)
-        reference = torch.load(path, map_location=self.device)
+        reference = torch.load(path, map_location=self.device, weights_only=True)
         parts = [
             (layer.weight.detach() - reference[name]).square().sum() / reference[name].square().sum()
             for name, layer in layers.items()
@@ -408,7 +408,7 @@ def save_state(options: argparse.Namespace, state: cases.State) -> None:
 
 def load_state(options: argparse.Namespace, device: str) -> cases.State:
     """Returns the state that was saved, with what was on a GPU on `device` (Adam's step counts stay on the host)."""
-    saved = torch.load(options.state_file, map_location={"cuda:0": device}, weights_only=False)
+    saved = torch.load(options.state_file, map_location={"cuda:0": device}, weights_only=True)
     state = new_state(options, device)
     state.model.load_state_dict(saved["model"])
     for optimizer, values in zip(state.optimizers, saved["optimizers"], strict=True):

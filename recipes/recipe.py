@@ -225,10 +225,18 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Returns the keys of a recipe file and its bases; `above` are the recipes that it is a base of, from the first."""
+    chain = (*above, path)
+    if path.resolve() in [recipe.resolve() for recipe in above]:
+        raise ValueError(f"base: the recipe is its own base ({' -> '.join(map(str, chain))}). Take one `base:` out.")
     values = _mapping(str(path), yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader))
     base = values.pop("base", None)
-    return values if base is None else _merged(_read(path.parent / base), values)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise TypeError(f"base: got {base!r} in {path}; expected the path of another recipe, relative to this one.")
+    return _merged(_read(path.parent / base, chain), values)
 
 
 def _parse_override(text: str) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -171,3 +173,18 @@ def checkpoint_activations(model: PreTrainedModel, reentrant: bool) -> None:
     """Switches it on under the method's old or new name (transformers 5.23 warns of the old one)."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": reentrant})
+
+
+def watched(module: nn.Module, look: Callable[[Any], Any]) -> Callable[[], list[Any]]:
+    """Looks at a module's outputs, in the probe's passes too: the hook acts, and what it notes is not put back.
+
+    Returns: gives what was seen since it was last asked.
+    """
+    notes: SimpleQueue[Any] = SimpleQueue()
+
+    def hook(_: nn.Module, args: Any, output: Any) -> Any:
+        notes.put(look(output))
+        return output
+
+    module.register_forward_hook(hook)
+    return lambda: [notes.get() for _ in range(notes.qsize())]

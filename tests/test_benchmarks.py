@@ -206,6 +206,24 @@ def test_objectives_whose_columns_are_missing_are_not_available() -> None:
     assert not [name for name in left if "bias" in name or "horizon" in name or "taylor" in name]
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.compile's, under which torchao's optimizers step
+@pytest.mark.parametrize("optimizer", cases.OPTIMIZERS)
+def test_a_state_that_was_saved_is_read_as_data_and_goes_on_the_same(optimizer: str, tmp_path: Path) -> None:
+    shape = {"family": "llama", "optimizer": optimizer, "rows": 1, "seed": 0, "hidden": 32, "blocks": 1}
+    options = argparse.Namespace(**shape, state_file=tmp_path / "state.pt")
+    ids = torch.arange(4 * cases.LENGTH).view(4, cases.LENGTH) % cases.VOCABULARY
+    text = cases.Text(ids, ids)
+    state = horizon.new_state(options, "cpu")
+    state.train(text, 2)
+    horizon.save_state(options, state)
+    loaded = horizon.load_state(options, "cpu")
+    assert loaded.step == 2
+    for each in (state, loaded):
+        each.train(text, 1)
+    weights = [dict(each.model.named_parameters()) for each in (state, loaded)]
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+
+
 # --- horizon report
 
 FP4, FP8, HIGH = (dict.fromkeys(GEMMS, fmt) for fmt in ("fp4", "fp8", "bf16"))

@@ -41,6 +41,7 @@ from snip_hf.integrations import trainer as trainer_module
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.records.load import load_run
+from snip_hf.records.run_folder import records_of
 from snip_hf.reporting.run_report import reason_table
 from snip_hf.training import controller as controller_module
 
@@ -154,8 +155,8 @@ def test_the_divergence_file_holds_every_choice_and_sums_to_the_historys_figures
     ]
     for line in run.refreshes:
         document = json.loads((run.folder / "snip" / f"divergence-{line['step']}.json").read_text())
-        assert (document["schema_version"], document["step"], document["loss"]) == (1, line["step"], line["loss"])
-        records = {(record["layer"], record["gemm"], record["format"]): record for record in document["records"]}
+        assert (document["schema_version"], document["step"], document["loss"]) == (2, line["step"], line["loss"])
+        records = {(record["layer"], record["gemm"], record["format"]): record for record in records_of(document)}
         assert set(records) == {
             (name, gemm, fmt)
             for name in snip_linears(run.model)
@@ -182,7 +183,7 @@ def test_the_probed_loss_is_the_models_on_the_steps_first_micro_batch(tmp_path: 
     Recording.training_step = _in_evaluation_mode(Recording.training_step)
     trainer = Recording(
         model=model,
-        args=arguments(tmp_path, max_steps=3),
+        args=arguments(tmp_path, max_steps=4),
         train_dataset=data(),
         callbacks=[SnipCallback(SnipConfig(start_format="bf16", **SCHEDULE))],
     )
@@ -441,8 +442,18 @@ def test_a_loss_function_of_ones_own_is_fine_where_nothing_is_probed(tmp_path: P
 
 
 def test_batches_without_labels_are_refused_at_the_first_batch(tmp_path: Path) -> None:
+    """By the Trainer, if it has no loss of its own for them."""
     unlabelled = [{"input_ids": row["input_ids"]} for row in data()]
-    assert refused(tmp_path, trainer={"train_dataset": unlabelled}) == NO_LABELS.format(keys="input_ids")
+    assert refused(tmp_path, trainer={"train_dataset": unlabelled}) == (
+        "The model did not return a loss from the inputs, only the following keys: logits. For reference, the inputs "
+        "it received are input_ids."
+    )
+
+    def mean_logit(outputs: Any, labels: None, num_items_in_batch: Any = None) -> Tensor:
+        return outputs.logits.mean()
+
+    message = refused(tmp_path, trainer={"train_dataset": unlabelled, "compute_loss_func": mean_logit})
+    assert message == NO_LABELS.format(keys="input_ids")
 
 
 def fake_state(**changes: Any) -> Callable[[], SimpleNamespace]:
@@ -517,10 +528,10 @@ def test_a_plan_file_of_another_model_or_a_damaged_one_is_refused(run: Run, tmp_
     document = json.loads((run.folder / "snip" / "plan.json").read_text())
     path.write_text(json.dumps(document))
     config = SnipConfig(plan=str(path))
-    assert refused(tmp_path / "out", KeyError, config, tiny_llama(hidden=32, layers=1)) == (
-        "The plan names layer 'model.layers.1.self_attn.q_proj', which is no SnipLinear of the model (it has 7, e.g. "
-        "'model.layers.0.self_attn.q_proj'). Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
-        "to compare."
+    assert refused(tmp_path / "out", ValueError, config, tiny_llama(hidden=32, layers=1)) == (
+        f"plan={str(path)!r} does not fit the model: The plan names layer 'model.layers.1.self_attn.q_proj', "
+        "which is no SnipLinear of the model (it has 7, e.g. 'model.layers.0.self_attn.q_proj'). Was it "
+        "made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
     )
     path.write_text(json.dumps(document)[:-1])
     assert refused(tmp_path / "out", ValueError, config).startswith(
@@ -577,6 +588,9 @@ def test_every_kind_of_failure_in_one_run_keeps_the_plan_and_leaves_no_process(
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             added.append(math.nan if state.global_step + 1 == 5 else 0.0)
 
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 9
+
     added = [0.0]
     before = children()
     model = model_with_dropout()
@@ -591,7 +605,7 @@ def test_every_kind_of_failure_in_one_run_keeps_the_plan_and_leaves_no_process(
     )
     monkeypatch.setattr(controller_module, "_GRACE", 0.0)
     config = SnipConfig(first_refresh=1, refresh_every=2, apply_delay=1, solver_time_limit=0.3, solver="greedy")
-    run = train(tmp_path, config, model=model, callbacks=[NanLoss()], max_steps=9)
+    run = train(tmp_path, config, model=model, callbacks=[NanLoss()], max_steps=10)
     reasons = [(line["step"], line["status"], line["reason"]) for line in run.refreshes]
     assert len(processes) == 4
     assert [step for step, _, _ in reasons] == [1, 3, 5, 7, 9]
@@ -688,9 +702,8 @@ def test_a_refused_run_leaves_the_record_of_the_run_before_it(tmp_path: Path) ->
     train(tmp_path, CONFIG, max_steps=4)
     before = {path.name: path.read_bytes() for path in (tmp_path / "snip").iterdir()}
     assert "divergence-2.json" in before
-    without_labels = [{"input_ids": row["input_ids"]} for row in data()]
     with pytest.raises(ValueError) as caught:
-        train(tmp_path, CONFIG, trainer={"train_dataset": without_labels, "eval_dataset": None})
+        train(tmp_path, CONFIG, trainer={"compute_loss_func": _own_loss})
     assert str(caught.value).startswith("The batch has no labels")
     assert {path.name: path.read_bytes() for path in (tmp_path / "snip").iterdir()} == before
 
@@ -741,8 +754,9 @@ def test_a_plan_file_of_a_model_with_other_sizes_is_refused(tmp_path: Path) -> N
     with pytest.raises(ValueError) as caught:
         train(tmp_path / "large", SnipConfig(plan=str(plan)), model=tiny_llama(hidden=64))
     assert str(caught.value) == (
-        "The plan is for a layer 'model.layers.0.self_attn.q_proj' of 2048 FLOPs per token, the model's has 8192. "
-        "Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
+        f"plan={str(plan)!r} does not fit the model: The plan is for a layer 'model.layers.0.self_attn.q_proj' of 2048 "
+        "FLOPs per token, the model's has 8192. Was it made for another model? Run `snip-hf inspect PLAN --model "
+        "MODEL` to compare."
     )
 
 

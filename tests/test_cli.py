@@ -207,7 +207,9 @@ def test_inspect_refuses_damaged_divergences_in_one_line(plan_path: Path, capsys
     write(path, {"step": 40, "records": [{"layer": "a"}]})
     assert main(["inspect", str(plan_path)]) == 2
     error = capsys.readouterr().err
-    assert error == f"snip-hf: {path} holds no divergences: KeyError('gemm'). Restore the file or move it away.\n"
+    assert error == (
+        f"snip-hf: {path} holds no divergences: records[0] has no entry 'gemm'. Restore the file or move it away.\n"
+    )
 
 
 def test_inspect_finds_that_a_plan_fits_its_model(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -215,7 +215,7 @@ def run_ranks(world: int, folder: Path, backend: str = "gloo") -> Results:
         if process.is_alive():
             process.kill()
     assert [process.exitcode for process in ranks] == [0] * world
-    return [torch.load(folder / f"{rank}.pt", map_location="cpu") for rank in range(world)]
+    return [torch.load(folder / f"{rank}.pt", map_location="cpu", weights_only=True) for rank in range(world)]
 
 
 @pytest.fixture(scope="module")

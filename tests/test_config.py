@@ -12,6 +12,8 @@ import pytest
 from snip_hf.config import POLICIES, SnipConfig
 
 FIELDS = [field.name for field in dataclasses.fields(SnipConfig)]
+INTEGERS = [field.name for field in dataclasses.fields(SnipConfig) if "int" in str(field.type)]
+FLOATS = [field.name for field in dataclasses.fields(SnipConfig) if "float" in str(field.type)]
 # One value per field that differs from the default.
 OTHER: dict[str, Any] = {
     "target_fp4_fraction": 0.5,
@@ -143,6 +145,30 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
             f"plan (apply_delay={delay}) and the next probe (refresh_every={every}). Lower drift_every.",
         )
         for drift, every, delay in ((10, 10, 0), (11, 10, 3), (4, 8, 4), (1, 5, 4), (1, 5, 5))
+    ),
+    ({"probes": 10_001}, "probes=10001 is too large; expected at most 10000."),
+    (
+        {"cost": "measured", "cost_tokens": 2**31},
+        "cost_tokens=2147483648 is too large; expected at most 2147483647.",
+    ),
+    *(
+        ({name: value}, f"{name}={value!r} is too large; expected at most 1e+50.")
+        for name in ("loss_weight", "weight_weight", "switching_cost", "solver_gap")
+        for value in (1.1e50, 1e101)
+    ),
+    *(
+        ({name: value}, f"{name}={value!r} is too long; expected at most 604800 seconds (7 days).")
+        for name in ("solver_time_limit", "rank_timeout")
+        for value in (604800.1, 10**10, 1e101)
+    ),
+    *(
+        ({name: 2**63}, f"{name}=9223372036854775808 is too large; expected less than 2**63, in size.")
+        for name in INTEGERS
+    ),
+    *(
+        ({name: sign * 10**5000}, f"{name}=an integer of 16610 bits is too large; expected less than 2**63, in size.")
+        for name in (*INTEGERS, *FLOATS)
+        for sign in (1, -1)
     ),
     ({"probe_memory_mib": 0}, "probe_memory_mib=0 is too small; expected None or at least 1 (MiB)."),
     (
@@ -293,6 +319,11 @@ def test_the_ends_of_every_range_are_allowed() -> None:
         refresh_every=1, first_refresh=1, apply_delay=1, probes=1, probe_tokens=128, stages=1, switching_cost=0, seed=0
     )
     assert config.apply_delay == config.refresh_every == 1
+    for name in INTEGERS:
+        largest = {"probes": 10_000, "cost_tokens": 2**31 - 1}.get(name, 2**63 - 1)
+        needed = {"cost": "measured"} if name == "cost_tokens" else {"refresh_every": 2**63 - 1}
+        assert getattr(SnipConfig(**needed | {name: largest}), name) == largest
+    SnipConfig(solver_time_limit=604800, rank_timeout=604800.0, loss_weight=1e50, solver_gap=1e50, switching_cost=1e50)
 
 
 def test_measured_cost_needs_no_number_of_tokens_where_nothing_or_a_probe_decides() -> None:

@@ -44,7 +44,7 @@ from snip_hf.planning.solver import ilp
 from snip_hf.planning.solver import process as process_module
 from snip_hf.policies.setting import Setting
 from snip_hf.records import run_folder as run_folder_module
-from snip_hf.records.load import read_divergence
+from snip_hf.records.events import read_divergence
 from snip_hf.training import controller as controller_module
 from snip_hf.training.checks import check_launch
 
@@ -314,8 +314,8 @@ def test_every_micro_batch_has_rounding_numbers_of_its_own_and_each_step_starts_
     )
     loop.run(3)
     handle.remove()
-    # The probe of step 2 runs the layer too, at W + eps * d and W - eps * d.
-    assert seen == [(1, 0), (1, 1), (2, 0), (2, 1), (2, 1), (2, 1), (3, 0), (3, 1)]
+    # The probe of step 2 runs the layer too, but not a hook that only observes.
+    assert seen == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
     loop.controller.close()
 
 
@@ -338,6 +338,25 @@ def test_the_divergences_are_told_what_clipping_multiplied_the_gradients_by(
     (call,) = calls
     assert call["gradient_scale"] == pytest.approx(min(1.0, max_norm / norms[1]), rel=1e-5)
     assert call["micro_batches"] == accumulation
+
+
+def test_the_divergences_are_told_the_tokens_and_labels_of_the_whole_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = noted_divergences(monkeypatch)
+    loop = Loop(SnipConfig(**SCHEDULE, probe_batch_tokens=128))
+
+    def masked(index: int) -> dict[str, Tensor]:
+        batch = text(8, 24, index=index)
+        labels = batch["labels"].clone()
+        labels[1, :12] = -100
+        return batch | {"labels": labels}
+
+    monkeypatch.setattr(loop, "batch", masked)
+    loop.run(2)
+    loop.controller.close()
+    (call,) = calls
+    assert (call["micro_batch_tokens"], call["labelled"]) == (8 * 24, 7 * 23 + 12)
 
 
 # ------------------------------------------------------------------------------------- checks between two refreshes
@@ -385,8 +404,9 @@ def test_a_file_of_divergences_without_the_column_of_criteria_is_read(tmp_path: 
     path = tmp_path / "snip" / "divergence-2.json"
     document = json.loads(path.read_text())
     before = read_divergence(path)
-    for record in document["records"]:
-        assert record.pop("criterion") is None
+    column = document["columns"].index("criterion")
+    del document["columns"][column]
+    assert [row.pop(column) for row in document["rows"]] == [None] * len(before[1])
     path.write_text(json.dumps(document))
     assert read_divergence(path) == before
 
@@ -533,6 +553,8 @@ def test_a_check_of_a_loss_that_is_not_finite_or_a_batch_without_labels_says_so(
     loop.step = 7
     loop.controller.after_step(7)
     loop.controller.capture(text(2, 24))
+    for layer in snip_linears(loop.model).values():
+        layer.weight.grad = torch.ones_like(layer.weight)
     loop.controller.before_optimizer_step(8)
     with torch.no_grad():
         norm.copy_(kept)
@@ -736,15 +758,46 @@ def test_a_plan_file_is_held_fixed_and_that_of_another_model_is_refused(tmp_path
     assert fixed.run(7).formats() == loop.formats()
 
     other = tiny_llama(hidden=32, layers=3)
-    message = refusal(lambda: SnipController(other, None, SnipConfig(plan=str(path))), KeyError)
+    message = refusal(lambda: SnipController(other, None, SnipConfig(plan=str(path))))
     assert message == (
-        "The plan has no entry for layer 'model.layers.2.self_attn.q_proj' (it names 14 layers, e.g. "
-        "'model.layers.0.self_attn.q_proj'). Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
-        "to compare."
+        f"plan={str(path)!r} does not fit the model: The plan has no entry for layer "
+        "'model.layers.2.self_attn.q_proj' (it names 14 layers, e.g. 'model.layers.0.self_attn.q_proj'). Was it "
+        "made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
     )
     path.write_bytes(path.read_bytes()[:500])
     message = refusal(lambda: Loop(SnipConfig(plan=str(path))))
     assert message.startswith(f"{path} is not a usable precision plan: it is not valid JSON, perhaps truncated (line ")
+
+
+def test_the_share_of_a_plan_file_is_that_of_the_models_flops_whatever_the_file_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Loop(folder=tmp_path).run(4)
+    plan = loop.controller.plan
+    document = plan.to_dict()
+    for layer, formats in plan.assignment.items():  # all FLOPs of the backward passes are said to be in FP4
+        document["flops"][layer] |= dict.fromkeys(("grad_input", "grad_weight"), 1e9 * (formats["forward"] == "fp4"))
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    assert PrecisionPlan.load(path).fp4_fraction > 0.999
+    caplog.set_level("INFO", "snip_hf")
+    held = Loop(SnipConfig(plan=str(path)), tmp_path / "held").run(1).controller
+    assert held.plan.fp4_fraction == plan.fp4_fraction
+    assert f"policy snip, {plan.fp4_fraction:.1%} of the linear FLOPs in FP4" in caplog.text
+    (start,) = history(tmp_path / "held")
+    assert start["flops"] == plan.to_dict()["flops"]
+
+
+def test_a_plan_file_for_layers_of_another_size_is_refused_by_its_name(tmp_path: Path) -> None:
+    document = Loop(folder=tmp_path).run(4).controller.plan.to_dict()
+    document["flops"]["model.layers.0.mlp.up_proj"]["forward"] = 1.0
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    assert refusal(lambda: Loop(SnipConfig(plan=str(path)))) == (
+        f"plan={str(path)!r} does not fit the model: The plan is for a layer 'model.layers.0.mlp.up_proj' of 1 "
+        "FLOPs per token, the model's has 5120. Was it made for another model? Run `snip-hf inspect PLAN --model "
+        "MODEL` to compare."
+    )
 
 
 # ------------------------------------------------------------------------- what costs a refresh, and never the training
@@ -871,9 +924,10 @@ def test_a_probe_that_raises_keeps_the_plan_and_the_layers_run_on(tmp_path: Path
     expected = Loop(SnipConfig(first_refresh=99)).run(5)
     norm, loop.step = loop.model.model.norm, 0
 
-    def out_of_memory(module: nn.Module, args: Any) -> None:
+    def out_of_memory(module: nn.Module, args: Any) -> Any:
         if snip_linears(loop.model)["model.layers.0.mlp.up_proj"].snip_recorder is not None:
             raise RuntimeError("out of memory")
+        return args
 
     norm.register_forward_pre_hook(out_of_memory)
     torch.manual_seed(0)
@@ -1021,6 +1075,7 @@ def test_a_probe_at_learning_rate_0_says_that_the_loss_divergence_alone_decides(
     loop.optimizer.param_groups[0]["lr"] = 0.0
     loop.run(4)
     assert caplog.messages == [
-        "snip-hf: at step 2 all weight divergences are 0 (is the learning rate 0?); the loss divergence alone decides."
+        "snip-hf: all weight divergences of step 2 are 0, since the learning rate is 0; the loss divergence alone "
+        "decides."
     ]
     assert [line["status"] for line in history(tmp_path)[1:]] == ["applied"]

@@ -217,7 +217,7 @@ BAD_TIMES: list[tuple[Any, str]] = [
     (changed(extra=1), "measured has an unknown entry 'extra'; expected exactly machine, tokens, seconds."),
     (
         lambda m: m["machine"].update(device="a\x1b[2J"),
-        "measured.machine.device is 'a\\x1b[2J', expected printable text.",
+        "measured.machine.device is 'a\\x1b[2J', expected text without control characters.",
     ),
     (
         lambda m: m["seconds"].pop("layers.0.v"),

@@ -21,7 +21,7 @@ from snip_hf.config import POLICIES, SnipConfig
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.criterion import LayerCriterion
 from snip_hf.estimation.divergence import divergences_at, estimate_divergence
-from snip_hf.estimation.layer_sums import LAYER, ROWS
+from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes
 from snip_hf.estimation.probe import random_direction, run_probe
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.estimation.table import DivergenceTable
@@ -47,8 +47,10 @@ def a_weight() -> Tensor:
     return drawn(9, 12, seed=3)
 
 
-def rows_of(policy: str, fmt: str, sample: LayerSample, parts: float = 1.0, trace: Tensor | None = None) -> Any:
-    return POLICIES[policy].criterion(LayerTerms(sample, a_weight(), None, 1, parts), trace).rows(fmt)
+def rows_of(
+    policy: str, fmt: str, sample: LayerSample, batch: BatchSizes | None = None, trace: Tensor | None = None
+) -> Any:
+    return POLICIES[policy].criterion(LayerTerms(sample, a_weight(), None, 1, batch), trace).rows(fmt)
 
 
 def rounded(x: Tensor, fmt: str, tile: tuple[int, int]) -> np.ndarray:
@@ -64,7 +66,7 @@ def only_forward(value: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fmt", SnipConfig().formats[::-1])
 @pytest.mark.parametrize("energies", [None, (7.0, 2.0)])
-def test_fisher_is_the_sum_of_squared_gradients_times_squared_errors_of_the_output(fmt: str, energies: Any) -> None:
+def test_fisher_is_the_labels_times_the_sum_of_squared_gradients_times_squared_errors(fmt: str, energies: Any) -> None:
     sample = a_sample(energies=energies)
     x, g, w = (one.double().numpy() for one in (sample.x, sample.grad_output, a_weight()))
     x_q, w_q = rounded(sample.x, fmt, ROW_TILE), rounded(a_weight(), fmt, SQUARE_TILE)
@@ -73,10 +75,12 @@ def test_fisher_is_the_sum_of_squared_gradients_times_squared_errors_of_the_outp
         for o in range(len(w)):
             error = sum(x_q[t, i] * w_q[o, i] - x[t, i] * w[o, i] for i in range(x.shape[1]))
             total += g[t, o] ** 2 * error**2
-    # From the sample to all tokens as all sums of squares; a third of a micro-batch has gradients three times as large.
+    # From the sample to all tokens as all sums of squares.
     total *= 3.5 if energies else 3.0
-    assert rows_of("fisher", fmt, sample) == pytest.approx(only_forward(total), rel=1e-4)
-    assert rows_of("fisher", fmt, sample, parts=3.0) == pytest.approx(only_forward(total / 3), rel=1e-4)
+    assert rows_of("fisher", fmt, sample) == pytest.approx(only_forward(390 * total), rel=1e-4)
+    # Whatever the layer saw of the batch, and whatever the batch is a part of.
+    sizes = BatchSizes(tokens=500, labelled=70, micro_batch_tokens=1000, micro_batch_labelled=280)
+    assert rows_of("fisher", fmt, sample, sizes) == pytest.approx(only_forward(70 * total), rel=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------------------- greedy
@@ -275,7 +279,8 @@ def table_at(policy: str, inputs: dict[str, Tensor], kept: int | None = None, se
     config = SnipConfig(policy=policy, probe_tokens=kept, seed=seed)
     batch = Batch.of(inputs)
     part = batch.part(None if kept else batch.tokens // 2)
-    return divergences_at(model, part, {}, {}, config, labelled=batch.labelled)
+    sizes = {"labelled": batch.labelled, "micro_batch_tokens": batch.tokens}
+    return divergences_at(model, part, {}, {}, config, **sizes)
 
 
 def test_four_policies_bring_their_own_criterion() -> None:

@@ -22,7 +22,7 @@ from snip_hf.estimation import layer_sums
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import divergences_at, estimate_divergence, gradients_of, weights_of
 from snip_hf.estimation.ground_truth import measure_divergence
-from snip_hf.estimation.layer_sums import LAYER, ROWS
+from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes
 from snip_hf.estimation.probe import Probe, run_probe
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.convert import convert_model
@@ -180,8 +180,9 @@ def with_probe(
     step = options.get("step", 0)
     pulls = {name: slope.mul for name, slope in slopes.items()}
     probe = run_probe(model, Batch.of(inputs), pulls, config.probes, config.probe_tokens, config.seed, step)
+    sizes = BatchSizes.complete(Batch.of(inputs).tokens, Batch.of(inputs).labelled)
     terms = {
-        name: LayerTerms(sample, weights[name].detach(), pulls[name], options.get("micro_batches", 1))
+        name: LayerTerms(sample, weights[name].detach(), pulls[name], options.get("micro_batches", 1), sizes)
         for name, sample in probe.layers.items()
     }
     return table, terms, probe
@@ -358,6 +359,7 @@ def over_ranks(size: int, config: SnipConfig, inputs: dict[str, Tensor], **optio
             config,
             step=3,
             labelled=batch.labelled,
+            micro_batch_tokens=batch.tokens,
             processes=Processes(data=ranks, everyone=ranks),
             **options,
         )
@@ -372,7 +374,7 @@ def over_ranks(size: int, config: SnipConfig, inputs: dict[str, Tensor], **optio
         (SnipConfig(probe_tokens=None, probes=2), {}),
         (SnipConfig(probe_tokens=512, loss_form="token-fisher"), {"micro_batches": 4, "gradient_scale": 0.25}),
         (SnipConfig(probe_tokens=256, probe_batch_tokens=512, loss_form="taylor"), {"gradient_scale": 0.5}),
-        (SnipConfig(probe_tokens=512), {"probes": 0}),
+        (SnipConfig(probe_tokens=512, loss_form="norm"), {"probes": 0}),
         *((SnipConfig(policy=policy, probe_tokens=512, probes=2), {}) for policy in CRITERIA),
     ],
 )

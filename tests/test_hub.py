@@ -295,12 +295,60 @@ def test_text_below_the_section_stays_where_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("policy", "shown"),
+    [
+        ("<script>alert(1)</script>", "| policy | `<script>alert(1)</script>` |"),
+        ("a`|<b>| x |`", "| policy | `a<b> x ` |"),
+        ("![x](http://a.b/c)", "| policy | `![x](http://a.b/c)` |"),
+        ("x" * 4096, f"| policy | `{'x' * 57}...` |"),
+    ],
+)
+def test_a_policy_from_elsewhere_is_code_in_one_cell_of_the_card(policy: str, shown: str) -> None:
+    assert shown in model_card_section(plan("fp4", policy=policy), [], emulated=True).splitlines()
+
+
+def test_the_name_of_the_folder_is_text_in_the_title_of_a_card(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"my_run <b>[x](y)`\xe2\x80\xae\xff")
+    write_run(folder, plan("fp4"), {"event": "start"})
+    prepare_push(folder, nn.Linear(2, 2), emulated=True)
+    title = "# my_run \\<b\\>\\[x\\](y)\\`\\\\u202e\\\\udcff"
+    assert title in (folder / "README.md").read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", ["README.md", "snip/README.md", "snip/history.jsonl"])
+@pytest.mark.parametrize("kind", ["pipe", "too large"])
+def test_what_is_no_card_or_no_history_gives_a_warning_and_is_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, kind: str
+) -> None:
+    write_run(tmp_path, plan("fp4"), {"event": "start"})
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.touch()
+        os.truncate(path, 2**40)
+    with caplog.at_level(logging.WARNING, "snip_hf.integrations.hub"):
+        prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
+    # Our own text is written anew.
+    assert len(caplog.messages) == (name != "snip/README.md")
+
+
+def test_a_card_whose_tags_are_one_word_keeps_it_beside_ours(tmp_path: Path) -> None:
+    write_run(tmp_path, plan("fp4"), {"event": "start"})
+    (tmp_path / "README.md").write_text("---\ntags: poetry\n---\n")
+    prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
+    assert metadata((tmp_path / "README.md").read_text())["tags"] == ["poetry", *model_tags(plan("fp4"))]
+
+
+@pytest.mark.parametrize(
     ("file", "content", "message"),
     [
         ("snip/plan.json", '{"kind": ', "plan.json is not a usable precision plan"),
         ("snip/history.jsonl", '{"event": "start"}\n{"event": "ref', "history.jsonl, line 2: it is not valid JSON"),
         ("snip/history.jsonl", "{}\n[1]\n", "history.jsonl, line 2: got list, expected a JSON object."),
         ("README.md", "---\ntags: [unclosed\n---\n\n# Mine\n", "while parsing a flow sequence"),
+        ("README.md", "---\ntags: 7\n---\n", "the metadata of README.md cannot be read: 'int' object"),
         ("README.md", "---\n- a list\n---\n\n# Mine\n", "metadata block should be a dict"),
     ],
 )

@@ -29,6 +29,7 @@ from tiny_runs import history, without_seconds
 from transformers import AutoModelForCausalLM
 
 from snip_hf import PrecisionPlan
+from snip_hf.records.run_folder import records_of
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 CONFIGS = RECIPES / "accelerate"
@@ -212,7 +213,7 @@ def test_one_process_with_twice_the_batch_has_the_losses_and_the_plan_of_two(
         assert one[step] == pytest.approx(both[step], rel=1e-6)
     first = [json.loads((folder / "snip" / "divergence-5.json").read_text()) for folder in (tmp_path, two[0])]
     assert first[0]["loss"] == pytest.approx(first[1]["loss"], rel=1e-6)
-    pairs = list(zip(first[0]["records"], first[1]["records"], strict=True))
+    pairs = list(zip(*map(records_of, first), strict=True))
     for key, typical in (("loss_divergence", 1e-5), ("weight_divergence", 1e-3)):
         errors = [abs(mine[key] / other[key] - 1) for mine, other in pairs if other[key]]
         # The estimate quantizes too: single layers may differ by an element that rounds to the other neighbour.

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from snip_hf.config import SnipConfig
+from snip_hf.costs.budget import MeasuredCost
+from snip_hf.costs.gemm_timing import Machine
 from snip_hf.json_io import read_json, write_json_atomic
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
@@ -207,10 +209,13 @@ FP8 = dict.fromkeys(GEMMS, "fp8")
         ({"stages": ()}, "layer 'a' is in no stage, expected in exactly one."),
         ({"stages": (("a", "b"), ())}, "stages[1] has no FLOPs, so its FP4 share means nothing; leave the stage out."),
         ({"stages": ("a", "b")}, "stages[0] is 'a', expected a list of layer names."),
-        ({"stages": (("a",), (["b"],))}, "a layer name in stages[1] is ['b'], expected printable text."),
+        (
+            {"stages": (("a",), (["b"],))},
+            "a layer name in stages[1] is ['b'], expected text without control characters.",
+        ),
         (
             {"assignment": {"a": FP8, "\x1b[31mb": FP8}},
-            "a layer name in assignment is '\\x1b[31mb', expected printable text.",
+            "a layer name in assignment is '\\x1b[31mb', expected text without control characters.",
         ),
         ({"provenance": {"step": 0}}, "provenance is {'step': 0}, expected a PlanProvenance."),
     ],
@@ -226,8 +231,8 @@ def test_what_is_no_plan_is_refused_by_name(changes: dict[str, Any], message: st
     [
         ("step", -1, "provenance.step is -1, expected an integer of at least 0."),
         ("step", True, "provenance.step is True, expected an integer of at least 0."),
-        ("policy", "", "provenance.policy is '', expected printable text."),
-        ("solver", 3, "provenance.solver is 3, expected printable text."),
+        ("policy", "", "provenance.policy is '', expected text without control characters."),
+        ("solver", 3, "provenance.solver is 3, expected text without control characters."),
         ("gap", float("inf"), "provenance.gap is inf, expected a finite number."),
         ("objective", "low", "provenance.objective is 'low', expected a finite number."),
         ("config", {"a": object}, "provenance.config is not JSON data: Object of type type is not JSON serializable."),
@@ -400,3 +405,29 @@ def test_apply_refuses_a_plan_that_names_a_layer_the_model_does_not_have_and_wri
 def test_mismatches_lists_both_directions_in_order() -> None:
     assert small_plan().mismatches(["x", "b", "y"]) == (["x", "y"], ["a"])
     assert small_plan().mismatches(["b", "a"]) == ([], [])
+
+
+def test_a_plan_with_a_models_flops_counts_its_shares_by_them() -> None:
+    plan = small_plan(assignment={"a": dict.fromkeys(GEMMS, "fp4"), "b": dict.fromkeys(GEMMS, "fp8")})
+    assert plan.fp4_fraction == 2 / 3
+    flops = {"b": dict.fromkeys(GEMMS, 3.0), "a": {**dict.fromkeys(GEMMS, 1.0), "grad_weight": 0.0}}
+    changed = plan.with_flops(flops)
+    assert changed.fp4_fraction == 2 / 11
+    assert changed.stage_fp4_fractions == (1.0, 0.0)
+    assert changed == dataclasses.replace(plan, flops=flops)
+    assert plan.with_flops({layer: dict(row) for layer, row in plan.flops.items()}) is plan
+
+
+def test_measured_times_stay_with_a_plan_whose_flops_are_the_models() -> None:
+    machine = Machine("NVIDIA H200", "2.11.0+cu130", "hopper", "bfloat16")
+    seconds = {layer: {gemm: dict.fromkeys(FORMATS, 1.0) for gemm in GEMMS} for layer in "ab"}
+    plan = small_plan(measured=MeasuredCost(machine=machine, tokens=8, seconds=seconds))
+    assert plan.with_flops(plan.flops).measured is plan.measured
+    assert plan.with_flops({**plan.flops, "b": ROW}).measured is not None
+    assert plan.with_flops({**plan.flops, "b": dict.fromkeys(GEMMS, 9.0)}).measured is None
+
+
+def test_a_plan_is_not_for_the_flops_of_other_layers() -> None:
+    for flops in ({"a": ROW}, {"a": ROW, "b": ROW, "c": ROW}):
+        with pytest.raises(KeyError, match="Was it made for another model"):
+            small_plan().with_flops(flops)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from small import Batch as Inputs
-from small import checkpoint_activations, exact_tensors, relative_error, text, tiny_llama, tiny_lm, tokens
+from small import checkpoint_activations, exact_tensors, relative_error, text, tiny_llama, tiny_lm, tokens, watched
 from torch import Tensor, nn
 from transformers import Olmo2Config, Olmo2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -142,14 +142,13 @@ def test_x_and_g_are_those_that_hooks_see_on_the_plain_model() -> None:
 def test_without_probes_or_directions_one_pass_shows_x_and_g_and_no_derivatives(nothing: str) -> None:
     model, inputs = tiny_lm(), tokens()
     loss, seen = seen_by_hooks(model, inputs)
-    calls: list[int] = []
     convert_model(model, SnipConfig())
-    model.embed.register_forward_hook(lambda *_: calls.append(1))
+    calls = watched(model.embed, type)
     if nothing == "probes":
         probe = run_probe(model, Batch.of(inputs), pullbacks_of(sensitivity_of(model)), probes=0)
     else:
         probe = run_probe(model, Batch.of(inputs), {}, probes=3)
-    assert len(calls) == 1
+    assert len(calls()) == 1
     assert probe.loss == loss
     assert set(probe.layers) == set(LAYERS)
     for name, (x, grad_output) in seen.items():
@@ -459,13 +458,12 @@ def test_activation_checkpointing_of_a_transformers_model_gives_the_same_numbers
     inputs = text(2, 16)
     model = tiny_llama(hidden=32)
     model.train()
-    calls: list[int] = []
-    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+    calls = watched(model.model.layers[0].input_layernorm, type)
     plain = probed(model, inputs)[0]
-    assert len(calls) == 2
+    assert len(calls()) == 2
     checkpoint_activations(model, reentrant)
     assert_same_probe(probed(model, inputs)[0], plain)
-    assert len(calls) == 2 + 4
+    assert len(calls()) == 4
 
 
 def test_both_sides_of_a_probe_draw_the_same_dropout_masks() -> None:
@@ -511,15 +509,10 @@ def test_a_probe_under_autocast_shows_what_hooks_see_on_the_plain_model_under_au
     model, inputs = tiny_lm(), tokens()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss, seen = seen_by_hooks(model, inputs)
-    under: list[tuple[bool, torch.dtype]] = []
-
-    def note(*_: Any) -> None:
-        under.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
-
-    model.layers[0].register_forward_hook(note)
+    under = watched(model.layers[0], lambda _: (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
     probe = probed(model, inputs, probes=0, autocast=torch.bfloat16)[0]
     exact = probed(model, inputs, probes=0)[0]
-    assert under == [(True, torch.bfloat16), (False, torch.get_autocast_dtype("cpu"))]
+    assert under() == [(True, torch.bfloat16), (False, torch.get_autocast_dtype("cpu"))]
     assert probe.loss == pytest.approx(loss, rel=1e-6)
     for name, (x, grad_output) in seen.items():
         sample = probe.layers[name]
@@ -636,12 +629,11 @@ def test_a_forward_alone_gives_the_loss_of_the_formats_in_force(formats: tuple[s
 
 def test_a_forward_alone_keeps_nothing_for_a_backward_pass() -> None:
     model = tiny_lm()
-    modes: list[bool] = []
-    model.layers[1].down.register_forward_hook(lambda _, args, output: modes.append(output.requires_grad))
+    modes = watched(model.layers[1].down, lambda output: output.requires_grad)
     run_forward(model, Batch.of(tokens()))
-    assert modes == [False]
+    assert modes() == [False]
     run_pass(model, Batch.of(tokens()), {})
-    assert modes == [False, True]
+    assert modes() == [True]
 
 
 # ---------------------------------------------------------------------------------------------------------------- batch
@@ -803,6 +795,18 @@ def test_labelled_tokens_are_those_that_the_loss_of_a_causal_lm_is_a_mean_over()
     with torch.no_grad():
         logits = model(input_ids=inputs["input_ids"]).logits[:, :-1].flatten(0, 1)
         every = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        assert float(model(**batch.kwargs).loss) == pytest.approx(float(every) / batch.labelled, rel=1e-5)
+
+
+def test_labels_that_are_shifted_already_count_as_they_are() -> None:
+    inputs, model = text(2, 16), tiny_llama(hidden=32)
+    shifted = inputs["labels"].roll(-1, 1)
+    shifted[:, -1] = shifted[0, :5] = -100
+    batch = Batch.of(inputs | {"shift_labels": shifted})
+    assert batch.labelled == 10 + 15
+    with torch.no_grad():
+        logits = model(input_ids=inputs["input_ids"]).logits.flatten(0, 1)
+        every = nn.functional.cross_entropy(logits, shifted.flatten(), reduction="sum")
         assert float(model(**batch.kwargs).loss) == pytest.approx(float(every) / batch.labelled, rel=1e-5)
 
 

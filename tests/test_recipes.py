@@ -378,6 +378,41 @@ def test_a_base_is_read_relative_to_its_recipe_and_null_takes_a_section_out(tmp_
     assert recipe.training == load_recipe(QUICKSTART).training | {"max_steps": 3, "output_dir": "runs/mine"}
 
 
+@pytest.mark.parametrize("names", [["a"], ["a", "b"], ["a", "b", "c"]])
+def test_a_recipe_that_is_its_own_base_is_refused_with_the_chain(names: list[str], tmp_path: Path) -> None:
+    for name, base in zip(names, [*names[1:], names[0]], strict=True):
+        (tmp_path / f"{name}.yaml").write_text(f"base: ../{tmp_path.name}/{base}.yaml\n", encoding="utf-8")
+    (tmp_path / "mine.yaml").write_text("base: a.yaml\n", encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"^base: the recipe is its own base \((.*)\)\. Take one `base:` out\.$"
+    ) as caught:
+        load_recipe(tmp_path / "mine.yaml")
+    chain = re.findall(r"/(\w+)\.yaml", str(caught.value))
+    assert chain == ["mine", *names, names[0]]
+
+
+def test_a_recipe_that_is_its_own_base_is_seen_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("base: link.yaml\n", encoding="utf-8")
+    (tmp_path / "link.yaml").symlink_to("a.yaml")
+    with pytest.raises(ValueError, match="the recipe is its own base"):
+        load_recipe(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("base", ["3", "[a.yaml]", "{a: b}", "true"])
+def test_a_base_that_is_no_path_is_refused(base: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"base: {base}\n", encoding="utf-8")
+    with pytest.raises(TypeError, match=r"^base: got .* in .*a\.yaml; expected the path of another recipe"):
+        load_recipe(tmp_path / "a.yaml")
+
+
+def test_two_recipes_may_share_a_base_and_a_base_may_have_one(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(QUICKSTART.read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\ntraining: {max_steps: 3}\n", encoding="utf-8")
+    (tmp_path / "c.yaml").write_text("base: b.yaml\ntraining: {seed: 4}\n", encoding="utf-8")
+    training = load_recipe(tmp_path / "c.yaml").training
+    assert (training["max_steps"], training["seed"]) == (3, 4)
+
+
 def test_the_examples_of_the_readme_load(tmp_path: Path) -> None:
     shutil.copy(QUICKSTART, tmp_path)
     examples = re.findall(r"```yaml\n(.*?)```", (RECIPES / "README.md").read_text(encoding="utf-8"), re.DOTALL)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from snip_hf.planning.solver import ilp
+from snip_hf.planning.solver import process as process_module
 from snip_hf.planning.solver.process import SolverError, SolverProcess, SolverResult, check_solution
 
 
@@ -98,7 +101,7 @@ def test_the_process_that_imports_the_parent_side_never_loads_a_solver() -> None
 
 def test_the_child_runs_with_raised_niceness() -> None:
     wrapper = (
-        "import os, sys, threading, time; sys.path.insert(0, sys.argv[1]); import ilp;"
+        "import os, sys, threading, time; sys.path.insert(0, sys.argv.pop()); import ilp;"
         "ilp.solve = lambda problem: {'nice': os.nice(0), 'threads': os.environ['OMP_NUM_THREADS']}; ilp.main()"
     )
     command = [sys.executable, "-I", "-c", wrapper, str(Path(ilp.__file__).parent)]
@@ -117,6 +120,48 @@ def test_a_death_by_signal_is_reported_with_its_name() -> None:
     error = failure(python("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"))
     assert error.reason == "crashed"
     assert str(error) == "The solver process crashed (signal SIGSEGV): nothing on stderr"
+
+
+def test_a_death_by_a_signal_without_a_name_is_reported_with_its_number() -> None:
+    error = failure(python("import os; os.kill(os.getpid(), 40)"))
+    assert str(error) == "The solver process crashed (signal 40): nothing on stderr"
+
+
+def test_output_that_could_not_be_written_is_named_as_such() -> None:
+    full = f"exec {sys.executable} -I {ilp.__file__} > /dev/full 2>&1"
+    error = failure(["sh", "-c", full], make_problem(solver="greedy"))
+    assert error.reason == "crashed"
+    assert str(error) == (
+        "The solver process crashed (exit code 120): its output could not be written. Is the disk of "
+        f"{tempfile.gettempdir()} full (TMPDIR names another folder), or did it print more than 64 MiB?"
+    )
+
+
+HOSTILE = "\x1b]0;owned\x07\u202edlrow\u200b"
+SHOWN = "\\x1b]0;owned\\x07\\u202edlrow\\u200b"
+
+
+def test_what_a_crashed_solver_printed_is_shown_escaped_and_bounded() -> None:
+    write = f"import sys; sys.stderr.buffer.write({HOSTILE!r}.encode() + b'\\xff'); sys.exit(7)"
+    assert str(failure(python(write))) == f"The solver process crashed (exit code 7): {SHOWN}\ufffd"
+    endless = str(failure(python(f"import sys; sys.stderr.write({HOSTILE!r} * 10**6); sys.exit(7)")))
+    assert endless.isprintable() and len(endless) < 1100
+
+
+@pytest.mark.parametrize("code", [ilp.BAD_INPUT, ilp.MISSING_SOLVER, ilp.NO_SOLUTION])
+def test_the_reason_that_a_solver_gives_is_shown_escaped_and_bounded(code: int) -> None:
+    nested = {"a": [HOSTILE]}
+    for text, shown in ((HOSTILE, SHOWN), (nested, repr(nested)), ("x" * 10**5, "x" * 997 + "...")):
+        error = failure(python(f"import json, sys; print(json.dumps({{'error': {text!r}}})); sys.exit({code})"))
+        assert str(error) == f"The solver gave up ({error.reason}): {shown}"
+
+
+@pytest.mark.parametrize("field", ["status", "solver", "solver_version", "objective", "bound", "seconds", "choices"])
+@pytest.mark.parametrize("value", [HOSTILE, "x" * 10**6, [HOSTILE] * 10**5, {HOSTILE * 10**5: HOSTILE}])
+def test_no_field_of_an_answer_is_told_raw_or_without_bound(field: str, value: Any) -> None:
+    with pytest.raises(SolverError) as caught:
+        check_solution(make_problem(), solution(**{field: value}))
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 300
 
 
 def test_a_program_that_does_not_exist_is_reported_at_the_start(tmp_path: Path) -> None:
@@ -205,6 +250,16 @@ def test_an_infeasible_problem_is_reported_with_what_is_attainable() -> None:
     )
 
 
+def test_names_of_a_problem_are_told_within_bounds() -> None:
+    name = "x" * 10**5
+    problem = make_problem(constraints=[{"name": name, "groups": None, "minimum": 9.0}], solver="greedy")
+    assert len(str(failure(None, problem))) < 1200
+    problem["constraints"][0]["minimum"] = 0.5
+    with pytest.raises(SolverError, match=r"failed the re-check") as caught:
+        check_solution(problem, solution(choices={"a": "fp8", "b": "fp8"}))
+    assert len(str(caught.value)) < 1200
+
+
 def test_killing_is_idempotent_and_ends_the_process() -> None:
     process = SolverProcess.start(make_problem(), python("import time; time.sleep(60)"))
     pid = process._process.pid
@@ -232,6 +287,96 @@ def test_a_forgotten_process_is_killed_and_reaped() -> None:
     del process
     gc.collect()
     assert not Path(f"/proc/{pid}").exists()
+
+
+STUBBORN = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit(3)", "os.kill(os.getpid(), 9)"])
+def test_what_a_solver_that_has_ended_left_behind_is_killed(end: str, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    program = (
+        f"{STUBBORN}\nchild = os.fork()\nif child == 0: time.sleep(600)\n"
+        f"with open({str(pid)!r}, 'w') as file: file.write(str(child))\n{end}"
+    )
+    process = SolverProcess.start(make_problem(), python(program))
+    wait_until(process.poll)  # nobody reads its answer
+    wait_until(lambda: not alive(int(pid.read_text())), 2.0)
+    assert members(process._process.pid) == []
+
+
+def members(group: int) -> list[int]:
+    """The processes of a process group, without zombies."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            found += [int(stat.parent.name)] if fields[0] != "Z" and int(fields[2]) == group else []
+    return found
+
+
+def test_a_solver_that_nobody_asks_for_ends_at_its_limit_with_what_it_started() -> None:
+    process = SolverProcess.start(make_problem(time_limit=0.3), ["sh", "-c", "sleep 60 & sleep 60"], allowance=0.2)
+    group = process._process.pid
+    assert alive(group)
+    wait_until(lambda: not alive(group))
+    wait_until(lambda: members(group) == [])
+    with pytest.raises(SolverError, match=r"ran past its limit of 0\.5 s and was killed") as caught:
+        process.result()
+    assert caught.value.reason == "timeout"
+
+
+@pytest.mark.parametrize("limit", [10**400, 1e300, -1, float("nan"), float("inf"), True, "soon", None])
+def test_a_limit_that_no_clock_takes_is_the_problems_fault(limit: Any) -> None:
+    error = failure(None, make_problem(time_limit=limit, solver="greedy"))
+    assert error.reason == "bad problem"
+    assert "time_limit" in str(error)
+
+
+def test_a_problem_may_have_a_limit_of_centuries() -> None:
+    with SolverProcess.start(make_problem(time_limit=1e99, solver="highs")) as process:
+        assert process.result().status == "optimal"
+
+
+def test_a_copy_of_the_trainer_that_a_fork_made_ends_no_solver() -> None:
+    with SolverProcess.start(make_problem(), python("import time; time.sleep(60)")) as process:
+        copy = os.fork()
+        if copy == 0:
+            # As if the fork came while the thread that waits for the process was just looking at it.
+            process._process._waitpid_lock.acquire(blocking=False)
+            try:
+                process.kill()
+            finally:
+                os._exit(0)
+        os.waitpid(copy, 0)
+        assert alive(process._process.pid)
+        assert not process.poll()
+
+
+def test_a_number_that_a_new_process_got_is_left_alone() -> None:
+    """Somebody else reaped the solver, and its number went to another process."""
+    process = SolverProcess.start(make_problem(), python("pass"))
+    wait_until(process.poll)
+    other = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        process._process.pid = other.pid
+        process.kill()
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_thread_that_cannot_be_started_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        started.append(thread._process.pid)
+        raise RuntimeError("can't start new thread")
+
+    started: list[int] = []
+    monkeypatch.setattr(process_module._Watch, "start", refuse)
+    with pytest.raises(SolverError, match="could not be started: can't start new thread"):
+        SolverProcess.start(make_problem(), python("import time; time.sleep(60)"))
+    assert not Path(f"/proc/{started[0]}").exists()
 
 
 def test_a_trainer_that_ends_takes_its_solver_along() -> None:

@@ -718,6 +718,17 @@ class TestKept:
         keep_quantized(layers)
         assert stand_in.names.count("quantize_weight_into") == 4
 
+    def test_a_pass_without_gradients_in_training_mode_quantizes_the_weight_as_it_is(self, stand_in: StandIn) -> None:
+        """It may follow a fused optimizer's step, which torch does not count."""
+        layer = layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper").train()
+        keep_quantized({"layer": layer})
+        layer.weight.data.add_(1)
+        x, twin = randn(T, I), copy.deepcopy(layer)
+        stale = layer(x)
+        with torch.no_grad():
+            assert torch.equal(layer(x), twin(x))
+        assert not torch.equal(stale, twin(x))
+
     @pytest.mark.parametrize("option", [{"foreach": False}, {"foreach": True}], ids=str)
     def test_an_optimizer_step_is_such_a_change(self, stand_in: StandIn, option: dict[str, bool]) -> None:
         layer = layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper")

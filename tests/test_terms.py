@@ -14,7 +14,7 @@ from rounded import fake_quantize
 from torch import Tensor
 
 from snip_hf.estimation import layer_sums as layer_sums_module
-from snip_hf.estimation.layer_sums import LAYER, ROWS, Squares, read_all
+from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes, Squares, read_all
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE
@@ -421,7 +421,7 @@ def test_micro_batches_average_what_is_drawn_anew_and_leave_the_bias() -> None:
 def test_a_part_of_a_micro_batch_is_to_a_step_what_one_of_more_micro_batches_is() -> None:
     sample, weight, push = a_sample(384, 3000, 2), a_weight(), scaled()
     for fmt in ("fp8", "fp4"):
-        part = LayerTerms(sample, weight, push, 2, parts=4.0)
+        part = LayerTerms(sample, weight, push, 2, BatchSizes(3000, 3000, 9000, 12000))  # by the labels
         other = LayerTerms(sample, weight, push, 8)
         assert part.weight_divergences(fmt, KEYS) == other.weight_divergences(fmt, KEYS)
         assert part.loss_divergence(fmt, "token-fisher") == other.loss_divergence(fmt, "token-fisher")
@@ -431,7 +431,8 @@ def test_a_part_of_a_micro_batch_of_equal_parts_gives_the_loss_and_the_errors_of
     """Four times the same tokens; the loss of the whole is a mean over four times as many, its G a fourth."""
     part, weight = a_sample(256, 256), a_weight()
     whole = LayerSample(1024, part.x.repeat(4, 1), part.grad_output.repeat(4, 1) / 4)
-    one, other = LayerTerms(part, weight, None, 1, parts=4.0), LayerTerms(whole, weight, None, 1)
+    one = LayerTerms(part, weight, None, 1, BatchSizes(256, 256, 1024, 1024))
+    other = LayerTerms(whole, weight, None, 1)
     for fmt in ("fp8", "fp4"):
         for form in ("token-fisher", "norm"):
             assert one.loss_divergence(fmt, form) == pytest.approx(other.loss_divergence(fmt, form), rel=1e-4)
@@ -520,6 +521,7 @@ SAMPLES: list[dict[str, Any]] = [{"n": 300, "tokens": 300}, {"n": 128, "tokens":
 @pytest.mark.parametrize("fmt", ["fp8", "fp4"])
 @pytest.mark.parametrize("options", SAMPLES)
 def test_token_fisher_is_the_written_out_formula(options: dict[str, int], fmt: str) -> None:
+    """With the labels of the batch, whatever number of tokens the layer saw."""
     sample, w = a_sample(**options), a_weight()
     q_x = fake_quantize(sample.x, FORMATS[fmt], ROW_TILE).double()
     q_w = fake_quantize(w, FORMATS[fmt], SQUARE_TILE).double()
@@ -527,22 +529,31 @@ def test_token_fisher_is_the_written_out_formula(options: dict[str, int], fmt: s
     for t in range(len(q_x)):
         e = q_w @ q_x[t] - w.double() @ sample.x[t].double()
         total += (sample.grad_output[t].double() @ e).item() ** 2
-    expected = 300 / 2 * (300 / len(q_x)) * total
-    assert LayerTerms(sample, w, None, 1).loss_divergence(fmt, "token-fisher") == pytest.approx(expected, rel=1e-3)
+    expected = 300 / len(q_x) * total / 2
+    assert LayerTerms(sample, w, None, 1).loss_divergence(fmt, "token-fisher") == pytest.approx(
+        300 * expected, rel=1e-3
+    )
+    terms = LayerTerms(sample, w, None, 1, BatchSizes(500, 70, 1000, 280))
+    assert terms.loss_divergence(fmt, "token-fisher") == pytest.approx(70 * expected, rel=1e-3)
+    gradient = drawn(9, 12, seed=5)
+    taylor = 70 * expected + float((gradient.double() * (q_w - w.double())).sum())
+    assert terms.loss_divergence(fmt, "taylor", gradient) == pytest.approx(taylor, rel=1e-3)
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "fp4"])
 @pytest.mark.parametrize("options", SAMPLES)
 def test_the_norm_form_is_the_written_out_formula(options: dict[str, int], fmt: str) -> None:
+    """Also where the layer saw 300 of the batch's 500 tokens, a fourth of a micro-batch by its labels."""
     sample, w = a_sample(**options), a_weight()
     x, g, scale = sample.x.double(), sample.grad_output.double(), 300 / len(sample.x)
     e_x = fake_quantize(sample.x, FORMATS[fmt], ROW_TILE).double() - x
     e_w = fake_quantize(w, FORMATS[fmt], SQUARE_TILE).double() - w.double()
     dx, dw = g @ w.double(), scale * (g.t() @ x)
-    square = (scale * dx.square().sum()) * (scale * e_x.square().sum()) / (300 * 12)
-    square += dw.square().sum() * e_w.square().sum() / (9 * 12)
-    expected = math.sqrt(square.item())
-    assert LayerTerms(sample, w, None, 1).loss_divergence(fmt, "norm") == pytest.approx(expected, rel=1e-4)
+    on_x = float((scale * dx.square().sum()) * (scale * e_x.square().sum())) / 12
+    on_w = float(dw.square().sum() * e_w.square().sum()) / (9 * 12)
+    for batch, tokens, parts in ((None, 300, 1), (BatchSizes(500, 70, 1000, 280), 500, 4)):
+        expected = math.sqrt(on_x / tokens / parts + on_w)
+        assert LayerTerms(sample, w, None, 1, batch).loss_divergence(fmt, "norm") == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "fp4"])

@@ -14,7 +14,7 @@ from snip_hf.config import SnipConfig
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Ranks
-from snip_hf.training.captured_step import StepWatch
+from snip_hf.training.captured_step import StepWatch, TrainingPass
 
 
 def a_model(**options: Any) -> TinyLM:
@@ -24,7 +24,9 @@ def a_model(**options: Any) -> TinyLM:
 
 
 def watch_of(model: nn.Module, batch: dict[str, Any] | None = None, probe_tokens: int | None = None) -> StepWatch:
-    return StepWatch(tokens() if batch is None else batch, probe_tokens, snip_linears(model), model.parameters())
+    watch = StepWatch(probe_tokens, snip_linears(model), model.parameters())
+    watch.take(TrainingPass(tokens() if batch is None else batch, None))
+    return watch
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

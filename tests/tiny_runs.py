@@ -115,18 +115,19 @@ def train(
     model: nn.Module | None = None,
     resume: str | Path | None = None,
     trainer: dict[str, Any] | None = None,
+    trainer_class: type[Trainer] = Trainer,
     **changes: Any,
 ) -> Run:
     """Trains under a real Trainer, with SNIP if there is a config or a callback.
 
     Args:
         callbacks: run after SNIP's.
-        trainer: further arguments of the Trainer.
+        trainer: further arguments of the Trainer, which is a `trainer_class`.
         changes: of the `TrainingArguments` above.
     """
     if config is not None:
         callback = SnipCallback(config)
-    built = Trainer(
+    built = trainer_class(
         **{
             "model": model if model is not None else model_with_dropout(),
             "args": arguments(folder, **changes),

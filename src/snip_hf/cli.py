@@ -8,27 +8,44 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
+import os
+import re
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from .config import SnipConfig
 from .costs.flops import linear_flops
-from .json_io import read_json, write_json_atomic
+from .json_io import MAX_DIGITS, open_regular, read_json, write_json_atomic
 from .layers.convert import convert_model
+from .planning.pipeline_model import MOST_COMPARISONS
 from .planning.plan import PrecisionPlan
 from .planning.solver.process import SolverError, SolverProcess
-from .records.load import read_divergence
+from .records.events import read_divergence
 from .reporting.run_report import run_report
-from .reporting.tables import plan_table, print_cost, print_stages
+from .reporting.tables import plan_table, print_cost, print_stages, say
+from .text import printable
 
 # Longer lists of layers are cut: one mistake, such as another prefix, makes every layer a mismatch.
 _MOST_LISTED = 20
+# Characters of an error, and of the config that a plan was made under.
+_MOST_SHOWN = 4000
+_MOST_PATH = 4096  # as of Linux
+# Of a model's config.json, whose largest have tables of labels; of its layers, of which the deepest models have some
+# 200; and of its modules, of which one with 45,032 linears has up to 100,000.
+_MOST_CONFIG_BYTES = 16 * 2**20
+_MOST_LAYERS, _MOST_MODULES = 2000, 150_000
+# Entries of a config that say how many layers there are, or what each of them is.
+_LAYERS = re.compile(r"(layers?|blocks?|depths?|types?)$")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except (OSError, ValueError, TypeError) as error:
         return _fail(error, 2)
+    except ArithmeticError as error:
+        return _fail(
+            ValueError(f"A figure cannot be computed ({error}): the files hold numbers that are no real ones."), 2
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,7 +105,7 @@ def _solve(arguments: argparse.Namespace) -> int:
         print(json.dumps(solution, indent=1))
     else:
         write_json_atomic(arguments.output, solution)
-        print(f"{result.status}, objective {result.objective:.6g}, by {result.solver}: {arguments.output}")
+        print(f"{result.status}, objective {result.objective:.6g}, by {result.solver}: {_path(arguments.output)}")
     return 0
 
 
@@ -99,7 +120,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         value = getattr(plan.provenance, field.name)
         if value is not None:
             shown = json.dumps(dict(value)) if field.name == "config" else value
-            console.print(f"{field.name}: {shown}", markup=False, highlight=False)
+            say(console, f"{field.name}: {shown}", _MOST_SHOWN)
     return 0 if arguments.model is None else _compare(plan, arguments.model)
 
 
@@ -110,8 +131,8 @@ def _inspect_stages(plan: PrecisionPlan, arguments: argparse.Namespace, console:
         records = read_divergence(path)[1]
     except FileNotFoundError:
         records = None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no divergences: {error!r}. Restore the file or move it away.") from error
+    except ValueError as error:
+        raise ValueError(f"{path} holds no divergences: {error} Restore the file or move it away.") from error
     print_stages(plan, console, arguments.micro_batches, records)
 
 
@@ -120,22 +141,30 @@ def _compare(plan: PrecisionPlan, name: str) -> int:
     model = _empty_model(name)
     # The plan's own config, because what was skipped then has to be skipped now.
     config = SnipConfig() if plan.provenance.config is None else SnipConfig.from_dict(plan.provenance.config)
+    modules = sum(1 for _ in model.modules())
+    if modules * len(config.skip_modules) > MOST_COMPARISONS:
+        raise ValueError(
+            f"The plan's skip_modules has {len(config.skip_modules):,} patterns, which are too many to compare with "
+            f"the {modules:,} modules of {name}."
+        )
     layers = convert_model(model, config)
     flops = linear_flops(model)
     missing, unexpected = plan.mismatches(layers)
     # The forward GEMM, because a frozen weight has no grad_weight FLOPs.
     resized = [x for x in layers if x in plan.flops and plan.flops[x]["forward"] != flops[x]["forward"]]
+    shown = _path(name)
     for what, names in (
-        (f"in {name} but not in the plan", missing),
-        (f"in the plan but not in {name}", unexpected),
-        (f"of another size in {name} than in the plan", resized),
+        (f"in {shown} but not in the plan", missing),
+        (f"in the plan but not in {shown}", unexpected),
+        (f"of another size in {shown} than in the plan", resized),
     ):
         if names:
             print(f"{len(names)} layers are {what}:")
-            print("".join(f"  {layer}\n" for layer in names[:_MOST_LISTED]) + "  ...\n" * (len(names) > _MOST_LISTED))
+            listed = "".join(f"  {printable(layer)}\n" for layer in names[:_MOST_LISTED])
+            print(listed + "  ...\n" * (len(names) > _MOST_LISTED))
     if missing or unexpected or resized:
         return 1
-    print(f"The plan fits {name}: all {len(layers)} layers agree in name and size.")
+    print(f"The plan fits {shown}: all {len(layers)} layers agree in name and size.")
     return 0
 
 
@@ -144,22 +173,82 @@ def _empty_model(name: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM  # Slow to import, and only needed here.
 
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        if Path(name).is_dir():
+            _check_config(Path(name) / "config.json")
+        with _silent_transformers(), _bounded_modules():
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+            with torch.device("meta"):
+                model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # Whatever a foreign config makes of it.
         raise ValueError(f"Cannot build the model {name!r} from its config: {error}") from error
     return model
 
 
+def _check_config(path: Path) -> None:
+    """Refuses what would take minutes or gigabytes before anything is built from it."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > _MOST_CONFIG_BYTES:
+            raise ValueError(f"{path} is larger than {_MOST_CONFIG_BYTES} bytes.")
+        level = [json.loads(file.read(_MOST_CONFIG_BYTES), parse_int=_bounded_int)]
+    while level:  # configs of parts of the model lie inside
+        below = []
+        for key, value in (item for mapping in level if isinstance(mapping, dict) for item in mapping.items()):
+            count = len(value) if isinstance(value, list) else value
+            if _LAYERS.search(key) and isinstance(count, int | float) and count > _MOST_LAYERS:
+                raise ValueError(f"{key} is or has {count:,}, expected at most {_MOST_LAYERS:,}.")
+            below += value if isinstance(value, list) else [value]
+        level = below
+
+
+def _bounded_int(text: str) -> float:
+    return int(text) if len(text) <= MAX_DIGITS else float(text)
+
+
+@contextmanager
+def _bounded_modules() -> Iterator[None]:
+    """Inside, building more than so many modules is an error: configs name numbers of layers in many ways."""
+    count = 0
+
+    def note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        nonlocal count
+        count += 1
+        if count > _MOST_MODULES:
+            raise ValueError(f"it has more than {_MOST_MODULES:,} modules.")
+
+    handle = register_module_module_registration_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _silent_transformers() -> Iterator[None]:
+    """Inside, transformers logs nothing: it quotes configs as they are."""
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL + 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
 def _report(arguments: argparse.Namespace) -> int:
     for path in run_report(arguments.run_dir, arguments.out, arguments.micro_batches):
-        print(path)
+        print(_path(path))
     return 0
 
 
+def _path(path: str | Path) -> str:
+    return printable(path, _MOST_PATH)
+
+
 def _fail(error: Exception, code: int) -> int:
-    print(f"snip-hf: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"snip-hf: {printable(' '.join(str(error).split()), _MOST_SHOWN)}", file=sys.stderr)
     return code
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from .kernels.backend import BACKENDS
 from .numerics.formats import FORMATS, UNQUANTIZED
@@ -15,13 +16,30 @@ from .registry import Registry
 # Who decides. The entries are in `policies`, one file per family; `policies.registry.Policy` says what they are.
 POLICIES: Registry[Any] = Registry("policy", "snip_hf.policies")
 
+Granularity = Literal["layer", "gemm"]
+Budget = Literal["flops", "measured"]
+Objective = Literal["additive", "horizon", "paper"]
+LossForm = Literal["token-fisher", "taylor", "norm"]
+Solver = Literal["auto", "cbc", "highs", "greedy"]
 _CHOICES = {
-    "granularity": ("layer", "gemm"),
-    "cost": ("flops", "measured"),
-    "objective": ("additive", "horizon", "paper"),
-    "loss_form": ("token-fisher", "taylor", "norm"),
-    "solver": ("auto", "cbc", "highs", "greedy"),
+    "granularity": Granularity,
+    "cost": Budget,
+    "objective": Objective,
+    "loss_form": LossForm,
+    "solver": Solver,
 }
+# Linears that take the same input, in most families. Tied, they share a format and quantize their input once.
+_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"granularity": "layer", "objective": "paper"},
+    "layer": {"granularity": "layer"},
+    "gemm": {"granularity": "gemm"},
+    "hopper": {"granularity": "gemm", "ties": _SAME_INPUT, "first_refresh": 200, "apply_delay": 20},
+}
+# Seconds: a week. Clocks and timers take more, but nobody waits longer for a plan or a rank.
+LONGEST_WAIT = 7 * 24 * 3600.0
+# Bits of the integers that files and random numbers are made of.
+_INTEGER_BITS = 63
 _AT_LEAST = {
     "refresh_every": 1,
     "first_refresh": 1,
@@ -29,6 +47,16 @@ _AT_LEAST = {
     "drift_every": 1,
     "probes": 1,
     "seed": 0,
+}
+_AT_MOST = {
+    "probes": 10_000,
+    # GEMMs of more rows are beyond 32-bit indices, and beyond any GPU's memory.
+    "cost_tokens": 2**31 - 1,
+    # The solver takes costs up to 1e100, which are these times the divergences.
+    "loss_weight": 1e50,
+    "weight_weight": 1e50,
+    "switching_cost": 1e50,
+    "solver_gap": 1e50,
 }
 
 
@@ -43,44 +71,55 @@ class SnipConfig:
         TypeError: a field's value has the wrong type.
     """
 
+    # Target: what the plan must reach
+
     target_fp4_fraction: float = 0.75
-    """Least share of the linear FLOPs (or of their time, see `cost`) that the plan runs in FP4, 0..1, in every stage.
-    Not a reduction of FLOPs."""
-    cost: str = "flops"
-    """What `target_fp4_fraction` is a share of: "flops", or "measured": the time that the linears' GEMMs take in FP8 on
-    this machine, by which small, inefficient GEMMs count more (ours; docs/method.md, section 6)."""
-    cost_file: str | None = None
-    """File to keep measured times in: what it has for this GPU, torch and backend is not timed again. None: kept in the
-    run's plan alone."""
-    cost_tokens: int | None = None
-    """Tokens of a micro-batch to time the GEMMs for. None: those of the first micro-batch that is probed; the policies
-    that share out FP4 without a probe have none, and need the number."""
-    granularity: str = "layer"
-    """"layer": the three GEMMs of a linear share one format (the paper). "gemm": each is decided by itself (ours)."""
-    policy: str = "snip"
-    """Who decides: "snip", or one of the baselines in `POLICIES` (docs/policies.md)."""
-    plan: str | None = None
-    """Path of a plan file to apply before the first step and hold fixed; `policy` is then not asked."""
-    refresh_every: int | None = 500
-    """Steps between two refreshes, counted from the last probe: one that comes early (`refresh_on_drift`) moves those
-    after it. How fast rankings age: docs/fidelity.md, section 6. None: the first plan stays, unless it drifts; a first
-    refresh that failed is tried again every `first_refresh` steps."""
-    first_refresh: int = 100
-    """Step of the first probe. Adam's very first updates say nothing of how later ones answer to the gradient."""
-    apply_delay: int = 10
-    """Steps between a probe and the application of its plan; the solver runs meanwhile. At most `refresh_every`."""
-    refresh_on_drift: float | None = None
-    """Refresh early when the ranking of the layers has moved: at a cheap check the rank correlation (Spearman, -1..1)
-    of their costs with those that the plan in force was made from is below this, 0..1. None: never checks (ours)."""
-    drift_every: int = 100
-    """Steps between two such checks, counted from the last probe; each costs one FP32 forward-backward pass. There is
-    none while a plan waits for its application."""
+    """Least share of the linear FLOPs that the plan runs in formats of at most 4 bits, 0..1, in every stage. Of their
+    time where `cost` says so. Not a reduction of FLOPs."""
     formats: tuple[str, ...] = ("fp4", "fp8")
-    """Names of the formats that the plan chooses from for each GEMM, the least precise first; see
-    `snip_hf.formats`."""
+    """Formats that the plan chooses from for each GEMM, the least precise first (`snip_hf.formats`)."""
+    granularity: Granularity = "layer"
+    """What shares a format: "layer", the three GEMMs of a linear (the paper); "gemm", each is decided by itself
+    (ours)."""
+    stages: int | tuple[tuple[str, ...], ...] | None = None
+    """Pipeline stages, each of which attains `target_fp4_fraction` by itself. None: the whole model is one. A number:
+    so many contiguous, equal runs of blocks. Or the layer names of each stage."""
+    ties: tuple[tuple[str, ...], ...] = ()
+    """Sibling linears that share a format, by their last name, e.g. (("q_proj", "k_proj", "v_proj"),)."""
+    skip_modules: tuple[str, ...] = ()
+    """Exact names or globs (`fnmatch`, whole name) of linears that stay as they are."""
+    cost: Budget = "flops"
+    """What `target_fp4_fraction` is a share of: "flops", or "measured", the time that the linears' GEMMs take in FP8 on
+    this machine. By time, small and inefficient GEMMs count more (ours; docs/method.md, section 6)."""
+    cost_file: str | None = None
+    """File that keeps measured times. What it has for this GPU, torch and backend is not timed again. None: the run's
+    plan alone keeps them."""
+    cost_tokens: int | None = None
+    """Tokens of a micro-batch to time the GEMMs for. None: those of the first micro-batch that is probed. Policies
+    without a probe that aim at a share of time need the number."""
+
+    # Schedule: when the plan is made and applied
+
     start_format: str | None = None
     """Format of every GEMM until the first plan is applied: one of `formats`, or "bf16" (not quantized). None: the most
     precise of `formats`."""
+    first_refresh: int = 100
+    """Step of the first probe. Adam's very first updates say nothing of how later ones answer to the gradient."""
+    refresh_every: int | None = 500
+    """Steps between two refreshes, counted from the last probe. An early one (`refresh_on_drift`) moves those after it.
+    How fast rankings age: docs/fidelity.md, section 6. None: the first plan stays, unless it drifts; a first refresh
+    that failed is tried again every `first_refresh` steps."""
+    apply_delay: int = 10
+    """Steps between a probe and the application of its plan; the solver runs meanwhile. At most `refresh_every`."""
+    refresh_on_drift: float | None = None
+    """Refresh early when the ranking of the layers has moved: when, at a cheap check, the rank correlation (Spearman)
+    of their costs with those behind the plan in force is below this, 0..1. None: never checks (ours)."""
+    drift_every: int = 100
+    """Steps between two such checks, counted from the last probe. Each costs one FP32 forward-backward pass. There is
+    none while a plan waits for its application."""
+
+    # Probe: what a refresh measures
+
     probes: int = 1
     """Random directions per refresh; each costs two forward-backward passes. The policy "hessian-trace" needs many."""
     probe_tokens: int | None = 1024
@@ -91,48 +130,57 @@ class SnipConfig:
     probe_memory_mib: int | None = None
     """Most MiB that a probe may hold beyond the model, activations not counted (`snip_hf.memory`); it then keeps fewer
     tokens if it has to. None: no bound."""
-    loss_form: str = "token-fisher"
-    """Estimator of the loss divergence: "token-fisher" (ours: curvature, which training does not take away), "taylor"
-    (ours: with the first-order effect of the weight's error, nearest to the loss's rise at this very step) or "norm"
-    (first order, from norms)."""
-    objective: str = "additive"
-    """What the program minimises, from both divergences divided by their totals in FP4: "additive" (ours) dL + 0.1
-    dW^2, since independent errors add in squares; "horizon" (ours) the same with dW^2 as it grows over 100 steps;
-    "paper" Q = dL + dW."""
+    loss_form: LossForm = "token-fisher"
+    """Estimator of the loss divergence. "token-fisher" (ours): curvature, which training does not take away. "taylor"
+    (ours): with the first-order effect of the weight's error, nearest to the loss's rise at this very step. "norm":
+    first order, from norms."""
+
+    # Objective: who decides, and what for
+
+    policy: str = "snip"
+    """Who decides: "snip", or another registered policy (docs/policies.md)."""
+    plan: str | None = None
+    """Path of a plan file to apply before the first step and hold fixed; `policy` is then not asked."""
+    objective: Objective = "additive"
+    """What the program minimises, from both divergences divided by their totals with everything in the least precise
+    format. "additive" (ours): dL + 0.1 dW^2, since independent errors add in squares. "horizon" (ours): the same with
+    dW^2 as it grows over 100 steps. "paper": Q = dL + dW."""
     loss_weight: float = 1.0
     """Multiplies the loss divergence's part of the objective."""
     weight_weight: float = 1.0
     """Multiplies the weight divergence's part of the objective."""
-    skip_modules: tuple[str, ...] = ()
-    """Exact names or globs (`fnmatch`, whole name) of linears that stay as they are."""
-    ties: tuple[tuple[str, ...], ...] = ()
-    """Sibling linears that share a format, by their last name, e.g. (("q_proj", "k_proj", "v_proj"),)."""
-    stages: int | tuple[tuple[str, ...], ...] | None = None
-    """None: one constraint for the whole model. A number: that many contiguous, equal runs of blocks. Or the layer
-    names of each stage. Every stage attains `target_fp4_fraction` by itself."""
     switching_cost: float = 0.0
     """Added to the objective for the share of groups that change format against the plan in force."""
-    solver: str = "auto"
-    """"cbc" (python-mip), "highs" (scipy), "greedy" (ours), or "auto": the first of them that fits and is installed.
-    The policy "greedy" always takes the greedy one."""
+
+    # Solver
+
+    solver: Solver = "auto"
+    """Solver of the integer program: "cbc" (python-mip), "highs" (scipy), "greedy" (ours), or "auto", the first of them
+    that fits and is installed. A policy may name its own."""
     solver_time_limit: float = 60.0
-    """Seconds after which the solver is stopped."""
+    """Seconds after which the solver is stopped, at most 7 days."""
     solver_gap: float = 1e-4
     """Relative gap at which the solver may stop."""
-    rank_timeout: float = 600.0
-    """Seconds, beyond `solver_time_limit` and another 60, that a process waits for the others at most when they agree
-    on something; then training ends with an error."""
+
+    # Run
+
     backend: str = "auto"
     """Kernels: the name of a backend (docs/hopper.md), or "auto", the fastest that can run. The log says which one and
     why."""
+    rank_timeout: float = 600.0
+    """Seconds, beyond `solver_time_limit` and another 60, that a process waits for the others at most when they agree
+    on something, at most 7 days; then training ends with an error."""
     seed: int = 0
     """Seed of stochastic rounding, of the probe's directions and of the `random` policy."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check_type(field.name, getattr(self, field.name), str(field.type))
+            annotation = "str" if field.name in _CHOICES else str(field.type)
+            _check_type(field.name, getattr(self, field.name), annotation)
+            _check_bits(field.name, getattr(self, field.name))
+        closed = {name: get_args(choices) for name, choices in _CHOICES.items()}
         registered = {"policy": tuple(POLICIES), "backend": ("auto", *BACKENDS)}
-        for name, choices in (_CHOICES | registered).items():
+        for name, choices in (closed | registered).items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; expected one of {', '.join(choices)}.")
         for name, least in _AT_LEAST.items():
@@ -154,8 +202,6 @@ class SnipConfig:
                 f"target_fp4_fraction={self.target_fp4_fraction!r} is outside 0..1; it is the share of the linear "
                 "FLOPs that run in FP4, e.g. 0.75."
             )
-        if self.seed >= 2**63:
-            raise ValueError(f"seed={self.seed} is too large; expected less than 2**63.")
         if self.refresh_every is not None and self.apply_delay > self.refresh_every:
             raise ValueError(
                 f"apply_delay={self.apply_delay} is larger than refresh_every={self.refresh_every}; a plan must be "
@@ -178,11 +224,18 @@ class SnipConfig:
         for name in ("loss_weight", "weight_weight", "switching_cost", "solver_gap"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a finite number of at least 0.")
+        for name, most in _AT_MOST.items():
+            if getattr(self, name) is not None and getattr(self, name) > most:
+                raise ValueError(f"{name}={getattr(self, name)!r} is too large; expected at most {most}.")
         if self.loss_weight == self.weight_weight == 0:
             raise ValueError("loss_weight and weight_weight are both 0; at least one must be above 0.")
         for name in ("solver_time_limit", "rank_timeout"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a number of seconds above 0.")
+            if getattr(self, name) > LONGEST_WAIT:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is too long; expected at most {LONGEST_WAIT:g} seconds (7 days)."
+                )
         if isinstance(self.stages, int) and self.stages < 1:
             raise ValueError(
                 f"stages={self.stages} is too small; expected None, a number of at least 1, or lists of names."
@@ -273,13 +326,32 @@ class SnipConfig:
             )
 
     def _check_lists(self) -> None:
-        names = [name for tie in self.ties for name in dict.fromkeys(tie)]
-        for name in names:
-            if names.count(name) > 1:
+        counts = Counter(name for tie in self.ties for name in dict.fromkeys(tie))
+        for name, count in counts.items():
+            if count > 1:
                 raise ValueError(f"ties: {name!r} is in more than one tie; put all names that share a format into one.")
         for index, stage in enumerate(() if isinstance(self.stages, int) else self.stages or ()):
             if not stage:
                 raise ValueError(f"stages: stage {index} names no layer; expected at least one in every stage.")
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> SnipConfig:
+        """Builds a config from a named set of values.
+
+        "paper": by layer, Q = dL + dW, as far as the paper is known. "layer": the default. "gemm": the three GEMMs of a
+        linear apart, which holds the loss best at a given share (docs/results.md). "hopper": as "gemm", with ties that
+        let linears of the same input quantize it once.
+
+        Args:
+            name: of the preset.
+            changes: fields with other values.
+
+        Raises:
+            ValueError: an unknown name, or as the constructor.
+        """
+        if name not in _PRESETS:
+            raise ValueError(f"Unknown preset {name!r}; expected one of {', '.join(_PRESETS)}.")
+        return cls(**(_PRESETS[name] | changes))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SnipConfig:
@@ -311,6 +383,14 @@ def _check_type(name: str, value: object, annotation: str) -> None:
     )
     if not fits:
         raise TypeError(f"{name}={value!r} has type {type(value).__name__}; expected {annotation}.")
+
+
+def _check_bits(name: str, value: object) -> None:
+    """Raises ValueError if an integer is too large for what it ends up in, or even to be shown."""
+    if isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
+        # Python refuses to write out integers of thousands of digits.
+        shown = str(value) if value.bit_length() < 1000 else f"an integer of {value.bit_length()} bits"
+        raise ValueError(f"{name}={shown} is too large; expected less than 2**{_INTEGER_BITS}, in size.")
 
 
 def _as_names(field: str, names: object) -> tuple[str, ...]:

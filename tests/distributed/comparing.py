@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from snip_hf.records.run_folder import records_of
+
 Table = Mapping[str, Sequence[float]]
 LOSS, WEIGHT, CRITERION = 0, 1, 2  # columns
 
@@ -48,6 +50,6 @@ def read_run(folder: Path) -> tuple[list[dict[str, Any]], dict[int, float], dict
         losses[found["step"]] = found["loss"]
         tables[found["step"]] = {
             f"{row['layer']} {row['gemm']} {row['format']}": [row[column] for column in columns]
-            for row in found["records"]
+            for row in records_of(found)
         }
     return history, losses, tables

@@ -28,7 +28,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> RunsByRank:
 
 def _trained(group: str, ranks: int, folder: Path) -> RunsByRank:
     launch_ranks("run_trainings.py", folder, group, folder=folder, ranks=ranks)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="session")
@@ -43,4 +43,4 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Returns rank -> what a pipeline of four stages on two processes found."""
     folder = tmp_path_factory.mktemp("pipeline")
     assert_succeeded(start_ranks("run_pipeline.py", folder, folder=folder))
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]

@@ -80,11 +80,8 @@ def test_ranks_with_shorter_sequences_find_what_one_process_finds_with_padding(o
     ours, theirs = two[0]["ragged"], one["ragged"]
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
     assert ours["probe_losses"][1] == pytest.approx(theirs["probe_losses"][1], rel=1e-6)
-    # The loss divergence is proportional to the number of tokens, padding among them.
-    tokens = 3 * (128 + 96) / (6 * 128)
-    table = {key: [on_loss / tokens, on_weight] for key, (on_loss, on_weight, _) in ours["tables"][1].items()}
-    expected = theirs["tables"][1]
-    assert max(errors(table, expected, LOSS)) < 1e-4
+    table, expected = ours["tables"][1], theirs["tables"][1]
+    assert max(errors(table, expected, LOSS)) < 1e-4  # padding has no labels
     # Padding is part of the tiles along the tokens, in which grad_weight is rounded.
     for gemm, bound in (("forward", 0.02), ("grad_input", 0.2), ("grad_weight", 2)):
         rows = {key: row for key, row in expected.items() if f" {gemm} " in key}

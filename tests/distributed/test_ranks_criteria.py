@@ -20,7 +20,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> list[Runs]:
     """Returns rank -> name -> what two ranks found."""
     folder = tmp_path_factory.mktemp("judged")
     launch_ranks("run_trainings.py", folder, "judged", folder=folder)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])

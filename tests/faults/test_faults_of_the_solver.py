@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from fault_runs import CONFIG, SHORT, assert_cost_only_the_first_refresh, children, first_start
-from test_solver import wait_until
+from test_solver import members, wait_until
 from tiny_runs import SCHEDULE, Run, differing, train, weights, without_seconds
 from transformers import TrainerCallback
 
@@ -173,6 +173,33 @@ def test_a_solver_that_hangs_is_waited_for_no_longer_than_its_limit(
     assert started[0]._process.returncode == -signal.SIGKILL
 
 
+@dataclass
+class _Breaks(TrainerCallback):
+    """Ends training by an error after step 3."""
+
+    error: BaseException
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
+def test_a_solver_ends_at_its_limit_when_an_error_has_ended_training(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error, the frames that it holds, the Trainer and the model all stay, as in a notebook."""
+    started = first_start(
+        monkeypatch, lambda problem: START(problem, ["sh", "-c", "sleep 600 & sleep 600"], allowance=1.0)
+    )
+    with pytest.raises(type(error)) as caught:
+        train(tmp_path, SnipConfig(**SCHEDULE, solver_time_limit=1.0), callbacks=[_Breaks(error)], **SHORT)
+    assert caught.value.__traceback__ is not None
+    group = started[0]._process.pid
+    wait_until(lambda: members(group) == [], 10.0)
+    assert children() == set()
+
+
 def test_a_solver_that_is_slow_is_waited_for_and_its_plan_applied_at_the_same_step(
     undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +226,7 @@ def test_a_solver_that_is_slow_is_waited_for_and_its_plan_applied_at_the_same_st
 def test_output_without_end_fills_neither_the_disk_nor_the_trainers_memory(tmp_path: Path) -> None:
     """The solver's process may write 64 MiB into a file and no more; the parent reads no more than that."""
     stub = (
-        "import os, sys; sys.path.insert(0, sys.argv[1]); import ilp\n"
+        "import os, sys; sys.path.insert(0, sys.argv.pop()); import ilp\n"
         "def solve(problem):\n"
         "    try:\n"
         "        while True: os.write(1, b'x' * (1 << 20))\n"

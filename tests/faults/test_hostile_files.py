@@ -153,9 +153,7 @@ def test_a_link_to_a_plan_is_the_plan(plan: PrecisionPlan, tmp_path: Path) -> No
     assert PrecisionPlan.load(tmp_path / "link.json") == plan
 
 
-@pytest.mark.parametrize(
-    "name", ["\x1b]0;title\x07", "a\nb", "a\0b", "\x7f", "\u202eb", "\u2028", "\ud800", "", "x" * 4097]
-)
+@pytest.mark.parametrize("name", ["\x1b]0;title\x07", "a\nb", "a\0b", "\x7f", "\x9b2J", "", "x" * 4097])
 def test_a_name_with_control_characters_or_of_great_length_is_refused(name: str, tmp_path: Path) -> None:
     row = dict.fromkeys(GEMMS, 1.0)
     good = PrecisionPlan.uniform({"good": row}, "fp8", [["good"]], PlanProvenance(step=0, policy="snip")).to_dict()
@@ -307,10 +305,9 @@ def test_a_history_that_is_no_file_costs_the_record_and_is_not_waited_for(
     with in_time():
         folder.append({"event": "start", "step": 0})
     assert len(caplog.messages) == 1
-    if kind != "loop":  # which counts as a history that is not there
-        with in_time():
-            folder.cut(3, None, {"event": "start", "step": 0})
-        assert len(caplog.messages) == 2
+    with in_time():
+        folder.cut(3, None, {"event": "start", "step": 0})
+    assert len(caplog.messages) == 2
     assert all("training goes on" in message for message in caplog.messages)
 
 

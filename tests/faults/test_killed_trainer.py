@@ -7,24 +7,24 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from fault_runs import CONFIG, SAVING, SHORT, in_a_process
-from test_solver import alive, wait_until
+from test_solver import alive, members, wait_until
 from tiny_runs import Run, differing, train, weights, without_seconds
 
 from snip_hf.planning.solver import ilp
 
 # Seconds that a solver may outlive its trainer: a quarter to notice, the rest for a busy machine.
 BOUND = 5.0
-# ilp.py itself, but that it never finds a solution.
+# ilp.py itself, but that it never finds a solution and starts a process that ignores SIGTERM.
 HANGING = """
-import sys, time
+import subprocess, sys, time
 sys.path.insert(0, {folder!r})
 import ilp
-ilp.solve = lambda problem: time.sleep(600)
+stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+ilp.solve = lambda problem: subprocess.run([sys.executable, "-S", "-c", stubborn])
 sys.exit(ilp.main())
 """
 
@@ -81,7 +81,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_solver_does_not_outlive_a_trainer_that_was_killed(killed: Path) -> None:
     """By the time that the fixture is done the other two runs have been trained and killed too."""
     pid = int((killed / "pid").read_text())
-    wait_until(lambda: not alive(pid), BOUND)
+    wait_until(lambda: not alive(pid) and members(pid) == [], BOUND)
 
 
 @pytest.mark.parametrize(("where", "step"), [("solver", 3), ("probe", 1), ("plan", 3)])
@@ -98,29 +98,34 @@ def test_a_run_that_was_killed_in_a_refresh_goes_on_to_the_bit(
     assert list((folder / "snip").glob(".*")) == []
 
 
-@pytest.mark.parametrize("how", ["is killed", "is killed before its solver has begun"])
+@pytest.mark.parametrize("how", ["is killed", "is killed before its solver has begun", "leaves by os._exit"])
 def test_the_solvers_process_ends_with_the_one_that_waits_for_it(how: str, tmp_path: Path) -> None:
     """Without torch, so that the time it takes is the time to notice."""
     stub = tmp_path / "hanging.py"
-    late = "" if how == "is killed" else "import time; time.sleep(1)\n"
+    late = "import time; time.sleep(1)\n" if "before" in how else ""
     stub.write_text(late + HANGING.format(folder=str(Path(ilp.__file__).parent)))
     program = (
         "import os, subprocess, sys, time\n"
         f"child = subprocess.Popen([sys.executable, '-I', {str(stub)!r}, '--parent', str(os.getpid())],"
         " stdin=open(os.devnull), start_new_session=True)\n"
-        "print(child.pid, flush=True); time.sleep(600)"
+        "print(child.pid, flush=True); sys.stdin.readline(); os._exit(0)"
     )
     stub.write_text(stub.read_text().replace("import ilp\n", "import ilp\nilp.json.loads = lambda text: {}\n"))
-    parent = subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE)
-    assert parent.stdout is not None
+    command = [sys.executable, "-S", "-c", program]
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert parent.stdout is not None and parent.stdin is not None
     pid = int(parent.stdout.readline())
     if not late:
-        time.sleep(0.5)
+        wait_until(lambda: len(members(pid)) == 2)
     assert alive(pid)
-    os.kill(parent.pid, signal.SIGKILL)
+    if "os._exit" in how:
+        parent.stdin.write(b"\n")
+    else:
+        os.kill(parent.pid, signal.SIGKILL)
+    parent.stdin.close()
     parent.wait()
     parent.stdout.close()
-    wait_until(lambda: not alive(pid), BOUND)
+    wait_until(lambda: members(pid) == [], BOUND)
 
 
 def test_a_solver_whose_trainer_lives_is_left_alone(tmp_path: Path) -> None:

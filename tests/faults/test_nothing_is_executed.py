@@ -32,6 +32,16 @@ def trespasses(text: str) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("folder", ["benchmarks", "eval", "recipes", "tests"])
+def test_no_script_unpickles_what_it_loads(folder: str) -> None:
+    found = set()
+    for path in (Path(__file__).parents[2] / folder).rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]
+        found |= {path.name} if any(trespasses(ast.unparse(load)) for load in loads) else set()
+    assert found <= {"test_linear.py"}  # whose subject is that layers can be pickled
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_no_module_unpickles_or_evaluates(path: Path) -> None:
     assert trespasses(path.read_text()) == []

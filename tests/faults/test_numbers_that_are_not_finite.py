@@ -26,10 +26,14 @@ class _Poison(TrainerCallback):
         self.on = False
         loss_function = model.loss_function
         model.loss_function = lambda **kwargs: self.spoil(loss_function(**kwargs), "loss")
-        model.model.layers[1].mlp.down_proj.register_forward_hook(lambda layer, args, output: self.forward(output))
+        model.model.layers[1].mlp.down_proj.register_forward_hook(self.hook)
 
     def spoil(self, tensor: Tensor, where: str) -> Tensor:
         return tensor * self.value if self.on and where == self.where else tensor
+
+    def hook(self, layer: Any, args: Any, output: Tensor) -> Tensor:
+        output = self.forward(output)
+        return output  # by name: the hook acts in the probe
 
     def forward(self, output: Tensor) -> Tensor:
         if self.on and self.where == "probe alone" and snip_linears(self.model)[LAYER].snip_recorder is not None:

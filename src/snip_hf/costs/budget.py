@@ -12,6 +12,7 @@ from torch import nn
 from ..layers.state import snip_linears
 from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
+from ..text import printable
 from .flops import Weights
 from .gemm_timing import GemmShape, Machine, Timer, gemm_times, timed_formats
 
@@ -122,11 +123,12 @@ def cost_shares(flops: Weights, measured: MeasuredCost) -> list[CostShare]:
             if row[gemm] > 0:
                 members.setdefault((layer.rpartition(".")[2], gemm), []).append(layer)
     all_flops = math.fsum(value for row in flops.values() for value in row.values())
+    all_seconds = measured.total(REFERENCE.name)
     shares = []
     for (kind, gemm), layers in members.items():
         seconds = {fmt: math.fsum(measured.seconds[x][gemm][fmt] for x in layers) for fmt in measured.formats}
         share = math.fsum(flops[x][gemm] for x in layers) / all_flops
-        shares.append(CostShare(kind, gemm, share, seconds[REFERENCE.name] / measured.total(REFERENCE.name), seconds))
+        shares.append(CostShare(kind, gemm, share, seconds[REFERENCE.name] / all_seconds, seconds))
     return shares
 
 
@@ -138,7 +140,7 @@ def describe_cost(flops: Weights, measured: MeasuredCost) -> str:
     return (
         f"All GEMMs of the linears take {totals} per micro-batch of {measured.tokens} tokens "
         f"({measured.machine.backend} backend, {measured.machine.device}); by measured time "
-        f"{dearest.kind} {dearest.gemm} counts {dearest.ratio:.2f} times what it counts by FLOPs "
-        f"({dearest.time:.1%} against {dearest.flops:.1%}), {cheapest.kind} {cheapest.gemm} {cheapest.ratio:.2f} times "
-        f"({cheapest.time:.1%} against {cheapest.flops:.1%})."
+        f"{printable(dearest.kind)} {dearest.gemm} counts {dearest.ratio:.2f} times what it counts by FLOPs "
+        f"({dearest.time:.1%} against {dearest.flops:.1%}), {printable(cheapest.kind)} {cheapest.gemm} "
+        f"{cheapest.ratio:.2f} times ({cheapest.time:.1%} against {cheapest.flops:.1%})."
     )

@@ -24,6 +24,7 @@ from ..json_io import read_json, write_json_atomic
 from ..kernels.backend import BACKENDS
 from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
+from ..text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -108,8 +109,12 @@ def gemm_times(
     if missing and path is not None:
         try:
             write_times(path, known)
-        except OSError as error:
-            logger.warning("snip-hf: could not write the times of GEMMs to %s, training goes on: %s", path, error)
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "snip-hf: could not write the times of GEMMs to %s, training goes on: %s",
+                printable(path, 1000),
+                printable(error, 1000),
+            )
     return {shape: {fmt: known[machine, shape][fmt] for fmt in timed} for shape in wanted}
 
 
@@ -152,8 +157,8 @@ def read_times(path: str | os.PathLike[str]) -> Times:
         return dict(_entry(row, f"times[{index}]") for index, row in enumerate(rows))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{os.fspath(path)} is not a usable file of GEMM times: {error} Remove it, or name another as cost_file; "
-            "what is missing is timed anew."
+            f"{printable(path, 1000)} is not a usable file of GEMM times: {error} Remove it, or name another as "
+            "cost_file; what is missing is timed anew."
         ) from error
 
 

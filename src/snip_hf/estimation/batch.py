@@ -85,7 +85,14 @@ class Batch:
 
     @property
     def labelled(self) -> int:
-        """Number of tokens that have a label; those of a causal LM, which shifts them, all but the first ones."""
+        """Number of tokens with a label, over which the loss is a mean.
+
+        A causal LM shifts its labels, so that the first one of a sequence does not count, unless the batch has them
+        shifted already (`shift_labels`). A model of another kind has at most one more per sequence.
+        """
+        shifted = self.kwargs.get("shift_labels")
+        if shifted is not None:
+            return int((shifted != _NO_LABEL).sum())
         labels = self.kwargs["labels"]
         return int((labels[..., 1:] != _NO_LABEL).sum()) or int((labels != _NO_LABEL).sum())
 

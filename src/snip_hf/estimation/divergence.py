@@ -29,7 +29,8 @@ from ..parallel.ranks import Attempt, Processes
 from ..parallel.sharding import is_sharded, own_part, sharded_as, squares, whole, with_own_part
 from .batch import Batch
 from .criterion import LayerCriterion
-from .layer_sums import LAYER, ROWS, LayerTerms, Pending, Squares, read_all
+from .gradient_scale import unscaled
+from .layer_sums import LAYER, ROWS, BatchSizes, LayerTerms, Pending, Squares, read_all
 from .passes import run_pass
 from .pooling import pooled
 from .probe import random_direction, run_probe
@@ -64,7 +65,15 @@ def estimate_divergence(
         answers = responses(optimizer, weights_of(layers))
         _, gradients = gradients_of(model, captured, layers)
         part = captured.part(config.probe_batch_tokens)
-        return divergences_at(model, part, answers, gradients, config, labelled=captured.labelled)
+        return divergences_at(
+            model,
+            part,
+            answers,
+            gradients,
+            config,
+            labelled=captured.labelled,
+            micro_batch_tokens=captured.tokens,
+        )
 
 
 def divergences_at(
@@ -79,6 +88,7 @@ def divergences_at(
     probes: int | None = None,
     labelled: int | None = None,
     processes: Processes | None = None,
+    micro_batch_tokens: int | None = None,
 ) -> DivergenceTable:
     """Probes a converted model and estimates all divergences of one optimizer step.
 
@@ -102,6 +112,7 @@ def divergences_at(
             of grad_weight is then known, also in the layers' rows.
         labelled: tokens with a label of the whole micro-batch that `batch` is a part of; None: it is the whole one.
         processes: those that work together; None: this one is alone.
+        micro_batch_tokens: all tokens of the whole micro-batch; None as for `labelled`.
 
     Raises:
         ValueError: the loss of the micro-batch is not finite; on one rank is enough.
@@ -109,8 +120,9 @@ def divergences_at(
     """
     processes = processes or Processes()
     layers = snip_linears(model)
-    counts = processes.data.gather([batch.tokens, batch.labelled, labelled or batch.labelled])
-    tokens, kept, every = zip(*counts, strict=True)
+    own = [batch.tokens, batch.labelled, micro_batch_tokens or batch.tokens, labelled or batch.labelled]
+    counts = list(zip(*processes.data.gather(own), strict=True))
+    tokens, kept, sizes = counts[0], counts[1], BatchSizes(*map(sum, counts))
     norms: dict[str, float] = {}
     probe, attempt = None, Attempt()
     count = config.probes if probes is None else probes
@@ -139,10 +151,11 @@ def divergences_at(
         )
     loss = _agreed_loss(None if probe is None else probe.loss, attempt, kept, processes)
     assert probe is not None
-    samples = pooled(probe.layers, batch.labelled / sum(kept), layers, processes.data)
-    parts = sum(every) / sum(kept)
+    samples = pooled(probe.layers, batch.labelled / sizes.labelled, layers, processes.data)
     quantized = config.quantized_formats
     sums: list[_Sums] = []
+    if POLICIES[config.policy].weighs_updates:
+        gradient_scale = unscaled(gradient_scale, samples, gradients, list(norms), processes.data, attempt)
     with attempt:
         for name, weight, gradient, pushforward in _gathered(layers, samples, answers, gradients, norms, config):
             with attempt:  # the others go on gathering what is sharded, and so does this rank
@@ -151,7 +164,7 @@ def divergences_at(
                     draws = ((config.seed, step, index) for index in range(count))
                     trace = kind.trace_of(name, sample, [random_direction(name, weight, draw) for draw in draws])
                     sample = replace(sample, x_dot=[], grad_output_dot=[])
-                terms = LayerTerms(sample, weight, pushforward, micro_batches, parts, formats=quantized)
+                terms = LayerTerms(sample, weight, pushforward, micro_batches, sizes, formats=quantized)
                 unclipped = None if gradient is None else gradient.to(torch.float32) / (gradient_scale or 1.0)
                 criterion = kind(terms, trace)
                 sums += _start_sums(name, terms, criterion, config, step, unclipped, quantized)
@@ -195,7 +208,7 @@ def _start_sums(
     formats: Sequence[str],
 ) -> Iterator[_Sums]:
     """Sets the sums of one layer under way, for each format."""
-    layer_key = zlib.crc32(name.encode())
+    layer_key = zlib.crc32(name.encode(errors="surrogatepass"))
     row_key, column_key = (stream_key(config.seed, step, 0, layer_key, operand) for operand in _OPERANDS)
     for fmt in formats:
         of_rows = terms.pending_weight_divergences(fmt, (row_key, column_key))

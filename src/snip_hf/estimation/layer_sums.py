@@ -1,8 +1,12 @@
 """What does a format do to one layer? Sums over what the probe sampled there.
 
-Legend: T tokens of the micro-batch, n of them sampled, I in_features, O out_features. X (n, I), G (n, O) and W (O,
-I) are the layer's input, output gradient and weight in high precision; eX, eG, eW their quantization errors; Xdot, Gdot
-the derivatives along the probe's direction. Formulas: docs/method.md, sections 2 and 3.
+Legend: T tokens that the layer saw, n of them sampled, N tokens with a label in the batch that was run, I in_features,
+O out_features. X (n, I), G (n, O) and W (O, I) are the layer's input, output gradient and weight in high precision; eX,
+eG, eW their quantization errors; Xdot, Gdot the derivatives along the probe's direction. Formulas: docs/method.md,
+sections 2 and 3.
+
+G is the gradient of a mean loss over N tokens. T is another number than N under masks (fewer labels than tokens), in
+an expert (which sees some of the tokens) and in a layer that is called several times (which sees each token again).
 
 A divergence has two parts. What a rounding error does to the update on the average over tokens comes back at every step
 (the bias); the rest is drawn anew with every batch. The sample is cut into pieces: products of different pieces tell
@@ -76,11 +80,29 @@ def read_all(pending: Sequence[Pending[Result]]) -> list[Result]:
     return [one.finish([next(figures) for _ in range(len(one.sums))]) for one in pending]
 
 
+class BatchSizes(NamedTuple):
+    """How large the batch is that was run, a micro-batch or a part of one, on all data ranks together."""
+
+    tokens: int
+    labelled: int
+    """N: the tokens over whose mean loss G is a gradient."""
+    micro_batch_tokens: int
+    micro_batch_labelled: int
+
+    @classmethod
+    def complete(cls, tokens: int, labelled: int) -> BatchSizes:
+        """Of a whole micro-batch."""
+        return cls(tokens, labelled, tokens, labelled)
+
+    @property
+    def parts(self) -> float:
+        """How many such batches make the micro-batch's mean loss."""
+        return max(1, self.micro_batch_labelled) / max(1, self.labelled)
+
+
 class _Sizes(NamedTuple):
     """What the sums over a sample are extrapolated by."""
 
-    tokens: int
-    """T of the batch that was run"""
     token_ratio: float
     """T / n"""
     scale: float
@@ -130,7 +152,8 @@ class LayerTerms:
         pushforward: how a gradient's change (O, I) changes the optimizer's update, relative to |W|: a function, or the
             factor of every element (O, I); None for a layer that is not trained.
         micro_batches: micro-batches of the optimizer step; the sampled one stands for all.
-        parts: how many times the tokens of the batch that was run make a micro-batch.
+        batch: of what G is the gradient; None: of a whole micro-batch, all of whose tokens the layer saw once, each of
+            them with a label.
         formats: the quantized formats of the run.
     """
 
@@ -140,18 +163,19 @@ class LayerTerms:
         weight: Tensor,
         pushforward: Callable[[Tensor], Tensor] | Tensor | None,
         micro_batches: int,
-        parts: float = 1.0,
+        batch: BatchSizes | None = None,
         *,
         formats: Sequence[str],
     ) -> None:
         self.x, self.g, self.w = sample.x, sample.grad_output, weight.to(torch.float32)
         self._pushforward = pushforward
-        self.parts = parts
         self._formats = list(formats)
+        self.batch = batch or BatchSizes.complete(sample.tokens, sample.tokens)
         count = self.x.shape[0]
         pieces = min(max(1, count), max(2, min(_MOST_PIECES, count // TILE)))
         # A part of a micro-batch, of the mean loss of its own, is to the step what one of more micro-batches is.
-        self.sizes = _Sizes(sample.tokens, sample.tokens / max(1, count), sample.scale, pieces, micro_batches * parts)
+        batches = micro_batches * self.batch.parts
+        self.sizes = _Sizes(sample.tokens / max(1, count), sample.scale, pieces, batches)
         self._quantized: dict[tuple[str, str, int, int | None], Tensor] = {}
         self._weight_errors = torch.stack([self.rounded("w", name, 1) for name in self._formats])
         self._weight_errors.sub_(self.w).square_()
@@ -263,16 +287,19 @@ class LayerTerms:
     def pending_loss_divergence(self, name: str, form: str, gradient: Tensor | None = None) -> Pending[float]:
         """As `loss_divergence`, not waiting for the device."""
         x, w = self.rounded("x", name, 1), self.rounded("w", name, 1)
-        tokens, token_ratio, scale, *_ = self.sizes
+        token_ratio, scale, *_ = self.sizes
         if form == "norm":
             grad_weight = product(self.g.t(), self.x)  # (O, n) x (n, I)
-            # Sums of |G|^2 fall with the number of tokens, over which the loss is a mean.
-            on_x = self._g_w.square().sum() * (x - self.x).square().sum() / (tokens * self.x.shape[1] * self.parts)
+            # Per token of the batch and not of the layer: so the figures of experts add up to that of a dense layer.
+            # Sums of |G|^2 fall with the number of labels, over which the loss is a mean.
+            elements = max(1, self.batch.tokens) * self.x.shape[1] * self.batch.parts
+            on_x = self._g_w.square().sum() * (x - self.x).square().sum() / elements
             on_w = grad_weight.square().sum() * self.weight_error(name) / self.w.numel()
             return Pending((token_ratio * (on_x + on_w).sqrt())[None], _first)
         # G_t . E_t with E = Q(X) Q(W)^T - X W^T
         along = product(self.g, w).mul_(x).addcmul_(self._g_w, self.x, value=-1).sum(1)
-        rise = tokens / 2 * scale * along.square_().sum()
+        # N^2 for the gradients of the tokens' own losses, 1 / N for the mean over their rises.
+        rise = self.batch.labelled / 2 * scale * along.square_().sum()
         if form == "taylor" and gradient is not None:
             rise = rise + (gradient * (w - self.w)).sum()
         return Pending(rise[None], _first)
@@ -286,9 +313,11 @@ class LayerTerms:
         operands = [getattr(self, operand) for operand, _ in _ACTIVATIONS]
         rounded = [self.rounded(operand, name, contracts) for operand, contracts in _ACTIVATIONS]
         found = self.weight_error(name).sqrt_()[None], norms(torch._foreach_sub(rounded, operands)), self._norms
-        # From the sample to all tokens of the micro-batch, over whose number the loss and so G are a mean.
-        ratio = self.sizes.token_ratio
-        factors = {"x": (ratio * self.parts) ** 0.5, "g": (ratio / self.parts) ** 0.5}
+        # From the sample to all tokens of the batch, and from there to the micro-batch: X has more rows by its tokens,
+        # G also smaller ones, as a mean over more labels.
+        ratio, batch = self.sizes.token_ratio, self.batch
+        rows = max(1, batch.micro_batch_tokens) / max(1, batch.tokens)
+        factors = {"x": (ratio * rows) ** 0.5, "g": (ratio / batch.parts) ** 0.5}
         return Pending(torch.cat(found), partial(_errors_of, factors))
 
     @cached_property

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from ..layers.state import plain_name, snip_linears
 from ..numerics.random_state import RandomState
 from ..parallel.sharding import whole, without_sharding_hooks
+from ..python_state import Kept, Shared
 from .batch import Batch
+from .user_hooks import leave_out_global_observers, leave_out_observers
 
 
 def run_pass(
@@ -38,42 +40,64 @@ def run_pass(
             returned tensor is then NaN); for a model that is only a part.
     """
     before = RandomState.now()
-    frozen = frozen_in_a_pass(model)
-    swapped = {id(layer.weight) for layer in snip_linears(model).values()}
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        copy = weights.get(plain_name(name))
-        if copy is None:
-            copy = parameter.detach() if id(parameter) in swapped else whole(parameter.detach())
-            if parameter.is_floating_point():
-                # Something before the first layer must ask for gradients, so that the backward pass reaches all of
-                # them.
-                copy = copy.to(torch.float32).requires_grad_(id(parameter) not in frozen)
-        tensors[name] = copy
-    for name, buffer in model.named_buffers():
-        tensors[name] = buffer.clone().to(torch.float32) if buffer.is_floating_point() else buffer.clone()
     try:
         batch.random_state.restore()
-        stand_in = _Pass(model, autocast, backward, run)
-        named = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        # Compiled layers would record nothing, and be compiled again for it.
         with (
-            torch.compiler.set_stance("force_eager"),
-            _attributes_kept(model),
-            _efficient_attention(),
+            _for_all_threads(model),
+            _everything_kept(model),
             without_sharding_hooks(model),
         ):
-            loss: Tensor = torch.func.functional_call(stand_in, named, (dict(batch.kwargs),))
+            _stand_in(model, weights)
+            return _run(model, dict(batch.kwargs), autocast, backward, run)
     finally:
         before.restore()
-    return loss
+
+
+def _stand_in(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Puts stand-ins in the place of the model's parameters, buffers and tensors that are mere attributes.
+
+    A tensor has one stand-in, by whatever names of whatever modules it is known.
+    """
+    frozen = frozen_in_a_pass(model)
+    swapped = {id(layer.weight) for layer in snip_linears(model).values()}
+    # These write to their weight in their forward pass.
+    written = {id(module.weight) for module in model.modules() if getattr(module, "max_norm", None) is not None}
+    stand_ins: dict[int, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if plain_name(name) in weights:
+            stand_ins.setdefault(id(parameter), weights[plain_name(name)])
+    for parameter in model.parameters():
+        if id(parameter) in stand_ins:
+            continue
+        copy = parameter.detach() if id(parameter) in swapped else whole(parameter.detach())
+        if parameter.is_floating_point():
+            # Something before the first layer must ask for gradients, so that the backward pass reaches all of them.
+            copy = copy.to(torch.float32, copy=id(parameter) in written).requires_grad_(id(parameter) not in frozen)
+        stand_ins[id(parameter)] = copy
+    for buffer in model.buffers():
+        stand_ins[id(buffer)] = buffer.clone().to(torch.float32) if buffer.is_floating_point() else buffer.clone()
+    for module in model.modules():
+        every: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for entries in every:
+            for name, tensor in entries.items():
+                if tensor is not None:
+                    entries[name] = stand_ins[id(tensor)]
+        attributes = vars(module)
+        for name, value in list(attributes.items()):
+            if type(value) is Tensor and not value.requires_grad:
+                if id(value) not in stand_ins:
+                    stand_ins[id(value)] = value.clone()
+                attributes[name] = stand_ins[id(value)]
 
 
 def frozen_in_a_pass(model: nn.Module) -> set[int]:
     """Returns the ids of the parameters that get no gradient in `run_pass`: weights of linears."""
-    linears = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    # Not `module.weight`: what parametrizes a weight may write to its buffers when it is asked for.
+    linears = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Linear)}
     # An embedding that is tied to the output head is an embedding: it may be all that precedes the first layer.
-    return linears - {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return linears - {
+        id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
 
 
 def run_forward(model: nn.Module, batch: Batch) -> float:
@@ -82,16 +106,51 @@ def run_forward(model: nn.Module, batch: Batch) -> float:
 
 
 @contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Puts back what a forward pass notes in its modules, such as the longest text that a dynamic RoPE has seen."""
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+def _everything_kept(model: nn.Module) -> Iterator[None]:
+    """Leaves out the hooks that only observe, and afterwards puts every module back as it was.
+
+    That is: parameters and buffers under all their names, hooks, and what a forward pass notes, such as the longest
+    text that a dynamic RoPE has seen.
+
+    Raises:
+        RuntimeError: a parameter of the model itself, and not its stand-in, was written to.
+    """
+    kept = Kept()
+    kept.keep_modules(model)
+    versions = [(name, parameter, _version(parameter)) for name, parameter in model.named_parameters()]
     try:
+        leave_out_observers(model, kept)
         yield
     finally:
-        for module, attributes, buffers in before:
-            for now, then in ((vars(module), attributes), (module._buffers, buffers)):
-                now.clear()
-                now.update(then)
+        kept.restore()
+    for name, parameter, version in versions:
+        if _version(parameter) != version:
+            raise RuntimeError(
+                f"A pass of the probe wrote to the parameter {plain_name(name)!r} in place; expected a forward pass "
+                "that leaves parameters alone. Let the forward of its module, or a hook, work on a copy of it, or use "
+                "a policy that needs no probe, such as policy='layer-position'."
+            )
+
+
+def _version(parameter: Tensor) -> int:
+    """Returns torch's count of the changes of a tensor."""
+    return 0 if parameter.is_inference() else parameter._version
+
+
+@contextmanager
+def _patched_torch(model: nn.Module) -> Iterator[None]:
+    """Replaces, in torch itself, what the passes cannot have as it is."""
+    kept = Kept()
+    try:
+        leave_out_global_observers(model, kept)
+        # Compiled layers would record nothing, and be compiled again for it.
+        with torch.compiler.set_stance("force_eager"), _efficient_attention():
+            yield
+    finally:
+        kept.restore()
+
+
+_for_all_threads = Shared(_patched_torch)
 
 
 @contextmanager
@@ -121,33 +180,28 @@ def per_query_head(query: Tensor, shared: Tensor) -> Tensor:
     return shared.repeat_interleave(query.shape[-3] // shared.shape[-3], dim=-3)
 
 
-class _Pass(nn.Module):
-    """Forward and backward in one call: recomputation in backward (checkpointing) needs the stand-ins too."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        autocast: torch.dtype | None,
-        backward: bool,
-        run: Callable[[Mapping[str, Any]], Tensor | float | None] | None,
-    ) -> None:
-        super().__init__()
-        self.model, self.autocast, self.backward, self.run = model, autocast, backward, run
-
-    def forward(self, kwargs: dict[str, Any]) -> Tensor:
-        if self.run is not None:
-            found = self.run(kwargs)
-            return torch.tensor(math.nan if found is None else float(found))
-        # Accelerate wraps `forward` in autocast and keeps the original here.
-        forward = getattr(self.model, "_original_forward", self.model.forward)
-        device = next(self.model.parameters()).device
-        with (
-            torch.set_grad_enabled(self.backward),
-            torch.autocast(device.type, dtype=self.autocast, enabled=self.autocast is not None),
-        ):
-            outputs = forward(**kwargs)
-            loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-        if self.backward:
-            with torch.autocast(device.type, enabled=False):  # the caller's may be on
-                loss.backward()
-        return loss.detach()
+def _run(
+    model: nn.Module,
+    kwargs: dict[str, Any],
+    autocast: torch.dtype | None,
+    backward: bool,
+    run: Callable[[Mapping[str, Any]], Tensor | float | None] | None,
+) -> Tensor:
+    """Runs forward and backward and returns the loss; recomputation in backward needs the stand-ins too."""
+    if run is not None:
+        found = run(kwargs)
+        return torch.tensor(math.nan if found is None else float(found))
+    if hasattr(model, "_original_forward"):  # what Accelerate wraps in autocast
+        vars(model)["forward"] = model._original_forward
+    device = next(model.parameters()).device
+    with (
+        torch.set_grad_enabled(backward),
+        torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
+    ):
+        # With the model's own hooks, but without what `model.compile()` made of it.
+        outputs = model._call_impl(**kwargs)
+        loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+    if backward:
+        with torch.autocast(device.type, enabled=False):  # the caller's may be on
+            loss.backward()
+    return loss.detach()

@@ -4,10 +4,10 @@ Legend: T tokens, I in_features, O out_features, n sampled tokens. A probe runs 
 at W - eps * d for one random direction d through all swapped layers. The mean of the two gives every layer's input X
 and output gradient G (up to eps^2), their difference the derivatives Xdot and Gdot along d (docs/method.md, section 3).
 
-The passes leave no trace. They run on FP32 copies of the weights handed to `torch.func.functional_call`, without
-autocast and without quantization, on clones of the buffers, and outside any wrapper (DDP, compile): no parameter, no
-gradient, no buffer and no optimizer state is written, and all random generators and the modules' attributes are put
-back.
+The passes leave no trace. They run on FP32 stand-ins for the weights, without autocast and without quantization, on
+clones of the buffers, and outside any wrapper (DDP, compile): no parameter, no gradient, no buffer and no optimizer
+state is written. Hooks that only observe are left out (`hooks`); all random generators, the modules' attributes and
+what other hooks keep are put back (`traces`).
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ def random_direction(name: str, weight: Tensor, draw: tuple[int, int, int]) -> T
         weight: gives shape and device.
         draw: seed, step and index of the probe.
     """
-    generator = torch.Generator(weight.device).manual_seed(stream_key(*draw, zlib.crc32(name.encode()), 0) >> 1)
+    generator = torch.Generator(weight.device).manual_seed(
+        stream_key(*draw, zlib.crc32(name.encode(errors="surrogatepass")), 0) >> 1
+    )
     return torch.randn(weight.shape, generator=generator, device=weight.device)
 
 

@@ -34,7 +34,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class DivergenceTable:
-    """Rows for every layer, GEMM and format, and the loss (mean over the micro-batch's tokens) that they belong to."""
+    """Rows for every layer, GEMM and format, and the loss (mean over the tokens with a label) that they belong to."""
 
     loss: float
     rows: tuple[Divergence, ...]

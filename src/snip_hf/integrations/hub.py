@@ -38,7 +38,9 @@ from ..config import POLICIES
 from ..json_io import open_regular, parse_json
 from ..numerics.formats import FORMATS
 from ..planning.plan import PrecisionPlan
+from ..records.events import history_lines
 from ..records.run_folder import FOLDER
+from ..text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,9 @@ if TYPE_CHECKING:
 _BEGIN = "<!-- snip-hf: this section is written anew at every push -->"
 _END = "<!-- snip-hf: end -->"
 _SECTION = re.compile(re.escape(_BEGIN) + r".*?" + re.escape(_END), re.DOTALL)
+# Characters of a name and of a message, and bytes of a model card.
+_NAME, _MESSAGE, _MOST_BYTES = 60, 1000, 2**24
+_NOT_CODE = str.maketrans("", "", "`|")
 # These policies fix the formats and do not look at the target.
 
 
@@ -121,7 +126,7 @@ def model_card_section(plan: PrecisionPlan, history: Iterable[Mapping[str, Any]]
     refreshes = [event for event in history if event.get("event") == "refresh"]
     applied = sum(event.get("status") == "applied" for event in refreshes)
     rows = {
-        "policy": f"`{plan.provenance.policy}`",
+        "policy": _as_code(plan.provenance.policy),
         "target": _target(plan),
         "attained by the plan in force": _attained(plan),
         "refreshes of the plan": f"{applied} applied of {len(refreshes)}",
@@ -143,6 +148,17 @@ _EMULATED = "emulated: values were rounded to FP4 and FP8, products were compute
 _NATIVE = "FP8 tensor cores; FP4 values were stored as FP8"
 
 
+def _as_code(name: str) -> str:
+    """Returns a name in a cell of a table, where nothing of it is Markdown or HTML."""
+    # No escape works within backquotes; the two characters that end them, or the cell, are left out.
+    return f"`{printable(name, _NAME).translate(_NOT_CODE)}`"
+
+
+def _as_text(name: str) -> str:
+    """Returns a name in a line of text, where nothing of it is Markdown or HTML."""
+    return re.sub(r"[\\`*\[\]<>&|!]", r"\\\g<0>", printable(name))
+
+
 def _target(plan: PrecisionPlan) -> str:
     fraction = plan.provenance.target_fp4_fraction
     policy = POLICIES.get(plan.provenance.policy)
@@ -161,27 +177,34 @@ def _attained(plan: PrecisionPlan) -> str:
 def _read_history(path: Path) -> list[dict[str, Any]]:
     """The events of a `history.jsonl`; raises a ValueError that names the line if one is no JSON object."""
     events = []
-    with open_regular(path) as file:
-        lines = file.read().splitlines()
-    for number, line in enumerate(lines, start=1):
+    for number, line, _ in history_lines(path):
         try:
             event = parse_json(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         if not isinstance(event, dict):
             raise ValueError(f"{path}, line {number}: got {type(event).__name__}, expected a JSON object.")
-        events.append(event)
+        events.append({key: event.get(key) for key in ("event", "status")})
     return events
+
+
+def _read_text(path: Path) -> str:
+    """Returns the text of a card; raises OSError for what is no file, and ValueError for what is larger than any."""
+    with open_regular(path) as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{path} is larger than {_MOST_BYTES} bytes, which no model card is.")
+    return data.decode("utf-8-sig").replace("\r\n", "\n")
 
 
 def _put_section_into_card(output_dir: Path, tags: Iterable[str] = ()) -> None:
     """Puts the text of `snip/README.md` into README.md: in place of its earlier version, else at the end."""
-    section = (output_dir / FOLDER / "README.md").read_text(encoding="utf-8").strip()
+    section = _read_text(output_dir / FOLDER / "README.md").strip()
     path = output_dir / "README.md"
     if path.exists():
-        card = path.read_text(encoding="utf-8-sig")
+        card = _read_text(path)
     else:
-        card = f"---\nlibrary_name: transformers\n---\n\n# {output_dir.absolute().name}\n"
+        card = f"---\nlibrary_name: transformers\n---\n\n# {_as_text(output_dir.absolute().name)}\n"
     # A function, so that a backslash in the section stays one.
     card, replaced = _SECTION.subn(lambda _: section, card, count=1)
     if not replaced:
@@ -190,7 +213,10 @@ def _put_section_into_card(output_dir: Path, tags: Iterable[str] = ()) -> None:
 
 
 def _with_tags(card: str, tags: Iterable[str]) -> str:
-    parsed = ModelCard(card)
+    try:
+        parsed = ModelCard(card)
+    except TypeError as error:  # of metadata of another type than it expects, such as `tags: 7`
+        raise ValueError(f"the metadata of README.md cannot be read: {error}.") from error
     present = parsed.data.get("tags") or []
     missing = [tag for tag in tags if tag not in present]
     if not missing:
@@ -212,4 +238,6 @@ def _warning_instead_of_error() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, yaml.YAMLError) as error:
-        logger.warning("The model card does not say, or no longer, how the model was trained: %s", error)
+        logger.warning(
+            "The model card does not say, or no longer, how the model was trained: %s", printable(error, _MESSAGE)
+        )

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import logging
 import os
+import traceback
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
 from ..config import SnipConfig
 from ..json_io import read_json, remove_temporaries, write_json_atomic
 from ..kernels.backend import BACKENDS
 from ..layers.convert import convert_model
+from ..layers.run_hooks import RunMark, marks_on
 from ..parallel.wrappers import unwrap
 from ..policies.registry import needs_probe
+from ..text import printable
 from ..training.checks import check_launch
 from ..training.controller import SnipController
+from ..training.counted_passes import TrainingPasses
 from .hub import prepare_push, tag_model
+from .trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -49,25 +54,30 @@ class SnipCallback(TrainerCallback):
         self.config = config or SnipConfig()
         self.controller: SnipController | None = None
         self._resume = resume
-        self._hooks: list[Any] = []
+        self._mark = RunMark()
+        self._passes: TrainingPasses | None = None
+        self._outer_run: SnipCallback | None = None
+        """That of the run inside which this one runs on the same model."""
+        self._trackers = Trackers()
         self._run = ""
-        self._own_loss_used = False
         self._state: TrainerState | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuses what cannot work, and swaps the linears before the Trainer wraps or compiles the model."""
         self._check_arguments(args)
-        convert_model(unwrap(kwargs["model"]), self.config)
+        model = unwrap(kwargs["model"])
+        # What trains inside another run gets the layers that it asks for when it begins.
+        if not any(run._is_training() for run in _runs_on(model)):
+            convert_model(model, self.config)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         # A callback that was added later saw no on_init_end; a run that an error ended saw no on_train_end.
         self._check_arguments(args)
-        self._release()
         outer: nn.Module = kwargs["model"]
         model = unwrap(outer)
-        self._check_others((outer, model), state)
+        self._take_from_others(model, state)
         self._state = state
         if needs_probe(self.config) and state.max_steps < self.config.first_refresh + self.config.apply_delay:
             logger.warning(
@@ -78,29 +88,40 @@ class SnipCallback(TrainerCallback):
                 self.config.start_format,
             )
         output_dir = args.output_dir if state.is_world_process_zero else None
-        self.controller = SnipController(model, kwargs["optimizer"], self.config, AcceleratorState(), output_dir)
-        # Never part of a compiled graph: torch.compile runs the hooks of the module that it is given, and those of the
-        # wrapper that it returns, before and after the graph. Hooks further inside would break it in two.
-        self._hooks = [
-            outer.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            outer.register_forward_hook(self._after_forward),
-        ]
-        self._own_loss_used = False
-        # The first process may be the only one that sees the checkpoint.
-        saved = self.controller.processes.everyone.by_first(lambda: self._read_state(args, state))
+        self.controller = SnipController(
+            model, kwargs["optimizer"], self.config, AcceleratorState(), output_dir, max_steps=state.max_steps
+        )
+        self._mark = RunMark(self._release)
+        self._mark.put_on(model)
+        self._passes = TrainingPasses(outer, self.controller, self._mark)
+        try:
+            # The first process may be the only one that sees the checkpoint.
+            saved = self.controller.processes.everyone.by_first(lambda: self._read_state(args, state))
+            if saved is not None:
+                self._load_state(saved, state)
+        except Exception:
+            self._release()  # The folder too, for the run that is started next.
+            raise
         if saved is None:
             self.controller.step = state.global_step
             _marks(state).pop(_MARK, None)
-        else:
-            self._load_state(saved, state)
         # Travels in trainer_state.json: tells a checkpoint trained with SNIP, and its run, wherever it is moved.
         self._run = _marks(state).setdefault(_MARK, {"run": uuid.uuid4().hex})["run"]
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._running()
+        assert self._passes is not None
+        self._passes.is_open = True
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         controller = self._running()
-        if controller.needs_probe and not self._own_loss_used:
+        assert self._passes is not None
+        self._passes.end_step()
+        if controller.needs_probe and not self._passes.own_loss:
             raise ValueError(
                 "The training loss does not depend on the loss that the model returns, which is the one that SNIP "
                 "probes: a custom loss is in use. Train with the model's own loss, or use a policy that needs no "
@@ -127,9 +148,11 @@ class SnipCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stops what still runs. The model keeps its swapped layers and the plan; `restore_model` undoes the swap."""
-        controller = self._running()
+        controller, outer_run = self._running(), self._outer_run
         self._release()
         tag_model(controller.model, controller.plan)
+        if outer_run is not None:
+            outer_run._go_on()
 
     def _check_arguments(self, args: TrainingArguments) -> None:
         if args.n_gpu > 1 and args.parallel_mode.value == "not_distributed":
@@ -146,20 +169,65 @@ class SnipCallback(TrainerCallback):
             )
         check_launch(self.config, AcceleratorState())
 
-    def _check_others(self, modules: Iterable[nn.Module], state: TrainerState) -> None:
-        """Refuses a second SnipCallback of the same run, and releases what an earlier run left on the modules."""
-        hooks = [hook for module in modules for hook in module._forward_pre_hooks.values()]
-        for other in [getattr(hook, "__self__", None) for hook in hooks]:
-            if isinstance(other, SnipCallback) and other is not self:
-                if other._state is state:
-                    raise ValueError("The Trainer has two SnipCallbacks; expected one. Remove the other.")
-                other._release()
+    def _take_from_others(self, model: nn.Module, state: TrainerState) -> None:
+        """Releases what earlier runs left on the model, and suspends one inside which this one runs.
+
+        Raises:
+            ValueError: the run that goes on has a second SnipCallback, or its callback is this one.
+        """
+        if self._is_training():
+            raise ValueError(
+                "This SnipCallback drives a run that has not ended. Give the Trainer that runs inside it a "
+                "SnipCallback of its own, or none."
+            )
+        self._outer_run = None
+        for run in _runs_on(model):
+            if run is not self and run._state is state:
+                raise ValueError("The Trainer has two SnipCallbacks; expected one. Remove the other.")
+            if not run._is_training():
+                run._release()
+            elif run._passes is not None and not run._is_suspended:
+                run._passes.is_suspended = True
+                self._outer_run = run
+        self._release()
+
+    @property
+    def _is_suspended(self) -> bool:
+        """Whether the model is left to a run inside this one."""
+        return self._passes is not None and self._passes.is_suspended
+
+    def _is_training(self) -> bool:
+        """Tells whether the training loop of this callback's run is under way, further up this thread's stack.
+
+        A run that an error ended looks the same otherwise: no event tells of it.
+        """
+        for frame, _ in traceback.walk_stack(None):
+            trainer = frame.f_locals.get("self") if frame.f_code.co_name == "train" else None
+            if isinstance(trainer, Trainer) and trainer.state is self._state:
+                return True
+        return False
+
+    def _go_on(self) -> None:
+        """Takes the model back. The run inside is over, at its end or by an error."""
+        controller, passes = self.controller, self._passes
+        assert controller is not None and passes is not None
+        for run in _runs_on(controller.model):
+            if run is not self and not run._is_suspended:
+                run._release()
+        passes.is_suspended = False
+        controller.retake()
+        logger.info("snip-hf: another run on the same model has ended; this one goes on with its plan.")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Shows the FP4 share next to the loss."""
+        """Shows the FP4 share next to the loss: to later callbacks, in `state.log_history` and to the trackers."""
         logs = kwargs.get("logs")
         if logs is not None and "loss" in logs and self.controller is not None:
-            logs["fp4_share"] = round(self.controller.plan.fp4_fraction, 4)
+            figures = {"fp4_share": round(self.controller.plan.fp4_fraction, 4)}
+            logs.update(figures)
+            last = state.log_history[-1] if state.log_history else {}
+            if "loss" in last and last.get("step") == state.global_step:
+                last.update(figures)
+            self._trackers.log(args, state, control, figures)
 
     def _save_state(self, args: TrainingArguments, state: TrainerState) -> None:
         """Writes the state into the checkpoint of this step, if there is one."""
@@ -167,41 +235,30 @@ class SnipCallback(TrainerCallback):
         if state.is_world_process_zero and self.controller is not None and folder.is_dir():
             try:
                 remove_temporaries(folder, STATE_NAME)
-                write_json_atomic(folder / STATE_NAME, self.controller.state_dict() | {"run": self._run})
-            except OSError as error:
-                logger.warning("snip-hf: could not write %s; resuming there will fail: %s", folder / STATE_NAME, error)
+                # Ties the state to the weights next to it.
+                own = {"run": self._run, "weights": self.controller.weights_fingerprint()}
+                write_json_atomic(folder / STATE_NAME, self.controller.state_dict() | own)
+            except (OSError, ValueError) as error:  # ValueError: larger than what a resumed run would read
+                logger.warning(
+                    "snip-hf: could not write %s; resuming there will fail: %s",
+                    printable(folder / STATE_NAME, 1000),
+                    printable(error, 1000),
+                )
 
     def _release(self) -> None:
         """Stops the controller of a run that has ended, if there is one."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._trackers.close()
         if self.controller is not None:
+            self._mark.remove(self.controller.model)
             self.controller.close()
-
-    @torch.compiler.disable
-    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if model.training:
-            self._running().capture(kwargs)
-
-    @torch.compiler.disable
-    def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Finds out whether the model's own loss takes part in the backward pass, once per run."""
-        if model.training and not self._own_loss_used:
-            loss = output.get("loss") if isinstance(output, dict) else output[0]
-            if isinstance(loss, torch.Tensor) and loss.requires_grad:
-                loss.register_hook(self._note_own_loss)
-
-    def _note_own_loss(self, gradient: torch.Tensor | None) -> None:
-        # A compiled model's outputs have one backward pass: without a gradient, the loss only came out with the others.
-        if gradient is not None:
-            self._own_loss_used = True
 
     def _running(self) -> SnipController:
         if self.controller is None:
             raise RuntimeError(
                 "SnipCallback got a training event before on_train_begin; add it before train() is called."
             )
+        if self._is_suspended:  # by a run that an error ended
+            self._go_on()
         return self.controller
 
     def _read_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
@@ -209,10 +266,10 @@ class SnipCallback(TrainerCallback):
         path = self._find_state(args, state)
         if path is None:
             return None
-        mark = _marks(state).get(_MARK)
+        run = self._marked_run(args, state)
         try:
             saved = read_json(path)
-            if mark is not None and isinstance(saved, dict) and saved.get("run", mark["run"]) != mark["run"]:
+            if run is not None and isinstance(saved, dict) and saved.get("run", run) != run:
                 raise ValueError(
                     "it belongs to another run than the weights. Name the folder of the checkpoint in "
                     "SnipCallback(resume=FOLDER), or say SnipCallback(resume=False) to start a new plan."
@@ -222,10 +279,39 @@ class SnipCallback(TrainerCallback):
         return {"path": str(path), "state": saved}
 
     def _load_state(self, saved: Mapping[str, Any], state: TrainerState) -> None:
+        controller = self._running()
         try:
-            self._running().load_state_dict(saved["state"], state.global_step)
+            controller.load_state_dict(saved["state"], state.global_step, controller.weights_fingerprint())
         except (KeyError, ValueError) as error:
             raise _cannot_resume(saved["path"], error) from error
+
+    def _marked_run(self, args: TrainingArguments, state: TrainerState) -> str | None:
+        """Returns the run that the checkpoint's trainer_state.json names, None if it names none.
+
+        Raises:
+            ValueError: the mark is damaged.
+        """
+        if _MARK not in _marks(state):
+            return None
+        mark = _marks(state)[_MARK]
+        run = mark.get("run") if isinstance(mark, dict) else None
+        if not isinstance(run, str):
+            folder = self._folders(args, state)[0]
+            raise ValueError(
+                f"{folder / TRAINER_STATE_NAME}: stateful_callbacks[{_MARK!r}] is {str(mark)[:80]!r}, expected "
+                "{'run': NAME}: the file is damaged. Restore it from another copy of the checkpoint, or say "
+                "SnipCallback(resume=False) to start a new plan."
+            )
+        return run
+
+    def _folders(self, args: TrainingArguments, state: TrainerState) -> list[Path]:
+        """Returns the folders that may be the checkpoint's, in the order in which they are looked into."""
+        if not isinstance(self._resume, bool):
+            return [Path(self._resume)]
+        folders = [_checkpoint(args, state)]
+        if isinstance(args.resume_from_checkpoint, str) and os.path.isdir(args.resume_from_checkpoint):
+            folders.insert(0, Path(args.resume_from_checkpoint))
+        return folders
 
     def _find_state(self, args: TrainingArguments, state: TrainerState) -> Path | None:
         """Returns the file to resume from, None to start a new plan; says which in the log."""
@@ -236,14 +322,11 @@ class SnipCallback(TrainerCallback):
             )
         if state.global_step == 0 or self._resume is False:
             return None
-        folders = [_checkpoint(args, state)]
-        if isinstance(args.resume_from_checkpoint, str) and os.path.isdir(args.resume_from_checkpoint):
-            folders.insert(0, Path(args.resume_from_checkpoint))
-        if self._resume is not True:
-            folders = [Path(self._resume)]
+        self._marked_run(args, state)
+        folders = self._folders(args, state)
         found = [folder / STATE_NAME for folder in folders if (folder / STATE_NAME).is_file()]
         if found:
-            logger.info("snip-hf: resuming from %s.", found[0])
+            logger.info("snip-hf: resuming from %s.", printable(found[0], 1000))
             return found[0]
         if self._resume is not True:
             raise ValueError(f"There is no {STATE_NAME} in {self._resume}, which SnipCallback(resume=...) names.")
@@ -259,9 +342,15 @@ class SnipCallback(TrainerCallback):
             "SnipCallback(resume=...).",
             state.global_step,
             STATE_NAME,
-            ", ".join(map(str, folders)),
+            printable(", ".join(map(str, folders)), 1000),
         )
         return None
+
+
+def _runs_on(model: nn.Module) -> list[SnipCallback]:
+    """Returns the callbacks of the runs on a model that have not been released."""
+    drivers = (mark.driver for mark in marks_on(model))
+    return [driver for driver in drivers if isinstance(driver, SnipCallback)]
 
 
 def _cannot_resume(path: Path | str, error: Exception) -> ValueError:

@@ -79,6 +79,10 @@ class Backend(ABC):
         """Prepares a layer that is about to run here."""
         layer.snip_cache = None
 
+    def cache_of_copy(self, layer: Layer) -> Any:
+        """Returns what a copy of the layer takes over of its cache: nothing that it would share with the layer."""
+        return None
+
     def note_formats(self, layer: Layer, formats: Sequence[NumberFormat]) -> None:
         """Takes notice of the formats of a layer's three GEMMs, whenever they are set."""
 

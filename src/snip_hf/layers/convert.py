@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from ..config import SnipConfig
 from ..kernels.backend import BACKENDS, Backend, select_backend
 from ..numerics.formats import FORMATS, REFERENCE, check_format
 from ..numerics.gemms import GEMMS
+from .coverage import Coverage, find_coverage
 from .linear import STATE, SnipLinear
-from .selection import KNOWN_SUBCLASSES, is_linear, refuse_quantized, skip_reasons, summary
+from .run_hooks import end_runs
+from .selection import KNOWN_SUBCLASSES, LEFT_OUT, head_of, is_linear, refuse_quantized, skip_reasons, summary
 from .state import plain_name, set_step, snip_linears
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,8 @@ try:
 finally:
     for _name in _noisy:
         _noisy[_name].setLevel(_levels[_name])
+# More than this share of a model's weight matrices outside the plan is worth a warning.
+_MUCH = 0.1
 # Where DDP looks for names of parameters and buffers that are not its business.
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
@@ -105,8 +110,9 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
 
     Swapped is every `nn.Linear` (exactly that class) inside a numbered block (`....layers.3....`), except the output
     head, adapters' small matrices and what `config.skip_modules` names. Everything starts in `config.start_format`.
-    What is swapped and what is skipped, with the reason, goes to the log. Layers swapped before stay as they are, or
-    are restored if this config skips them.
+    What is swapped and what is skipped, with the reason, goes to the log, and so does every other weight matrix that
+    the plan does not cover (`coverage`). Layers swapped before stay as they are, or are restored if this config skips
+    them.
 
     Returns: the exact names of all swapped layers, in the model's order.
 
@@ -147,7 +153,7 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     layers = snip_linears(model)
     for name in chosen:
         # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone.
-        layers[name].snip_key = zlib.crc32(name.encode())
+        layers[name].snip_key = zlib.crc32(name.encode(errors="surrogatepass"))
     set_step({name: layer for name, layer in layers.items() if name not in before}, config.seed, 0, 0)
     asked = BACKENDS.get(config.backend)
     if asked is not None and any(layer.snip_backend is not asked for layer in layers.values()):
@@ -160,11 +166,35 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     _keep_ddp_out(model)
     if before.keys() != layers.keys():
         logger.info("snip-hf swapped %d linear layers; skipped %d (%s).", len(chosen), len(skipped), summary(skipped))
+        _log_coverage(coverage(model, config))
     return chosen
 
 
+def coverage(model: nn.Module, config: SnipConfig) -> Coverage:
+    """Returns which weight matrices `convert_model` swaps under this config and which it does not, and why."""
+    names = {id(module): plain_name(name) for name, module in model.named_modules()}
+    return find_coverage(model, head_of(model), skip_reasons(model, config), names)
+
+
+def _log_coverage(found: Coverage) -> None:
+    if found.uncovered:
+        logger.info("snip-hf: the plan does not cover %s.", found.describe())
+    # What the user left out on purpose is no news.
+    missed = math.fsum(group.share for group in found.uncovered if group.reason != LEFT_OUT)
+    if missed > _MUCH:
+        logger.warning(
+            "snip-hf: FP4 shares count the swapped layers only. What the plan does not cover stays in high precision: "
+            "%s.",
+            found.describe(3),
+        )
+
+
 def restore_model(model: nn.Module) -> None:
-    """Undoes `convert_model`: every `SnipLinear` becomes again the class that it was."""
+    """Undoes `convert_model`: every `SnipLinear` becomes again the class that it was.
+
+    Ends the run that an error left on the model, and removes its hooks.
+    """
+    end_runs(model)
     for layer in snip_linears(model).values():
         _restore(layer)
     _keep_ddp_out(model)

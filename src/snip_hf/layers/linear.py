@@ -84,5 +84,12 @@ class SnipLinear(nn.Linear):
         self.snip_backend = backend
         backend.attach(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy takes over: formats and key, but nothing that it would share with this layer's run."""
+        own = {"snip_recorder": None, "snip_cache": self.snip_backend.cache_of_copy(self)}
+        buffers = self._buffers | {STATE: self.snip_state.clone()}
+        state: dict[str, Any] = super().__getstate__() | own | {"_buffers": buffers}
+        return state
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, formats={'/'.join(self.formats.values())}"

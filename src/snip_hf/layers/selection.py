@@ -11,6 +11,9 @@ from ..config import SnipConfig
 from .linear import SnipLinear
 from .state import plain_name
 
+# The reason for what the user named in `skip_modules`.
+LEFT_OUT = "skip_modules"
+
 # Subclasses of nn.Linear whose forward is the same product. Others (routers with a softmax, adapters) are not swapped.
 KNOWN_SUBCLASSES = ("FalconLinear",)
 # Small matrices of adapters, by their names in PEFT; they stay in high precision.
@@ -19,7 +22,7 @@ _ADAPTERS = ("*.lora_A.*", "*.lora_B.*")
 
 def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
     """Returns, for every linear layer by name, why `convert_model` leaves it alone, or None if it is swapped."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = head_of(model)
 
     def reason(name: str, module: nn.Linear) -> str | None:
         if module is head:
@@ -33,11 +36,15 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in _ADAPTERS):
             return "adapter"
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.skip_modules):
-            return "skip_modules"
+            return LEFT_OUT
         return None
 
     linears = ((plain_name(name), module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
     return {name: reason(name, module) for name, module in linears}
+
+
+def head_of(model: nn.Module) -> object:
+    return getattr(model, "get_output_embeddings", lambda: None)()
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -53,9 +60,10 @@ def refuse_quantized(model: nn.Module) -> None:
             "Load it without a quantization_config, or dequantize it first."
         )
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
+        # Not `module.weight`: what parametrizes a weight may write to its buffers when it is asked for.
+        weight = module._parameters.get("weight")
+        if not isinstance(module, nn.Linear) or weight is None:
             continue
-        weight = module.weight
         # DTensor: sharded, not quantized. Any other subclass holds something else than its dtype says.
         if type(weight).__name__ not in ("Parameter", "Tensor", "DTensor") or not weight.is_floating_point():
             raise ValueError(

@@ -11,16 +11,19 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..numerics.random_state import RandomState
 from ..parallel.sharding import own_part, whole
+from ..python_state import Kept, Shared
 
 # Lion's sign(c) becomes c / sqrt(c^2 + s^2) with s this part of mean|c| (ours; docs/method.md). For normal c, a change
 # of c by 20% of its mean size (about what FP4 does to a gradient) is then first-order to 2%, and a quarter of all
@@ -241,6 +244,8 @@ def rule_name(kind: type) -> str:
 def own_step(optimizer: torch.optim.Optimizer, at: Situation, gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """Takes a step of the optimizer's own with copies of parameter, state and group, in the gradient's dtype.
 
+    No hook sees it, and what it changes in its class, in global variables and in closures is put back.
+
     Returns:
         What it subtracts from the parameter, and the state after it.
     """
@@ -260,12 +265,35 @@ def own_step(optimizer: torch.optim.Optimizer, at: Situation, gradient: Tensor) 
     twin.state = defaultdict(dict)
     if at.state:
         twin.state[parameter] = {key: _copied(value, at.parameter, gradient, memo) for key, value in at.state.items()}
-    random_state = RandomState.now()
+    random_state, kept = RandomState.now(), Kept()
+    kept.keep_class(type(optimizer))
+    for name, value in vars(twin).items():
+        if name not in ("state", "param_groups"):
+            kept.keep(value)
     try:
-        type(optimizer).step(twin)
+        with _without_global_hooks():
+            type(optimizer).step(twin)
+        state = dict(twin.state[parameter])
     finally:
+        kept.restore()
         random_state.restore()
-    return at.parameter.to(gradient.dtype) - parameter.detach(), dict(twin.state[parameter])
+    return at.parameter.to(gradient.dtype) - parameter.detach(), state
+
+
+@contextmanager
+def _unhooked() -> Iterator[None]:
+    """Takes away the hooks that run before and after the steps of all optimizers."""
+    kept = Kept()
+    for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+        kept.keep_entries(hooks)
+        hooks.clear()
+    try:
+        yield
+    finally:
+        kept.restore()
+
+
+_without_global_hooks = Shared(_unhooked)
 
 
 def _copied(value: Any, parameter: Tensor, gradient: Tensor, memo: dict[int, Any]) -> Any:

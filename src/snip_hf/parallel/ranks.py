@@ -8,6 +8,8 @@ bounded; tensors travel over the group that training uses.
 from __future__ import annotations
 
 import json
+import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,7 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
+# Seconds of waiting for other ranks after which the log says so.
+_SAYS_AFTER = 30.0
+_AT_START = "at the start (every rank needs a SnipCallback, or a SnipController in a loop of one's own)"
 
 
 class RankError(RuntimeError):
@@ -56,7 +63,11 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self._timeout = timeout
-        self._control = None if group is None or self.size == 1 else _control_group(group, timeout)
+        self.place = _AT_START
+        """Where in the program the ranks meet, as what is said of waiting names it."""
+        self._control: dist.ProcessGroup | None = None
+        if group is not None and self.size > 1:
+            self._control = self._bounded(lambda: _control_group(group, timeout))
 
     @classmethod
     def of_all(cls, timeout: float = 600.0) -> Ranks:
@@ -155,15 +166,31 @@ class Ranks:
         self._bounded(lambda: dist.all_to_all_single(received, sent, list(sizes), lengths, group=self._group))
         return list(received.split(list(sizes)))
 
-    def _bounded(self, call: Callable[[], Any]) -> None:
+    def _bounded(self, call: Callable[[], Result]) -> Result:
+        said = threading.Timer(_SAYS_AFTER, self._say_waiting)
+        said.daemon = True
+        said.start()
         try:
-            call()
+            return call()
         except RuntimeError as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise RankError(
                 f"Rank {self.rank} of {self.size} waited for the others, for at most {self._timeout:g} s, and one of "
-                f"them did not answer or is gone ({error}). Look into the logs of the other ranks; start them again "
-                "from the last checkpoint."
+                f"them did not answer or is gone, {self.place}: {reason}. Look into the logs of the other ranks; start "
+                "them again from the last checkpoint."
             ) from error
+        finally:
+            said.cancel()
+
+    def _say_waiting(self) -> None:
+        logger.warning(
+            "snip-hf: rank %d of %d has waited for the others for %g s, %s; it gives up after %g s.",
+            self.rank,
+            self.size,
+            _SAYS_AFTER,
+            self.place,
+            self._timeout,
+        )
 
 
 # Process group -> timeout -> the gloo group of the same processes.
@@ -203,3 +230,8 @@ class Processes:
     """All of them."""
     run: Callable[[Mapping[str, Any]], Tensor | float | None] | None = None
     """Runs a batch forward and backward where the model here is only a part; None: the model is whole."""
+
+    def note(self, place: str) -> None:
+        """Says where in the program the ranks meet next."""
+        for ranks in (self.data, self.pipeline, self.everyone):
+            ranks.place = place

@@ -23,6 +23,10 @@ from .solver.ilp import evaluate
 from .solver.process import SolverProcess
 
 MICRO_BATCHES_PER_STAGE = 4
+# Comparisons of names that a config from elsewhere may ask for: a few seconds' worth.
+MOST_COMPARISONS = 10**7
+# Seconds that a comparison may take, whatever limit the run's own solver had.
+_TIME_LIMIT = 10.0
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ def pipeline_times(plan: PrecisionPlan, micro_batches: int | None = None) -> Pip
         micro_batches: per step; None means four times the number of stages.
 
     Raises:
-        ValueError: fewer than one micro-batch.
+        ValueError: fewer than one micro-batch, or a stage that takes no time next to the others.
     """
     count = MICRO_BATCHES_PER_STAGE * len(plan.stages) if micro_batches is None else micro_batches
     if count < 1:
@@ -122,6 +126,9 @@ def pipeline_times(plan: PrecisionPlan, micro_batches: int | None = None) -> Pip
         StageTimes(stage, share, total(stage), total(stage, REFERENCE.name))
         for stage, share in zip(plan.stages, plan.stage_fp4_fractions, strict=True)
     )
+    for index, stage_times in enumerate(stages):
+        if not (stage_times.time > 0 and stage_times.fp8_time > 0):
+            raise ValueError(f"stage {index} takes no time next to the others; its FLOPs or times are no real ones.")
     return PipelineTimes(stages, plan.fp4_fraction, count, plan.measured is not None)
 
 
@@ -130,7 +137,7 @@ def compare_constraints(
 ) -> ConstraintComparison:
     """Solves the plan's problem again with one constraint over all layers in place of one per stage.
 
-    Target, costs and ties stay. The solver runs in a process of its own, for `solver_time_limit` at most.
+    Target, costs and ties stay. The solver runs in a process of its own, for 10 s at most.
 
     Args:
         plan: with the config that it was made under in its provenance.
@@ -152,9 +159,11 @@ def compare_constraints(
     foreign = [row.layer for row in table.rows if row.layer not in plan.assignment]
     if foreign:
         raise ValueError(f"the divergences are of another model: the plan has no layer {foreign[0]!r}.")
+    check_ties_are_few(config, len(plan.assignment))
     everything = tuple(layer for stage in plan.stages for layer in stage)
     setting = Setting(config, plan.flops, (everything,), plan.measured)
     program = problem(setting, table, before or plan.assignment)
+    program["time_limit"] = min(program["time_limit"], _TIME_LIMIT)
     decided = {}
     for group in setting.groups(everything):
         layer, gemm = setting.members(group)[0]
@@ -172,6 +181,13 @@ def compare_constraints(
         evaluate(program, decided)[0],
         result.objective,
     )
+
+
+def check_ties_are_few(config: SnipConfig, layers: int) -> None:
+    """Raises ValueError if the config ties so many names that looking for them would take minutes."""
+    names = sum(map(len, config.ties))
+    if names * layers > MOST_COMPARISONS:
+        raise ValueError(f"ties has {names:,} names, which are too many to look for among {layers:,} layers.")
 
 
 def _config_of(plan: PrecisionPlan) -> SnipConfig:

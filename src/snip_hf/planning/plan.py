@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -25,6 +26,7 @@ from ..json_io import read_json, write_json_atomic
 from ..layers.state import snip_linears
 from ..numerics.formats import FORMATS, check_format
 from ..numerics.gemms import GEMMS
+from ..text import printable
 
 SCHEMA_VERSION = 1
 # Of a name or a path: what is longer is no name, and would fill terminals and logs.
@@ -183,7 +185,14 @@ class PrecisionPlan:
             KeyError: the model has a SnipLinear that the plan does not name, or the other way round.
         """
         linears = snip_linears(model)
-        missing, unexpected = self.mismatches([*linears, *elsewhere])
+        self.check_layers([*linears, *elsewhere])
+        for layer, linear in linears.items():
+            linear.set_formats(self.assignment[layer])
+
+    def check_layers(self, layers: Iterable[str]) -> None:
+        """Raises KeyError unless the plan names exactly these layers, those that a model has."""
+        present = list(dict.fromkeys(layers))
+        missing, unexpected = self.mismatches(present)
         advice = "Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
         if missing:
             raise KeyError(
@@ -192,11 +201,23 @@ class PrecisionPlan:
             )
         if unexpected:
             raise KeyError(
-                f"The plan names layer {unexpected[0]!r}, which is no SnipLinear of the model (it has {len(linears)}, "
-                f"e.g. {next(iter(linears), None)!r}). {advice}"
+                f"The plan names layer {unexpected[0]!r}, which is no SnipLinear of the model (it has {len(present)}, "
+                f"e.g. {next(iter(present), None)!r}). {advice}"
             )
-        for layer, linear in linears.items():
-            linear.set_formats(self.assignment[layer])
+
+    def with_flops(self, flops: Flops) -> PrecisionPlan:
+        """Returns the plan with the FLOPs of a model, by which its FP4 shares are counted, not with a file's word.
+
+        Measured times stay only where the FLOPs are the same, since others are not of this model.
+
+        Raises:
+            KeyError: as `check_layers`.
+        """
+        self.check_layers(flops)
+        own = {layer: dict(row) for layer, row in self.flops.items()}
+        if own == {layer: dict(row) for layer, row in flops.items()}:
+            return self
+        return replace(self, flops=flops, measured=None)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON data, layers in the order of the stages; "measured" only where there is any."""
@@ -253,8 +274,8 @@ class PrecisionPlan:
             return cls.from_dict(read_json(path))
         except ValueError as error:
             raise ValueError(
-                f"{os.fspath(path)} is not a usable precision plan: {error} Restore the file or let a run write it "
-                "again."
+                f"{printable(path, MAX_TEXT)} is not a usable precision plan: {error} Restore the file or let a "
+                "run write it again."
             ) from error
 
 
@@ -360,9 +381,10 @@ def _check_type(value: object, kind: type | tuple[type, ...], where: str, expect
 
 
 def _check_text(value: object, where: str) -> None:
-    # Printable only: names end up in terminals, and a file from elsewhere must not send control sequences there.
-    if not isinstance(value, str) or not value or not value.isprintable():
-        raise ValueError(f"{where} is {_short(value)}, expected printable text.")
+    # Odd spaces and letters of all kinds occur in names. Control characters do not, unless a file from elsewhere wants
+    # to send them to a terminal; the rest is shown escaped (`text.printable`).
+    if not isinstance(value, str) or not value or any(unicodedata.category(letter) == "Cc" for letter in value):
+        raise ValueError(f"{where} is {_short(value)}, expected text without control characters.")
     if len(value) > MAX_TEXT:
         raise ValueError(f"{where} has {len(value)} characters, expected at most {MAX_TEXT}.")
 

@@ -11,7 +11,7 @@ from .criterion_cost import register_criterion
 
 
 class Fisher(LayerCriterion):
-    """sum over tokens and outputs of G^2 E^2, E = Q(X) Q(W)^T - X W^T, of the whole micro-batch."""
+    """N sum over tokens and outputs of G^2 E^2, E = Q(X) Q(W)^T - X W^T, N the tokens with a label."""
 
     def pending_rows(self, name: str) -> Pending[Rows]:
         terms = self.terms
@@ -19,8 +19,8 @@ class Fisher(LayerCriterion):
         left = torch.cat([terms.rounded("x", name, 1), -terms.x], 1)
         right = torch.cat([terms.rounded("w", name, 1), terms.w], 1)
         errors = product(left, right.t())  # (n, 2 I) x (2 I, O)
-        # G of a mean over fewer tokens is larger by as much.
-        score = terms.sizes.scale / terms.parts * errors.mul_(terms.g).square_().sum()
+        # As for the loss divergence: the mean over N tokens of what the gradients of their own losses give.
+        score = terms.batch.labelled * terms.sizes.scale * errors.mul_(terms.g).square_().sum()
         return Pending(score[None], forward_only)
 
 

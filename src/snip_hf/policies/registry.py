@@ -17,11 +17,6 @@ def _accept(config: SnipConfig) -> None:
     """Refuses nothing."""
 
 
-def _nothing(config: SnipConfig, table: DivergenceTable) -> str | None:
-    """Misses nothing."""
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """Who decides: prices each option for the integer program (`cost`), or assigns formats itself (`assign`)."""
@@ -35,6 +30,8 @@ class Policy:
     """Whether it meets `target_fp4_fraction`; uniform policies do not."""
     criterion: type[LayerCriterion] = LayerCriterion
     """What it wants to know of each layer beside the divergences."""
+    weighs_updates: bool = False
+    """Whether it uses the weight divergence, which needs gradients and an optimizer that the estimate understands."""
     spare: float = 0.0
     """Cost of the whole weight of a stage in formats that count towards the target. Keeps groups that cost nothing out
     of these formats beyond the target; among plans that meet it exactly this decides nothing."""
@@ -42,8 +39,6 @@ class Policy:
     """Solver to use in place of the configured one."""
     check: Callable[[SnipConfig], None] = _accept
     """Raises ValueError for a configuration under which the policy cannot work."""
-    missing: Callable[[SnipConfig, DivergenceTable], str | None] = _nothing
-    """Returns what a table lacks for the policy to decide as it is meant to, as a warning says it; None: nothing."""
 
     @property
     def needs_probe(self) -> bool:
@@ -80,6 +75,12 @@ def needs_weights(config: SnipConfig) -> bool:
     """Returns True if the run aims at a share of FLOPs or time; uniform policies and a plan file do not."""
     policy = policy_of(config)
     return policy is not None and policy.aims_at_share
+
+
+def weighs_updates(config: SnipConfig) -> bool:
+    """Returns True if the weight divergence has a part in the decision."""
+    policy = policy_of(config)
+    return policy is not None and policy.weighs_updates
 
 
 def cost_of(config: SnipConfig, table: DivergenceTable) -> Cost:

@@ -42,10 +42,4 @@ def snip_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergenc
     return lambda row: sum(weight * part(row) for weight, part in scaled)
 
 
-def _missing(config: SnipConfig, table: DivergenceTable) -> str | None:
-    if table.totals(config.least_precise)["weight"] == 0:
-        return "all weight divergences are 0 (is the learning rate 0?); the loss divergence alone decides."
-    return None
-
-
-register_policy(Policy(name="snip", cost=snip_cost, missing=_missing))
+register_policy(Policy(name="snip", cost=snip_cost, weighs_updates=True))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,15 +20,23 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from ..json_io import write_atomic
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..policies.setting import split_layer
-from ..records.load import Run
+from ..records.load import Run, thinned
 from ..records.run_folder import FOLDER
+from ..text import printable
 
 # Grey, and sky blue and vermilion of Okabe and Ito's palette: colour-blind readers, and print, keep them apart.
 # More rows than this are labelled by block instead of by layer.
 _MOST_NAMED_ROWS = 64
+# What can be told apart: rows, some of the model's layers if it has more; and points of a curve.
+_MOST_SHOWN_ROWS, _MOST_POINTS = 2000, 20_000
+# Lines between blocks; with more blocks there is nothing but lines.
+_MOST_LINES = 250
+# Characters of a name.
+_NAME = 60
 
 
 def write_figures(run: Run, out_dir: str | os.PathLike[str] | None = None) -> list[Path]:
@@ -42,20 +52,25 @@ def write_figures(run: Run, out_dir: str | os.PathLike[str] | None = None) -> li
     if run.losses:
         draw["losses.png"] = loss_figure
     for name, function in draw.items():
-        FigureCanvasAgg(function(run)).print_png(str(folder / name))
+        image = io.BytesIO()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a name in a script that it lacks
+            FigureCanvasAgg(function(run)).print_png(image)
+        write_atomic(folder / name, image.getvalue())  # in place of a link, not through it
     return [folder / name for name in draw]
 
 
 def plan_figure(run: Run) -> Figure:
     """Layers over optimizer steps, coloured by format; three panels if any layer's GEMMs are in different formats."""
-    layers = list(run.plans[0][1].assignment)
+    layers = _shown_layers(run)
     mixed = any(len(set(formats.values())) > 1 for _, plan in run.plans for formats in plan.assignment.values())
     panels = GEMMS if mixed else GEMMS[:1]
     figure, axes = _layer_panels(layers, len(panels))
     starts = [step for step, _ in run.plans]
-    edges = [*starts, max(run.last_step, starts[-1] + 1)]
+    # A history may go back; time does not.
+    edges = np.maximum.accumulate([*starts, max(run.last_step, max(starts) + 1)])
     rows = np.arange(len(layers) + 1) - 0.5
-    kept = [refresh.step for refresh in run.refreshes if refresh.applied_step is None]
+    kept = thinned([refresh.step for refresh in run.refreshes if refresh.applied_step is None], _MOST_POINTS)
     marks: list[Line2D] = []
     used = {name for _, plan in run.plans for formats in plan.assignment.values() for name in formats.values()}
     shown = [name for name in FORMATS if name in used or name in run.formats]
@@ -71,13 +86,13 @@ def plan_figure(run: Run) -> Figure:
     handles: list[Artist] = [Patch(facecolor=FORMATS[name].colour, edgecolor="0.4", label=name) for name in shown]
     figure.legend(handles=[*handles, *marks], loc="outside lower center", ncols=4, frameon=False)
     plan = run.plans[-1][1]
-    _title(figure, f"Precision plan: {plan.fp4_fraction:.1%} of the linear FLOPs in FP4 at the end")
+    _title(figure, f"Precision plan: {plan.fp4_fraction:.1%} of the linear FLOPs in FP4 at the end", run)
     return figure
 
 
 def divergence_figure(run: Run) -> Figure:
     """Layers over probes, coloured by the divergences in the least precise format on a logarithmic scale."""
-    layers = list(run.plans[0][1].assignment)
+    layers = _shown_layers(run)
     steps = list(run.divergences)
     panels = _divergence_panels(run)
     figure, axes = _layer_panels(layers, len(panels))
@@ -98,13 +113,13 @@ def divergence_figure(run: Run) -> Figure:
         shown = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 4)).round().astype(int))
         panel.set_xticks(shown, [str(steps[index]) for index in shown])
         panel.set_xlabel("step of the probe")
-    _title(figure, f"Divergence of each layer in {run.formats[0].upper()} (white: zero or not measured)")
+    _title(figure, f"Divergence of each layer in {run.formats[0].upper()} (white: zero or not measured)", run)
     return figure
 
 
 def _divergence_panels(run: Run) -> dict[tuple[str, str], np.ndarray[Any, Any]]:
     """(quantity, gemm) -> (layers, probes); whole layers where they were measured, else single GEMMs; NaN for none."""
-    rows = {layer: row for row, layer in enumerate(run.plans[0][1].assignment)}
+    rows = {layer: row for row, layer in enumerate(_shown_layers(run))}
     panels: dict[tuple[str, str], np.ndarray[Any, Any]] = {}
     for column, records in enumerate(run.divergences.values()):
         for record in records:
@@ -126,7 +141,11 @@ def loss_figure(run: Run) -> Figure:
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     for key, label, colour in (("loss", "training", "#0072b2"), ("eval_loss", "validation", "#d55e00")):
-        points = [(step, row[key]) for step, row in run.losses.items() if key in row]
+        # Beyond 1e100 axes overflow.
+        points = [
+            (step, row[key] if abs(row[key]) < 1e100 else math.nan) for step, row in run.losses.items() if key in row
+        ]
+        points = thinned(points, _MOST_POINTS)
         if points:
             marker = "o" if len(points) <= 50 else ""  # A single point has no line to be seen by.
             axes.plot(*zip(*points, strict=True), color=colour, marker=marker, label=label, linewidth=1.2, markersize=4)
@@ -152,17 +171,24 @@ def _layer_panels(layers: list[str], count: int) -> tuple[Figure, list[Axes]]:
     names = [split_layer(layer) for layer in layers]
     firsts = [row for row, name in enumerate(names) if row == 0 or name[0] != names[row - 1][0]]
     if len(layers) <= _MOST_NAMED_ROWS:
-        axes[0].set_yticks(
-            range(len(layers)), [f"{block.rpartition('.')[2]} {kind}" for block, kind in names], fontsize=7
-        )
+        labels = [f"{block.rpartition('.')[2]} {kind}" for block, kind in names]
+        shown = list(range(len(layers)))
     else:
         shown = firsts[:: math.ceil(len(firsts) / 40)]
-        axes[0].set_yticks(shown, [names[row][0] or names[row][1] for row in shown], fontsize=7)
+        labels = [names[row][0] or names[row][1] for row in shown]
+    # A name with two dollar signs is no formula.
+    axes[0].set_yticks(shown, [printable(label, _NAME) for label in labels], fontsize=7, parse_math=False)
     for panel in axes:
-        for row in firsts[1:]:
+        for row in firsts[1:] if len(firsts) <= _MOST_LINES else ():
             panel.axhline(row - 0.5, color="white", linewidth=1.5 if len(layers) <= _MOST_NAMED_ROWS else 0.4)
     return figure, axes
 
 
-def _title(figure: Figure, title: str) -> None:
-    figure.suptitle(title, fontsize=11, parse_math=False)
+def _shown_layers(run: Run) -> list[str]:
+    return thinned(list(run.plans[0][1].assignment), _MOST_SHOWN_ROWS)
+
+
+def _title(figure: Figure, title: str, run: Run | None = None) -> None:
+    layers = 0 if run is None else len(run.plans[0][1].assignment)
+    part = f" ({_MOST_SHOWN_ROWS:,} of {layers:,} layers)" if layers > _MOST_SHOWN_ROWS else ""
+    figure.suptitle(title + part, fontsize=11, parse_math=False)

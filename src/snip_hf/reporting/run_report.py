@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,18 +14,20 @@ from ..config import SnipConfig
 from ..estimation.layer_sums import LAYER
 from ..estimation.table import Divergence, DivergenceTable
 from ..numerics.formats import FORMATS
+from ..planning.pipeline_model import check_ties_are_few
 from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.program import problem
 from ..policies.setting import Setting, split_layer
-from ..records.load import Run, load_run
-from ..records.run_folder import FOLDER
+from ..records.events import short
+from ..records.load import Run, load_run, thinned
 from .figures import write_figures
-from .tables import new_table, number, plan_table, print_cost, print_stages
-
-T = TypeVar("T")
+from .tables import listed, name_text, new_table, number, plan_table, print_cost, print_stages, say
 
 _MOST_ROWS = 20
+_MOST_REFRESHES = 200
 _MOST_REASONS = 64
+# Stages that prices are given for; no pipeline has as many.
+_MOST_STAGES = 1000
 
 
 def run_report(
@@ -50,37 +49,35 @@ def print_report(run_dir: str | os.PathLike[str], console: Console | None = None
 
 def _print_run(run: Run, console: Console, micro_batches: int | None = None) -> None:
     config = run.config
-    policy = f"plan file {config['plan']}, held fixed" if config.get("plan") else f"policy {config.get('policy')}"
+    policy = f"policy {_shown(config.get('policy'))}"
+    if config.get("plan"):
+        policy = f"plan file {_shown(config['plan'])}, held fixed"
     plan = _in_force(run)
     by_time = config.get("cost") == "measured"
-    target = f"{config.get('target_fp4_fraction')}{' of the measured time' * by_time}"
+    target = f"{_shown(config.get('target_fp4_fraction'))}{' of the measured time' * by_time}"
     time = "" if plan.measured is None else f" and {plan.fp4_time_fraction:.4f} of their measured time"
-    console.print(
-        f"{policy[0].upper()}{policy[1:]}, granularity {config.get('granularity')}, target FP4 share {target}, "
+    say(
+        console,
+        f"{policy[0].upper()}{policy[1:]}, granularity {_shown(config.get('granularity'))}, target FP4 share {target}, "
         f"attained {plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}. Model: "
-        f"{plan.provenance.model_name or 'not named'}.",
-        markup=False,
-        highlight=False,
+        f"{_shown(plan.provenance.model_name or 'not named')}.",
     )
     if run.refreshes:
         console.print(refresh_table(run))
     else:
-        console.print(
+        say(
+            console,
             f"No refresh was recorded ({policy}, first refresh due at step "
-            f"{config.get('first_refresh')} if it probes): the plan of the start is in force.",
-            markup=False,
-            highlight=False,
+            f"{_shown(config.get('first_refresh'))} if it probes): the plan of the start is in force.",
         )
-    for refresh in run.refreshes:
-        if refresh.applied_step is None:
-            console.print(f"Step {refresh.step}: plan kept. {refresh.reason}", markup=False, highlight=False)
+    kept = [refresh for refresh in run.refreshes if refresh.applied_step is None]
+    _say_some(console, [f"Step {refresh.step}: plan kept. {refresh.reason}" for refresh in kept])
     if run.checks:
         console.print(drift_table(run))
-        early = ", ".join(str(check.step) for check in run.checks if check.refresh) or "none"
-        console.print(f"Early refreshes, because the ranking had moved, at steps: {early}.", highlight=False)
-    for check in run.checks:
-        if check.reason is not None:
-            console.print(f"Step {check.step}: check failed. {check.reason}", markup=False, highlight=False)
+        early = listed([str(check.step) for check in run.checks if check.refresh]) or "none"
+        say(console, f"Early refreshes, because the ranking had moved, at steps: {early}.")
+    failed = [check for check in run.checks if check.reason is not None]
+    _say_some(console, [f"Step {check.step}: check failed. {check.reason}" for check in failed])
     if run.losses:
         console.print(loss_table(run))
     console.print(plan_table(plan))
@@ -88,22 +85,33 @@ def _print_run(run: Run, console: Console, micro_batches: int | None = None) -> 
     if plan.measured is not None:
         print_cost(plan, console)
     elif by_time:
-        console.print("The times of the GEMMs are not in plan.json (nothing was decided by them yet, or it is lost).")
-    reasons = reason_table(run)
-    if reasons is not None:
-        console.print(reasons)
-    for note in run.notes:
-        console.print(f"Note: {note}", markup=False, highlight=False)
+        say(console, "The times of the GEMMs are not in plan.json (nothing was decided by them yet, or it is lost).")
+    notes = list(run.notes)
+    try:
+        reasons = reason_table(run)
+    except (ValueError, TypeError) as error:  # a config of another version, or one that is none
+        notes.append(f"There is no table of reasons: {error}")
+    else:
+        if reasons is not None:
+            console.print(reasons)
+    _say_some(console, [f"Note: {note}" for note in notes])
+
+
+def _say_some(console: Console, sentences: list[str]) -> None:
+    for sentence in sentences[:_MOST_ROWS]:
+        say(console, sentence)
+    if len(sentences) > _MOST_ROWS:
+        say(console, f"... and {len(sentences) - _MOST_ROWS:,} more such lines.")
+
+
+def _shown(value: object) -> str:
+    """A value of the config, which may be of another version or from elsewhere."""
+    return value if isinstance(value, str) else short(value)
 
 
 def _in_force(run: Run) -> PrecisionPlan:
-    """Returns the plan of the end, with the measured times of plan.json: the history does not hold them."""
-    plan = run.plans[-1][1]
-    try:
-        saved = PrecisionPlan.load(run.folder / FOLDER / "plan.json")
-        return dataclasses.replace(plan, measured=saved.measured)
-    except (OSError, ValueError):  # there is no such file of this plan; the run's notes say so
-        return plan
+    """Returns the plan of the end with its measured times."""
+    return dataclasses.replace(run.plans[-1][1], measured=run.measured)
 
 
 def _print_run_stages(run: Run, plan: PrecisionPlan, console: Console, micro_batches: int | None) -> None:
@@ -121,7 +129,7 @@ def refresh_table(run: Run) -> Table:
         table.add_column(heading, justify="right")
     for part in ("probe", "solver", "waited"):
         table.add_column(f"{part}\n[s]".replace("[", "\\["), justify="right")
-    for refresh in run.refreshes:
+    for refresh in thinned(run.refreshes, _MOST_REFRESHES):
         table.add_row(
             str(refresh.step),
             "kept" if refresh.applied_step is None else str(refresh.applied_step),
@@ -131,6 +139,8 @@ def refresh_table(run: Run) -> Table:
             number(refresh.gap, ".1e"),
             *(number(refresh.seconds.get(part), ".2f") for part in ("probe", "solver", "waited")),
         )
+    if len(run.refreshes) > _MOST_REFRESHES:
+        table.caption = f"{_MOST_REFRESHES} of {len(run.refreshes):,} refreshes."
     return table
 
 
@@ -139,7 +149,7 @@ def drift_table(run: Run) -> Table:
     table = new_table("Checks of the ranking")
     for heading in ("step", "rank\ncorrelation", "refresh"):
         table.add_column(heading, justify="right")
-    for check in _thinned(run.checks):
+    for check in thinned(run.checks, _MOST_ROWS):
         table.add_row(str(check.step), number(check.correlation, ".3f"), "early" if check.refresh else "-")
     return table
 
@@ -150,11 +160,17 @@ def loss_table(run: Run) -> Table:
     for heading in ("step", "training", "validation"):
         table.add_column(heading, justify="right")
     steps = [step for step, row in run.losses.items() if "eval_loss" in row] or list(run.losses)
-    for step in _thinned(steps):
-        training = [row["loss"] for logged, row in run.losses.items() if logged <= step and "loss" in row]
-        validation = run.losses[step].get("eval_loss")
-        table.add_row(str(step), number(training[-1] if training else None, ".4f"), number(validation, ".4f"))
+    shown, training = set(thinned(steps, _MOST_ROWS)), None
+    for step, row in run.losses.items():
+        training = row.get("loss", training)
+        if step in shown:
+            table.add_row(str(step), _fixed(training), _fixed(row.get("eval_loss")))
     return table
+
+
+def _fixed(value: float | None, digits: int = 4) -> str:
+    # Of 1e100 four digits, not a hundred.
+    return number(value, f".{digits}f" if value is None or abs(value) < 1e9 else ".4g")
 
 
 def reason_table(run: Run) -> Table | None:
@@ -162,6 +178,9 @@ def reason_table(run: Run) -> Table | None:
 
     Within a stage FP4 goes to the groups with the lowest price, as far as whole groups fit the target. None if the run
     has no table of divergences for its last applied refresh, or lacks the times that it was decided by.
+
+    Raises:
+        ValueError, TypeError: the run's config is none that this version knows.
     """
     decided = _last_decided(run)
     if decided is None or decided[0] not in run.divergences:
@@ -169,7 +188,11 @@ def reason_table(run: Run) -> Table | None:
     (step, before), plan = decided, _in_force(run)
     if plan.measured is None and run.config.get("cost") == "measured":
         return None
-    setting = Setting(SnipConfig.from_dict(run.config), plan.flops, plan.stages, plan.measured)
+    if len(plan.stages) > _MOST_STAGES:
+        raise ValueError(f"the plan has {len(plan.stages):,} stages, expected at most {_MOST_STAGES:,}.")
+    config = SnipConfig.from_dict(run.config)
+    check_ties_are_few(config, len(plan.assignment))
+    setting = Setting(config, plan.flops, plan.stages, plan.measured)
     rows = tuple(Divergence(**record) for record in run.divergences[step])
     divergences = {(row.layer, row.gemm): row for row in rows if row.format == run.formats[0]}
     program = problem(setting, DivergenceTable(0.0, rows), before)
@@ -187,10 +210,12 @@ def reason_table(run: Run) -> Table | None:
         if _MOST_REASONS // 2 <= index < len(order) - _MOST_REASONS // 2:
             continue  # of a large model the cheapest and the dearest
         layer, gemm = setting.members(group)[0]
-        row = divergences[layer, gemm if setting.config.granularity == "gemm" else LAYER]
-        numbers = (f"{row.loss_divergence:.1e}", f"{row.weight_divergence:.1e}", f"{prices[group]:.3f}")
+        # None for a layer that took no part in the probe (an expert without tokens).
+        row = divergences.get((layer, gemm if setting.config.granularity == "gemm" else LAYER))
+        damages = (None, None) if row is None else (row.loss_divergence, row.weight_divergence)
+        numbers = (*(number(damage, ".1e") for damage in damages), _fixed(prices[group], 3))
         formats = Text(plan.assignment[layer][gemm], style=FORMATS[plan.assignment[layer][gemm]].style)
-        table.add_row(stage_of[group].removeprefix("stage "), Text(_short_name(group)), *numbers, formats)
+        table.add_row(stage_of[group].removeprefix("stage "), name_text(_short_name(group)), *numbers, formats)
     return table
 
 
@@ -204,10 +229,3 @@ def _short_name(group: str) -> str:
     """ "model.layers.3.mlp.up_proj:forward" -> "3 up_proj:forward"."""
     block, kind = split_layer(group)
     return f"{block.rpartition('.')[2]} {kind.rpartition('.')[2]}"
-
-
-def _thinned(items: Sequence[T]) -> list[T]:
-    """Returns no more than `_MOST_ROWS` of the items, evenly spaced, the first and the last among them."""
-    return [
-        items[i] for i in np.unique(np.linspace(0, len(items) - 1, min(len(items), _MOST_ROWS)).round().astype(int))
-    ]

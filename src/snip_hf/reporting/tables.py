@@ -7,7 +7,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -19,19 +18,33 @@ from ..planning.pipeline_model import ConstraintComparison, PipelineTimes, compa
 from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.solver.process import SolverError
 from ..policies.setting import split_layer
+from ..text import printable
+
+# What a table shows at most: the blocks of every model of today, the kinds of linears of one without single experts.
+_MOST_BLOCKS, _MOST_KINDS = 200, 32
+# Rows of a table of costs or stages, and stages in a sentence.
+_MOST_ROWS = 64
+# Characters of a name in a table, and of a sentence.
+_NAME, _SENTENCE = 60, 2000
 
 
 def plan_table(plan: PrecisionPlan) -> Table:
     """One row per block, one column per kind of linear; `4/8/8` is forward/grad_input/grad_weight."""
     cells = {split_layer(layer): formats for layer, formats in plan.assignment.items()}
-    kinds = list(dict.fromkeys(kind for _, kind in cells))
+    all_kinds = list(dict.fromkeys(kind for _, kind in cells))
+    all_blocks = list(dict.fromkeys(block for block, _ in cells))
+    kinds, blocks = all_kinds[:_MOST_KINDS], all_blocks[:_MOST_BLOCKS]
     table = new_table("Plan (one format: all three GEMMs; a/b/c: forward/grad_input/grad_weight)")
     table.add_column("block", justify="right")
     for kind in kinds:
-        table.add_column(Text(kind.rpartition(".")[2]))
-    for block in dict.fromkeys(block for block, _ in cells):
+        table.add_column(name_text(kind.rpartition(".")[2]))
+    for block in blocks:
         row = [_plan_cell(cells[block, kind]) if (block, kind) in cells else Text("") for kind in kinds]
-        table.add_row(Text(block.rpartition(".")[2] or block), *row)
+        table.add_row(name_text(block.rpartition(".")[2] or block), *row)
+    if len(kinds) < len(all_kinds) or len(blocks) < len(all_blocks):
+        table.caption = (
+            f"The first {len(blocks):,} of {len(all_blocks):,} blocks and {len(kinds):,} of {len(all_kinds):,} kinds."
+        )
     return table
 
 
@@ -47,12 +60,12 @@ def print_cost(plan: PrecisionPlan, console: Console) -> None:
     """Prints how FLOPs and measured time relate, for a plan with measured times."""
     assert plan.measured is not None
     console.print(cost_table(plan))
-    stages = ", ".join(f"{share:.4f}" for share in plan.stage_fp4_time_fractions or ())
-    console.print(
+    shares = plan.stage_fp4_time_fractions or ()
+    stages = listed([f"{share:.4f}" for share in shares])
+    say(
+        console,
         f"{describe_cost(plan.flops, plan.measured)} The plan runs {plan.fp4_fraction:.4f} of the linear FLOPs and "
         f"{plan.fp4_time_fraction:.4f} of their time in FP4 (per stage: {stages}).",
-        markup=False,
-        highlight=False,
     )
 
 
@@ -64,10 +77,10 @@ def cost_table(plan: PrecisionPlan) -> Table:
         table.add_column(heading, justify="left" if heading in ("linear", "GEMM") else "right")
     for fmt in plan.measured.formats:
         table.add_column(f"{FORMATS[fmt].label}\nms", justify="right")
-    for share in cost_shares(plan.flops, plan.measured):
+    for share in cost_shares(plan.flops, plan.measured)[:_MOST_ROWS]:
         milliseconds = (f"{1e3 * share.seconds[fmt]:.4g}" for fmt in plan.measured.formats)
         shares = (f"{share.flops:.4f}", f"{share.time:.4f}", f"{share.ratio:.2f}")
-        table.add_row(Text(share.kind), share.gemm, *shares, *milliseconds)
+        table.add_row(name_text(share.kind), share.gemm, *shares, *milliseconds)
     return table
 
 
@@ -86,9 +99,8 @@ def print_stages(
     """
     times = pipeline_times(plan, micro_batches)
     if len(plan.stages) == 1:
-        console.print(
-            f"One stage, so no pipeline and no bubble: {plan.fp4_fraction:.4f} of its linear FLOPs are in FP4.",
-            highlight=False,
+        say(
+            console, f"One stage, so no pipeline and no bubble: {plan.fp4_fraction:.4f} of its linear FLOPs are in FP4."
         )
         return
     console.print(stage_table(plan))
@@ -108,11 +120,10 @@ def print_stages(
             f"{comparison.bubble_saved:.4f} of the bubble."
         )
     unit = "measured" if times.measured else "modelled, FP4 at 2x FP8, 1 is all linears in FP8"
-    console.print(
+    say(
+        console,
         f"{sentence} Times are of the linears, forward and backward ({unit}): a stage's for one micro-batch, a step's "
         "(m - 1) times the slowest stage's and once all stages'; communication is not counted.",
-        markup=False,
-        highlight=False,
     )
 
 
@@ -120,7 +131,7 @@ def stage_table(plan: PrecisionPlan) -> Table:
     """FP4 shares and predicted times of each stage and of all, for one micro-batch, forward and backward."""
     times = pipeline_times(plan)
     basis = "modelled: FP4 at 2x FP8" if plan.measured is None else f"measured: {plan.measured.machine.device}"
-    table = new_table(f"Stages ({escape(basis)})")
+    table = new_table(f"Stages ({basis})")
     unit, scale = _time_unit(times)
     columns = {"FP4 share\nof FLOPs": [*plan.stage_fp4_fractions, plan.fp4_fraction]}
     if plan.stage_fp4_time_fractions is not None and plan.fp4_time_fraction is not None:
@@ -131,7 +142,8 @@ def stage_table(plan: PrecisionPlan) -> Table:
     names = [*map(str, range(len(plan.stages))), "all"]
     sizes = [*map(len, plan.stages), len(plan.assignment)]
     absolute = [*(x.time for x in times.stages), times.work]
-    for name, size, time, *shares in zip(names, sizes, absolute, *columns.values(), strict=True):
+    rows = list(zip(names, sizes, absolute, *columns.values(), strict=True))
+    for name, size, time, *shares in [*rows[: _MOST_ROWS - 1], *rows[-1:]] if len(rows) > _MOST_ROWS else rows:
         table.add_row(name, str(size), *(f"{share:.4f}" for share in shares), f"{scale * time:.4g}")
     return table
 
@@ -163,9 +175,25 @@ def _time_unit(times: PipelineTimes) -> tuple[str, float]:
 
 def new_table(title: str) -> Table:
     # No vertical lines and no padding twice, so that nine columns of refreshes fit into 80 characters.
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, collapse_padding=True)
+    shown = Text(printable(title))
+    table = Table(title=shown, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, collapse_padding=True)
     table.pad_edge = False
     return table
+
+
+def say(console: Console, sentence: str, limit: int = _SENTENCE) -> None:
+    """Prints a sentence that may quote a file from elsewhere: as it is, but for what a terminal would obey."""
+    console.print(Text(printable(sentence, limit)))
+
+
+def name_text(name: str) -> Text:
+    """Returns a name as a table shows it."""
+    return Text(printable(name, _NAME))
+
+
+def listed(items: Sequence[str], most: int = 20) -> str:
+    """Returns the items with commas between, at most so many of them."""
+    return ", ".join(items[:most]) + (f", and {len(items) - most:,} more" if len(items) > most else "")
 
 
 def number(value: float | None, spec: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,49 +12,63 @@ from torch import Tensor, nn
 from ..estimation.batch import Batch
 from ..estimation.samples import read
 from ..layers.linear import SnipLinear
+from ..layers.run_hooks import RunHook
+from ..numerics.random_state import RandomState
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import own_part
+
+
+@dataclass
+class TrainingPass:
+    """A forward pass whose loss may be backpropagated. Only then is it one of the step's micro-batches."""
+
+    batch: Mapping[str, Any]
+    """Keyword arguments of the model's forward; empty if nothing will read them."""
+    random_state: RandomState | None
+    """With which it began; None unless the probe may run it again."""
+    counted: bool = False
 
 
 class StepWatch:
     """The step of a refresh or a check.
 
     Args:
-        batch: its first micro-batch, as the model's forward takes it. A batch that cannot be probed raises when `batch`
-            is asked for.
         probe_tokens: tokens that the probe may run on (`Batch.part`); None: all.
         layers: the swapped layers, whose gradients' size is noted before clipping.
         parameters: all that get a gradient; none where nothing is to be noted.
     """
 
     def __init__(
-        self,
-        batch: Mapping[str, Any],
-        probe_tokens: int | None,
-        layers: Mapping[str, SnipLinear],
-        parameters: Iterable[nn.Parameter],
+        self, probe_tokens: int | None, layers: Mapping[str, SnipLinear], parameters: Iterable[nn.Parameter]
     ) -> None:
-        self._batch: Batch | Exception
+        self._batch: Batch | Exception = ValueError("No micro-batch of it was given to capture().")
         self.tokens = self.labelled = 0
         """Of the whole micro-batch."""
-        try:
-            complete = Batch.of(batch)
-            self._batch = complete.part(probe_tokens)
-            self.tokens, self.labelled = complete.tokens, complete.labelled
-        except Exception as error:  # raised again, and dealt with, when the probe needs it
-            self._batch = error
+        self._probe_tokens = probe_tokens
         self._layers = layers
         self._squares: dict[str, Tensor] = {}
         self._is_queued = False
         # All parameters, since the last one to get its gradient may be none of the layers'.
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._queue)
+            parameter.register_post_accumulate_grad_hook(RunHook(self._queue))
             for parameter in parameters
             if parameter.requires_grad
         ]
 
+    def take(self, first: TrainingPass) -> None:
+        """Takes the step's first micro-batch. One that cannot be probed raises when `batch` is asked for."""
+        try:
+            complete = Batch.of(first.batch)
+            if first.random_state is not None:
+                complete = replace(complete, random_state=first.random_state)
+            self._batch = complete.part(self._probe_tokens)
+            self.tokens, self.labelled = complete.tokens, complete.labelled
+        except Exception as error:  # raised again, and dealt with, when the probe needs it
+            self._batch = error
+
     @property
     def batch(self) -> Batch:
+        """The part of the first micro-batch that the probe runs."""
         if isinstance(self._batch, Exception):
             raise self._batch
         return self._batch

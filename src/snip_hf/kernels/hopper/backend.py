@@ -55,9 +55,10 @@ class Hopper(Backend):
             quantized = quantize_input(x, layer.snip_state, row_gemm, column_gemm)
         else:
             quantized = cache.tied.quantized(input, x, layer.snip_state, row_gemm, column_gemm)
-        # Evaluation may follow a change of the weights that nobody told of; training does not.
+        # Evaluation, and generation in training mode, may follow a change of the weights that nobody told of; a pass
+        # that is trained on does not.
         is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
-        weights = cache.weights if layer.training and is_kept else ()
+        weights = cache.weights if layer.training and torch.is_grad_enabled() and is_kept else ()
         y: Tensor = TensorCoreGemms.apply(x, layer.weight, bias, layer.snip_state, high, keeps_x, *quantized, *weights)
         return y
 
@@ -89,6 +90,9 @@ class Hopper(Backend):
     def attach(self, layer: Layer) -> None:
         layer.snip_cache = Cache(layer.weight.device.type, (False, False, False))
         self.note_formats(layer, [format_of_code(code) for code in layer.snip_state[: len(GEMMS)].tolist()])
+
+    def cache_of_copy(self, layer: Layer) -> Cache:
+        return Cache(layer.snip_cache.device, layer.snip_cache.high)
 
     def note_formats(self, layer: Layer, formats: Sequence[NumberFormat]) -> None:
         cache: Cache = layer.snip_cache

@@ -6,7 +6,8 @@ Numbers in, numbers out. This file is run as ``python -I path/to/ilp.py`` beside
 standard input, JSON solution on standard output. It therefore stands alone: it imports only the standard library and,
 inside the function that needs it, the chosen solver.
 
-With ``--parent`` and the id of the process that waits for the answer, it ends soon after that process has ended.
+With ``--parent`` and the id of the process that waits for the answer, it ends soon after that process has ended. With
+``--path``, once or more often, it imports the solver from that folder too, if it is not found without.
 
 Exit codes: 0 a solution (also "infeasible"), 2 bad input, 3 the solver is not installed, 4 no solution was found in
 time; 2 to 4 with ``{"error": "..."}`` on standard output.
@@ -14,10 +15,14 @@ time; 2 to 4 with ``{"error": "..."}`` on standard output.
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import itertools
 import json
+import logging
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -41,6 +46,7 @@ LARGEST = 1e100
 LARGEST_FILE = 64 * 2**20
 # How often it looks whether the process that waits for its answer still lives.
 WATCH_SECONDS = 0.25
+_PACKAGES = {"cbc": "mip", "highs": "scipy"}
 BAD_INPUT, MISSING_SOLVER, NO_SOLUTION = 2, 3, 4
 _KINDS: dict[str, tuple[type, ...]] = {
     "a name": (str,),
@@ -546,20 +552,39 @@ def _solve_part(part: Program, solver: str, deadline: float) -> tuple[_Outcome, 
     return replace(best, bound=max(outcome.bound, exact.bound)), best is exact
 
 
-def _version(solver: str) -> str | None:
-    """The version of an exact solver's package, None when it cannot be used here."""
+def _version(solver: str) -> str:
+    """The version of an exact solver's package.
+
+    Raises:
+        MissingSolverError: it cannot be used here; the message says why, after "mip" or "which".
+    """
+    said: list[str] = []
     try:
         if solver == "cbc":
+            # Where the library does not load, the package says why in its log only.
+            handler = logging.Handler()
+            handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+            logging.getLogger("mip").addHandler(handler)
             import mip
             from mip import cbc
 
-            return f"mip {mip.__version__}" if cbc.has_cbc else None
+            if not cbc.has_cbc:
+                raise ImportError(f"it has no CBC. {' '.join(said)}")
+            return f"mip {mip.__version__}"
         import scipy
         from scipy.optimize import milp  # noqa: F401  (what is needed must load)
 
         return f"scipy {scipy.__version__}"
-    except ImportError:
-        return None
+    except Exception as error:  # a package that is broken, or built for another one's version, raises anything
+        found = importlib.util.find_spec(_PACKAGES[solver])
+        if found is None:
+            raise MissingSolverError(
+                f"is not installed for {sys.executable} (the script's folder and the working directory do not count). "
+                "Install it"
+            ) from error
+        where = found.origin or ", ".join(found.submodule_search_locations or ())
+        why = f"{type(error).__name__}: {error}"
+        raise MissingSolverError(f"is installed ({where}) but does not load ({why}). Mend it") from error
 
 
 def _choose_solver(program: Program) -> tuple[str, str]:
@@ -572,16 +597,18 @@ def _choose_solver(program: Program) -> tuple[str, str]:
         )
     if not overlap and (program.solver == "greedy" or (program.solver == "auto" and len(program.units) > GREEDY_ABOVE)):
         return "greedy", GREEDY_VERSION
-    wanted = ("cbc", "highs") if program.solver == "auto" else (program.solver,)
-    for name in wanted:
-        version = _version(name)
-        if version is not None:
-            return name, version
+    reasons = {}
+    for name in ("cbc", "highs") if program.solver == "auto" else (program.solver,):
+        try:
+            return name, _version(name)
+        except MissingSolverError as error:
+            reasons[_PACKAGES[name]] = str(error)
     if program.solver == "auto" and not overlap:
         return "greedy", GREEDY_VERSION
-    packages = " or ".join({"cbc": "mip", "highs": "scipy"}[name] for name in wanted)
+    each = [f"{package} {reason}" for package, reason in reasons.items()]
     raise MissingSolverError(
-        f"solver: {program.solver!r} needs {packages}, which {sys.executable} cannot import. Install it"
+        f"solver: {program.solver!r} needs {' or '.join(reasons)}"
+        + (f". {'. '.join(each)}" if len(each) > 1 else f", which {next(iter(reasons.values()))}")
         + (", or take 'greedy'." if not overlap else " ('greedy' does not apply: the constraints share groups).")
     )
 
@@ -650,11 +677,16 @@ def solve(problem: dict[str, Any]) -> dict[str, Any]:
 
 
 def _end_with(parent: int) -> None:
-    """End this process soon after the process `parent` has, even if that is killed and can end nothing itself."""
+    """End this process soon after the process `parent` has, even if that is killed and can end nothing itself.
+
+    With it ends all that it started, if it leads a process group of its own.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(WATCH_SECONDS)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
     # The solvers' C code lets other threads run.
@@ -665,8 +697,14 @@ def main() -> int:
     """Read a problem from standard input, write the solution to standard output; returns the exit code."""
     import resource  # not on Windows, where plans can be read too
 
-    if sys.argv[1:2] == ["--parent"]:
-        _end_with(int(sys.argv[2]))
+    parser = argparse.ArgumentParser(description="Solves the problem on standard input.", allow_abbrev=False)
+    parser.add_argument("--parent", type=int, metavar="PID", help="end with this process")
+    parser.add_argument("--path", action="append", default=[], metavar="FOLDER", help="import the solver from here too")
+    options = parser.parse_args()
+    if options.parent is not None:
+        _end_with(options.parent)
+    # Behind the interpreter's own, so that nothing there takes the place of what is found without it.
+    sys.path += [path for path in options.path if path not in sys.path]
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     soft = LARGEST_FILE if hard == resource.RLIM_INFINITY else min(hard, LARGEST_FILE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,0 +1,82 @@
+"""Brings figures to the trackers that a Trainer reports to. Its own reports read the logs before later callbacks do."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import TensorBoardCallback, rewrite_logs
+
+logger = logging.getLogger(__name__)
+
+
+class Trackers:
+    """TensorBoard, W&B and Trackio, as far as `report_to` names them and the Trainer's own report has begun there."""
+
+    def __init__(self) -> None:
+        self._failed: set[str] = set()
+        self._end: Callable[[], None] | None = None
+        self._tensorboard: TensorBoardCallback | None = None
+
+    def log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, figures: Mapping[str, float]
+    ) -> None:
+        """Writes the figures at the current step. A tracker that fails is left out from then on, with a warning."""
+        if not state.is_world_process_zero:
+            return
+        logged = rewrite_logs(dict(figures)) | {"train/global_step": state.global_step}
+
+        def tensorboard() -> None:
+            self._log_to_tensorboard(args, state, control, figures)
+
+        writers = {
+            "tensorboard": tensorboard,
+            "wandb": lambda: _log_to_wandb(logged),
+            "trackio": lambda: _log_to_trackio(logged),
+        }
+        for name in writers.keys() & set(args.report_to or ()) - self._failed:
+            try:
+                writers[name]()
+            except Exception as error:  # a tracker may fail; training may not
+                self._failed.add(name)
+                logger.warning("snip-hf: %s gets no more figures of SNIP's: %r", name, error)
+
+    def close(self) -> None:
+        """Closes what was opened for a run; the next one begins anew."""
+        if self._end is not None:
+            self._end()
+        self._end, self._tensorboard = None, None
+        self._failed.clear()
+
+    def _log_to_tensorboard(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, figures: Mapping[str, float]
+    ) -> None:
+        if self._tensorboard is None:
+            own = TensorBoardCallback()
+            folder = own.logging_dir or _newest_run(Path(str(args.output_dir)) / "runs")
+            if folder is None:
+                return
+            own.logging_dir = folder
+            self._tensorboard, self._end = own, lambda: own.on_train_end(args, state, control)
+        self._tensorboard.on_log(args, state, control, logs=dict(figures))
+
+
+def _newest_run(folder: Path) -> str | None:
+    """Returns where the Trainer's report writes its events: its folder's name has the time at which it began."""
+    events = list(folder.rglob("events.out.tfevents.*"))
+    return str(max(events, key=lambda path: path.stat().st_mtime_ns).parent) if events else None
+
+
+def _log_to_wandb(logged: Mapping[str, float]) -> None:
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.log(dict(logged))
+
+
+def _log_to_trackio(logged: Mapping[str, float]) -> None:
+    trackio = sys.modules.get("trackio")
+    if trackio is not None and trackio.context_vars.current_run.get() is not None:
+        trackio.log(dict(logged))

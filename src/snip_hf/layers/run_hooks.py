@@ -1,0 +1,105 @@
+"""Hooks of a training run on a model's modules and parameters. Copies of the model have no part in the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import nn
+
+# Where a model holds the marks of the runs that train it.
+_RUNS = "snip_runs"
+
+
+class RunHook:
+    """A method as a hook that holds the method's object weakly.
+
+    A copy of it, also a pickled one, is `idle`. So the copy of a model holds nothing of the run and tells it nothing.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = WeakMethod(method)
+
+    # Never part of a compiled graph.
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        method = self._method()
+        return None if method is None else method(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _make_idle, ()
+
+
+def idle(*args: Any, **kwargs: Any) -> None:
+    """What a hook of a run becomes in a copy of the model."""
+
+
+def _make_idle() -> Callable[..., None]:
+    return idle
+
+
+class RunMark:
+    """Says on a model that a run trains it, and through which hooks. Copies of the model are not marked.
+
+    Args:
+        end: a method that ends the run, held weakly; None: there is no run.
+    """
+
+    def __init__(self, end: Callable[[], None] | None = None) -> None:
+        self.hooks: list[Any] = []
+        """Handles of the run's hooks on modules, wrappers of the model included."""
+        self._end = None if end is None else WeakMethod(end)
+
+    @property
+    def driver(self) -> Any:
+        """The object that drives the run; None if it is gone."""
+        return getattr(None if self._end is None else self._end(), "__self__", None)
+
+    def put_on(self, model: nn.Module) -> None:
+        vars(model).setdefault(_RUNS, []).append(self)
+
+    def remove(self, model: nn.Module) -> None:
+        """Takes the mark and the hooks away."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+        marks = [mark for mark in vars(model).pop(_RUNS, []) if mark is not self]
+        if marks:
+            vars(model)[_RUNS] = marks
+
+    def end(self) -> None:
+        """Ends the run, if whoever drives it is still there."""
+        end = None if self._end is None else self._end()
+        if end is not None:
+            end()
+
+    def __reduce__(self) -> tuple[type[RunMark], tuple[()]]:
+        return RunMark, ()
+
+
+def marks_on(model: nn.Module) -> list[RunMark]:
+    """Returns the marks of the runs on a model; takes away those of runs that nobody drives any more."""
+    marks = [(module, mark) for module in model.modules() for mark in vars(module).get(_RUNS, [])]
+    for module, mark in marks:
+        if mark.driver is None:
+            mark.remove(module)
+    return [mark for _, mark in marks if mark.driver is not None]
+
+
+def end_runs(model: nn.Module) -> None:
+    """Ends the runs that a model is marked with, and removes every hook of a run from its modules and parameters."""
+    for module in model.modules():
+        for mark in list(vars(module).get(_RUNS, [])):
+            mark.end()
+            mark.remove(module)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            _remove_hooks(hooks)
+    for parameter in model.parameters():
+        _remove_hooks(parameter._post_accumulate_grad_hooks or {})
+
+
+def _remove_hooks(hooks: dict[int, Any]) -> None:
+    for key in [key for key, hook in hooks.items() if isinstance(hook, RunHook) or hook is idle]:
+        del hooks[key]

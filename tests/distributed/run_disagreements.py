@@ -1,0 +1,163 @@
+"""Builds and runs controllers of two ranks that do not have the same, and notes with which errors that ends.
+
+Argument: a folder, for rank<N>.json with scenario -> error as text, "" for none; and for the messages of the log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from small import text, tiny_llama
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import snip_hf.parallel.pipeline
+import snip_hf.parallel.ranks
+from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model
+from snip_hf.costs.flops import linear_flops
+from snip_hf.layers.convert import restore_model
+from snip_hf.layers.state import snip_linears
+from snip_hf.planning.plan import PlanProvenance
+from snip_hf.training.fingerprint import weights_fingerprint
+
+BOUND = 3.0
+QUICK: dict[str, Any] = {"rank_timeout": 1.0, "solver_time_limit": 2.0, "solver": "greedy", "probe_tokens": None}
+CONFIG = SnipConfig(first_refresh=2, apply_delay=0, **QUICK)
+
+
+def controller(config: SnipConfig = CONFIG, frozen: str | None = None, **options: Any) -> SnipController:
+    model = tiny_llama(hidden=32, layers=2)
+    if frozen is not None:
+        model.get_submodule(frozen).weight.requires_grad_(False)
+    kind = options.pop("optimizer", torch.optim.SGD)
+    return SnipController(model, kind(model.parameters(), lr=0.1), config, **options)
+
+
+def controller_of(layers: int) -> SnipController:
+    model = tiny_llama(hidden=32, layers=layers)
+    return SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1), CONFIG)
+
+
+def plans(folder: Path) -> SnipController:
+    """Each rank has a file of that name in its own file system, with another content."""
+    rank = dist.get_rank()
+    flops = linear_flops_of(tiny_llama(hidden=32, layers=2))
+    provenance = PlanProvenance(step=0, policy="uniform-fp8")
+    plan = PrecisionPlan.uniform(flops, "fp4" if rank else "fp8", [list(flops)], provenance)
+    own = folder / f"files-of-rank{rank}"
+    own.mkdir()
+    plan.save(own / "plan.json")
+    before = os.getcwd()
+    os.chdir(own)
+    try:
+        return controller(SnipConfig(plan="plan.json", **QUICK))
+    finally:
+        os.chdir(before)
+
+
+def linear_flops_of(model: Any) -> Any:
+    convert_model(model, CONFIG)
+    return linear_flops(model)
+
+
+def one_rank_restored_a_layer() -> None:
+    """In mid-run; noticed by both at the refresh, which costs it and not the run."""
+    run = controller()
+    if dist.get_rank() == 1:
+        block = run.model.model.layers[1]
+        restore_model(block.mlp)
+    _steps(run, 2)
+
+
+def _steps(run: SnipController, last: int) -> None:
+    for step in range(run.step + 1, last + 1):
+        batch = text(2, 128, dist.get_rank())
+        run.capture(batch)
+        run.model(**batch).loss.backward()
+        run.before_optimizer_step(step)
+        run._optimizer.step()
+        run._optimizer.zero_grad()
+        run.after_step(step)
+
+
+def states() -> None:
+    """The ranks load states with different plans."""
+    run = controller()
+    state = json.loads(json.dumps(run.state_dict()))
+    if dist.get_rank() == 1:
+        for formats in state["plan"]["assignment"].values():
+            formats["forward"] = "fp4"
+    try:
+        run.load_state_dict(state)
+    finally:
+        assert {fmt for layer in snip_linears(run.model).values() for fmt in layer.formats.values()} == {"fp8"}
+
+
+def sharded() -> None:
+    """What FSDP2 holds on the first rank tells the weights as the whole model does."""
+    model = tiny_llama(hidden=32, layers=2)
+    expected = weights_fingerprint(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    assert dist.get_rank() > 0 or weights_fingerprint(model) == expected
+
+
+def too_few_batches() -> None:
+    """The second rank does one step, the first one a second."""
+    run = controller()
+    _steps(run, 1)
+    if dist.get_rank() == 0:
+        _steps(run, 2)
+
+
+def without_a_controller() -> None:
+    if dist.get_rank() == 0:
+        controller(SnipConfig(**QUICK | {"rank_timeout": 1.5}))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    snip_hf.training.preparation._SOLVER_GRACE = 0.0
+    snip_hf.parallel.ranks._SAYS_AFTER = 0.5
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("snip_hf").addHandler(handler)
+    scenarios: dict[str, Callable[[], Any]] = {
+        "plans": lambda: plans(folder),
+        "layers": lambda: controller_of(3 - rank),
+        "frozen": lambda: controller(frozen="model.layers.1.mlp.up_proj" if rank else None),
+        "refused": lambda: controller(optimizer=torch.optim.Rprop if rank else torch.optim.SGD),
+        "max_steps": lambda: controller(max_steps=10 + rank),
+        "restored": one_rank_restored_a_layer,
+        "states": states,
+        "sharded": sharded,
+        # Last, since who is waited for in vain is lost to the other.
+        "batches": too_few_batches,
+        "callback": without_a_controller,
+    }
+    found: dict[str, Any] = {}
+    for name, scenario in scenarios.items():
+        began, error = time.monotonic(), ""
+        messages.clear()
+        try:
+            scenario()
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        found[name] = {"error": error, "seconds": time.monotonic() - began, "messages": [*messages]}
+        dist.barrier()
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

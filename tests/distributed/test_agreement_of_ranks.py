@@ -1,0 +1,104 @@
+"""Are ranks that do not have the same refused before the first step, and those that wait in vain told for what?"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from rank_processes import assert_succeeded, start_ranks
+from run_disagreements import BOUND
+
+Found = list[dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Returns rank -> scenario -> error, seconds and messages."""
+    folder = tmp_path_factory.mktemp("disagreements")
+    assert_succeeded(start_ranks("run_disagreements.py", folder, folder=folder, timeout=120))
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+PLANS = (
+    "ValueError: Rank 1 has another plan than rank 0: layer 'model.layers.0.self_attn.q_proj' runs in fp4/fp4/fp4 on "
+    "rank 1 and in fp8/fp8/fp8 on rank 0. Expected one plan on all ranks: let all of them read the same file."
+)
+LAYERS = (
+    "ValueError: Rank 1 has other swapped layers than rank 0, of 14 against 21: 'model.layers.2.self_attn.q_proj' is "
+    "(not swapped) on rank 1 and (32x32, trained) on rank 0. Expected the same model, frozen and swapped alike, on all "
+    "ranks that share it."
+)
+FROZEN = (
+    "ValueError: Rank 1 has other swapped layers than rank 0, of 14 against 14: 'model.layers.1.mlp.up_proj' is "
+    "(80x32, frozen) on rank 1 and (80x32, trained) on rank 0. Expected the same model, frozen and swapped alike, on "
+    "all ranks that share it."
+)
+STEPS = (
+    "ValueError: max_steps is 11 on rank 1 and 10 on rank 0; expected the same on all ranks, since it decides which "
+    "refreshes are run."
+)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "expected"), [("plans", PLANS), ("layers", LAYERS), ("frozen", FROZEN), ("max_steps", STEPS)]
+)
+def test_ranks_that_do_not_have_the_same_are_refused_on_all_of_them(two: Found, scenario: str, expected: str) -> None:
+    for found in two:
+        assert found[scenario]["error"] == expected
+        assert found[scenario]["seconds"] < BOUND
+
+
+def test_what_one_rank_refuses_is_refused_by_all_at_once(two: Found) -> None:
+    first, second = (found["refused"]["error"] for found in two)
+    assert second.startswith("TypeError: Cannot differentiate the update of torch.optim.rprop.Rprop")
+    assert first.startswith(f"ValueError: On rank 1: {second[:60]}")
+
+
+def test_states_of_different_plans_are_refused_before_they_change_anything(two: Found) -> None:
+    for found in two:
+        assert found["states"]["error"].startswith(
+            "ValueError: Rank 1 has another plan than rank 0: layer 'model.layers.0.self_attn.q_proj' runs in "
+            "fp4/fp8/fp8 on rank 1 and in fp8/fp8/fp8 on rank 0."
+        )
+
+
+def test_a_layer_that_one_rank_replaced_in_mid_run_costs_all_of_them_the_refresh(two: Found) -> None:
+    assert [found["restored"]["error"] for found in two] == ["", ""]
+    (message,) = two[0]["restored"]["messages"]
+    assert message.startswith(
+        "snip-hf: the refresh of step 2 failed, the plan in force stays: ValueError: On rank 1: ValueError: 3 of the "
+        "14 swapped layers were replaced or wrapped since training began, e.g. 'model.layers.1.mlp.gate_proj' (now "
+        "Linear)"
+    )
+    assert two[1]["restored"]["messages"] == []
+
+
+def test_the_first_rank_of_a_sharded_model_tells_its_weights_as_one_process_does(two: Found) -> None:
+    assert [found["sharded"]["error"] for found in two] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "place"),
+    [
+        (
+            "batches",
+            "at the refresh of step 2 (a rank that runs out of batches, as under DDP's Join, never comes to it)",
+        ),
+        ("callback", "at the start (every rank needs a SnipCallback, or a SnipController in a loop of one's own)"),
+    ],
+)
+def test_a_rank_that_waits_in_vain_says_so_soon_and_ends_within_the_bound(
+    two: Found, scenario: str, place: str
+) -> None:
+    found, bound = two[0][scenario], BOUND + (0.5 if scenario == "callback" else 0.0)
+    assert found["messages"] == [
+        f"snip-hf: rank 0 of 2 has waited for the others for 0.5 s, {place}; it gives up after {bound:g} s."
+    ]
+    assert found["error"].startswith(
+        f"RankError: Rank 0 of 2 waited for the others, for at most {bound:g} s, and one of them did not answer or is "
+        f"gone, {place}: "
+    )
+    assert found["error"].endswith("Look into the logs of the other ranks; start them again from the last checkpoint.")
+    assert bound - 1 < found["seconds"] < bound + 15
+    assert two[1][scenario]["error"] == ""

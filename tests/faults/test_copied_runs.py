@@ -1,0 +1,134 @@
+"""Is a state that does not belong to the weights refused, where runs were copied, files exchanged or marks damaged?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fault_runs import CONFIG
+from small import tiny_llama
+from tiny_runs import Run, differing, train, weights
+
+from snip_hf import SnipCallback, SnipConfig
+from snip_hf.layers.convert import convert_model
+from snip_hf.training.fingerprint import weights_fingerprint
+
+SAVING = {"save_strategy": "steps", "save_steps": 4, "max_steps": 12}
+OTHER_WEIGHTS = (
+    "Cannot resume from {path}: The SNIP state was saved with other weights than those that were loaded: the two are "
+    "of different runs, or one of them was exchanged. Name the folder of the weights in SnipCallback(resume=FOLDER), "
+    "or say SnipCallback(resume=False) to start a new plan from them."
+)
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
+    """Two runs that go on from copies of one run's first four steps, each in its own way."""
+    folder = tmp_path_factory.mktemp("copies")
+    first = train(folder / "first", CONFIG, **SAVING)
+    found = []
+    for name, norm in (("a", 0.5), ("b", 0.1)):
+        (folder / name).mkdir()
+        checkpoint = shutil.copytree(first.folder / "checkpoint-4", folder / name / "checkpoint-4")
+        found.append(train(folder / name, CONFIG, resume=checkpoint, max_grad_norm=norm, **SAVING))
+    marks = [mark(run.folder / "checkpoint-8") for run in found]
+    assert marks[0] == marks[1] and differing(weights(found[0].model), weights(found[1].model))
+    return found[0], found[1]
+
+
+def mark(checkpoint: Path) -> Any:
+    return json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["snip-hf"]
+
+
+def copy_of(run: Run, folder: Path) -> Path:
+    """Returns checkpoint-8 of a copy of the run, whose files may be changed."""
+    shutil.copytree(run.folder, folder)
+    return folder / "checkpoint-8"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def refused(folder: Path, callback: SnipCallback, resume: Path) -> str:
+    """Returns the message with which training is refused, after checking that not one file was changed."""
+    before = files(folder)
+    with pytest.raises(ValueError) as caught:
+        train(folder, callback=callback, resume=resume, **SAVING)
+    assert files(folder) == before
+    return str(caught.value)
+
+
+def test_the_state_of_a_copy_that_went_its_own_way_is_refused(copies: tuple[Run, Run], tmp_path: Path) -> None:
+    one, other = copies
+    mine, theirs = copy_of(one, tmp_path / "one"), copy_of(other, tmp_path / "other")
+    message = refused(mine.parent, SnipCallback(CONFIG), theirs)
+    assert message == OTHER_WEIGHTS.format(path=mine / "snip_state.json")
+    # Both ways that the message names work.
+    resumed = train(
+        mine.parent, callback=SnipCallback(CONFIG, resume=theirs), resume=theirs, max_grad_norm=0.1, **SAVING
+    )
+    assert differing(weights(resumed.model), weights(other.model)) == []
+    train(theirs.parent, callback=SnipCallback(CONFIG, resume=False), resume=theirs, **SAVING)
+
+
+def test_weights_that_were_exchanged_by_hand_are_noticed(copies: tuple[Run, Run], tmp_path: Path) -> None:
+    checkpoint = copy_of(copies[0], tmp_path / "run")
+    shutil.copy(copies[1].folder / "checkpoint-8" / "model.safetensors", checkpoint)
+    message = refused(tmp_path / "run", SnipCallback(CONFIG), checkpoint)
+    assert message == OTHER_WEIGHTS.format(path=checkpoint / "snip_state.json")
+
+
+def test_a_state_that_knows_nothing_of_its_weights_is_still_loaded(copies: tuple[Run, Run], tmp_path: Path) -> None:
+    """As the first versions wrote it."""
+    checkpoint = copy_of(copies[0], tmp_path / "run")
+    path = checkpoint / "snip_state.json"
+    state = json.loads(path.read_text())
+    assert len(state.pop("weights")) == 64
+    path.write_text(json.dumps(state))
+    resumed = train(tmp_path / "run", CONFIG, resume=checkpoint, **SAVING)
+    assert differing(weights(resumed.model), weights(copies[0].model)) == []
+
+
+def test_a_run_without_a_probe_takes_its_plan_from_its_configuration_and_not_from_weights(tmp_path: Path) -> None:
+    config = SnipConfig(policy="layer-position")
+    train(tmp_path, config, save_strategy="steps", save_steps=1, max_steps=1)
+    assert json.loads((tmp_path / "checkpoint-1" / "snip_state.json").read_text())["weights"] is None
+    train(tmp_path, config, resume=tmp_path / "checkpoint-1", max_steps=2)
+
+
+@pytest.mark.parametrize("damaged", [{}, {"run": 3}, [], "run", None])
+def test_a_damaged_mark_in_the_trainers_state_is_refused_by_the_name_of_its_file(
+    damaged: Any, copies: tuple[Run, Run], tmp_path: Path
+) -> None:
+    checkpoint = copy_of(copies[0], tmp_path / "run")
+    path = checkpoint / "trainer_state.json"
+    document = json.loads(path.read_text())
+    document["stateful_callbacks"]["snip-hf"] = damaged
+    path.write_text(json.dumps(document))
+    assert refused(tmp_path / "run", SnipCallback(CONFIG), checkpoint) == (
+        f"{path}: stateful_callbacks['snip-hf'] is {str(damaged)!r}, expected {{'run': NAME}}: the file is damaged. "
+        "Restore it from another copy of the checkpoint, or say SnipCallback(resume=False) to start a new plan."
+    )
+    (checkpoint / "snip_state.json").unlink()
+    assert "the file is damaged" in refused(tmp_path / "run", SnipCallback(CONFIG), checkpoint)
+    train(tmp_path / "run", callback=SnipCallback(CONFIG, resume=False), resume=checkpoint, **SAVING)
+    assert list(mark(tmp_path / "run" / "checkpoint-12")) == ["run"]
+
+
+def test_a_fingerprint_is_that_of_the_weights_in_every_precision_wrapper_and_use() -> None:
+    model = tiny_llama(hidden=32)
+    expected = weights_fingerprint(model)
+    assert expected == weights_fingerprint(tiny_llama(hidden=32).to(torch.bfloat16))
+    assert expected == weights_fingerprint(torch.compile(model, backend="eager"))
+    convert_model(model, CONFIG)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert expected == weights_fingerprint(model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 3] += 0.5
+    assert expected != weights_fingerprint(model)

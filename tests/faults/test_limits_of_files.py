@@ -1,0 +1,162 @@
+"""Does a reader take whatever a writer writes, also for the largest models, and nothing that none takes?"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from fault_runs import CONFIG, SAVING, SHORT
+from tiny_runs import Run, differing, train, weights
+
+from snip_hf import SnipConfig
+from snip_hf import json_io as json_io_module
+from snip_hf.costs.budget import MeasuredCost
+from snip_hf.costs.gemm_timing import GemmShape, Machine, gemm_times
+from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.table import CHOICES, Divergence, DivergenceTable
+from snip_hf.json_io import MAX_JSON_BYTES, MAX_VALUES, append_json_line, parse_json, read_json, write_json_atomic
+from snip_hf.numerics.formats import FORMAT_CODES
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
+from snip_hf.policies import criteria as policies
+from snip_hf.records.events import read_divergence
+from snip_hf.records.run_folder import RunFolder
+from snip_hf.training.controller import _Pending
+
+# Linears of DeepSeek-V3, whose experts are counted one by one.
+LARGEST = 45_032
+
+
+class Decided:
+    """What a refresh of a model with so many linears, by GEMM and with measured times, has to write."""
+
+    def __init__(self, layers: int) -> None:
+        rng = random.Random(0)
+        names = [f"model.layers.{i // 770}.mlp.experts.{i % 770}.down_proj" for i in range(layers)]
+        config = SnipConfig(granularity="gemm")
+        flops = {name: dict.fromkeys(GEMMS, 2.0 * 7168 * 2048) for name in names}
+        setting = policies.Setting(config, flops, policies.find_stages(names, config))
+        self.table = DivergenceTable(
+            3.2,
+            tuple(
+                Divergence(name, gemm, fmt, rng.random(), rng.random(), 2.0 * 7168 * 2048, *random_numbers(rng, 4))
+                for name in names
+                for gemm in (*GEMMS, LAYER)
+                for fmt in CHOICES
+            ),
+        )
+        seconds = {name: {gemm: dict.fromkeys(FORMAT_CODES, rng.random()) for gemm in GEMMS} for name in names}
+        machine = Machine("NVIDIA H200", "2.11.0+cu130", "hopper", "bfloat16")
+        self.plan = PrecisionPlan(
+            {name: {gemm: rng.choice(CHOICES) for gemm in GEMMS} for name in names},
+            flops,
+            setting.stages,
+            PlanProvenance(step=40, policy="snip", config=config.to_dict()),
+            MeasuredCost(machine=machine, tokens=16384, seconds=seconds),
+        )
+        problem = policies.problem(setting, self.table, self.plan.assignment)
+        pending = _Pending(40, 50, problem, {"event": "refresh"}, {name: rng.random() for name in names})
+        self.state = {"step": 41, "plan": self.plan.to_dict(), "pending": pending.to_dict(), "ranking": pending.ranking}
+
+
+def random_numbers(rng: random.Random, count: int) -> list[float]:
+    return [rng.random() for _ in range(count)]
+
+
+def assert_round_trip(decided: Decided, folder: Path, layers: int) -> None:
+    """Plan, state and table come back as they were, and for `LARGEST` layers would stay below the limit."""
+    run = RunFolder(folder)
+    run.save_plan(decided.plan)
+    run.write_divergences(40, decided.table)
+    write_json_atomic(folder / "snip" / "state.json", decided.state)
+    for path in (folder / "snip").iterdir():
+        assert path.stat().st_size * LARGEST / layers < 0.8 * MAX_JSON_BYTES
+        assert sum(map(path.read_bytes().count, (b",", b"[", b"{"))) * LARGEST / layers < 0.8 * MAX_VALUES
+    assert PrecisionPlan.load(folder / "snip" / "plan.json") == decided.plan
+    assert read_json(folder / "snip" / "state.json") == decided.state
+    assert read_divergence(folder / "snip" / "divergence-40.json") == (40, decided.table.to_records())
+
+
+def test_what_a_refresh_writes_is_read_back_and_grows_to_the_largest_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_round_trip(Decided(2000), tmp_path, 2000)
+    assert caplog.messages == []
+
+
+@pytest.mark.slow
+def test_what_a_refresh_of_the_largest_model_writes_is_read_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_round_trip(Decided(LARGEST), tmp_path, LARGEST)
+    assert caplog.messages == []
+
+
+def test_large_documents_are_written_without_indentation_and_small_ones_for_people(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_json_atomic(path, {"a": [1, 2]})
+    assert path.read_text() == '{\n "a": [\n  1,\n  2\n ]\n}\n'
+    write_json_atomic(path, {"a": [1] * 2**20})
+    assert path.stat().st_size == len('{"a":[') + 2 * 2**20 - 1 + len("]}\n")
+
+
+def test_a_writer_refuses_exactly_what_a_reader_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.json"
+    monkeypatch.setattr(json_io_module, "MAX_JSON_BYTES", 100)
+    monkeypatch.setattr(json_io_module, "MAX_VALUES", 20)
+    longest, longer = "x" * 97, "x" * 98  # and two quotation marks and a line break
+    for write in (write_json_atomic, append_json_line):
+        write(path, longest)
+        assert read_json(path, 100) == longest
+        with pytest.raises(ValueError) as caught:
+            write(path, longer)
+        assert str(caught.value) == (
+            "'a.json' is not written, since it could not be read back: it takes 101 bytes; the most are 100 bytes and "
+            "20 values."
+        )
+        assert read_json(path, 100) == longest
+        path.unlink()
+        write(path, [0] * 20)
+        assert read_json(path) == [0] * 20
+        with pytest.raises(ValueError, match="it has 21 values; the most are 100 bytes and 20 values"):
+            write(path, [0] * 21)
+        path.unlink()
+    with pytest.raises(ValueError, match="it has 21 values, expected at most 20"):
+        parse_json(b"[" + b"0," * 20 + b"0]")
+
+
+def test_a_small_file_of_very_many_values_is_refused_before_it_takes_memory() -> None:
+    with pytest.raises(ValueError, match="values, expected at most"):
+        parse_json(b"[" + b"[]," * (MAX_VALUES // 2) + b"[]]")
+
+
+def test_what_is_too_large_to_be_read_costs_its_record_and_no_loss(
+    undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(json_io_module, "MAX_JSON_BYTES", 9000)
+    run = train(tmp_path, CONFIG, **SHORT, **SAVING)
+    assert run.losses == undisturbed.losses
+    assert differing(weights(run.model), weights(undisturbed.model)) == []
+    assert [line["applied_step"] for line in run.refreshes] == [4, 8]
+    assert all(path.stat().st_size <= 9000 for path in (tmp_path / "snip").iterdir())
+    said = {message.partition(": '")[0] for message in caplog.messages if "could not be read back" in message}
+    states = [tmp_path / f"checkpoint-{step}" / "snip_state.json" for step in range(1, 9)]
+    assert said == {
+        f"snip-hf: could not write to {tmp_path / 'snip'}, training goes on",
+        *[f"snip-hf: could not write {path}; resuming there will fail" for path in states if not path.exists()],
+    }
+    assert {path.parent.name for path in states if not path.exists()} >= {"checkpoint-2", "checkpoint-6"}
+
+
+def test_times_that_are_too_many_to_be_read_cost_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(json_io_module, "MAX_JSON_BYTES", 100)
+    shape = GemmShape("forward", 8, 8, 8)
+    times = gemm_times([shape], "emulated", torch.device("cpu"), tmp_path / "times.json", lambda *args: 1.0)
+    assert times == {shape: dict.fromkeys(FORMAT_CODES, 1.0)}
+    assert not list(tmp_path.iterdir())
+    (message,) = caplog.messages
+    assert message.startswith("snip-hf: could not write the times of GEMMs to ")

@@ -1,0 +1,379 @@
+"""Does a refresh notice that a loop of one's own replaced the optimizer, the gradients or the layers, and say so?"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import text, tiny_llama
+from test_controller import Loop
+from tiny_runs import FAST, SCHEDULE, arguments, data, differing, history, one_thread, weights
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from snip_hf import SnipCallback, SnipConfig, SnipController
+from snip_hf.layers.convert import restore_model
+from snip_hf.layers.state import snip_linears
+
+CONFIG = SnipConfig(**SCHEDULE)
+UP = "model.layers.1.mlp.up_proj"
+
+
+def outcomes(folder: Path) -> list[tuple[int, str, str | None]]:
+    lines = [line for line in history(folder) if line["event"] == "refresh"]
+    return [(line["step"], line["status"], line["reason"]) for line in lines]
+
+
+def reasons(folder: Path) -> dict[int, str | None]:
+    return {step: reason for step, _, reason in outcomes(folder)}
+
+
+# ---------------------------------------------------------------------------------------------------------- optimizer
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_that_was_replaced_in_mid_run_keeps_the_plan_and_is_named(fused: bool, tmp_path: Path) -> None:
+    """A fused one writes the weights past torch's count of changes."""
+    loop = Loop(SnipConfig(**SCHEDULE | {"refresh_every": 12}), tmp_path).run(3)
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-3, fused=fused)
+    loop.run(14)
+    plan = loop.controller.plan
+    (first, second) = outcomes(tmp_path)
+    assert first == (2, "applied", None) and plan.provenance.step == 2
+    assert second[:2] == (14, "kept")
+    assert second[2].startswith(
+        "ValueError: The AdamW that training began with has not taken the last 10 steps: another optimizer trains the "
+        "model, of whose state nothing is known."
+    )
+
+
+def test_an_optimizer_that_a_callback_of_the_trainer_replaced_is_named(tmp_path: Path) -> None:
+    class Replace(TrainerCallback):
+        trainer: Trainer
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 4:
+                new = torch.optim.AdamW(kwargs["model"].parameters(), lr=1e-3)
+                self.trainer.optimizer = self.trainer.accelerator.prepare(new)
+
+    replace = Replace()
+    model, callbacks = tiny_llama(hidden=32), [SnipCallback(CONFIG), replace]
+    replace.trainer = Trainer(model, arguments(tmp_path), train_dataset=data(), callbacks=callbacks)
+    replace.trainer.train()
+    found = reasons(tmp_path)
+    assert list(found) == [2, 6, 10] and found[2] is None
+    for step, left_out in ((6, "step"), (10, "5 steps")):
+        assert found[step].startswith(
+            f"ValueError: The AdamW that training began with has not taken the last {left_out}: another "
+            "optimizer trains the model, of whose state nothing is known."
+        )
+
+
+def test_steps_that_a_loop_leaves_out_are_no_other_optimizer(tmp_path: Path) -> None:
+    """As torch's GradScaler leaves them out when gradients overflow."""
+    loop = Loop(CONFIG, tmp_path).run(2)
+    step, loop.optimizer.step = loop.optimizer.step, lambda: None
+    loop.run(5)
+    loop.optimizer.step = step
+    loop.run(8)
+    assert [(number, status) for number, status, _ in outcomes(tmp_path)] == [(2, "applied"), (6, "applied")]
+
+
+def test_a_weight_that_was_replaced_keeps_the_plan_and_is_named(tmp_path: Path) -> None:
+    loop = Loop(CONFIG, tmp_path).run(5)
+    layer = loop.model.get_submodule(UP)
+    layer.weight = nn.Parameter(layer.weight.detach().clone())
+    loop.run(6)
+    assert reasons(tmp_path)[6].startswith(
+        f"ValueError: The weight of layer '{UP}' is no longer in the parameter groups of the AdamW that training began "
+        "with: the weight or the optimizer was replaced."
+    )
+
+
+def test_freezing_weights_and_adding_groups_in_mid_run_cost_no_refresh(tmp_path: Path) -> None:
+    loop = Loop(CONFIG, tmp_path).run(5)
+    loop.model.get_submodule(UP).weight.requires_grad_(False)
+    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    loop.run(8)
+    assert reasons(tmp_path) == {2: None, 6: None}
+
+
+def test_an_optimizer_that_is_watched_copies_and_pickles_and_is_left_as_it_was(tmp_path: Path) -> None:
+    loop = Loop(CONFIG).run(3)
+    for other in (copy.deepcopy(loop.optimizer), pickle.loads(pickle.dumps(loop.optimizer))):
+        assert other._optimizer_step_post_hooks == {}
+        assert str(other.state_dict()) == str(loop.optimizer.state_dict())
+    torch.save(loop.optimizer, tmp_path / "optimizer.pt")
+    loop.controller.close()
+    assert loop.optimizer._optimizer_step_post_hooks == {}
+
+
+# ---------------------------------------------------------------------------------------------------------- gradients
+
+NO_GRADIENT = (
+    "ValueError: No swapped weight has a gradient other than 0 before the optimizer's step: gradients were zeroed "
+    "before before_optimizer_step, or the optimizer steps within the backward pass. Call before_optimizer_step with "
+    "the gradients of the whole step in place; an optimizer in backward needs a policy without a probe."
+)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_were_zeroed_before_the_probe_keep_the_plan(set_to_none: bool, tmp_path: Path) -> None:
+    loop = Loop(CONFIG, tmp_path)
+    loop.clip = lambda: loop.optimizer.zero_grad(set_to_none=set_to_none)
+    loop.run(4)
+    assert outcomes(tmp_path) == [(2, "kept", NO_GRADIENT)]
+
+
+def test_an_optimizer_in_the_backward_pass_keeps_the_plan(tmp_path: Path) -> None:
+    model = tiny_llama(hidden=32)
+    optimizers = {parameter: torch.optim.AdamW([parameter], lr=1e-2) for parameter in model.parameters()}
+    whole = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    controller = SnipController(model, whole, CONFIG, output_dir=tmp_path)
+
+    def step_at_once(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step_at_once)
+    with one_thread():
+        for step in range(1, 5):
+            batch = text(2, 24, step)
+            controller.capture(batch)
+            model(**batch).loss.backward()
+            controller.before_optimizer_step(step)
+            controller.after_step(step)
+    assert outcomes(tmp_path) == [(2, "kept", NO_GRADIENT)]
+
+
+def _scaled(folder: Path, scale: float, unscales: bool, clips: bool) -> None:
+    model = tiny_llama(hidden=32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    controller = SnipController(model, optimizer, CONFIG, output_dir=folder)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    with one_thread():
+        for step in range(1, 5):
+            batch = text(2, 24, step)
+            controller.capture(batch)
+            scaler.scale(model(**batch).loss).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            controller.before_optimizer_step(step)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            controller.after_step(step)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_gradients_that_a_scaler_left_scaled_keep_the_plan(unscales: bool, clips: bool, tmp_path: Path) -> None:
+    _scaled(tmp_path, 65536.0, unscales, clips)
+    ((number, status, reason),) = outcomes(tmp_path)
+    if unscales:
+        assert (number, status, reason) == (2, "applied", None)
+        _scaled(tmp_path / "1", 1.0, unscales, clips)
+        weight, expected = (history(folder)[1]["divergence"]["fp4"]["weight"] for folder in (tmp_path, tmp_path / "1"))
+        # The scale that is found in the gradients is a power of two; here it is 65,536.
+        assert weight == pytest.approx(expected, rel=0.01)
+        return
+    assert (number, status) == (2, "kept")
+    if clips:  # to a norm that tells nothing of the scale; the scaler unscales them in its step
+        assert reason.startswith(
+            "ValueError: The optimizer took its step with gradients 1.5e-05 times those that were "
+        )
+        return
+    assert reason.endswith(
+        " times those of the model's loss (norms at layer 'model.layers.1.mlp.down_proj'), expected about 1. With a "
+        "GradScaler, unscale them (scaler.unscale_(optimizer)) before before_optimizer_step; otherwise train on the "
+        "loss that the model returns."
+    )
+    factor = float(reason.removeprefix("ValueError: The gradients are about ").split()[0])
+    assert 30000 < factor < 130000
+
+
+@pytest.mark.parametrize("factor", [1e-5, 1e-2, 30.0])
+def test_a_loss_that_is_multiplied_costs_refreshes_only_where_it_is_by_more_than_a_batch_explains(
+    factor: float, tmp_path: Path
+) -> None:
+    """Sums over micro-batches in place of means, auxiliary terms and the like stay far below a thousand."""
+    loop = Loop(CONFIG, tmp_path, max_norm=1e9)
+    loop.accumulation, loop.batch = 1, lambda index: text(2, 24, index)
+    model = loop.model
+    loop.model = lambda **batch: {"loss": model(**batch)["loss"] * factor}
+    loop.clip = lambda: None
+    loop.run(4)
+    ((_, status, reason),) = outcomes(tmp_path)
+    assert status == ("kept" if factor == 1e-5 else "applied")
+    if factor == 1e-5:
+        assert reason.startswith("ValueError: The gradients are about ") and "e-0" in reason.split()[5]
+
+
+# ------------------------------------------------------------------------------------------------------ frozen weights
+
+
+def _with_trained_norms(requires_grad: bool = False) -> tuple[Any, torch.optim.Optimizer]:
+    """A model of which the swapped weights are not trained; frozen, or only left out of the optimizer."""
+    model = tiny_llama(hidden=32)
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight.requires_grad_(requires_grad)
+    norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
+    return model, torch.optim.AdamW(norms, lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("requires_grad", "reason"),
+    [(False, "the swapped weights are frozen"), (True, "the optimizer holds none of the swapped weights")],
+)
+def test_weights_that_are_not_trained_are_said_once_at_the_start_and_cost_no_refresh(
+    requires_grad: bool, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "snip_hf")
+    model, optimizer = _with_trained_norms(requires_grad)
+    controller = SnipController(model, optimizer, CONFIG, output_dir=tmp_path)
+    said = f"snip-hf: {reason}, so that the loss divergence alone decides."
+    assert caplog.messages[-1] == said
+    _train(controller, 8)
+    assert reasons(tmp_path) == {2: None, 6: None}
+    assert caplog.messages.count(said) == 1
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_weights_that_are_frozen_in_mid_run_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "snip_hf")
+    loop = Loop(CONFIG, tmp_path).run(3)
+    for layer in snip_linears(loop.model).values():
+        layer.weight.requires_grad_(False)
+    loop.run(12)
+    assert reasons(tmp_path) == {2: None, 6: None, 10: None}
+    said = "snip-hf: the swapped weights are frozen, so that the loss divergence alone decides."
+    assert caplog.messages.count(said) == 1
+
+
+def _train(controller: SnipController, last: int, **more: Any) -> None:
+    with one_thread():
+        for step in range(controller.step + 1, last + 1):
+            batch = text(2, 24, step)
+            controller.capture(batch)
+            controller.model(**batch).loss.backward()
+            controller.before_optimizer_step(step)
+            controller._optimizer.step()
+            controller._optimizer.zero_grad()
+            controller.after_step(step)
+
+
+# -------------------------------------------------------------------------------------------------------------- layers
+
+
+class Adapted(nn.Module):
+    """As adapters wrap a linear: it goes on inside, under another name."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x)
+
+
+def _replace(model: nn.Module) -> None:
+    model.set_submodule(UP, nn.Linear(32, 80, bias=False))
+
+
+def _wrap(model: nn.Module) -> None:
+    model.set_submodule(UP, Adapted(model.get_submodule(UP)))
+
+
+CHANGES = {"replaced": (_replace, "Linear"), "wrapped": (_wrap, "Adapted"), "restored": (restore_model, "Linear")}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("after", [3, 4])
+def test_layers_that_were_replaced_or_wrapped_keep_the_plan_and_are_named(
+    change: str, after: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After step 3 the plan of step 2 is still to be applied, after step 4 it is in force."""
+    loop = Loop(CONFIG, tmp_path).run(after)
+    make, now = CHANGES[change]
+    make(loop.model)
+    loop.run(8)
+    count, layer, share = (
+        (14, "model.layers.0.self_attn.q_proj", "100.0%") if change == "restored" else (1, UP, "11.9%")
+    )
+    expected = (
+        f"ValueError: {count} of the 14 swapped layers were replaced or wrapped since training began, e.g. "
+        f"{layer!r} (now {now}). No plan can be made for the model as it is, and the FP4 share still counts their "
+        f"{share} of the linear FLOPs. Change a model before training begins."
+    )
+    assert reasons(tmp_path) == {2: expected if after == 3 else None, 6: expected}
+    warnings = [message for message in caplog.messages if "failed" in message]
+    assert warnings == [
+        f"snip-hf: the refresh of step {step} failed, the plan in force stays: {expected}"
+        for step in ([2, 6] if after == 3 else [6])
+    ]
+    assert json.loads(json.dumps(loop.controller.state_dict()))["step"] == 8
+    loop.controller.close()
+
+
+# --------------------------------------------------------------------------------- refreshes that could not be applied
+
+
+def test_refreshes_whose_plan_would_be_due_after_the_last_step_are_not_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "snip_hf")
+    full = Loop(SnipConfig(**SCHEDULE | {"refresh_every": 3}), tmp_path / "full").run(9)
+    full.controller.close()
+    assert [(step, status) for step, status, _ in outcomes(tmp_path / "full")] == [
+        *[(2, "applied"), (5, "applied"), (8, "kept")],
+    ]
+    caplog.clear()
+    short = Loop(SnipConfig(**SCHEDULE | {"refresh_every": 3}), tmp_path / "short")
+    short.controller._max_steps = 9
+    short.run(9)
+    short.controller.close()
+    assert [(step, status) for step, status, _ in outcomes(tmp_path / "short")] == [(2, "applied"), (5, "applied")]
+    assert not (tmp_path / "short" / "snip" / "divergence-8.json").exists()
+    said = "snip-hf: the refresh of step 8 is left out: its plan would be applied after step 10, and training ends at "
+    assert [message for message in caplog.messages if "left out" in message] == [f"{said}step 9."]
+    assert short.losses == full.losses and differing(weights(short.model), weights(full.model)) == []
+
+
+def test_a_plan_that_is_due_at_the_last_step_is_still_made(tmp_path: Path) -> None:
+    model = tiny_llama(hidden=32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    controller = SnipController(model, optimizer, CONFIG, output_dir=tmp_path, max_steps=4)
+    _train(controller, 4)
+    assert outcomes(tmp_path) == [(2, "applied", None)]
+
+
+def test_checks_near_the_end_are_left_out_too(tmp_path: Path) -> None:
+    config = SnipConfig(first_refresh=2, apply_delay=1, refresh_every=50, drift_every=2, refresh_on_drift=0.5, **FAST)
+    loop = Loop(config, tmp_path)
+    loop.controller._max_steps = 8
+    loop.run(8).controller.close()
+    assert [line["step"] for line in history(tmp_path) if line["event"] == "drift"] == [4, 6]
+
+
+def test_a_run_that_is_resumed_to_more_steps_goes_on_by_the_schedule(tmp_path: Path) -> None:
+    first = Loop(SnipConfig(**SCHEDULE), tmp_path)
+    first.controller._max_steps = 7
+    first.run(7)
+    state = json.loads(json.dumps(first.controller.state_dict()))
+    first.controller.close()
+    second = Loop(SnipConfig(**SCHEDULE), tmp_path)
+    second.controller._max_steps = 12
+    second.controller.load_state_dict(state)
+    second.step = 7
+    second.run(12)
+    assert [(step, status) for step, status, _ in outcomes(tmp_path)] == [(2, "applied"), (10, "applied")]

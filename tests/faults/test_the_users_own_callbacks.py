@@ -1,0 +1,433 @@
+"""Do copies, generation, looks at the logits and runs inside a run leave a run as it would be without them?"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import random
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fault_runs import CONFIG, children
+from small import text, tiny_llama
+from tiny_runs import Run, arguments, data, differing, one_thread, train, weights, without_seconds
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from transformers import Trainer, TrainerCallback
+
+from snip_hf import SnipCallback, SnipConfig, SnipController
+from snip_hf.layers.convert import restore_model
+from snip_hf.layers.run_hooks import marks_on
+from snip_hf.layers.state import set_step, snip_linears
+
+SHORT = {"max_steps": 8}
+POLICIES = ["snip", "uniform-fp4"]
+EVENTS = ["on_train_begin", "on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end", "on_log"]
+Act = Callable[[nn.Module], Any]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+class At(TrainerCallback):
+    """Does something with the model at an event, every so many steps."""
+
+    def __init__(self, event: str, act: Act, every: int = 1) -> None:
+        self.act, self.every = act, every
+        setattr(self, event, self._happens)
+
+    def _happens(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        if state.global_step % self.every == 0:
+            self.act(model)
+
+
+def run(folder: Path, *callbacks: TrainerCallback, policy: str = "snip", **changes: Any) -> Run:
+    config = CONFIG if policy == "snip" else SnipConfig(policy=policy)
+    return train(folder, config, model=tiny_llama(hidden=32), callbacks=callbacks, **SHORT | changes)
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Any]]:
+    """The runs that nothing disturbs, and where they leave the random generators."""
+    runs = {}
+    for policy in POLICIES:
+        done = run(tmp_path_factory.mktemp(policy), policy=policy)
+        runs[policy] = done, random_states()
+    return runs
+
+
+def random_states() -> Any:
+    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+
+def assert_same(found: Run, quiet: dict[str, tuple[Run, Any]], policy: str = "snip") -> None:
+    expected, states = quiet[policy]
+    assert random_states() == states
+    assert found.losses == expected.losses
+    assert without_seconds(found.history) == without_seconds(expected.history)
+    assert differing(weights(found.model), weights(expected.model)) == []
+    keys = [[layer.snip_state.tolist() for layer in snip_linears(one.model).values()] for one in (found, expected)]
+    assert keys[0] == keys[1]
+
+
+# --------------------------------------------------------------------------------------------- passes that do not count
+
+
+def generate(model: nn.Module) -> None:
+    model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, do_sample=False)
+
+
+def look(model: nn.Module) -> None:
+    model(**text(2, 16))
+
+
+def look_without_labels(model: nn.Module) -> None:
+    model(text(2, 16)["input_ids"])
+
+
+def look_without_gradients(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(**text(2, 16))
+
+
+def in_training_mode(act: Act) -> Act:
+    def acting(model: nn.Module) -> None:
+        was_training = model.training
+        model.train()
+        act(model)
+        model.train(was_training)
+
+    return acting
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_passes_that_are_not_backpropagated_change_nothing(
+    event: str, quiet: dict[str, tuple[Run, Any]], tmp_path: Path
+) -> None:
+    def all_of_them(model: nn.Module) -> None:
+        for act in (generate, look, look_without_labels, look_without_gradients):
+            act(model)
+
+    assert_same(run(tmp_path, At(event, in_training_mode(all_of_them))), quiet)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_sampling_every_five_steps_changes_nothing(
+    policy: str, quiet: dict[str, tuple[Run, Any]], tmp_path: Path
+) -> None:
+    assert_same(run(tmp_path, At("on_step_end", generate, every=5), policy=policy), quiet, policy)
+
+
+class Rollouts(Trainer):
+    """Generates before each micro-batch, and looks at what the model thinks of it before and after its own pass."""
+
+    looks_with_gradients = False
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        generate(model)
+        with nullcontext() if self.looks_with_gradients else torch.no_grad():
+            model(input_ids=inputs["input_ids"])
+            model(**{name: value for name, value in inputs.items() if name != "num_items_in_batch"})
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        with torch.no_grad():
+            model(input_ids=inputs["input_ids"])
+        return loss
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_a_loop_that_generates_in_each_step_is_refreshed_as_if_it_did_not(
+    with_gradients: bool, quiet: dict[str, tuple[Run, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rollouts, "looks_with_gradients", with_gradients)
+    trainer = Rollouts(
+        tiny_llama(hidden=32), arguments(tmp_path, **SHORT), train_dataset=data(), callbacks=[SnipCallback(CONFIG)]
+    )
+    trainer.train()
+    assert_same(Run(tmp_path, trainer, None), quiet)
+
+
+def test_activation_checkpointing_recomputes_under_the_key_of_its_own_pass(
+    quiet: dict[str, tuple[Run, Any]], tmp_path: Path
+) -> None:
+    model = tiny_llama(hidden=32)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    trainer = Rollouts(model, arguments(tmp_path, **SHORT), train_dataset=data(), callbacks=[SnipCallback(CONFIG)])
+    trainer.train()
+    assert Run(tmp_path, trainer, None).losses == quiet["snip"][0].losses
+
+
+def test_a_pass_without_gradients_in_a_loop_of_ones_own_takes_no_number() -> None:
+    model = tiny_llama(hidden=32)
+    controller = SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1), CONFIG)
+    controller.capture(text(2, 16))
+    states = [layer.snip_state.clone() for layer in snip_linears(model).values()]
+    generate(model)
+    assert all(torch.equal(a, b.snip_state) for a, b in zip(states, snip_linears(model).values(), strict=True))
+    controller.capture(text(2, 16))
+    assert not any(torch.equal(a, b.snip_state) for a, b in zip(states, snip_linears(model).values(), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------- positional inputs
+
+
+class Positional(Trainer):
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        outputs = model(inputs.pop("input_ids"), **inputs, num_items_in_batch=kwargs["num_items_in_batch"])
+        return outputs.loss
+
+
+def test_a_model_that_is_called_with_positional_inputs_is_refreshed_as_with_named_ones(
+    quiet: dict[str, tuple[Run, Any]], tmp_path: Path
+) -> None:
+    trainer = Positional(
+        tiny_llama(hidden=32), arguments(tmp_path, **SHORT), train_dataset=data(), callbacks=[SnipCallback(CONFIG)]
+    )
+    trainer.train()
+    assert_same(Run(tmp_path, trainer, None), quiet)
+
+
+class Nameless(nn.Module):
+    """Takes its inputs by position, without names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_llama(hidden=32)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.inner(input_ids=inputs[0], labels=inputs[1])
+
+
+def test_positional_inputs_without_names_are_refused_at_the_first_step(tmp_path: Path) -> None:
+    class ByPosition(Trainer):
+        def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            return model(inputs["input_ids"], inputs["labels"]).loss
+
+    args = arguments(tmp_path, remove_unused_columns=False)
+    trainer = ByPosition(Nameless(), args, train_dataset=data(), callbacks=[SnipCallback(CONFIG)])
+    with pytest.raises(ValueError) as caught:
+        trainer.train()
+    assert str(caught.value) == (
+        "The model was called with 2 positional inputs; its forward names 0 (none). The probe needs all inputs by "
+        "name: call model(input_ids=..., labels=...), or use a policy that needs no probe, such as "
+        "policy='layer-position'."
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- copies
+
+
+def by_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def by_torch_save(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": by_pickle,
+    "torch.save": by_torch_save,
+    "AveragedModel": lambda model: AveragedModel(model).module,
+}
+
+
+def use(model: nn.Module) -> float:
+    """Trains a copy for a step and evaluates it; leaves the random generators alone."""
+    with torch.random.fork_rng():
+        model.train()
+        set_step(snip_linears(model), 1, 1, 0)
+        model(**text(2, 16)).loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        return model.eval()(**text(2, 16)).loss.item()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_in_mid_run_train_and_evaluate_without_touching_the_run(
+    way: str, policy: str, quiet: dict[str, tuple[Run, Any]], tmp_path: Path
+) -> None:
+    copies: list[nn.Module] = []
+
+    def make_and_use(model: nn.Module) -> None:
+        copied = COPIES[way](model)
+        formats = [layer.formats for layer in snip_linears(copied).values()]
+        assert formats == [layer.formats for layer in snip_linears(model).values()]
+        assert use(copied) > 0
+        copies.append(copied)
+
+    callbacks = [At(event, make_and_use, every=3) for event in ("on_train_begin", "on_substep_end", "on_step_end")]
+    found = run(tmp_path, *callbacks, policy=policy)
+    assert_same(found, quiet, policy)
+    assert len(copies) > 3
+    for copied in copies:
+        assert marks_on(copied) == []
+        restore_model(copied)
+        assert type(copied.model.layers[0].mlp.up_proj) is nn.Linear
+        assert len(copied._forward_pre_hooks) == len(copied._forward_hooks) == 0
+    assert len(snip_linears(found.model)) == 14
+
+
+def test_a_copy_holds_neither_the_run_nor_its_batches() -> None:
+    model = tiny_llama(hidden=32)
+    controller = SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1), SnipConfig(first_refresh=1))
+    controller.capture(text(2, 16))
+    copied = copy.deepcopy(model)
+    gone = weakref.ref(controller)
+    controller.close()
+    del controller
+    gc.collect()
+    assert gone() is None
+    states = [layer.snip_state for layer in snip_linears(copied).values()]
+    assert len({state.untyped_storage().data_ptr() for state in states}) == len(states)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in copied.parameters())
+
+
+def test_a_moving_average_of_the_weights_runs_beside_the_run(quiet: dict[str, tuple[Run, Any]], tmp_path: Path) -> None:
+    averages: list[AveragedModel] = []
+
+    def begin(model: nn.Module) -> None:
+        averages.append(AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)))
+
+    def update(model: nn.Module) -> None:
+        averages[0].update_parameters(model)
+
+    assert_same(run(tmp_path, At("on_train_begin", begin), At("on_step_end", update)), quiet)
+    assert averages[0](**text(2, 16)).loss.item() > 0
+
+
+# ------------------------------------------------------------------------------------------------ what an error leaves
+
+
+def fail(model: nn.Module) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("event", ["on_substep_end", "on_step_end"])
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_restore_model_removes_what_a_failed_run_left(is_kept: bool, event: str, policy: str, tmp_path: Path) -> None:
+    model, before = tiny_llama(hidden=32), children()
+    config = SnipConfig(policy=policy, first_refresh=1, solver="greedy")
+    callback = SnipCallback(config)
+    with pytest.raises(MemoryError):
+        train(tmp_path, callback=callback, model=model, callbacks=[At(event, fail)])
+    if not is_kept:
+        gone = weakref.ref(callback)
+        if callback.controller._pending is not None:
+            callback.controller._pending.process.kill()
+        del callback
+        gc.collect()
+        assert gone() is None
+    restore_model(model)
+    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 0
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    assert marks_on(model) == []
+    assert children() <= before
+    assert snip_linears(model) == {}
+    copy.deepcopy(model).train()(**text(2, 16)).loss.backward()
+
+
+# --------------------------------------------------------------------------------------------- a run inside another one
+
+
+class Inner(TrainerCallback):
+    """Trains the same model in a run of its own at an event of step 3, and puts the weights back."""
+
+    def __init__(self, folder: Path, event: str, callback: SnipCallback | None, fails: bool = False) -> None:
+        self.folder, self.callback, self.fails = folder, callback, fails
+        self.losses: dict[int, tuple[float, float]] = {}
+        setattr(self, event, self._train)
+
+    def _train(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        if state.global_step != 3 or self.losses:
+            return
+        before = weights(model)
+        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        callbacks = [*([self.callback] if self.callback else []), *([At("on_step_end", fail)] if self.fails else [])]
+        inner = Trainer(model, arguments(self.folder), train_dataset=data(), callbacks=callbacks)
+        try:
+            inner.train()
+        except MemoryError:
+            assert self.fails
+        self.losses = Run(self.folder, inner, None).losses or {0: (0.0, 0.0)}
+        model.train()
+        model.load_state_dict(before)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+INNER: dict[str, Callable[[], SnipCallback | None]] = {
+    "without SNIP": lambda: None,
+    "under the same configuration": lambda: SnipCallback(CONFIG),
+    "under a plan of its own": lambda: SnipCallback(SnipConfig(policy="uniform-fp4")),
+    "with layers left out": lambda: SnipCallback(SnipConfig(policy="uniform-fp8", skip_modules=("*.down_proj",))),
+}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("kind", INNER)
+def test_a_run_goes_on_with_its_plan_and_its_schedule_after_one_inside_it(
+    kind: str, fails: bool, quiet: dict[str, tuple[Run, Any]], tmp_path: Path
+) -> None:
+    """At the end of step 3 the first plan is under way: probed at step 2, due after step 4."""
+    inner = Inner(tmp_path / "inner", "on_step_end", INNER[kind](), fails)
+    assert_same(run(tmp_path / "outer", inner), quiet)
+    assert inner.losses
+
+
+@pytest.mark.parametrize("kind", [kind for kind in INNER if kind != "without SNIP"])
+def test_a_run_inside_a_step_takes_no_part_in_it(kind: str, quiet: dict[str, tuple[Run, Any]], tmp_path: Path) -> None:
+    inner = Inner(tmp_path / "inner", "on_substep_end", INNER[kind]())
+    assert_same(run(tmp_path / "outer", inner), quiet)
+
+
+def test_the_run_inside_is_one_of_its_own(tmp_path: Path) -> None:
+    callback = SnipCallback(CONFIG)
+    outer = Inner(tmp_path / "inner", "on_step_end", callback)
+    run(tmp_path / "outer", outer)
+    assert callback.controller.plan.provenance.step == 10
+    assert len(outer.losses) == 12
+
+
+def test_a_callback_that_drives_a_run_already_is_refused_for_one_inside_it(tmp_path: Path) -> None:
+    callback = SnipCallback(CONFIG)
+    inner = Inner(tmp_path / "inner", "on_step_end", callback)
+    with pytest.raises(ValueError) as caught:
+        train(tmp_path / "outer", callback=callback, model=tiny_llama(hidden=32), callbacks=[inner])
+    assert str(caught.value) == (
+        "This SnipCallback drives a run that has not ended. Give the Trainer that runs inside it a SnipCallback of its "
+        "own, or none."
+    )
+
+
+def test_a_failed_run_is_released_by_the_next_one_also_by_its_own_trainer(
+    quiet: dict[str, tuple[Run, Any]], tmp_path: Path
+) -> None:
+    model = tiny_llama(hidden=32)
+    before = weights(model)
+    failing = SnipCallback(CONFIG)
+    with pytest.raises(MemoryError):
+        train(tmp_path / "failed", callback=failing, model=model, callbacks=[At("on_substep_end", fail)])
+    model.load_state_dict(before)
+    again = train(tmp_path / "again", CONFIG, model=model, **SHORT)
+    assert failing not in [mark.driver for mark in marks_on(model)]
+    assert_same(again, quiet)

@@ -1,0 +1,44 @@
+"""Which runs do the files in tests/data come from? `python tests/stored_runs.py FOLDER` writes them.
+
+Run once, with PYTHONPATH=src:tests and the code of the commit that names the folder; never written anew.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from small import tiny_llama
+from tiny_runs import SCHEDULE, train
+from transformers import LlamaForCausalLM
+
+from snip_hf import SnipConfig
+
+# Optimizer steps of a saved state between two refreshes, and of one whose solver still runs.
+IDLE, PENDING = 5, 6
+RUNS = {
+    "layer": SnipConfig(**SCHEDULE, stages=2, refresh_on_drift=0.5, drift_every=3, target_fp4_fraction=0.5),
+    "gemm": SnipConfig(**SCHEDULE, granularity="gemm", cost="measured", cost_file="times.json"),
+}
+
+
+def stored_model() -> LlamaForCausalLM:
+    return tiny_llama(hidden=32)
+
+
+def write(folder: Path) -> None:
+    for name, config in RUNS.items():
+        with tempfile.TemporaryDirectory() as output:
+            train(Path(output), config, model=stored_model(), max_steps=8, save_steps=1, save_strategy="steps")
+            shutil.copytree(Path(output, "snip"), folder / name / "snip")
+            for step in (IDLE, PENDING):
+                (folder / name / f"checkpoint-{step}").mkdir()
+                shutil.copy(Path(output, f"checkpoint-{step}", "snip_state.json"), folder / name / f"checkpoint-{step}")
+            shutil.copy(Path(output, "checkpoint-8", "trainer_state.json"), folder / name)
+    shutil.move("times.json", folder)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

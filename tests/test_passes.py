@@ -1,0 +1,300 @@
+"""Does SNIP see which passes are trained on, and whether the loss is the one that the model returns?"""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import text, tiny_llama
+from tiny_runs import SCHEDULE, Run, arguments, data, history, one_thread, train
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, Trainer
+from transformers.modeling_outputs import ModelOutput
+
+from snip_hf import SnipCallback, SnipConfig, SnipController
+from snip_hf.layers.run_hooks import RunMark
+from snip_hf.training.counted_passes import TrainingPasses
+
+CONFIG = SnipConfig(**SCHEDULE)
+# Until a plan is applied, nothing differs from a run without SNIP.
+UNTOUCHED = SnipConfig(start_format="bf16", **SCHEDULE)
+SHORT = {"max_steps": 5}
+REFUSED = "The training loss does not depend on the loss that the model returns"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+# ------------------------------------------------------------------- losses from what the model returns beside its own
+
+
+class FromOutputs(Trainer):
+    """Computes the loss from the log-probabilities that the model returns, as TRL's SFTTrainer does."""
+
+    form = "nll"
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        outputs = model(**inputs, fused=True)
+        log_probs, count = outputs.log_probs, kwargs["num_items_in_batch"]
+        if self.form == "dft":
+            log_probs = log_probs * log_probs.exp().detach()
+        if self.form == "negative":
+            log_probs = -log_probs
+        if self.form == "nan":
+            log_probs = log_probs * (torch.nan if self.state.global_step == 0 else 1)
+        loss = -log_probs.sum() / count
+        return loss + outputs.squares.sum() if self.form == "penalty" else loss
+
+
+@dataclass
+class Outputs(ModelOutput):
+    loss: Tensor | None = None
+    log_probs: Tensor | None = None
+    squares: Tensor | None = None
+
+
+def fused(model: nn.Module) -> nn.Module:
+    """Gives a model the forward that TRL gives it: log-probabilities in place of logits, and the loss of them."""
+    original = model.forward
+
+    def forward(self: nn.Module, *args: Any, fused: bool = False, labels: Any = None, **kwargs: Any) -> Any:
+        kwargs.pop("num_items_in_batch", None)
+        if not fused:
+            return original(*args, labels=labels, **kwargs)
+        logits, labels = original(*args, **kwargs).logits[:, :-1], labels[:, 1:]
+        mask = labels != -100
+        picked = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        log_probs = picked.masked_fill(~mask, 0)
+        loss = -log_probs.sum() / mask.sum().clamp(min=1)
+        return Outputs(loss=loss, log_probs=log_probs, squares=logits.square().mean(-1))
+
+    model.forward = types.MethodType(forward, model)
+    return model
+
+
+def from_outputs(folder: Path, form: str, config: SnipConfig | None = UNTOUCHED, **changes: Any) -> Run:
+    callbacks = [] if config is None else [SnipCallback(config)]
+    args = arguments(folder, remove_unused_columns=False, **SHORT | changes)
+    trainer = FromOutputs(fused(tiny_llama(hidden=32)), args, train_dataset=data(), callbacks=callbacks)
+    trainer.form = form
+    trainer.train()
+    return Run(folder, trainer, None)
+
+
+@pytest.mark.parametrize("changes", [{}, {"bf16": True}], ids=str)
+def test_a_loss_that_is_computed_once_more_from_the_outputs_is_the_models(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    run = from_outputs(tmp_path / "snip", "nll", **changes)
+    assert [(line["step"], line["status"]) for line in run.refreshes] == [(2, "applied")]
+    plain = from_outputs(tmp_path / "plain", "nll", None, **changes)
+    assert [run.losses[step] for step in (1, 2, 3, 4)] == [plain.losses[step] for step in (1, 2, 3, 4)]
+
+
+@pytest.mark.filterwarnings("ignore")  # of what torch's compiler does inside
+@pytest.mark.parametrize("form", ["nll", "dft"])
+def test_the_same_is_seen_behind_a_compiled_model(form: str, tmp_path: Path) -> None:
+    changes = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    if form == "nll":
+        assert [line["status"] for line in from_outputs(tmp_path, form, **changes).refreshes] == ["applied"]
+    else:
+        with pytest.raises(ValueError, match=f"^{REFUSED}"):
+            from_outputs(tmp_path, form, **changes)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("form", ["dft", "negative", "penalty"])
+def test_another_loss_of_the_outputs_is_refused_at_the_first_step(form: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^{REFUSED}"):
+        from_outputs(tmp_path, form)
+    assert len(from_outputs(tmp_path, form, SnipConfig(policy="layer-position")).losses) == 5
+
+
+def test_gradients_that_are_not_finite_say_nothing_about_the_loss(tmp_path: Path) -> None:
+    assert [line["status"] for line in history(from_outputs(tmp_path, "nan").folder)[1:]] == ["kept"]
+
+
+def test_the_models_own_loss_computed_from_its_logits_is_accepted(tmp_path: Path) -> None:
+    class FromLogits(Trainer):
+        def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            logits = model(**inputs).logits[:, :-1].float()
+            return nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+    trainer = FromLogits(
+        tiny_llama(hidden=32), arguments(tmp_path, **SHORT), train_dataset=data(), callbacks=[SnipCallback(CONFIG)]
+    )
+    trainer.train()
+    assert [line["status"] for line in history(tmp_path)[1:]] == ["applied"]
+
+
+# -------------------------------------------------------------------------------------------------- which passes count
+
+
+def watched(**options: Any) -> tuple[nn.Module, SnipController, TrainingPasses]:
+    model = tiny_llama(hidden=32, **options)
+    controller = SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1), SnipConfig(first_refresh=1))
+    passes = TrainingPasses(model, controller, RunMark())
+    passes.is_open = True
+    return model.train(), controller, passes
+
+
+def test_a_pass_counts_once_however_often_it_is_backpropagated() -> None:
+    model, controller, passes = watched()
+    loss = model(**text(2, 16)).loss
+    assert controller._micro_batch == 0
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert controller._micro_batch == 1
+    assert passes.own_loss
+
+
+def test_passes_before_one_backward_pass_share_a_key_and_both_count() -> None:
+    model, controller, _passes = watched()
+    keys = []
+    losses = []
+    for index in range(2):
+        losses.append(model(**text(2, 16, index)).loss)
+        keys.append(model.model.layers[0].mlp.up_proj.snip_state.clone())
+    sum(losses).backward()
+    assert torch.equal(*keys)
+    assert controller._micro_batch == 2
+
+
+def test_the_first_pass_that_counts_is_the_batch_of_the_probe() -> None:
+    model, controller, _passes = watched()
+    model(**text(2, 16, 0))
+    real = text(2, 16, 1)
+    state = torch.get_rng_state()
+    model(**real).loss.backward()
+    batch = controller._armed.batch
+    assert torch.equal(batch.kwargs["input_ids"], real["input_ids"])
+    assert torch.equal(batch.random_state.cpu, state)
+
+
+def test_outside_a_step_nothing_counts() -> None:
+    model, controller, passes = watched()
+    passes.end_step()
+    model(**text(2, 16)).loss.backward()
+    assert controller._micro_batch == 0
+    assert not passes.own_loss
+
+
+def test_a_loss_of_inner_layers_counts_though_it_is_not_the_models() -> None:
+    model, controller, passes = watched()
+    model(**text(2, 16), output_hidden_states=True).hidden_states[1].sum().backward()
+    assert controller._micro_batch == 1
+    passes.end_step()
+    assert not passes.own_loss
+
+
+def test_a_pass_that_is_never_backpropagated_is_not_held() -> None:
+    model, _controller, _passes = watched()
+    model(**text(2, 16)).loss.backward()
+    outputs = model(**text(2, 16))
+    gone = [weakref.ref(outputs.loss), weakref.ref(outputs.logits)]
+    del outputs
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+
+
+# ------------------------------------------------------------------------------------------------------------------ TRL
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per ASCII character."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {chr(code): code for code in range(1, 124)} | {"<unk>": 0, "<pad>": 124, "<eos>": 125}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    found = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    found.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}A{{ m['content'] }}{% endgeneration %}"
+        "{% else %}U{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    return found
+
+
+TEXTS = [{"text": f"this is row {index} of the text " * (1 + index % 3)} for index in range(24)]
+PAIRS = [{"prompt": f"what is {index}? ", "completion": f"it is {index * index}"} for index in range(24)]
+CHATS = [
+    {"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]}
+    for row in PAIRS
+]
+MODES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "plain": (TEXTS, {}),
+    "packing": (TEXTS, {"packing": True}),
+    "completion only": (PAIRS, {"completion_only_loss": True}),
+    "assistant only": (CHATS, {"assistant_only_loss": True}),
+    "bf16": (TEXTS, {"bf16": True}),
+}
+
+
+def by_trl(folder: Path, mode: str, config: SnipConfig | None, **changes: Any) -> Trainer:
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    rows, more = MODES[mode]
+    same = {"save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_steps": 1}
+    batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "dataloader_pin_memory": False}
+    args = trl.SFTConfig(
+        str(folder), max_steps=5, learning_rate=1e-2, max_length=48, **same | {"bf16": False} | batches | more | changes
+    )
+    trainer = trl.SFTTrainer(
+        model=tiny_llama(hidden=32),
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        callbacks=[] if config is None else [SnipCallback(config)],
+    )
+    trainer.train()
+    return trainer
+
+
+def trl_losses(trainer: Trainer) -> list[float]:
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line][:4]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", MODES)
+def test_trl_trains_in_every_mode_of_its_loss(mode: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    found = by_trl(tmp_path / "snip", mode, UNTOUCHED)
+    (line,) = history(tmp_path / "snip")[1:]
+    assert (line["step"], line["status"]) == (2, "applied")
+    assert trl_losses(found) == trl_losses(by_trl(tmp_path / "plain", mode, None))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trl_with_another_loss_is_refused_at_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"^{REFUSED}"):
+        by_trl(tmp_path, "plain", CONFIG, loss_type="dft")
+
+
+def test_an_ordinary_run_is_judged_by_its_first_step_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss itself is reached, so that the outputs are never asked."""
+    monkeypatch.delattr("snip_hf.training.counted_passes._Outputs.follows_loss")
+    assert len(train(tmp_path, CONFIG, **SHORT).losses) == 5
+
+
+def test_a_bare_loss_is_a_loss(tmp_path: Path) -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tiny_llama(hidden=32)
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor]:
+            return (self.inner(input_ids=input_ids, labels=labels).loss,)
+
+    run = train(tmp_path, CONFIG, model=Bare(), **SHORT)
+    assert [line["status"] for line in run.refreshes] == ["applied"]

@@ -1,0 +1,133 @@
+"""States, plans, histories, divergences and times that earlier versions wrote still load and say the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from stored_runs import IDLE, PENDING, RUNS, stored_model
+
+from snip_hf import PrecisionPlan, SnipConfig
+from snip_hf.cli import main
+from snip_hf.costs.gemm_timing import read_times
+from snip_hf.json_io import read_json
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.state import snip_linears
+from snip_hf.records.load import load_run
+from snip_hf.training.controller import SnipController
+
+DATA = Path(__file__).parent / "data"
+STORED = [pytest.param(path, id=f"{path.parent.name}-{path.name}") for path in sorted(DATA.glob("*/*/"))]
+
+
+def formats(model: torch.nn.Module) -> dict[str, dict[str, str]]:
+    return {name: dict(layer.formats) for name, layer in snip_linears(model).items()}
+
+
+def resumed(run: Path, step: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> SnipController:
+    """A controller of the run's model that continues from the stored state of a step, in a copy of the run's folder."""
+    shutil.copytree(run / "snip", folder / "snip")
+    shutil.copy(run.parent / "times.json", folder)
+    monkeypatch.chdir(folder)  # where the cost_file of the configuration is looked for
+    state = read_json(run / f"checkpoint-{step}" / "snip_state.json")
+    model = stored_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    controller = SnipController(model, optimizer, SnipConfig.from_dict(state["config"]), output_dir=folder)
+    controller.load_state_dict(state, at_step=step)
+    return controller
+
+
+def lines(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "snip" / "history.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("run", STORED)
+def test_a_stored_plan_loads_applies_and_says_the_same(run: Path, tmp_path: Path) -> None:
+    path = run / "snip" / "plan.json"
+    plan = PrecisionPlan.load(path)
+    assert plan.to_dict() == json.loads(path.read_text())
+    model = stored_model()
+    convert_model(model, RUNS[run.name])
+    plan.apply(model)
+    assert formats(model) == {layer: dict(row) for layer, row in plan.assignment.items()}
+    plan.save(tmp_path / "plan.json")
+    assert PrecisionPlan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize("run", STORED)
+def test_a_stored_plan_can_be_held_from_the_first_step(run: Path) -> None:
+    path = run / "snip" / "plan.json"
+    model = stored_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    controller = SnipController(model, optimizer, SnipConfig(plan=str(path)))
+    try:
+        assert formats(model) == json.loads(path.read_text())["assignment"]
+    finally:
+        controller.close()
+
+
+@pytest.mark.parametrize("run", STORED)
+def test_a_stored_state_between_two_refreshes_resumes(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = read_json(run / f"checkpoint-{IDLE}" / "snip_state.json")
+    controller = resumed(run, IDLE, tmp_path, monkeypatch)
+    try:
+        assert controller.step == IDLE
+        assert formats(controller.model) == stored["plan"]["assignment"]
+        again = json.loads(json.dumps(controller.state_dict()))
+        # Fields that a later version adds to the configuration have their defaults.
+        expected = stored | {"config": SnipConfig().to_dict() | stored["config"]}
+        assert {key: again.get(key) for key in expected.keys() - {"run"}} == {
+            key: expected[key] for key in expected.keys() - {"run"}
+        }
+        # What the stored run did after the step is about to happen again.
+        kept = [line for line in lines(run) if line.get("decided_step", line["step"]) <= IDLE]
+        assert lines(tmp_path) == kept and len(kept) >= 2
+        assert {path.name for path in tmp_path.glob("snip/divergence-*")} == {"divergence-2.json"}
+    finally:
+        controller.close()
+
+
+@pytest.mark.parametrize("run", STORED)
+def test_a_stored_state_in_the_middle_of_a_refresh_ends_it_as_the_stored_run_did(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = resumed(run, PENDING, tmp_path, monkeypatch)
+    try:
+        controller.after_step(PENDING + 1)
+        controller.after_step(PENDING + 2)
+        stored = json.loads((run / "snip" / "plan.json").read_text())
+        assert formats(controller.model) == stored["assignment"]
+        last, expected = lines(tmp_path)[-1], lines(run)[-1]
+        assert (last["status"], last["applied_step"]) == ("applied", PENDING + 2)
+        fields = expected.keys() - {"seconds"}
+        assert {field: last[field] for field in fields} == {field: expected[field] for field in fields}
+    finally:
+        controller.close()
+
+
+@pytest.mark.parametrize("run", STORED)
+def test_a_stored_run_reads_back_and_is_reported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read = load_run(run)
+    assert read.notes == []
+    assert [refresh.applied_step for refresh in read.refreshes] == [4, 8]
+    assert list(read.losses) == list(range(1, 9))
+    for step, records in read.divergences.items():
+        stored = json.loads((run / "snip" / f"divergence-{step}.json").read_text())["records"]
+        assert records == stored
+    shutil.copytree(run, tmp_path / "run")
+    assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path)]) == 0
+    assert main(["inspect", str(run / "snip" / "plan.json")]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("*/times.json")), ids=lambda path: path.parent.name)
+def test_stored_times_load(path: Path) -> None:
+    rows = json.loads(path.read_text())["times"]
+    times = read_times(path)
+    assert list(times.values()) == [row["seconds"] for row in rows]
+    assert len(rows) > 1

@@ -130,7 +130,7 @@ ALONE = f"""
 import sys, types
 from pathlib import Path
 sys.modules["snip_hf"] = types.ModuleType("snip_hf")
-sys.modules["snip_hf"].__path__ = [{str(Path(lock.__file__).parent)!r}]
+sys.modules["snip_hf"].__path__ = [{str(Path(lock.__file__).parents[1])!r}]
 from snip_hf.records.lock import HeldError, take
 """
 HOLD = """

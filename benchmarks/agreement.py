@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from estimators import LOSS_BASELINES, WEIGHT_BASELINES
 
+from snip_hf.config import SnipConfig
+
 Array = npt.NDArray[np.float64]
 Record = dict[str, Any]
 # (layer, row, format) -> squared weight divergence, (batches, halves of the draws)

@@ -266,7 +266,8 @@ def pipeline(folder: Path) -> dict[str, Any]:
         controller.after_step(step)
         losses.append(None if loss is None else float(loss))
     controller.close()
-    states = {f"{index} {name}": x for index, part in enumerate(training.parts) for name, x in part.state_dict().items()}
+    parts = enumerate(training.parts)
+    states = {f"{index} {name}": x for index, part in parts for name, x in part.state_dict().items()}
     return {"losses": losses, "weights": hash_of(states)}
 
 

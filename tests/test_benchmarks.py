@@ -22,6 +22,7 @@ import speed
 import torch
 from scipy.stats import kendalltau, spearmanr
 
+from snip_hf.config import SnipConfig
 from snip_hf.estimation.layer_sums import LAYER
 from snip_hf.numerics.gemms import GEMMS
 

@@ -39,7 +39,7 @@ PROBLEM = {
     "time_limit": 10.0,
     "relative_gap": 1e-4,
 }
-SnipConfig().formats[::-1] = {"a": "fp4", "b": "fp4", "c": "fp8", "d": "fp8"}
+CHOICES = {"a": "fp4", "b": "fp4", "c": "fp8", "d": "fp8"}
 
 
 def llama(**changes: Any) -> LlamaConfig:
@@ -72,7 +72,7 @@ def write(path: Path, document: object) -> str:
 def test_solve_prints_the_solution_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["solve", write(tmp_path / "problem.json", PROBLEM)]) == 0
     solution = json.loads(capsys.readouterr().out)
-    assert solution["choices"] == SnipConfig().formats[::-1]
+    assert solution["choices"] == CHOICES
     assert solution["objective"] == 3.0
     assert solution["constraints"] == {"stage 0": 0.5}
 
@@ -80,7 +80,7 @@ def test_solve_prints_the_solution_as_json(tmp_path: Path, capsys: pytest.Captur
 def test_solve_writes_the_solution_where_it_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "solution.json"
     assert main(["solve", write(tmp_path / "problem.json", PROBLEM), "-o", str(output)]) == 0
-    assert json.loads(output.read_text())["choices"] == SnipConfig().formats[::-1]
+    assert json.loads(output.read_text())["choices"] == CHOICES
     assert capsys.readouterr().out == f"optimal, objective 3, by greedy: {output}\n"
 
 
@@ -317,7 +317,7 @@ def test_the_module_runs_as_a_process_of_its_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "snip_hf.cli", "solve", write(tmp_path / "problem.json", PROBLEM)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["choices"] == SnipConfig().formats[::-1]
+    assert json.loads(done.stdout)["choices"] == CHOICES
     command[-1] = str(tmp_path / "none.json")
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2

@@ -12,15 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from layer_terms import LayerTerms
 from small import adamw_after, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
 from thread_ranks import on_ranks
 from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
+from snip_hf.estimation import layer_sums
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import divergences_at, estimate_divergence, gradients_of, weights_of
 from snip_hf.estimation.ground_truth import measure_divergence
-from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes, LayerTerms
+from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes
 from snip_hf.estimation.probe import Probe, run_probe
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.convert import convert_model
@@ -163,7 +165,7 @@ def test_quantizing_a_layer_changes_no_update_through_the_grad_input_of_the_firs
 
 def with_probe(
     inputs: dict[str, Tensor], config: SnipConfig, **options: Any
-) -> tuple[DivergenceTable, dict[str, LayerTerms], Probe]:
+) -> tuple[DivergenceTable, dict[str, layer_sums.LayerTerms], Probe]:
     """Rows of `divergences_at`, and every layer's sums from a probe and an optimizer's derivative of its own."""
     model = tiny_lm()
     convert_model(model, config)

@@ -12,7 +12,7 @@ import torch
 from gfloat import formats as gfloat_formats
 from oracles.rounding import GRIDS, grid_values
 
-from snip_hf.numerics.formats import E2M1, E4M3, E5M2, FORMATS, ElementGrid, check_format
+from snip_hf.numerics.formats import E2M1, E4M3, E5M2, FORMATS, ElementGrid, check_format, format_of_code
 from snip_hf.numerics.gemms import GEMMS
 
 GFLOAT = {
@@ -61,9 +61,10 @@ def test_every_e2m1_value_is_an_e4m3_value() -> None:
 
 def test_every_code_of_a_plan_stands_for_one_format_and_never_moves() -> None:
     """Plans and checkpoints hold these names and codes."""
-    assert dict(FORMATS) == {"bf16": 0, "fp8": 1, "fp4": 2}
+    assert {name: format.code for name, format in FORMATS.items()} == {"bf16": 0, "fp8": 1, "fp4": 2}
     assert tuple(FORMATS) == ("bf16", "fp8", "fp4")
-    assert dict(FORMATS) == {"bf16": None, "fp8": E4M3, "fp4": E2M1}
+    assert {name: format.grid for name, format in FORMATS.items()} == {"bf16": None, "fp8": E4M3, "fp4": E2M1}
+    assert [format_of_code(code).name for code in range(3)] == ["bf16", "fp8", "fp4"]
     assert GEMMS == ("forward", "grad_input", "grad_weight")
 
 

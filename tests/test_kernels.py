@@ -14,8 +14,8 @@ from oracles.three_gemms import GRAD_OUTPUT, Layer, Product
 from rounded import fake_quantize
 from torch import Tensor
 
-from snip_hf import kernels
 from snip_hf.kernels.emulated import STATE_SIZE, forward_gemm, grad_input_gemm, grad_weight_gemm
+from snip_hf.kernels.hopper import backend as hopper_backend
 from snip_hf.numerics.formats import E2M1, FORMATS
 from snip_hf.numerics.gemms import GEMMS, ROW_TILE
 
@@ -255,7 +255,9 @@ class TestSelectBackend:
             monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
             monkeypatch.setattr(torch.version, "cuda", cuda)
-            monkeypatch.setattr(kernels, "find_spec", lambda name: object() if triton and name == "triton" else None)
+            monkeypatch.setattr(
+                hopper_backend, "find_spec", lambda name: object() if triton and name == "triton" else None
+            )
 
         return pretend
 

@@ -786,7 +786,7 @@ class TestSkipping:
         assert not snip_linears(model)
 
     def test_what_is_swapped_and_skipped_is_logged_with_reasons(self, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.INFO, "snip_hf.layers.linear"):
+        with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
             convert_model(build("llama"), SnipConfig(skip_modules=("*.self_attn.*",)))
         assert caplog.messages == [
             "snip-hf swapped 6 linear layers; skipped 9 (skip_modules: model.layers.0.self_attn.q_proj, "

@@ -420,7 +420,7 @@ def test_a_plan_with_a_models_flops_counts_its_shares_by_them() -> None:
 
 def test_measured_times_stay_with_a_plan_whose_flops_are_the_models() -> None:
     machine = Machine("NVIDIA H200", "2.11.0+cu130", "hopper", "bfloat16")
-    seconds = {layer: {gemm: dict.fromkeys(FORMAT_NAMES, 1.0) for gemm in GEMMS} for layer in "ab"}
+    seconds = {layer: {gemm: dict.fromkeys(FORMATS, 1.0) for gemm in GEMMS} for layer in "ab"}
     plan = small_plan(measured=MeasuredCost(machine=machine, tokens=8, seconds=seconds))
     assert plan.with_flops(plan.flops).measured is plan.measured
     assert plan.with_flops({**plan.flops, "b": ROW}).measured is not None

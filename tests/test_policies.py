@@ -618,7 +618,12 @@ def test_a_layer_without_rows_costs_nothing() -> None:
 
 def test_a_table_of_zeros_gives_costs_of_zero() -> None:
     flops = plain_flops(1.0, 1.0)
-    rows = [row(layer, gemm, fmt, 0.0, 0.0, 0.0, 0.0) for layer in flops for gemm in ROWS for fmt in SnipConfig().formats[::-1]]
+    rows = [
+        row(layer, gemm, fmt, 0.0, 0.0, 0.0, 0.0)
+        for layer in flops
+        for gemm in ROWS
+        for fmt in SnipConfig().formats[::-1]
+    ]
     program = problem(setting_of(flops), DivergenceTable(1.0, tuple(rows)), uniform(flops))
     assert costs_of(program) == {"layers.0.fc": [0.0, 0.0], "layers.1.fc": [0.0, 0.0]}
     assert set(ilp.solve(program)["choices"].values()) <= {"fp8", "fp4"}

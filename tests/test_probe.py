@@ -17,6 +17,8 @@ from transformers import Olmo2Config, Olmo2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from snip_hf.config import SnipConfig
+from snip_hf.estimation import probe as probe_module
+from snip_hf.estimation import samples as samples_module
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.passes import per_query_head, run_forward, run_pass
 from snip_hf.estimation.probe import Probe, run_probe
@@ -180,7 +182,7 @@ def test_the_two_sides_are_the_weights_plus_and_minus_the_same_step_in_one_copy(
         places.append({name: weight.data_ptr() for name, weight in weights.items()})
         return real_pass(model, batch, weights, *rest)
 
-    monkeypatch.setattr("snip_hf.estimation.passes.run_pass", watched)
+    monkeypatch.setattr(probe_module, "run_pass", watched)
     _, directions = probed(model, inputs, monkeypatch, probes=2, relative_step=relative_step)
     start = {name: weight.double() for name, weight in weights_of(model).items()}
     norm = torch.cat([weight.flatten() for weight in start.values()]).norm()
@@ -763,7 +765,7 @@ def test_what_may_belong_to_several_sequences_keeps_the_batch_whole_and_the_log_
     name: str, value: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     batch = Batch.of(a_batch() | {name: value})
-    with caplog.at_level("INFO", logger="snip_hf.estimation.probe"):
+    with caplog.at_level("INFO", logger="snip_hf.estimation.batch"):
         assert batch.part(20) is batch
     assert caplog.messages == [
         f"snip-hf: the probe takes the whole micro-batch of 60 tokens: its input {name!r} cannot be cut."
@@ -774,7 +776,7 @@ def test_sequences_without_labels_do_not_stand_for_the_whole(caplog: pytest.LogC
     inputs = a_batch()
     inputs["labels"][[0, 3]] = -100
     batch = Batch.of(inputs)
-    with caplog.at_level("INFO", logger="snip_hf.estimation.probe"):
+    with caplog.at_level("INFO", logger="snip_hf.estimation.batch"):
         assert batch.part(20) is batch
     assert caplog.messages == [
         "snip-hf: the probe takes the whole micro-batch of 60 tokens: 2 of its sequences have no labels."
@@ -883,8 +885,8 @@ def test_with_split_products_the_derivatives_are_those_of_fp32(bias: bool, monke
         calls.append(left.numel())
         return split_product(left, right)
 
-    monkeypatch.setattr("snip_hf.estimation.probe.is_split", lambda left, right: True)
-    monkeypatch.setattr("snip_hf.estimation.probe.product", split)
+    monkeypatch.setattr(samples_module, "is_split", lambda left, right: True)
+    monkeypatch.setattr(samples_module, "product", split)
     found = probed(model, inputs)[0]
     assert len(calls) == 2 * 2 * 14  # forward and backward, of both sides
     assert found.loss == pytest.approx(plain.loss, rel=1e-5)

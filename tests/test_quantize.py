@@ -18,9 +18,9 @@ from torch import Tensor
 from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, f32_to_f4_unpacked
 
 from snip_hf.numerics.formats import E2M1, E4M3, E5M2, ElementGrid
-from snip_hf.numerics.gemms import COLUMN_TILE, ROW_TILE, SQUARE_TILE
+from snip_hf.numerics.gemms import COLUMN_TILE, OPERANDS, ROW_TILE, SQUARE_TILE
 from snip_hf.numerics.random_streams import stream_key, uniform
-from snip_hf.numerics.rounding import fake_quantize_tiles, quantize_tiles, round_to_grid, tile_scales
+from snip_hf.numerics.rounding import fake_quantize_tiles, quantize, quantize_tiles, round_to_grid, tile_scales
 
 FORMATS = {"e2m1": E2M1, "e4m3": E4M3, "e5m2": E5M2}
 GFLOAT = {
@@ -436,7 +436,9 @@ class TestQuantize:
         smallest = torch.finfo(torch.float32).tiny
         got = quantize_tiles(torch.full((2, 2), smallest / 8), E2M1, tile)
         assert (got.scales == smallest).all() and (got.dequantize() == 0).all()
-        kept = quantize_tiles(torch.full((2, 2), smallest * 3), E2M1, tile)  # amax / 6 is subnormal: the scale is raised
+        kept = quantize_tiles(
+            torch.full((2, 2), smallest * 3), E2M1, tile
+        )  # amax / 6 is subnormal: the scale is raised
         assert (kept.scales == smallest).all() and (kept.values == 3).all()
 
     @each_tile
@@ -460,14 +462,35 @@ class TestQuantize:
 
     def test_without_a_format_only_the_dtype_changes(self) -> None:
         x = torch.randn(3, 200).to(torch.bfloat16)
-        assert_same_bits(fake_quantize_tiles(x, None, ROW_TILE), x.to(torch.float32))
+        for operand in OPERANDS:
+            assert_same_bits(quantize(x, "bf16", operand), x.to(torch.float32))
+
+    def test_an_operand_is_rounded_in_its_blocks_along_the_last_dimension(self) -> None:
+        x, key = torch.randn(150, 300, generator=torch.Generator().manual_seed(7)), stream_key(5, 0, 0, 0, 0)
+        assert_same_bits(quantize(x, "fp8"), fake_quantize_tiles(x, E4M3, ROW_TILE))
+        assert_same_bits(quantize(x, "fp8", "gradient"), fake_quantize_tiles(x, E4M3, ROW_TILE))
+        assert_same_bits(quantize(x, "fp4", "weight"), fake_quantize_tiles(x, E2M1, SQUARE_TILE))
+        assert_same_bits(quantize(x, "fp4", "gradient", seed=5), fake_quantize_tiles(x, E2M1, ROW_TILE, key))
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("fp5",), "Unknown format 'fp5' for format; expected one of bf16, fp8, fp4."),
+            (("fp4", "bias"), "operand='bias' is not known; expected one of activation, gradient, weight."),
+            (("fp4", "gradient"), "Format 'fp4' rounds a gradient stochastically; give a seed."),
+        ],
+    )
+    def test_an_operand_is_refused_by_what_is_wrong(self, arguments: tuple[str, ...], message: str) -> None:
+        with pytest.raises(ValueError) as error:
+            quantize(torch.ones(2, 2), *arguments)
+        assert str(error.value) == message
 
     @pytest.mark.parametrize("x", [torch.zeros(4), torch.zeros(2, 3, 4), torch.zeros(2, 2, dtype=torch.int8)])
     def test_refuses_what_is_not_a_floating_point_matrix(self, x: Tensor) -> None:
         with pytest.raises(ValueError) as error:
             quantize_tiles(x, E2M1, ROW_TILE)
         assert str(error.value) == (
-            f"quantize expects a 2-D floating-point tensor, got shape {tuple(x.shape)}, {x.dtype}."
+            f"quantize_tiles expects a 2-D floating-point tensor, got shape {tuple(x.shape)}, {x.dtype}."
         )
 
     def test_tiles_do_not_cross_rows_or_columns_of_their_neighbours(self) -> None:

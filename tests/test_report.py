@@ -16,10 +16,11 @@ from rich.console import Console
 
 from snip_hf.costs.budget import MeasuredCost
 from snip_hf.costs.gemm_timing import Machine
+from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.records.load import load_run
-from snip_hf.reporting.figures import COLOURS, divergence_figure, plan_figure, write_figures
+from snip_hf.reporting.figures import divergence_figure, plan_figure, write_figures
 from snip_hf.reporting.run_report import print_report, run_report
 from snip_hf.reporting.tables import stage_table
 
@@ -357,7 +358,7 @@ def test_the_share_of_fp4_coloured_pixels_is_the_share_of_layers_and_steps_in_fp
     image = np.round(imread(path)[..., :3] * 255).astype(int)
 
     def pixels(name: str) -> int:
-        rgb = [int(COLOURS[name][i : i + 2], 16) for i in (1, 3, 5)]
+        rgb = [int(FORMATS[name].colour[i : i + 2], 16) for i in (1, 3, 5)]
         return int((image == rgb).all(axis=-1).sum())
 
     steps = np.diff([0, 110, 210, 310, 410, 600])

@@ -6,6 +6,8 @@ import gc
 import itertools
 import json
 import random
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,15 @@ import torch
 from torch import Tensor
 
 from snip_hf.costs import gemm_timing as timing
-from snip_hf.costs.gemm_timing import GemmShape, Machine, gemm_times, read_times, time_gemm, write_times
+from snip_hf.costs.gemm_timing import GemmShape, Machine, read_times, time_gemm, write_times
+from snip_hf.kernels.emulated import Emulated
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
 CPU = torch.device("cpu")
 SHAPES = [GemmShape(gemm, 64, 32, 48) for gemm in GEMMS] + [GemmShape("forward", 64, 32, 96)]
+gemm_times = partial(timing.gemm_times, formats=("fp4", "fp8"))
 MADE_UP = {"bf16": 4e-3, "fp8": 2e-3, "fp4": 1e-3}
 
 
@@ -103,7 +107,7 @@ DAMAGED = {
     "gemm": (edited("times", 0, "gemm", value="backward"), "times[0].gemm is 'backward', expected one of forward, "),
     "tokens": (edited("times", 0, "tokens", value=True), "times[0].tokens is True, expected an integer."),
     "no tokens": (edited("times", 0, "tokens", value=0), "times[0].tokens is 0, expected at least 1."),
-    "formats": (edited("times", 0, "seconds", value={"fp8": 1.0}), "times[0].seconds has the entries fp8; expected"),
+    "formats": (edited("times", 0, "seconds", value={"fp4": 1.0}), "times[0].seconds has no entry 'fp8'."),
     "zero": (edited("times", 0, "seconds", "fp4", value=0), "times[0].seconds.fp4 is 0, expected a number of seconds"),
     "text": (edited("times", 0, "seconds", "fp4", value="1"), "times[0].seconds.fp4 is '1', expected a number of"),
     "NaN": (json.dumps(good()).replace("0.001", "NaN"), "it holds NaN, which is not a JSON number."),
@@ -166,12 +170,12 @@ def test_the_median_of_the_runs_after_warm_up_is_taken_of_the_call_that_training
         given.append(arguments)
         return call
 
-    monkeypatch.setattr("snip_hf.kernels.emulated.Emulated.gemm_call", gemm_call)
-    monkeypatch.setattr("time.perf_counter", lambda: now)
+    monkeypatch.setattr(Emulated, "gemm_call", gemm_call)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     assert time_gemm("emulated", CPU, GemmShape("grad_input", 5, 6, 7), "fp4") == 8.0
     assert next(durations, None) is None
-    ((backend, gemm, x, weight, grad_output, state),) = given
-    assert (backend, gemm) == ("emulated", "grad_input")
+    ((kernels, gemm, x, weight, grad_output, state),) = given
+    assert (kernels.name, gemm) == ("emulated", "grad_input")
     assert (x.shape, weight.shape, grad_output.shape) == ((5, 6), (7, 6), (5, 7))
     assert all(tensor.unique().numel() == tensor.numel() for tensor in (x, weight, grad_output))
     assert state.tolist() == [2, 2, 2, 0, 0, 1]  # formats, key, rank 0 of 1

@@ -108,7 +108,9 @@ def test_measured_is_what_the_next_steps_of_copies_really_differ_by(gemm: str, k
     table = measure_divergence(model, inputs, optimizer, config, draws=draws, gemms=(gemm,))
     real = RealModel(model, optimizer, inputs, config.seed)
     assert table.loss == pytest.approx(real.loss, rel=1e-6)
-    assert [(row.layer, row.format) for row in table.rows] == [(layer, fmt) for layer in LAYERS for fmt in SnipConfig().formats[::-1]]
+    assert [(row.layer, row.format) for row in table.rows] == [
+        (layer, fmt) for layer in LAYERS for fmt in SnipConfig().formats[::-1]
+    ]
     for row in table.rows:
         on = GEMMS if gemm == "layer" else (gemm,)
         rise, weight = real.damage({row.layer: dict.fromkeys(on, row.format)}, draws if row.format == "fp4" else 1)

@@ -188,6 +188,7 @@ class SnipConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} is too small; expected at least {least}.")
         self._check_ranges()
         self._check_formats()
+        self._check_share()
         POLICIES[self.policy].check(self)
         object.__setattr__(self, "skip_modules", _as_names("skip_modules", self.skip_modules))
         object.__setattr__(self, "ties", tuple(_as_names("ties", tie) for tie in self.ties))
@@ -256,10 +257,30 @@ class SnipConfig:
         elif self.start_format not in starts:
             raise ValueError(f"start_format={self.start_format!r} is not known; expected one of {', '.join(starts)}.")
 
+    def _check_share(self) -> None:
+        policy = POLICIES[self.policy]
+        if self.plan is not None or not policy.aims_at_share:
+            return
+        if not FORMATS[self.least_precise].is_quantized:
+            raise ValueError(
+                f"policy={self.policy!r} has nothing to decide between the formats {self.formats!r}; expected at least "
+                "one that is quantized."
+            )
+        if self.target_fp4_fraction > 0 and not FORMATS[self.least_precise].counts_as_fp4:
+            raise ValueError(
+                f"target_fp4_fraction={self.target_fp4_fraction!r} cannot be met in the formats {self.formats!r}; "
+                "expected one with elements of at most 4 bits among them, or the target 0."
+            )
+
     @property
     def format_at_start(self) -> str:
         """`start_format`, or the most precise of `formats`."""
         return self.start_format or self.most_precise
+
+    @property
+    def quantized_formats(self) -> tuple[str, ...]:
+        """Those of `formats` that quantize, whose divergences are estimated; the most precise first."""
+        return tuple(name for name in reversed(self.formats) if FORMATS[name].is_quantized)
 
     @property
     def least_precise(self) -> str:

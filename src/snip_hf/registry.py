@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 
@@ -40,6 +41,16 @@ class Registry(Mapping[str, Entry]):
             raise ValueError(f"There is a {self.kind} named {entry.name!r} already; choose another name.")
         self._entries[entry.name] = entry
         return entry
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Takes back, when the context ends, whatever was registered inside: for tests of one's own entries."""
+        before = dict(self._loaded())
+        try:
+            yield
+        finally:
+            self._entries.clear()
+            self._entries.update(before)
 
     def checked(self, name: object, where: str) -> str:
         """Returns `name` if an entry has it.

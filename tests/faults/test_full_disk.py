@@ -16,6 +16,7 @@ from tiny_runs import Run, differing, train, weights, without_seconds
 from transformers import TrainerCallback
 
 from snip_hf import PrecisionPlan
+from snip_hf import json_io as json_io_module
 
 
 class _FullDisk(TrainerCallback):
@@ -26,8 +27,8 @@ class _FullDisk(TrainerCallback):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
         self.call, self.on, self.failures = call, False, 0
-        monkeypatch.setattr("snip_hf.json_io.os", self)
-        monkeypatch.setattr("snip_hf.json_io.open", self.opened, raising=False)
+        monkeypatch.setattr(json_io_module, "os", self)
+        monkeypatch.setattr(json_io_module, "open", self.opened, raising=False)
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)

@@ -42,7 +42,8 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_packages_that_only_the_training_process_sees_are_shown_to_the_solver(how: str, bare_python: str) -> None:
     program = (
         f"import sys; sys.path += {PATHS if how == 'sys.path' else []!r}; import json;"
-        "from snip_hf.planning.solver.process import SolverProcess; print(SolverProcess.start(json.load(sys.stdin)).result().solver)"
+        "from snip_hf.planning.solver.process import SolverProcess;"
+        "print(SolverProcess.start(json.load(sys.stdin)).result().solver)"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if how == "PYTHONPATH":

@@ -22,7 +22,6 @@ from ..costs.flops import linear_flops
 from ..layers.convert import convert_model, restore_model
 from ..layers.linear import SnipLinear
 from ..layers.state import snip_linears
-from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
 from ..optimizers.response import ElementwiseResponse, Response, responses
@@ -153,8 +152,7 @@ def divergences_at(
     loss = _agreed_loss(None if probe is None else probe.loss, attempt, kept, processes)
     assert probe is not None
     samples = pooled(probe.layers, batch.labelled / sizes.labelled, layers, processes.data)
-    # The most precise first.
-    quantized = [fmt for fmt in reversed(config.formats) if FORMATS[fmt].is_quantized]
+    quantized = config.quantized_formats
     sums: list[_Sums] = []
     if POLICIES[config.policy].weighs_updates:
         gradient_scale = unscaled(gradient_scale, samples, gradients, list(norms), processes.data, attempt)
@@ -166,7 +164,7 @@ def divergences_at(
                     draws = ((config.seed, step, index) for index in range(count))
                     trace = kind.trace_of(name, sample, [random_direction(name, weight, draw) for draw in draws])
                     sample = replace(sample, x_dot=[], grad_output_dot=[])
-                terms = LayerTerms(sample, weight, pushforward, micro_batches, sizes, quantized)
+                terms = LayerTerms(sample, weight, pushforward, micro_batches, sizes, formats=quantized)
                 unclipped = None if gradient is None else gradient.to(torch.float32) / (gradient_scale or 1.0)
                 criterion = kind(terms, trace)
                 sums += _start_sums(name, terms, criterion, config, step, unclipped, quantized)

@@ -58,7 +58,7 @@ def measure_divergence(
     with _Measurement.of(model, batch, optimizer, config) as measurement:
         flops = linear_flops(model)
         for name in measurement.layers:
-            for fmt in reversed(config.formats):
+            for fmt in config.quantized_formats:
                 for gemm in gemms:
                     chosen = GEMMS if gemm == LAYER else (gemm,)
                     count = draws if FORMATS[fmt].gradient.stochastic else 1

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..config import SnipConfig
 from ..kernels.rounding import fake_quantize
 from ..kernels.sums import error_squares, norms, scaled_squares
 from ..numerics.formats import FORMATS
@@ -155,7 +154,7 @@ class LayerTerms:
         micro_batches: micro-batches of the optimizer step; the sampled one stands for all.
         batch: of what G is the gradient; None: of a whole micro-batch, all of whose tokens the layer saw once, each of
             them with a label.
-        formats: the quantized formats of the run; None: those of the default configuration.
+        formats: the quantized formats of the run.
     """
 
     def __init__(
@@ -165,11 +164,12 @@ class LayerTerms:
         pushforward: Callable[[Tensor], Tensor] | Tensor | None,
         micro_batches: int,
         batch: BatchSizes | None = None,
-        formats: Sequence[str] | None = None,
+        *,
+        formats: Sequence[str],
     ) -> None:
         self.x, self.g, self.w = sample.x, sample.grad_output, weight.to(torch.float32)
         self._pushforward = pushforward
-        self._formats = list(SnipConfig().formats if formats is None else formats)
+        self._formats = list(formats)
         self.batch = batch or BatchSizes.complete(sample.tokens, sample.tokens)
         count = self.x.shape[0]
         pieces = min(max(1, count), max(2, min(_MOST_PIECES, count // TILE)))

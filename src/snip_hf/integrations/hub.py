@@ -39,6 +39,7 @@ from ..json_io import open_regular, parse_json
 from ..numerics.formats import FORMATS
 from ..planning.plan import PrecisionPlan
 from ..records.events import history_lines
+from ..records.run_folder import FOLDER
 from ..text import printable
 
 logger = logging.getLogger(__name__)
@@ -69,9 +70,9 @@ def prepare_push(output_dir: str | os.PathLike[str], model: nn.Module, *, emulat
     """
     output_dir = Path(output_dir)
     with _warning_instead_of_error():
-        plan = PrecisionPlan.load(output_dir / "snip" / "plan.json")
+        plan = PrecisionPlan.load(output_dir / FOLDER / "plan.json")
         tag_model(model, plan)
-        history = _read_history(output_dir / "snip" / "history.jsonl")
+        history = _read_history(output_dir / FOLDER / "history.jsonl")
         section = model_card_section(plan, history, emulated=emulated)
         _write(output_dir, "snip/README.md", section)
         _put_section_into_card(output_dir, model_tags(plan))
@@ -198,7 +199,7 @@ def _read_text(path: Path) -> str:
 
 def _put_section_into_card(output_dir: Path, tags: Iterable[str] = ()) -> None:
     """Puts the text of `snip/README.md` into README.md: in place of its earlier version, else at the end."""
-    section = _read_text(output_dir / "snip" / "README.md").strip()
+    section = _read_text(output_dir / FOLDER / "README.md").strip()
     path = output_dir / "README.md"
     if path.exists():
         card = _read_text(path)

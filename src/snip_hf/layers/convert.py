@@ -66,8 +66,12 @@ class SnipLinearConfig(AOBaseConfig):
     backend: str = "auto"
     """As `SnipConfig.backend`. Where that cannot run on the layer's device yet, another one does."""
 
+    formats: tuple[str, ...] = ()
+    """Other formats that the layers will be put into; "auto" takes a backend that knows them."""
+
     def __post_init__(self) -> None:
-        check_format(self.start_format, "start_format")
+        for name in (self.start_format, *self.formats):
+            check_format(name, "start_format" if name == self.start_format else "formats")
 
 
 @register_quantize_module_handler(SnipLinearConfig)
@@ -91,7 +95,7 @@ def _swap(module: nn.Module, config: SnipLinearConfig) -> nn.Module:
     module.register_buffer(STATE, state, persistent=False)
     module.snip_key = 0
     set_step({"": module}, config.seed, 0, 0)
-    module.use_backend(_backend_now(config.backend, device, [start.name]))
+    module.use_backend(_backend_now(config.backend, device, [start.name, *config.formats]))
     return module
 
 
@@ -143,7 +147,7 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
             _restore(layer)
     quantize_(
         model,
-        SnipLinearConfig(start_format=config.format_at_start, seed=config.seed, backend=config.backend),
+        SnipLinearConfig(config.format_at_start, config.seed, config.backend, config.formats),
         filter_fn=lambda module, name: id(module) in wanted,
     )
     layers = snip_linears(model)

@@ -65,11 +65,17 @@ class SnipLinear(nn.Linear):
         """Writes GEMM -> format name for all three GEMMs.
 
         Raises:
-            ValueError: a GEMM is missing or not known, or a format is not known.
+            ValueError: a GEMM is missing or not known, or a format is not known, here or by the layer's backend.
         """
         if set(formats) != set(GEMMS):
             raise ValueError(f"Got formats for {sorted(formats)}; expected exactly {', '.join(GEMMS)}.")
         chosen = [FORMATS[check_format(formats[gemm], gemm)] for gemm in GEMMS]
+        for format in chosen:
+            if format.is_quantized and not self.snip_backend.runs(format):
+                raise ValueError(
+                    f"The backend {self.snip_backend.name!r} has no kernels for the format {format.name!r}. Name the "
+                    "format in SnipConfig.formats, so that a backend is chosen that has."
+                )
         self.snip_state[: len(GEMMS)] = torch.tensor([format.code for format in chosen])
         self.snip_backend.note_formats(self, chosen)
 

@@ -34,6 +34,7 @@ from .events import (
     start_plan,
     trainer_log,
 )
+from .run_folder import FOLDER
 
 T = TypeVar("T")
 
@@ -91,11 +92,11 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
     """
     folder = Path(run_dir)
     notes: list[str] = []
-    start, refreshes, checks = _read_history(folder / "snip" / "history.jsonl", notes)
+    start, refreshes, checks = _read_history(folder / FOLDER / "history.jsonl", notes)
     plans = _plans(start, refreshes, notes)
-    measured = _measured(folder / "snip" / "plan.json", plans[-1][1], notes)
+    measured = _measured(folder / FOLDER / "plan.json", plans[-1][1], notes)
     applied = [refresh.step for refresh in refreshes if refresh.applied_step is not None]
-    divergences = _read_divergences(folder / "snip", set(start.assignment), applied[-1:], notes)
+    divergences = _read_divergences(folder / FOLDER, set(start.assignment), applied[-1:], notes)
     return Run(folder, plans, measured, refreshes, checks, divergences, _read_losses(folder, notes), notes)
 
 

@@ -35,6 +35,8 @@ from .lock import FileLock, HeldError, take
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 2
+# In the folder of the run (the Trainer's output_dir).
+FOLDER = "snip"
 # As much of a path as a line of the log shows.
 _PATH = 1000
 
@@ -46,7 +48,7 @@ class RunFolder:
     """
 
     def __init__(self, output_dir: str | os.PathLike[str] | None) -> None:
-        self._folder = None if output_dir is None else Path(output_dir).absolute() / "snip"
+        self._folder = None if output_dir is None else Path(output_dir).absolute() / FOLDER
         self._lock: FileLock | None = None
         self._lost = False
         # Permissions that a new history gets: those of the one that it takes the place of.
@@ -136,7 +138,7 @@ class RunFolder:
         if not own:
             return
         for number in itertools.count(1):
-            target = folder.parent / f"_snip-earlier-{number}" / "snip"
+            target = folder.parent / f"_snip-earlier-{number}" / FOLDER
             if not any(os.path.lexists(target / path.name) for path in (*own, history)):
                 break
         target.mkdir(parents=True, exist_ok=True)

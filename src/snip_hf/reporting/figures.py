@@ -25,6 +25,7 @@ from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..policies.setting import split_layer
 from ..records.load import Run, thinned
+from ..records.run_folder import FOLDER
 from ..text import printable
 
 # Grey, and sky blue and vermilion of Okabe and Ito's palette: colour-blind readers, and print, keep them apart.
@@ -43,7 +44,7 @@ def write_figures(run: Run, out_dir: str | os.PathLike[str] | None = None) -> li
 
     Returns: the files written.
     """
-    folder = run.folder / "snip" if out_dir is None else Path(out_dir)
+    folder = run.folder / FOLDER if out_dir is None else Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
     draw: dict[str, Callable[[Run], Figure]] = {"plan.png": plan_figure}
     if _divergence_panels(run):

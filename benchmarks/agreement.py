@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from estimators import LOSS_BASELINES, WEIGHT_BASELINES
 
-from snip_hf.divergence import CHOICES
+from snip_hf.config import SnipConfig
 
 Array = npt.NDArray[np.float64]
 Record = dict[str, Any]
@@ -171,7 +171,7 @@ def by_kind(layers: Sequence[str], ratio: Array) -> dict[str, float]:
 
 def loss_records(truth: dict[tuple[str, str], Array], estimates: dict[str, list[Any]]) -> Iterator[Record]:
     """Yields a line per format for the truth, and one per scope and estimator: scopes "one" and "all" as above."""
-    for fmt in CHOICES:
+    for fmt in SnipConfig().formats[::-1]:
         layers = [layer for layer, other in truth if other == fmt]
         rises = np.stack([truth[layer, fmt] for layer in layers], -1)  # (batches, layers)
         true = rises.mean(0)

@@ -5,9 +5,9 @@ r"""What does averaging gradients in FP8 cost in loss, and what does it save in 
     python benchmarks/compression.py --report runs/compression.jsonl
 
 The same tiny Llama on the same batches, once per seed and way of averaging: "exact" (DDP's all-reduce in FP32), "bf16"
-(an all-reduce in BF16), and `snip_hf.compression` with rounding to nearest (its default) or stochastic, with error
-feedback (its default) or without. "bf16" also shows how far runs part that differ by little. Drift: the sum over all
-steps of (gradient applied - exact mean), as a norm, by that of the sum of the exact means.
+(an all-reduce in BF16), and `snip_hf.parallel.gradient_compression` with rounding to nearest (its default) or
+stochastic, with error feedback (its default) or without. "bf16" also shows how far runs part that differ by little.
+Drift: the sum over all steps of (gradient applied - exact mean), as a norm, by that of the sum of the exact means.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from snip_hf import SnipConfig, convert_model
-from snip_hf.compression import GradientCompression
+from snip_hf.parallel.gradient_compression import GradientCompression
 
 WAYS = (
     "exact",

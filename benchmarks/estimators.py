@@ -29,14 +29,20 @@ import torch
 from torch import Tensor, nn
 
 from snip_hf import SnipConfig, estimate_divergence
-from snip_hf.divergence import CHOICES, DivergenceTable, gradients_of, weights_of
-from snip_hf.formats import FORMATS, GEMMS
-from snip_hf.linear import SnipLinear, snip_linears
-from snip_hf.optimizer_rules import Situation
-from snip_hf.optimizers import Response, responses
-from snip_hf.probe import RELATIVE_STEP, Batch, LayerSample, Probe, run_probe
-from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, fake_quantize, stream_key
-from snip_hf.terms import LAYER, LayerTerms
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.divergence import gradients_of, weights_of
+from snip_hf.estimation.layer_sums import LAYER, LayerTerms
+from snip_hf.estimation.probe import RELATIVE_STEP, Probe, run_probe
+from snip_hf.estimation.samples import LayerSample
+from snip_hf.estimation.table import DivergenceTable
+from snip_hf.kernels.rounding import fake_quantize
+from snip_hf.layers.linear import SnipLinear
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.numerics.random_streams import stream_key
+from snip_hf.optimizers.response import Response, responses
+from snip_hf.optimizers.rules import Situation
 
 # (layer, row, format) -> estimate
 Table = dict[tuple[str, str, str], float]
@@ -166,7 +172,7 @@ def weight_estimates(point: Point) -> dict[str, Table]:
     tables.update(_forms(point, probe, directions))
     traces = {"fisher": fisher_traces(probe), "hessian": hessian_traces(point)}
     for name, trace in traces.items():
-        cells = [(layer, row, fmt) for layer in trace for row in _WEIGHT_ROWS for fmt in CHOICES]
+        cells = [(layer, row, fmt) for layer in trace for row in _WEIGHT_ROWS for fmt in SnipConfig().formats[::-1]]
         tables[f"{name}-trace"] = {cell: trace[cell[0]] for cell in cells}
         tables[f"{name}-error"] = {
             (layer, row, fmt): trace[layer] * _mean_square_error(point.weight(layer), fmt) for layer, row, fmt in cells
@@ -182,8 +188,8 @@ def _adjoint(point: Point, probe: Probe) -> Table:
     """The product's sums on a probe of our own."""
     table: Table = {}
     for name, sample in probe.layers.items():
-        terms = LayerTerms(sample, point.weight(name), point.pushforward(name), 1)
-        for fmt in CHOICES:
+        terms = LayerTerms(sample, point.weight(name), point.pushforward(name), 1, formats=point.config.formats)
+        for fmt in SnipConfig().formats[::-1]:
             for row, squares in terms.weight_divergences(fmt, point.keys(name)).items():
                 table[name, row, fmt] = squares.step**0.5
     return table
@@ -206,14 +212,14 @@ def _forms(point: Point, probe: Probe, directions: Mapping[str, list[Tensor]]) -
         weight, pushforward = point.weight(name), point.pushforward(name)
         z = torch.randn(weight.shape, generator=torch.Generator().manual_seed(point.config.seed)).to(weight.device)
         norm_of_j = float(pushforward(torch.sign(z)).square().sum())
-        for fmt in CHOICES:
-            row_key, column_key = point.keys(name) if fmt == "fp4" else (None, None)
+        for fmt in SnipConfig().formats[::-1]:
+            row_key, column_key = point.keys(name)
             rounded = _Rounded(
-                fake_quantize(weight, FORMATS[fmt], SQUARE_TILE),
-                fake_quantize(sample.x, FORMATS[fmt], ROW_TILE),
-                fake_quantize(sample.grad_output, FORMATS[fmt], ROW_TILE, row_key),
-                fake_quantize(sample.x, FORMATS[fmt], COLUMN_TILE),
-                fake_quantize(sample.grad_output, FORMATS[fmt], COLUMN_TILE, column_key),
+                fake_quantize(weight, FORMATS[fmt], "weight", 1),
+                fake_quantize(sample.x, FORMATS[fmt], "activation", 1),
+                fake_quantize(sample.grad_output, FORMATS[fmt], "gradient", 1, row_key),
+                fake_quantize(sample.x, FORMATS[fmt], "activation", 0),
+                fake_quantize(sample.grad_output, FORMATS[fmt], "gradient", 0, column_key),
             )
             error = rounded.g_column.t() @ rounded.x_column - sample.grad_output.t() @ sample.x  # (O, T) x (T, I)
             shared = (float(pushforward(error).square().sum()), norm_of_j * _mean_square(error))
@@ -293,7 +299,7 @@ def _mean_square(tensor: Tensor) -> float:
 
 def _mean_square_error(weight: Tensor, fmt: str) -> float:
     """|eW|^2 / (O I)"""
-    return _mean_square(fake_quantize(weight, FORMATS[fmt], SQUARE_TILE) - weight)
+    return _mean_square(fake_quantize(weight, FORMATS[fmt], "weight", 1) - weight)
 
 
 def fisher_traces(probe: Probe) -> dict[str, float]:
@@ -354,8 +360,8 @@ def loss_estimates(point: Point, tokens: tuple[int, ...], sequence: int) -> dict
     tables: dict[str, dict[tuple[str, str], float]] = {}
     for name, sample in samples["own"].items():
         weight, mean_gradient = point.weight(name), running_mean(point, name)
-        for fmt in CHOICES:
-            weight_error = fake_quantize(weight, FORMATS[fmt], SQUARE_TILE) - weight
+        for fmt in SnipConfig().formats[::-1]:
+            weight_error = fake_quantize(weight, FORMATS[fmt], "weight", 1) - weight
             error = _mean_square(weight_error)
             along = {kind: _along(layers[name], weight, fmt) for kind, layers in samples.items()}
             for count in (count for count in tokens if count <= total):
@@ -391,7 +397,7 @@ def running_mean(point: Point, name: str) -> Tensor | None:
 
 
 def _of_sample(part: LayerSample, weight: Tensor, fmt: str, error: float) -> dict[str, float]:
-    terms = LayerTerms(part, weight, None, 1)
+    terms = LayerTerms(part, weight, None, 1, formats=[fmt])
     absolute, relative = terms.errors(fmt)["forward"]
     squares = part.grad_output.square().sum(1) * part.x.square().sum(1)
     trace = part.tokens**2 * float(squares.mean())
@@ -424,7 +430,8 @@ def _of_tokens(along: Mapping[str, Tensor], total: int, sequence: int) -> dict[s
 
 def _along(sample: LayerSample, w: Tensor, fmt: str) -> Tensor:
     """Returns G_t . E_t, (T,)."""
-    x, w_rounded = fake_quantize(sample.x, FORMATS[fmt], ROW_TILE), fake_quantize(w, FORMATS[fmt], SQUARE_TILE)
+    x = fake_quantize(sample.x, FORMATS[fmt], "activation", 1)
+    w_rounded = fake_quantize(w, FORMATS[fmt], "weight", 1)
     g = sample.grad_output
     return ((g @ w_rounded) * x - (g @ w) * sample.x).sum(1)  # (T, O) x (O, I)
 
@@ -459,7 +466,7 @@ def measured_kl(point: Point) -> dict[tuple[str, str], float]:
     base, high = log_probabilities(), dict.fromkeys(GEMMS, "bf16")
     result = {}
     for name, layer in point.layers.items():
-        for fmt in CHOICES:
+        for fmt in SnipConfig().formats[::-1]:
             layer.set_formats({**high, "forward": fmt})
             result[name, fmt] = float((base.exp() * (base - log_probabilities())).sum(-1).mean()) / point.loss
         layer.set_formats(high)

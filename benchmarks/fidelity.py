@@ -33,10 +33,10 @@ from estimators import Point, loss_estimates, measured_kl, weight_estimates
 from torch import nn
 
 from snip_hf import SnipConfig
-from snip_hf.divergence import CHOICES, converted
-from snip_hf.formats import GEMMS
-from snip_hf.terms import LAYER, ROWS
-from snip_hf.truth import measure_assignment, measure_loss
+from snip_hf.estimation.divergence import converted
+from snip_hf.estimation.ground_truth import measure_assignment, measure_loss
+from snip_hf.estimation.layer_sums import LAYER, ROWS
+from snip_hf.numerics.gemms import GEMMS
 
 SMALL = ("llama:adamw:0", "llama:adamw:200")
 ALL = (
@@ -246,7 +246,7 @@ def measure(
         ]
         weight = [weight_estimates(point) for point in points]
         clock.lap("estimates of the weight divergence")
-        cells = [(layer, fmt) for layer in layers for fmt in CHOICES]
+        cells = [(layer, fmt) for layer in layers for fmt in SnipConfig().formats[::-1]]
         assignments = [{layer: {"forward": fmt}} for layer, fmt in cells]
         rises = measure_loss(state.model, held_out, assignments, config).numpy()
         loss_truth = dict(zip(cells, rises, strict=True))
@@ -294,7 +294,7 @@ def measure_weights(
     """Measures each layer and row alone, in FP4 in two halves with different seeds; FP8 has no randomness."""
     cells = [(layer, row) for layer in layers for row in options.gemms]
     truth: WeightTruth = {}
-    for fmt in CHOICES:
+    for fmt in SnipConfig().formats[::-1]:
         assignments = [{layer: dict.fromkeys(GEMMS if row == LAYER else (row,), fmt)} for layer, row in cells]
         halves, draws = (2, options.draws // 2) if fmt == "fp4" else (1, 1)
         squares = np.array(

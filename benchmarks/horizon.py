@@ -33,13 +33,19 @@ import torch
 import torch.multiprocessing as mp
 
 from snip_hf import SnipConfig
-from snip_hf.cost import linear_flops
-from snip_hf.divergence import LAYER, Divergence, DivergenceTable, estimate_divergence
-from snip_hf.formats import GEMMS
-from snip_hf.linear import SnipLinear, convert_model, set_step, snip_linears
-from snip_hf.policies import Setting, find_stages, problem, rule_assignment
-from snip_hf.solver import SolverError, SolverProcess
-from snip_hf.truth import measure_assignment
+from snip_hf.costs.flops import linear_flops
+from snip_hf.estimation.divergence import estimate_divergence
+from snip_hf.estimation.ground_truth import measure_assignment
+from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.table import Divergence, DivergenceTable
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.linear import SnipLinear
+from snip_hf.layers.state import set_step, snip_linears
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.program import problem
+from snip_hf.planning.solver.process import SolverError, SolverProcess
+from snip_hf.policies.registry import rule_assignment
+from snip_hf.policies.setting import Setting, find_stages
 
 Assignment = dict[str, dict[str, str]]
 Row = Mapping[str, Any]

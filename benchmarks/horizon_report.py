@@ -22,8 +22,8 @@ from horizon import PLAN_KINDS, available, costs, read_lines
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from snip_hf.divergence import LAYER
-from snip_hf.formats import GEMMS
+from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.numerics.gemms import GEMMS
 
 Array = NDArray[np.float64]
 # Measure -> how the tables call it.

@@ -23,12 +23,12 @@ import torch.multiprocessing as mp
 from scipy.stats import spearmanr
 
 from snip_hf import SnipConfig, estimate_divergence, measure_divergence
-from snip_hf.cost import linear_flops
-from snip_hf.divergence import DivergenceTable
-from snip_hf.drift import rank_correlation, ranking
-from snip_hf.linear import convert_model
-from snip_hf.policies import Setting, find_stages
-from snip_hf.terms import LAYER
+from snip_hf.costs.flops import linear_flops
+from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.table import DivergenceTable
+from snip_hf.layers.convert import convert_model
+from snip_hf.planning.drift import rank_correlation, ranking
+from snip_hf.policies.setting import Setting, find_stages
 
 SCENARIOS = ("early", "late", "rate", "data")
 

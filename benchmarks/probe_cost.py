@@ -27,8 +27,10 @@ import cases
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from snip_hf import SnipConfig, controller, divergence, policies
-from snip_hf.controller import SnipController
+from snip_hf import SnipConfig
+from snip_hf.estimation import divergence
+from snip_hf.training import controller
+from snip_hf.training.controller import SnipController
 
 HEAD = 64
 # Name -> hidden size, inner size, blocks, vocabulary, heads of keys for one of queries, sequences and their length.
@@ -202,7 +204,7 @@ def timing(seconds: dict[str, float], device: torch.device) -> Iterator[None]:
     places = {
         "passes": (divergence, "run_probe"),
         "divergences": (controller, "divergences_at"),
-        "program": (policies, "problem"),
+        "program": (controller, "problem"),
     }
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

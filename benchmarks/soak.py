@@ -53,7 +53,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig, SnipController
-from snip_hf.linear import snip_linears
+from snip_hf.layers.state import snip_linears
 
 ROWS, LENGTH = 2, 64
 WARM_UP = 0.25

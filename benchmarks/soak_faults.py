@@ -21,9 +21,9 @@ from unittest import mock
 import psutil
 from torch import Tensor
 
-from snip_hf import ilp
-from snip_hf.linear import SnipLinear
-from snip_hf.solver import SolverProcess
+from snip_hf.layers.linear import SnipLinear
+from snip_hf.planning.solver import ilp
+from snip_hf.planning.solver.process import SolverProcess
 
 START = SolverProcess.start
 # The real solver, half a second late: long after its plan is due.
@@ -127,8 +127,8 @@ class _FullDisk:
 def _full_disk(call: str, name: str) -> Iterator[None]:
     full = _FullDisk(call, name)
     with (
-        mock.patch("snip_hf.jsonfiles.os", full),
-        mock.patch("snip_hf.jsonfiles.open", full.opened, create=True),
+        mock.patch("snip_hf.json_io.os", full),
+        mock.patch("snip_hf.json_io.open", full.opened, create=True),
     ):
         yield
 

@@ -39,9 +39,13 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from snip_hf import SnipConfig, SnipController, convert_model, kernels
-from snip_hf.formats import FORMAT_CODES, GEMMS
-from snip_hf.linear import keep_quantized, snip_linears
+from snip_hf import SnipConfig, SnipController, convert_model
+from snip_hf.kernels import hopper
+from snip_hf.kernels.backend import select_backend
+from snip_hf.kernels.hopper.backend import HOPPER
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.gemms import GEMMS
 
 Row = dict[str, Any]
 
@@ -235,11 +239,11 @@ def autocast(device: torch.device) -> Any:
 
 def state_of(fmt: str, device: torch.device) -> Tensor:
     """Returns a layer's state with all GEMMs in one format and any key."""
-    return torch.tensor([*[FORMAT_CODES[fmt]] * len(GEMMS), 1234567891234], device=device)
+    return torch.tensor([*[FORMATS[fmt].code] * len(GEMMS), 1234567891234], device=device)
 
 
 def require_hopper(device: torch.device) -> None:
-    lacks = kernels.hopper_lacks(device)
+    lacks = HOPPER.lacks(device)
     if lacks is not None:
         raise RuntimeError(lacks)
 
@@ -334,7 +338,7 @@ def token_kernel(rate: float, operand: str, fmt: str, channels: int, options: ar
     gemm = GEMMS.index("grad_input" if is_gradient else "forward")
     figures = {}
     for layouts, gemms in {"both": (gemm, 2), "rows": (gemm, -1), "columns": (-1, 2)}.items():
-        call = partial(kernels.hopper.quantize_tokens, x, state_of(fmt, device), *gemms, is_gradient)
+        call = partial(hopper.operators.quantize_tokens, x, state_of(fmt, device), *gemms, is_gradient)
         bound = (x.nbytes + sum(output.nbytes for output in call())) / rate
         figures |= timed_against(bound, milliseconds(call, device), layouts)
     yield figures
@@ -344,11 +348,11 @@ def weight_kernel(rate: float, fmt: str, size: tuple[int, int], device: torch.de
     """Times many weights one after another, as after an optimizer step, without Python between them."""
     state, sizes = state_of(fmt, device), 6 * math.prod(size)
     weights = [torch.randn(size, device=device) for _ in range(math.ceil(BEYOND_CACHE / sizes))]
-    outputs = [kernels.hopper.quantize_weight(weight, state, True, True) for weight in weights]
+    outputs = [hopper.operators.quantize_weight(weight, state, True, True) for weight in weights]
 
     def quantize_all() -> None:
         for weight, output in zip(weights, outputs, strict=True):
-            kernels.hopper.quantize_weight_into(weight, state, output)
+            hopper.operators.quantize_weight_into(weight, state, output)
 
     bound = (weights[0].nbytes + sum(output.nbytes for output in outputs[0])) / rate
     yield timed_against(bound, milliseconds(replayed(quantize_all), device) / len(weights), "both")
@@ -371,15 +375,15 @@ def gemms_part(options: argparse.Namespace, found: Sequence[Row]) -> Iterator[Ro
 def gemms(size: tuple[int, int], options: argparse.Namespace) -> Iterator[Row]:
     """Times the products alone. "128x128": the right operand with square tiles, as the other two GEMMs have it."""
     (out_features, in_features), tokens, device = size, options.tokens, options.device
-    quantize_tokens, multiply = kernels.hopper.quantize_tokens, kernels.hopper.multiply
+    quantize_tokens, multiply = hopper.operators.quantize_tokens, hopper.operators.multiply
     x = torch.randn(tokens, in_features, device=device, dtype=torch.bfloat16)
     g = torch.randn(tokens, out_features, device=device, dtype=torch.bfloat16)
     weight = torch.randn(size, device=device, dtype=torch.bfloat16)
     state = state_of("fp4", device)
     x_rows, x_row_scales, x_columns, x_column_scales = quantize_tokens(x, state, 0, 2, False)
     g_rows, g_row_scales, g_columns, g_column_scales = quantize_tokens(g, state, 1, 2, True)
-    by_output, output_scales, by_input, input_scales = kernels.hopper.quantize_weight(weight, state, True, True)
-    x_squares, x_square_scales = kernels.hopper.quantize_weight(x, state, False, True)[2:]
+    by_output, output_scales, by_input, input_scales = hopper.operators.quantize_weight(weight, state, True, True)
+    x_squares, x_square_scales = hopper.operators.quantize_weight(x, state, False, True)[2:]
 
     y, grad_x, grad_weight = (tokens, out_features), (tokens, in_features), size
     forward = partial(multiply, x_rows, x_row_scales, by_output, output_scales, True, *y)
@@ -427,7 +431,8 @@ def linear(recipe: str, size: tuple[int, int], options: argparse.Namespace) -> I
     layers = snip_linears(model)
     for layer in layers.values():
         layer.set_formats(dict.fromkeys(GEMMS, OURS_ALONE[recipe]))
-    keep_quantized(layers)
+    kernels = select_backend("auto", device)
+    kernels.before_pass(layers, everything=True)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     x = torch.randn(options.tokens, size[1], device=device, dtype=dtype, requires_grad=True)
     g = torch.randn(options.tokens, size[0], device=device, dtype=dtype)
@@ -437,7 +442,7 @@ def linear(recipe: str, size: tuple[int, int], options: argparse.Namespace) -> I
         with autocast(device):
             y = run(x)
         torch.autograd.grad(y, inputs, g)
-        keep_quantized(layers)
+        kernels.before_pass(layers, everything=True)
 
     began = time.perf_counter()
     call()

@@ -19,9 +19,9 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from snip_hf.figures import COLOURS
-from snip_hf.formats import FORMAT_NAMES, GEMMS
-from snip_hf.policies import split_layer
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.policies.setting import split_layer
 
 Lines = Sequence[Row]
 Style = dict[str, Any]
@@ -272,16 +272,16 @@ def plan_figure(lines: Lines) -> Figure | None:
     height = 2.0 + min(max(0.16 * len(layers), 2.0), 12.0)
     figure = Figure(figsize=(12, height), dpi=150, layout="constrained")
     axes = figure.subplots(1, len(GEMMS), sharey=True)
-    colours = ListedColormap([COLOURS[name] for name in FORMAT_NAMES])
-    codes = {_LETTERS[name]: code for code, name in enumerate(FORMAT_NAMES)}
+    colours = ListedColormap([FORMATS[name].colour for name in _LETTERS])
+    codes = {letter: code for code, letter in enumerate(_LETTERS.values())}
     for column, (panel, gemm) in enumerate(zip(axes, GEMMS, strict=True)):
         image = np.array([[codes[letter] for letter in plan["formats"][column :: len(GEMMS)]] for plan in plans]).T
         rows = np.arange(len(layers) + 1) - 0.5
-        panel.pcolormesh(edges, rows, image, cmap=colours, vmin=-0.5, vmax=len(FORMAT_NAMES) - 0.5)
+        panel.pcolormesh(edges, rows, image, cmap=colours, vmin=-0.5, vmax=len(_LETTERS) - 0.5)
         panel.set_title(gemm, fontsize=10)
         panel.set_xlabel("optimizer step")
     _name_layers(axes, layers)
-    handles = [Patch(facecolor=COLOURS[name], edgecolor="0.4", label=name) for name in FORMAT_NAMES]
+    handles = [Patch(facecolor=FORMATS[name].colour, edgecolor="0.4", label=name) for name in _LETTERS]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     title = f"{line['label']}, {spec['model']}, target FP4 share {share_name(spec['share'])}, seed {spec['seed']}"
     figure.suptitle(f"Plans over time: {title}", fontsize=11)

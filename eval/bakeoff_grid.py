@@ -17,7 +17,7 @@ from typing import Any
 from recipe import DataSection, ModelSection, TokenizerSection, build, read_values
 
 from snip_hf import SnipConfig
-from snip_hf.policies import needs_probe, needs_weights
+from snip_hf.policies.registry import needs_probe, needs_weights
 
 # Not settings of SnipConfig but of the run itself.
 _OWN_KEYS = ("model", "seed", "steps", "learning_rate_factor", "start_step", "benchmarks")

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, get_cosine_with_min_lr_schedule_with_warmup
 
 from snip_hf import SnipController, restore_model
-from snip_hf.formats import GEMMS
-from snip_hf.plan import PrecisionPlan
-from snip_hf.policies import block_of
-from snip_hf.runs import load_run
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.plan import PrecisionPlan
+from snip_hf.policies.setting import block_of
+from snip_hf.records.load import load_run
 
 # A step is a spike if its loss is so many standard deviations above the mean of so many steps before it.
 _SPIKE_DEVIATIONS, _SPIKE_STEPS = 6.0, 50

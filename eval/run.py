@@ -153,8 +153,8 @@ def use_plan(model: PreTrainedModel, name: str, plan_path: str | None) -> str:
     from transformers.utils.hub import cached_file
 
     from snip_hf.config import SnipConfig
-    from snip_hf.linear import convert_model
-    from snip_hf.plan import PrecisionPlan
+    from snip_hf.layers.convert import convert_model
+    from snip_hf.planning.plan import PrecisionPlan
 
     try:
         path = plan_path or str(cached_file(name, "plan.json", subfolder="snip"))

@@ -11,7 +11,7 @@ from recipe import DataSection, TokenizerSection
 from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_schedule_with_warmup, set_seed
 
 from snip_hf import SnipConfig, SnipController, convert_model
-from snip_hf.jsonfiles import read_json, write_json_atomic
+from snip_hf.json_io import read_json, write_json_atomic
 
 STEPS, SAVE_EVERY = 40, 10
 SNIP = SnipConfig(target_fp4_fraction=0.75, first_refresh=5, refresh_every=10, apply_delay=2)

@@ -35,8 +35,8 @@ from transformers import (
 )
 
 from snip_hf import SnipCallback, SnipConfig, restore_model
-from snip_hf.hub import keep_model_card
-from snip_hf.report import run_report
+from snip_hf.integrations.hub import keep_model_card
+from snip_hf.reporting.run_report import run_report
 
 _ROOT = Path(__file__).resolve().parent.parent
 

@@ -144,9 +144,7 @@ def test_equal_and_constantly_different_gaps_have_a_p_value() -> None:
 
 def layout_of(gaps: dict[tuple[str, float], dict[int, float]]) -> tuple[stats.GapModel, dict[Any, stats.Contender]]:
     """The model of (label, share) -> seed -> gap, and its contenders by label and share."""
-    runs = [
-        a_line(label, gap, seed, share=share) for (label, share), own in gaps.items() for seed, gap in own.items()
-    ]
+    runs = [a_line(label, gap, seed, share=share) for (label, share), own in gaps.items() for seed, gap in own.items()]
     lines = paired([*bf16_lines(), *runs])
     points = [point for point in stats.contenders(lines) if point.spec["policy"] != "bf16"]
     return stats.GapModel(lines), {(point.name, point.spec["share"]): point for point in points}
@@ -327,9 +325,10 @@ def test_fp4_share_over_the_run_is_the_mean_over_steps_since_the_start() -> None
     text = tables.gap_table(paired([*bf16_lines(), a_line(plans=known), a_line("random, gemm")]))
     assert row_of(text, "snip, gemm")["FP4 share over the run"] == f"{100 * np.mean(steps):.2f}%"
     assert row_of(text, "random, gemm")["FP4 share over the run"] == "-"  # Its plans' shares are not known.
-    assert row_of(bakeoff_report.cost_table(paired([a_line(plans=known)])), "snip, gemm")[
-        "FP4 share over the run"
-    ] == f"{100 * np.mean(steps):.2f}%"
+    assert (
+        row_of(bakeoff_report.cost_table(paired([a_line(plans=known)])), "snip, gemm")["FP4 share over the run"]
+        == f"{100 * np.mean(steps):.2f}%"
+    )
 
 
 def test_pooled_comparison_is_scipys_paired_test_over_all_shares_and_models() -> None:

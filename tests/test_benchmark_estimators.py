@@ -18,15 +18,17 @@ import fidelity
 import fidelity_report
 import pytest
 import torch
+from rounded import fake_quantize
 from small import relative_error, text, tiny_llama, tiny_lm, tokens
 from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
-from snip_hf.divergence import CHOICES
-from snip_hf.formats import FORMATS
-from snip_hf.linear import convert_model
-from snip_hf.probe import Batch, LayerSample, run_probe
-from snip_hf.quantize import ROW_TILE, SQUARE_TILE, fake_quantize
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.probe import run_probe
+from snip_hf.estimation.samples import LayerSample
+from snip_hf.layers.convert import convert_model
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.gemms import ROW_TILE, SQUARE_TILE
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -174,7 +176,7 @@ def test_first_and_second_order_loss_figures_are_those_of_loops_over_tokens(loss
     assert len(samples) == 7
     for name, sample in samples.items():
         weight, kept = point.weight(name), [row * LENGTH + t for row in KEPT[count] for t in range(LENGTH)]
-        for fmt in CHOICES:
+        for fmt in SnipConfig().formats[::-1]:
             wanted = written_out(along(sample, weight, fmt), count)
             error = fake_quantize(weight, FORMATS[fmt], SQUARE_TILE).double() - weight.double()
             slope, trace = torch.zeros_like(error), 0.0
@@ -230,7 +232,7 @@ def test_drawn_labels_are_the_models_own_and_make_the_true_fisher(losses: Any) -
     assert not torch.equal(drawn["labels"], ids)
     samples = run_probe(point.model, Batch.of(drawn), {}, 0).layers
     for name, sample in samples.items():
-        for fmt in CHOICES:
+        for fmt in SnipConfig().formats[::-1]:
             wanted = written_out(along(sample, point.weight(name), fmt), 24)
             for estimator, form in (("kl-token", "token-fisher"), ("kl-sequence", "sequence-fisher")):
                 found = tables[f"{estimator}/24"][name, fmt] * point.loss
@@ -250,7 +252,7 @@ def test_the_measured_kl_is_that_of_a_model_whose_linear_sees_rounded_operands()
     model, batch = tiny_llama(hidden=16, layers=1), text(ROWS, LENGTH)
     point = point_of(model, batch)
     found = estimators.measured_kl(point)
-    assert len(found) == 7 * len(CHOICES)
+    assert len(found) == 7 * len(SnipConfig().formats[::-1])
     ids = batch["input_ids"]
     with torch.no_grad():
         base = model(input_ids=ids).logits.double().log_softmax(-1)
@@ -327,7 +329,7 @@ def test_a_case_is_measured_once_and_reported(
     assert {line["case"] for line in lines} == {"llama:adamw:1"}
     assert {line["kind"] for line in lines} == {"raw", "weight", "weight-truth", "loss", "loss-truth", "case"}
     raw, last = lines[0], lines[-1]
-    assert len(raw["cells"]) == len(raw["loss_cells"]) == 7 * len(CHOICES)
+    assert len(raw["cells"]) == len(raw["loss_cells"]) == 7 * len(SnipConfig().formats[::-1])
     truth = torch.tensor(raw["weight_truth_squares"][7:])  # FP4: (layers, batches, halves)
     assert truth.shape == (7, 2, 2) and bool((truth > 0).all())
     assert {f"{line['estimator']}/{line['tokens']}" for line in lines if line["kind"] == "loss"} == set(
@@ -367,7 +369,7 @@ def assert_reported(report: str, lines: list[dict[str, Any]]) -> None:
     weight = rows("Weight divergence, whole layers")
     loss = rows("Loss divergence: truth")
     [origin] = rows("Origin")
-    assert [row[1] for row in weight] == [row[1] for row in loss] == list(CHOICES)
+    assert [row[1] for row in weight] == [row[1] for row in loss] == list(SnipConfig().formats[::-1])
     for row in weight:
         [line] = (
             line

@@ -22,9 +22,9 @@ import speed
 import torch
 from scipy.stats import kendalltau, spearmanr
 
-from snip_hf.divergence import CHOICES
-from snip_hf.formats import GEMMS
-from snip_hf.terms import LAYER
+from snip_hf.config import SnipConfig
+from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.numerics.gemms import GEMMS
 
 # --- agreement
 
@@ -154,7 +154,7 @@ def table(layers: int = 5) -> list[dict[str, Any]]:
     rows = []
     for layer in range(layers):
         for gemm in (*GEMMS, LAYER):
-            for fmt in CHOICES:
+            for fmt in SnipConfig().formats[::-1]:
                 weight = generator.uniform(0.1, 1)
                 row = {"layer": str(layer), "gemm": gemm, "format": fmt, "flops": 1.0, "weight_divergence": weight}
                 row |= {"weight_bias": weight * generator.uniform(), "loss_divergence": generator.uniform(-0.5, 1)}

@@ -37,11 +37,13 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from snip_hf import PrecisionPlan, SnipCallback, SnipConfig, SnipController
-from snip_hf.formats import GEMMS
-from snip_hf.history import records_of
-from snip_hf.linear import snip_linears
-from snip_hf.report import reason_table
-from snip_hf.runs import load_run
+from snip_hf.integrations import trainer as trainer_module
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.records.load import load_run
+from snip_hf.records.run_folder import records_of
+from snip_hf.reporting.run_report import reason_table
+from snip_hf.training import controller as controller_module
 
 CONFIG = SnipConfig(stages=2, **SCHEDULE)
 
@@ -482,7 +484,7 @@ def test_what_accelerate_was_told_is_checked_before_anything_is_swapped(
     changes: dict[str, Any], expected: str, added_later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_with_dropout()
-    monkeypatch.setattr("snip_hf.callback.AcceleratorState", fake_state(**changes))
+    monkeypatch.setattr(trainer_module, "AcceleratorState", fake_state(**changes))
     with pytest.raises(ValueError) as caught:
         trainer = Trainer(
             model=model,
@@ -601,7 +603,7 @@ def test_every_kind_of_failure_in_one_run_keeps_the_plan_and_leaves_no_process(
         "print('garbage')",
         "import time; time.sleep(60)",
     )
-    monkeypatch.setattr("snip_hf.controller._GRACE", 0.0)
+    monkeypatch.setattr(controller_module, "_GRACE", 0.0)
     config = SnipConfig(first_refresh=1, refresh_every=2, apply_delay=1, solver_time_limit=0.3, solver="greedy")
     run = train(tmp_path, config, model=model, callbacks=[NanLoss()], max_steps=10)
     reasons = [(line["step"], line["status"], line["reason"]) for line in run.refreshes]
@@ -680,7 +682,7 @@ from pathlib import Path
 from tiny_runs import SCHEDULE, train
 from snip_hf import SnipConfig
 run = train(Path(sys.argv[1]), SnipConfig(**{**SCHEDULE, "solver": "cbc"}), max_steps=5)
-assert "snip_hf.ilp" in sys.modules and "mip" not in sys.modules
+assert "snip_hf.planning.solver.ilp" in sys.modules and "mip" not in sys.modules
 print(json.dumps(run.refreshes))
 """
     (line,) = json.loads(in_a_process(program, str(tmp_path), str(Path(__file__).parent)).splitlines()[-1])

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from snip_hf.cli import main
 from snip_hf.config import SnipConfig
-from snip_hf.cost import MeasuredCost, linear_flops
-from snip_hf.formats import GEMMS
-from snip_hf.linear import convert_model
-from snip_hf.plan import PlanProvenance, PrecisionPlan
-from snip_hf.timing import Machine
+from snip_hf.costs.budget import MeasuredCost
+from snip_hf.costs.flops import linear_flops
+from snip_hf.costs.gemm_timing import Machine
+from snip_hf.layers.convert import convert_model
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
 # fp4 costs i + 1 for the i-th group and counts a quarter each: two quarters are cheapest as a and b, for 3.
 PROBLEM = {

@@ -20,8 +20,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from snip_hf.compression import GradientCompression, compress_gradients, decode, encode
-from snip_hf.quantize import stream_key
+from snip_hf.numerics.random_streams import stream_key
+from snip_hf.parallel import gradient_compression as gradient_compression_module
+from snip_hf.parallel.gradient_compression import GradientCompression, compress_gradients, decode, encode
 
 # Of no size a multiple of 128, of 2 or of 3; and small buckets, so that they hold several of them or one.
 SHAPES = [(7,), (129,), (40, 33), (1,), (301,), (257, 3)]
@@ -151,7 +152,7 @@ def resumed(rank: int) -> dict[str, Any]:
 def in_pieces(rank: int) -> Tensor:
     """As `several_steps`, in buckets that are longer than what is averaged at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("snip_hf.compression._PIECE", 300)
+        patch.setattr(gradient_compression_module, "_PIECE", 300)
         return several_steps(rank, bucket_mb=1)
 
 

@@ -17,35 +17,36 @@ FLOATS = [field.name for field in dataclasses.fields(SnipConfig) if "float" in s
 # One value per field that differs from the default.
 OTHER: dict[str, Any] = {
     "target_fp4_fraction": 0.5,
+    "formats": ("fp4", "fp8", "bf16"),
+    "granularity": "gemm",
+    "stages": (("a.0", "a.1"), ("a.2",)),
+    "ties": (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
+    "skip_modules": ("*.down_proj", "model.layers.0.mlp.up_proj"),
     "cost": "measured",
     "cost_file": "times.json",
     "cost_tokens": 4096,
-    "granularity": "gemm",
-    "policy": "random",
-    "plan": "plan.json",
-    "refresh_every": 7,
+    "start_format": "bf16",
     "first_refresh": 3,
+    "refresh_every": 7,
     "apply_delay": 0,
     "refresh_on_drift": 0.5,
     "drift_every": 3,
-    "start_format": "bf16",
     "probes": 2,
     "probe_tokens": None,
     "probe_batch_tokens": None,
     "probe_memory_mib": 512,
     "loss_form": "norm",
+    "policy": "random",
+    "plan": "plan.json",
     "objective": "paper",
     "loss_weight": 0.0,
     "weight_weight": 2,
-    "skip_modules": ("*.down_proj", "model.layers.0.mlp.up_proj"),
-    "ties": (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
-    "stages": (("a.0", "a.1"), ("a.2",)),
     "switching_cost": 0.25,
     "solver": "greedy",
     "solver_time_limit": 1,
     "solver_gap": 0.0,
-    "rank_timeout": 30.5,
     "backend": "emulated",
+    "rank_timeout": 30.5,
     "seed": 5,
 }
 
@@ -86,13 +87,34 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"granularity": "block"}, "granularity='block' is not known; expected one of layer, gemm."),
     (
         {"policy": "snap"},
-        "policy='snap' is not known; expected one of snip, bf16, uniform-fp8, uniform-fp4, random, min-abs-err, "
-        "min-rel-err, layer-type, layer-position, first2-last8, last-15-percent, backward-first, fisher, "
+        "policy='snap' is not known; expected one of snip, bf16, uniform-fp8, uniform-fp4, random, layer-type, "
+        "layer-position, first2-last8, last-15-percent, backward-first, min-abs-err, min-rel-err, fisher, "
         "hessian-trace, greedy, kl.",
     ),
     ({"policy": "SNIP"}, f"policy='SNIP' is not known; expected one of {', '.join(POLICIES)}."),
-    ({"start_format": "fp4"}, "start_format='fp4' is not known; expected one of fp8, bf16."),
-    ({"start_format": "int8"}, "start_format='int8' is not known; expected one of fp8, bf16."),
+    ({"start_format": "int8"}, "start_format='int8' is not known; expected one of fp4, fp8, bf16."),
+    (
+        {"start_format": "fp4", "formats": ("fp8", "bf16")},
+        "start_format='fp4' is not known; expected one of fp8, bf16.",
+    ),
+    *(
+        (
+            {"formats": formats},
+            f"formats={formats!r} does not name each format once, the least precise first; expected e.g. "
+            "('fp4', 'fp8').",
+        )
+        for formats in ((), ("fp8", "fp4"), ("fp4", "fp4"), ("bf16", "fp8"))
+    ),
+    (
+        {"formats": ("bf16",)},
+        "policy='snip' has nothing to decide between the formats ('bf16',); expected at least one that is quantized.",
+    ),
+    (
+        {"formats": ("fp8", "bf16"), "target_fp4_fraction": 0.1},
+        "target_fp4_fraction=0.1 cannot be met in the formats ('fp8', 'bf16'); expected one with elements of at most 4 "
+        "bits among them, or the target 0.",
+    ),
+    ({"formats": ("fp4", "int8")}, "Unknown format 'int8' for formats; expected one of bf16, fp8, fp4."),
     ({"objective": "sum"}, "objective='sum' is not known; expected one of additive, horizon, paper."),
     ({"loss_form": "hessian"}, "loss_form='hessian' is not known; expected one of token-fisher, taylor, norm."),
     ({"solver": "gurobi"}, "solver='gurobi' is not known; expected one of auto, cbc, highs, greedy."),
@@ -193,7 +215,9 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("refresh_on_drift", "0.8", "refresh_on_drift='0.8' has type str; expected float | None."),
     ("drift_every", None, "drift_every=None has type NoneType; expected int."),
     ("probe_memory_mib", 0.5, "probe_memory_mib=0.5 has type float; expected int | None."),
-    ("start_format", 8, "start_format=8 has type int; expected str."),
+    ("formats", "fp4", "formats='fp4' has type str; expected tuple[str, ...]."),
+    ("formats", ("fp4", 8), "formats: got ('fp4', 8); expected a list of names."),
+    ("start_format", 8, "start_format=8 has type int; expected str | None."),
     ("probes", None, "probes=None has type NoneType; expected int."),
     ("probe_tokens", 256.0, "probe_tokens=256.0 has type float; expected int | None."),
     ("probe_batch_tokens", "4096", "probe_batch_tokens='4096' has type str; expected int | None."),
@@ -329,6 +353,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "apply_delay": 10,
         "refresh_on_drift": None,
         "drift_every": 100,
+        "formats": ["fp4", "fp8"],
         "start_format": "fp8",
         "probes": 1,
         "probe_tokens": 1024,

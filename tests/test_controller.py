@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,15 +31,22 @@ from tiny_runs import (
 )
 from torch import Tensor, nn
 
-from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, ilp
-from snip_hf.criteria import CRITERIA
-from snip_hf.divergence import Divergence, DivergenceTable, divergences_at
-from snip_hf.formats import GEMMS
-from snip_hf.launch import check_launch, unwrap
-from snip_hf.linear import snip_linears
-from snip_hf.policies import Setting, problem
-from snip_hf.quantize import stream_key
-from snip_hf.runs import read_divergence
+from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model
+from snip_hf.estimation.divergence import divergences_at
+from snip_hf.estimation.table import Divergence, DivergenceTable
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.numerics.random_streams import stream_key
+from snip_hf.parallel.wrappers import unwrap
+from snip_hf.planning import plan as plan_module
+from snip_hf.planning.program import problem
+from snip_hf.planning.solver import ilp
+from snip_hf.planning.solver import process as process_module
+from snip_hf.policies.setting import Setting
+from snip_hf.records import run_folder as run_folder_module
+from snip_hf.records.events import read_divergence
+from snip_hf.training import controller as controller_module
+from snip_hf.training.checks import check_launch
 
 CONFIG = SnipConfig(**SCHEDULE)
 SLEEP = "import time; time.sleep(60)"
@@ -358,7 +365,7 @@ def test_the_divergences_are_told_the_tokens_and_labels_of_the_whole_micro_batch
 def correlations(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
     """Lets the checks find these rank correlations, one after the other, and then always 1."""
     left = list(values)
-    monkeypatch.setattr("snip_hf.controller.rank_correlation", lambda one, other: left.pop(0) if left else 1.0)
+    monkeypatch.setattr(controller_module, "rank_correlation", lambda one, other: left.pop(0) if left else 1.0)
 
 
 def events(folder: Path) -> list[tuple[Any, ...]]:
@@ -371,7 +378,7 @@ def events(folder: Path) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.parametrize("policy", CRITERIA)
+@pytest.mark.parametrize("policy", ("fisher", "hessian-trace", "greedy", "kl"))
 @pytest.mark.parametrize("granularity", ["layer", "gemm"])
 def test_a_run_decides_by_the_criterion_that_its_file_of_divergences_has(
     policy: str, granularity: str, tmp_path: Path
@@ -455,8 +462,6 @@ def test_without_refreshes_a_plan_that_has_drifted_is_made_anew(
     assert events(tmp_path) == [(2, 3), (5, 0.6, False), (8, 0.59, True), (8, 9), (11, 1.0, False), (14, 1.0, False)]
 
 
-
-
 def test_checks_and_refreshes_count_from_the_last_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     correlations(monkeypatch, 0.6, 0.59)
     Loop(SnipConfig(**DRIFT), tmp_path).run(21)
@@ -526,7 +531,7 @@ def test_a_check_that_fails_keeps_the_plan_and_says_why(
         return divergences_at(*args, **kwargs)
 
     expected = Loop(SnipConfig(**DRIFT | {"refresh_on_drift": None})).run(7)
-    monkeypatch.setattr("snip_hf.controller.divergences_at", fail)
+    monkeypatch.setattr(controller_module, "divergences_at", fail)
     loop = Loop(SnipConfig(**DRIFT), tmp_path).run(7)
     assert loop.losses == expected.losses
     line = history(tmp_path)[-1]
@@ -835,7 +840,7 @@ def test_a_failing_solver_keeps_the_plan_and_says_why(
 ) -> None:
     program, beginning, detail = FAILURES[failure]
     processes = solve_with(monkeypatch, program)
-    monkeypatch.setattr("snip_hf.controller._GRACE", 0.0)
+    monkeypatch.setattr(controller_module, "_GRACE", 0.0)
     limit = {"solver_time_limit": 0.2} if failure == "timeout" else {}
     loop = Loop(SnipConfig(**limit, **SCHEDULE | {"refresh_every": 100}), tmp_path).run(5)
     (reason,) = kept(tmp_path)
@@ -854,16 +859,14 @@ def test_the_refresh_after_a_failed_one_is_tried_again(tmp_path: Path, monkeypat
 
 
 def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from snip_hf import policies
-
-    problem = policies.problem
+    problem = controller_module.problem
 
     def too_much(*args: Any) -> dict[str, Any]:
         program = problem(*args)
         program["constraints"][0]["minimum"] = 1.5
         return program
 
-    monkeypatch.setattr("snip_hf.controller.policies.problem", too_much)
+    monkeypatch.setattr(controller_module, "problem", too_much)
     Loop(folder=tmp_path).run(5)
     assert kept(tmp_path) == [
         "SolverError: No map meets all constraints ('stage 0': minimum 1.5, attainable 1, each by itself). Lower the "
@@ -872,7 +875,7 @@ def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path, monkeypatch: p
 
 
 def test_a_solver_that_cannot_be_started_keeps_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("snip_hf.solver.sys.executable", "/nowhere/python")
+    monkeypatch.setattr(process_module.sys, "executable", "/nowhere/python")
     Loop(folder=tmp_path).run(5)
     (reason,) = kept(tmp_path)
     assert reason.startswith("SolverError: The solver process could not be started: [Errno 2]")
@@ -950,14 +953,14 @@ def test_a_disk_that_cannot_be_written_costs_the_record_and_not_the_plan(
     assert (tmp_path / "snip").read_text() == "a file where the folder should be"
 
 
-@pytest.mark.parametrize("broken", ["snip_hf.history.write_json_atomic", "snip_hf.plan.write_json_atomic"])
+@pytest.mark.parametrize("broken", [run_folder_module, plan_module])
 def test_a_disk_that_fills_up_costs_only_the_file_that_did_not_fit(
-    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    broken: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(path: Path, document: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(broken, full)
+    monkeypatch.setattr(broken, "write_json_atomic", full)
     loop = Loop(folder=tmp_path).run(4)
     assert [line["status"] for line in history(tmp_path)[1:]] == ["applied"]
     assert loop.controller.plan.fp4_fraction >= 0.75
@@ -989,7 +992,7 @@ def test_training_that_ends_inside_a_refreshs_step_leaves_no_hooks_on_the_parame
 def test_training_waits_for_a_slow_solver_only_at_the_step_its_plan_is_due(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from snip_hf import ilp
+    from snip_hf.planning.solver import ilp
 
     # The right answer, half a second late.
     program = f"import time, runpy; time.sleep(0.5); runpy.run_path({ilp.__file__!r}, run_name='__main__')"

@@ -11,18 +11,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from layer_terms import LayerTerms
+from rounded import fake_quantize
 from scipy.stats import entropy
 from small import adamw_after, text, tiny_llama, tiny_lm, tokens
 from torch import Tensor, nn
 
-from snip_hf.config import SnipConfig
-from snip_hf.criteria import BINS, CRITERIA, LayerCriterion, hessian_trace, histogram, inner_edges, kl_divergence
-from snip_hf.divergence import CHOICES, DivergenceTable, divergences_at, estimate_divergence
-from snip_hf.formats import FORMATS
-from snip_hf.linear import convert_model, snip_linears
-from snip_hf.probe import Batch, LayerSample, random_direction, run_probe
-from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, fake_quantize
-from snip_hf.terms import LAYER, ROWS, BatchSizes, LayerTerms
+from snip_hf.config import POLICIES, SnipConfig
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.criterion import LayerCriterion
+from snip_hf.estimation.divergence import divergences_at, estimate_divergence
+from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes
+from snip_hf.estimation.probe import random_direction, run_probe
+from snip_hf.estimation.samples import LayerSample
+from snip_hf.estimation.table import DivergenceTable
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.gemms import COLUMN_TILE, ROW_TILE, SQUARE_TILE
+from snip_hf.policies.hessian_trace import hessian_trace
+from snip_hf.policies.kl import BINS, KL, histogram, inner_edges, kl_divergence
+
+CRITERIA = [name for name, policy in POLICIES.items() if policy.criterion is not LayerCriterion]
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -40,7 +50,7 @@ def a_weight() -> Tensor:
 def rows_of(
     policy: str, fmt: str, sample: LayerSample, batch: BatchSizes | None = None, trace: Tensor | None = None
 ) -> Any:
-    return LayerCriterion(policy, LayerTerms(sample, a_weight(), None, 1, batch), trace).rows(fmt)
+    return POLICIES[policy].criterion(LayerTerms(sample, a_weight(), None, 1, batch), trace).rows(fmt)
 
 
 def rounded(x: Tensor, fmt: str, tile: tuple[int, int]) -> np.ndarray:
@@ -54,7 +64,7 @@ def only_forward(value: float) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------------- fisher
 
 
-@pytest.mark.parametrize("fmt", CHOICES)
+@pytest.mark.parametrize("fmt", SnipConfig().formats[::-1])
 @pytest.mark.parametrize("energies", [None, (7.0, 2.0)])
 def test_fisher_is_the_labels_times_the_sum_of_squared_gradients_times_squared_errors(fmt: str, energies: Any) -> None:
     sample = a_sample(energies=energies)
@@ -76,7 +86,7 @@ def test_fisher_is_the_labels_times_the_sum_of_squared_gradients_times_squared_e
 # --------------------------------------------------------------------------------------------------------------- greedy
 
 
-@pytest.mark.parametrize("fmt", CHOICES)
+@pytest.mark.parametrize("fmt", SnipConfig().formats[::-1])
 def test_greedy_is_the_sum_of_what_every_element_s_rounding_can_move_the_loss(fmt: str) -> None:
     sample = a_sample()
     x, g, w = (one.double().numpy() for one in (sample.x, sample.grad_output, a_weight()))
@@ -114,7 +124,7 @@ def kl_of(values: Tensor, after: np.ndarray) -> float:
     return float(entropy(p, q))
 
 
-@pytest.mark.parametrize("fmt", CHOICES)
+@pytest.mark.parametrize("fmt", SnipConfig().formats[::-1])
 def test_kl_is_that_of_scipy_on_numpy_s_histograms_of_the_operands(fmt: str) -> None:
     sample, w = a_sample(), a_weight()
     x, g = sample.x, sample.grad_output
@@ -130,14 +140,12 @@ def test_kl_is_that_of_scipy_on_numpy_s_histograms_of_the_operands(fmt: str) -> 
 
 
 def test_kl_is_larger_in_fp4_than_in_fp8_and_0_where_rounding_changes_nothing() -> None:
-    fp8, fp4 = (rows_of("kl", fmt, a_sample()) for fmt in CHOICES)
+    fp8, fp4 = (rows_of("kl", fmt, a_sample()) for fmt in SnipConfig().formats[::-1])
     assert all(fp4[row] > fp8[row] for row in ROWS)
     x, g = torch.zeros(4, 12), torch.zeros(4, 9)
-    assert LayerCriterion("kl", LayerTerms(LayerSample(4, x, g), torch.zeros(9, 12), None, 1)).rows("fp4") == (
-        dict.fromkeys(ROWS, 0.0)
-    )
+    assert KL(LayerTerms(LayerSample(4, x, g), torch.zeros(9, 12), None, 1)).rows("fp4") == (dict.fromkeys(ROWS, 0.0))
     none = LayerSample(0, x[:0], g[:0])
-    assert LayerCriterion("kl", LayerTerms(none, torch.zeros(9, 12), None, 1)).rows("fp4")[LAYER] == 0.0
+    assert KL(LayerTerms(none, torch.zeros(9, 12), None, 1)).rows("fp4")[LAYER] == 0.0
 
 
 def test_values_on_an_edge_or_beyond_the_range_are_counted_once() -> None:
@@ -222,7 +230,7 @@ def test_a_trace_is_the_mean_of_products_and_stands_for_all_tokens_by_their_numb
         hessian_trace("up", replace(sample, x_dot=sample.x_dot[1:]), directions)
 
 
-@pytest.mark.parametrize("fmt", CHOICES)
+@pytest.mark.parametrize("fmt", SnipConfig().formats[::-1])
 def test_hessian_trace_is_the_mean_eigenvalue_times_the_weight_s_squared_error(fmt: str) -> None:
     w = a_weight().double().numpy()
     square = float(((rounded(a_weight(), fmt, SQUARE_TILE) - w) ** 2).sum())
@@ -273,6 +281,10 @@ def table_at(policy: str, inputs: dict[str, Tensor], kept: int | None = None, se
     part = batch.part(None if kept else batch.tokens // 2)
     sizes = {"labelled": batch.labelled, "micro_batch_tokens": batch.tokens}
     return divergences_at(model, part, {}, {}, config, **sizes)
+
+
+def test_four_policies_bring_their_own_criterion() -> None:
+    assert set(CRITERIA) == {"fisher", "greedy", "kl", "hessian-trace"}
 
 
 @pytest.mark.parametrize("policy", CRITERIA)

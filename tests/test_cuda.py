@@ -10,13 +10,15 @@ from unittest import mock
 
 import pytest
 import torch
+from backends import select_backend
+from rounded import quantize
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from snip_hf import SnipCallback, SnipConfig, convert_model, estimate_divergence, measure_divergence
-from snip_hf.formats import E2M1, E4M3, GEMMS
-from snip_hf.kernels import select_backend
-from snip_hf.linear import snip_linears
-from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, quantize, stream_key
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.formats import E2M1, E4M3
+from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE
+from snip_hf.numerics.random_streams import stream_key
 
 pytestmark = [
     pytest.mark.gpu,
@@ -144,7 +146,7 @@ def test_a_resumed_bf16_run_is_the_run(tmp_path: Path, backend: str) -> None:
         config = SnipConfig(first_refresh=2, refresh_every=4, apply_delay=2, stages=2, solver="highs", backend=backend)
         trainer = Trainer(llama(4), args, train_dataset=data, callbacks=[SnipCallback(config, resume=resume or True)])
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-        used = {layer.snip_backend for layer in snip_linears(trainer.model).values()}
+        used = {layer.snip_backend.name for layer in snip_linears(trainer.model).values()}
         assert used == {select_backend(backend, "cuda")}
         formats = {name: layer.formats for name, layer in snip_linears(trainer.model).items()}
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], formats

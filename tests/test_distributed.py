@@ -9,18 +9,8 @@ import torch
 from small import tiny_lm, tokens
 from torch import Tensor, nn
 
-from snip_hf.distributed import (
-    Attempt,
-    Processes,
-    RankError,
-    Ranks,
-    describe,
-    is_sharded,
-    own_part,
-    sharded_as,
-    whole,
-    without_sharding_hooks,
-)
+from snip_hf.parallel.ranks import Attempt, Processes, RankError, Ranks, describe
+from snip_hf.parallel.sharding import is_sharded, own_part, sharded_as, whole, without_sharding_hooks
 
 
 def test_a_process_that_is_alone_is_the_first_of_one() -> None:

@@ -12,30 +12,29 @@ from typing import Any
 
 import pytest
 import torch
+from layer_terms import LayerTerms
 from small import adamw_after, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
 from thread_ranks import on_ranks
 from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
-from snip_hf.criteria import CRITERIA
-from snip_hf.distributed import Processes, Ranks
-from snip_hf.divergence import (
-    CHOICES,
-    DivergenceTable,
-    divergences_at,
-    estimate_divergence,
-    gradients_of,
-    weights_of,
-)
-from snip_hf.linear import convert_model, snip_linears
-from snip_hf.optimizers import responses
-from snip_hf.probe import Batch, Probe, run_probe
-from snip_hf.quantize import stream_key
-from snip_hf.terms import LAYER, ROWS, BatchSizes, LayerTerms
-from snip_hf.truth import measure_divergence
+from snip_hf.estimation import layer_sums
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.divergence import divergences_at, estimate_divergence, gradients_of, weights_of
+from snip_hf.estimation.ground_truth import measure_divergence
+from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes
+from snip_hf.estimation.probe import Probe, run_probe
+from snip_hf.estimation.table import DivergenceTable
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.random_streams import stream_key
+from snip_hf.optimizers.response import responses
+from snip_hf.parallel.ranks import Processes, Ranks
 
 LAYERS = ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"]
 Values = dict[tuple[str, str, str], float]
+
+CRITERIA = ("fisher", "hessian-trace", "greedy", "kl")
 
 
 def weight_divergences(table: DivergenceTable) -> Values:
@@ -81,7 +80,7 @@ def ratios_to_truth(
 
 def test_the_weight_divergence_of_a_trained_llama_is_right_to_a_fifteenth_for_the_typical_layer() -> None:
     """Over 3 models and 2 batches of 384 tokens each: single seeds lie between 0.049 and 0.071."""
-    ratios: dict[str, list[list[float]]] = {fmt: [[] for _ in SEEDS] for fmt in CHOICES}
+    ratios: dict[str, list[list[float]]] = {fmt: [[] for _ in SEEDS] for fmt in SnipConfig().formats[::-1]}
     for seed in range(3):
         model = tiny_llama(seed=seed)
         optimizer = adamw_after(model, steps=60)
@@ -112,7 +111,7 @@ def test_under_other_optimizers_it_is_right_to_a_tenth(kind: str) -> None:
         for one in (optimizer, others):
             one.step()
             one.zero_grad()
-    ratios: dict[str, list[list[float]]] = {fmt: [[] for _ in SEEDS] for fmt in CHOICES}
+    ratios: dict[str, list[list[float]]] = {fmt: [[] for _ in SEEDS] for fmt in SnipConfig().formats[::-1]}
     for index in (60, 61):
         ratios_to_truth(model, optimizer, text(4, 96, index), ratios)
     assert_near_the_truth(ratios, 0.1, shift=0.1)
@@ -166,7 +165,7 @@ def test_quantizing_a_layer_changes_no_update_through_the_grad_input_of_the_firs
 
 def with_probe(
     inputs: dict[str, Tensor], config: SnipConfig, **options: Any
-) -> tuple[DivergenceTable, dict[str, LayerTerms], Probe]:
+) -> tuple[DivergenceTable, dict[str, layer_sums.LayerTerms], Probe]:
     """Rows of `divergences_at`, and every layer's sums from a probe and an optimizer's derivative of its own."""
     model = tiny_lm()
     convert_model(model, config)
@@ -210,12 +209,12 @@ def test_rows_are_the_sums_of_the_layers_under_the_optimizer_s_derivative(
     scale, step = options.get("gradient_scale", 1.0), options.get("step", 0)
     rows = {(row.layer, row.gemm, row.format): row for row in table.rows}
     assert len(rows) == len(table.rows)
-    assert set(rows) == {(layer, gemm, fmt) for layer in LAYERS for fmt in CHOICES for gemm in ROWS}
+    assert set(rows) == {(layer, gemm, fmt) for layer in LAYERS for fmt in SnipConfig().formats[::-1] for gemm in ROWS}
     assert table.loss == pytest.approx(probe.loss, rel=1e-5)
     for layer in LAYERS:
         # Keyed by the layer's name; operands 3 and 4, after those of the training step's three GEMMs.
         keys = tuple(stream_key(config.seed, step, 0, zlib.crc32(layer.encode()), operand) for operand in (3, 4))
-        for fmt in CHOICES:
+        for fmt in SnipConfig().formats[::-1]:
             squares, errors = terms[layer].weight_divergences(fmt, keys), terms[layer].errors(fmt)
             loss = terms[layer].loss_divergence(fmt, config.loss_form) / probe.loss
             largest = max(square.step for square in squares.values())
@@ -389,7 +388,7 @@ def test_ranks_that_share_a_micro_batch_have_together_the_table_of_one_process(
     tables = over_ranks(size, config, inputs, **options)
     assert all(table == tables[0] for table in tables)
     assert tables[0].loss == pytest.approx(one.loss, rel=1e-6)
-    assert len(one.rows) == 7 * len(ROWS) * len(CHOICES)
+    assert len(one.rows) == 7 * len(ROWS) * len(SnipConfig().formats[::-1])
     for found, wanted in zip(tables[0].rows, one.rows, strict=True):
         key = (found.layer, found.gemm, found.format)
         assert key == (wanted.layer, wanted.gemm, wanted.format)
@@ -453,7 +452,7 @@ def test_a_frozen_layer_has_no_update_that_could_diverge(ask: Any) -> None:
     model, inputs = tiny_lm(), tokens()
     model.layers[1].down.weight.requires_grad_(False)
     rows = {(row.layer, row.gemm, row.format): row for row in ask(model, inputs).rows}
-    for fmt in CHOICES:
+    for fmt in SnipConfig().formats[::-1]:
         assert rows["layers.1.down", "grad_weight", fmt].weight_divergence == 0
         assert rows["layers.1.down", "grad_weight", fmt].flops == 0
         assert rows["layers.1.down", "forward", fmt].weight_divergence > 0
@@ -498,7 +497,7 @@ def test_estimate_and_measure_give_the_same_rows_with_the_flops_of_what_is_quant
         (layer, name, fmt): 3 * gemm if name == "layer" else gemm
         for layer in LAYERS
         for name in ROWS
-        for fmt in CHOICES
+        for fmt in SnipConfig().formats[::-1]
     }
 
 
@@ -520,7 +519,7 @@ def test_records_are_plain_data_and_totals_add_up_the_layers() -> None:
     }
     assert {record.pop("criterion") for record in records} == {None}
     assert all(type(value) in (str, float) for record in records for value in record.values())
-    for fmt in CHOICES:
+    for fmt in SnipConfig().formats[::-1]:
         chosen = [record for record in records if record["gemm"] == "layer" and record["format"] == fmt]
         assert len(chosen) == 4
         assert table.totals(fmt) == {

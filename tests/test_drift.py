@@ -13,14 +13,15 @@ from small import text, tiny_llama
 from torch import nn
 
 from snip_hf import SnipConfig, convert_model
-from snip_hf import probe as probe_module
-from snip_hf.cost import linear_flops
-from snip_hf.divergence import DivergenceTable, divergences_at, gradients_of, weights_of
-from snip_hf.drift import rank_correlation, ranking
-from snip_hf.linear import snip_linears
-from snip_hf.optimizers import responses
-from snip_hf.policies import Setting
-from snip_hf.probe import Batch
+from snip_hf.costs.flops import linear_flops
+from snip_hf.estimation import probe as probe_module
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.divergence import divergences_at, gradients_of, weights_of
+from snip_hf.estimation.table import DivergenceTable
+from snip_hf.layers.state import snip_linears
+from snip_hf.optimizers.response import responses
+from snip_hf.planning.drift import rank_correlation, ranking
+from snip_hf.policies.setting import Setting
 
 
 def named(values: Any) -> dict[str, float]:

@@ -395,9 +395,9 @@ def test_command_reports_a_model_that_cannot_be_loaded(tmp_path: Path, capsys: p
 def saved_plan(model_dir: Path, tmp_path: Path) -> Callable[[str], Path]:
     """Writes a plan that runs the model's linears in one format."""
     from snip_hf.config import SnipConfig
-    from snip_hf.cost import linear_flops
-    from snip_hf.linear import convert_model
-    from snip_hf.plan import PlanProvenance, PrecisionPlan
+    from snip_hf.costs.flops import linear_flops
+    from snip_hf.layers.convert import convert_model
+    from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
     model, _ = run.load_model(str(model_dir), "cpu")
     convert_model(model, SnipConfig(skip_modules=("*.down_proj",)))
@@ -415,7 +415,7 @@ def saved_plan(model_dir: Path, tmp_path: Path) -> Callable[[str], Path]:
 def test_plan_arithmetic_runs_the_planned_layers_quantized_and_no_others(
     data: Path, model_dir: Path, saved_plan: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    from snip_hf.linear import snip_linears
+    from snip_hf.layers.state import snip_linears
 
     def perplexity(*extra: str) -> float:
         output = tmp_path / "out.jsonl"

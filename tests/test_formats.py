@@ -12,7 +12,8 @@ import torch
 from gfloat import formats as gfloat_formats
 from oracles.rounding import GRIDS, grid_values
 
-from snip_hf.formats import E2M1, E4M3, E5M2, FORMAT_CODES, FORMAT_NAMES, FORMATS, GEMMS, NumberFormat, check_format
+from snip_hf.numerics.formats import E2M1, E4M3, E5M2, FORMATS, ElementGrid, check_format, format_of_code
+from snip_hf.numerics.gemms import GEMMS
 
 GFLOAT = {
     "e2m1": gfloat_formats.format_info_ocp_e2m1,
@@ -23,17 +24,17 @@ GFLOAT = {
 
 @pytest.mark.parametrize("fmt", [E2M1, E4M3, E5M2], ids=lambda fmt: fmt.name)
 class TestEachFormat:
-    def test_has_the_constants_of_ml_dtypes(self, fmt: NumberFormat) -> None:
+    def test_has_the_constants_of_ml_dtypes(self, fmt: ElementGrid) -> None:
         info = ml_dtypes.finfo(GRIDS[fmt.name])
         got = (fmt.max, 2.0**fmt.min_exponent, fmt.mantissa_bits, fmt.exponent_bits)
         assert got == (float(info.max), float(info.smallest_normal), info.nmant, info.nexp)
 
-    def test_has_the_constants_of_gfloat(self, fmt: NumberFormat) -> None:
+    def test_has_the_constants_of_gfloat(self, fmt: ElementGrid) -> None:
         info = GFLOAT[fmt.name]
         got = (fmt.max, 2.0**fmt.min_exponent, fmt.mantissa_bits + 1, fmt.exponent_bits)
         assert got == (info.max, info.smallest_normal, info.precision, info.expBits)
 
-    def test_its_fields_span_exactly_the_finite_values_of_every_code(self, fmt: NumberFormat) -> None:
+    def test_its_fields_span_exactly_the_finite_values_of_every_code(self, fmt: ElementGrid) -> None:
         steps = 2**fmt.mantissa_bits
         values = {step * 2.0 ** (fmt.min_exponent - fmt.mantissa_bits) for step in range(steps)}
         exponent = fmt.min_exponent
@@ -42,13 +43,13 @@ class TestEachFormat:
             exponent += 1
         assert sorted(value for value in values if value <= fmt.max) == grid_values(fmt.name).tolist()
 
-    def test_cannot_be_changed(self, fmt: NumberFormat) -> None:
+    def test_cannot_be_changed(self, fmt: ElementGrid) -> None:
         with pytest.raises(dataclasses.FrozenInstanceError):
             fmt.max = 1.0  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), [(E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)])
-def test_fp8_formats_have_the_range_of_torch(fmt: NumberFormat, dtype: torch.dtype) -> None:
+def test_fp8_formats_have_the_range_of_torch(fmt: ElementGrid, dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
     assert (fmt.max, 2.0**fmt.min_exponent) == (info.max, info.smallest_normal)
 
@@ -60,9 +61,10 @@ def test_every_e2m1_value_is_an_e4m3_value() -> None:
 
 def test_every_code_of_a_plan_stands_for_one_format_and_never_moves() -> None:
     """Plans and checkpoints hold these names and codes."""
-    assert dict(FORMAT_CODES) == {"bf16": 0, "fp8": 1, "fp4": 2}
-    assert FORMAT_NAMES == ("bf16", "fp8", "fp4")
-    assert dict(FORMATS) == {"bf16": None, "fp8": E4M3, "fp4": E2M1}
+    assert {name: format.code for name, format in FORMATS.items()} == {"bf16": 0, "fp8": 1, "fp4": 2}
+    assert tuple(FORMATS) == ("bf16", "fp8", "fp4")
+    assert {name: format.grid for name, format in FORMATS.items()} == {"bf16": None, "fp8": E4M3, "fp4": E2M1}
+    assert [format_of_code(code).name for code in range(3)] == ["bf16", "fp8", "fp4"]
     assert GEMMS == ("forward", "grad_input", "grad_weight")
 
 

@@ -1,5 +1,5 @@
-"""The fused kernels on a GPU, and anywhere under Triton's interpreter: rounding against `quantize`, bit for bit; sums
-against float64."""
+"""The fused kernels on a GPU, and anywhere under Triton's interpreter: rounding against `numerics.rounding`, bit for
+bit; sums against float64."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from snip_hf import quantize
-from snip_hf.formats import E2M1, E4M3, E5M2, TILE, NumberFormat
-from snip_hf.kernels import emulated, fused
-from snip_hf.probe import LayerSample
-from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, stream_key
-from snip_hf.terms import LayerTerms
+from snip_hf.estimation.layer_sums import LayerTerms
+from snip_hf.estimation.samples import LayerSample
+from snip_hf.kernels import emulated, rounding, sums
+from snip_hf.numerics import rounding as reference
+from snip_hf.numerics.formats import E2M1, E4M3, E5M2, UNQUANTIZED, ElementGrid
+from snip_hf.numerics.gemms import COLUMN_TILE, ROW_TILE, SQUARE_TILE, TILE
+from snip_hf.numerics.random_streams import stream_key
 
 Run = Callable[..., Tensor]
 
@@ -63,7 +64,7 @@ def correct_the_interpreter() -> None:
 
 def interpret(name: str, tensors: bytes, *arguments: Any) -> bytes:
     """Launches a kernel in the process that has TRITON_INTERPRET=1."""
-    return dump(getattr(fused, name)(*load(tensors), *arguments))
+    return dump(getattr(HOMES[name], name)(*load(tensors), *arguments))
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +87,19 @@ def interpreter() -> Iterator[Run]:
 
 
 # What is called -> what launches its kernel.
-LAUNCHES = {"fake_quantize": "_by_kernel", "error_squares": "_error_squares", "scaled_squares": "_scaled_squares"}
+LAUNCHES = {
+    "fake_quantize_tiles": "_by_kernel",
+    "error_squares": "_error_squares",
+    "scaled_squares": "_scaled_squares",
+}
+# Function -> its module.
+HOMES = dict.fromkeys(("fake_quantize_tiles", "_by_kernel"), rounding)
+HOMES |= dict.fromkeys(("error_squares", "_error_squares", "scaled_squares", "_scaled_squares"), sums)
 
 
 def on_cuda(name: str, *arguments: Any) -> Tensor:
-    assert fused._has_kernel(torch.device("cuda", 0))
-    return getattr(fused, name)(*(moved(a) if isinstance(a, Tensor) else a for a in arguments)).cpu()
+    assert rounding.has_kernels(torch.device("cuda", 0))
+    return getattr(HOMES[name], name)(*(moved(a) if isinstance(a, Tensor) else a for a in arguments)).cpu()
 
 
 def moved(x: Tensor) -> Tensor:
@@ -102,7 +110,7 @@ def moved(x: Tensor) -> Tensor:
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Calls one of `fused`'s functions, by kernel, on tensors of the CPU; the result comes back to the CPU."""
+    """Calls one of `HOMES`' functions, by kernel, on tensors of the CPU; the result comes back to the CPU."""
     return request.getfixturevalue("interpreter") if request.param == "interpreter" else on_cuda
 
 
@@ -159,13 +167,13 @@ def assert_same_bits(got: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_the_kernel_rounds_as_the_reference_does(
-    fmt: NumberFormat, tile: tuple[int, int], data: Any, dtype: torch.dtype, run: Run
+    fmt: ElementGrid, tile: tuple[int, int], data: Any, dtype: torch.dtype, run: Run
 ) -> None:
     x = data((130, 200)).to(dtype)
     for key in (None, KEYS[0]):
-        expected = quantize.fake_quantize(x, fmt, tile, key)
+        expected = reference.fake_quantize_tiles(x, fmt, tile, key)
         assert expected.isnan().any() == (not x.isfinite().all())
-        assert_same_bits(run("fake_quantize", x, fmt, tile, key), expected)
+        assert_same_bits(run("fake_quantize_tiles", x, fmt, tile, key), expected)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -173,10 +181,10 @@ def test_the_kernel_rounds_as_the_reference_does(
 @pytest.mark.parametrize("tile", TILES)
 def test_it_does_for_every_shape_and_key(tile: tuple[int, int], shape: tuple[int, int], key: int, run: Run) -> None:
     x = random(shape)
-    nearest, by_key = (quantize.fake_quantize(x, E2M1, tile, k) for k in (None, key))
+    nearest, by_key = (reference.fake_quantize_tiles(x, E2M1, tile, k) for k in (None, key))
     assert torch.equal(nearest, by_key) == (shape == (1, 1))
-    assert_same_bits(run("fake_quantize", x, E2M1, tile), nearest)
-    assert_same_bits(run("fake_quantize", x, E2M1, tile, key), by_key)
+    assert_same_bits(run("fake_quantize_tiles", x, E2M1, tile), nearest)
+    assert_same_bits(run("fake_quantize_tiles", x, E2M1, tile, key), by_key)
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 2), (1, 2), (6, 7), (2**20, 2**21)])
@@ -185,16 +193,18 @@ def test_it_does_for_every_shape_and_key(tile: tuple[int, int], shape: tuple[int
 def test_it_does_on_every_rank(tile: tuple[int, int], shape: tuple[int, int], rank: int, ranks: int, run: Run) -> None:
     x = random(shape) + 0.01
     for key in KEYS:
-        alone, expected = (quantize.fake_quantize(x, E2M1, tile, key, *place) for place in ((0, 1), (rank, ranks)))
+        alone, expected = (
+            reference.fake_quantize_tiles(x, E2M1, tile, key, *place) for place in ((0, 1), (rank, ranks))
+        )
         assert not torch.equal(alone, expected)
-        assert_same_bits(run("fake_quantize", x, E2M1, tile, key, rank, ranks), expected)
+        assert_same_bits(run("fake_quantize_tiles", x, E2M1, tile, key, rank, ranks), expected)
 
 
 @pytest.mark.parametrize("tile", TILES)
 def test_two_ranks_round_together_as_one_process_does(tile: tuple[int, int], run: Run) -> None:
     x = random((256, 200))
-    halves = [run("fake_quantize", half, E2M1, tile, KEYS[0], rank, 2) for rank, half in enumerate(x.chunk(2))]
-    assert_same_bits(torch.cat(halves), run("fake_quantize", x, E2M1, tile, KEYS[0]))
+    halves = [run("fake_quantize_tiles", half, E2M1, tile, KEYS[0], rank, 2) for rank, half in enumerate(x.chunk(2))]
+    assert_same_bits(torch.cat(halves), run("fake_quantize_tiles", x, E2M1, tile, KEYS[0]))
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -206,7 +216,9 @@ def test_two_ranks_round_together_as_one_process_does(tile: tuple[int, int], run
 def test_it_does_for_every_stride(view: Callable[[Tensor], Tensor], tile: tuple[int, int], run: Run) -> None:
     x = view(random((260, 390)))
     for key in (None, KEYS[0]):
-        assert_same_bits(run("fake_quantize", x, E4M3, tile, key), quantize.fake_quantize(x, E4M3, tile, key))
+        assert_same_bits(
+            run("fake_quantize_tiles", x, E4M3, tile, key), reference.fake_quantize_tiles(x, E4M3, tile, key)
+        )
 
 
 @pytest.mark.gpu
@@ -217,9 +229,11 @@ def test_it_does_for_large_tensors(shape: tuple[int, int], tile: tuple[int, int]
     x = random(shape).to(dtype)
     for fmt in FORMATS:
         for key in (None, KEYS[1]):
-            assert_same_bits(on_cuda("fake_quantize", x, fmt, tile, key), quantize.fake_quantize(x, fmt, tile, key))
+            assert_same_bits(
+                on_cuda("fake_quantize_tiles", x, fmt, tile, key), reference.fake_quantize_tiles(x, fmt, tile, key)
+            )
     ranked = (x, E2M1, tile, KEYS[1], 5, 8)
-    assert_same_bits(on_cuda("fake_quantize", *ranked), quantize.fake_quantize(*ranked))
+    assert_same_bits(on_cuda("fake_quantize_tiles", *ranked), reference.fake_quantize_tiles(*ranked))
 
 
 @pytest.mark.gpu
@@ -227,9 +241,9 @@ def test_it_runs_where_the_tensor_is() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     x = random((130, 200))
-    found = fused.fake_quantize(x.to("cuda:1"), E4M3, ROW_TILE)
+    found = rounding.fake_quantize_tiles(x.to("cuda:1"), E4M3, ROW_TILE)
     assert found.device == torch.device("cuda", 1)
-    assert_same_bits(found.cpu(), quantize.fake_quantize(x, E4M3, ROW_TILE))
+    assert_same_bits(found.cpu(), reference.fake_quantize_tiles(x, E4M3, ROW_TILE))
 
 
 # ------------------------------------------------------------------------------------- the sums
@@ -237,7 +251,7 @@ def test_it_runs_where_the_tensor_is() -> None:
 
 def of_torch(name: str, *arguments: Any) -> Tensor:
     """Without kernels; what is given stays as it is."""
-    return getattr(fused, name)(*(argument.clone() for argument in arguments))
+    return getattr(HOMES[name], name)(*(argument.clone() for argument in arguments))
 
 
 @pytest.fixture(params=["torch", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -284,7 +298,7 @@ def test_changes_are_scaled_before_they_are_squared(pieces: int, height: int, wi
 
 def test_norms_are_right_to_fp32_of_many_numbers_too() -> None:
     x = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
-    found = fused.norms([x, x[:100].view(10, 10)])
+    found = sums.norms([x, x[:100].view(10, 10)])
     for got, given in zip(found, (x, x[:100]), strict=True):
         assert got.item() == pytest.approx(given.double().norm().item(), rel=1e-6)
 
@@ -299,32 +313,33 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     def by_kernel(x: Tensor, *arguments: Any) -> Tensor:
         calls.append(tuple(x.shape))
-        return quantize.fake_quantize(x, *arguments)
+        return reference.fake_quantize_tiles(x, *arguments)
 
-    monkeypatch.setattr(fused, "_has_kernel", lambda device: True)
-    monkeypatch.setattr(fused, "_by_kernel", by_kernel)
+    for module in (rounding, sums):
+        monkeypatch.setattr(module, "has_kernels", lambda device: True)
+    monkeypatch.setattr(rounding, "_by_kernel", by_kernel)
     return calls
 
 
 def test_what_the_kernel_does_not_take_goes_to_the_reference(kernel_calls: list[tuple[int, ...]]) -> None:
     x = random((40, 50))
     for given, fmt, tile in (
-        (x, None, ROW_TILE),
         (x.double(), E4M3, ROW_TILE),
         (x[:0], E4M3, ROW_TILE),
         (x, E4M3, (1, 32)),
     ):
-        expected = quantize.fake_quantize(given, fmt, tile)
-        assert_same_bits(fused.fake_quantize(given, fmt, tile), expected)
+        expected = reference.fake_quantize_tiles(given, fmt, tile)
+        assert_same_bits(rounding.fake_quantize_tiles(given, fmt, tile), expected)
+    assert_same_bits(rounding.fake_quantize(x, UNQUANTIZED, "activation", 1), x)
     with pytest.raises(ValueError, match="expects a 2-D floating-point tensor"):
-        fused.fake_quantize(x[None], E4M3, ROW_TILE)
+        rounding.fake_quantize_tiles(x[None], E4M3, ROW_TILE)
     assert kernel_calls == []
-    fused.fake_quantize(x, E4M3, ROW_TILE)
+    rounding.fake_quantize_tiles(x, E4M3, ROW_TILE)
     assert kernel_calls == [(40, 50)]
 
 
 def test_a_cpu_has_no_kernel() -> None:
-    assert not fused._has_kernel(torch.device("cpu"))
+    assert not rounding.has_kernels(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
@@ -339,7 +354,7 @@ def test_where_triton_fails_the_reference_rounds_and_a_warning_says_why(
         raise RuntimeError("Failed to find C compiler.")
 
     monkeypatch.setattr(torch, "ones", ones)
-    assert not fused._has_kernel.__wrapped__(torch.device("cuda", 0))
+    assert not rounding.has_kernels.__wrapped__(torch.device("cuda", 0))
     assert ("Failed to find C compiler." in caplog.text) == (capability >= (8, 0))
 
 
@@ -356,9 +371,9 @@ def test_the_sums_of_a_refresh_are_those_of_the_kernels(
     kernel_calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, weight, grad_output = random((20, 16)), random((24, 16)), random((20, 24))
-    monkeypatch.setattr(fused, "_error_squares", lambda *_: torch.full((2, 3, 2), 2.0))
-    monkeypatch.setattr(fused, "_scaled_squares", lambda *_: torch.full((2,), 5.0))
-    terms = LayerTerms(LayerSample(20, x, grad_output, [x], [grad_output]), weight, weight, 1)
+    monkeypatch.setattr(sums, "_error_squares", lambda *_: torch.full((2, 3, 2), 2.0))
+    monkeypatch.setattr(sums, "_scaled_squares", lambda *_: torch.full((2,), 5.0))
+    terms = LayerTerms(LayerSample(20, x, grad_output, [x], [grad_output]), weight, weight, 1, formats=("fp8", "fp4"))
     squares = terms.pending_weight_divergences("fp8", (1, 2))
     # W in both formats, X and G along their channels, and along the tokens.
     assert kernel_calls == [(24, 16), (24, 16), (20, 16), (20, 24), (20, 24), (20, 16)]

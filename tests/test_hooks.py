@@ -15,10 +15,11 @@ from torch.nn.utils import prune
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from snip_hf.config import SnipConfig
-from snip_hf.hooks import Finding, judge
-from snip_hf.linear import convert_model
-from snip_hf.probe import Batch, run_pass
-from snip_hf.traces import Kept
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.passes import run_pass
+from snip_hf.estimation.user_hooks import Finding, judge
+from snip_hf.layers.convert import convert_model
+from snip_hf.python_state import Kept
 
 SEEN: list[Any] = []
 COUNTS: dict[str, int] = {}
@@ -290,7 +291,7 @@ def test_the_log_names_once_what_it_cannot_tell_and_nothing_else(caplog: pytest.
     model.layers[1].norm.register_forward_hook(notes_a_penalty)
     model.layers[1].norm.register_forward_hook(returns_another_output)
     model.layers[1].down.register_forward_pre_hook(moves_the_module)
-    caplog.set_level(logging.WARNING, "snip_hf.hooks")
+    caplog.set_level(logging.WARNING, "snip_hf.estimation.user_hooks")
     for _ in range(2):
         run_pass(model, batch, {})
     assert caplog.messages == [

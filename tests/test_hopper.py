@@ -19,11 +19,16 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from backends import gemm_call, hopper_lacks, select_backend
 from oracles.three_gemms import product
+from rounded import quantize
 
-from snip_hf.formats import FORMAT_CODES, FORMATS, GEMMS, TILE
-from snip_hf.kernels import gemm_call, grad_input_gemm, grad_weight_gemm, hopper, hopper_lacks, select_backend
-from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, Quantized, quantize, stream_key
+from snip_hf.kernels.emulated import grad_input_gemm, grad_weight_gemm
+from snip_hf.kernels.hopper import operators
+from snip_hf.numerics.formats import E2M1, FORMATS, format_of_code
+from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE, TILE
+from snip_hf.numerics.random_streams import stream_key
+from snip_hf.numerics.rounding import Quantized
 
 Run = Callable[..., tuple[Tensor, ...]]
 
@@ -57,7 +62,7 @@ def load(data: bytes) -> Any:
 def interpret(call: bytes) -> bytes:
     """Runs a kernel in the process that has TRITON_INTERPRET=1."""
     name, arguments = load(call)
-    return dump(getattr(hopper, name)(*arguments))
+    return dump(getattr(operators, name)(*arguments))
 
 
 def correct_the_interpreter() -> None:
@@ -83,7 +88,7 @@ def correct_the_interpreter() -> None:
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Run]:
-    """Calls of `hopper`'s functions in another process: whether Triton interprets is settled when it is imported."""
+    """Calls of `operators`' functions in another process: whether Triton interprets is settled when it is imported."""
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=correct_the_interpreter)
@@ -103,7 +108,7 @@ def interpreter() -> Iterator[Run]:
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=on_gpu)])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Runs one of `hopper`'s functions on tensors of the CPU; results come back to the CPU."""
+    """Runs one of `operators`' functions on tensors of the CPU; results come back to the CPU."""
     return request.getfixturevalue("interpreter") if request.param == "interpreter" else on_cuda
 
 
@@ -113,7 +118,7 @@ def on_cuda(name: str, *arguments: Any) -> tuple[Tensor, ...]:
     for index, a in enumerate(arguments):
         if isinstance(a, Tensor) and not a.is_contiguous():
             moved[index] = a._base.cuda().as_strided(a.shape, a.stride(), a.storage_offset())
-    outputs = getattr(hopper, name)(*moved)
+    outputs = getattr(operators, name)(*moved)
     torch.cuda.synchronize()
     return tuple(output.cpu() for output in outputs)
 
@@ -123,7 +128,7 @@ def on_cuda(name: str, *arguments: Any) -> tuple[Tensor, ...]:
 
 def state(*formats: str, key: int = KEYS[0], rank: tuple[int, int] = (0, 1)) -> Tensor:
     """A layer's, with the formats of forward, grad_input and grad_weight."""
-    return torch.tensor([*(FORMAT_CODES[fmt] for fmt in formats), key - 2**64 if key >= 2**63 else key, *rank])
+    return torch.tensor([*(FORMATS[fmt].code for fmt in formats), key - 2**64 if key >= 2**63 else key, *rank])
 
 
 def random(shape: tuple[int, int]) -> Tensor:
@@ -233,10 +238,10 @@ def assert_tokens(
 
 def reference(x: Tensor, numbers: Tensor, gemm: int, tile: tuple[int, int], is_gradient: bool = False) -> Quantized:
     """`quantize` in the format of the GEMM, stochastically where training does so."""
-    fmt = list(FORMATS.values())[numbers[gemm]]
-    assert fmt is not None
+    fmt = format_of_code(int(numbers[gemm]))
+    assert fmt.grid is not None
     key, rank, ranks = numbers[3:].tolist()
-    return quantize(x, fmt, tile, key % 2**64 if is_gradient and fmt.name == "e2m1" else None, rank, ranks)
+    return quantize(x, fmt, tile, key % 2**64 if is_gradient and fmt.grid == E2M1 else None, rank, ranks)
 
 
 def assert_weight(outputs: tuple[Tensor, ...], weight: Tensor, numbers: Tensor, *uses: bool) -> None:
@@ -407,9 +412,9 @@ class TestWeight:
     @pytest.mark.parametrize("uses", [(True, True), (True, False), (False, True)], ids=str)
     def test_into_given_tensors_is_the_same_with_new_weights_and_formats(self, uses: tuple[bool, bool]) -> None:
         numbers, other = state("fp8", "fp4", "bf16"), state("fp4", "fp8", "bf16")
-        outputs = hopper.quantize_weight(random((130, 200)).cuda(), numbers.cuda(), *uses)
+        outputs = operators.quantize_weight(random((130, 200)).cuda(), numbers.cuda(), *uses)
         weight, places = outliers((130, 200)), [output.data_ptr() for output in outputs]
-        hopper.quantize_weight_into(weight.cuda(), other.cuda(), outputs)
+        operators.quantize_weight_into(weight.cuda(), other.cuda(), outputs)
         assert [output.data_ptr() for output in outputs] == places
         assert_weight(tuple(output.cpu() for output in outputs), weight, other, *uses)
 
@@ -437,11 +442,11 @@ def test_fake_results_have_the_shapes_strides_and_dtypes_of_interpreted_ones(
     x, numbers = torch.zeros(shape, dtype=torch.bfloat16), state("fp8", "fp4", "fp8")
     for layouts in ((0, 2), (1, -1), (-1, 2), (-1, -1)):
         arguments = (x, numbers, *layouts, False)
-        assert fake_description(hopper.quantize_tokens, *arguments) == description(
+        assert fake_description(operators.quantize_tokens, *arguments) == description(
             interpreter("quantize_tokens", *arguments)
         )
     for uses in itertools.product([True, False], repeat=2):
-        assert fake_description(hopper.quantize_weight, x, numbers, *uses) == description(
+        assert fake_description(operators.quantize_weight, x, numbers, *uses) == description(
             interpreter("quantize_weight", x, numbers, *uses)
         )
 
@@ -450,7 +455,7 @@ def test_fake_results_have_the_shapes_strides_and_dtypes_of_interpreted_ones(
 def test_a_fake_product_is_without_the_padding(dtype: torch.dtype) -> None:
     left, right = (torch.zeros(size, 256, dtype=torch.float8_e4m3fn) for size in (256, 384))
     arguments = (left, torch.zeros(2, 256), right, torch.zeros(3, 4), True, 150, 300, dtype)
-    assert fake_description(hopper.multiply, *arguments) == [((150, 300), (300, 1), dtype, "cpu")]
+    assert fake_description(operators.multiply, *arguments) == [((150, 300), (300, 1), dtype, "cpu")]
 
 
 # ------------------------------------------------------------------------------------- products, on a GPU
@@ -543,9 +548,9 @@ class TestOnHopper:
     ) -> None:
         case = GemmCase(size, formats)
         x, _, grad_output, numbers = case.on_gpu()
-        _, _, left, left_scales = hopper.quantize_tokens(grad_output, numbers, -1, 2, True)
-        _, _, right, right_scales = hopper.quantize_tokens(x, numbers, -1, 2, False)
-        got = hopper.multiply(left, left_scales, right, right_scales, False, size[2], size[1], torch.float32)
+        _, _, left, left_scales = operators.quantize_tokens(grad_output, numbers, -1, 2, True)
+        _, _, right, right_scales = operators.quantize_tokens(x, numbers, -1, 2, False)
+        got = operators.multiply(left, left_scales, right, right_scales, False, size[2], size[1], torch.float32)
         assert got.is_contiguous()
         assert_product(got, *case.products["grad_weight"], dtype=torch.float32)
 
@@ -553,11 +558,11 @@ class TestOnHopper:
         """cuBLASLt wants a multiple of four scales per row of blocks; those that have no block are never written."""
         case = GemmCase((150, 200, 136), ("fp8", "fp8", "fp8"))
         x, weight, _, numbers = case.on_gpu()
-        rows, row_scales, _, _ = hopper.quantize_tokens(x, numbers, 0, -1, False)
-        values, scales, _, _ = hopper.quantize_weight(weight, numbers, True, False)
+        rows, row_scales, _, _ = operators.quantize_tokens(x, numbers, 0, -1, False)
+        values, scales, _, _ = operators.quantize_weight(weight, numbers, True, False)
         for beyond in (0.0, torch.nan, torch.inf):
             scales[:, 2:] = beyond
-            got = hopper.multiply(rows, row_scales, values, scales, True, 150, 136)
+            got = operators.multiply(rows, row_scales, values, scales, True, 150, 136)
             assert_product(got, *case.products["forward"])
 
     def test_a_nan_reaches_every_product_that_its_tiles_enter_and_no_other(self) -> None:
@@ -577,55 +582,57 @@ class TestOnHopper:
         left = torch.empty(0, 128, dtype=torch.float8_e4m3fn, device="cuda")
         right = torch.empty(256, 128, dtype=torch.float8_e4m3fn, device="cuda")
         scales = torch.ones(2, 4, device="cuda")
-        got = hopper.multiply(left, torch.empty(1, 0, device="cuda"), right, scales, True, rows, columns)
+        got = operators.multiply(left, torch.empty(1, 0, device="cuda"), right, scales, True, rows, columns)
         assert got.shape == (rows, columns) and got.dtype == torch.bfloat16
 
     def test_a_sum_over_no_tokens_is_zero(self) -> None:
         numbers = state("fp8", "fp8", "fp8").cuda()
         empty = [torch.empty(0, size, dtype=torch.bfloat16, device="cuda") for size in (136, 200)]
         (_, _, left, left_scales), (_, _, right, right_scales) = (
-            hopper.quantize_tokens(x, numbers, -1, 2, False) for x in empty
+            operators.quantize_tokens(x, numbers, -1, 2, False) for x in empty
         )
-        got = hopper.multiply(left, left_scales, right, right_scales, False, 136, 200)
+        got = operators.multiply(left, left_scales, right, right_scales, False, 136, 200)
         assert got.shape == (136, 200) and (got == 0).all()
 
     @pytest.mark.parametrize("size", [(150, 200, 136), (256, 128, 384), (0, 200, 136)], ids=str)
     def test_fake_results_have_the_real_ones_shape_strides_and_dtype(self, size: tuple[int, int, int]) -> None:
         x, weight, _, numbers = GemmCase(size, ("fp8", "fp4", "fp8")).on_gpu()
         for layouts in ((0, 2), (0, -1), (-1, 2), (-1, -1)):
-            assert_same_description(hopper.quantize_tokens, x, numbers, *layouts, False)
-            assert_same_description(hopper.quantize_tokens, x, numbers, *layouts, True)
+            assert_same_description(operators.quantize_tokens, x, numbers, *layouts, False)
+            assert_same_description(operators.quantize_tokens, x, numbers, *layouts, True)
         for uses in itertools.product([True, False], repeat=2):
-            assert_same_description(hopper.quantize_weight, weight, numbers, *uses)
-        rows, row_scales, _, _ = hopper.quantize_tokens(x, numbers, 0, -1, False)
-        values, scales, _, _ = hopper.quantize_weight(weight, numbers, True, False)
+            assert_same_description(operators.quantize_weight, weight, numbers, *uses)
+        rows, row_scales, _, _ = operators.quantize_tokens(x, numbers, 0, -1, False)
+        values, scales, _, _ = operators.quantize_weight(weight, numbers, True, False)
         for dtype in (torch.bfloat16, torch.float32):
-            assert_same_description(hopper.multiply, rows, row_scales, values, scales, True, size[0], size[2], dtype)
+            assert_same_description(operators.multiply, rows, row_scales, values, scales, True, size[0], size[2], dtype)
 
     def test_operators_pass_torch_s_own_checks(self) -> None:
         x, weight, grad_output, numbers = GemmCase((150, 200, 136), ("fp8", "fp4", "fp8")).on_gpu()
-        operators = torch.ops.snip_hf
+        registered = torch.ops.snip_hf
         # Not its check of the schema, which torch cannot do with FP8 tensors.
         checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-        torch.library.opcheck(operators.quantize_tokens.default, (x, numbers, 0, 2, False), test_utils=checks)
-        torch.library.opcheck(operators.quantize_tokens.default, (grad_output, numbers, 1, -1, True), test_utils=checks)
+        torch.library.opcheck(registered.quantize_tokens.default, (x, numbers, 0, 2, False), test_utils=checks)
+        torch.library.opcheck(
+            registered.quantize_tokens.default, (grad_output, numbers, 1, -1, True), test_utils=checks
+        )
         # Four scales a row: where there are fewer, the rest of what the GEMM wants aligned is never written nor read.
         _, aligned, _, _ = GemmCase((128, 512, 512), ("fp8", "fp4", "fp8")).on_gpu()
-        torch.library.opcheck(operators.quantize_weight.default, (aligned, numbers, True, True), test_utils=checks)
-        rows, row_scales, _, _ = hopper.quantize_tokens(x, numbers, 0, -1, False)
-        values, scales, _, _ = hopper.quantize_weight(weight, numbers, True, False)
+        torch.library.opcheck(registered.quantize_weight.default, (aligned, numbers, True, True), test_utils=checks)
+        rows, row_scales, _, _ = operators.quantize_tokens(x, numbers, 0, -1, False)
+        values, scales, _, _ = operators.quantize_weight(weight, numbers, True, False)
         for dtype in (torch.bfloat16, torch.float32):
             arguments = (rows, row_scales, values, scales, True, 150, 136, dtype)
-            torch.library.opcheck(operators.multiply.default, arguments, test_utils=checks)
+            torch.library.opcheck(registered.multiply.default, arguments, test_utils=checks)
 
     def test_a_new_state_is_new_data_for_the_same_kernels(self) -> None:
         """In a CUDA graph that was captured once: formats, keys and ranks are read when it is replayed."""
         x, numbers = random((256, 384)), state("fp8", "fp8", "fp8")
         x_gpu, state_gpu = x.cuda(), numbers.cuda()
-        hopper.quantize_tokens(x_gpu, state_gpu, 1, 2, True)
+        operators.quantize_tokens(x_gpu, state_gpu, 1, 2, True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            outputs = hopper.quantize_tokens(x_gpu, state_gpu, 1, 2, True)
+            outputs = operators.quantize_tokens(x_gpu, state_gpu, 1, 2, True)
         for formats, key, rank in itertools.product(EACH_TWO, KEYS, RANKS):
             numbers = state("bf16", *formats, key=key, rank=rank)
             state_gpu.copy_(numbers)

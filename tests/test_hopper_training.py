@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from backends import hopper_lacks
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from snip_hf import SnipCallback, SnipConfig
-from snip_hf.kernels import hopper_lacks
-from snip_hf.linear import snip_linears
+from snip_hf.layers.state import snip_linears
 
 pytestmark = [
     pytest.mark.gpu,
@@ -122,7 +122,7 @@ def test_weights_are_kept_only_where_a_step_has_several_micro_batches(tmp_path: 
         kept = 0
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.kept = sum(len(layer.snip_weights) > 0 for layer in snip_linears(kwargs["model"]).values())
+            self.kept = sum(len(layer.snip_cache.weights) > 0 for layer in snip_linears(kwargs["model"]).values())
 
     seen = {}
     for micro_batches in (1, 2):
@@ -140,6 +140,6 @@ def test_weights_are_kept_only_where_a_step_has_several_micro_batches(tmp_path: 
         model = llama()
         callbacks = [SnipCallback(SnipConfig(policy="uniform-fp4")), look]
         Trainer(model, arguments, train_dataset=data, callbacks=callbacks).train()
-        assert all(layer.snip_weights == () for layer in snip_linears(model).values())
+        assert all(layer.snip_cache.weights == () for layer in snip_linears(model).values())
         seen[micro_batches] = look.kept
     assert seen == {1: 0, 2: 14}

@@ -24,9 +24,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from snip_hf import SnipCallback, SnipConfig
-from snip_hf.formats import GEMMS
-from snip_hf.hub import keep_model_card, model_card_section, model_tags, prepare_push, tag_model
-from snip_hf.plan import PlanProvenance, PrecisionPlan
+from snip_hf.integrations.hub import keep_model_card, model_card_section, model_tags, prepare_push, tag_model
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
 TAGS = ["snip-hf", "fp4", "fp8", "mixed-precision-training"]
 APPLIED = {"event": "refresh", "status": "applied"}
@@ -328,7 +328,7 @@ def test_what_is_no_card_or_no_history_gives_a_warning_and_is_not_waited_for(
     else:
         path.touch()
         os.truncate(path, 2**40)
-    with caplog.at_level(logging.WARNING, "snip_hf.hub"):
+    with caplog.at_level(logging.WARNING, "snip_hf.integrations.hub"):
         prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
     # Our own text is written anew.
     assert len(caplog.messages) == (name != "snip/README.md")
@@ -359,7 +359,7 @@ def test_a_broken_file_gives_a_warning_and_leaves_the_card(
     (tmp_path / "README.md").write_text("# Mine\n")
     (tmp_path / file).write_text(content)
     card = (tmp_path / "README.md").read_text()
-    with caplog.at_level(logging.WARNING, "snip_hf.hub"):
+    with caplog.at_level(logging.WARNING, "snip_hf.integrations.hub"):
         prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
     assert message in caplog.text
     assert (tmp_path / "README.md").read_text() == card

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from oracles.brute_force import best_map
 
-from snip_hf import ilp
+from snip_hf.planning.solver import ilp
 
 EXACT = ("cbc", "highs")
 

@@ -8,22 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from backends import gemm_call, hopper_lacks, select_backend
 from oracles.rounding import stream_halves
 from oracles.three_gemms import GRAD_OUTPUT, Layer, Product
+from rounded import fake_quantize
 from torch import Tensor
 
-from snip_hf import kernels
-from snip_hf.formats import E2M1, FORMAT_CODES, GEMMS
-from snip_hf.kernels import (
-    STATE_SIZE,
-    forward_gemm,
-    gemm_call,
-    grad_input_gemm,
-    grad_weight_gemm,
-    hopper_lacks,
-    select_backend,
-)
-from snip_hf.quantize import ROW_TILE, fake_quantize
+from snip_hf.kernels.emulated import STATE_SIZE, forward_gemm, grad_input_gemm, grad_weight_gemm
+from snip_hf.kernels.hopper import backend as hopper_backend
+from snip_hf.numerics.formats import E2M1, FORMATS
+from snip_hf.numerics.gemms import GEMMS, ROW_TILE
 
 KEY = (11, 250, 3, 0xCAFE)  # seed, step, micro-batch, layer; its 64-bit key is above 2**63
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -37,7 +31,7 @@ each_size = pytest.mark.parametrize("size", [(128, 256, 128), (150, 200, 136), (
 def state(*formats: str, rank: tuple[int, int] = (0, 1)) -> Tensor:
     low, high = stream_halves(*KEY, GRAD_OUTPUT)
     key = high << 32 | low
-    return torch.tensor([*(FORMAT_CODES[fmt] for fmt in formats), key - 2**64 if key >= 2**63 else key, *rank])
+    return torch.tensor([*(FORMATS[fmt].code for fmt in formats), key - 2**64 if key >= 2**63 else key, *rank])
 
 
 def tensors(size: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -169,9 +163,9 @@ def test_each_gemm_reads_its_own_format_only(gemm: int) -> None:
         lambda numbers: grad_input_gemm(grad_output, weight, numbers),
         lambda numbers: grad_weight_gemm(grad_output, x, numbers),
     ][gemm]
-    for fmt in FORMAT_CODES:
+    for fmt in FORMATS:
         results = []
-        for others in FORMAT_CODES:
+        for others in FORMATS:
             formats = [others] * 3
             formats[gemm] = fmt
             results.append(call(state(*formats)))
@@ -181,7 +175,7 @@ def test_each_gemm_reads_its_own_format_only(gemm: int) -> None:
 @pytest.mark.parametrize("bit", [0, 31, 32, 62, 63])
 def test_only_fp4_output_gradients_depend_on_the_random_key(bit: int) -> None:
     x, weight, bias, grad_output = tensors((150, 200, 136), torch.float32)
-    for fmt in FORMAT_CODES:
+    for fmt in FORMATS:
         numbers = state(fmt, fmt, fmt)
         other = numbers.clone()
         other[3] ^= 1 << bit if bit < 63 else -(2**63)
@@ -261,7 +255,9 @@ class TestSelectBackend:
             monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
             monkeypatch.setattr(torch.version, "cuda", cuda)
-            monkeypatch.setattr(kernels, "find_spec", lambda name: object() if triton and name == "triton" else None)
+            monkeypatch.setattr(
+                hopper_backend, "find_spec", lambda name: object() if triton and name == "triton" else None
+            )
 
         return pretend
 
@@ -347,7 +343,7 @@ def test_a_gemm_call_is_the_operator_on_the_emulated_backend(gemm: str, fmt: str
 @pytest.mark.parametrize("place", [4, 5])
 def test_only_fp4_output_gradients_depend_on_the_rank_and_on_how_many_there_are(place: int) -> None:
     x, weight, bias, grad_output = tensors((150, 200, 136), torch.float32)
-    for fmt in FORMAT_CODES:
+    for fmt in FORMATS:
         numbers = state(fmt, fmt, fmt)
         other = numbers.clone()
         other[place] += 1

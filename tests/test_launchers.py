@@ -29,7 +29,7 @@ from tiny_runs import history, without_seconds
 from transformers import AutoModelForCausalLM
 
 from snip_hf import PrecisionPlan
-from snip_hf.history import records_of
+from snip_hf.records.run_folder import records_of
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 CONFIGS = RECIPES / "accelerate"

@@ -26,12 +26,14 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from snip_hf import SnipConfig, SnipLinear, SnipLinearConfig, convert_model, restore_model
-from snip_hf.formats import FORMAT_NAMES, GEMMS
-from snip_hf.linear import pack_states, plain_name, set_rank, set_step, skip_reasons, snip_linears
+from snip_hf.layers.selection import skip_reasons
+from snip_hf.layers.state import pack_states, plain_name, set_rank, set_step, snip_linears
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.gemms import GEMMS
 
 T, I, O = 150, 200, 136  # tokens, in_features, out_features: ragged in every tiling  # noqa: E741
 FAMILIES = list(LINEARS)
-COMBINATIONS = list(itertools.product(FORMAT_NAMES, repeat=3))
+COMBINATIONS = list(itertools.product(tuple(FORMATS), repeat=3))
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 
 each_combination = pytest.mark.parametrize("formats", COMBINATIONS, ids="/".join)
@@ -223,7 +225,7 @@ class TestBf16:
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("shape", INPUTS)
-@pytest.mark.parametrize("fmt", FORMAT_NAMES)
+@pytest.mark.parametrize("fmt", tuple(FORMATS))
 def test_an_output_can_be_changed_in_place(fmt: str, shape: str, with_bias: bool) -> None:
     """As Falcon's parallel attention does with `attention_output += mlp_output`."""
     layer, x = swapped(linear(with_bias), fmt), INPUTS[shape]()
@@ -401,7 +403,7 @@ class TestWhatIsNotNeeded:
             gradients(swapped(linear()), randn(4, I))
         assert calls.names == ["forward_gemm", "grad_input_gemm", "grad_weight_gemm"]
 
-    @pytest.mark.parametrize("fmt", FORMAT_NAMES)
+    @pytest.mark.parametrize("fmt", tuple(FORMATS))
     def test_a_frozen_weight_has_no_gradient_computed(self, fmt: str) -> None:
         layer = swapped(linear(), fmt)
         trained = gradients(layer, randn(4, I))
@@ -412,7 +414,7 @@ class TestWhatIsNotNeeded:
         assert calls.names == ["forward_gemm", "grad_input_gemm"]
         assert_same(got, {name: value for name, value in trained.items() if name != "weight"})
 
-    @pytest.mark.parametrize("fmt", FORMAT_NAMES)
+    @pytest.mark.parametrize("fmt", tuple(FORMATS))
     def test_a_frozen_input_has_no_gradient_computed(self, fmt: str) -> None:
         layer = swapped(linear(), fmt)
         trained = gradients(layer, randn(4, I))
@@ -463,7 +465,7 @@ class TestFormats:
         """Also when the codes are written into the state tensor directly, in place."""
         layer = swapped(linear(), "bf16")
         state = layer.snip_state
-        expected = {fmt: gradients(swapped(linear(), fmt), randn(T, I)) for fmt in FORMAT_NAMES}
+        expected = {fmt: gradients(swapped(linear(), fmt), randn(T, I)) for fmt in tuple(FORMATS)}
         for code, fmt in ((2, "fp4"), (0, "bf16"), (1, "fp8"), (2, "fp4")):
             layer.set_formats(dict.fromkeys(GEMMS, fmt))
             assert_same(gradients(layer, randn(T, I)), expected[fmt])
@@ -784,7 +786,7 @@ class TestSkipping:
         assert not snip_linears(model)
 
     def test_what_is_swapped_and_skipped_is_logged_with_reasons(self, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.INFO, "snip_hf.linear"):
+        with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
             convert_model(build("llama"), SnipConfig(skip_modules=("*.self_attn.*",)))
         assert caplog.messages == [
             "snip-hf swapped 6 linear layers; skipped 9 (skip_modules: model.layers.0.self_attn.q_proj, "

@@ -16,10 +16,12 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM
 
 from snip_hf import SnipConfig, SnipController, convert_model
-from snip_hf import probe as probe_module
-from snip_hf.linear import snip_linears
-from snip_hf.memory import bounded, kept_tokens, measured_peak, probe_memory
-from snip_hf.probe import Batch, run_pass, run_probe
+from snip_hf.estimation import probe as probe_module
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.memory import bounded, kept_tokens, measured_peak, probe_memory
+from snip_hf.estimation.passes import run_pass
+from snip_hf.estimation.probe import run_probe
+from snip_hf.layers.state import snip_linears
 
 MIB = 2**20
 

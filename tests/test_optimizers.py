@@ -18,9 +18,9 @@ from torch import Tensor, nn, optim
 from torch.optim import SGD, Adam, AdamW
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from snip_hf import optimizer_rules
-from snip_hf.optimizer_rules import Situation, own_step
-from snip_hf.optimizers import Response, check_optimizer, responses
+from snip_hf.optimizers import rules as optimizer_rules
+from snip_hf.optimizers.response import Response, check_optimizer, responses
+from snip_hf.optimizers.rules import Situation, own_step
 
 SHAPES = {"first": (5, 7), "second": (4, 3)}
 Parameters = dict[str, nn.Parameter]

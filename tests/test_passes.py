@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast, Trainer
 from transformers.modeling_outputs import ModelOutput
 
 from snip_hf import SnipCallback, SnipConfig, SnipController
-from snip_hf.passes import TrainingPasses
-from snip_hf.run_hooks import RunMark
+from snip_hf.layers.run_hooks import RunMark
+from snip_hf.training.counted_passes import TrainingPasses
 
 CONFIG = SnipConfig(**SCHEDULE)
 # Until a plan is applied, nothing differs from a run without SNIP.
@@ -283,7 +283,7 @@ def test_trl_with_another_loss_is_refused_at_the_first_step(tmp_path: Path) -> N
 
 def test_an_ordinary_run_is_judged_by_its_first_step_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss itself is reached, so that the outputs are never asked."""
-    monkeypatch.delattr("snip_hf.passes._Outputs.follows_loss")
+    monkeypatch.delattr("snip_hf.training.counted_passes._Outputs.follows_loss")
     assert len(train(tmp_path, CONFIG, **SHORT).losses) == 5
 
 

@@ -15,12 +15,14 @@ import torch
 from torch import nn
 
 from snip_hf.config import SnipConfig
-from snip_hf.cost import MeasuredCost
-from snip_hf.formats import FORMAT_NAMES, GEMMS
-from snip_hf.jsonfiles import read_json, write_json_atomic
-from snip_hf.linear import convert_model, snip_linears
-from snip_hf.plan import PlanProvenance, PrecisionPlan
-from snip_hf.timing import Machine
+from snip_hf.costs.budget import MeasuredCost
+from snip_hf.costs.gemm_timing import Machine
+from snip_hf.json_io import read_json, write_json_atomic
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
 ADVICE = "Restore the file or let a run write it again."
 
@@ -40,7 +42,7 @@ def random_plan(seed: int) -> PrecisionPlan:
         model_name=rng.choice([None, "Llama ü"]),
     )
     return PrecisionPlan(
-        {layer: {gemm: rng.choice(FORMAT_NAMES) for gemm in GEMMS} for layer in layers},
+        {layer: {gemm: rng.choice(tuple(FORMATS)) for gemm in GEMMS} for layer in layers},
         {layer: {gemm: rng.uniform(1.0, 1e9) for gemm in GEMMS} for layer in rng.sample(layers, len(layers))},
         stages,
         provenance,
@@ -366,7 +368,7 @@ def test_apply_sets_every_gemm_of_every_layer_by_exact_name() -> None:
     plan = plan_for(model, grad_input="fp4")
     rng = random.Random(0)
     plan = dataclasses.replace(
-        plan, assignment={name: {gemm: rng.choice(FORMAT_NAMES) for gemm in GEMMS} for name in names}
+        plan, assignment={name: {gemm: rng.choice(tuple(FORMATS)) for gemm in GEMMS} for name in names}
     )
     plan.apply(model)
     assert {name: layer.formats for name, layer in snip_linears(model).items()} == plan.to_dict()["assignment"]
@@ -418,7 +420,7 @@ def test_a_plan_with_a_models_flops_counts_its_shares_by_them() -> None:
 
 def test_measured_times_stay_with_a_plan_whose_flops_are_the_models() -> None:
     machine = Machine("NVIDIA H200", "2.11.0+cu130", "hopper", "bfloat16")
-    seconds = {layer: {gemm: dict.fromkeys(FORMAT_NAMES, 1.0) for gemm in GEMMS} for layer in "ab"}
+    seconds = {layer: {gemm: dict.fromkeys(FORMATS, 1.0) for gemm in GEMMS} for layer in "ab"}
     plan = small_plan(measured=MeasuredCost(machine=machine, tokens=8, seconds=seconds))
     assert plan.with_flops(plan.flops).measured is plan.measured
     assert plan.with_flops({**plan.flops, "b": ROW}).measured is not None

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 from test_stages import ERRORS, FLOPS, STAGES, measured, plan, table
 
-from snip_hf import stages
-from snip_hf.plan import PrecisionPlan
-from snip_hf.plan_tables import print_stages
-from snip_hf.solver import SolverProcess
-from snip_hf.timing import Machine
+from snip_hf.costs.gemm_timing import Machine
+from snip_hf.planning import pipeline_model as stages
+from snip_hf.planning.plan import PrecisionPlan
+from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.reporting.tables import print_stages
 
 
 def printed(made: PrecisionPlan, **arguments: Any) -> str:

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 from oracles.brute_force import best_map
 
-from snip_hf import ilp
 from snip_hf.config import POLICIES, SnipConfig
-from snip_hf.cost import MeasuredCost
-from snip_hf.divergence import CHOICES, Divergence, DivergenceTable
-from snip_hf.formats import GEMMS
-from snip_hf.plan import PlanProvenance, PrecisionPlan
-from snip_hf.policies import Setting, block_of, find_stages, needs_probe, needs_weights, problem, rule_assignment
-from snip_hf.terms import ROWS
-from snip_hf.timing import Machine
+from snip_hf.costs.budget import MeasuredCost
+from snip_hf.costs.gemm_timing import Machine
+from snip_hf.estimation.layer_sums import ROWS
+from snip_hf.estimation.table import Divergence, DivergenceTable
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
+from snip_hf.planning.program import problem
+from snip_hf.planning.solver import ilp
+from snip_hf.policies.registry import needs_probe, needs_weights, rule_assignment
+from snip_hf.policies.setting import Setting, block_of, find_stages
 
 RULES = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
 SCORED = ("fisher", "hessian-trace", "greedy", "kl")
@@ -70,7 +72,7 @@ def random_table(flops: dict[str, dict[str, float]], seed: int = 0) -> Divergenc
     rng = random.Random(seed)
     rows = []
     for layer, costs in flops.items():
-        for fmt, size in zip(CHOICES, (0.05, 1.0), strict=True):
+        for fmt, size in zip(SnipConfig().formats[::-1], (0.05, 1.0), strict=True):
             for gemm in ROWS:
                 cost = sum(costs.values()) if gemm == "layer" else costs[gemm]
                 values = [size * rng.uniform(0.2, 2) for _ in range(5)]
@@ -560,7 +562,7 @@ def test_where_only_the_forward_gemm_costs_something_the_backward_pass_goes_firs
         Divergence(layer, gemm, fmt, 0.0, 0.0, 1.0, criterion=float(fmt == "fp4" and gemm in ("forward", "layer")))
         for layer in flops
         for gemm in ROWS
-        for fmt in CHOICES
+        for fmt in SnipConfig().formats[::-1]
     )
     for target in (1 / 3, 2 / 3, 7 / 9):
         options = {"policy": policy, "granularity": "gemm", "target_fp4_fraction": target, "solver": solver}
@@ -616,7 +618,12 @@ def test_a_layer_without_rows_costs_nothing() -> None:
 
 def test_a_table_of_zeros_gives_costs_of_zero() -> None:
     flops = plain_flops(1.0, 1.0)
-    rows = [row(layer, gemm, fmt, 0.0, 0.0, 0.0, 0.0) for layer in flops for gemm in ROWS for fmt in CHOICES]
+    rows = [
+        row(layer, gemm, fmt, 0.0, 0.0, 0.0, 0.0)
+        for layer in flops
+        for gemm in ROWS
+        for fmt in SnipConfig().formats[::-1]
+    ]
     program = problem(setting_of(flops), DivergenceTable(1.0, tuple(rows)), uniform(flops))
     assert costs_of(program) == {"layers.0.fc": [0.0, 0.0], "layers.1.fc": [0.0, 0.0]}
     assert set(ilp.solve(program)["choices"].values()) <= {"fp8", "fp4"}
@@ -688,7 +695,7 @@ def test_the_best_plans_by_flops_and_by_time_differ_and_each_meets_its_own_targe
         row(layer, gemm, fmt, cost if fmt == "fp4" else 0.0, 0.0, 0.0, 0.0)
         for layer, cost in costs.items()
         for gemm in ROWS
-        for fmt in CHOICES
+        for fmt in SnipConfig().formats[::-1]
     ]
     table = DivergenceTable(1.0, tuple(rows))
     by_flops = setting_of({layer: dict.fromkeys(GEMMS, cost) for layer, cost in flops.items()}, target_fp4_fraction=0.5)

@@ -13,10 +13,13 @@ from thread_ranks import on_ranks
 from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
-from snip_hf.distributed import Processes, Ranks
-from snip_hf.linear import convert_model, snip_linears
-from snip_hf.pooling import pooled
-from snip_hf.probe import Batch, LayerSample, run_probe
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.pooling import pooled
+from snip_hf.estimation.probe import run_probe
+from snip_hf.estimation.samples import LayerSample
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.state import snip_linears
+from snip_hf.parallel.ranks import Processes, Ranks
 
 Samples = dict[str, LayerSample]
 LAYERS = {f"layers.{index}": nn.Linear(3 + index, 7 - index) for index in range(5)}

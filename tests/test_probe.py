@@ -17,9 +17,15 @@ from transformers import Olmo2Config, Olmo2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from snip_hf.config import SnipConfig
-from snip_hf.linear import convert_model, snip_linears
-from snip_hf.probe import Batch, Probe, _SamplePlan, per_query_head, run_forward, run_pass, run_probe
-from snip_hf.products import split_product
+from snip_hf.estimation import probe as probe_module
+from snip_hf.estimation import samples as samples_module
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.passes import per_query_head, run_forward, run_pass
+from snip_hf.estimation.probe import Probe, run_probe
+from snip_hf.estimation.products import split_product
+from snip_hf.estimation.samples import SamplePlan
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.state import snip_linears
 
 # torch loads its forward-mode decompositions through torch.jit.script, which warns of itself.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -176,7 +182,7 @@ def test_the_two_sides_are_the_weights_plus_and_minus_the_same_step_in_one_copy(
         places.append({name: weight.data_ptr() for name, weight in weights.items()})
         return real_pass(model, batch, weights, *rest)
 
-    monkeypatch.setattr("snip_hf.probe.run_pass", watched)
+    monkeypatch.setattr(probe_module, "run_pass", watched)
     _, directions = probed(model, inputs, monkeypatch, probes=2, relative_step=relative_step)
     start = {name: weight.double() for name, weight in weights_of(model).items()}
     norm = torch.cat([weight.flatten() for weight in start.values()]).norm()
@@ -759,7 +765,7 @@ def test_what_may_belong_to_several_sequences_keeps_the_batch_whole_and_the_log_
     name: str, value: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     batch = Batch.of(a_batch() | {name: value})
-    with caplog.at_level("INFO", logger="snip_hf.probe"):
+    with caplog.at_level("INFO", logger="snip_hf.estimation.batch"):
         assert batch.part(20) is batch
     assert caplog.messages == [
         f"snip-hf: the probe takes the whole micro-batch of 60 tokens: its input {name!r} cannot be cut."
@@ -770,7 +776,7 @@ def test_sequences_without_labels_do_not_stand_for_the_whole(caplog: pytest.LogC
     inputs = a_batch()
     inputs["labels"][[0, 3]] = -100
     batch = Batch.of(inputs)
-    with caplog.at_level("INFO", logger="snip_hf.probe"):
+    with caplog.at_level("INFO", logger="snip_hf.estimation.batch"):
         assert batch.part(20) is batch
     assert caplog.messages == [
         "snip-hf: the probe takes the whole micro-batch of 60 tokens: 2 of its sequences have no labels."
@@ -816,7 +822,7 @@ def kept_by(every: tuple[int, ...], probe_tokens: int | None, step: int = 0) -> 
     """Rank -> the positions that it keeps, counted over the tokens of all ranks, one rank's after the other's."""
     found, before = [], 0
     for rank, count in enumerate(every):
-        found.append(_SamplePlan(probe_tokens, 0, step, rank, every).kept(count) + before)
+        found.append(SamplePlan(probe_tokens, 0, step, rank, every).kept(count) + before)
         before += count
     return found
 
@@ -856,13 +862,13 @@ def test_every_run_of_every_rank_may_be_kept() -> None:
 
 
 def test_a_layer_that_a_router_gives_other_tokens_keeps_the_rank_s_share_of_them() -> None:
-    plan = _SamplePlan(512, 0, 0, 1, (1024, 1024))
+    plan = SamplePlan(512, 0, 0, 1, (1024, 1024))
     assert len(plan.kept(900)) == 256
     assert torch.equal(plan.kept(200), torch.arange(200))
     assert len(plan._replace(every=(1024,) * 8).kept(900)) == 128  # never less than one run
     assert torch.equal(plan._replace(probe_tokens=None).kept(900), torch.arange(900))
     # As much as one process with as many tokens: what other ranks have plays no part.
-    assert torch.equal(plan.kept(900), _SamplePlan(256, 0, 0, 0, (900,)).kept(900))
+    assert torch.equal(plan.kept(900), SamplePlan(256, 0, 0, 0, (900,)).kept(900))
 
 
 # --------------------------------------------------------------------------------------------------- products on a GPU
@@ -879,8 +885,8 @@ def test_with_split_products_the_derivatives_are_those_of_fp32(bias: bool, monke
         calls.append(left.numel())
         return split_product(left, right)
 
-    monkeypatch.setattr("snip_hf.probe.is_split", lambda left, right: True)
-    monkeypatch.setattr("snip_hf.probe.product", split)
+    monkeypatch.setattr(samples_module, "is_split", lambda left, right: True)
+    monkeypatch.setattr(samples_module, "product", split)
     found = probed(model, inputs)[0]
     assert len(calls) == 2 * 2 * 14  # forward and backward, of both sides
     assert found.loss == pytest.approx(plain.loss, rel=1e-5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from snip_hf.products import is_split, product, split_product
+from snip_hf.estimation.products import is_split, product, split_product
 
 SHAPES = {"matrices": ((37, 200), (200, 53)), "batches": ((3, 37, 200), (3, 200, 53))}
 

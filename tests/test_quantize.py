@@ -17,18 +17,10 @@ from oracles import rounding
 from torch import Tensor
 from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, f32_to_f4_unpacked
 
-from snip_hf.formats import E2M1, E4M3, E5M2, NumberFormat
-from snip_hf.quantize import (
-    COLUMN_TILE,
-    ROW_TILE,
-    SQUARE_TILE,
-    fake_quantize,
-    quantize,
-    round_to_format,
-    stream_key,
-    tile_scales,
-    uniform,
-)
+from snip_hf.numerics.formats import E2M1, E4M3, E5M2, ElementGrid
+from snip_hf.numerics.gemms import COLUMN_TILE, OPERANDS, ROW_TILE, SQUARE_TILE
+from snip_hf.numerics.random_streams import stream_key, uniform
+from snip_hf.numerics.rounding import fake_quantize_tiles, quantize, quantize_tiles, round_to_grid, tile_scales
 
 FORMATS = {"e2m1": E2M1, "e4m3": E4M3, "e5m2": E5M2}
 GFLOAT = {
@@ -53,7 +45,7 @@ def every_value(dtype: torch.dtype) -> Tensor:
 
 
 @functools.cache
-def float32_samples(fmt: NumberFormat) -> Tensor:
+def float32_samples(fmt: ElementGrid) -> Tensor:
     """FP32 numbers up to max(format): random patterns over all of FP32, over the format's own exponents, and every
     midpoint of two grid values with both its FP32 neighbours."""
     generator = torch.Generator().manual_seed(1)
@@ -70,7 +62,7 @@ def float32_samples(fmt: NumberFormat) -> Tensor:
     return samples[samples.abs() <= fmt.max]
 
 
-def domain(fmt: NumberFormat, dtype: torch.dtype) -> Tensor:
+def domain(fmt: ElementGrid, dtype: torch.dtype) -> Tensor:
     """What `fmt` is asked to round without saturation: every value of a 16-bit dtype, or the samples of FP32."""
     if dtype == torch.float32:
         return float32_samples(fmt)
@@ -87,7 +79,7 @@ def assert_same_bits(got: Tensor, expected: Tensor) -> None:
     assert same.all(), f"{len(wrong)} differ, first at {wrong[0].tolist()}: {got[~same][0]} not {expected[~same][0]}."
 
 
-def gfloat_rounded(x: Tensor, fmt: NumberFormat, saturate: bool = False) -> Tensor:
+def gfloat_rounded(x: Tensor, fmt: ElementGrid, saturate: bool = False) -> Tensor:
     rounded = round_ndarray(GFLOAT[fmt.name], x.to(torch.float64).numpy(), RoundMode.TiesToEven, sat=saturate)
     return torch.from_numpy(rounded).to(torch.float32)
 
@@ -95,61 +87,61 @@ def gfloat_rounded(x: Tensor, fmt: NumberFormat, saturate: bool = False) -> Tens
 class TestNearest:
     @each_dtype
     @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-    def test_matches_torch_float8_on_every_value(self, fmt: NumberFormat, dtype: torch.dtype) -> None:
+    def test_matches_torch_float8_on_every_value(self, fmt: ElementGrid, dtype: torch.dtype) -> None:
         x = domain(fmt, dtype)
-        assert_same_bits(round_to_format(x.to(torch.float32), fmt), x.to(TORCH[fmt.name]).to(torch.float32))
+        assert_same_bits(round_to_grid(x.to(torch.float32), fmt), x.to(TORCH[fmt.name]).to(torch.float32))
 
     @each_dtype
     @each_format
-    def test_matches_ml_dtypes_on_every_value(self, fmt: NumberFormat, dtype: torch.dtype) -> None:
+    def test_matches_ml_dtypes_on_every_value(self, fmt: ElementGrid, dtype: torch.dtype) -> None:
         x = domain(fmt, dtype).to(torch.float32)
         rounded = x.numpy().astype(rounding.GRIDS[fmt.name]).astype(np.float32)
-        assert_same_bits(round_to_format(x, fmt), torch.from_numpy(rounded))
+        assert_same_bits(round_to_grid(x, fmt), torch.from_numpy(rounded))
 
     @each_dtype
     @each_format
-    def test_matches_gfloat_on_every_value(self, fmt: NumberFormat, dtype: torch.dtype) -> None:
+    def test_matches_gfloat_on_every_value(self, fmt: ElementGrid, dtype: torch.dtype) -> None:
         x = domain(fmt, dtype)
-        assert_same_bits(round_to_format(x.to(torch.float32), fmt), gfloat_rounded(x, fmt))
+        assert_same_bits(round_to_grid(x.to(torch.float32), fmt), gfloat_rounded(x, fmt))
 
     @each_dtype
     def test_e2m1_matches_torchao_on_every_value_and_beyond_its_maximum(self, dtype: torch.dtype) -> None:
         x = (float32_samples(E5M2) if dtype == torch.float32 else every_value(dtype)).to(torch.float32)
         x = x[x.isfinite()]
         assert x.abs().max() > 6
-        assert_same_bits(round_to_format(x, E2M1), f4_unpacked_to_f32(f32_to_f4_unpacked(x)))
+        assert_same_bits(round_to_grid(x, E2M1), f4_unpacked_to_f32(f32_to_f4_unpacked(x)))
 
     @each_format
-    def test_saturates_as_gfloat_on_every_finite_value(self, fmt: NumberFormat) -> None:
+    def test_saturates_as_gfloat_on_every_finite_value(self, fmt: ElementGrid) -> None:
         finite = [values[values.isfinite()].to(torch.float32) for values in map(every_value, DTYPES[1:])]
         x = torch.cat([*finite, torch.tensor([3.4028235e38, -3.4028235e38])])
-        assert_same_bits(round_to_format(x, fmt), gfloat_rounded(x, fmt, saturate=True))
+        assert_same_bits(round_to_grid(x, fmt), gfloat_rounded(x, fmt, saturate=True))
 
     @each_format
-    def test_keeps_every_nan_and_never_makes_a_number_of_infinity(self, fmt: NumberFormat) -> None:
+    def test_keeps_every_nan_and_never_makes_a_number_of_infinity(self, fmt: ElementGrid) -> None:
         nans = every_value(torch.bfloat16)
         nans = nans[nans.isnan()].to(torch.float32)
         random = torch.rand(nans.shape, generator=torch.Generator().manual_seed(0))
         infinities = torch.tensor([torch.inf, -torch.inf])
         assert len(nans) == 254
-        for rounded in (round_to_format(nans, fmt), round_to_format(nans, fmt, random)):
+        for rounded in (round_to_grid(nans, fmt), round_to_grid(nans, fmt, random)):
             assert rounded.isnan().all()
-        for rounded in (round_to_format(infinities, fmt), round_to_format(infinities, fmt, random[:2])):
+        for rounded in (round_to_grid(infinities, fmt), round_to_grid(infinities, fmt, random[:2])):
             assert rounded.isnan().all()
 
     @each_format
-    def test_leaves_its_argument_alone(self, fmt: NumberFormat) -> None:
+    def test_leaves_its_argument_alone(self, fmt: ElementGrid) -> None:
         x = torch.linspace(-9, 9, 100)
         before, random = x.clone(), torch.full_like(x, 0.5)
-        round_to_format(x, fmt)
-        round_to_format(x, fmt, random)
+        round_to_grid(x, fmt)
+        round_to_grid(x, fmt, random)
         assert torch.equal(x, before) and (random == 0.5).all()
 
     @each_format
-    def test_takes_any_shape_and_strides(self, fmt: NumberFormat) -> None:
+    def test_takes_any_shape_and_strides(self, fmt: ElementGrid) -> None:
         x = torch.randn(6, 4, 10, generator=torch.Generator().manual_seed(0))
         for view in (x.transpose(0, 2), x[..., ::3], x[0, 0, 0], x[:0]):
-            assert_same_bits(round_to_format(view, fmt), round_to_format(view.contiguous(), fmt))
+            assert_same_bits(round_to_grid(view, fmt), round_to_grid(view.contiguous(), fmt))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,18 +155,18 @@ def random_numbers(shape: torch.Size, seed: int) -> tuple[Tensor, Tensor]:
 
 @each_format
 class TestStochastic:
-    """round_to_format with random numbers given from outside: the rule alone."""
+    """round_to_grid with random numbers given from outside: the rule alone."""
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
-    def test_follows_the_rule_on_every_value(self, fmt: NumberFormat, dtype: torch.dtype) -> None:
+    def test_follows_the_rule_on_every_value(self, fmt: ElementGrid, dtype: torch.dtype) -> None:
         values = every_value(dtype) if dtype != torch.float32 else float32_samples(fmt)
         x = values[values.isfinite()].to(torch.float32)
         _, random = random_numbers(x.shape, 2)
         expected = rounding.stochastic(x.numpy(), fmt.name, random.numpy())
-        assert_same_bits(round_to_format(x, fmt, random), torch.from_numpy(expected))
+        assert_same_bits(round_to_grid(x, fmt, random), torch.from_numpy(expected))
 
     @each_dtype
-    def test_matches_gfloat_with_8_random_bits_except_at_ties(self, fmt: NumberFormat, dtype: torch.dtype) -> None:
+    def test_matches_gfloat_with_8_random_bits_except_at_ties(self, fmt: ElementGrid, dtype: torch.dtype) -> None:
         """gfloat's StochasticFast goes away from 0 if fraction + (k + 1/2) / 256 >= 1: our rule for positive numbers,
         and for negative ones with the k-th number from the other end. It sums in float64 and has no ties to even."""
         x = domain(fmt, dtype).to(torch.float32)
@@ -187,9 +179,9 @@ class TestStochastic:
         sums = (steps.float() + (random - 0.5)).abs()
         ties = sums - sums.floor() == 0.5
         assert ties.float().mean() < 0.003
-        assert_same_bits(round_to_format(x, fmt, random)[~ties], expected.to(torch.float32)[~ties])
+        assert_same_bits(round_to_grid(x, fmt, random)[~ties], expected.to(torch.float32)[~ties])
 
-    def test_at_a_tie_goes_to_the_even_neighbour_and_beside_it_down_or_up(self, fmt: NumberFormat) -> None:
+    def test_at_a_tie_goes_to_the_even_neighbour_and_beside_it_down_or_up(self, fmt: ElementGrid) -> None:
         """x is the fraction j / 512 above its lower neighbour, j odd; the tie is at k = 256 - (j + 1) / 2."""
         values = torch.from_numpy(rounding.grid_values(fmt.name)).to(torch.float32)
         below, above = values[:-1], values[1:]
@@ -197,25 +189,25 @@ class TestStochastic:
         for j in range(3, 511, 2):
             x, tie = below + j / 512 * (above - below), 256 - (j + 1) // 2
             for k, expected in ((tie - 1, below), (tie, even), (tie + 1, above)):
-                assert_same_bits(round_to_format(x, fmt, RANDOM[k].expand_as(x)), expected)
-                assert_same_bits(round_to_format(-x, fmt, RANDOM[255 - k].expand_as(x)), -expected)
+                assert_same_bits(round_to_grid(x, fmt, RANDOM[k].expand_as(x)), expected)
+                assert_same_bits(round_to_grid(-x, fmt, RANDOM[255 - k].expand_as(x)), -expected)
 
-    def test_what_fp32_sums_to_a_tie_is_one(self, fmt: NumberFormat) -> None:
+    def test_what_fp32_sums_to_a_tie_is_one(self, fmt: ElementGrid) -> None:
         """Next to 0 numbers are finer than their sums with random ones: just above a tie still goes to the even 0."""
         smallest = torch.from_numpy(rounding.grid_values(fmt.name)[1:2]).to(torch.float32)
         for j in (3, 33, 127):
             x, tie = (j / 512 * smallest).nextafter(torch.tensor(torch.inf)), 256 - (j + 1) // 2
-            assert_same_bits(round_to_format(x, fmt, RANDOM[tie : tie + 1]), 0 * smallest)
-            assert_same_bits(round_to_format(x, fmt, RANDOM[tie + 1 : tie + 2]), smallest)
+            assert_same_bits(round_to_grid(x, fmt, RANDOM[tie : tie + 1]), 0 * smallest)
+            assert_same_bits(round_to_grid(x, fmt, RANDOM[tie + 1 : tie + 2]), smallest)
 
-    def test_no_random_number_moves_a_value_of_the_grid(self, fmt: NumberFormat) -> None:
+    def test_no_random_number_moves_a_value_of_the_grid(self, fmt: ElementGrid) -> None:
         values = torch.from_numpy(rounding.grid_values(fmt.name)).to(torch.float32)
         for x in torch.cat([values, -values]):
-            assert_same_bits(round_to_format(x.expand(256), fmt, RANDOM), x.expand(256))
+            assert_same_bits(round_to_grid(x.expand(256), fmt, RANDOM), x.expand(256))
 
     @pytest.mark.parametrize("unbounded", [False, True])
     def test_no_random_number_moves_what_is_a_rounding_error_off_the_maximum(
-        self, fmt: NumberFormat, unbounded: bool
+        self, fmt: ElementGrid, unbounded: bool
     ) -> None:
         """The largest element of a tile: two rounded divisions and a product leave it at most 2 units in the last place
         off. It comes out as the maximum even if nothing saturates, as in a kernel that has no such step."""
@@ -224,17 +216,17 @@ class TestStochastic:
         scaled = most.view(torch.int32) + torch.arange(-4, 5)
         assert (scaled > most.view(torch.int32)).sum() == (scaled < most.view(torch.int32)).sum() == 4
         for x in scaled.to(torch.int32).view(torch.float32):
-            assert_same_bits(round_to_format(x.expand(256), grid, RANDOM), most.expand(256))
-            assert_same_bits(round_to_format(-x.expand(256), grid, RANDOM), -most.expand(256))
+            assert_same_bits(round_to_grid(x.expand(256), grid, RANDOM), most.expand(256))
+            assert_same_bits(round_to_grid(-x.expand(256), grid, RANDOM), -most.expand(256))
 
-    def test_saturates_for_every_random_number(self, fmt: NumberFormat) -> None:
+    def test_saturates_for_every_random_number(self, fmt: ElementGrid) -> None:
         for factor in (1.01, 1.2, 1.4, 1.99, 3.3, 1e30):
             x, most = torch.full((256,), factor * fmt.max), torch.full((256,), fmt.max)
-            assert_same_bits(round_to_format(x, fmt, RANDOM), most)
-            assert_same_bits(round_to_format(-x, fmt, RANDOM), -most)
+            assert_same_bits(round_to_grid(x, fmt, RANDOM), most)
+            assert_same_bits(round_to_grid(-x, fmt, RANDOM), -most)
 
 
-def spacings(x: Tensor, fmt: NumberFormat) -> np.ndarray:
+def spacings(x: Tensor, fmt: ElementGrid) -> np.ndarray:
     """Distance of the grid's neighbours a <= |x| < b, float64."""
     values = rounding.grid_values(fmt.name)
     return np.diff(values)[np.searchsorted(values[:-1], x.abs().double().numpy(), side="right") - 1]
@@ -242,13 +234,13 @@ def spacings(x: Tensor, fmt: NumberFormat) -> np.ndarray:
 
 class TestUnbiased:
     @staticmethod
-    def bias(x: Tensor, fmt: NumberFormat) -> np.ndarray:
+    def bias(x: Tensor, fmt: ElementGrid) -> np.ndarray:
         """Mean over all 256 random numbers less the number itself, in spacings; the sums are exact."""
-        means = round_to_format(x[:, None].expand(-1, 256), fmt, RANDOM.expand(len(x), -1)).double().mean(1)
+        means = round_to_grid(x[:, None].expand(-1, 256), fmt, RANDOM.expand(len(x), -1)).double().mean(1)
         return (means - x.double()).numpy() / spacings(x, fmt)
 
     @each_format
-    def test_mean_over_all_random_numbers_is_the_number_within_half_a_step_of_theirs(self, fmt: NumberFormat) -> None:
+    def test_mean_over_all_random_numbers_is_the_number_within_half_a_step_of_theirs(self, fmt: ElementGrid) -> None:
         """Over 18,000 numbers. The 8 bits leave a bias of at most 2**-9 of a spacing (found: any above), and the FP32
         sum one of half a unit in its last place."""
         generator = torch.Generator().manual_seed(7)
@@ -264,7 +256,7 @@ class TestUnbiased:
 
     @each_format
     @pytest.mark.parametrize("sign", [1, -1])
-    def test_over_the_fractions_of_a_spacing_the_bias_averages_to_nothing(self, fmt: NumberFormat, sign: int) -> None:
+    def test_over_the_fractions_of_a_spacing_the_bias_averages_to_nothing(self, fmt: ElementGrid, sign: int) -> None:
         """Exactly, over 4,096 equidistant fractions of every spacing; and over 2**16 random ones within 4.5 standard
         errors, 2**-9 / sqrt(3) / 256 each. Power: a mean bias of 3.4e-5 spacings is found with 99.9%."""
         values = torch.from_numpy(rounding.grid_values(fmt.name))
@@ -293,7 +285,7 @@ class TestUnbiased:
         of_all = rounding.stochastic(x[0, :256].numpy(), "e2m1", RANDOM.numpy()).astype(np.float64)
         assert abs(of_all.mean() - number) <= abs(gap) * 2.0**-9
         key = stream_key(1, 2, 3, 4, 5)
-        mean = round_to_format(x, E2M1, uniform(key, x.shape)).to(torch.float64).mean().item()
+        mean = round_to_grid(x, E2M1, uniform(key, x.shape)).to(torch.float64).mean().item()
         assert abs(mean - of_all.mean()) <= 4.5 * of_all.std() / 2**10
 
     @each_tile
@@ -306,7 +298,7 @@ class TestUnbiased:
         leave, 0.04 standard errors in root mean square at f = 1/2 and nothing on the average, is not.
         """
         x = torch.randn(200, 130, generator=torch.Generator().manual_seed(4))
-        scales = quantize(x, E2M1, tile).scales
+        scales = quantize_tiles(x, E2M1, tile).scales
         spread = scales.repeat_interleave(tile[0], 0)[:200].repeat_interleave(tile[1], 1)[:, :130]
         scaled = (x / spread).numpy()
         low, high = (rounding.stochastic(scaled, "e2m1", np.full_like(scaled, u)) for u in (2.0**-17, 1 - 2.0**-17))
@@ -317,7 +309,7 @@ class TestUnbiased:
         steps = 256
         total = torch.zeros(200, 130, dtype=torch.float64)
         for step in range(steps):
-            total += quantize(x, E2M1, tile, stream_key(0, step, 0, 7, 1)).dequantize()
+            total += quantize_tiles(x, E2M1, tile, stream_key(0, step, 0, 7, 1)).dequantize()
         error = (total / steps - x).numpy() / spread.numpy()
         z = error[kept] / (gap * np.sqrt(fraction * (1 - fraction) / steps))[kept]
         assert len(z) > 22_000
@@ -363,18 +355,18 @@ class TestQuantize:
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     @pytest.mark.parametrize("rounds", ["nearest", "stochastic"])
     def test_matches_loops_over_tiles(
-        self, fmt: NumberFormat, tile: tuple[int, int], dtype: torch.dtype, shape: tuple[int, int], rounds: str
+        self, fmt: ElementGrid, tile: tuple[int, int], dtype: torch.dtype, shape: tuple[int, int], rounds: str
     ) -> None:
         x = tensor_with_everything(shape, dtype)
         key = random = None
         if rounds == "stochastic":
             key, random = stream_key(0, 1, 2, 3, 4), oracle_numbers(shape)
         values, scales, products = rounding.quantized(x.to(torch.float32).numpy(), fmt.name, tile, random)
-        got = quantize(x, fmt, tile, key)
+        got = quantize_tiles(x, fmt, tile, key)
         assert_same_bits(got.values, torch.from_numpy(values))
         assert_same_bits(got.scales, torch.from_numpy(scales))
         assert_same_bits(got.dequantize(), torch.from_numpy(products))
-        assert_same_bits(fake_quantize(x, fmt, tile, key), torch.from_numpy(products))
+        assert_same_bits(fake_quantize_tiles(x, fmt, tile, key), torch.from_numpy(products))
 
     @each_tile
     def test_a_rank_rounds_with_its_own_part_of_the_random_numbers(self, tile: tuple[int, int]) -> None:
@@ -382,8 +374,8 @@ class TestQuantize:
         random = rounding.random_numbers((0, 1, 2, 3, 4), (130, 140), 3, 5)
         values, _, products = rounding.quantized(x.numpy(), "e2m1", tile, random)
         key = stream_key(0, 1, 2, 3, 4)
-        assert_same_bits(quantize(x, E2M1, tile, key, 3, 5).values, torch.from_numpy(values))
-        assert_same_bits(fake_quantize(x, E2M1, tile, key, 3, 5), torch.from_numpy(products))
+        assert_same_bits(quantize_tiles(x, E2M1, tile, key, 3, 5).values, torch.from_numpy(values))
+        assert_same_bits(fake_quantize_tiles(x, E2M1, tile, key, 3, 5), torch.from_numpy(products))
 
     @each_dtype
     @each_tile
@@ -396,55 +388,57 @@ class TestQuantize:
         key = stream_key(0, 1, 2, 3, 4)
         row, column = place[0] // tile[0] * tile[0], place[1] // tile[1] * tile[1]
         for fmt, stream in ((E2M1, None), (E2M1, key), (E4M3, None)):
-            expected = quantize(x, fmt, tile, stream)
+            expected = quantize_tiles(x, fmt, tile, stream)
             expected_products = expected.dequantize()
             for numbers in (expected.values, expected_products):
                 numbers[row : row + tile[0], column : column + tile[1]] = torch.nan
             expected.scales[place[0] // tile[0], place[1] // tile[1]] = torch.nan
             poisoned = x.clone()
             poisoned[place] = value
-            got = quantize(poisoned, fmt, tile, stream)
+            got = quantize_tiles(poisoned, fmt, tile, stream)
             assert_same_bits(got.values, expected.values)
             assert_same_bits(got.scales, expected.scales)
             assert_same_bits(got.dequantize(), expected_products)
 
     @each_tile
     @each_format
-    def test_an_all_zero_tile_stays_zero_with_a_usable_scale(self, fmt: NumberFormat, tile: tuple[int, int]) -> None:
+    def test_an_all_zero_tile_stays_zero_with_a_usable_scale(self, fmt: ElementGrid, tile: tuple[int, int]) -> None:
         x = torch.zeros(130, 130)
         x[:, 1] = -0.0
         for key in (None, stream_key(0, 0, 0, 0, 0)):
-            got = quantize(x, fmt, tile, key)
+            got = quantize_tiles(x, fmt, tile, key)
             assert_same_bits(got.dequantize(), x)
             assert (got.scales > 0).all() and got.scales.isfinite().all()
 
     @each_tile
     @each_format
-    def test_scales_are_fp32_amax_over_the_maximum(self, fmt: NumberFormat, tile: tuple[int, int]) -> None:
+    def test_scales_are_fp32_amax_over_the_maximum(self, fmt: ElementGrid, tile: tuple[int, int]) -> None:
         x = torch.full((tile[0] + 1, tile[1] + 1), 0.75)
         x[0, 0] = -2 * fmt.max
-        got = quantize(x.to(torch.bfloat16), fmt, tile)
+        got = quantize_tiles(x.to(torch.bfloat16), fmt, tile)
         assert got.scales.dtype == torch.float32 and got.scales.shape == (2, 2)
         assert got.scales[0, 0] == 2.0 and got.scales[1, 1] == torch.tensor(0.75) / fmt.max
         assert got.dequantize()[0, 0] == -2 * fmt.max
 
     @each_tile
     @each_format
-    def test_the_scale_follows_the_data_over_all_of_fp32(self, fmt: NumberFormat, tile: tuple[int, int]) -> None:
+    def test_the_scale_follows_the_data_over_all_of_fp32(self, fmt: ElementGrid, tile: tuple[int, int]) -> None:
         """Multiplying by a power of two changes the scales only, as long as they are normal numbers."""
         x = torch.randn(130, 140, generator=torch.Generator().manual_seed(5)).clamp(-3.9, 3.9)
-        one = quantize(x, fmt, tile)
+        one = quantize_tiles(x, fmt, tile)
         for exponent in (-100, -20, 20, 120):
-            other = quantize(x * 2.0**exponent, fmt, tile)
+            other = quantize_tiles(x * 2.0**exponent, fmt, tile)
             assert_same_bits(other.values, one.values)
             assert_same_bits(other.scales, one.scales * 2.0**exponent)
 
     @each_tile
     def test_below_the_smallest_normal_scale_numbers_round_towards_zero(self, tile: tuple[int, int]) -> None:
         smallest = torch.finfo(torch.float32).tiny
-        got = quantize(torch.full((2, 2), smallest / 8), E2M1, tile)
+        got = quantize_tiles(torch.full((2, 2), smallest / 8), E2M1, tile)
         assert (got.scales == smallest).all() and (got.dequantize() == 0).all()
-        kept = quantize(torch.full((2, 2), smallest * 3), E2M1, tile)  # amax / 6 is subnormal: the scale is raised
+        kept = quantize_tiles(
+            torch.full((2, 2), smallest * 3), E2M1, tile
+        )  # amax / 6 is subnormal: the scale is raised
         assert (kept.scales == smallest).all() and (kept.values == 3).all()
 
     @each_tile
@@ -455,7 +449,7 @@ class TestQuantize:
         x = torch.randn(300, 400, generator=torch.Generator().manual_seed(6))
         before = x.clone()
         for key in (None, stream_key(0, 0, 0, 0, 0)):
-            got, expected = (quantize(y, E2M1, tile, key) for y in (view(x), view(x).contiguous()))
+            got, expected = (quantize_tiles(y, E2M1, tile, key) for y in (view(x), view(x).contiguous()))
             assert_same_bits(got.values, expected.values)
             assert_same_bits(got.scales, expected.scales)
         assert torch.equal(x, before)
@@ -464,18 +458,39 @@ class TestQuantize:
     @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)], ids=str)
     def test_an_empty_tensor_stays_empty(self, tile: tuple[int, int], shape: tuple[int, int]) -> None:
         for key in (None, stream_key(0, 0, 0, 0, 0)):
-            assert fake_quantize(torch.empty(shape, dtype=torch.bfloat16), E2M1, tile, key).shape == shape
+            assert fake_quantize_tiles(torch.empty(shape, dtype=torch.bfloat16), E2M1, tile, key).shape == shape
 
     def test_without_a_format_only_the_dtype_changes(self) -> None:
         x = torch.randn(3, 200).to(torch.bfloat16)
-        assert_same_bits(fake_quantize(x, None, ROW_TILE), x.to(torch.float32))
+        for operand in OPERANDS:
+            assert_same_bits(quantize(x, "bf16", operand), x.to(torch.float32))
+
+    def test_an_operand_is_rounded_in_its_blocks_along_the_last_dimension(self) -> None:
+        x, key = torch.randn(150, 300, generator=torch.Generator().manual_seed(7)), stream_key(5, 0, 0, 0, 0)
+        assert_same_bits(quantize(x, "fp8"), fake_quantize_tiles(x, E4M3, ROW_TILE))
+        assert_same_bits(quantize(x, "fp8", "gradient"), fake_quantize_tiles(x, E4M3, ROW_TILE))
+        assert_same_bits(quantize(x, "fp4", "weight"), fake_quantize_tiles(x, E2M1, SQUARE_TILE))
+        assert_same_bits(quantize(x, "fp4", "gradient", seed=5), fake_quantize_tiles(x, E2M1, ROW_TILE, key))
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("fp5",), "Unknown format 'fp5' for format; expected one of bf16, fp8, fp4."),
+            (("fp4", "bias"), "operand='bias' is not known; expected one of activation, gradient, weight."),
+            (("fp4", "gradient"), "Format 'fp4' rounds a gradient stochastically; give a seed."),
+        ],
+    )
+    def test_an_operand_is_refused_by_what_is_wrong(self, arguments: tuple[str, ...], message: str) -> None:
+        with pytest.raises(ValueError) as error:
+            quantize(torch.ones(2, 2), *arguments)
+        assert str(error.value) == message
 
     @pytest.mark.parametrize("x", [torch.zeros(4), torch.zeros(2, 3, 4), torch.zeros(2, 2, dtype=torch.int8)])
     def test_refuses_what_is_not_a_floating_point_matrix(self, x: Tensor) -> None:
         with pytest.raises(ValueError) as error:
-            quantize(x, E2M1, ROW_TILE)
+            quantize_tiles(x, E2M1, ROW_TILE)
         assert str(error.value) == (
-            f"quantize expects a 2-D floating-point tensor, got shape {tuple(x.shape)}, {x.dtype}."
+            f"quantize_tiles expects a 2-D floating-point tensor, got shape {tuple(x.shape)}, {x.dtype}."
         )
 
     def test_tiles_do_not_cross_rows_or_columns_of_their_neighbours(self) -> None:
@@ -744,7 +759,7 @@ class TestUniform:
 
     def test_do_not_touch_the_random_generator_of_torch(self) -> None:
         before = torch.get_rng_state()
-        quantize(torch.ones(4, 200), E2M1, ROW_TILE, stream_key(**KEY))
+        quantize_tiles(torch.ones(4, 200), E2M1, ROW_TILE, stream_key(**KEY))
         assert torch.equal(torch.get_rng_state(), before)
 
 

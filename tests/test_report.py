@@ -14,14 +14,15 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
-from snip_hf.cost import MeasuredCost
-from snip_hf.figures import COLOURS, divergence_figure, plan_figure, write_figures
-from snip_hf.formats import GEMMS
-from snip_hf.plan import PlanProvenance, PrecisionPlan
-from snip_hf.plan_tables import stage_table
-from snip_hf.report import print_report, run_report
-from snip_hf.runs import load_run
-from snip_hf.timing import Machine
+from snip_hf.costs.budget import MeasuredCost
+from snip_hf.costs.gemm_timing import Machine
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
+from snip_hf.records.load import load_run
+from snip_hf.reporting.figures import divergence_figure, plan_figure, write_figures
+from snip_hf.reporting.run_report import print_report, run_report
+from snip_hf.reporting.tables import stage_table
 
 Assignment = dict[str, dict[str, str]]
 KINDS = ("self_attn.q_proj", "mlp.down_proj")
@@ -357,7 +358,7 @@ def test_the_share_of_fp4_coloured_pixels_is_the_share_of_layers_and_steps_in_fp
     image = np.round(imread(path)[..., :3] * 255).astype(int)
 
     def pixels(name: str) -> int:
-        rgb = [int(COLOURS[name][i : i + 2], 16) for i in (1, 3, 5)]
+        rgb = [int(FORMATS[name].colour[i : i + 2], 16) for i in (1, 3, 5)]
         return int((image == rgb).all(axis=-1).sum())
 
     steps = np.diff([0, 110, 210, 310, 410, 600])

@@ -17,8 +17,9 @@ import torch
 from scipy.stats import theilslopes
 from soak_faults import FAULTS, draws
 
-from snip_hf import SnipController, distributed
-from snip_hf.history import RunFolder
+from snip_hf import SnipController
+from snip_hf.parallel import ranks as distributed
+from snip_hf.records.run_folder import RunFolder
 
 DEFAULTS = {"refresh_every": 4, "apply_delay": 2, "processes": 1, "solver": "greedy", "blocks": 1, "device": "cpu"}
 # So short a run shows nothing of memory: what is allocated for the first time weighs more than what is not given back.
@@ -184,7 +185,7 @@ def test_controllers_of_the_same_processes_share_one_control_group(monkeypatch: 
 
 
 def test_a_solver_that_nobody_waits_for_any_more_leaves_no_open_file() -> None:
-    from snip_hf.solver import SolverProcess
+    from snip_hf.planning.solver.process import SolverProcess
 
     # Other tests in this process may have started what serves them all.
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")

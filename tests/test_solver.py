@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from snip_hf import ilp
-from snip_hf.solver import SolverError, SolverProcess, SolverResult, check_solution
+from snip_hf.planning.solver import ilp
+from snip_hf.planning.solver import process as process_module
+from snip_hf.planning.solver.process import SolverError, SolverProcess, SolverResult, check_solution
 
 
 def make_problem(**fields: Any) -> dict[str, Any]:
@@ -82,11 +83,11 @@ def test_start_does_not_wait_for_a_child_that_never_reads_its_input() -> None:
 
 def test_the_process_that_imports_the_parent_side_never_loads_a_solver() -> None:
     program = (
-        "import json, sys; from snip_hf.solver import SolverProcess;"
+        "import json, sys; from snip_hf.planning.solver.process import SolverProcess;"
         "result = SolverProcess.start(json.load(sys.stdin)).result(60);"
         "print(result.solver, 'mip' in sys.modules, 'scipy.optimize._milp' in sys.modules)"
     )
-    source = str(Path(ilp.__file__).parents[1])
+    source = str(Path(ilp.__file__).parents[3])
     done = subprocess.run(
         [sys.executable, "-c", program],
         input=json.dumps(make_problem(solver="cbc")),
@@ -372,7 +373,7 @@ def test_a_thread_that_cannot_be_started_leaves_no_process(monkeypatch: pytest.M
         raise RuntimeError("can't start new thread")
 
     started: list[int] = []
-    monkeypatch.setattr("snip_hf.solver._Watch.start", refuse)
+    monkeypatch.setattr(process_module._Watch, "start", refuse)
     with pytest.raises(SolverError, match="could not be started: can't start new thread"):
         SolverProcess.start(make_problem(), python("import time; time.sleep(60)"))
     assert not Path(f"/proc/{started[0]}").exists()
@@ -380,10 +381,10 @@ def test_a_thread_that_cannot_be_started_leaves_no_process(monkeypatch: pytest.M
 
 def test_a_trainer_that_ends_takes_its_solver_along() -> None:
     program = (
-        "import sys; from snip_hf.solver import SolverProcess;"
+        "import sys; from snip_hf.planning.solver.process import SolverProcess;"
         "p = SolverProcess.start({}, [sys.executable, '-c', 'import time; time.sleep(60)']); print(p._process.pid)"
     )
-    source = str(Path(ilp.__file__).parents[1])
+    source = str(Path(ilp.__file__).parents[3])
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": source},
@@ -395,7 +396,7 @@ def test_a_trainer_that_ends_takes_its_solver_along() -> None:
 
 
 def test_no_file_and_no_open_descriptor_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(os.listdir("/proc/self/fd"))
     with SolverProcess.start(make_problem(solver="greedy")) as process:
         assert list(tmp_path.iterdir()) == []  # unnamed even while it runs

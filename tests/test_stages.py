@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from snip_hf.config import SnipConfig
-from snip_hf.cost import MeasuredCost
-from snip_hf.divergence import Divergence, DivergenceTable
-from snip_hf.formats import GEMMS
-from snip_hf.plan import PlanProvenance, PrecisionPlan
-from snip_hf.stages import PipelineTimes, StageTimes, compare_constraints, pipeline_times
-from snip_hf.timing import Machine
+from snip_hf.costs.budget import MeasuredCost
+from snip_hf.costs.gemm_timing import Machine
+from snip_hf.estimation.table import Divergence, DivergenceTable
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.pipeline_model import PipelineTimes, StageTimes, compare_constraints, pipeline_times
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
 # Stage 0 holds a and c, stage 1 b and d; FLOPs of a whole layer: 30, 10, 20, 40.
 FLOPS = {

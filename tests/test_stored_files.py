@@ -12,11 +12,12 @@ from stored_runs import IDLE, PENDING, RUNS, stored_model
 
 from snip_hf import PrecisionPlan, SnipConfig
 from snip_hf.cli import main
-from snip_hf.controller import SnipController
-from snip_hf.jsonfiles import read_json
-from snip_hf.linear import convert_model, snip_linears
-from snip_hf.runs import load_run
-from snip_hf.timing import read_times
+from snip_hf.costs.gemm_timing import read_times
+from snip_hf.json_io import read_json
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.state import snip_linears
+from snip_hf.records.load import load_run
+from snip_hf.training.controller import SnipController
 
 DATA = Path(__file__).parent / "data"
 STORED = [pytest.param(path, id=f"{path.parent.name}-{path.name}") for path in sorted(DATA.glob("*/*/"))]

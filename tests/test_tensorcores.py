@@ -14,32 +14,30 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
+from backends import hopper_lacks
 from models import batch, build
+from rounded import quantize
 from small import checkpoint_activations, tiny_llama
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from snip_hf import SnipConfig, SnipController, SnipLinear, convert_model, kernels
-from snip_hf.formats import FORMAT_NAMES, FORMATS, GEMMS, TILE
-from snip_hf.kernels import STATE_SIZE, hopper_lacks
-from snip_hf.linear import (
-    drop_quantized,
-    forget_inputs,
-    keep_quantized,
-    pack_states,
-    set_rank,
-    set_step,
-    share_inputs,
-    snip_linears,
-)
-from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, Quantized, quantize
-from snip_hf.tensorcores import TiedInput, quantize_input
+from snip_hf import SnipConfig, SnipController, SnipLinear, convert_model
+from snip_hf.kernels import hopper
+from snip_hf.kernels.backend import BACKENDS
+from snip_hf.kernels.emulated import EMULATED, STATE_SIZE
+from snip_hf.kernels.hopper.backend import HOPPER, Hopper
+from snip_hf.kernels.hopper.cache import drop_quantized, forget_inputs, keep_quantized, share_inputs
+from snip_hf.kernels.hopper.linear import TiedInput, quantize_input
+from snip_hf.layers.state import pack_states, set_rank, set_step, snip_linears
+from snip_hf.numerics.formats import E2M1, FORMATS, format_of_code
+from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE, TILE
+from snip_hf.numerics.rounding import Quantized
 
 T, I, O = 150, 200, 136  # tokens, in_features, out_features: ragged in every tiling  # noqa: E741
 BF16 = torch.bfloat16
-COMBINATIONS = list(itertools.product(FORMAT_NAMES, repeat=3))
+COMBINATIONS = list(itertools.product(tuple(FORMATS), repeat=3))
 QUANTIZED = [formats for formats in COMBINATIONS if set(formats) != {"bf16"}]
 
 each_combination = pytest.mark.parametrize("formats", COMBINATIONS, ids="/".join)
@@ -67,7 +65,7 @@ def put(quantized: Quantized, values: tuple[int, int], scales: tuple[int, int], 
 
 
 class StandIn:
-    """The functions of `kernels.hopper` in their layouts, of `quantize` and products in FP32; counts its calls."""
+    """The operators of `kernels.hopper` in their layouts, of `quantize` and products in FP32; counts its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -147,16 +145,16 @@ class StandIn:
 
     @staticmethod
     def _quantize(x: Tensor, state: Tensor, gemm: int, tile: tuple[int, int], is_gradient: bool) -> Quantized:
-        fmt = FORMATS[FORMAT_NAMES[state[gemm]]]
-        assert fmt is not None, "A GEMM in BF16 is not to be quantized."
+        fmt = format_of_code(int(state[gemm]))
+        assert fmt.grid is not None, "A GEMM in BF16 is not to be quantized."
         key, rank, ranks = state[3:].tolist()
-        return quantize(x, fmt, tile, key % 2**64 if is_gradient and fmt.name == "e2m1" else None, rank, ranks)
+        return quantize(x, fmt, tile, key % 2**64 if is_gradient and fmt.grid == E2M1 else None, rank, ranks)
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     made_up = StandIn()
-    monkeypatch.setattr(kernels, "hopper", made_up, raising=False)
+    monkeypatch.setattr(hopper, "operators", made_up, raising=False)
     return made_up
 
 
@@ -183,7 +181,7 @@ def layer_of(plain: nn.Linear, formats: tuple[str, ...], backend: str) -> SnipLi
     convert_model(model, SnipConfig(backend="emulated"))
     layer = model["layers"][0]
     layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
-    layer.snip_backend = backend
+    layer.use_backend(BACKENDS[backend])
     set_step({"layer": layer}, 5, 40, 2)
     return layer
 
@@ -298,7 +296,7 @@ class TestOneLayer:
         with torch.autocast(device, BF16, enabled=mode == "autocast"):
             assert_same(gradients(layer_of(plain, ("bf16",) * 3, "hopper"), x), gradients(plain, x))
         if device == "cpu":
-            assert kernels.hopper.calls == []
+            assert hopper.operators.calls == []
 
     @pytest.mark.parametrize("formats", QUANTIZED, ids="/".join)
     @pytest.mark.parametrize("shape", [(0, I), (2, 0, I)], ids=str)
@@ -376,7 +374,7 @@ class TestOneLayer:
             assert operators.names == ["forward_gemm", "grad_input_gemm", "grad_weight_gemm"]
         assert_same(*results)
         if device == "cpu":
-            assert kernels.hopper.calls == []
+            assert hopper.operators.calls == []
 
     @pytest.mark.parametrize("formats", QUANTIZED, ids="/".join)
     def test_kernels_run_for_what_is_needed_only(self, stand_in: StandIn, formats: tuple[str, str, str]) -> None:
@@ -479,7 +477,7 @@ class TestSaved:
     def test_a_kept_weight_is_not_copied(self, device: str) -> None:
         layer, x = layer_of(linear(device=device), ("fp8", "fp8", "fp4"), "hopper"), randn(256, I, device=device)
         keep_quantized({"layer": layer})
-        kept = {tensor.data_ptr() for tensor in layer.snip_weights[2:]}
+        kept = {tensor.data_ptr() for tensor in layer.snip_cache.weights[2:]}
         saved = [tensor for tensor in self.saved(layer, x.requires_grad_()) if tensor.data_ptr() in kept]
         assert len(saved) == 2
 
@@ -496,7 +494,7 @@ def siblings(formats: tuple[str, str, str], count: int = 3, device: str = "cpu")
             plain.weight.mul_(index + 1)
         layers.append(layer_of(plain, formats, "hopper"))
     share_inputs({str(index): layer for index, layer in enumerate(layers)}, [[str(index) for index in range(count)]])
-    tied = layers[0].snip_tied
+    tied = layers[0].snip_cache.tied
     assert tied is not None
     return layers, tied
 
@@ -525,7 +523,7 @@ class TestTied:
         layers, _ = siblings(formats, device=device)
         tied = together(layers, randn(T, I, device=device))
         for layer in layers:
-            layer.snip_tied = None
+            layer.snip_cache.tied = None
         alone = together(layers, randn(T, I, device=device))
         assert all(torch.equal(a, b) for a, b in zip(tied, alone, strict=True))
 
@@ -564,7 +562,7 @@ class TestTied:
             got.append((index, seen[index], layers[index](inputs[seen[index]])))
             seen[index] += 1
         for layer in layers:
-            layer.snip_tied = None
+            layer.snip_cache.tied = None
         assert all(torch.equal(y, layers[index](inputs[which])) for index, which, y in got)
 
     def test_a_pass_without_gradients_and_one_with_them_are_not_mixed_up(self, stand_in: StandIn) -> None:
@@ -576,7 +574,7 @@ class TestTied:
         torch.autograd.backward([layer(x) for layer in layers], [randn(T, O, seed=9)] * 3)
         got = [x.grad, *(layer.weight.grad.clone() for layer in layers)]
         for layer in layers:
-            layer.snip_tied = None
+            layer.snip_cache.tied = None
             layer.zero_grad()
         alone = together(layers, x)
         assert all(torch.equal(a, b) for a, b in zip(got, alone[3:], strict=True))
@@ -632,7 +630,7 @@ class TestTied:
     def test_each_group_shares_an_input_of_its_own_and_dropping_ends_that(self, stand_in: StandIn) -> None:
         layers = {str(index): layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper") for index in range(5)}
         share_inputs(layers, [["0", "1"], ["2", "4"]])
-        tied = [layer.snip_tied for layer in layers.values()]
+        tied = [layer.snip_cache.tied for layer in layers.values()]
         assert tied[0] is tied[1] is not None and tied[2] is tied[4] is not None and tied[3] is None
         assert tied[0] is not tied[2]
         x = randn(T, I)
@@ -640,7 +638,7 @@ class TestTied:
             layer(x)
         assert of_inputs(stand_in) == 3
         drop_quantized(layers)
-        assert [layer.snip_tied for layer in layers.values()] == [None] * 5
+        assert [layer.snip_cache.tied for layer in layers.values()] == [None] * 5
 
     def test_the_quantized_input_is_the_one_of_quantize_input(self, stand_in: StandIn) -> None:
         layers, tied = siblings(("fp4", "fp8", "fp8"))
@@ -664,10 +662,10 @@ class TestKept:
         with torch.autocast(device, BF16):
             expected = gradients(layer, x)
             keep_quantized({"layer": layer})
-            assert bool(layer.snip_weights) == (formats[:2] != ("bf16", "bf16"))
+            assert bool(layer.snip_cache.weights) == (formats[:2] != ("bf16", "bf16"))
             assert_same(gradients(layer, x), expected)
             drop_quantized({"layer": layer})
-            assert layer.snip_weights == ()
+            assert layer.snip_cache.weights == ()
             assert_same(gradients(layer, x), expected)
 
     def test_passes_quantize_no_weight_that_is_kept(self, stand_in: StandIn) -> None:
@@ -685,7 +683,7 @@ class TestKept:
         """At the same addresses, where CUDA graphs read them."""
         layer, x = layer_of(linear(device=device), ("fp8", "fp8", "fp8"), "hopper"), randn(T, I, device=device)
         keep_quantized({"layer": layer})
-        places = [tensor.data_ptr() for tensor in layer.snip_weights]
+        places = [tensor.data_ptr() for tensor in layer.snip_cache.weights]
         for change in (
             lambda: layer.weight.data.mul_(3),
             lambda: layer.set_formats({"forward": "fp4", "grad_input": "fp8", "grad_weight": "fp8"}),
@@ -693,7 +691,7 @@ class TestKept:
         ):
             change()
             keep_quantized({"layer": layer})
-            assert [tensor.data_ptr() for tensor in layer.snip_weights] == places
+            assert [tensor.data_ptr() for tensor in layer.snip_cache.weights] == places
             kept = gradients(layer, x)
             twin = copy.deepcopy(layer)
             drop_quantized({"layer": twin})
@@ -767,7 +765,7 @@ class TestKept:
         ):
             layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
             keep_quantized({"layer": layer})
-            assert tuple(tensor.numel() > 0 for tensor in layer.snip_weights[::2]) == wanted
+            assert tuple(tensor.numel() > 0 for tensor in layer.snip_cache.weights[::2]) == wanted
             twin = copy.deepcopy(layer)
             drop_quantized({"twin": twin})
             assert_same(gradients(layer, randn(T, I)), gradients(twin, randn(T, I)))
@@ -778,10 +776,10 @@ class TestKept:
 
         emulated, sharded = (layer_of(linear(), ("fp8", "fp8", "fp8"), "hopper") for _ in range(2))
         keep_quantized({"emulated": emulated})
-        emulated.snip_backend = "emulated"
+        emulated.use_backend(EMULATED)
         sharded.weight = Sharded(sharded.weight.detach())
-        keep_quantized({"emulated": emulated, "sharded": sharded})
-        assert emulated.snip_weights == sharded.snip_weights == ()
+        keep_quantized({"sharded": sharded})
+        assert emulated.snip_cache is None and sharded.snip_cache.weights == ()
 
     def test_a_weight_that_changed_between_forward_and_backward_is_refused_by_torch(self, device: str) -> None:
         """As for nn.Linear: its quantized copy would be the new weight's."""
@@ -811,7 +809,7 @@ def model_on(backend: str, family: str, device: str, formats: tuple[str, ...] | 
     for layer in layers.values():
         chosen = formats or [("fp8", "fp4")[torch.randint(0, 2, (), generator=draw)] for _ in GEMMS]
         layer.set_formats(dict(zip(GEMMS, chosen, strict=True)))
-        layer.snip_backend = backend
+        layer.use_backend(BACKENDS[backend])
     set_step(layers, 1, 2, 3)
     return model
 
@@ -890,7 +888,10 @@ class TestModel:
             expected, got = (training_pass(one, device) for one in (plain, model))
             assert torch.equal(got[0], expected[0])
             assert_same(got[1], expected[1])
-        assert all(layer.snip_tied is None or layer.snip_tied._source is None for layer in snip_linears(model).values())
+        assert all(
+            layer.snip_cache.tied is None or layer.snip_cache.tied._source is None
+            for layer in snip_linears(model).values()
+        )
 
     @pytest.mark.parametrize("tied", [False, True], ids=["alone", "tied"])
     @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
@@ -936,7 +937,7 @@ TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 @pytest.fixture
 def on_hopper(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """Makes this machine one that has the kernels."""
-    monkeypatch.setattr(kernels, "hopper_lacks", lambda device: None)
+    monkeypatch.setattr(Hopper, "lacks", lambda self, device: None)
     return stand_in
 
 
@@ -969,18 +970,18 @@ class TestController:
         for step in range(1, 4):
             for _ in range(2):
                 controller.capture(batch(2, 32))
-                kept.append(all(layer.snip_weights for layer in layers.values()))
+                kept.append(all(layer.snip_cache.weights for layer in layers.values()))
             controller.after_step(step)
         assert kept == [False, False, True, True, True, True]
         controller.close()
-        assert not any(layer.snip_weights for layer in layers.values())
+        assert not any(layer.snip_cache.weights for layer in layers.values())
 
     def test_one_micro_batch_per_step_keeps_nothing(self, on_hopper: StandIn) -> None:
         model, controller = driven()
         for step in range(1, 4):
             controller.capture(batch(2, 32))
             controller.after_step(step)
-        assert not any(layer.snip_weights for layer in snip_linears(model).values())
+        assert not any(layer.snip_cache.weights for layer in snip_linears(model).values())
 
     def test_no_pass_uses_weights_that_have_changed_since(self, on_hopper: StandIn) -> None:
         model, controller = driven()
@@ -996,7 +997,7 @@ class TestController:
         assert torch.equal(output_of(layer), alone(layer))  # evaluation takes nothing that was kept
         layer.train()
         controller.capture(batch(2, 32))
-        assert layer.snip_weights and torch.equal(output_of(layer), alone(layer))  # a step begins
+        assert layer.snip_cache.weights and torch.equal(output_of(layer), alone(layer))  # a step begins
 
     def test_two_passes_before_a_backward_pass_recompute_what_they_did(self, on_hopper: StandIn) -> None:
         model, controller = driven()
@@ -1011,16 +1012,16 @@ class TestController:
     def test_ties_share_inputs_and_a_new_controller_begins_anew(self, on_hopper: StandIn) -> None:
         model, first = driven(ties=TIES)
         layers = snip_linears(model)
-        tied = {name.rpartition(".")[2] for name, layer in layers.items() if layer.snip_tied is not None}
+        tied = {name.rpartition(".")[2] for name, layer in layers.items() if layer.snip_cache.tied is not None}
         assert tied == {name for tie in TIES for name in tie}
         for step in range(1, 3):
             for _ in range(2):
                 first.capture(batch(2, 32))
             first.after_step(step)
-        assert all(layer.snip_weights for layer in layers.values())
+        assert all(layer.snip_cache.weights for layer in layers.values())
         optimizer = torch.optim.AdamW(model.parameters())
         SnipController(model, optimizer, SnipConfig(policy="uniform-fp8"))
-        assert all(layer.snip_weights == () and layer.snip_tied is None for layer in layers.values())
+        assert all(layer.snip_cache.weights == () and layer.snip_cache.tied is None for layer in layers.values())
 
     def test_layers_on_another_kind_of_device_run_emulated(self, on_hopper: StandIn) -> None:
         model, _ = driven()
@@ -1028,7 +1029,7 @@ class TestController:
         output_of(layer)
         assert on_hopper.calls
         on_hopper.calls.clear()
-        layer.snip_device = "cuda"  # where the backend was chosen; the weight is on the CPU
+        layer.snip_cache.device = "cuda"  # where the backend was chosen; the weight is on the CPU
         output_of(layer)
         assert on_hopper.calls == []
 
@@ -1052,7 +1053,7 @@ class TestController:
         assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
             "snip-hf: backend='hopper' cannot run where the model is now (the model is on 'cpu', expected a CUDA "
             "device of compute capability 9.0 (H100, H200)); its layers are emulated until a controller finds it on "
-            "such a GPU."
+            "such a device."
         ]
 
 
@@ -1098,15 +1099,15 @@ class Siblings(nn.Module):
 def test_layers_are_one_graph_and_new_plans_and_steps_compile_nothing(
     tied: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "hopper", Unrounded, raising=False)
+    monkeypatch.setattr(hopper, "operators", Unrounded, raising=False)
     model = Siblings()
     convert_model(model, SnipConfig())
     layers = snip_linears(model)
     pack_states(layers)
     for layer in layers.values():
-        layer.snip_backend = "hopper"
+        layer.use_backend(HOPPER)
         if kept:
-            layer.snip_weights = Unrounded.quantize_weight(layer.weight.detach(), layer.snip_state, True, True)
+            layer.snip_cache.weights = Unrounded.quantize_weight(layer.weight.detach(), layer.snip_state, True, True)
     if tied:
         share_inputs(layers, [list(layers)])
     torch._dynamo.reset()
@@ -1122,7 +1123,7 @@ def test_layers_are_one_graph_and_new_plans_and_steps_compile_nothing(
             got.sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
-    assert not tied or layers["layers.0.q"].snip_tied._source is None
+    assert not tied or layers["layers.0.q"].snip_cache.tied._source is None
     torch._dynamo.reset()
 
 

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from layer_terms import LayerTerms
+from rounded import fake_quantize
 from torch import Tensor
 
-from snip_hf.formats import FORMATS, GEMMS
-from snip_hf.probe import LayerSample
-from snip_hf.quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE, fake_quantize
-from snip_hf.terms import LAYER, ROWS, BatchSizes, LayerTerms, Squares, read_all
+from snip_hf.estimation import layer_sums as layer_sums_module
+from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes, Squares, read_all
+from snip_hf.estimation.samples import LayerSample
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE
 
 KEYS = (0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)
 # Square of one step, square of what comes back at every step, and the size of what they are the difference of.
@@ -452,7 +455,7 @@ def test_pieces_give_the_same_sums_whether_they_are_held_at_once_or_not(
 ) -> None:
     sample, weight, push = a_sample(1203, 1203, 1), a_weight(), scaled()
     wanted = squares_written_out(sample, weight, push, "fp4")
-    monkeypatch.setattr("snip_hf.terms._AT_ONCE", at_once * weight.numel())
+    monkeypatch.setattr(layer_sums_module, "_AT_ONCE", at_once * weight.numel())
     found = LayerTerms(sample, weight, push, 1).weight_divergences("fp4", KEYS)
     for row in ROWS:
         assert_squares(found[row], wanted[row])

@@ -6,6 +6,8 @@ import gc
 import itertools
 import json
 import random
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from snip_hf import timing
-from snip_hf.formats import FORMAT_CODES, GEMMS
-from snip_hf.plan import PlanProvenance, PrecisionPlan
-from snip_hf.timing import GemmShape, Machine, gemm_times, read_times, time_gemm, write_times
+from snip_hf.costs import gemm_timing as timing
+from snip_hf.costs.gemm_timing import GemmShape, Machine, read_times, time_gemm, write_times
+from snip_hf.kernels.emulated import Emulated
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
 CPU = torch.device("cpu")
 SHAPES = [GemmShape(gemm, 64, 32, 48) for gemm in GEMMS] + [GemmShape("forward", 64, 32, 96)]
+gemm_times = partial(timing.gemm_times, formats=("fp4", "fp8"))
 MADE_UP = {"bf16": 4e-3, "fp8": 2e-3, "fp4": 1e-3}
 
 
@@ -38,7 +43,7 @@ class Clock:
 def test_equal_shapes_are_timed_once_in_every_format() -> None:
     clock = Clock()
     times = gemm_times([*SHAPES, *SHAPES[::-1]], "emulated", CPU, timer=clock)
-    assert clock.asked == [("emulated", shape, fmt) for shape in SHAPES for fmt in FORMAT_CODES]
+    assert clock.asked == [("emulated", shape, fmt) for shape in SHAPES for fmt in FORMATS]
     assert times[SHAPES[1]] == {"bf16": 4e-3 * 4, "fp8": 2e-3 * 5, "fp4": 1e-3 * 6}
     assert list(times) == SHAPES
 
@@ -51,7 +56,7 @@ def test_a_file_is_completed_and_what_it_has_is_not_timed_again(tmp_path: Path) 
     assert len(clock.asked) == 6
     assert path.read_bytes() == written
     second = gemm_times(SHAPES[1:], "emulated", CPU, path, clock)
-    assert [shape for _, shape, _ in clock.asked[6:]] == [shape for shape in SHAPES[2:] for _ in FORMAT_CODES]
+    assert [shape for _, shape, _ in clock.asked[6:]] == [shape for shape in SHAPES[2:] for _ in FORMATS]
     assert second[SHAPES[1]] == first[SHAPES[1]]
     machine = Machine.of(CPU, "emulated")
     assert read_times(path) == {(machine, shape): seconds for shape, seconds in (first | second).items()}
@@ -63,7 +68,7 @@ def test_times_of_another_machine_are_kept_and_not_used(field: str, tmp_path: Pa
     path = tmp_path / "times.json"
     here = Machine.of(CPU, "emulated")
     other = Machine(**{**vars(here), field: "another"})
-    write_times(path, {(other, SHAPES[0]): dict.fromkeys(FORMAT_CODES, 7.0)})
+    write_times(path, {(other, SHAPES[0]): dict.fromkeys(FORMATS, 7.0)})
     times = gemm_times(SHAPES[:1], "emulated", CPU, path, Clock())
     assert times[SHAPES[0]]["bf16"] == MADE_UP["bf16"]
     assert {machine: seconds["bf16"] for (machine, _), seconds in read_times(path).items()} == {
@@ -102,7 +107,7 @@ DAMAGED = {
     "gemm": (edited("times", 0, "gemm", value="backward"), "times[0].gemm is 'backward', expected one of forward, "),
     "tokens": (edited("times", 0, "tokens", value=True), "times[0].tokens is True, expected an integer."),
     "no tokens": (edited("times", 0, "tokens", value=0), "times[0].tokens is 0, expected at least 1."),
-    "formats": (edited("times", 0, "seconds", value={"fp8": 1.0}), "times[0].seconds has the entries fp8; expected"),
+    "formats": (edited("times", 0, "seconds", value={"fp4": 1.0}), "times[0].seconds has no entry 'fp8'."),
     "zero": (edited("times", 0, "seconds", "fp4", value=0), "times[0].seconds.fp4 is 0, expected a number of seconds"),
     "text": (edited("times", 0, "seconds", "fp4", value="1"), "times[0].seconds.fp4 is '1', expected a number of"),
     "NaN": (json.dumps(good()).replace("0.001", "NaN"), "it holds NaN, which is not a JSON number."),
@@ -165,12 +170,12 @@ def test_the_median_of_the_runs_after_warm_up_is_taken_of_the_call_that_training
         given.append(arguments)
         return call
 
-    monkeypatch.setattr("snip_hf.kernels.gemm_call", gemm_call)
-    monkeypatch.setattr("time.perf_counter", lambda: now)
+    monkeypatch.setattr(Emulated, "gemm_call", gemm_call)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     assert time_gemm("emulated", CPU, GemmShape("grad_input", 5, 6, 7), "fp4") == 8.0
     assert next(durations, None) is None
-    ((backend, gemm, x, weight, grad_output, state),) = given
-    assert (backend, gemm) == ("emulated", "grad_input")
+    ((kernels, gemm, x, weight, grad_output, state),) = given
+    assert (kernels.name, gemm) == ("emulated", "grad_input")
     assert (x.shape, weight.shape, grad_output.shape) == ((5, 6), (7, 6), (5, 7))
     assert all(tensor.unique().numel() == tensor.numel() for tensor in (x, weight, grad_output))
     assert state.tolist() == [2, 2, 2, 0, 0, 1]  # formats, key, rank 0 of 1
@@ -180,7 +185,7 @@ def test_the_median_of_the_runs_after_warm_up_is_taken_of_the_call_that_training
 def test_more_work_takes_longer_and_no_generator_is_touched(gemm: str) -> None:
     torch.manual_seed(0), np.random.seed(0), random.seed(0)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
-    for fmt in FORMAT_CODES:
+    for fmt in FORMATS:
         small, large = (time_gemm("emulated", CPU, GemmShape(gemm, size, size, size), fmt) for size in (32, 512))
         assert 0 < small < large
     assert torch.equal(torch.get_rng_state(), before[0])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from snip_hf.traces import Kept, Shared
+from snip_hf.python_state import Kept, Shared
 
 NUMBER = 1
 

@@ -191,7 +191,7 @@ def test_a_tracker_that_fails_costs_its_figures_and_not_the_run(
 
 
 def test_a_process_that_is_not_the_first_writes_nothing(wandb: types.ModuleType) -> None:
-    from snip_hf.trackers import Trackers
+    from snip_hf.integrations.trackers import Trackers
 
     wandb.init()
     state = types.SimpleNamespace(is_world_process_zero=False, global_step=1)

@@ -13,11 +13,11 @@ from small import text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
 from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
-from snip_hf.divergence import CHOICES
-from snip_hf.formats import GEMMS
-from snip_hf.linear import convert_model, set_step, snip_linears
-from snip_hf.terms import ROWS
-from snip_hf.truth import measure_assignment, measure_divergence, measure_loss
+from snip_hf.estimation.ground_truth import measure_assignment, measure_divergence, measure_loss
+from snip_hf.estimation.layer_sums import ROWS
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.state import set_step, snip_linears
+from snip_hf.numerics.gemms import GEMMS
 
 LAYERS = ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"]
 Assignment = dict[str, dict[str, str]]
@@ -108,7 +108,9 @@ def test_measured_is_what_the_next_steps_of_copies_really_differ_by(gemm: str, k
     table = measure_divergence(model, inputs, optimizer, config, draws=draws, gemms=(gemm,))
     real = RealModel(model, optimizer, inputs, config.seed)
     assert table.loss == pytest.approx(real.loss, rel=1e-6)
-    assert [(row.layer, row.format) for row in table.rows] == [(layer, fmt) for layer in LAYERS for fmt in CHOICES]
+    assert [(row.layer, row.format) for row in table.rows] == [
+        (layer, fmt) for layer in LAYERS for fmt in SnipConfig().formats[::-1]
+    ]
     for row in table.rows:
         on = GEMMS if gemm == "layer" else (gemm,)
         rise, weight = real.damage({row.layer: dict.fromkeys(on, row.format)}, draws if row.format == "fp4" else 1)

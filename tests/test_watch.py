@@ -11,9 +11,10 @@ from thread_ranks import on_ranks
 from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
-from snip_hf.distributed import Ranks
-from snip_hf.linear import convert_model, snip_linears
-from snip_hf.watch import StepWatch, TrainingPass
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.state import snip_linears
+from snip_hf.parallel.ranks import Ranks
+from snip_hf.training.captured_step import StepWatch, TrainingPass
 
 
 def a_model(**options: Any) -> TinyLM:

@@ -18,7 +18,7 @@ import zero_scenarios
 from torch import Tensor, nn
 from zero_scenarios import RANKS, SCENARIOS, STEPS, Scenario
 
-from snip_hf.zero import ZeroOptimizer, check_deepspeed, find_zero
+from snip_hf.optimizers.deepspeed_zero import ZeroOptimizer, check_deepspeed, find_zero
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 EXACT = [name for name, scenario in SCENARIOS.items() if not scenario.bf16]

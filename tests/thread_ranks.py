@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from snip_hf.distributed import Ranks
+from snip_hf.parallel.ranks import Ranks
 
 Result = TypeVar("Result")
 # Seconds after which a rank that nobody meets any more gives up.

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from snip_hf import SnipCallback, SnipConfig
-from snip_hf.divergence import divergences_at
-from snip_hf.solver import SolverProcess
+from snip_hf.estimation.divergence import divergences_at
+from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.training import controller as controller_module
 
 transformers.logging.disable_progress_bar()
 
@@ -177,7 +178,7 @@ def solve_with(monkeypatch: Any, *programs: str) -> list[SolverProcess]:
         started.append(start(problem, [sys.executable, "-S", "-c", program] if program else None))
         return started[-1]
 
-    monkeypatch.setattr("snip_hf.controller.SolverProcess.start", run_program)
+    monkeypatch.setattr(SolverProcess, "start", run_program)
     return started
 
 
@@ -189,5 +190,5 @@ def noted_divergences(monkeypatch: Any) -> list[dict[str, Any]]:
         calls.append(kwargs)
         return divergences_at(*args, **kwargs)
 
-    monkeypatch.setattr("snip_hf.controller.divergences_at", note)
+    monkeypatch.setattr(controller_module, "divergences_at", note)
     return calls

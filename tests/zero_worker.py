@@ -16,8 +16,9 @@ from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
 from zero_scenarios import SCENARIOS, STEPS, Scenario
 
-from snip_hf.probe import Batch, run_pass
-from snip_hf.zero import ZeroOptimizer, find_zero
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.passes import run_pass
+from snip_hf.optimizers.deepspeed_zero import ZeroOptimizer, find_zero
 
 
 def train(scenario: Scenario, watch: bool) -> dict[str, Any]:

@@ -1,20 +1,90 @@
-"""Adaptive FP4/FP8 training for Hugging Face causal language models (SNIP, arXiv:2602.01410).
+"""snip-hf trains Hugging Face causal language models in a mix of FP4 and FP8 (SNIP, arXiv:2602.01410).
 
-trainer = Trainer(model, args, train_dataset=data, callbacks=[SnipCallback(SnipConfig(target_fp4_fraction=0.75))])
-trainer.train()
+A linear layer runs three matrix products (GEMMs) in training: `forward`, Y = X W^T; `grad_input`, dX = dY W; and
+`grad_weight`, dW = dY^T X. The fewer bits their operands have, the faster they run, and the more their rounding errors
+disturb training. Some layers bear four bits without harm, others do not, and which ones do changes during training.
+SNIP decides it for each layer, or for each GEMM, and decides again every few hundred steps:
+
+1. **Probe.** On one micro-batch of the running step, snip-hf records what goes into each layer and which gradient comes
+   back, and how both answer to a small change of all weights (`estimation`).
+2. **Estimate.** From these it computes two prices for each GEMM and format. The loss divergence says how far rounding
+   raises the loss now. The weight divergence says how far rounding moves the optimizer's next update away from the one
+   that would have been made in high precision (`estimate_divergence`; `measure_divergence` measures the same, slowly).
+3. **Decide.** An integer program picks one format for each GEMM. The prices add up to as little as possible, while at
+   least a given share of the FLOPs runs in FP4 (`planning`). Other policies decide by other rules (`policies`).
+4. **Apply.** The solver works in a process of its own while training goes on. Some steps later every process puts the
+   new plan in force, at the same step (`training`).
+
+What does not fit in low precision stays as it is: weights, optimizer, attention, norms, embeddings and the output head.
+Without a GPU that snip-hf has kernels for, the numerics are emulated, slower than BF16.
+
+With a `Trainer`, one callback does all of it:
+
+    from snip_hf import SnipCallback, SnipConfig
+
+    config = SnipConfig(target_fp4_fraction=0.75)
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[SnipCallback(config)])
+    trainer.train()
+
+Any other loop calls a `SnipController` at three places of a step: `capture` before a forward pass,
+`before_optimizer_step`, and `after_step`. `convert_model` alone swaps the layers, and `restore_model` swaps them back;
+parameters and the keys of checkpoints stay what they were. A `PrecisionPlan` is the decision as data: it can be saved,
+read and applied again. `run_report` shows what a run did.
+
+Number formats are data too. `formats` maps their names to entries, `register_format` adds one of your own, and
+`quantize` rounds a tensor as a GEMM in a format sees it. `SnipConfig.formats` names what a run chooses from.
+
+Each folder of the package is one step of this story; its modules say more. Names are loaded when they are first asked
+for, so that `import snip_hf` is quick.
 """
 
-from .callback import SnipCallback
-from .config import SnipConfig
-from .controller import SnipController
-from .divergence import estimate_divergence
-from .linear import SnipLinear, SnipLinearConfig, convert_model, restore_model
-from .plan import PrecisionPlan
-from .truth import measure_divergence
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import SnipConfig as SnipConfig
+    from .estimation.divergence import estimate_divergence as estimate_divergence
+    from .estimation.ground_truth import measure_divergence as measure_divergence
+    from .integrations.hub import keep_model_card as keep_model_card
+    from .integrations.trainer import SnipCallback as SnipCallback
+    from .layers.convert import SnipLinearConfig as SnipLinearConfig
+    from .layers.convert import convert_model as convert_model
+    from .layers.convert import restore_model as restore_model
+    from .layers.linear import SnipLinear as SnipLinear
+    from .numerics.formats import FORMATS as formats
+    from .numerics.formats import register_format as register_format
+    from .numerics.rounding import quantize as quantize
+    from .parallel.pipeline import Pipeline as Pipeline
+    from .planning.plan import PrecisionPlan as PrecisionPlan
+    from .reporting.run_report import run_report as run_report
+    from .training.controller import SnipController as SnipController
 
 __version__ = "0.1.0"
 
+# Name -> the module that has it, and its name there.
+_HOMES = {
+    "Pipeline": ("parallel.pipeline", "Pipeline"),
+    "PrecisionPlan": ("planning.plan", "PrecisionPlan"),
+    "SnipCallback": ("integrations.trainer", "SnipCallback"),
+    "SnipConfig": ("config", "SnipConfig"),
+    "SnipController": ("training.controller", "SnipController"),
+    "SnipLinear": ("layers.linear", "SnipLinear"),
+    "SnipLinearConfig": ("layers.convert", "SnipLinearConfig"),
+    "convert_model": ("layers.convert", "convert_model"),
+    "estimate_divergence": ("estimation.divergence", "estimate_divergence"),
+    "formats": ("numerics.formats", "FORMATS"),
+    "keep_model_card": ("integrations.hub", "keep_model_card"),
+    "measure_divergence": ("estimation.ground_truth", "measure_divergence"),
+    "quantize": ("numerics.rounding", "quantize"),
+    "register_format": ("numerics.formats", "register_format"),
+    "restore_model": ("layers.convert", "restore_model"),
+    "run_report": ("reporting.run_report", "run_report"),
+}
+
 __all__ = [
+    "Pipeline",
     "PrecisionPlan",
     "SnipCallback",
     "SnipConfig",
@@ -23,6 +93,24 @@ __all__ = [
     "SnipLinearConfig",
     "convert_model",
     "estimate_divergence",
+    "formats",
+    "keep_model_card",
     "measure_divergence",
+    "quantize",
+    "register_format",
     "restore_model",
+    "run_report",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    value = getattr(importlib.import_module(f".{module}", __name__), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

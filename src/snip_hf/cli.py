@@ -24,15 +24,15 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from .config import SnipConfig
-from .cost import linear_flops
-from .jsonfiles import MAX_DIGITS, open_regular, read_json, write_json_atomic
-from .linear import convert_model
-from .plan import PrecisionPlan
-from .plan_tables import plan_table, print_cost, print_stages, say
-from .records import read_divergence
-from .report import run_report
-from .solver import SolverError, SolverProcess
-from .stages import MOST_COMPARISONS
+from .costs.flops import linear_flops
+from .json_io import MAX_DIGITS, open_regular, read_json, write_json_atomic
+from .layers.convert import convert_model
+from .planning.pipeline_model import MOST_COMPARISONS
+from .planning.plan import PrecisionPlan
+from .planning.solver.process import SolverError, SolverProcess
+from .records.events import read_divergence
+from .reporting.run_report import run_report
+from .reporting.tables import plan_table, print_cost, print_stages, say
 from .text import printable
 
 # Longer lists of layers are cut: one mistake, such as another prefix, makes every layer a mismatch.

@@ -7,46 +7,35 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
-POLICIES = (
-    "snip",
-    "bf16",
-    "uniform-fp8",
-    "uniform-fp4",
-    "random",
-    "min-abs-err",
-    "min-rel-err",
-    "layer-type",
-    "layer-position",
-    "first2-last8",
-    "last-15-percent",
-    "backward-first",
-    "fisher",
-    "hessian-trace",
-    "greedy",
-    "kl",
-)
+from .kernels.backend import BACKENDS
+from .numerics.formats import FORMATS, UNQUANTIZED
+from .registry import Registry
 
+# Who decides. The entries are in `policies`, one file per family; `policies.registry.Policy` says what they are.
+POLICIES: Registry[Any] = Registry("policy", "snip_hf.policies")
+
+Granularity = Literal["layer", "gemm"]
+Budget = Literal["flops", "measured"]
+Objective = Literal["additive", "horizon", "paper"]
+LossForm = Literal["token-fisher", "taylor", "norm"]
+Solver = Literal["auto", "cbc", "highs", "greedy"]
 _CHOICES = {
-    "granularity": ("layer", "gemm"),
-    "policy": POLICIES,
-    "start_format": ("fp8", "bf16"),
-    "cost": ("flops", "measured"),
-    "objective": ("additive", "horizon", "paper"),
-    "loss_form": ("token-fisher", "taylor", "norm"),
-    "solver": ("auto", "cbc", "highs", "greedy"),
-    "backend": ("auto", "emulated", "hopper"),
+    "granularity": Granularity,
+    "cost": Budget,
+    "objective": Objective,
+    "loss_form": LossForm,
+    "solver": Solver,
 }
-# The policies that need no probe and aim at a share.
-_SHARED_OUT_BY_RULE = (
-    "random",
-    "layer-type",
-    "layer-position",
-    "first2-last8",
-    "last-15-percent",
-    "backward-first",
-)
+# Linears that take the same input, in most families. Tied, they share a format and quantize their input once.
+_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {"granularity": "layer", "objective": "paper"},
+    "layer": {"granularity": "layer"},
+    "gemm": {"granularity": "gemm"},
+    "hopper": {"granularity": "gemm", "ties": _SAME_INPUT, "first_refresh": 200, "apply_delay": 20},
+}
 # Seconds: a week. Clocks and timers take more, but nobody waits longer for a plan or a rank.
 LONGEST_WAIT = 7 * 24 * 3600.0
 # Bits of the integers that files and random numbers are made of.
@@ -82,40 +71,55 @@ class SnipConfig:
         TypeError: a field's value has the wrong type.
     """
 
+    # Target: what the plan must reach
+
     target_fp4_fraction: float = 0.75
-    """Least share of the linear FLOPs (or of their time, see `cost`) that the plan runs in FP4, 0..1, in every stage.
-    Not a reduction of FLOPs."""
-    cost: str = "flops"
-    """What `target_fp4_fraction` is a share of: "flops", or "measured": the time that the linears' GEMMs take in FP8 on
-    this machine, by which small, inefficient GEMMs count more (ours; docs/method.md, section 6)."""
+    """Least share of the linear FLOPs that the plan runs in formats of at most 4 bits, 0..1, in every stage. Of their
+    time where `cost` says so. Not a reduction of FLOPs."""
+    formats: tuple[str, ...] = ("fp4", "fp8")
+    """Formats that the plan chooses from for each GEMM, the least precise first (`snip_hf.formats`)."""
+    granularity: Granularity = "layer"
+    """What shares a format: "layer", the three GEMMs of a linear (the paper); "gemm", each is decided by itself
+    (ours)."""
+    stages: int | tuple[tuple[str, ...], ...] | None = None
+    """Pipeline stages, each of which attains `target_fp4_fraction` by itself. None: the whole model is one. A number:
+    so many contiguous, equal runs of blocks. Or the layer names of each stage."""
+    ties: tuple[tuple[str, ...], ...] = ()
+    """Sibling linears that share a format, by their last name, e.g. (("q_proj", "k_proj", "v_proj"),)."""
+    skip_modules: tuple[str, ...] = ()
+    """Exact names or globs (`fnmatch`, whole name) of linears that stay as they are."""
+    cost: Budget = "flops"
+    """What `target_fp4_fraction` is a share of: "flops", or "measured", the time that the linears' GEMMs take in FP8 on
+    this machine. By time, small and inefficient GEMMs count more (ours; docs/method.md, section 6)."""
     cost_file: str | None = None
-    """File to keep measured times in: what it has for this GPU, torch and backend is not timed again. None: kept in the
-    run's plan alone."""
+    """File that keeps measured times. What it has for this GPU, torch and backend is not timed again. None: the run's
+    plan alone keeps them."""
     cost_tokens: int | None = None
-    """Tokens of a micro-batch to time the GEMMs for. None: those of the first micro-batch that is probed; the policies
-    that share out FP4 without a probe have none, and need the number."""
-    granularity: str = "layer"
-    """"layer": the three GEMMs of a linear share one format (the paper). "gemm": each is decided by itself (ours)."""
-    policy: str = "snip"
-    """Who decides: "snip", or one of the baselines in `POLICIES` (docs/policies.md)."""
-    plan: str | None = None
-    """Path of a plan file to apply before the first step and hold fixed; `policy` is then not asked."""
-    refresh_every: int | None = 500
-    """Steps between two refreshes, counted from the last probe: one that comes early (`refresh_on_drift`) moves those
-    after it. How fast rankings age: docs/fidelity.md, section 6. None: the first plan stays, unless it drifts; a first
-    refresh that failed is tried again every `first_refresh` steps."""
+    """Tokens of a micro-batch to time the GEMMs for. None: those of the first micro-batch that is probed. Policies
+    without a probe that aim at a share of time need the number."""
+
+    # Schedule: when the plan is made and applied
+
+    start_format: str | None = None
+    """Format of every GEMM until the first plan is applied: one of `formats`, or "bf16" (not quantized). None: the most
+    precise of `formats`."""
     first_refresh: int = 100
     """Step of the first probe. Adam's very first updates say nothing of how later ones answer to the gradient."""
+    refresh_every: int | None = 500
+    """Steps between two refreshes, counted from the last probe. An early one (`refresh_on_drift`) moves those after it.
+    How fast rankings age: docs/fidelity.md, section 6. None: the first plan stays, unless it drifts; a first refresh
+    that failed is tried again every `first_refresh` steps."""
     apply_delay: int = 10
     """Steps between a probe and the application of its plan; the solver runs meanwhile. At most `refresh_every`."""
     refresh_on_drift: float | None = None
-    """Refresh early when the ranking of the layers has moved: at a cheap check the rank correlation (Spearman, -1..1)
-    of their costs with those that the plan in force was made from is below this, 0..1. None: never checks (ours)."""
+    """Refresh early when the ranking of the layers has moved: when, at a cheap check, the rank correlation (Spearman)
+    of their costs with those behind the plan in force is below this, 0..1. None: never checks (ours)."""
     drift_every: int = 100
-    """Steps between two such checks, counted from the last probe; each costs one FP32 forward-backward pass. There is
+    """Steps between two such checks, counted from the last probe. Each costs one FP32 forward-backward pass. There is
     none while a plan waits for its application."""
-    start_format: str = "fp8"
-    """Format of every GEMM until the first plan is applied: "fp8" or "bf16" (= not quantized)."""
+
+    # Probe: what a refresh measures
+
     probes: int = 1
     """Random directions per refresh; each costs two forward-backward passes. The policy "hessian-trace" needs many."""
     probe_tokens: int | None = 1024
@@ -126,54 +130,66 @@ class SnipConfig:
     probe_memory_mib: int | None = None
     """Most MiB that a probe may hold beyond the model, activations not counted (`snip_hf.memory`); it then keeps fewer
     tokens if it has to. None: no bound."""
-    loss_form: str = "token-fisher"
-    """Estimator of the loss divergence: "token-fisher" (ours: curvature, which training does not take away), "taylor"
-    (ours: with the first-order effect of the weight's error, nearest to the loss's rise at this very step) or "norm"
-    (first order, from norms)."""
-    objective: str = "additive"
-    """What the program minimises, from both divergences divided by their totals in FP4: "additive" (ours) dL + 0.1
-    dW^2, since independent errors add in squares; "horizon" (ours) the same with dW^2 as it grows over 100 steps;
-    "paper" Q = dL + dW."""
+    loss_form: LossForm = "token-fisher"
+    """Estimator of the loss divergence. "token-fisher" (ours): curvature, which training does not take away. "taylor"
+    (ours): with the first-order effect of the weight's error, nearest to the loss's rise at this very step. "norm":
+    first order, from norms."""
+
+    # Objective: who decides, and what for
+
+    policy: str = "snip"
+    """Who decides: "snip", or another registered policy (docs/policies.md)."""
+    plan: str | None = None
+    """Path of a plan file to apply before the first step and hold fixed; `policy` is then not asked."""
+    objective: Objective = "additive"
+    """What the program minimises, from both divergences divided by their totals with everything in the least precise
+    format. "additive" (ours): dL + 0.1 dW^2, since independent errors add in squares. "horizon" (ours): the same with
+    dW^2 as it grows over 100 steps. "paper": Q = dL + dW."""
     loss_weight: float = 1.0
     """Multiplies the loss divergence's part of the objective."""
     weight_weight: float = 1.0
     """Multiplies the weight divergence's part of the objective."""
-    skip_modules: tuple[str, ...] = ()
-    """Exact names or globs (`fnmatch`, whole name) of linears that stay as they are."""
-    ties: tuple[tuple[str, ...], ...] = ()
-    """Sibling linears that share a format, by their last name, e.g. (("q_proj", "k_proj", "v_proj"),)."""
-    stages: int | tuple[tuple[str, ...], ...] | None = None
-    """None: one constraint for the whole model. A number: that many contiguous, equal runs of blocks. Or the layer
-    names of each stage. Every stage attains `target_fp4_fraction` by itself."""
     switching_cost: float = 0.0
     """Added to the objective for the share of groups that change format against the plan in force."""
-    solver: str = "auto"
-    """"cbc" (python-mip), "highs" (scipy), "greedy" (ours), or "auto": the first of them that fits and is installed.
-    The policy "greedy" always takes the greedy one."""
+
+    # Solver
+
+    solver: Solver = "auto"
+    """Solver of the integer program: "cbc" (python-mip), "highs" (scipy), "greedy" (ours), or "auto", the first of them
+    that fits and is installed. A policy may name its own."""
     solver_time_limit: float = 60.0
     """Seconds after which the solver is stopped, at most 7 days."""
     solver_gap: float = 1e-4
     """Relative gap at which the solver may stop."""
+
+    # Run
+
+    backend: str = "auto"
+    """Kernels: the name of a backend (docs/hopper.md), or "auto", the fastest that can run. The log says which one and
+    why."""
     rank_timeout: float = 600.0
     """Seconds, beyond `solver_time_limit` and another 60, that a process waits for the others at most when they agree
     on something, at most 7 days; then training ends with an error."""
-    backend: str = "auto"
-    """Kernels: "hopper" (FP8 tensor cores of an H100 or H200, where the compute dtype is BF16), "emulated" (any device,
-    slower than BF16), or "auto": the first of them that can run. The log says which runs, and why."""
     seed: int = 0
     """Seed of stochastic rounding, of the probe's directions and of the `random` policy."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check_type(field.name, getattr(self, field.name), str(field.type))
+            annotation = "str" if field.name in _CHOICES else str(field.type)
+            _check_type(field.name, getattr(self, field.name), annotation)
             _check_bits(field.name, getattr(self, field.name))
-        for name, choices in _CHOICES.items():
+        closed = {name: get_args(choices) for name, choices in _CHOICES.items()}
+        registered = {"policy": tuple(POLICIES), "backend": ("auto", *BACKENDS)}
+        for name, choices in (closed | registered).items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; expected one of {', '.join(choices)}.")
         for name, least in _AT_LEAST.items():
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)!r} is too small; expected at least {least}.")
         self._check_ranges()
+        self._check_formats()
+        self._check_share()
+        POLICIES[self.policy].check(self)
         object.__setattr__(self, "skip_modules", _as_names("skip_modules", self.skip_modules))
         object.__setattr__(self, "ties", tuple(_as_names("ties", tie) for tie in self.ties))
         if not (self.stages is None or isinstance(self.stages, int)):
@@ -185,11 +201,6 @@ class SnipConfig:
             raise ValueError(
                 f"target_fp4_fraction={self.target_fp4_fraction!r} is outside 0..1; it is the share of the linear "
                 "FLOPs that run in FP4, e.g. 0.75."
-            )
-        if self.policy == "backward-first" and self.granularity == "layer" and self.plan is None:
-            raise ValueError(
-                "policy='backward-first' with granularity='layer' cannot work: it decides the GEMMs of a linear apart. "
-                "Set granularity='gemm'."
             )
         if self.refresh_every is not None and self.apply_delay > self.refresh_every:
             raise ValueError(
@@ -230,6 +241,57 @@ class SnipConfig:
                 f"stages={self.stages} is too small; expected None, a number of at least 1, or lists of names."
             )
 
+    def _check_formats(self) -> None:
+        object.__setattr__(self, "formats", _as_names("formats", self.formats))
+        for name in self.formats:
+            FORMATS.checked(name, "formats")
+        bits = [FORMATS[name].bits for name in self.formats]
+        if not self.formats or len(set(self.formats)) < len(self.formats) or bits != sorted(bits):
+            raise ValueError(
+                f"formats={self.formats!r} does not name each format once, the least precise first; expected e.g. "
+                f"{SnipConfig.__dataclass_fields__['formats'].default!r}."
+            )
+        starts = dict.fromkeys([*self.formats, UNQUANTIZED.name])
+        if self.start_format is None:
+            object.__setattr__(self, "start_format", self.format_at_start)
+        elif self.start_format not in starts:
+            raise ValueError(f"start_format={self.start_format!r} is not known; expected one of {', '.join(starts)}.")
+
+    def _check_share(self) -> None:
+        policy = POLICIES[self.policy]
+        if self.plan is not None or not policy.aims_at_share:
+            return
+        if not FORMATS[self.least_precise].is_quantized:
+            raise ValueError(
+                f"policy={self.policy!r} has nothing to decide between the formats {self.formats!r}; expected at least "
+                "one that is quantized."
+            )
+        if self.target_fp4_fraction > 0 and not FORMATS[self.least_precise].counts_as_fp4:
+            raise ValueError(
+                f"target_fp4_fraction={self.target_fp4_fraction!r} cannot be met in the formats {self.formats!r}; "
+                "expected one with elements of at most 4 bits among them, or the target 0."
+            )
+
+    @property
+    def format_at_start(self) -> str:
+        """`start_format`, or the most precise of `formats`."""
+        return self.start_format or self.most_precise
+
+    @property
+    def quantized_formats(self) -> tuple[str, ...]:
+        """Those of `formats` that quantize, whose divergences are estimated; the most precise first."""
+        return tuple(name for name in reversed(self.formats) if FORMATS[name].is_quantized)
+
+    @property
+    def least_precise(self) -> str:
+        """The first of `formats`."""
+        return self.formats[0]
+
+    @property
+    def most_precise(self) -> str:
+        """The last of `formats`."""
+        return self.formats[-1]
+
     def _check_drift(self) -> None:
         if self.refresh_on_drift is None:
             return
@@ -237,11 +299,6 @@ class SnipConfig:
             raise ValueError(
                 f"refresh_on_drift={self.refresh_on_drift!r} is outside 0..1; it is the rank correlation below which "
                 "the plan is refreshed early, e.g. 0.8, or None."
-            )
-        if self.policy == "hessian-trace" and self.plan is None:
-            raise ValueError(
-                f"refresh_on_drift={self.refresh_on_drift!r} with policy='hessian-trace' cannot work: a check takes no "
-                "derivatives, and so knows no trace. Set refresh_on_drift=None."
             )
         if self.refresh_every is None:
             return
@@ -260,7 +317,8 @@ class SnipConfig:
                     raise ValueError(f"{name}={getattr(self, name)!r} is for cost='measured'; set that too.")
         if self.cost_tokens is not None and self.cost_tokens < 1:
             raise ValueError(f"cost_tokens={self.cost_tokens} is too small; expected None or at least 1.")
-        by_rule = self.plan is None and self.policy in _SHARED_OUT_BY_RULE
+        policy = POLICIES[self.policy]
+        by_rule = self.plan is None and policy.aims_at_share and not policy.needs_probe
         if self.cost == "measured" and self.cost_tokens is None and by_rule:
             raise ValueError(
                 f"cost='measured' with policy={self.policy!r} needs cost_tokens, the tokens of a micro-batch: its "
@@ -275,6 +333,25 @@ class SnipConfig:
         for index, stage in enumerate(() if isinstance(self.stages, int) else self.stages or ()):
             if not stage:
                 raise ValueError(f"stages: stage {index} names no layer; expected at least one in every stage.")
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> SnipConfig:
+        """Builds a config from a named set of values.
+
+        "paper": by layer, Q = dL + dW, as far as the paper is known. "layer": the default. "gemm": the three GEMMs of a
+        linear apart. "hopper": as "gemm", with ties that
+        let linears of the same input quantize it once.
+
+        Args:
+            name: of the preset.
+            changes: fields with other values.
+
+        Raises:
+            ValueError: an unknown name, or as the constructor.
+        """
+        if name not in _PRESETS:
+            raise ValueError(f"Unknown preset {name!r}; expected one of {', '.join(_PRESETS)}.")
+        return cls(**(_PRESETS[name] | changes))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SnipConfig:

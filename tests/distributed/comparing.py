@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from snip_hf.history import records_of
+from snip_hf.records.run_folder import records_of
 
 Table = Mapping[str, Sequence[float]]
 LOSS, WEIGHT, CRITERION = 0, 1, 2  # columns

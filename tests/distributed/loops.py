@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from snip_hf import SnipConfig, SnipController, convert_model
-from snip_hf.jsonfiles import read_json, write_json_atomic
+from snip_hf.json_io import read_json, write_json_atomic
 
 ROWS, LENGTH = 4, 128  # of all ranks together; one tile, so that whole tiles are of one rank
 CONFIG = SnipConfig(probe_tokens=None, **SCHEDULE)

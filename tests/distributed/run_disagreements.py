@@ -20,13 +20,14 @@ from small import text, tiny_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import snip_hf.distributed
-import snip_hf.launch
+import snip_hf.parallel.pipeline
+import snip_hf.parallel.ranks
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model
-from snip_hf.cost import linear_flops
-from snip_hf.fingerprint import weights_fingerprint
-from snip_hf.linear import restore_model, snip_linears
-from snip_hf.plan import PlanProvenance
+from snip_hf.costs.flops import linear_flops
+from snip_hf.layers.convert import restore_model
+from snip_hf.layers.state import snip_linears
+from snip_hf.planning.plan import PlanProvenance
+from snip_hf.training.fingerprint import weights_fingerprint
 
 BOUND = 3.0
 QUICK: dict[str, Any] = {"rank_timeout": 1.0, "solver_time_limit": 2.0, "solver": "greedy", "probe_tokens": None}
@@ -126,8 +127,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    snip_hf.launch._SOLVER_GRACE = 0.0
-    snip_hf.distributed._SAYS_AFTER = 0.5
+    snip_hf.training.preparation._SOLVER_GRACE = 0.0
+    snip_hf.parallel.ranks._SAYS_AFTER = 0.5
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

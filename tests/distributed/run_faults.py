@@ -29,15 +29,15 @@ from rank_processes import free_port
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import snip_hf.controller
-import snip_hf.divergence
-import snip_hf.history
-import snip_hf.launch
+import snip_hf.estimation.divergence
+import snip_hf.parallel.pipeline
+import snip_hf.records.run_folder
+import snip_hf.training.controller
 from snip_hf import SnipConfig
-from snip_hf.controller import SnipController
-from snip_hf.distributed import RankError
-from snip_hf.linear import snip_linears
-from snip_hf.solver import SolverProcess
+from snip_hf.layers.state import snip_linears
+from snip_hf.parallel.ranks import RankError
+from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.training.controller import SnipController
 
 STEPS = 8
 # Refreshes at steps 2 and 6, applied after steps 4 and 8; or at step 6 only.
@@ -131,14 +131,14 @@ def not_captured(loop: Loop, step: int = 2) -> Iterator[None]:
 @contextmanager
 def out_of_memory(loop: Loop, name: str, rank: int = 1) -> Iterator[None]:
     """A function of the estimate fails on one rank at step 2, as on a device without memory."""
-    original = vars(snip_hf.divergence)[name]
+    original = vars(snip_hf.estimation.divergence)[name]
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         if loop.rank == rank and loop.at == 2:
             raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
         return original(*args, **kwargs)
 
-    with replaced(snip_hf.divergence, name, fails):
+    with replaced(snip_hf.estimation.divergence, name, fails):
         yield
 
 
@@ -152,7 +152,7 @@ def solver(loop: Loop, program: str) -> Iterator[None]:
             return _START(problem)
         return _START(problem, [sys.executable, "-S", "-c", program] if program else ["/nowhere/solver"])
 
-    with replaced(snip_hf.controller.SolverProcess, "start", staticmethod(start)):
+    with replaced(snip_hf.training.controller.SolverProcess, "start", staticmethod(start)):
         yield
 
 
@@ -177,7 +177,7 @@ def full_disk(loop: Loop) -> Iterator[None]:
 
     with ExitStack() as stack:
         for name in ("append_json_line", "write_json_atomic"):
-            stack.enter_context(replaced(snip_hf.history, name, fails))
+            stack.enter_context(replaced(snip_hf.records.run_folder, name, fails))
         yield
 
 
@@ -270,10 +270,10 @@ def stop(*args: Any, **kwargs: Any) -> None:
 
 # Group -> the rank it strikes, how, and where in a refresh that is applied in its own step.
 ENDED: dict[str, tuple[int, Callable[..., None], Any, str]] = {
-    "rank 1 is killed in the probe": (1, die, snip_hf.divergence, "run_probe"),
-    "rank 1 is killed before the exchange": (1, die, snip_hf.divergence, "pooled"),
+    "rank 1 is killed in the probe": (1, die, snip_hf.estimation.divergence, "run_probe"),
+    "rank 1 is killed before the exchange": (1, die, snip_hf.estimation.divergence, "pooled"),
     "rank 1 is killed before the plan": (1, die, SnipController, "_apply"),
-    "rank 1 stops in the probe": (1, stop, snip_hf.divergence, "run_probe"),
+    "rank 1 stops in the probe": (1, stop, snip_hf.estimation.divergence, "run_probe"),
     "rank 1 stops before the plan": (1, stop, SnipController, "_apply"),
     "rank 0 is killed while others wait for the plan": (0, die, SolverProcess, "result"),
 }
@@ -305,13 +305,13 @@ def _noting_solver(folder: Path) -> Iterator[None]:
         (folder / "solver").write_text(str(process._process.pid))
         return process
 
-    with replaced(snip_hf.controller.SolverProcess, "start", staticmethod(start)):
+    with replaced(snip_hf.training.controller.SolverProcess, "start", staticmethod(start)):
         yield
 
 
 def _hanging(folder: Path) -> list[str]:
     """Returns the command of `ilp.py`, but that it never finds a solution."""
-    source = Path(snip_hf.solver.ilp.__file__).parent
+    source = Path(snip_hf.planning.solver.process.ilp.__file__).parent
     program = folder / "hanging.py"
     program.write_text(
         f"import sys, time\nsys.path.insert(0, {str(source)!r})\nimport ilp\n"
@@ -412,7 +412,7 @@ def _fork(folder: Path, work: Callable[[Path], None]) -> _Group:
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    snip_hf.controller._GRACE = snip_hf.launch._SOLVER_GRACE = 0.0
+    snip_hf.training.controller._GRACE = snip_hf.training.preparation._SOLVER_GRACE = 0.0
     parent, ended = os.getpid(), {}
     for wave in WAVES:
         groups: dict[str, _Group] = {}

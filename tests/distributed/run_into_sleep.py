@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from small import text, tiny_llama
 
-import snip_hf.divergence
-import snip_hf.launch
+import snip_hf.estimation.divergence
+import snip_hf.parallel.pipeline
 from snip_hf import SnipConfig, SnipController
-from snip_hf.distributed import RankError, Ranks
-from snip_hf.solver import SolverProcess
+from snip_hf.parallel.ranks import RankError, Ranks
+from snip_hf.planning.solver.process import SolverProcess
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "probe": (snip_hf.divergence, "run_probe"),
+    "probe": (snip_hf.estimation.divergence, "run_probe"),
     "exchange": (Ranks, "all_to_all"),
     "solver": (SolverProcess, "result"),
 }
@@ -37,7 +37,7 @@ def main() -> None:
     folder, sleeper, where = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    snip_hf.launch._SOLVER_GRACE = 0.0
+    snip_hf.training.preparation._SOLVER_GRACE = 0.0
     model = tiny_llama(hidden=32, layers=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = SnipConfig(first_refresh=1, apply_delay=0, rank_timeout=2.0, solver_time_limit=4.0)

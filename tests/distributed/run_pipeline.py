@@ -16,10 +16,10 @@ from pipeline import Training
 from pipeline_case import CHUNKS, CONFIG, LAST, ROWS, STAGES, STEPS, batch_of
 from torch import Tensor
 
-import snip_hf.launch
+import snip_hf.parallel.pipeline
 from snip_hf import SnipConfig, SnipController
-from snip_hf.launch import Pipeline
-from snip_hf.linear import snip_linears
+from snip_hf.layers.state import snip_linears
+from snip_hf.parallel.pipeline import Pipeline
 
 
 def train(training: Training, config: SnipConfig, folder: Path | None, steps: int) -> tuple[SnipController, list[Any]]:
@@ -83,7 +83,7 @@ def main() -> None:
     found["chunks"] = {fmt: chunk_gradients(training, fmt) for fmt in ("fp8", "fp4")}
     # Names of one block, which one process has alone.
     skipping = SnipConfig(**CONFIG, skip_modules=("model.layers.7.*",), rank_timeout=5, solver_time_limit=5)
-    snip_hf.launch._SOLVER_GRACE = 5.0
+    snip_hf.training.preparation._SOLVER_GRACE = 5.0
     try:
         controller, _ = train(training, skipping, None, 2)
         found["skipping"] = list(controller.plan.assignment)

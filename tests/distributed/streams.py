@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from snip_hf import SnipConfig, SnipController
-from snip_hf.linear import snip_linears
+from snip_hf.layers.state import snip_linears
 
 
 def unreduced_gradients(fmt: str) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from rank_processes import assert_succeeded, start_ranks
 from run_faults import BOUND, ENDED, FAULTS, KILLED, POISONS, SURVIVED
 from test_solver import alive, wait_until
 
-from snip_hf.distributed import RankError
+from snip_hf.parallel.ranks import RankError
 
 # Seconds beyond the bound for what comes before and after the wait on a busy machine, where all groups run at once.
 SLACK = 15.0

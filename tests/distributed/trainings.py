@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from snip_hf import SnipConfig, SnipController
-from snip_hf.linear import convert_model
-from snip_hf.watch import StepWatch
+from snip_hf.layers.convert import convert_model
+from snip_hf.training.captured_step import StepWatch
 
 LENGTH = 128  # one tile, so that whole tiles are of one rank
 SCHEDULE: dict[str, Any] = {"first_refresh": 1, "refresh_every": 4, "apply_delay": 1, "probe_tokens": None}
@@ -244,7 +244,7 @@ def _clip_factors_noted(found: Found) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_solver() -> Iterator[None]:
-    import snip_hf.controller as module
+    import snip_hf.training.controller as module
 
     original = module.SolverProcess.start
 

@@ -13,7 +13,7 @@ from typing import Any
 from tiny_runs import SCHEDULE, Run, differing, weights, without_seconds
 
 from snip_hf import SnipConfig
-from snip_hf.solver import SolverProcess
+from snip_hf.planning.solver.process import SolverProcess
 
 CONFIG = SnipConfig(**SCHEDULE)
 WITHOUT_FIRST = SnipConfig(**SCHEDULE | {"first_refresh": 6})
@@ -45,7 +45,7 @@ def first_start(monkeypatch: Any, start: Callable[[dict[str, Any]], SolverProces
         started[-1] = start(problem) if len(started) == 1 else real(problem)
         return started[-1]
 
-    monkeypatch.setattr("snip_hf.controller.SolverProcess.start", replacement)
+    monkeypatch.setattr(SolverProcess, "start", replacement)
     return started
 
 

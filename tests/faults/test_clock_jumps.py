@@ -15,7 +15,8 @@ from transformers import TrainerCallback
 
 import snip_hf
 from snip_hf import SnipConfig
-from snip_hf.solver import SolverError, SolverProcess
+from snip_hf.planning.solver.process import SolverError, SolverProcess
+from snip_hf.training import controller as controller_module
 
 SOURCES = sorted(Path(snip_hf.__file__).parent.rglob("*.py"))
 # The wall clock's names; monotonic and perf_counter go on evenly whatever is done to it.
@@ -51,7 +52,7 @@ def test_a_hung_solver_is_killed_in_time_although_the_wall_clock_goes_back(
 ) -> None:
     start = SolverProcess.start
     first_start(monkeypatch, lambda problem: start(problem, ["sleep", "600"]))
-    monkeypatch.setattr("snip_hf.controller._GRACE", 0.0)
+    monkeypatch.setattr(controller_module, "_GRACE", 0.0)
     began = time.monotonic()
     config = SnipConfig(**SCHEDULE, solver_time_limit=0.5)
     run = train(tmp_path, config, callbacks=[_Jumps(monkeypatch)], **SHORT)

@@ -15,8 +15,8 @@ from tiny_runs import Run, differing, train, weights
 from transformers import TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig
-from snip_hf.fingerprint import weights_fingerprint
-from snip_hf.linear import convert_model
+from snip_hf.layers.convert import convert_model
+from snip_hf.training.fingerprint import weights_fingerprint
 
 SAVING = {"save_strategy": "steps", "save_steps": 4, "max_steps": 12}
 OTHER_WEIGHTS = (

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -21,8 +22,10 @@ from test_solver import members, wait_until
 from tiny_runs import SCHEDULE, Run, differing, train, weights, without_seconds
 from transformers import TrainerCallback
 
-from snip_hf import SnipConfig, ilp
-from snip_hf.solver import SolverProcess
+from snip_hf import SnipConfig
+from snip_hf.planning.solver import ilp
+from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.training import controller as controller_module
 
 START = SolverProcess.start
 RUN_ILP = f"import runpy; runpy.run_path({ilp.__file__!r}, run_name='__main__')"
@@ -71,7 +74,7 @@ def without_descriptors(problem: dict[str, Any]) -> SolverProcess:
 
 def without_temporary_folder(problem: dict[str, Any]) -> SolverProcess:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tempfile.tempdir", "/nowhere")
+        patch.setattr(tempfile, "tempdir", "/nowhere")
         return START(problem)
 
 
@@ -148,7 +151,7 @@ def test_a_solver_that_hangs_is_waited_for_no_longer_than_its_limit(
 ) -> None:
     ignore = "[signal.signal(number, signal.SIG_IGN) for number in (1, 2, 15)]; " if how == "ignores signals" else ""
     started = first_start(monkeypatch, program(f"import signal, time; {ignore}time.sleep(600)"))
-    monkeypatch.setattr("snip_hf.controller._GRACE", 0.2)
+    monkeypatch.setattr(controller_module, "_GRACE", 0.2)
     waits: list[float] = []
     result = SolverProcess.result
 

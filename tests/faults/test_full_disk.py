@@ -16,6 +16,7 @@ from tiny_runs import Run, differing, train, weights, without_seconds
 from transformers import TrainerCallback
 
 from snip_hf import PrecisionPlan
+from snip_hf import json_io as json_io_module
 
 
 class _FullDisk(TrainerCallback):
@@ -26,8 +27,8 @@ class _FullDisk(TrainerCallback):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
         self.call, self.on, self.failures = call, False, 0
-        monkeypatch.setattr("snip_hf.jsonfiles.os", self)
-        monkeypatch.setattr("snip_hf.jsonfiles.open", self.opened, raising=False)
+        monkeypatch.setattr(json_io_module, "os", self)
+        monkeypatch.setattr(json_io_module, "open", self.opened, raising=False)
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)
@@ -120,7 +121,7 @@ def test_a_disk_that_is_really_full_costs_no_loss_either(tmp_path: Path) -> None
 
 def test_a_history_line_that_half_fitted_does_not_spoil_the_next(tmp_path: Path) -> None:
     """The disk fills up in the middle of a line and is emptied again before the next."""
-    from snip_hf import jsonfiles
+    from snip_hf import json_io as jsonfiles
 
     path = tmp_path / "history.jsonl"
     jsonfiles.append_json_line(path, {"event": "start"})

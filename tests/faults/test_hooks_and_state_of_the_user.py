@@ -20,10 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer
 
 from snip_hf import SnipConfig
-from snip_hf.divergence import estimate_divergence
-from snip_hf.linear import convert_model
-from snip_hf.optimizers import responses
-from snip_hf.probe import Batch, run_pass
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.divergence import estimate_divergence
+from snip_hf.estimation.passes import run_pass
+from snip_hf.layers.convert import convert_model
+from snip_hf.optimizers.response import responses
 
 # A probe at step 2, whose plan is applied after the last of 6 steps: the run is that of BF16 without SNIP.
 PROBES_ALONE = SnipConfig(start_format="bf16", first_refresh=2, refresh_every=9, apply_delay=4, **FAST)

@@ -24,12 +24,13 @@ from fault_runs import CONFIG, damaged, mutated
 from test_solver import make_problem
 from tiny_runs import Run, model_with_dropout
 
-from snip_hf import PrecisionPlan, SnipController, ilp
-from snip_hf.formats import GEMMS
-from snip_hf.history import RunFolder
-from snip_hf.jsonfiles import MAX_JSON_BYTES, append_json_line, parse_json, read_json
-from snip_hf.plan import PlanProvenance
-from snip_hf.solver import SolverError, SolverProcess, SolverResult, check_solution
+from snip_hf import PrecisionPlan, SnipController
+from snip_hf.json_io import MAX_JSON_BYTES, append_json_line, parse_json, read_json
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.plan import PlanProvenance
+from snip_hf.planning.solver import ilp
+from snip_hf.planning.solver.process import SolverError, SolverProcess, SolverResult, check_solution
+from snip_hf.records.run_folder import RunFolder
 
 # Seconds that one file of a few kB may take on a busy machine; most take a millisecond.
 BOUND = 5.0
@@ -209,9 +210,7 @@ def test_a_spoiled_state_is_refused_or_continues_and_changes_nothing_if_refused(
     undisturbed: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problems: list[Any] = []
-    monkeypatch.setattr(
-        "snip_hf.controller.SolverProcess.start", lambda problem: (problems.append(problem), _NoProcess())[1]
-    )
+    monkeypatch.setattr(SolverProcess, "start", lambda problem: (problems.append(problem), _NoProcess())[1])
     good = read_json(undisturbed.folder / "checkpoint-3" / "snip_state.json")
     data = json.dumps(good).encode()
     model = model_with_dropout()

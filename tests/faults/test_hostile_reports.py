@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 from test_report import random_assignments, write_checks, write_divergence, write_losses, write_run
 
-from snip_hf import cli, records, report
+from snip_hf import cli
 from snip_hf.cli import main
 from snip_hf.config import LONGEST_WAIT
-from snip_hf.formats import GEMMS
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.records import events as records
+from snip_hf.reporting import run_report as report
 
 # Seconds that a report without figures may take on a busy machine; most take a hundredth.
 BOUND = 30.0

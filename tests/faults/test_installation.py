@@ -16,9 +16,11 @@ import pytest
 from test_solver import make_problem
 from tiny_runs import SCHEDULE, train
 
-from snip_hf import SnipConfig, ilp, solver
-from snip_hf.linear import snip_linears
-from snip_hf.solver import SolverError, SolverProcess, import_paths
+from snip_hf import SnipConfig
+from snip_hf.layers.state import snip_linears
+from snip_hf.planning.solver import ilp
+from snip_hf.planning.solver import process as solver
+from snip_hf.planning.solver.process import SolverError, SolverProcess, import_paths
 
 SHORT = {"max_steps": 4}
 RUN_ILP = f"import runpy; runpy.run_path({ilp.__file__!r}, run_name='__main__')"
@@ -40,7 +42,8 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_packages_that_only_the_training_process_sees_are_shown_to_the_solver(how: str, bare_python: str) -> None:
     program = (
         f"import sys; sys.path += {PATHS if how == 'sys.path' else []!r}; import json;"
-        "from snip_hf.solver import SolverProcess; print(SolverProcess.start(json.load(sys.stdin)).result().solver)"
+        "from snip_hf.planning.solver.process import SolverProcess;"
+        "print(SolverProcess.start(json.load(sys.stdin)).result().solver)"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if how == "PYTHONPATH":

@@ -14,7 +14,7 @@ from fault_runs import CONFIG, SAVING, SHORT, in_a_process
 from test_solver import alive, members, wait_until
 from tiny_runs import Run, differing, train, weights, without_seconds
 
-from snip_hf import ilp
+from snip_hf.planning.solver import ilp
 
 # Seconds that a solver may outlive its trainer: a quarter to notice, the rest for a busy machine.
 BOUND = 5.0
@@ -36,7 +36,7 @@ from pathlib import Path
 from fault_runs import CONFIG, SAVING, SHORT
 from tiny_runs import train
 from transformers import TrainerCallback
-import snip_hf.controller, snip_hf.jsonfiles, snip_hf.solver
+import snip_hf.training.controller, snip_hf.json_io, snip_hf.planning.solver.process
 from snip_hf import SnipCallback
 folder, hanging = Path(sys.argv[1]), sys.argv[2]
 
@@ -51,7 +51,7 @@ class Killer(TrainerCallback):
             (folder / "pid").write_text(str(process.pid))
             die()
         if state.global_step == 3 and where == "plan":
-            snip_hf.jsonfiles.os.replace = die
+            snip_hf.json_io.os.replace = die
 
 for where in ("solver", "probe", "plan"):
     child = os.fork()
@@ -59,9 +59,9 @@ for where in ("solver", "probe", "plan"):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, where
         continue
     if where == "solver":
-        snip_hf.solver.ilp.__file__ = hanging
+        snip_hf.planning.solver.process.ilp.__file__ = hanging
     if where == "probe":
-        snip_hf.controller.divergences_at = die
+        snip_hf.training.controller.divergences_at = die
     callback = SnipCallback(CONFIG)
     train(folder / where, callback=callback, callbacks=[Killer()], **SHORT, **SAVING)
     os._exit(0)

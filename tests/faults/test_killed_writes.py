@@ -17,8 +17,8 @@ import pytest
 from fault_runs import in_a_process
 from huggingface_hub.utils import filter_repo_objects
 
-from snip_hf import jsonfiles
-from snip_hf.jsonfiles import append_json_line, read_json, remove_temporaries, write_json_atomic
+from snip_hf import json_io as jsonfiles
+from snip_hf.json_io import append_json_line, read_json, remove_temporaries, write_json_atomic
 
 # The module alone, so that a process takes milliseconds and not seconds to start.
 ALONE = f"""
@@ -207,9 +207,9 @@ def test_a_reader_finds_one_of_two_documents_while_they_replace_each_other(tmp_p
 FOLDER = """
 import json, os, random, signal, sys, time
 from pathlib import Path
-from snip_hf.divergence import DivergenceTable
-from snip_hf.history import RunFolder, records_of
-from snip_hf.plan import PlanProvenance, PrecisionPlan
+from snip_hf.estimation.table import DivergenceTable
+from snip_hf.records.run_folder import RunFolder, records_of
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 top = Path(sys.argv[1])
 row = {"forward": 1.0, "grad_input": 1.0, "grad_weight": 1.0}
 plans = [
@@ -261,7 +261,7 @@ def test_a_run_folder_is_readable_whenever_its_run_was_killed(tmp_path: Path) ->
 
 
 def test_what_a_killed_write_left_is_removed_by_the_next_run_of_the_folder(tmp_path: Path) -> None:
-    from snip_hf.history import RunFolder
+    from snip_hf.records.run_folder import RunFolder
 
     for begin in (lambda folder: folder.clear(), lambda folder: folder.cut(1, None, {"event": "start", "step": 0})):
         (tmp_path / "snip").mkdir(exist_ok=True)

@@ -10,25 +10,23 @@ import torch
 from fault_runs import CONFIG, SAVING, SHORT
 from tiny_runs import Run, differing, train, weights
 
-from snip_hf import SnipConfig, policies
-from snip_hf.controller import _Pending
-from snip_hf.cost import MeasuredCost
-from snip_hf.divergence import CHOICES, Divergence, DivergenceTable
-from snip_hf.formats import FORMAT_CODES, GEMMS
-from snip_hf.history import RunFolder
-from snip_hf.jsonfiles import (
-    MAX_JSON_BYTES,
-    MAX_VALUES,
-    append_json_line,
-    parse_json,
-    read_json,
-    write_json_atomic,
-)
-from snip_hf.plan import PlanProvenance, PrecisionPlan
-from snip_hf.runs import read_divergence
-from snip_hf.terms import LAYER
-from snip_hf.timing import GemmShape, Machine, gemm_times
+from snip_hf import SnipConfig
+from snip_hf import json_io as json_io_module
+from snip_hf.costs.budget import MeasuredCost
+from snip_hf.costs.gemm_timing import GemmShape, Machine, gemm_times
+from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.table import Divergence, DivergenceTable
+from snip_hf.json_io import MAX_JSON_BYTES, MAX_VALUES, append_json_line, parse_json, read_json, write_json_atomic
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
+from snip_hf.planning.program import problem
+from snip_hf.policies.setting import Setting, find_stages
+from snip_hf.records.events import read_divergence
+from snip_hf.records.run_folder import RunFolder
+from snip_hf.training.controller import _Pending
 
+CHOICES = SnipConfig().formats[::-1]
 # Linears of DeepSeek-V3, whose experts are counted one by one.
 LARGEST = 45_032
 
@@ -41,7 +39,7 @@ class Decided:
         names = [f"model.layers.{i // 770}.mlp.experts.{i % 770}.down_proj" for i in range(layers)]
         config = SnipConfig(granularity="gemm")
         flops = {name: dict.fromkeys(GEMMS, 2.0 * 7168 * 2048) for name in names}
-        setting = policies.Setting(config, flops, policies.find_stages(names, config))
+        setting = Setting(config, flops, find_stages(names, config))
         self.table = DivergenceTable(
             3.2,
             tuple(
@@ -51,7 +49,7 @@ class Decided:
                 for fmt in CHOICES
             ),
         )
-        seconds = {name: {gemm: dict.fromkeys(FORMAT_CODES, rng.random()) for gemm in GEMMS} for name in names}
+        seconds = {name: {gemm: dict.fromkeys(FORMATS, rng.random()) for gemm in GEMMS} for name in names}
         machine = Machine("NVIDIA H200", "2.11.0+cu130", "hopper", "bfloat16")
         self.plan = PrecisionPlan(
             {name: {gemm: rng.choice(CHOICES) for gemm in GEMMS} for name in names},
@@ -60,8 +58,8 @@ class Decided:
             PlanProvenance(step=40, policy="snip", config=config.to_dict()),
             MeasuredCost(machine=machine, tokens=16384, seconds=seconds),
         )
-        problem = policies.problem(setting, self.table, self.plan.assignment)
-        pending = _Pending(40, 50, problem, {"event": "refresh"}, {name: rng.random() for name in names})
+        program = problem(setting, self.table, self.plan.assignment)
+        pending = _Pending(40, 50, program, {"event": "refresh"}, {name: rng.random() for name in names})
         self.state = {"step": 41, "plan": self.plan.to_dict(), "pending": pending.to_dict(), "ranking": pending.ranking}
 
 
@@ -108,8 +106,8 @@ def test_large_documents_are_written_without_indentation_and_small_ones_for_peop
 
 def test_a_writer_refuses_exactly_what_a_reader_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json"
-    monkeypatch.setattr("snip_hf.jsonfiles.MAX_JSON_BYTES", 100)
-    monkeypatch.setattr("snip_hf.jsonfiles.MAX_VALUES", 20)
+    monkeypatch.setattr(json_io_module, "MAX_JSON_BYTES", 100)
+    monkeypatch.setattr(json_io_module, "MAX_VALUES", 20)
     longest, longer = "x" * 97, "x" * 98  # and two quotation marks and a line break
     for write in (write_json_atomic, append_json_line):
         write(path, longest)
@@ -139,7 +137,7 @@ def test_a_small_file_of_very_many_values_is_refused_before_it_takes_memory() ->
 def test_what_is_too_large_to_be_read_costs_its_record_and_no_loss(
     undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("snip_hf.jsonfiles.MAX_JSON_BYTES", 9000)
+    monkeypatch.setattr(json_io_module, "MAX_JSON_BYTES", 9000)
     run = train(tmp_path, CONFIG, **SHORT, **SAVING)
     assert run.losses == undisturbed.losses
     assert differing(weights(run.model), weights(undisturbed.model)) == []
@@ -157,10 +155,12 @@ def test_what_is_too_large_to_be_read_costs_its_record_and_no_loss(
 def test_times_that_are_too_many_to_be_read_cost_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("snip_hf.jsonfiles.MAX_JSON_BYTES", 100)
+    monkeypatch.setattr(json_io_module, "MAX_JSON_BYTES", 100)
     shape = GemmShape("forward", 8, 8, 8)
-    times = gemm_times([shape], "emulated", torch.device("cpu"), tmp_path / "times.json", lambda *args: 1.0)
-    assert times == {shape: dict.fromkeys(FORMAT_CODES, 1.0)}
+    times = gemm_times(
+        [shape], "emulated", torch.device("cpu"), tmp_path / "times.json", lambda *args: 1.0, tuple(FORMATS)
+    )
+    assert times == {shape: dict.fromkeys(FORMATS, 1.0)}
     assert not list(tmp_path.iterdir())
     (message,) = caplog.messages
     assert message.startswith("snip-hf: could not write the times of GEMMs to ")

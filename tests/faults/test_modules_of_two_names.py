@@ -14,10 +14,14 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from snip_hf import SnipConfig
-from snip_hf.divergence import DivergenceTable, estimate_divergence
-from snip_hf.linear import convert_model, snip_linears
-from snip_hf.probe import Batch, run_pass, run_probe
-from snip_hf.truth import measure_assignment, measure_divergence
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.divergence import estimate_divergence
+from snip_hf.estimation.ground_truth import measure_assignment, measure_divergence
+from snip_hf.estimation.passes import run_pass
+from snip_hf.estimation.probe import run_probe
+from snip_hf.estimation.table import DivergenceTable
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.state import snip_linears
 
 CONFIG = SnipConfig(**SCHEDULE)
 SHORT = {"max_steps": 5}

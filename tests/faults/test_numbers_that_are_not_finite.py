@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from snip_hf import SnipConfig
-from snip_hf.linear import snip_linears
+from snip_hf.layers.state import snip_linears
 
 LAYER = "model.layers.1.mlp.down_proj"
 

@@ -17,8 +17,8 @@ from tiny_runs import SCHEDULE, differing, train, weights
 from torch import Tensor, nn
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController
-from snip_hf.jsonfiles import read_json
-from snip_hf.runs import load_run
+from snip_hf.json_io import read_json
+from snip_hf.records.load import load_run
 
 # A no-break space, an ideographic and a zero-width one, a letter that turns the writing direction, an accent, a line
 # separator.

@@ -18,7 +18,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig, SnipController
-from snip_hf.linear import restore_model, snip_linears
+from snip_hf.layers.convert import restore_model
+from snip_hf.layers.state import snip_linears
 
 CONFIG = SnipConfig(**SCHEDULE)
 UP = "model.layers.1.mlp.up_proj"

@@ -22,13 +22,16 @@ from fault_runs import CONFIG, SAVING, SHORT
 from tiny_runs import SCHEDULE, Run, history, model_with_dropout, train
 from transformers import TrainerCallback
 
-from snip_hf import SnipConfig, SnipController, lock
-from snip_hf.divergence import Divergence, DivergenceTable
-from snip_hf.history import RunFolder
-from snip_hf.jsonfiles import append_json_line, write_json_atomic
-from snip_hf.lock import take
-from snip_hf.plan import PlanProvenance, PrecisionPlan
-from snip_hf.runs import load_run
+from snip_hf import SnipConfig, SnipController
+from snip_hf.estimation.table import Divergence, DivergenceTable
+from snip_hf.json_io import append_json_line, write_json_atomic
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
+from snip_hf.records import lock
+from snip_hf.records import lock as lock_module
+from snip_hf.records import run_folder as run_folder_module
+from snip_hf.records.load import load_run
+from snip_hf.records.lock import take
+from snip_hf.records.run_folder import RunFolder
 
 START = {"event": "start", "step": 0}
 TABLE = DivergenceTable(1.0, (Divergence("a", "layer", "fp4", 1.0, 1.0, 1.0),))
@@ -64,7 +67,7 @@ def test_a_run_that_cannot_start_gives_the_folder_back_although_its_error_is_kep
     def refuse(*args: Any) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr(f"snip_hf.controller.{where}", refuse)
+    monkeypatch.setattr(f"snip_hf.training.controller.{where}", refuse)
     with pytest.raises(ValueError, match="no") as kept:
         controller(tmp_path)
     assert not (tmp_path / "_snip.lock").exists()
@@ -124,7 +127,7 @@ def test_a_record_that_cannot_be_moved_aside_is_not_mixed_with_another(
     def fail(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("snip_hf.history.shutil.move", fail)
+    monkeypatch.setattr(run_folder_module.shutil, "move", fail)
     second = RunFolder(tmp_path)
     record(second)
     second.cut(1, None, START)
@@ -141,8 +144,8 @@ ALONE = f"""
 import sys, types
 from pathlib import Path
 sys.modules["snip_hf"] = types.ModuleType("snip_hf")
-sys.modules["snip_hf"].__path__ = [{str(Path(lock.__file__).parent)!r}]
-from snip_hf.lock import HeldError, take
+sys.modules["snip_hf"].__path__ = [{str(Path(lock.__file__).parents[1])!r}]
+from snip_hf.records.lock import HeldError, take
 """
 HOLD = """
 lock = take(Path(sys.argv[1], "_snip.lock"))
@@ -300,7 +303,7 @@ def test_where_files_cannot_be_locked_a_run_goes_on_with_a_warning(
     def refuse(*args: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("snip_hf.lock.fcntl.flock", refuse)
+    monkeypatch.setattr(lock_module.fcntl, "flock", refuse)
     run = train(tmp_path, CONFIG, **SHORT)
     assert [line["applied_step"] for line in run.refreshes] == [4, 8]
     (message,) = [message for message in caplog.messages if "lock" in message]
@@ -308,7 +311,7 @@ def test_where_files_cannot_be_locked_a_run_goes_on_with_a_warning(
         f"snip-hf: could not lock {tmp_path}, training goes on; do not start a second run there: "
         "[Errno 37] No locks available"
     )
-    monkeypatch.setattr("snip_hf.lock.fcntl", None)
+    monkeypatch.setattr(lock_module, "fcntl", None)
     with pytest.raises(OSError, match="no fcntl"):
         take(tmp_path / "lock")
 

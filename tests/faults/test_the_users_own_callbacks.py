@@ -24,8 +24,9 @@ from torch.optim.swa_utils import AveragedModel
 from transformers import Trainer, TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig, SnipController
-from snip_hf.linear import restore_model, set_step, snip_linears
-from snip_hf.run_hooks import marks_on
+from snip_hf.layers.convert import restore_model
+from snip_hf.layers.run_hooks import marks_on
+from snip_hf.layers.state import set_step, snip_linears
 
 SHORT = {"max_steps": 8}
 POLICIES = ["snip", "uniform-fp4"]

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch._dynamo import eval_frame
 
 from snip_hf import SnipConfig
-from snip_hf.divergence import estimate_divergence
-from snip_hf.linear import convert_model
-from snip_hf.probe import Batch, run_pass
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.divergence import estimate_divergence
+from snip_hf.estimation.passes import run_pass
+from snip_hf.layers.convert import convert_model
 
 PATIENCE = 20.0
 

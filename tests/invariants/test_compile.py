@@ -25,8 +25,10 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config, Trainer
 
 from snip_hf import SnipCallback, SnipConfig, SnipController
-from snip_hf.formats import GEMMS
-from snip_hf.linear import SnipLinear, convert_model, set_step, snip_linears
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.linear import SnipLinear
+from snip_hf.layers.state import set_step, snip_linears
+from snip_hf.numerics.gemms import GEMMS
 
 # What torch's compiler does inside and torch warns of.
 pytestmark = [

@@ -14,20 +14,23 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from rounded import fake_quantize
 from small import adamw_after, text, tiny_llama
 from thread_ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from snip_hf.config import SnipConfig
-from snip_hf.distributed import Processes, Ranks
-from snip_hf.divergence import CHOICES, DivergenceTable, converted, divergences_at, estimate_divergence
-from snip_hf.formats import FORMATS
-from snip_hf.probe import Batch
-from snip_hf.quantize import ROW_TILE, SQUARE_TILE, fake_quantize
-from snip_hf.terms import LAYER
-from snip_hf.truth import measure_divergence
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.divergence import converted, divergences_at, estimate_divergence
+from snip_hf.estimation.ground_truth import measure_divergence
+from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.table import DivergenceTable
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.gemms import ROW_TILE, SQUARE_TILE
+from snip_hf.parallel.ranks import Processes, Ranks
 
+CHOICES = SnipConfig().formats[::-1]
 HIDDEN, INNER, VOCABULARY, LENGTH = 12, 20, 17, 33
 # What a table's figures are asked for: a form of SNIP's loss divergence, or the criterion of a policy.
 FORMS = ("token-fisher", "taylor", "norm", "fisher")

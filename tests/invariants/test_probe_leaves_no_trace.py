@@ -17,11 +17,14 @@ from small import TinyLM, checkpoint_activations, text, tiny_llama, tiny_lm, tok
 from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
-from snip_hf.divergence import divergences_at, estimate_divergence
-from snip_hf.linear import convert_model, set_step, snip_linears
-from snip_hf.optimizers import responses
-from snip_hf.probe import Batch, run_forward, run_probe
-from snip_hf.truth import measure_assignment, measure_divergence, measure_loss
+from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.divergence import divergences_at, estimate_divergence
+from snip_hf.estimation.ground_truth import measure_assignment, measure_divergence, measure_loss
+from snip_hf.estimation.passes import run_forward
+from snip_hf.estimation.probe import run_probe
+from snip_hf.layers.convert import convert_model
+from snip_hf.layers.state import set_step, snip_linears
+from snip_hf.optimizers.response import responses
 
 Inputs = dict[str, Tensor]
 CONFIG = SnipConfig(probe_tokens=128, probe_batch_tokens=128)

@@ -28,7 +28,9 @@ from tiny_runs import (
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from snip_hf import PrecisionPlan, SnipCallback, SnipConfig
-from snip_hf.linear import snip_linears
+from snip_hf.integrations import trainer as trainer_module
+from snip_hf.layers.state import snip_linears
+from snip_hf.planning.solver import process as process_module
 
 CONFIG = SnipConfig(stages=2, **SCHEDULE)
 OTHER = SnipConfig(stages=2, granularity="gemm", target_fp4_fraction=0.5, probes=2, **(SCHEDULE | {"apply_delay": 4}))
@@ -192,7 +194,7 @@ def test_a_solver_that_cannot_be_started_again_costs_the_refresh_and_not_the_run
     full: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = interrupted(full, 3, tmp_path)
-    monkeypatch.setattr("snip_hf.solver.sys.executable", "/nowhere/python")
+    monkeypatch.setattr(process_module.sys, "executable", "/nowhere/python")
     resumed = train(tmp_path, CONFIG, resume=checkpoint, max_steps=5)
     assert [(line["step"], line["status"], line["decided_step"]) for line in resumed.refreshes] == [(2, "kept", 3)]
     assert "could not be started" in resumed.refreshes[0]["reason"]
@@ -233,7 +235,7 @@ def test_a_checkpoint_trained_without_snip_is_continued_with_it(
         "taken for a checkpoint trained without SNIP, the plan starts anew. If the checkpoint lies elsewhere, name "
         "its folder in SnipCallback(resume=...)."
     )
-    assert [record.message for record in caplog.records if record.name == "snip_hf.callback"] == [expected]
+    assert [record.message for record in caplog.records if record.name == "snip_hf.integrations.trainer"] == [expected]
     start, *refreshes = resumed.history
     assert (start["step"], {fmt for formats in start["plan"].values() for fmt in formats.values()}) == (5, {"fp8"})
     assert [(line["step"], line["applied_step"]) for line in refreshes] == [(6, 8), (10, 12)]
@@ -371,7 +373,7 @@ def test_a_state_that_cannot_be_written_costs_a_warning_and_not_the_run(
     def full_disk(path: Path, document: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("snip_hf.callback.write_json_atomic", full_disk)
+    monkeypatch.setattr(trainer_module, "write_json_atomic", full_disk)
     run = train(tmp_path, CONFIG, max_steps=1, **SAVING)
     assert len(run.losses) == 1
     path = tmp_path / "checkpoint-1" / "snip_state.json"

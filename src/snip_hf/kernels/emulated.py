@@ -1,24 +1,28 @@
 """How the three GEMMs are computed anywhere: rounding in software, products in FP32, as custom operators.
 
 Legend: T tokens, I in_features, O out_features; x (T, I), weight (O, I), grad_output (T, O). `state` is the layer's
-int64 tensor of `STATE_SIZE` numbers on its device: the format codes of the three GEMMs (in the order of
-`formats.GEMMS`); the key of the random numbers that its output gradient is rounded with (`quantize.stream_key`); the
-rank of this process among those that share the batch, and how many they are (`quantize.rank_stream`). Operators read it
-at run time, so that a new plan or step is new data for the same code.
+int64 tensor of `STATE_SIZE` numbers on its device: the format codes of the three GEMMs (in the order of `gemms.GEMMS`);
+the key of the random numbers that its output gradient is rounded with (`random_streams.stream_key`); the rank of this
+process among those that share the batch, and how many they are (`random_streams.rank_stream`). Operators read it at run
+time, so that a new plan or step is new data for the same code.
 
-In FP8 and FP4 both operands are quantized along the contraction, multiplied and summed in FP32, and the result is cast
-to the operands' dtype. In BF16 (= the compute dtype) the operators call exactly the aten functions that `nn.Linear` and
-its autograd call, so that such a layer gives the same bits as an `nn.Linear`.
+Both operands are quantized along the contraction, multiplied and summed in FP32, and the result is cast to the
+operands' dtype. In an unquantized format (BF16, the compute dtype) the operators call exactly the aten functions that
+`nn.Linear` and its autograd call, so that such a layer gives the same bits as an `nn.Linear`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ..formats import FORMAT_NAMES, FORMATS, GEMMS, NumberFormat
-from ..quantize import COLUMN_TILE, ROW_TILE, SQUARE_TILE
-from .fused import fake_quantize
+from ..numerics.formats import NumberFormat, format_of_code
+from ..numerics.gemms import GEMMS
+from .backend import Backend, Layer, register_backend
+from .rounding import fake_quantize
 
 STATE_SIZE = len(GEMMS) + 3
 # The operators read the state on the host, which a CUDA graph cannot: inductor leaves them out of one.
@@ -29,13 +33,13 @@ _READS_ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
 def forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
     """Returns x @ weight^T + bias, (..., O) for x (..., I), in x's dtype; the bias is added after the GEMM in FP32."""
     fmt, _ = _read(state, "forward")
-    if fmt is None:
+    if not fmt.is_quantized:
         # x as it came: aten adds the bias inside the GEMM or after it, depending on x's dimensions and strides.
         y = torch.nn.functional.linear(x, weight, bias)
     else:
         # (T, I) x (I, O): contracts I
-        left = fake_quantize(x.reshape(-1, x.shape[-1]), fmt, ROW_TILE)
-        y_fp32 = _multiply(left, fake_quantize(weight, fmt, SQUARE_TILE).t())
+        left = fake_quantize(x.reshape(-1, x.shape[-1]), fmt, "activation", 1)
+        y_fp32 = _multiply(left, fake_quantize(weight, fmt, "weight", 1).t())
         if bias is not None:
             y_fp32 += bias.to(torch.float32)
         y = y_fp32.to(x.dtype)
@@ -48,22 +52,22 @@ def forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) 
 def grad_input_gemm(grad_output: Tensor, weight: Tensor, state: Tensor) -> Tensor:
     """Returns grad_output @ weight, (T, I), in grad_output's dtype."""
     fmt, stream = _read(state, "grad_input")
-    if fmt is None:
+    if not fmt.is_quantized:
         return grad_output.mm(weight)
     # (T, O) x (O, I): contracts O
-    left = fake_quantize(grad_output, fmt, ROW_TILE, *stream)
-    return _multiply(left, fake_quantize(weight, fmt, SQUARE_TILE)).to(grad_output.dtype)
+    left = fake_quantize(grad_output, fmt, "gradient", 1, *stream)
+    return _multiply(left, fake_quantize(weight, fmt, "weight", 0)).to(grad_output.dtype)
 
 
 @torch.library.custom_op("snip_hf::grad_weight_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
 def grad_weight_gemm(grad_output: Tensor, x: Tensor, state: Tensor) -> Tensor:
     """Returns grad_output^T @ x, (O, I), in grad_output's dtype."""
     fmt, stream = _read(state, "grad_weight")
-    if fmt is None:
+    if not fmt.is_quantized:
         return grad_output.t().mm(x)
     # (O, T) x (T, I): contracts T
-    left = fake_quantize(grad_output, fmt, COLUMN_TILE, *stream).t()
-    return _multiply(left, fake_quantize(x, fmt, COLUMN_TILE)).to(grad_output.dtype)
+    left = fake_quantize(grad_output, fmt, "gradient", 0, *stream).t()
+    return _multiply(left, fake_quantize(x, fmt, "activation", 0)).to(grad_output.dtype)
 
 
 @forward_gemm.register_fake
@@ -87,11 +91,62 @@ def _multiply(left_fp32: Tensor, right_fp32: Tensor) -> Tensor:
         return left_fp32 @ right_fp32
 
 
-def _read(state: Tensor, gemm: str) -> tuple[NumberFormat | None, tuple[int | None, int, int]]:
-    """Returns the format of `gemm`, and for rounding its output gradient key (None: to nearest), rank and ranks.
-
-    Only output gradients in FP4 are rounded stochastically (docs/method.md, section 1).
-    """
+def _read(state: Tensor, gemm: str) -> tuple[NumberFormat, tuple[int, int, int]]:
+    """Returns the format of `gemm`, and for rounding its output gradient stochastically key, rank and ranks."""
     *codes, key, rank, ranks = state.tolist()
-    name = FORMAT_NAMES[codes[GEMMS.index(gemm)]]
-    return FORMATS[name], (key % 2**64 if name == "fp4" else None, rank, ranks)
+    return format_of_code(codes[GEMMS.index(gemm)]), (key % 2**64, rank, ranks)
+
+
+class _ThreeGemms(torch.autograd.Function):
+    """Y = X W^T + b with the format of each GEMM read from `state`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
+        # A copy: the next forward pass may write the state before this one's backward pass reads it.
+        ctx.save_for_backward(x, weight, state.clone())
+        y: Tensor = forward_gemm(x, weight, bias, state)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, state = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad_rows = grad_output.reshape(-1, grad_output.shape[-1])
+        return (
+            grad_input_gemm(grad_rows, weight, state).view(x.shape) if needs_x else None,
+            grad_weight_gemm(grad_rows, x.reshape(-1, x.shape[-1]), state) if needs_weight else None,
+            grad_rows.sum(0) if needs_bias else None,
+            None,
+        )
+
+
+class Emulated(Backend):
+    """Rounding in software, products in FP32, on any device that torch runs on."""
+
+    name = "emulated"
+    is_emulation = True
+
+    def lacks(self, device: torch.device) -> str | None:
+        return None
+
+    def runs(self, format: NumberFormat) -> bool:
+        return True
+
+    def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
+        y: Tensor = _ThreeGemms.apply(x, layer.weight.to(x.dtype) if casts else layer.weight, bias, layer.snip_state)
+        return y
+
+    def gemm_call(
+        self, gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor
+    ) -> Callable[[], Tensor]:
+        return {
+            "forward": lambda: forward_gemm(x, weight, None, state),
+            "grad_input": lambda: grad_input_gemm(grad_output, weight, state),
+            "grad_weight": lambda: grad_weight_gemm(grad_output, x, state),
+        }[gemm]
+
+    def notice(self, weight: Tensor, mixed_precision: str | None, asked: bool) -> tuple[bool, str]:
+        return False, "the numerics of the formats, slower than BF16"
+
+
+EMULATED = register_backend(Emulated())

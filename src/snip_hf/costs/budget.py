@@ -1,0 +1,146 @@
+"""What each GEMM costs, in FLOPs or in measured time: the weights of the program's efficiency constraint."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from torch import nn
+
+from ..layers.state import snip_linears
+from ..numerics.formats import FORMATS, REFERENCE
+from ..numerics.gemms import GEMMS
+from ..text import printable
+from .flops import Weights
+from .gemm_timing import GemmShape, Machine, Timer, gemm_times, timed_formats
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCost:
+    """How long each GEMM takes in each format, and where that was measured."""
+
+    machine: Machine
+    tokens: int
+    """Tokens of the micro-batch that the times are of."""
+    seconds: Mapping[str, Mapping[str, Mapping[str, float]]]
+    """{layer: {gemm: {format: seconds per micro-batch}}}; the grad_weight of a frozen weight is not run and takes 0."""
+
+    @property
+    def weights(self) -> dict[str, dict[str, float]]:
+        """Layer -> GEMM -> seconds in the reference format (`formats.REFERENCE`)."""
+        return {layer: {gemm: row[gemm][REFERENCE.name] for gemm in GEMMS} for layer, row in self.seconds.items()}
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Those that were timed, the same for every GEMM."""
+        return tuple(next(iter(self.seconds.values()))[GEMMS[0]])
+
+    def total(self, format: str) -> float:
+        """Seconds of all GEMMs in one format."""
+        return math.fsum(seconds[format] for row in self.seconds.values() for seconds in row.values())
+
+    def to_dict(self) -> dict[str, object]:
+        seconds = {layer: {gemm: dict(times) for gemm, times in row.items()} for layer, row in self.seconds.items()}
+        return {"machine": asdict(self.machine), "tokens": self.tokens, "seconds": seconds}
+
+
+@dataclass(frozen=True)
+class CostShare:
+    """What one GEMM of all linears of one kind (last name) costs, by both measures."""
+
+    kind: str
+    gemm: str
+    flops: float
+    """Share of the linear FLOPs, 0..1."""
+    time: float
+    """Share of the linears' measured time in FP8, 0..1."""
+    seconds: Mapping[str, float]
+    """Format -> seconds of all of them, per micro-batch."""
+
+    @property
+    def ratio(self) -> float:
+        """How much more this counts by time than by FLOPs."""
+        return self.time / self.flops
+
+
+def measure_cost(
+    model: nn.Module,
+    tokens: int,
+    backend: str,
+    path: str | os.PathLike[str] | None = None,
+    timer: Timer | None = None,
+    formats: Sequence[str] = (),
+) -> MeasuredCost:
+    """Returns the times of every GEMM of every swapped layer, on the device of the weights.
+
+    Args:
+        model: a converted model.
+        tokens: of a micro-batch, all of which pass through every layer.
+        backend, path, timer, formats: as in `gemm_timing.gemm_times`.
+
+    Raises:
+        ValueError: as `gemm_times`.
+    """
+    layers = snip_linears(model)
+    shapes = {
+        (name, gemm): GemmShape(gemm, tokens, layer.in_features, layer.out_features)
+        for name, layer in layers.items()
+        for gemm in GEMMS
+        if gemm != "grad_weight" or layer.weight.requires_grad
+    }
+    device = next(iter(layers.values())).weight.device
+    times = gemm_times(shapes.values(), backend, device, path, timer, formats)
+    not_run = dict.fromkeys(timed_formats(formats), 0.0)
+    seconds = {
+        name: {gemm: times[shapes[name, gemm]] if (name, gemm) in shapes else not_run for gemm in GEMMS}
+        for name in layers
+    }
+    return MeasuredCost(machine=Machine.of(device, backend), tokens=tokens, seconds=seconds)
+
+
+def predicted_times(flops: Weights, measured: MeasuredCost | None) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
+    """Returns layer -> GEMM -> format -> time for one micro-batch.
+
+    In seconds where measured. Otherwise by `NumberFormat.speed`, and 1 is the time that all of these linears take in
+    the reference format.
+    """
+    if measured is not None:
+        return measured.seconds
+    total = math.fsum(value for row in flops.values() for value in row.values())
+    return {
+        layer: {gemm: {name: row[gemm] / total / fmt.speed for name, fmt in FORMATS.items()} for gemm in GEMMS}
+        for layer, row in flops.items()
+    }
+
+
+def cost_shares(flops: Weights, measured: MeasuredCost) -> list[CostShare]:
+    """Returns the shares of FLOPs and time of every kind of linear and GEMM that has any, in the model's order."""
+    members: dict[tuple[str, str], list[str]] = {}
+    for layer, row in flops.items():
+        for gemm in GEMMS:
+            if row[gemm] > 0:
+                members.setdefault((layer.rpartition(".")[2], gemm), []).append(layer)
+    all_flops = math.fsum(value for row in flops.values() for value in row.values())
+    all_seconds = measured.total(REFERENCE.name)
+    shares = []
+    for (kind, gemm), layers in members.items():
+        seconds = {fmt: math.fsum(measured.seconds[x][gemm][fmt] for x in layers) for fmt in measured.formats}
+        share = math.fsum(flops[x][gemm] for x in layers) / all_flops
+        shares.append(CostShare(kind, gemm, share, seconds[REFERENCE.name] / all_seconds, seconds))
+    return shares
+
+
+def describe_cost(flops: Weights, measured: MeasuredCost) -> str:
+    """Returns one sentence on how FLOPs and measured time relate."""
+    shares = cost_shares(flops, measured)
+    dearest, cheapest = max(shares, key=lambda share: share.ratio), min(shares, key=lambda share: share.ratio)
+    totals = ", ".join(f"{measured.total(fmt) * 1e3:.4g} ms in {FORMATS[fmt].label}" for fmt in measured.formats)
+    return (
+        f"All GEMMs of the linears take {totals} per micro-batch of {measured.tokens} tokens "
+        f"({measured.machine.backend} backend, {measured.machine.device}); by measured time "
+        f"{printable(dearest.kind)} {dearest.gemm} counts {dearest.ratio:.2f} times what it counts by FLOPs "
+        f"({dearest.time:.1%} against {dearest.flops:.1%}), {printable(cheapest.kind)} {cheapest.gemm} "
+        f"{cheapest.ratio:.2f} times ({cheapest.time:.1%} against {cheapest.flops:.1%})."
+    )

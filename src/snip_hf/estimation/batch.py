@@ -1,0 +1,104 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..numerics.random_state import RandomState
+
+logger = logging.getLogger(__name__)
+
+# What a model's forward takes one row per sequence of: name -> numbers of dimensions, the first of which may also be 1.
+_BY_SEQUENCE = {
+    "input_ids": (2,),
+    "labels": (2,),
+    "attention_mask": (2, 4),
+    "position_ids": (2,),
+    "token_type_ids": (2,),
+    "inputs_embeds": (3,),
+}
+# The label of tokens that have no part in the loss, in torch and Hugging Face models.
+_NO_LABEL = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch as the model's forward takes it, and the generators' state with which it was first run."""
+
+    kwargs: Mapping[str, Any]
+    random_state: RandomState
+
+    @classmethod
+    def of(cls, kwargs: Mapping[str, Any]) -> Batch:
+        """Keeps references to the inputs, not copies.
+
+        `num_items_in_batch` is dropped: without it, Hugging Face models return the mean loss of the micro-batch.
+
+        Raises:
+            ValueError: there are no labels, so that the model gives no loss.
+        """
+        if kwargs.get("labels") is None:
+            raise ValueError(
+                f"The batch has no labels (its keys are {', '.join(kwargs) or 'none'}), so the model gives no loss to "
+                "probe. Expected a causal LM batch with `labels`. Label smoothing and a custom compute_loss_func "
+                "take them away: turn these off, or use a policy that needs no probe, such as "
+                "policy='layer-position'."
+            )
+        return cls({key: value for key, value in kwargs.items() if key != "num_items_in_batch"}, RandomState.now())
+
+    def part(self, tokens: int | None) -> Batch:
+        """Returns some sequences, as many as hold at most so many tokens but at least one; None: all of them.
+
+        They are spread evenly over the micro-batch, so that ranks that each take a part of theirs take together what
+        one process with all their sequences would. A single sequence is kept whole: cut, it would be another text with
+        other positions. The whole micro-batch is returned, and the log says why, if an input may belong to several
+        sequences at once (packed ones, say), or if the chosen sequences have no labels.
+        """
+        labels = self.kwargs["labels"]
+        if tokens is None or labels.numel() <= tokens or labels.shape[0] == 1:
+            return self
+        packed = [name for name, value in self.kwargs.items() if not _is_by_sequence(name, value, labels.shape[0])]
+        count = max(1, tokens * labels.shape[0] // labels.numel())
+        rows = torch.arange(count) * labels.shape[0] // count
+        chosen = labels[rows.to(labels.device)]
+        if packed or not (chosen != _NO_LABEL).any():
+            reason = f"its input {packed[0]!r} cannot be cut" if packed else f"{count} of its sequences have no labels"
+            logger.info("snip-hf: the probe takes the whole micro-batch of %d tokens: %s.", labels.numel(), reason)
+            return self
+        cut = {
+            name: value[rows.to(value.device)]
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] > 1
+            else value
+            for name, value in self.kwargs.items()
+        }
+        return Batch(cut, self.random_state)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.kwargs["labels"].numel())
+
+    @property
+    def labelled(self) -> int:
+        """Number of tokens with a label, over which the loss is a mean.
+
+        A causal LM shifts its labels, so that the first one of a sequence does not count, unless the batch has them
+        shifted already (`shift_labels`). A model of another kind has at most one more per sequence.
+        """
+        shifted = self.kwargs.get("shift_labels")
+        if shifted is not None:
+            return int((shifted != _NO_LABEL).sum())
+        labels = self.kwargs["labels"]
+        return int((labels[..., 1:] != _NO_LABEL).sum()) or int((labels != _NO_LABEL).sum())
+
+
+def _is_by_sequence(name: str, value: Any, sequences: int) -> bool:
+    """Tells whether an input has one row per sequence, or says the same of all of them."""
+    if not isinstance(value, Tensor):
+        return value is None or isinstance(value, bool | int | float | str)
+    return value.dim() == 0 or (value.dim() in _BY_SEQUENCE.get(name, ()) and value.shape[0] in (1, sequences))

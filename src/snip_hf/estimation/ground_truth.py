@@ -1,0 +1,201 @@
+"""What do the formats really do? Divergences measured directly: the truth that `divergence` estimates. Slow.
+
+Layers are quantized, the model's gradients and the optimizer's next updates are compared with those in high precision,
+on FP32 copies of the weights and without a trace in the model or the optimizer (see `probe`).
+
+An update is `optimizers.Response.update`. For Lion (smoothed sign) and Muon (FP32 Newton-Schulz) that is a model of the
+real step; docs/limitations.md says how far it is from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import SnipConfig
+from ..costs.flops import linear_flops
+from ..layers.linear import SnipLinear
+from ..layers.state import set_step
+from ..numerics.formats import FORMATS, UNQUANTIZED
+from ..numerics.gemms import GEMMS
+from ..optimizers.response import Response, responses
+from .batch import Batch
+from .divergence import converted, gradients_of, weights_of
+from .layer_sums import LAYER, ROWS
+from .passes import run_forward
+from .table import Divergence, DivergenceTable
+
+Assignment = Mapping[str, Mapping[str, str]]
+
+
+def measure_divergence(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | None = None,
+    config: SnipConfig | None = None,
+    draws: int = 2,
+    gemms: tuple[str, ...] = ROWS,
+) -> DivergenceTable:
+    """Measures the divergences of every layer, GEMM and format, each quantized alone, on one batch.
+
+    Args:
+        model, batch, optimizer, config: as in `estimate_divergence`; `config.seed` decides the rounding.
+        draws: stochastic-rounding draws per row (root mean square over the draws); formats without such rounding take
+            one.
+        gemms: which rows to measure, of "forward", "grad_input", "grad_weight", "layer".
+
+    Raises:
+        ValueError: the batch has no labels, or its loss is not finite.
+        TypeError: an optimizer that cannot be differentiated.
+    """
+    config = config or SnipConfig(probe_tokens=None)
+    rows: list[Divergence] = []
+    with _Measurement.of(model, batch, optimizer, config) as measurement:
+        flops = linear_flops(model)
+        for name in measurement.layers:
+            for fmt in config.quantized_formats:
+                for gemm in gemms:
+                    chosen = GEMMS if gemm == LAYER else (gemm,)
+                    count = draws if FORMATS[fmt].gradient.stochastic else 1
+                    rise, weight = measurement.damage({name: dict.fromkeys(chosen, fmt)}, count)
+                    rows.append(Divergence(name, gemm, fmt, rise, weight, sum(flops[name][g] for g in chosen)))
+        return DivergenceTable(measurement.loss, tuple(rows))
+
+
+def measure_assignment(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | None,
+    assignments: Iterable[Assignment],
+    config: SnipConfig | None = None,
+    draws: int = 2,
+) -> list[tuple[float, float]]:
+    """Measures whole plans: (relative rise of the loss, joint weight divergence) of each assignment, on one batch.
+
+    Args:
+        model, batch, optimizer, config, draws: as in `measure_divergence`.
+        assignments: layer -> GEMM -> format; what is not named stays in high precision.
+
+    Raises:
+        as `measure_divergence`.
+    """
+    config = config or SnipConfig(probe_tokens=None)
+    with _Measurement.of(model, batch, optimizer, config) as measurement:
+        return [measurement.damage(assignment, draws) for assignment in assignments]
+
+
+def measure_loss(
+    model: nn.Module,
+    batches: Sequence[Mapping[str, Any]],
+    assignments: Iterable[Assignment],
+    config: SnipConfig | None = None,
+) -> Tensor:
+    """Measures how far assignments raise the loss: forward passes in FP32 over many batches.
+
+    Args:
+        model, config: as in `measure_divergence`.
+        batches: held-out batches, with labels.
+        assignments: as in `measure_assignment`; only the forward GEMM's formats matter.
+
+    Returns: relative rise of the loss, (assignments, batches), FP64 on the CPU.
+
+    Raises:
+        ValueError: a batch has no labels, or its loss is not finite.
+    """
+    config = config or SnipConfig(probe_tokens=None)
+    captured = [Batch.of(batch) for batch in batches]
+    rises: list[Tensor] = []
+
+    def losses() -> Tensor:
+        return torch.tensor([run_forward(model, batch) for batch in captured], dtype=torch.float64)
+
+    with _high_precision(model, config) as layers:
+        base = losses()
+        if not bool(torch.isfinite(base).all()):
+            raise ValueError(f"The loss of a batch is {base.sum().item()}; expected finite numbers.")
+        for assignment in assignments:
+            with _assigned(layers, assignment):
+                rises.append(losses() / base - 1)
+    return torch.stack(rises) if rises else torch.empty(0, len(captured), dtype=torch.float64)
+
+
+class _Measurement:
+    """The state in high precision that every quantized pass is compared with."""
+
+    def __init__(
+        self, model: nn.Module, batch: Batch, optimizer: Any, config: SnipConfig, layers: dict[str, SnipLinear]
+    ) -> None:
+        self._model, self._batch, self._config, self.layers = model, batch, config, layers
+        self._answers: dict[str, Response] = responses(optimizer, weights_of(layers))
+        self.loss, base = gradients_of(model, batch, layers)
+        self._base = {}
+        for name in (name for name in self._answers if name in base):
+            norm = layers[name].weight.detach().to(torch.float32).square().sum().sqrt()
+            if norm == 0:  # as in `divergences_at`
+                continue
+            update, meaningful = self._answers[name].update(base[name]), self._answers[name].meaningful(base[name])
+            self._base[name] = update, meaningful / norm
+        if not math.isfinite(self.loss):
+            raise ValueError(f"The loss of the batch is {self.loss}; expected a finite number.")
+
+    @classmethod
+    @contextmanager
+    def of(
+        cls, model: nn.Module, batch: Mapping[str, Any], optimizer: Any, config: SnipConfig
+    ) -> Iterator[_Measurement]:
+        captured = Batch.of(batch)
+        with _high_precision(model, config) as layers:
+            yield cls(model, captured, optimizer, config, layers)
+
+    def damage(self, assignment: Assignment, draws: int) -> tuple[float, float]:
+        """Returns the relative rise of the loss and the weight divergence (root mean square over the draws)."""
+        squares, losses = [], []
+        with _assigned(self.layers, assignment):
+            for draw in range(draws):
+                set_step(self.layers, self._config.seed, draw, 0)
+                loss, gradients = gradients_of(self._model, self._batch, self.layers)
+                squares.append(self._distance(gradients))
+                losses.append(loss)
+        return sum(losses) / draws / self.loss - 1, (sum(squares) / draws) ** 0.5
+
+    def _distance(self, gradients: Mapping[str, Tensor]) -> float:
+        """Returns the sum over layers of |h(gradient) - h(base)|^2 / |W|^2."""
+        total = 0.0
+        for name, (update, meaningful_by_norm) in self._base.items():
+            if name in gradients:  # an expert without tokens takes no part in a pass
+                moved = (self._answers[name].update(gradients[name]) - update) * meaningful_by_norm
+                total += float(moved.square().sum())
+        return total
+
+
+@contextmanager
+def _high_precision(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, SnipLinear]]:
+    """Gives the swapped layers, all of them unquantized for the time of the context."""
+    with converted(model, config) as layers:
+        in_force = {name: (layer.formats, layer.snip_state.clone()) for name, layer in layers.items()}
+        try:
+            for layer in layers.values():
+                layer.set_formats(dict.fromkeys(GEMMS, UNQUANTIZED.name))
+            yield layers
+        finally:
+            for name, layer in layers.items():
+                formats, state = in_force[name]
+                layer.set_formats(formats)
+                layer.snip_state.copy_(state)
+
+
+@contextmanager
+def _assigned(layers: Mapping[str, SnipLinear], assignment: Assignment) -> Iterator[None]:
+    """Puts some formats in force for the time of the context; before and after all are unquantized."""
+    try:
+        for name, formats in assignment.items():
+            layers[name].set_formats({**dict.fromkeys(GEMMS, UNQUANTIZED.name), **formats})
+        yield
+    finally:
+        for name in assignment:
+            layers[name].set_formats(dict.fromkeys(GEMMS, UNQUANTIZED.name))

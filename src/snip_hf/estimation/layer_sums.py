@@ -1,0 +1,381 @@
+"""What does a format do to one layer? Sums over what the probe sampled there.
+
+Legend: T tokens that the layer saw, n of them sampled, N tokens with a label in the batch that was run, I in_features,
+O out_features. X (n, I), G (n, O) and W (O, I) are the layer's input, output gradient and weight in high precision; eX,
+eG, eW their quantization errors; Xdot, Gdot the derivatives along the probe's direction. Formulas: docs/method.md,
+sections 2 and 3.
+
+G is the gradient of a mean loss over N tokens. T is another number than N under masks (fewer labels than tokens), in
+an expert (which sees some of the tokens) and in a layer that is called several times (which sees each token again).
+
+A divergence has two parts. What a rounding error does to the update on the average over tokens comes back at every step
+(the bias); the rest is drawn anew with every batch. The sample is cut into pieces: products of different pieces tell
+the bias, because what is random in them is independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial, reduce
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..kernels.rounding import fake_quantize
+from ..kernels.sums import error_squares, norms, scaled_squares
+from ..numerics.formats import FORMATS
+from ..numerics.gemms import GEMMS, TILE
+from .products import product
+from .samples import LayerSample
+
+LAYER = "layer"
+_OPERANDS = {"x": "activation", "g": "gradient", "w": "weight"}
+ROWS = (*GEMMS, LAYER)
+# Pieces of a sample, at most; more separate bias from noise better and cost more products.
+_MOST_PIECES = 8
+# Elements of (R, O, I) products of R pieces that are held at once: 512 MiB.
+_AT_ONCE = 2**27
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Squares:
+    """Squared divergence of one step, and the part of it that comes back at every step.
+
+    Both hold differences of noisy sums, and may come out below 0 where the true figure is small.
+    """
+
+    step: float
+    bias: float
+
+    def __add__(self, other: Squares) -> Squares:
+        return Squares(self.step + other.step, self.bias + other.bias)
+
+    @classmethod
+    def mean(cls, squares: Sequence[Squares]) -> Squares:
+        """Returns the mean; zeros of none."""
+        count = max(1, len(squares))
+        return cls(sum(one.step for one in squares) / count, sum(one.bias for one in squares) / count)
+
+
+@dataclass(frozen=True)
+class Pending(Generic[Result]):
+    """A result whose sums are still on the device: reading them one by one would wait for it every time."""
+
+    sums: Tensor
+    """(any,)"""
+    finish: Callable[[list[float]], Result]
+
+
+def read_all(pending: Sequence[Pending[Result]]) -> list[Result]:
+    """Returns the results of all, read from the device at once."""
+    if not pending:
+        return []
+    device = pending[0].sums.device
+    figures = iter(torch.cat([one.sums.to(device) for one in pending]).tolist())
+    return [one.finish([next(figures) for _ in range(len(one.sums))]) for one in pending]
+
+
+class BatchSizes(NamedTuple):
+    """How large the batch is that was run, a micro-batch or a part of one, on all data ranks together."""
+
+    tokens: int
+    labelled: int
+    """N: the tokens over whose mean loss G is a gradient."""
+    micro_batch_tokens: int
+    micro_batch_labelled: int
+
+    @classmethod
+    def complete(cls, tokens: int, labelled: int) -> BatchSizes:
+        """Of a whole micro-batch."""
+        return cls(tokens, labelled, tokens, labelled)
+
+    @property
+    def parts(self) -> float:
+        """How many such batches make the micro-batch's mean loss."""
+        return max(1, self.micro_batch_labelled) / max(1, self.labelled)
+
+
+class _Sizes(NamedTuple):
+    """What the sums over a sample are extrapolated by."""
+
+    token_ratio: float
+    """T / n"""
+    scale: float
+    """Sums of squares: from the sample to all T tokens."""
+    pieces: int
+    micro_batches: float
+    """Batches of that size in the optimizer step."""
+
+    def of_pieces(self, own: float, total: float) -> Squares:
+        """From the pieces of the sample to all tokens of all micro-batches.
+
+        Args:
+            own: sum over the R pieces of |c_r|^2.
+            total: |sum of c_r|^2. Its cross terms are R (R - 1) times the square of what a piece does on the average.
+        """
+        mean = (total - own) / (self.pieces * (self.pieces - 1)) if self.pieces > 1 else 0.0
+        count = self.pieces * self.scale
+        # Over k micro-batches there are k * count pieces, each of 1 / k the weight.
+        batches = self.micro_batches
+        step = count * own / self.pieces / batches + count * (count - 1 / batches) * mean
+        return Squares(step, count**2 * mean)
+
+    def of_tokens(self, elements: float, by_token: float, own: float, total: float) -> Squares:
+        """The errors of activations: elements are independent but for what they share with their token or channel.
+
+        Args:
+            elements: sum of their squares.
+            by_token: sum over tokens of the squared sum over channels.
+            own: sum over channels and pieces of the squared sum over the piece's tokens.
+            total: sum over channels of the squared sum over tokens.
+        """
+        by_channel = self.of_pieces(own, total)
+        # Elements are in both sums, and count once.
+        return Squares(by_channel.step + self.scale / self.micro_batches * (by_token - elements), by_channel.bias)
+
+    def of_random_tokens(self, elements: float) -> Squares:
+        """The same under stochastic rounding, which makes every element independent and unbiased."""
+        return Squares(self.scale / self.micro_batches * elements, 0.0)
+
+
+class LayerTerms:
+    """The sums of one layer, prepared once for all formats.
+
+    Args:
+        sample: what the probe kept of the layer.
+        weight: (O, I).
+        pushforward: how a gradient's change (O, I) changes the optimizer's update, relative to |W|: a function, or the
+            factor of every element (O, I); None for a layer that is not trained.
+        micro_batches: micro-batches of the optimizer step; the sampled one stands for all.
+        batch: of what G is the gradient; None: of a whole micro-batch, all of whose tokens the layer saw once, each of
+            them with a label.
+        formats: the quantized formats of the run.
+    """
+
+    def __init__(
+        self,
+        sample: LayerSample,
+        weight: Tensor,
+        pushforward: Callable[[Tensor], Tensor] | Tensor | None,
+        micro_batches: int,
+        batch: BatchSizes | None = None,
+        *,
+        formats: Sequence[str],
+    ) -> None:
+        self.x, self.g, self.w = sample.x, sample.grad_output, weight.to(torch.float32)
+        self._pushforward = pushforward
+        self._formats = list(formats)
+        self.batch = batch or BatchSizes.complete(sample.tokens, sample.tokens)
+        count = self.x.shape[0]
+        pieces = min(max(1, count), max(2, min(_MOST_PIECES, count // TILE)))
+        # A part of a micro-batch, of the mean loss of its own, is to the step what one of more micro-batches is.
+        batches = micro_batches * self.batch.parts
+        self.sizes = _Sizes(sample.tokens / max(1, count), sample.scale, pieces, batches)
+        self._quantized: dict[tuple[str, str, int, int | None], Tensor] = {}
+        self._weight_errors = torch.stack([self.rounded("w", name, 1) for name in self._formats])
+        self._weight_errors.sub_(self.w).square_()
+        # What eX meets: (n, O) x (O, I); and eG: (n, I) x (I, O).
+        gradients = [self.g, *sample.grad_output_dot]
+        self._g_w, *meets_x = product(torch.cat(gradients), self.w).split([count] * len(gradients))
+        meets_g = [product(x_dot, self.w.t()) for x_dot in sample.x_dot]
+        dots = zip(sample.x_dot, sample.grad_output_dot, strict=True)
+        self._probes = [(self._met_by_weight(*dot), x, g) for dot, x, g in zip(dots, meets_x, meets_g, strict=True)]
+
+    def _met_by_weight(self, x_dot: Tensor, g_dot: Tensor) -> Tensor:
+        """Returns what eW does along one probe's direction, in the forward GEMM, in grad_input and in both.
+
+        These two add before the square, since one quantized weight serves both. (Formats, 3, 2): what
+        `_Sizes.of_pieces` takes.
+        """
+        x, x_dot = self._by_piece(self.x), self._by_piece(x_dot)
+        channels = zip(
+            self._by_output(g_dot), self._by_output(self.g), self._weight_errors.split(self._rows, 1), strict=True
+        )
+        sums = []
+        for g_dot_r, g_r, errors in channels:
+            forward = product(g_dot_r.mT, x)  # (R, O, L) x (R, L, I)
+            grad_input = product(g_r.mT, x_dot)  # (R, O, L) x (R, L, I)
+            sums.append(error_squares(forward, grad_input, errors))
+        return reduce(torch.add, sums)
+
+    def _by_output(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Returns (n, O) as pieces (R, L, O), of so many outputs that their (R, O, I) products may be held at once."""
+        return torch.split(self._by_piece(tensor), self._rows, 2)
+
+    @property
+    def _rows(self) -> int:
+        return max(1, _AT_ONCE // max(1, self.sizes.pieces * self.w.shape[1]))
+
+    def _by_piece(self, tensor: Tensor) -> Tensor:
+        """Returns (n, C) as (R, L, C): pieces of the sample, as even as can be, shorter ones with zeros at the end."""
+        pieces = self.sizes.pieces
+        if tensor.shape[0] % pieces == 0:
+            return tensor.view(pieces, tensor.shape[0] // pieces, tensor.shape[1])
+        return pad_sequence(list(tensor.tensor_split(pieces)), batch_first=True)
+
+    def weight_divergences(self, name: str, keys: tuple[int, int]) -> dict[str, Squares]:
+        """Returns row (a GEMM or "layer") -> squared weight divergence; the mean over the probes' squares.
+
+        Args:
+            name: format.
+            keys: of the random rounding of G, along O and along T, for formats that round it so.
+        """
+        return read_all([self.pending_weight_divergences(name, keys)])[0]
+
+    def pending_weight_divergences(self, name: str, keys: tuple[int, int]) -> Pending[dict[str, Squares]]:
+        """As `weight_divergences`, not waiting for the device."""
+        is_random = FORMATS[name].gradient.stochastic
+        on_weight = [found[self._formats.index(name)] for found, _, _ in self._probes]
+        errors = torch._foreach_sub(
+            [self.rounded("x", name, 1), self.rounded("g", name, 1, keys[0] if is_random else None)],
+            [self.x, self.g],
+        )
+        figures = []
+        for _, *meets in self._probes:
+            of_x, of_g = torch._foreach_mul(meets, errors)
+            figures += self._token_figures(of_x)
+            figures += [of_g] if is_random else self._token_figures(of_g)
+        on_tokens = [norms(figures).square_()] if figures else []
+        on_update = self._grad_weight_sums(name, keys[1] if is_random else None)
+        sums = torch.cat([*(found.flatten() for found in on_weight), *on_tokens, on_update])
+        return Pending(sums, partial(_squares_of, self.sizes, len(self._probes), is_random))
+
+    def _token_figures(self, products: Tensor) -> list[Tensor]:
+        """Returns what `_Sizes.of_tokens` takes the squares of, from errors times what they meet, (n, channels)."""
+        channels = self._by_piece(products).sum(1)
+        return [products, products.sum(1), channels, channels.sum(0)]
+
+    def _grad_weight_sums(self, name: str, key: int | None) -> Tensor:
+        """Returns what `_Sizes.of_pieces` takes, for J (Q(G)^T Q(X) - G^T X), no derivative of the model needed."""
+        if self._pushforward is None:
+            return self.w.new_zeros(2)
+        g, x = self.rounded("g", name, 0, key), self.rounded("x", name, 0)
+        # One product of twice the length instead of the difference of two.
+        left = torch.cat([self._by_piece(g), self._by_piece(-self.g)], 1)
+        right = torch.cat([self._by_piece(x), self._by_piece(self.x)], 1)
+        if isinstance(self._pushforward, Tensor):
+            sums = []
+            for g_r, factors in zip(left.split(self._rows, 2), self._pushforward.split(self._rows), strict=True):
+                sums.append(scaled_squares(product(g_r.mT, right), factors))  # (R, O, 2 L) x (R, 2 L, I)
+            return reduce(torch.add, sums)
+        # It takes whole changes of the weight.
+        own, totals = [], []
+        at_once = max(1, _AT_ONCE // max(1, self.w.numel()))
+        for g_r, x_r in zip(left.split(at_once), right.split(at_once), strict=True):
+            changes = product(g_r.mT, x_r)  # (R, O, 2 L) x (R, 2 L, I)
+            for change in changes:
+                change.copy_(self._pushforward(change))
+            own.append(norms([changes]).square_())
+            totals.append(changes.sum(0))
+        return torch.cat([reduce(torch.add, own), norms([reduce(torch.add, totals)]).square_()])
+
+    def loss_divergence(self, name: str, form: str, gradient: Tensor | None = None) -> float:
+        """Returns the estimated rise of the loss (not yet relative) from quantizing the forward GEMM.
+
+        Args:
+            name: format.
+            form: "token-fisher", "taylor" or "norm".
+            gradient: of the weight, (O, I), over all that the step has seen; for "taylor".
+        """
+        return read_all([self.pending_loss_divergence(name, form, gradient)])[0]
+
+    def pending_loss_divergence(self, name: str, form: str, gradient: Tensor | None = None) -> Pending[float]:
+        """As `loss_divergence`, not waiting for the device."""
+        x, w = self.rounded("x", name, 1), self.rounded("w", name, 1)
+        token_ratio, scale, *_ = self.sizes
+        if form == "norm":
+            grad_weight = product(self.g.t(), self.x)  # (O, n) x (n, I)
+            # Per token of the batch and not of the layer: so the figures of experts add up to that of a dense layer.
+            # Sums of |G|^2 fall with the number of labels, over which the loss is a mean.
+            elements = max(1, self.batch.tokens) * self.x.shape[1] * self.batch.parts
+            on_x = self._g_w.square().sum() * (x - self.x).square().sum() / elements
+            on_w = grad_weight.square().sum() * self.weight_error(name) / self.w.numel()
+            return Pending((token_ratio * (on_x + on_w).sqrt())[None], _first)
+        # G_t . E_t with E = Q(X) Q(W)^T - X W^T
+        along = product(self.g, w).mul_(x).addcmul_(self._g_w, self.x, value=-1).sum(1)
+        # N^2 for the gradients of the tokens' own losses, 1 / N for the mean over their rises.
+        rise = self.batch.labelled / 2 * scale * along.square_().sum()
+        if form == "taylor" and gradient is not None:
+            rise = rise + (gradient * (w - self.w)).sum()
+        return Pending(rise[None], _first)
+
+    def errors(self, name: str) -> dict[str, tuple[float, float]]:
+        """Returns row -> (absolute, relative) error of its operands, rounded to nearest."""
+        return read_all([self.pending_errors(name)])[0]
+
+    def pending_errors(self, name: str) -> Pending[dict[str, tuple[float, float]]]:
+        """As `errors`, not waiting for the device."""
+        operands = [getattr(self, operand) for operand, _ in _ACTIVATIONS]
+        rounded = [self.rounded(operand, name, contracts) for operand, contracts in _ACTIVATIONS]
+        found = self.weight_error(name).sqrt_()[None], norms(torch._foreach_sub(rounded, operands)), self._norms
+        # From the sample to all tokens of the batch, and from there to the micro-batch: X has more rows by its tokens,
+        # G also smaller ones, as a mean over more labels.
+        ratio, batch = self.sizes.token_ratio, self.batch
+        rows = max(1, batch.micro_batch_tokens) / max(1, batch.tokens)
+        factors = {"x": (ratio * rows) ** 0.5, "g": (ratio / batch.parts) ** 0.5}
+        return Pending(torch.cat(found), partial(_errors_of, factors))
+
+    @cached_property
+    def _norms(self) -> Tensor:
+        """Of W, X and G."""
+        return norms([self.w, self.x, self.g])
+
+    def weight_error(self, name: str) -> Tensor:
+        """Returns |eW|^2."""
+        return self._weight_errors[self._formats.index(name)].sum()
+
+    def rounded(self, operand: str, name: str, contracts: int, key: int | None = None) -> Tensor:
+        """Returns "x", "g" or "w" as a GEMM sees it that contracts this dimension of it; each is rounded once."""
+        at = (operand, name, contracts, key)
+        if at not in self._quantized:
+            self._quantized[at] = fake_quantize(
+                getattr(self, operand), FORMATS[name], _OPERANDS[operand], contracts, key
+            )
+        return self._quantized[at]
+
+
+# Operands of the GEMMs beside the weight, and the dimension that is contracted.
+_ACTIVATIONS = (("x", 1), ("x", 0), ("g", 1), ("g", 0))
+
+
+def _squares_of(sizes: _Sizes, probes: int, is_random: bool, figures: list[float]) -> dict[str, Squares]:
+    """Returns what `LayerTerms.weight_divergences` does, from its sums in their order."""
+    left = iter(figures)
+
+    def take(count: int) -> list[float]:
+        return [next(left) for _ in range(count)]
+
+    rows: dict[str, list[Squares]] = {"forward": [], "grad_input": [], LAYER: []}
+    on_weight = [[sizes.of_pieces(*take(2)) for _ in range(3)] for _ in range(probes)]
+    for on_forward, on_grad_input, on_both in on_weight:
+        of_x = sizes.of_tokens(*take(4))
+        of_g = sizes.of_random_tokens(*take(1)) if is_random else sizes.of_tokens(*take(4))
+        rows["forward"].append(of_x + on_forward)
+        rows["grad_input"].append(of_g + on_grad_input)
+        rows[LAYER].append(of_x + of_g + on_both)
+    grad_weight = sizes.of_pieces(*take(2))
+    means = {row: Squares.mean(squares) for row, squares in rows.items()}
+    return {**means, "grad_weight": grad_weight, LAYER: means[LAYER] + grad_weight}
+
+
+def _errors_of(factors: dict[str, float], norms: list[float]) -> dict[str, tuple[float, float]]:
+    """Returns what `LayerTerms.errors` does, from the norms of W's error, of `_ACTIVATIONS`' and of W, X and G."""
+    operands = ["w", *(operand for operand, _ in _ACTIVATIONS)]
+    of_operands = dict(zip(("w", "x", "g"), norms[len(operands) :], strict=True))
+    pairs = []
+    for operand, absolute in zip(operands, norms, strict=False):
+        norm = of_operands[operand]
+        pairs.append((absolute * factors.get(operand, 1.0), absolute / norm if norm > 0 else 0.0))
+    w, x_row, x_column, g_row, g_column = pairs
+    of_gemms = {"forward": (x_row, w), "grad_input": (g_row, w), "grad_weight": (g_column, x_column)}
+    sums = {gemm: (left[0] + right[0], left[1] + right[1]) for gemm, (left, right) in of_gemms.items()}
+    return {**sums, LAYER: (sum(value[0] for value in sums.values()), sum(value[1] for value in sums.values()))}
+
+
+def _first(figures: list[float]) -> float:
+    return figures[0]

@@ -1,0 +1,115 @@
+"""How much memory does a probe take beyond the model, and how many tokens may it keep within a bound?
+
+Counted is what a probe holds from one pass to the next: FP32 copies of weights, their gradients, and the samples of all
+layers. Not counted, and so not bounded: the activations of the running pass, which is in FP32 (where training is under
+BF16 autocast they are about twice as large as those of as many of its tokens; `probe_batch_tokens` says how many the
+probe runs on), and what is computed of one layer at a time, before the passes and after them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ..config import SnipConfig
+from ..layers.state import snip_linears
+from ..numerics.gemms import TILE
+from ..parallel.sharding import own_part
+from .passes import frozen_in_a_pass
+
+logger = logging.getLogger(__name__)
+
+_MIB = 2**20
+_FP32 = 4  # bytes
+
+
+def probe_memory(model: nn.Module, probes: int, tokens: int) -> float:
+    """Returns the MiB that `probe.run_probe` holds beyond the model at most, activations not counted.
+
+    Args:
+        model: a converted model, without wrappers. Every layer is taken to run once per pass.
+        probes: as there.
+        tokens: kept per layer.
+    """
+    layers = snip_linears(model)
+    moved = {id(layer.weight) for layer in layers.values() if layer.weight.requires_grad and probes > 0}
+    frozen = frozen_in_a_pass(model)
+    total = 0
+    for parameter in model.parameters():
+        copied = parameter.is_floating_point() and parameter.dtype != torch.float32
+        gets_gradient = parameter.is_floating_point() and id(parameter) not in frozen
+        copies = 1 if id(parameter) in moved else copied + gets_gradient
+        # The layers' own weights stay sharded.
+        kept = own_part(parameter) if id(parameter) in moved else parameter
+        total += _FP32 * kept.numel() * copies
+    for buffer in model.buffers():
+        total += buffer.numel() * (_FP32 if buffer.is_floating_point() else buffer.element_size())
+    # At the end of a probe's second pass: X and G of both its sides; X, G and the derivatives of the probes before.
+    held = {0: 1, 1: 2}.get(probes, probes + 2)
+    features = sum(layer.in_features + layer.out_features for layer in layers.values())
+    return (total + _FP32 * tokens * features * held) / _MIB
+
+
+def bounded(config: SnipConfig, model: nn.Module) -> SnipConfig:
+    """Returns the config with as many `probe_tokens` as `probe_memory_mib` allows, in whole runs of 128.
+
+    Raises:
+        ValueError: the bound holds not even 128 tokens.
+    """
+    bound = config.probe_memory_mib
+    if bound is None:
+        return config
+    fixed, least = (probe_memory(model, config.probes, tokens) for tokens in (0, TILE))
+    if least > bound:
+        raise ValueError(
+            f"probe_memory_mib={bound} is too small: 128 tokens per layer and the FP32 copies of this model's weights "
+            f"take {math.ceil(least)} MiB ({math.ceil(fixed)} without the tokens). Raise it to at least "
+            f"{math.ceil(least)}, set it to None, or use a policy that needs no probe, such as policy='layer-position'."
+        )
+    fitting = int((bound - fixed) / (least - fixed)) * TILE
+    if config.probe_tokens is not None and config.probe_tokens <= fitting:
+        return config
+    logger.info(
+        "snip-hf: probe_memory_mib=%d lets the probe keep at most %d tokens per layer (probe_tokens=%s).",
+        bound,
+        fitting,
+        config.probe_tokens,
+    )
+    return replace(config, probe_tokens=fitting)
+
+
+def kept_tokens(config: SnipConfig, tokens: int, ranks: int = 1) -> int:
+    """Returns how many tokens per layer a rank holds at most, of the tokens that its part of the probe runs on.
+
+    With several, each keeps its part, and gets those of the others for the layers that it owns.
+    """
+    if ranks > 1:
+        own = tokens if config.probe_tokens is None else min(tokens, math.ceil(config.probe_tokens / ranks))
+        return 2 * own
+    if config.probe_tokens is None or tokens <= config.probe_tokens:
+        return tokens
+    return min(config.probe_tokens, tokens) // TILE * TILE
+
+
+@contextmanager
+def measured_peak(weight: Tensor) -> Iterator[list[float | None]]:
+    """Gives a list that after the context holds its peak of CUDA memory, beyond what was allocated before, in MiB.
+
+    Nothing is reset, so that the peak statistics of the program stay its own: where the process had reached a higher
+    peak before, the context's own is not known and the list holds None. So it does where `weight` is not on CUDA.
+    """
+    peak: list[float | None] = [None]
+    if weight.device.type != "cuda":
+        yield peak
+        return
+    allocated, before = (f(weight.device) for f in (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated))
+    yield peak
+    after = torch.cuda.max_memory_allocated(weight.device)
+    if after > before:
+        peak[0] = (after - allocated) / _MIB

@@ -1,0 +1,214 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.state import plain_name, snip_linears
+from ..numerics.random_state import RandomState
+from ..parallel.sharding import whole, without_sharding_hooks
+from ..python_state import Kept, Shared
+from .batch import Batch
+from .user_hooks import leave_out_global_observers, leave_out_observers
+
+
+def run_pass(
+    model: nn.Module,
+    batch: Batch,
+    weights: Mapping[str, Tensor],
+    autocast: torch.dtype | None = None,
+    backward: bool = True,
+    run: Callable[[Mapping[str, Any]], Tensor | float | None] | None = None,
+) -> Tensor:
+    """Runs one forward and backward pass in FP32 on stand-ins for the parameters and returns the loss.
+
+    Args:
+        model: a model without wrappers.
+        batch: the micro-batch; the generators start from its state.
+        weights: parameter name (`linear.plain_name`) -> the tensor to use instead; gradients go to its `.grad` if it
+            requires them. Parameters that are not named are used as detached FP32 copies. Of sharded parameters these
+            are whole, but for the weights of swapped layers: each gathers its own when it runs.
+        autocast: dtype of autocast, None for none.
+        backward: whether to run the backward pass.
+        run: runs the batch forward and backward instead and returns its loss, None if that is known elsewhere (the
+            returned tensor is then NaN); for a model that is only a part.
+    """
+    before = RandomState.now()
+    try:
+        batch.random_state.restore()
+        with (
+            _for_all_threads(model),
+            _everything_kept(model),
+            without_sharding_hooks(model),
+        ):
+            _stand_in(model, weights)
+            return _run(model, dict(batch.kwargs), autocast, backward, run)
+    finally:
+        before.restore()
+
+
+def _stand_in(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Puts stand-ins in the place of the model's parameters, buffers and tensors that are mere attributes.
+
+    A tensor has one stand-in, by whatever names of whatever modules it is known.
+    """
+    frozen = frozen_in_a_pass(model)
+    swapped = {id(layer.weight) for layer in snip_linears(model).values()}
+    # These write to their weight in their forward pass.
+    written = {id(module.weight) for module in model.modules() if getattr(module, "max_norm", None) is not None}
+    stand_ins: dict[int, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if plain_name(name) in weights:
+            stand_ins.setdefault(id(parameter), weights[plain_name(name)])
+    for parameter in model.parameters():
+        if id(parameter) in stand_ins:
+            continue
+        copy = parameter.detach() if id(parameter) in swapped else whole(parameter.detach())
+        if parameter.is_floating_point():
+            # Something before the first layer must ask for gradients, so that the backward pass reaches all of them.
+            copy = copy.to(torch.float32, copy=id(parameter) in written).requires_grad_(id(parameter) not in frozen)
+        stand_ins[id(parameter)] = copy
+    for buffer in model.buffers():
+        stand_ins[id(buffer)] = buffer.clone().to(torch.float32) if buffer.is_floating_point() else buffer.clone()
+    for module in model.modules():
+        every: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for entries in every:
+            for name, tensor in entries.items():
+                if tensor is not None:
+                    entries[name] = stand_ins[id(tensor)]
+        attributes = vars(module)
+        for name, value in list(attributes.items()):
+            if type(value) is Tensor and not value.requires_grad:
+                if id(value) not in stand_ins:
+                    stand_ins[id(value)] = value.clone()
+                attributes[name] = stand_ins[id(value)]
+
+
+def frozen_in_a_pass(model: nn.Module) -> set[int]:
+    """Returns the ids of the parameters that get no gradient in `run_pass`: weights of linears."""
+    # Not `module.weight`: what parametrizes a weight may write to its buffers when it is asked for.
+    linears = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Linear)}
+    # An embedding that is tied to the output head is an embedding: it may be all that precedes the first layer.
+    return linears - {
+        id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+
+
+def run_forward(model: nn.Module, batch: Batch) -> float:
+    """Returns the loss of one FP32 forward pass under the formats in force; as traceless as `run_pass`."""
+    return float(run_pass(model, batch, {}, backward=False))
+
+
+@contextmanager
+def _everything_kept(model: nn.Module) -> Iterator[None]:
+    """Leaves out the hooks that only observe, and afterwards puts every module back as it was.
+
+    That is: parameters and buffers under all their names, hooks, and what a forward pass notes, such as the longest
+    text that a dynamic RoPE has seen.
+
+    Raises:
+        RuntimeError: a parameter of the model itself, and not its stand-in, was written to.
+    """
+    kept = Kept()
+    kept.keep_modules(model)
+    versions = [(name, parameter, _version(parameter)) for name, parameter in model.named_parameters()]
+    try:
+        leave_out_observers(model, kept)
+        # Last: a list that a module's method fills does not tell what the hooks do.
+        kept.keep_code(model)
+        yield
+    finally:
+        kept.restore()
+    for name, parameter, version in versions:
+        if _version(parameter) != version:
+            raise RuntimeError(
+                f"A pass of the probe wrote to the parameter {plain_name(name)!r} in place; expected a forward pass "
+                "that leaves parameters alone. Let the forward of its module, or a hook, work on a copy of it, or use "
+                "a policy that needs no probe, such as policy='layer-position'."
+            )
+
+
+def _version(parameter: Tensor) -> int:
+    """Returns torch's count of the changes of a tensor."""
+    return 0 if parameter.is_inference() else parameter._version
+
+
+@contextmanager
+def _patched_torch(model: nn.Module) -> Iterator[None]:
+    """Replaces, in torch itself, what the passes cannot have as it is."""
+    kept = Kept()
+    try:
+        leave_out_global_observers(model, kept)
+        # Compiled layers would record nothing, and be compiled again for it.
+        with torch.compiler.set_stance("force_eager"), _efficient_attention():
+            yield
+    finally:
+        kept.restore()
+
+
+_for_all_threads = Shared(_patched_torch)
+
+
+@contextmanager
+def _efficient_attention() -> Iterator[None]:
+    """Gives torch's attention in FP32 on CUDA one key and value per query head, where heads share them.
+
+    Only so does it take the memory-efficient kernel, which runs on tensor cores and holds no (tokens, tokens) matrices.
+    The function itself is replaced, since backward passes that recompute run in threads of their own.
+    """
+    original = nn.functional.scaled_dot_product_attention
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("enable_gqa") and query.is_cuda and query.dtype == torch.float32:
+            key, value = per_query_head(query, key), per_query_head(query, value)
+            kwargs["enable_gqa"] = False
+        return original(query, key, value, *args, **kwargs)
+
+    nn.functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = original
+
+
+def per_query_head(query: Tensor, shared: Tensor) -> Tensor:
+    """Returns keys or values (..., fewer heads, L, E) as (..., heads of the query, L, E)."""
+    return shared.repeat_interleave(query.shape[-3] // shared.shape[-3], dim=-3)
+
+
+def _run(
+    model: nn.Module,
+    kwargs: dict[str, Any],
+    autocast: torch.dtype | None,
+    backward: bool,
+    run: Callable[[Mapping[str, Any]], Tensor | float | None] | None,
+) -> Tensor:
+    """Runs forward and backward and returns the loss; recomputation in backward needs the stand-ins too."""
+    if run is not None:
+        found = run(kwargs)
+        return torch.tensor(math.nan if found is None else float(found))
+    original = getattr(model, "_original_forward", None)  # what Accelerate wraps in autocast
+    compiled = getattr(original, "_torchdynamo_orig_callable", None)
+    if compiled is not None and getattr(compiled, "__self__", None) is model and compiled.__name__ != "forward":
+        # Of a compiled wrapper, which calls the model as a whole; the class has its forward.
+        vars(model).pop("forward", None)
+    elif original is not None:
+        vars(model)["forward"] = original
+    device = next(model.parameters()).device
+    with (
+        torch.set_grad_enabled(backward),
+        torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
+    ):
+        # With the model's own hooks, but without what `model.compile()` made of it.
+        outputs = model._call_impl(**kwargs)
+        loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+    if backward:
+        with torch.autocast(device.type, enabled=False):  # the caller's may be on
+            loss.backward()
+    return loss.detach()

@@ -1,0 +1,98 @@
+"""How do the samples of several ranks become one? Each layer gets an owner, who gets what all of them kept of it.
+
+The owner then computes the layer's divergences as a single process would that had seen all the data: nothing else in
+the estimate knows of ranks, and the more ranks there are, the fewer layers each has to work on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..parallel.ranks import Attempt, Ranks
+from .samples import LayerSample
+
+
+def pooled(
+    samples: dict[str, LayerSample], weight: float, layers: Mapping[str, nn.Linear], ranks: Ranks
+) -> dict[str, LayerSample]:
+    """Returns the samples of the layers that this rank owns, with the tokens of all ranks, in the order of the ranks.
+
+    Args:
+        samples: what this rank kept, for the mean loss of its own tokens.
+        weight: share of this rank's loss in the mean over all ranks' tokens, which the result is for.
+        layers: name -> layer, all of them, in the same order on all ranks.
+        ranks: those that see other data.
+    """
+    if ranks.size == 1:
+        return samples
+    notes = ranks.gather({name: _note(sample, weight) for name, sample in samples.items()})
+    seen = [name for name in layers if any(name in note for note in notes)]
+    device = next(iter(layers.values())).weight.device
+    result, attempt = {}, Attempt()
+    for first in range(0, len(seen), ranks.size):
+        names = seen[first : first + ranks.size]
+        # The derivatives that all of them have.
+        dots = {name: min(note[name]["probes"] for note in notes if name in note) for name in names}
+        make = partial(_pieces, samples, weight, dots, device, ranks.size)
+        if ranks.rank >= len(names):
+            ranks.all_to_all(make, [0] * ranks.size)
+            continue
+        name = names[ranks.rank]
+        of_ranks = [note.get(name, _NOTHING) for note in notes]
+        widths = [layers[name].in_features, layers[name].out_features] * (1 + dots[name])
+        received = ranks.all_to_all(make, [one["kept"] * sum(widths) for one in of_ranks])
+        with attempt:
+            result[name] = _joined(received, of_ranks, widths)
+    ranks.agree(attempt.error)
+    return result
+
+
+_NOTHING: dict[str, Any] = {"tokens": 0, "kept": 0, "energies": [0.0, 0.0]}
+
+
+def _note(sample: LayerSample, weight: float) -> dict[str, Any]:
+    """Returns what the other ranks have to know of a sample."""
+    return {
+        "tokens": sample.tokens,
+        "kept": sample.x.shape[0],
+        "probes": len(sample.x_dot),
+        "energies": [energy * weight**2 for energy in sample.energies or (0.0, 0.0)],
+    }
+
+
+def _pieces(
+    samples: dict[str, LayerSample], weight: float, probes: Mapping[str, int], device: torch.device, ranks: int
+) -> list[Tensor]:
+    """Takes the samples of these layers away and returns what goes to each rank: one layer's, or nothing."""
+    pieces = [_flat(samples.pop(name, None), weight, count, device) for name, count in probes.items()]
+    return pieces + [_nothing(device)] * (ranks - len(pieces))
+
+
+def _nothing(device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.float32, device=device)
+
+
+def _flat(sample: LayerSample | None, weight: float, probes: int, device: torch.device) -> Tensor:
+    """Returns X, G and the derivatives of each probe one after the other; G for the mean loss over all ranks."""
+    if sample is None:
+        return _nothing(device)
+    parts = [sample.x, sample.grad_output * weight]
+    for x_dot, grad_dot in list(zip(sample.x_dot, sample.grad_output_dot, strict=True))[:probes]:
+        parts += [x_dot, grad_dot * weight]
+    return torch.cat([part.flatten() for part in parts])
+
+
+def _joined(received: Sequence[Tensor], notes: Sequence[Mapping[str, Any]], widths: Sequence[int]) -> LayerSample:
+    """Returns what `_flat` of all ranks makes together."""
+    by_rank = []
+    for flat, note in zip(received, notes, strict=True):
+        parts = flat.split([note["kept"] * width for width in widths])
+        by_rank.append([part.view(-1, width) for part, width in zip(parts, widths, strict=True)])
+    x, grad_output, *dots = (torch.cat(parts) for parts in zip(*by_rank, strict=True))
+    every, sampled = (sum(column) for column in zip(*(note["energies"] for note in notes), strict=True))
+    return LayerSample(sum(note["tokens"] for note in notes), x, grad_output, dots[::2], dots[1::2], (every, sampled))

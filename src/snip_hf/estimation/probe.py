@@ -1,0 +1,162 @@
+"""What one probe of the model measures in each layer: inputs, output gradients, and how they answer to moved weights.
+
+Legend: T tokens, I in_features, O out_features, n sampled tokens. A probe runs forward and backward at W + eps * d and
+at W - eps * d for one random direction d through all swapped layers. The mean of the two gives every layer's input X
+and output gradient G (up to eps^2), their difference the derivatives Xdot and Gdot along d (docs/method.md, section 3).
+
+The passes leave no trace. They run on FP32 stand-ins for the weights, without autocast and without quantization, on
+clones of the buffers, and outside any wrapper (DDP, compile): no parameter, no gradient, no buffer and no optimizer
+state is written. Hooks that only observe are left out (`hooks`); all random generators, the modules' attributes and
+what other hooks keep are put back (`traces`).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..layers.linear import SnipLinear
+from ..layers.state import snip_linears
+from ..numerics.random_streams import stream_key
+from ..parallel.ranks import Processes
+from ..parallel.sharding import sharded_as, squares
+from .batch import Batch
+from .passes import run_pass
+from .samples import LayerSample, Recorder, SamplePlan, recording
+
+# |eps * d| / |W| over all swapped weights: small enough for first order, large enough for FP32 (section 3 there).
+RELATIVE_STEP = 1e-3
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The outcome of a probe: mean loss of the micro-batch, and a sample per layer that took part in it."""
+
+    loss: float
+    layers: dict[str, LayerSample]
+
+
+def run_probe(
+    model: nn.Module,
+    batch: Batch,
+    pullbacks: Mapping[str, Callable[[Tensor], Tensor]],
+    probes: int = 1,
+    probe_tokens: int | None = None,
+    seed: int = 0,
+    step: int = 0,
+    relative_step: float = RELATIVE_STEP,
+    autocast: torch.dtype | None = None,
+    processes: Processes | None = None,
+    tokens: Sequence[int] | None = None,
+) -> Probe:
+    """Probes every swapped layer of the model; `probes` times two forward-backward passes.
+
+    Beyond the model it holds one FP32 copy of the swapped weights at a time, and the samples.
+
+    Args:
+        model: a converted model, without wrappers.
+        batch: the micro-batch to run.
+        pullbacks: layer -> what makes a direction (O, I) of z ~ N(0, 1) (O, I). Layers without an entry stay put.
+        probes: number of independent directions; 0 runs one pass and takes no derivatives.
+        probe_tokens: tokens kept per layer, in whole runs of 128, by all data ranks together; None keeps all.
+        seed: with `step`, decides the directions and the sampled tokens.
+        step: see seed.
+        relative_step: |eps * d| / |W| over all swapped weights.
+        autocast: dtype of the passes' products, None for FP32. Rounding noise then needs a larger relative step.
+        processes: those that probe together; the samples are this process's own. None: it is alone.
+        tokens: data rank -> tokens of its batch.
+    """
+    processes = processes or Processes()
+    layers = snip_linears(model)
+    samples: dict[str, LayerSample] = {}
+    losses: list[float] = []
+    plan = SamplePlan(probe_tokens, seed, step, processes.data.rank, tuple(tokens or (batch.tokens,)))
+
+    def record(weights: Mapping[str, Tensor]) -> Recorder:
+        recorder = Recorder(plan)
+        with recording(layers, recorder, autocast is not None):
+            losses.append(float(run_pass(model, batch, weights, autocast, True, processes.run)))
+        return recorder
+
+    if probes == 0 or not pullbacks:
+        recorder = record({})
+        energies = recorder.energies()
+        for name, one in recorder.records.items():
+            samples[name] = LayerSample(one.tokens, one.x, one.grad_output, energies=energies[name])
+    for index in range(probes if pullbacks else 0):
+        moved, epsilon = _move(layers, pullbacks, (seed, step, index), relative_step, processes)
+        plus = record(moved)
+        for name, weight in moved.items():  # from W + eps * d to W - eps * d, in place
+            weight.neg_().add_(layers[name.removesuffix(".weight")].weight.detach(), alpha=2.0)
+        minus = record(moved)
+        del moved
+        _combine(samples, plus, minus, epsilon)
+    return Probe(sum(losses) / len(losses), samples)
+
+
+def _move(
+    layers: Mapping[str, SnipLinear],
+    pullbacks: Mapping[str, Callable[[Tensor], Tensor]],
+    draw: tuple[int, int, int],
+    relative_step: float,
+    processes: Processes,
+) -> tuple[dict[str, Tensor], float]:
+    """Returns parameter name -> W + eps * d in FP32 for the random direction of this draw, and eps.
+
+    Every layer's numbers are those of its name: which other layers a process holds makes no difference. Sharded
+    weights move in place on their shards.
+    """
+    moved: dict[str, Tensor] = {}
+    for name, pullback in pullbacks.items():
+        weight = layers[name].weight.detach()
+        direction = pullback(random_direction(name, weight, draw))
+        moved[f"{name}.weight"] = sharded_as(direction, weight)
+    sizes = [sum(squares(tensors)) for tensors in ([layers[name].weight for name in pullbacks], list(moved.values()))]
+    totals = processes.pipeline.gather(sizes)
+    weights, moves = (sum(column) for column in zip(*totals, strict=True))
+    epsilon = relative_step * (weights / moves) ** 0.5 if moves > 0 else 1.0
+    for name, direction in moved.items():
+        direction.mul_(epsilon).add_(layers[name.removesuffix(".weight")].weight.detach())
+    return moved, epsilon
+
+
+def random_direction(name: str, weight: Tensor, draw: tuple[int, int, int]) -> Tensor:
+    """Returns the z ~ N(0, 1) of a layer, (O, I), FP32, whole: the same numbers whenever it is drawn.
+
+    Args:
+        name: of the layer.
+        weight: gives shape and device.
+        draw: seed, step and index of the probe.
+    """
+    generator = torch.Generator(weight.device).manual_seed(
+        stream_key(*draw, zlib.crc32(name.encode(errors="surrogatepass")), 0) >> 1
+    )
+    return torch.randn(weight.shape, generator=generator, device=weight.device)
+
+
+def _combine(
+    samples: dict[str, LayerSample],
+    plus: Recorder,
+    minus: Recorder,
+    epsilon: float,
+) -> None:
+    """Adds one probe's central differences to the samples, and X and G where they are still missing.
+
+    Takes the records away one by one, so that little more is held than the samples.
+    """
+    energies = plus.energies()
+    for name in [name for name in plus.records if name in minus.records]:
+        tokens, x_plus, grad_plus, _ = plus.records.pop(name)
+        _, x_minus, grad_minus, _ = minus.records.pop(name)
+        if x_plus.shape != x_minus.shape:  # a router sent other tokens here; no derivative can be taken
+            continue
+        x_dot, grad_dot = ((p - m).div_(2 * epsilon) for p, m in ((x_plus, x_minus), (grad_plus, grad_minus)))
+        if name not in samples:
+            mean_x, mean_grad = x_plus.add_(x_minus).div_(2), grad_plus.add_(grad_minus).div_(2)
+            samples[name] = LayerSample(tokens, mean_x, mean_grad, energies=energies[name])
+        samples[name].x_dot.append(x_dot)
+        samples[name].grad_output_dot.append(grad_dot)

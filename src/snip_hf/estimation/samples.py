@@ -1,0 +1,181 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layers.linear import SnipLinear
+from ..numerics.gemms import TILE
+from ..numerics.random_streams import stream_key
+from ..parallel.sharding import whole
+from .products import is_split, product
+
+
+@dataclass
+class LayerSample:
+    """What one layer showed on the sampled tokens, FP32, for the mean loss of the micro-batch."""
+
+    tokens: int
+    """T: all tokens that passed through the layer."""
+    x: Tensor
+    """(n, I)"""
+    grad_output: Tensor
+    """(n, O)"""
+    x_dot: list[Tensor] = field(default_factory=list)
+    """(n, I) per probe"""
+    grad_output_dot: list[Tensor] = field(default_factory=list)
+    """(n, O) per probe"""
+    energies: tuple[float, float] | None = None
+    """sum_t |X_t|^2 |G_t|^2 of all tokens and of the sampled ones; None where it was not measured."""
+
+    @property
+    def scale(self) -> float:
+        """What a sum of squares over the sample is multiplied by to stand for all tokens.
+
+        The ratio of the energies, not of the tokens: a few tokens hold most of such sums, in the sample or not.
+        """
+        every, sampled = self.energies or (0.0, 0.0)
+        if sampled > 0 and math.isfinite(every / sampled):
+            return every / sampled
+        return self.tokens / max(1, self.x.shape[0])
+
+
+def read(figures: Sequence[Tensor]) -> list[float]:
+    """Returns tensors of one element as numbers. The device is waited for once, not once per figure."""
+    if not figures:
+        return []
+    together: list[float] = torch.stack([figure.to(figures[0].device) for figure in figures]).tolist()
+    return together
+
+
+class _RecordedLinear(torch.autograd.Function):
+    """Y = X W^T + b in high precision; backward hands (X, G) to the recorder and returns the input's gradient only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, recorder: Recorder) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.name, ctx.recorder = name, recorder
+        weight = whole(weight)
+        if not is_split(x, weight):
+            return torch.nn.functional.linear(x, weight, bias)
+        y = product(x, weight.t())  # (T, I) x (I, O)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        ctx.recorder.keep(ctx.name, x, grad_output)
+        # Under autocast the output's gradient is of lower precision than the weight.
+        grad_input = product(grad_output, whole(weight).to(grad_output.dtype)) if ctx.needs_input_grad[0] else None
+        return grad_input, None, None, None, None
+
+
+class _Record(NamedTuple):
+    """What one pass showed of one layer: as in `LayerSample`, and the energies (all tokens, sampled), on the device."""
+
+    tokens: int
+    x: Tensor
+    grad_output: Tensor
+    energies: Tensor
+
+
+class SamplePlan(NamedTuple):
+    """Which tokens the ranks keep of a layer: all, or runs of 128 consecutive ones, spread over all of them."""
+
+    probe_tokens: int | None
+    seed: int
+    step: int
+    rank: int
+    every: tuple[int, ...]
+    """Rank -> tokens of its batch."""
+
+    def kept(self, tokens: int) -> Tensor:
+        """Returns the positions of what this rank keeps of so many tokens.
+
+        The ranks together keep what one process would of all their tokens, one rank's after the other's, if these are
+        whole runs of 128.
+        """
+        every, rank, most = self.every, self.rank, self.probe_tokens
+        if tokens != every[rank]:  # a router decides which tokens a layer gets: nothing is known of the other ranks'
+            # Or a pipeline cuts the batch into chunks.
+            chunks = every[rank] // tokens if tokens > 0 and every[rank] % tokens == 0 else 1
+            every, rank, most = (tokens,), 0, None if most is None else max(TILE, most // (len(every) * chunks))
+        tiles = [count // TILE for count in every]
+        if most is None or sum(every) <= most or sum(tiles) == 0:
+            return torch.arange(tokens)
+        generator = torch.Generator().manual_seed(stream_key(self.seed, self.step, 0, 0, 1) >> 1)
+        # One tile along T from each of as many equal parts of the tokens: no stretch of the text is left out.
+        count = min(most // TILE, sum(tiles))
+        starts = torch.arange(count) * sum(tiles) // count
+        ends = torch.arange(1, count + 1) * sum(tiles) // count
+        runs = starts + (torch.rand(count, generator=generator) * (ends - starts)).long() - sum(tiles[:rank])
+        runs = runs[(runs >= 0) & (runs < tiles[rank])]
+        return (runs[:, None] * TILE + torch.arange(TILE)).flatten()
+
+
+class Recorder:
+    """Keeps a sample of (X, G) per layer."""
+
+    def __init__(self, plan: SamplePlan) -> None:
+        self.records: dict[str, _Record] = {}
+        self._plan = plan
+        # (tokens, device) -> which of them are kept; moved there once, since each such move waits for the device.
+        self._kept: dict[tuple[int, torch.device], Tensor] = {}
+
+    def energies(self) -> dict[str, tuple[float, float]]:
+        """Returns layer -> energy of all tokens, and of the sampled ones."""
+        figures = read([energy for record in self.records.values() for energy in record.energies])
+        return dict(zip(self.records, zip(figures[::2], figures[1::2], strict=True), strict=True))
+
+    def keep(self, name: str, x: Tensor, grad_output: Tensor) -> None:
+        at = x.shape[0], x.device
+        if at not in self._kept:
+            self._kept[at] = self._plan.kept(x.shape[0]).to(x.device)
+        tokens = self._kept[at]
+        x, grad_output = x.detach(), grad_output.detach()
+        energy = x.to(torch.float32).square().sum(1) * grad_output.to(torch.float32).square().sum(1)
+        record = _Record(
+            x.shape[0],
+            x[tokens].to(torch.float32),
+            grad_output[tokens].to(torch.float32),
+            torch.stack([energy.sum(), energy[tokens].sum()]),
+        )
+        if name in self.records:  # a layer that is called twice shows its tokens one after the other
+            before = self.records[name]
+            record = _Record(
+                before.tokens + record.tokens,
+                torch.cat([before.x, record.x]),
+                torch.cat([before.grad_output, record.grad_output]),
+                before.energies + record.energies,
+            )
+        self.records[name] = record
+
+
+@contextmanager
+def recording(layers: Mapping[str, SnipLinear], recorder: Recorder, autocast: bool) -> Iterator[None]:
+    """Lets every layer compute through `_RecordedLinear` for the time of the context."""
+
+    def recorded(name: str) -> Callable[[SnipLinear, Tensor], Tensor]:
+        def forward(layer: SnipLinear, input: Tensor) -> Tensor:
+            if not autocast and torch.is_autocast_enabled(input.device.type):
+                raise ValueError("The probe's passes run in FP32; leave autocast out of what Pipeline.run does.")
+            x = input.reshape(-1, input.shape[-1])
+            y: Tensor = _RecordedLinear.apply(x, layer.weight, layer.bias, name, recorder)
+            return y.view(*input.shape[:-1], layer.out_features)
+
+        return forward
+
+    try:
+        for name, layer in layers.items():
+            layer.snip_recorder = recorded(name)
+        yield
+    finally:
+        for layer in layers.values():
+            layer.snip_recorder = None

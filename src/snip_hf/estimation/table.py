@@ -1,0 +1,52 @@
+"""What an estimate or a measurement of divergences returns: one row per layer, GEMM and format."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .layer_sums import LAYER
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """One row: what quantizing one GEMM (or, for gemm "layer", all three) of one layer to one format does."""
+
+    layer: str
+    gemm: str
+    format: str
+    loss_divergence: float
+    """Relative increase of the loss."""
+    weight_divergence: float
+    """sqrt(sum over all swapped layers m of |change of m's next update|^2 / |W_m|^2)."""
+    flops: float
+    """FLOPs per token of what is quantized."""
+    weight_bias: float | None = None
+    """The part of the weight divergence that comes back at every step (its square is a part of the whole's square);
+    None where it was not measured."""
+    absolute_error: float | None = None
+    """Sum of the Frobenius norms of the operands' quantization errors; None where it was not asked for."""
+    relative_error: float | None = None
+    """The same, each error divided by its operand's Frobenius norm."""
+    criterion: float | None = None
+    """What the policy's own criterion gives (`criteria`); None where the policy has none."""
+
+
+@dataclass(frozen=True)
+class DivergenceTable:
+    """Rows for every layer, GEMM and format, and the loss (mean over the tokens with a label) that they belong to."""
+
+    loss: float
+    rows: tuple[Divergence, ...]
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """Returns the rows as plain dicts."""
+        return [asdict(row) for row in self.rows]
+
+    def totals(self, fmt: str) -> dict[str, float]:
+        """Returns the sums of the loss and weight divergence over all layers, each wholly in `fmt`."""
+        rows = [row for row in self.rows if row.format == fmt and row.gemm == LAYER]
+        return {
+            "loss": sum(row.loss_divergence for row in rows),
+            "weight": sum(row.weight_divergence for row in rows),
+        }

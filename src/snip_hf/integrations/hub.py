@@ -1,0 +1,243 @@
+"""What do the Hub repository and its model card say about how a model was trained?
+
+With `TrainingArguments(push_to_hub=True)` the Trainer uploads its whole output folder except `_*` and `checkpoint-*`,
+so everything under `snip/` travels along by itself. The model card does not (transformers 5.23):
+
+- Pushes during training (`hub_strategy` "every_save", "checkpoint", "all_checkpoints"): `on_push_begin`, then the
+  upload in a background thread. The Trainer writes no card, so a README.md written at `on_push_begin` arrives. The
+  thread reads the files as it comes to them: plan and history may be newer than the weights beside them. A save
+  that finds the push before it unfinished is not pushed (unless `hub_always_push`), nor is any with "end".
+- `trainer.push_to_hub()` and `trainer.save_model()`: `on_push_begin`, save, then `create_model_card` writes README.md
+  anew and keeps only tags, then the upload. No event comes after `create_model_card`, so a callback alone cannot save
+  its section. So the tags go through the model, the same text travels as `snip/README.md`, and
+  `keep_model_card(trainer)`, one line for the user, puts it into README.md too.
+- A checkpoint folder is handed to the background thread before `on_save`. What `on_save` writes at once arrives all
+  the same, because the thread uploads the model first; only what `on_push_begin` writes is certain to arrive.
+
+A Hub that cannot be reached: `Trainer.__init__` raises (it creates the repository). Pushes during training fail without
+a word in their background thread and training goes on; `trainer.push_to_hub()` afterwards raises, with everything
+still in the output folder, so that calling it again is enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from huggingface_hub import ModelCard
+from torch import nn
+
+from ..config import POLICIES
+from ..json_io import open_regular, parse_json
+from ..numerics.formats import FORMATS
+from ..planning.plan import PrecisionPlan
+from ..records.events import history_lines
+from ..records.run_folder import FOLDER
+from ..text import printable
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+_BEGIN = "<!-- snip-hf: this section is written anew at every push -->"
+_END = "<!-- snip-hf: end -->"
+_SECTION = re.compile(re.escape(_BEGIN) + r".*?" + re.escape(_END), re.DOTALL)
+# Characters of a name and of a message, and bytes of a model card.
+_NAME, _MESSAGE, _MOST_BYTES = 60, 1000, 2**24
+_NOT_CODE = str.maketrans("", "", "`|")
+# These policies fix the formats and do not look at the target.
+
+
+def prepare_push(output_dir: str | os.PathLike[str], model: nn.Module, *, emulated: bool) -> None:
+    """Makes OUTPUT and the model ready to be pushed: tags, `snip/README.md`, and the section in README.md.
+
+    The callback calls this in `on_push_begin`, on the process that writes (`state.is_world_process_zero`) and after
+    `snip/plan.json` and `snip/history.jsonl` are up to date. It may be called any number of times. It never raises for
+    a file that is missing or broken: training does not end because of a model card; a warning says what is wrong.
+
+    Args:
+        output_dir: `args.output_dir`.
+        model: the `model` that the event hands over; the Trainer reads the tags from this object.
+        emulated: True if FP8 and FP4 were emulated (`Backend.is_emulation`).
+    """
+    output_dir = Path(output_dir)
+    with _warning_instead_of_error():
+        plan = PrecisionPlan.load(output_dir / FOLDER / "plan.json")
+        tag_model(model, plan)
+        history = _read_history(output_dir / FOLDER / "history.jsonl")
+        section = model_card_section(plan, history, emulated=emulated)
+        _write(output_dir, "snip/README.md", section)
+        _put_section_into_card(output_dir, model_tags(plan))
+
+
+def tag_model(model: nn.Module, plan: PrecisionPlan) -> None:
+    """Adds `model_tags(plan)` to the tags that a model hands to its model card; tags that it has stay.
+
+    `Trainer.push_to_hub` and `model.push_to_hub` read them. `prepare_push` calls this; the callback also calls it in
+    `on_train_end`, for a user who goes on with `model.push_to_hub` (which uploads the model alone, without `snip/`).
+    Not earlier: a `model_init` gives the Trainer a new model when training begins.
+    """
+    present = list(getattr(model, "model_tags", None) or [])
+    # A new list: the class may hold one that all its instances share.
+    model.model_tags = present + [tag for tag in model_tags(plan) if tag not in present]  # type: ignore[assignment]
+
+
+def keep_model_card(trainer: Trainer) -> None:
+    """Makes `trainer.push_to_hub()` and `trainer.save_model()` keep our section in README.md.
+
+    To be called once by whoever holds the Trainer, before the push; no callback event can do it (see above). Wraps
+    `create_model_card` of this one trainer: first the Trainer's card, then the section of `snip/README.md` at its end.
+    """
+    create_model_card = trainer.create_model_card
+
+    @functools.wraps(create_model_card)
+    def create_and_complete(*args: Any, **kwargs: Any) -> None:
+        create_model_card(*args, **kwargs)
+        if trainer.is_world_process_zero():
+            with _warning_instead_of_error():
+                _put_section_into_card(Path(str(trainer.args.output_dir)))
+
+    trainer.create_model_card = create_and_complete  # type: ignore[method-assign]
+
+
+def model_tags(plan: PrecisionPlan) -> list[str]:
+    """Tags for the Hub: "snip-hf", then the low formats of the plan and, if it has any, "mixed-precision-training"."""
+    in_plan = {name for formats in plan.assignment.values() for name in formats.values()}
+    low = sorted((x for x in in_plan if FORMATS[x].is_quantized), key=lambda name: (FORMATS[name].bits, name))
+    return ["snip-hf", *low, *(["mixed-precision-training"] if low else [])]
+
+
+def model_card_section(plan: PrecisionPlan, history: Iterable[Mapping[str, Any]], *, emulated: bool) -> str:
+    """Markdown section on how a model was trained, for a reader who has never heard of SNIP.
+
+    Args:
+        plan: the plan in force.
+        history: the events of `history.jsonl`.
+        emulated: True if FP8 and FP4 were emulated.
+    """
+    refreshes = [event for event in history if event.get("event") == "refresh"]
+    applied = sum(event.get("status") == "applied" for event in refreshes)
+    rows = {
+        "policy": _as_code(plan.provenance.policy),
+        "target": _target(plan),
+        "attained by the plan in force": _attained(plan),
+        "refreshes of the plan": f"{applied} applied of {len(refreshes)}",
+        "arithmetic": _EMULATED if emulated else _NATIVE,
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"{_BEGIN}\n{_HEAD}\n\n| | |\n|---|---|\n{table}\n\n{_TAIL}\n{_END}\n"
+
+
+_HEAD = """## How this model was trained
+
+The linear layers inside the transformer blocks were trained in FP4 (E2M1), FP8 (E4M3) or BF16, as a plan says.
+The plan was made by snip-hf, a package for SNIP ([arXiv:2602.01410](https://arxiv.org/abs/2602.01410))."""
+
+_TAIL = """This is an ordinary checkpoint: nothing in it is quantized, and it loads with plain `transformers`.
+The plan, layer by layer, is in `snip/plan.json`, its history in `snip/history.jsonl`."""
+
+_EMULATED = "emulated: values were rounded to FP4 and FP8, products were computed in higher precision (no speed-up)"
+_NATIVE = "FP8 tensor cores; FP4 values were stored as FP8"
+
+
+def _as_code(name: str) -> str:
+    """Returns a name in a cell of a table, where nothing of it is Markdown or HTML."""
+    # No escape works within backquotes; the two characters that end them, or the cell, are left out.
+    return f"`{printable(name, _NAME).translate(_NOT_CODE)}`"
+
+
+def _as_text(name: str) -> str:
+    """Returns a name in a line of text, where nothing of it is Markdown or HTML."""
+    return re.sub(r"[\\`*\[\]<>&|!]", r"\\\g<0>", printable(name))
+
+
+def _target(plan: PrecisionPlan) -> str:
+    fraction = plan.provenance.target_fp4_fraction
+    policy = POLICIES.get(plan.provenance.policy)
+    if fraction is None or (policy is not None and not policy.aims_at_share):
+        return "none"
+    return f"at least {fraction:.1%} of the linear FLOPs in FP4"
+
+
+def _attained(plan: PrecisionPlan) -> str:
+    text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (not a reduction of FLOPs)"
+    if len(plan.stages) == 1:
+        return text
+    return f"{text}; {min(plan.stage_fp4_fractions):.1%} or more in each of {len(plan.stages)} stages"
+
+
+def _read_history(path: Path) -> list[dict[str, Any]]:
+    """The events of a `history.jsonl`; raises a ValueError that names the line if one is no JSON object."""
+    events = []
+    for number, line, _ in history_lines(path):
+        try:
+            event = parse_json(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        if not isinstance(event, dict):
+            raise ValueError(f"{path}, line {number}: got {type(event).__name__}, expected a JSON object.")
+        events.append({key: event.get(key) for key in ("event", "status")})
+    return events
+
+
+def _read_text(path: Path) -> str:
+    """Returns the text of a card; raises OSError for what is no file, and ValueError for what is larger than any."""
+    with open_regular(path) as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{path} is larger than {_MOST_BYTES} bytes, which no model card is.")
+    return data.decode("utf-8-sig").replace("\r\n", "\n")
+
+
+def _put_section_into_card(output_dir: Path, tags: Iterable[str] = ()) -> None:
+    """Puts the text of `snip/README.md` into README.md: in place of its earlier version, else at the end."""
+    section = _read_text(output_dir / FOLDER / "README.md").strip()
+    path = output_dir / "README.md"
+    if path.exists():
+        card = _read_text(path)
+    else:
+        card = f"---\nlibrary_name: transformers\n---\n\n# {_as_text(output_dir.absolute().name)}\n"
+    # A function, so that a backslash in the section stays one.
+    card, replaced = _SECTION.subn(lambda _: section, card, count=1)
+    if not replaced:
+        card = f"{card.rstrip()}\n\n{section}\n"
+    _write(output_dir, "README.md", _with_tags(card, tags))
+
+
+def _with_tags(card: str, tags: Iterable[str]) -> str:
+    try:
+        parsed = ModelCard(card)
+    except TypeError as error:  # of metadata of another type than it expects, such as `tags: 7`
+        raise ValueError(f"the metadata of README.md cannot be read: {error}.") from error
+    present = parsed.data.get("tags") or []
+    missing = [tag for tag in tags if tag not in present]
+    if not missing:
+        return card
+    parsed.data["tags"] = [*present, *missing]
+    return str(parsed.content)
+
+
+def _write(output_dir: Path, name: str, text: str) -> None:
+    """Writes in one stroke: a push that runs in the background finds the old text or the new one."""
+    # "_*" in the top folder is what the Trainer never uploads.
+    temporary = output_dir / f"_snip_hf.{os.getpid()}.tmp"
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, output_dir / name)
+
+
+@contextlib.contextmanager
+def _warning_instead_of_error() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        logger.warning(
+            "The model card does not say, or no longer, how the model was trained: %s", printable(error, _MESSAGE)
+        )

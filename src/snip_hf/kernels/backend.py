@@ -1,0 +1,167 @@
+"""What a backend is: the kernels that run the three GEMMs of a layer. And which one runs on a device.
+
+Backends are entries of the registry `BACKENDS`, the fastest first. Layers, the controller and the configuration know
+none of them by name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ..numerics.formats import FORMATS, NumberFormat
+from ..registry import Registry
+
+
+class Layer(Protocol):
+    """What a backend sees of a layer; `layers.linear.SnipLinear` is one."""
+
+    weight: Any
+    bias: Any
+    training: bool
+    snip_state: Tensor
+    snip_backend: Backend
+    snip_cache: Any
+    """The backend's own; None until it is put there."""
+
+    @property
+    def formats(self) -> dict[str, str]: ...
+
+    def set_formats(self, formats: Mapping[str, str]) -> None: ...
+
+
+class Backend(ABC):
+    """Runs GEMMs. One object per backend, without state of its own: what belongs to a layer is `layer.snip_cache`."""
+
+    name: ClassVar[str]
+    is_emulation: ClassVar[bool] = False
+    """Whether it is slower than the compute dtype's own GEMMs."""
+
+    @abstractmethod
+    def lacks(self, device: torch.device) -> str | None:
+        """Returns what keeps the backend from running on a device, None if nothing does."""
+
+    @abstractmethod
+    def runs(self, format: NumberFormat) -> bool:
+        """Returns True if its kernels know this format."""
+
+    @abstractmethod
+    def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
+        """Returns x @ weight^T + bias, (..., O), differentiable, each GEMM in the format that the layer's state names.
+
+        Args:
+            layer: gives weight and state.
+            input: (..., I), as the layer got it.
+            x: `input` in the compute dtype.
+            bias: in the compute dtype, or None.
+            casts: whether autocast is on, so that the weight is to be cast to the compute dtype.
+        """
+
+    @abstractmethod
+    def gemm_call(
+        self, gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor
+    ) -> Callable[[], Tensor]:
+        """Returns a function that runs one GEMM as training does, with the quantization of activations and gradients.
+
+        Args:
+            gemm: one of `gemms.GEMMS`.
+            x: (T, I).
+            weight: (O, I).
+            grad_output: (T, O).
+            state: of a layer; its format of this GEMM must stay the same between calls.
+        """
+
+    def attach(self, layer: Layer) -> None:
+        """Prepares a layer that is about to run here."""
+        layer.snip_cache = None
+
+    def cache_of_copy(self, layer: Layer) -> Any:
+        """Returns what a copy of the layer takes over of its cache: nothing that it would share with the layer."""
+        return None
+
+    def note_formats(self, layer: Layer, formats: Sequence[NumberFormat]) -> None:
+        """Takes notice of the formats of a layer's three GEMMs, whenever they are set."""
+
+    def share_inputs(self, layers: Mapping[str, Layer], groups: Sequence[Sequence[str]]) -> None:
+        """Is told which layers take the same input."""
+
+    def before_pass(self, layers: Mapping[str, Layer], everything: bool) -> None:
+        """Is told, in steps of several micro-batches, that a training pass is about to run.
+
+        Args:
+            layers: those that run here.
+            everything: False: weights have not changed since the last call, as far as is known.
+        """
+
+    def after_step(self, layers: Mapping[str, Layer]) -> None:
+        """Is told that an optimizer step is done."""
+
+    def release(self, layers: Mapping[str, Layer]) -> None:
+        """Lets go of all that a run has kept for these layers."""
+
+    def notice(self, weight: Tensor, mixed_precision: str | None, asked: bool) -> tuple[bool, str]:
+        """Returns whether to warn, and what to say at the start of a run.
+
+        Args:
+            weight: of a layer.
+            mixed_precision: of the launcher, None if it is not known.
+            asked: whether the user named this backend.
+        """
+        return False, "its own kernels."
+
+    # Layers are copied and pickled with their model; the backend stays the one of this process.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[str], Backend], tuple[str]]:
+        return backend_named, (self.name,)
+
+
+BACKENDS: Registry[Backend] = Registry("backend")
+
+
+def register_backend(backend: Backend) -> Backend:
+    """Adds a backend, which `SnipConfig.backend` may then name. Returns it."""
+    return BACKENDS.register(backend)
+
+
+def backend_named(name: str) -> Backend:
+    return BACKENDS[name]
+
+
+def select_backend(requested: str, device: torch.device | str, formats: Sequence[str] = ()) -> Backend:
+    """Returns the backend that runs for `SnipConfig.backend` on a device: with "auto" the first that can.
+
+    Args:
+        requested: "auto" or the name of a backend.
+        device: of the model.
+        formats: names of the run's formats.
+
+    Raises:
+        ValueError: the named backend cannot run there, or does not know one of the formats.
+    """
+    reasons = {backend.name: _cannot(backend, torch.device(device), formats) for backend in BACKENDS.values()}
+    if requested == "auto":
+        able = [backend for backend in BACKENDS.values() if reasons[backend.name] is None]
+        # An emulation that is registered later must not take the place of real kernels.
+        return min(able, key=lambda backend: backend.is_emulation)
+    reason = reasons[BACKENDS.checked(requested, "backend")]
+    if reason is not None:
+        others = [f"{other.name!r}" for other in BACKENDS.values() if reasons[other.name] is None]
+        raise ValueError(
+            f"backend={requested!r} cannot run: {reason}. Use backend='auto' or {' or '.join(others)} (same numerics, "
+            "slower than BF16)."
+        )
+    return BACKENDS[requested]
+
+
+def _cannot(backend: Backend, device: torch.device, formats: Sequence[str]) -> str | None:
+    lacks = backend.lacks(device)
+    if lacks is not None:
+        return lacks
+    unknown = [name for name in formats if FORMATS[name].is_quantized and not backend.runs(FORMATS[name])]
+    return f"its kernels do not know the format {unknown[0]!r}" if unknown else None

@@ -1,0 +1,349 @@
+"""The Triton kernels that quantize tiles for FP8 tensor cores.
+
+Legend: T tokens, C channels, I in_features, O out_features. Each function repeats one of `numerics`, bit for bit but
+for the sign of zeros. Formats are numbers read from `state` while the kernel runs, the same for a whole program.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...numerics.formats import E2M1, E4M3, FORMATS
+from ...numerics.gemms import GEMMS, TILE
+from ..triton_numerics import power_of_two, random_bits, to_grid
+
+_FP4 = tl.constexpr(FORMATS["fp4"].code)
+_MAX_FP4, _MAX_FP8 = tl.constexpr(E2M1.max), tl.constexpr(E4M3.max)
+_SMALLEST_NORMAL = tl.constexpr(2.0**-126)
+# Places in `state`.
+_KEY, _RANK, _RANKS = tl.constexpr(len(GEMMS)), tl.constexpr(len(GEMMS) + 1), tl.constexpr(len(GEMMS) + 2)
+_TILE = tl.constexpr(TILE)
+# Tokens whose bytes make one 32-bit word of the transposed layout, and whose random numbers come from one hash.
+_RUN = tl.constexpr(4)
+# Triton's interpreter has no inline assembly, and is slow at reductions by functions.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _amax(x, AXIS: tl.constexpr):
+    """The largest magnitude along an axis; NaN if there is one, which `tl.max` would leave out on a GPU."""
+    return tl.max(tl.abs(x), AXIS) if INTERPRETED else tl.reduce(tl.abs(x), AXIS, _larger)
+
+
+@triton.jit
+def _scales(amax, is_fp4):
+    """`rounding.tile_scales` from a tile's amax: the scale, and its reciprocal. All lanes of a tile compute it."""
+    largest = tl.zeros_like(amax) + tl.where(is_fp4, _MAX_FP4, _MAX_FP8)
+    if INTERPRETED:
+        scale = tl.maximum(tl.div_rn(amax, largest), _SMALLEST_NORMAL)
+        scale = tl.where(amax < float("inf"), scale, float("nan"))
+        inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    else:
+        # Quotient and reciprocal from approximations and their remainders: correctly rounded (Markstein 1990; the
+        # second is what `rcp.rn` does for scales of the size that they have, less its tests for others).
+        inverse_largest = tl.zeros_like(amax) + tl.where(is_fp4, 1.0 / _MAX_FP4, 1.0 / _MAX_FP8)
+        quotient = amax * inverse_largest
+        scale = tl.fma(tl.fma(-quotient, largest, amax), inverse_largest, quotient)
+        scale = tl.maximum(scale, _SMALLEST_NORMAL)
+        scale = tl.where(amax < float("inf"), scale, float("nan"))
+        near = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1
+        )
+        inverse = tl.fma(tl.fma(-scale, near, 1.0), near, near)
+    return scale, inverse
+
+
+@triton.jit
+def _round_fp4(x, dither):
+    """`rounding.round_to_grid` to E2M1 of what is scaled already; 0 loses its sign.
+
+    dither: (random - 1/2) times the spacing between 1 and 2, which is 1/2; or 0.
+    """
+    # Below 1 the grid has the spacing of 1 to 2.
+    return to_grid(x, dither, tl.maximum(power_of_two(x), 1.0), 0.5)
+
+
+@triton.jit
+def _pack(a, b, c, d):
+    """Four numbers as four bytes of E4M3, the first one lowest; to nearest, ties to even, saturating."""
+    if INTERPRETED:
+        word = a.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32)
+        word |= b.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
+        word |= c.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32) << 16
+        word |= d.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32) << 24
+    else:
+        word = tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high;"
+            "  cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+            "  cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
+            "  mov.b32 $0, {low, high}; }",
+            "=r,f,f,f,f",
+            [a, b, c, d],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    return word
+
+
+@triton.jit
+def _dithers(state, run, channel, tokens, channels):
+    """(`random_streams.uniform` - 1/2) / 2 of the four tokens of each run; positions wrap modulo 2**32."""
+    # `random_streams.rank_stream`
+    key, runs = tl.load(state + _KEY), (tokens + _RUN - 1) // _RUN
+    all_runs = tl.load(state + _RANKS).to(tl.uint32) * runs
+    low = key.to(tl.uint32) ^ (all_runs * 0x9E3779B9)
+    high = (key >> 32).to(tl.uint32) + all_runs * 0x85EBCA6B
+    run = run.to(tl.uint32) + tl.load(state + _RANK).to(tl.uint32) * runs
+    bits = run[:, None] * channels + channel[None, :].to(tl.uint32)
+    bits = random_bits(bits, low, high)
+    # Each byte as the second one of a number in [1, 2): 1 + k * 2**-15
+    if INTERPRETED:
+        a = (((bits & 0xFF) << 8) | 0x3F800000).to(tl.float32, bitcast=True)
+        b = ((bits & 0xFF00) | 0x3F800000).to(tl.float32, bitcast=True)
+        c = (((bits >> 8) & 0xFF00) | 0x3F800000).to(tl.float32, bitcast=True)
+        d = (((bits >> 16) & 0xFF00) | 0x3F800000).to(tl.float32, bitcast=True)
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $4, 0x3F800000, 0x7604;"
+            "prmt.b32 $1, $4, 0x3F800000, 0x7614;"
+            "prmt.b32 $2, $4, 0x3F800000, 0x7624;"
+            "prmt.b32 $3, $4, 0x3F800000, 0x7634;",
+            "=r,=r,=r,=r,r",
+            [bits],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    offset = 64.25 - 2.0**-10
+    return a * 64.0 - offset, b * 64.0 - offset, c * 64.0 - offset, d * 64.0 - offset
+
+
+@triton.jit
+def _load(x, run, channel, tokens, channels, stride, RAGGED: tl.constexpr):
+    """The first, second, third and fourth tokens of the runs, FP32."""
+    token = run * _RUN
+    at = x + token[:, None] * stride + channel[None, :]
+    if RAGGED:
+        inside = channel[None, :] < channels
+        a = tl.load(at, inside & (token[:, None] < tokens), other=0.0)
+        b = tl.load(at + stride, inside & (token[:, None] + 1 < tokens), other=0.0)
+        c = tl.load(at + 2 * stride, inside & (token[:, None] + 2 < tokens), other=0.0)
+        d = tl.load(at + 3 * stride, inside & (token[:, None] + 3 < tokens), other=0.0)
+    else:
+        a = tl.load(at)
+        b = tl.load(at + stride)
+        c = tl.load(at + 2 * stride)
+        d = tl.load(at + 3 * stride)
+    return a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
+
+
+@triton.jit
+def _rounded(a, b, c, d, is_fp4, state, run, channel, tokens, channels, IS_GRADIENT: tl.constexpr):
+    """What is scaled, on the grid of FP4; for FP8 as it was, since storing it rounds it."""
+    if is_fp4:
+        if IS_GRADIENT:
+            da, db, dc, dd = _dithers(state, run, channel, tokens, channels)
+            a = _round_fp4(a, da)
+            b = _round_fp4(b, db)
+            c = _round_fp4(c, dc)
+            d = _round_fp4(d, dd)
+        else:
+            a = _round_fp4(a, 0.0)
+            b = _round_fp4(b, 0.0)
+            c = _round_fp4(c, 0.0)
+            d = _round_fp4(d, 0.0)
+    return a, b, c, d
+
+
+@triton.jit
+def _write_rows(
+    x,
+    state,
+    rows,
+    row_scales,
+    run,
+    column_tile,
+    tokens,
+    channels,
+    padded_tokens,
+    padded_channels,
+    stride,
+    GEMM: tl.constexpr,
+    IS_GRADIENT: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Some runs of tokens by 128 channels, tiles 1x128."""
+    is_fp4 = tl.load(state + GEMM) == _FP4
+    channel = column_tile * _TILE + tl.arange(0, _TILE)
+    a, b, c, d = _load(x, run, channel, tokens, channels, stride, RAGGED)
+    sa, ia = _scales(_amax(a, 1), is_fp4)
+    sb, ib = _scales(_amax(b, 1), is_fp4)
+    sc, ic = _scales(_amax(c, 1), is_fp4)
+    sd, id = _scales(_amax(d, 1), is_fp4)
+    a, b, c, d = a * ia[:, None], b * ib[:, None], c * ic[:, None], d * id[:, None]
+    a, b, c, d = _rounded(a, b, c, d, is_fp4, state, run, channel, tokens, channels, IS_GRADIENT)
+    at = rows + (run * _RUN)[:, None] * padded_channels + channel[None, :]
+    tl.store(at, a.to(tl.float8e4nv))
+    tl.store(at + padded_channels, b.to(tl.float8e4nv))
+    tl.store(at + 2 * padded_channels, c.to(tl.float8e4nv))
+    tl.store(at + 3 * padded_channels, d.to(tl.float8e4nv))
+    at_scale = row_scales + column_tile.to(tl.int64) * padded_tokens + run * _RUN
+    tl.store(at_scale, sa)
+    tl.store(at_scale + 1, sb)
+    tl.store(at_scale + 2, sc)
+    tl.store(at_scale + 3, sd)
+
+
+@triton.jit
+def _write_columns(
+    x,
+    state,
+    columns,
+    column_scales,
+    row_tile,
+    channel,
+    tokens,
+    channels,
+    padded_tokens,
+    padded_channels,
+    stride,
+    GEMM: tl.constexpr,
+    IS_GRADIENT: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """128 tokens by some channels, tiles 128x1, transposed."""
+    is_fp4 = tl.load(state + GEMM) == _FP4
+    run = (row_tile * (_TILE // _RUN) + tl.arange(0, _TILE // _RUN)).to(tl.int64)
+    a, b, c, d = _load(x, run, channel, tokens, channels, stride, RAGGED)
+    largest = _larger(_larger(tl.abs(a), tl.abs(b)), _larger(tl.abs(c), tl.abs(d)))
+    scale, inverse = _scales(_amax(largest, 0), is_fp4)
+    i = inverse[None, :]
+    a, b, c, d = _rounded(a * i, b * i, c * i, d * i, is_fp4, state, run, channel, tokens, channels, IS_GRADIENT)
+    at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
+    at += channel.to(tl.int64)[None, :] * (padded_tokens // _RUN) + run[:, None]
+    tl.store(at, _pack(a, b, c, d))
+    tl.store(column_scales + row_tile.to(tl.int64) * padded_channels + channel, scale)
+
+
+@triton.jit
+def tokens_kernel(
+    x,
+    state,
+    rows,
+    row_scales,
+    columns,
+    column_scales,
+    tokens,
+    channels,
+    padded_tokens,
+    padded_channels,
+    stride,
+    ROW_GEMM: tl.constexpr,
+    COLUMN_GEMM: tl.constexpr,
+    IS_GRADIENT: tl.constexpr,
+    RAGGED: tl.constexpr,
+    ROW_RUNS: tl.constexpr,  # runs of tokens per program that writes rows; 0: there is none
+    WIDTH: tl.constexpr,  # channels per program that writes columns; 0: there is none
+):
+    """A part of one 128x128 tile, in one of the two layouts. The programs of a tile follow each other, so that x comes
+    from memory once although two read it. One program for both layouts would need too many registers."""
+    row_parts: tl.constexpr = _TILE // _RUN // ROW_RUNS if ROW_RUNS > 0 else 0
+    column_parts: tl.constexpr = _TILE // WIDTH if WIDTH > 0 else 0
+    part = tl.program_id(0) % (row_parts + column_parts)
+    column_tile = tl.program_id(0) // (row_parts + column_parts)
+    row_tile = tl.program_id(1)
+    if part < row_parts:
+        if ROW_RUNS > 0:
+            run = (row_tile * (_TILE // _RUN) + part * ROW_RUNS + tl.arange(0, ROW_RUNS)).to(tl.int64)
+            _write_rows(
+                x,
+                state,
+                rows,
+                row_scales,
+                run,
+                column_tile,
+                tokens,
+                channels,
+                padded_tokens,
+                padded_channels,
+                stride,
+                ROW_GEMM,
+                IS_GRADIENT,
+                RAGGED,
+            )
+    else:
+        if WIDTH > 0:
+            channel = column_tile * _TILE + (part - row_parts) * WIDTH + tl.arange(0, WIDTH)
+            _write_columns(
+                x,
+                state,
+                columns,
+                column_scales,
+                row_tile,
+                channel,
+                tokens,
+                channels,
+                padded_tokens,
+                padded_channels,
+                stride,
+                COLUMN_GEMM,
+                IS_GRADIENT,
+                RAGGED,
+            )
+
+
+@triton.jit
+def weight_kernel(
+    weight,
+    state,
+    by_output,
+    output_scales,
+    by_input,
+    input_scales,
+    out_features,
+    in_features,
+    padded_out,
+    padded_in,
+    out_blocks,
+    in_blocks,
+    stride,
+    FORWARD: tl.constexpr,
+    GRAD_INPUT: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """One 128x128 block, rounded to BF16 first, as autocast would."""
+    column_tile = tl.program_id(0)
+    row_tile = tl.program_id(1)
+    row = (row_tile * _TILE + tl.arange(0, _TILE)).to(tl.int64)
+    column = column_tile * _TILE + tl.arange(0, _TILE)
+    at = weight + row[:, None] * stride + column[None, :]
+    if RAGGED:
+        value = tl.load(at, (row[:, None] < out_features) & (column[None, :] < in_features), other=0.0)
+    else:
+        value = tl.load(at)
+    value = value.to(tl.bfloat16).to(tl.float32)
+    amax = _amax(_amax(value, 1), 0)
+    if FORWARD:
+        is_fp4 = tl.load(state) == _FP4
+        scale, inverse = _scales(amax, is_fp4)
+        rounded = value * inverse
+        if is_fp4:
+            rounded = _round_fp4(rounded, 0.0)
+        tl.store(by_output + row[:, None] * padded_in + column[None, :], rounded.to(tl.float8e4nv))
+        tl.store(output_scales + row_tile * in_blocks + column_tile, scale)
+    if GRAD_INPUT:
+        is_fp4 = tl.load(state + 1) == _FP4
+        scale, inverse = _scales(amax, is_fp4)
+        rounded = value * inverse
+        if is_fp4:
+            rounded = _round_fp4(rounded, 0.0)
+        at_input = by_input + column.to(tl.int64)[:, None] * padded_out + row[None, :]
+        tl.store(at_input, tl.trans(rounded.to(tl.float8e4nv)))
+        tl.store(input_scales + column_tile * out_blocks + row_tile, scale)

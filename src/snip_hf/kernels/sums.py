@@ -1,0 +1,154 @@
+"""The sums of squares of a refresh, each in one launch on a GPU; elsewhere as torch's operations.
+
+Legend: R pieces of a sample, O out_features, I in_features, E kinds of errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .rounding import has_kernels
+
+# Elements of an (O, I) tensor that one program sums.
+_BLOCK = 1024
+
+
+def error_squares(first: Tensor, second: Tensor, errors: Tensor) -> Tensor:
+    """Returns what squared errors do by way of each piece, and by way of all pieces together.
+
+    Args:
+        first: (R, O, I), FP32; used up.
+        second: as first.
+        errors: squared, (E, O, I).
+
+    Returns: (E, 3, 2); for `first`, `second` and their sum p: sum of errors * (sum of p_r^2) and of errors *
+    (sum of p_r)^2.
+    """
+    if has_kernels(first.device):
+        return _error_squares(first, second, errors)
+    found = []
+    for parts in (first, second, None):
+        parts = first.add_(second) if parts is None else parts
+        squares = _squares(parts), parts.sum(0).square_()
+        found.append(torch.stack([(errors * square).sum((1, 2)) for square in squares], 1))
+    return torch.stack(found, 1)
+
+
+def scaled_squares(parts: Tensor, factors: Tensor) -> Tensor:
+    """Returns sum of |factors * p_r|^2 and |factors * sum of p_r|^2, (2,).
+
+    Args:
+        parts: (R, O, I), FP32; used up.
+        factors: (O, I).
+    """
+    if has_kernels(parts.device):
+        return _scaled_squares(parts, factors)
+    return norms([parts.mul_(factors), parts.sum(0)]).square_()
+
+
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the Frobenius norms of FP32 tensors, one or more, (how many,)."""
+    if tensors[0].is_cuda:
+        return torch.stack(torch._foreach_norm(list(tensors)))
+    # On a CPU torch's norms add up in FP32 one by one: those of 20 million numbers are 2 parts in 1,000 too small.
+    return torch.stack([tensor.square().sum() for tensor in tensors]).sqrt_()
+
+
+def _squares(parts: Tensor) -> Tensor:
+    """Returns the sum over the first dimension of squares."""
+    # On CUDA without a tensor of the squares; on a CPU a norm over the first dimension is several times slower.
+    return torch.linalg.vector_norm(parts, dim=0).square_() if parts.is_cuda else parts.square().sum(0)
+
+
+if TYPE_CHECKING or find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _error_squares_kernel(  # type: ignore[no-untyped-def]
+        first,
+        second,
+        errors,
+        sums,
+        size,  # O * I
+        errors_stride,
+        PIECES: tl.constexpr,
+        KINDS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < size
+        zero = tl.zeros([BLOCK], tl.float32)
+        own_a, own_b, own_both, total_a, total_b = zero, zero, zero, zero, zero
+        for _ in tl.static_range(PIECES):
+            a = tl.load(first + at, inside, other=0.0)
+            b = tl.load(second + at, inside, other=0.0)
+            own_a += a * a
+            own_b += b * b
+            own_both += (a + b) * (a + b)
+            total_a += a
+            total_b += b
+            first += size
+            second += size
+        total_both = (total_a + total_b) * (total_a + total_b)
+        sums += tl.program_id(0) * (6 * KINDS)
+        for _ in tl.static_range(KINDS):
+            error = tl.load(errors + at, inside, other=0.0)
+            tl.store(sums, tl.sum(own_a * error, 0))
+            tl.store(sums + 1, tl.sum(total_a * total_a * error, 0))
+            tl.store(sums + 2, tl.sum(own_b * error, 0))
+            tl.store(sums + 3, tl.sum(total_b * total_b * error, 0))
+            tl.store(sums + 4, tl.sum(own_both * error, 0))
+            tl.store(sums + 5, tl.sum(total_both * error, 0))
+            errors += errors_stride
+            sums += 6
+
+    @triton.jit
+    def _scaled_squares_kernel(  # type: ignore[no-untyped-def]
+        parts,
+        factors,
+        sums,
+        size,  # O * I
+        PIECES: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < size
+        factor = tl.load(factors + at, inside, other=0.0)
+        own, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        for _ in tl.static_range(PIECES):
+            scaled = tl.load(parts + at, inside, other=0.0) * factor
+            own += scaled * scaled
+            total += scaled
+            parts += size
+        sums += tl.program_id(0) * 2
+        tl.store(sums, tl.sum(own, 0))
+        tl.store(sums + 1, tl.sum(total * total, 0))
+
+
+def _error_squares(first: Tensor, second: Tensor, errors: Tensor) -> Tensor:
+    first, second, errors = first.contiguous(), second.contiguous(), errors.contiguous()
+    pieces, *shape = first.shape
+    size, kinds = shape[0] * shape[1], errors.shape[0]
+    programs = triton.cdiv(size, _BLOCK)
+    sums = first.new_empty(programs, kinds, 3, 2)
+    with torch.cuda.device_of(first):
+        _error_squares_kernel[(programs,)](
+            first, second, errors, sums, size, errors.stride(0), pieces, kinds, _BLOCK, enable_fp_fusion=True
+        )
+    return sums.sum(0)
+
+
+def _scaled_squares(parts: Tensor, factors: Tensor) -> Tensor:
+    parts, factors = parts.contiguous(), factors.contiguous()
+    size = factors.numel()
+    programs = triton.cdiv(size, _BLOCK)
+    sums = parts.new_empty(programs, 2)
+    with torch.cuda.device_of(parts):
+        _scaled_squares_kernel[(programs,)](parts, factors, sums, size, parts.shape[0], _BLOCK, enable_fp_fusion=True)
+    return sums.sum(0)

@@ -1,0 +1,218 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..config import SnipConfig
+from ..kernels.backend import BACKENDS, Backend, select_backend
+from ..numerics.formats import FORMATS, REFERENCE, check_format
+from ..numerics.gemms import GEMMS
+from .coverage import Coverage, find_coverage
+from .linear import STATE, SnipLinear
+from .run_hooks import end_runs
+from .selection import KNOWN_SUBCLASSES, LEFT_OUT, head_of, is_linear, refuse_quantized, skip_reasons, summary
+from .state import plain_name, set_step, snip_linears
+
+logger = logging.getLogger(__name__)
+
+
+def keep_states_apart(models: Sequence[nn.Module]) -> None:
+    """Tells DDP, where it wraps a model already, not to give the first rank's layer states to the others."""
+    for wrapper in (module for model in models for module in model.modules()):
+        if isinstance(wrapper, nn.parallel.DistributedDataParallel):
+            names = (name for name, _ in wrapper.module.named_buffers())
+            wrapper.parameters_to_ignore.update(name for name in names if name.endswith(f".{STATE}"))
+
+
+# On import torchao warns of CUDA extensions that do not load and of how it registers enums; nothing here uses either.
+_noisy = {name: logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")}
+_levels = {name: noisy.level for name, noisy in _noisy.items()}
+try:
+    for _name in _noisy:
+        _noisy[_name].setLevel(logging.ERROR)
+    from torchao.core.config import AOBaseConfig
+    from torchao.quantization import quantize_
+    from torchao.quantization.transform_module import register_quantize_module_handler
+finally:
+    for _name in _noisy:
+        _noisy[_name].setLevel(_levels[_name])
+# More than this share of a model's weight matrices outside the plan is worth a warning.
+_MUCH = 0.1
+# Where DDP looks for names of parameters and buffers that are not its business.
+_DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
+
+
+@dataclass
+class SnipLinearConfig(AOBaseConfig):
+    """For torchao's `quantize_(model, SnipLinearConfig(...), filter_fn)`: swaps every linear that the filter passes.
+
+    `quantize_` tells no names and knows no steps: until `convert_model` names the layers and a `SnipController` counts
+    the steps, all layers round stochastically with the same random numbers in every step.
+    """
+
+    start_format: str = REFERENCE.name
+    """Format of the three GEMMs until a plan is applied."""
+    seed: int = 0
+    """Seed of stochastic rounding."""
+    backend: str = "auto"
+    """As `SnipConfig.backend`. Where that cannot run on the layer's device yet, another one does."""
+
+    formats: tuple[str, ...] = ()
+    """Other formats that the layers will be put into; "auto" takes a backend that knows them."""
+
+    def __post_init__(self) -> None:
+        for name in (self.start_format, *self.formats):
+            check_format(name, "start_format" if name == self.start_format else "formats")
+
+
+@register_quantize_module_handler(SnipLinearConfig)
+def _swap(module: nn.Module, config: SnipLinearConfig) -> nn.Module:
+    """Turns an nn.Linear into a SnipLinear in place and returns it; every layer's key is 0 until it is named."""
+    if isinstance(module, SnipLinear):
+        return module
+    if not is_linear(module):
+        raise TypeError(
+            f"Cannot quantize a {type(module).__name__}; expected nn.Linear itself or {', '.join(KNOWN_SUBCLASSES)}. "
+            "Let the filter pass only such modules."
+        )
+    assert isinstance(module, nn.Linear)
+    original_class, device = type(module), module.weight.device
+    module.__class__ = SnipLinear
+    assert isinstance(module, SnipLinear)
+    module.snip_original_class = original_class
+    module.snip_recorder = None
+    start = FORMATS[config.start_format]
+    state = torch.tensor([*[start.code] * len(GEMMS), 0, 0, 1], device=device)
+    module.register_buffer(STATE, state, persistent=False)
+    module.snip_key = 0
+    set_step({"": module}, config.seed, 0, 0)
+    module.use_backend(_backend_now(config.backend, device, [start.name, *config.formats]))
+    return module
+
+
+def _backend_now(requested: str, device: torch.device, formats: list[str]) -> Backend:
+    """Returns the backend asked for where it can run; until then any that can."""
+    asked = BACKENDS.get(requested)
+    return select_backend("auto" if asked is None or asked.lacks(device) else requested, device, formats)
+
+
+def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
+    """Swaps the linears inside the transformer blocks for `SnipLinear`, in place.
+
+    Swapped is every `nn.Linear` (exactly that class) inside a numbered block (`....layers.3....`), except the output
+    head, adapters' small matrices and what `config.skip_modules` names. Everything starts in `config.start_format`.
+    What is swapped and what is skipped, with the reason, goes to the log, and so does every other weight matrix that
+    the plan does not cover (`coverage`). Layers swapped before stay as they are, or are restored if this config skips
+    them.
+
+    Returns: the exact names of all swapped layers, in the model's order.
+
+    Raises:
+        ValueError: no layer is left to swap, a name in `skip_modules` matches nothing, or the model is already
+            quantized by another method.
+    """
+    refuse_quantized(model)
+    reasons = skip_reasons(model, config)
+    chosen = [name for name, reason in reasons.items() if reason is None]
+    skipped = {name: reason for name, reason in reasons.items() if reason is not None}
+    if not chosen:
+        kinds = sorted(
+            {type(module).__name__ for module in model.modules() if getattr(module, "weight", None) is not None}
+        )
+        raise ValueError(
+            f"No layer of {type(model).__name__} can be swapped: {len(skipped)} linears are skipped "
+            f"({summary(skipped)}); modules with weights are of the classes {', '.join(kinds) or 'none'}. "
+            "Expected at least one nn.Linear inside a numbered block; check skip_modules."
+        )
+    for pattern in config.skip_modules:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in reasons):
+            raise ValueError(
+                f"skip_modules: {pattern!r} matches no linear layer; the layers are named like {chosen[0]!r}. "
+                "Use exact names or globs over the whole name, such as '*.down_proj'."
+            )
+    modules = {plain_name(name): module for name, module in model.named_modules()}
+    wanted = {id(modules[name]) for name in chosen}
+    before = snip_linears(model)
+    for layer in before.values():
+        if id(layer) not in wanted:
+            _restore(layer)
+    quantize_(
+        model,
+        SnipLinearConfig(config.format_at_start, config.seed, config.backend, config.formats),
+        filter_fn=lambda module, name: id(module) in wanted,
+    )
+    layers = snip_linears(model)
+    for name in chosen:
+        # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone.
+        layers[name].snip_key = zlib.crc32(name.encode(errors="surrogatepass"))
+    set_step({name: layer for name, layer in layers.items() if name not in before}, config.seed, 0, 0)
+    asked = BACKENDS.get(config.backend)
+    if asked is not None and any(layer.snip_backend is not asked for layer in layers.values()):
+        logger.warning(
+            "snip-hf: backend=%r cannot run where the model is now (%s); its layers are emulated until a controller "
+            "finds it on such a device.",
+            asked.name,
+            asked.lacks(next(iter(layers.values())).weight.device),
+        )
+    _keep_ddp_out(model)
+    if before.keys() != layers.keys():
+        logger.info("snip-hf swapped %d linear layers; skipped %d (%s).", len(chosen), len(skipped), summary(skipped))
+        _log_coverage(coverage(model, config))
+    return chosen
+
+
+def coverage(model: nn.Module, config: SnipConfig) -> Coverage:
+    """Returns which weight matrices `convert_model` swaps under this config and which it does not, and why."""
+    names = {id(module): plain_name(name) for name, module in model.named_modules()}
+    return find_coverage(model, head_of(model), skip_reasons(model, config), names)
+
+
+def _log_coverage(found: Coverage) -> None:
+    if found.uncovered:
+        logger.info("snip-hf: the plan does not cover %s.", found.describe())
+    # What the user left out on purpose is no news.
+    missed = math.fsum(group.share for group in found.uncovered if group.reason != LEFT_OUT)
+    if missed > _MUCH:
+        logger.warning(
+            "snip-hf: FP4 shares count the swapped layers only. What the plan does not cover stays in high precision: "
+            "%s.",
+            found.describe(3),
+        )
+
+
+def restore_model(model: nn.Module) -> None:
+    """Undoes `convert_model`: every `SnipLinear` becomes again the class that it was.
+
+    Ends the run that an error left on the model, and removes its hooks.
+    """
+    end_runs(model)
+    for layer in snip_linears(model).values():
+        _restore(layer)
+    _keep_ddp_out(model)
+
+
+def _keep_ddp_out(model: nn.Module) -> None:
+    """Tells DDP, which may wrap the model later, not to give the first rank's states to the others."""
+    ignored = [name for name in getattr(model, _DDP_IGNORES, ()) if not name.endswith(f".{STATE}")]
+    states = [name for name, _ in model.named_buffers() if name.endswith(f".{STATE}")]
+    if not ignored and not states:
+        vars(model).pop(_DDP_IGNORES, None)
+    elif getattr(model, _DDP_IGNORES, None) != ignored + states:
+        setattr(model, _DDP_IGNORES, ignored + states)
+
+
+def _restore(layer: SnipLinear) -> None:
+    del layer._buffers["snip_state"]
+    layer._non_persistent_buffers_set.discard("snip_state")
+    original_class = layer.snip_original_class
+    del layer.snip_original_class, layer.snip_key, layer.snip_recorder, layer.snip_backend, layer.snip_cache
+    layer.__class__ = original_class  # type: ignore[assignment]

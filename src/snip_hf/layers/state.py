@@ -1,0 +1,71 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..kernels.emulated import STATE_SIZE
+from ..numerics.random_streams import stream_key
+from .linear import GRAD_OUTPUT, KEY, SnipLinear
+
+# What wrappers inside a model add to the names of modules.
+_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|^snip_part_\d+\.")
+
+
+def snip_linears(model: nn.Module) -> dict[str, SnipLinear]:
+    """Returns name -> layer for every swapped layer, in the model's order; a layer under two names counts once.
+
+    Names are those of the bare model (`plain_name`), so that plans are the same under every launcher.
+    """
+    return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, SnipLinear)}
+
+
+def plain_name(name: str) -> str:
+    """Returns the name of a module or parameter without the parts that wrappers inside the model put in.
+
+    These are torch.compile's, activation checkpointing's, and those of `launch.ModelParts`.
+    """
+    return _WRAPPERS.sub("", name)
+
+
+def pack_states(layers: Mapping[str, SnipLinear]) -> None:
+    """Makes the states of all layers on one device rows of one tensor, which `set_step` then writes in one go."""
+    devices: dict[torch.device, list[SnipLinear]] = {}
+    for layer in layers.values():
+        devices.setdefault(layer.snip_state.device, []).append(layer)
+    for members in devices.values():
+        for layer, row in zip(members, torch.stack([layer.snip_state for layer in members]).unbind(), strict=True):
+            layer.snip_state = row
+
+
+def set_step(layers: Mapping[str, SnipLinear], seed: int, step: int, micro_batch: int) -> None:
+    """Keys the layers' random numbers: one stream per (seed, step, micro-batch, layer name)."""
+    names = np.array([layer.snip_key for layer in layers.values()], dtype=np.uint64)
+    keys = torch.from_numpy(stream_key(seed, step, micro_batch, names, GRAD_OUTPUT).view(np.int64))
+    packed: dict[int, list[int]] = {}
+    states = [layer.snip_state for layer in layers.values()]
+    for index, state in enumerate(states):
+        packed.setdefault(id(state if state._base is None else state._base), []).append(index)
+    for members in packed.values():
+        base = states[members[0]]._base
+        if base is not None and base.shape == (len(members), STATE_SIZE):
+            members.sort(key=lambda index: states[index].storage_offset())
+            base[:, KEY] = keys[members].to(base.device, non_blocking=True)
+        else:
+            for index in members:
+                states[index][KEY] = keys[index]
+
+
+def set_rank(layers: Mapping[str, SnipLinear], rank: int, ranks: int) -> None:
+    """Tells the layers which part of a batch that `ranks` processes share is theirs, counted from 0.
+
+    They then draw other random numbers than other ranks do for other tokens, and, where every rank has as many tokens,
+    a multiple of 4, together those of one process that has them all (`random_streams.rank_stream`).
+    """
+    for layer in layers.values():
+        layer.snip_state[KEY + 1 :] = torch.tensor([rank, ranks])

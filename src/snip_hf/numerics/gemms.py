@@ -1,0 +1,23 @@
+"""The three matrix products of a linear layer, and their operands.
+
+Legend: T tokens, I in_features, O out_features; X (T, I) activations, W (O, I) weight, G (T, O) output gradients.
+"""
+
+from __future__ import annotations
+
+# In the order of the format codes that a layer's state tensor holds (docs/method.md, section 1).
+GEMMS = ("forward", "grad_input", "grad_weight")
+OPERANDS = ("activation", "gradient", "weight")
+
+# GEMM -> its two operands, each with the dimension that the product contracts: 0 rows, 1 columns.
+CONTRACTIONS = {
+    "forward": (("activation", 1), ("weight", 1)),
+    "grad_input": (("gradient", 1), ("weight", 0)),
+    "grad_weight": (("gradient", 0), ("activation", 0)),
+}
+
+# Elements along each side of the largest block: 1x128 for activations and gradients, 128x128 for weights.
+TILE = 128
+ROW_TILE = (1, TILE)
+COLUMN_TILE = (TILE, 1)
+SQUARE_TILE = (TILE, TILE)

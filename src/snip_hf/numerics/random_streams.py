@@ -1,0 +1,94 @@
+"""TODO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MASK32 = 0xFFFFFFFF
+
+
+def stream_key(seed: int, step: int, micro_batch: int, layer: Any, operand: int) -> Any:
+    """Returns the 64-bit key of one operand's stream of random numbers; for an array of layers (uint64), an array.
+
+    The same five numbers give the same stream, in a resumed run and in the recomputation of activation checkpointing
+    alike; a change of any of them gives another one.
+    """
+    low, high = 0x243F6A88, 0x85A308D3  # the first bits of pi
+    for word in (seed, seed >> 32, step, micro_batch, layer, operand):
+        low = _mix(low ^ (word & _MASK32))
+        high = _mix((high + low) & _MASK32)
+    return (high << 32) | low
+
+
+def uniform(
+    key: int,
+    shape: tuple[int, int] | torch.Size,
+    device: torch.device | str = "cpu",
+    rank: int = 0,
+    ranks: int = 1,
+) -> Tensor:
+    """Returns numbers (k + 1/2) / 256, k = 0 ... 255, one per element: a pure function of (key, rank, ranks, element).
+
+    One 32-bit hash serves four neighbours in a column, which a kernel has at hand together, a run: rows 4 i ... 4 i + 3
+    take its bytes, the lowest first, at position i * C + c of what `rank_stream` gives; positions count modulo 2**32.
+    Eight bits are what NVIDIA's stochastic conversion to FP4 takes too; they leave the mean of a rounded number within
+    2**-9 spacings of it. The hash is a finaliser of two multiplications (constants of Wellons' `lowbias32`) with the
+    key's halves put in before and between them. Integer operations wrap, so that a kernel in any language can repeat it
+    bit for bit.
+
+    Args:
+        key: 64 bits.
+        shape: (R, C).
+        device: where the numbers are wanted.
+        rank: which of `ranks` parts of a tensor, split along its rows, the numbers are for; counted from 0.
+        ranks: how many parts there are.
+    """
+    rows, columns = shape
+    runs = (rows + 3) // 4
+    bits = _hash(*rank_stream(key, shape, rank, ranks), runs * columns, device).view(runs, 1, columns)
+    numbers = torch.cat([bits, bits >> 8, bits >> 16, bits >> 24], 1).bitwise_and_(0xFF)
+    return numbers.to(torch.float32).add_(0.5).mul_(2.0**-8).view(4 * runs, columns)[:rows]
+
+
+def rank_stream(key: int, shape: tuple[int, int] | torch.Size, rank: int, ranks: int) -> tuple[int, int]:
+    """Returns the key of the hash and the first of its positions for a tensor (R, C), which one rank of several has.
+
+    The positions of the ranks before come first, and the number of runs on all ranks, if all have as many as this one,
+    goes into the key. So ranks that have equally many rows, a multiple of 4, draw together the numbers that one process
+    draws for all the rows, and ranks that have more rows or fewer draw from streams of their own.
+    """
+    runs = (shape[0] + 3) // 4
+    all_runs = ranks * runs
+    # Odd constants of the golden ratio and of MurmurHash3, one for each half. Put into the high half alone, as it is,
+    # the number would give streams that correlate (up to 0.6) where it differs by little.
+    low = (key ^ all_runs * 0x9E3779B9) & _MASK32
+    high = ((key >> 32) + all_runs * 0x85EBCA6B) & _MASK32
+    return (high << 32) | low, rank * runs * shape[1] & _MASK32
+
+
+def _hash(key: int, first: int, count: int, device: torch.device | str) -> Tensor:
+    """Returns the key's 32 random bits for positions first ... first + count - 1, int32."""
+    x = torch.arange(count, dtype=torch.int64 if count > 2**31 - 1 else torch.int32, device=device).to(torch.int32)
+    low, high = _signed(key & _MASK32), _signed(key >> 32)
+    x = _shift_xor(x.add_(_signed(first)).bitwise_xor_(low), 16).mul_(0x7FEB352D)
+    x = _shift_xor(x.add_(high), 15).mul_(_signed(0x846CA68B))
+    return _shift_xor(x, 16)
+
+
+def _shift_xor(x: Tensor, bits: int) -> Tensor:
+    """Returns x ^ (x >> bits) with a logical shift (torch's is arithmetic on signed integers), in place."""
+    return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (32 - bits)) - 1))
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def _mix(x: Any) -> Any:
+    """Wellons' `lowbias32` on a Python integer, or on an array of uint64 that are below 2**32."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK32
+    return x ^ (x >> 16)

@@ -1,0 +1,333 @@
+"""What does a DeepSpeed ZeRO optimizer (stages 1 and 2) know of one weight, and when can it be asked?
+
+Each rank holds a part of the averaged gradients, of the FP32 master weights and of the optimizer's state, on its device
+or offloaded to the CPU. `ZeroOptimizer` puts together what belongs to one weight, whole and in FP32. That is
+collective: every rank asks for the same weights in the same order, and for one at a time, so that no rank has to hold
+more than one weight's worth of what ZeRO spread out.
+
+DeepSpeed clips, steps and drops the gradients in one call, within Accelerate's `backward`. `before_step` is the moment
+between: gradients are accumulated and averaged over the ranks, nothing is clipped or updated yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..parallel.wrappers import deepspeed_engine, has_class
+from .response import AnalyticResponse, Response
+from .rules import ELEMENTWISE, Situation, rule_name
+
+# DeepSpeed's classes for stages 1 and 2, and where each keeps the model's weights: parameter group -> weights.
+_WEIGHTS = {"DeepSpeedZeroOptimizer": "bit16_groups", "BF16_Optimizer": "bf16_groups"}
+_REFUSED = {
+    "DeepSpeedZeroOptimizer_Stage3": "ZeRO stage 3 partitions the parameters",
+    "ZenFlowZeroOptimizer": "ZenFlow updates parts of the weights at different times",
+}
+# Inner optimizers whose update of an element depends on that element alone, so that it is the same on a flat part of
+# many weights as on one weight.
+_RULES = ("torch.SGD", "torch.Adam", "torch.AdamW")
+_ADAMS = ("deepspeed.FusedAdam", "deepspeed.DeepSpeedCPUAdam")
+_FP16 = ("fp16 scales the loss and the gradients that the probe needs", "bf16")
+_STAGES_INSTEAD = "ZeRO stage 1 or 2 (zero_optimization.stage in the DeepSpeed configuration), or FSDP2"
+
+
+def check_deepspeed(config: Mapping[str, Any]) -> None:
+    """Refuses what a DeepSpeed configuration asks for and a probe cannot work with, before anything is built.
+
+    Args:
+        config: the content of the JSON file; Accelerate has it as `deepspeed_plugin.deepspeed_config`.
+
+    Raises:
+        ValueError: says what cannot work, why, and what to use instead.
+    """
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in (1, 2):
+        reason = "partitions the parameters" if stage == 3 else "does not partition, as plain DDP does"
+        raise _refusal(f"zero_optimization.stage={stage} {reason}", _STAGES_INSTEAD)
+    if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
+        raise _refusal("zero_optimization.offload_optimizer keeps the state on disk", "device 'cpu' or 'none' there")
+    # "auto" is what Accelerate makes of mixed_precision, which is checked where it is known.
+    if (config.get("fp16") or {}).get("enabled") is True:
+        raise _refusal(*_FP16)
+    if "zenflow" in zero:
+        raise _refusal(f"zero_optimization.zenflow: {_REFUSED['ZenFlowZeroOptimizer']}", "the same stage without it")
+    kind = str(config.get("optimizer", {}).get("type", "AdamW"))
+    if kind.lower() not in ("adam", "adamw", "sgd"):
+        raise _refusal(f"the update of the optimizer {kind!r} is not known", "AdamW, Adam or SGD")
+    if config.get("tensor_parallel", {}).get("autotp_size", 0) > 1:
+        raise _refusal("tensor_parallel replaces the linears by its own", "data parallelism alone")
+    if config.get("compile", {}).get("deepcompile", False):
+        raise _refusal("compile.deepcompile moves the reduction of gradients into compiled graphs", "torch.compile")
+
+
+def _refusal(reason: str, instead: str) -> ValueError:
+    return ValueError(
+        f"SNIP cannot probe under this DeepSpeed configuration: {reason}. Use {instead}; or a policy that needs no "
+        "probe, such as policy='layer-position'."
+    )
+
+
+def find_zero(optimizer: Any, *candidates: Any) -> ZeroOptimizer | None:
+    """Returns access to the run's ZeRO optimizer, or None if the run is not one of DeepSpeed.
+
+    Args:
+        optimizer: the optimizer as a launcher gives it, wrapped; a Trainer's callbacks get nothing else of DeepSpeed.
+        candidates: what may be the engine, or its Accelerator.
+
+    Raises:
+        ValueError: DeepSpeed is in use in a way that cannot be supported; says why, and what to use instead.
+    """
+    engine = deepspeed_engine(*candidates)
+    if has_class(engine, "PipelineEngine"):
+        raise _refusal("its pipeline engine runs the micro-batches itself", "a DeepSpeed engine without pipeline")
+    found, is_deepspeed = (optimizer, False) if engine is None else (engine.optimizer, True)
+    while found is not None and not has_class(found, "DeepSpeedOptimizer"):
+        is_deepspeed = is_deepspeed or type(found).__name__ == "DeepSpeedOptimizerWrapper"
+        found = getattr(found, "optimizer", None)
+    if found is None and is_deepspeed:
+        raise _refusal("stage 0 does not partition, as plain DDP does", _STAGES_INSTEAD)
+    return None if found is None else ZeroOptimizer(found)
+
+
+class ZeroOptimizer:
+    """Access to a DeepSpeed optimizer of ZeRO stage 1 or 2, between the reduction of the gradients and the update.
+
+    Methods marked collective are called by all ranks, for the same weights in the same order, one weight at a time.
+
+    Args:
+        optimizer: DeepSpeed's own wrapper around the optimizer that updates the flat partitions (`engine.optimizer`).
+
+    Raises:
+        ValueError: another stage, loss scaling, or an inner optimizer whose update is not known.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        kind = type(optimizer).__name__
+        if kind not in _WEIGHTS:
+            raise _refusal(_REFUSED.get(kind, f"its optimizer is a {kind}"), _STAGES_INSTEAD)
+        self._zero = optimizer
+        self._inner: torch.optim.Optimizer = optimizer.optimizer
+        weights = getattr(optimizer, _WEIGHTS[kind])
+        self._groups = {id(weight): index for index, group in enumerate(weights) for weight in group}
+        self.rule = self._find_rule()
+        """Key of `optimizer_rules.ELEMENTWISE` whose rule is that of the update."""
+        scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
+        if scaler is not None or any(weight.dtype == torch.float16 for group in weights for weight in group):
+            raise _refusal(*_FP16)
+
+    def _find_rule(self) -> str:
+        name = rule_name(type(self._inner))
+        if name in _ADAMS:
+            return "torch.AdamW" if getattr(self._inner, "adam_w_mode", False) else "torch.Adam"
+        if name not in _RULES:
+            raise _refusal(
+                f"the update of {type(self._inner).__module__}.{type(self._inner).__name__} on flat partitions is not "
+                "known",
+                "AdamW, Adam or SGD of torch.optim, or DeepSpeed's FusedAdam (Trainer: optim='adamw_torch')",
+            )
+        return name
+
+    def holds(self, weight: Tensor) -> bool:
+        """Tells whether the optimizer updates this weight; those that are frozen it does not."""
+        return id(weight) in self._groups
+
+    def before_step(self, callback: Callable[[], None]) -> BeforeStep:
+        """Lets `callback` run before each update, on every rank; the handle's `remove` ends that.
+
+        It runs at the boundary of gradient accumulation only, outside any context of DeepSpeed's, and may read what
+        the other methods give. What it raises comes out of Accelerate's `backward`.
+        """
+        return BeforeStep(self._zero, callback)
+
+    def clip_factor(self) -> float:
+        """Returns what the gradients are about to be multiplied by. Collective; before the step only.
+
+        Raises:
+            ValueError: the norm of all gradients is not finite.
+        """
+        self._wait()
+        bound = float(self._zero.clip_grad or 0.0)
+        if bound == 0:
+            return 1.0
+        norm = self._norm()
+        # DeepSpeed writes -1 for a norm that is no number.
+        if norm < 0 or not math.isfinite(norm):
+            raise ValueError("The norm of all gradients is not finite; expected finite numbers.")
+        # Both classes bound by norm + 1e-6, in FP32.
+        return float(bound / torch.tensor(norm).add(1e-6).clamp(min=bound))
+
+    def _norm(self) -> float:
+        if hasattr(self._zero, "scaled_global_norm"):
+            return float(self._zero.scaled_global_norm())
+        from deepspeed.runtime.utils import get_global_norm_of_tensors
+
+        gradients, _ = self._zero.get_grads_for_norm()
+        return float(get_global_norm_of_tensors(gradients, mpu=self._zero.mpu))
+
+    def gradient(self, weight: Tensor) -> Tensor:
+        """Returns the weight's whole gradient (O, I) in FP32: averaged over ranks, accumulated, not clipped yet.
+
+        Times `clip_factor` it is what the inner optimizer sees. Collective; before the step only.
+
+        Raises:
+            KeyError: the optimizer does not update this weight.
+        """
+        self._group(weight)
+        self._wait()
+        from deepspeed.utils import safe_get_full_grad
+
+        gradient: Tensor = safe_get_full_grad(weight)
+        return gradient.detach().to(torch.float32)
+
+    def situation(self, weight: Tensor) -> Situation:
+        """Returns what the next update of this weight knows besides its gradient, for the rule `rule`. Collective.
+
+        The state and the weight (O, I) are whole: FP32 master weight, and state in FP32.
+
+        Raises:
+            KeyError: the optimizer does not update this weight.
+        """
+        group = self._group(weight)
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        (flat,) = group["params"]
+        held = self._inner.state.get(flat, {})
+        # Sorted, so that all ranks gather them in one order.
+        state = {key: self._whole(weight, held[key], flat) for key in sorted(held)}
+        if not group.get("bias_correction", True):
+            state["step"] = math.inf  # where 1 - beta^step has become 1
+        # DeepSpeed's own Adams have no AMSGrad and do not say so.
+        return Situation({"amsgrad": False, **group}, state, safe_get_full_fp32_param(weight).detach())
+
+    def responses(self, weights: Mapping[str, Tensor]) -> dict[str, Response]:
+        """Returns name -> response for the weights that the optimizer updates, as `optimizers.responses` does.
+
+        Each is put together when it is asked for, and every time anew; `gathered` keeps it. Collective then.
+        """
+        return {
+            name: _Spread(self._blank(weight), self, weight) for name, weight in weights.items() if self.holds(weight)
+        }
+
+    def _blank(self, weight: Tensor) -> Situation:
+        return Situation(self._group(weight), {}, weight.detach())
+
+    def gradients(self, weights: Mapping[str, Tensor], factor: float) -> Mapping[str, Tensor]:
+        """Returns name -> gradient times `factor` (that of `clip_factor`) of the weights that the optimizer updates.
+
+        Each is put together when it is asked for, and every time anew. Collective then; before the step only.
+        """
+        return _Gradients(self, {name: weight for name, weight in weights.items() if self.holds(weight)}, factor)
+
+    def _wait(self) -> None:
+        """Waits for gradients that are on their way to the CPU, as the step would."""
+        if getattr(self._zero, "cpu_offload", False):
+            self._zero._wait_for_offload_copies()
+
+    def _group(self, weight: Tensor) -> dict[str, Any]:
+        if not self.holds(weight):
+            raise KeyError(
+                f"The ZeRO optimizer does not update the weight of shape {tuple(weight.shape)}; expected one of the "
+                f"{len(self._groups)} parameters that it was built with. Ask `holds` first."
+            )
+        group: dict[str, Any] = self._inner.param_groups[self._groups[id(weight)]]
+        return group
+
+    def _whole(self, weight: Tensor, value: Any, flat: Tensor) -> Any:
+        """Gathers a weight's state from the ranks' flat partitions; what is not one number per element stays as it is.
+
+        DeepSpeed's own accessor for states fails between the loading of a checkpoint and the step after it.
+        """
+        if not isinstance(value, Tensor) or value.shape != flat.shape:
+            return value
+        from deepspeed import comm
+
+        whole = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
+        mapping: Any = weight._hp_mapping  # type: ignore[attr-defined]
+        if mapping is not None:  # part of the weight is in this rank's partition
+            at, source = mapping.lp_fragment_address, mapping.hp_fragment_address
+            whole.narrow(0, at.start, at.numel).copy_(value.narrow(0, source.start, source.numel))
+        comm.all_reduce(whole, group=weight._dp_group)  # type: ignore[attr-defined]
+        return whole.view(weight.shape)
+
+
+@dataclass(frozen=True)
+class _Spread(Response):
+    """A response whose situation is spread over the ranks. Every method is collective."""
+
+    zero: ZeroOptimizer
+    weight: Tensor
+
+    @property
+    def is_spread(self) -> bool:
+        return True
+
+    def gathered(self) -> Response:
+        return AnalyticResponse(self.zero.situation(self.weight), ELEMENTWISE[self.zero.rule])
+
+    def update(self, gradient: Tensor) -> Tensor:
+        return self.gathered().update(gradient)
+
+    def pushforward(self, gradient: Tensor, tangent: Tensor) -> Tensor:
+        return self.gathered().pushforward(gradient, tangent)
+
+    def pullback(self, gradient: Tensor, cotangent: Tensor) -> Tensor:
+        return self.gathered().pullback(gradient, cotangent)
+
+    def meaningful(self, gradient: Tensor) -> Tensor:
+        return self.gathered().meaningful(gradient)
+
+
+@dataclass(frozen=True)
+class _Gradients(Mapping[str, Tensor]):
+    """Gradients that are spread over the ranks."""
+
+    zero: ZeroOptimizer
+    weights: Mapping[str, Tensor]
+    factor: float
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.zero.gradient(self.weights[name]) * self.factor
+
+    def __contains__(self, name: object) -> bool:  # without gathering it
+        return name in self.weights
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+class BeforeStep:
+    """Runs a callback before each `step` of an optimizer that knows no hooks, until `remove`."""
+
+    def __init__(self, optimizer: Any, callback: Callable[[], None]) -> None:
+        self._optimizer = optimizer
+        self._callback: Callable[[], None] | None = callback
+        self._inner = optimizer.step
+        self._was_wrapped = "step" in vars(optimizer)
+        # The same object at any time, so that `remove` knows it again.
+        self._own = self._step
+        optimizer.step = self._own
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._callback is not None:
+            self._callback()
+        return self._inner(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Ends the calls, and takes the wrapper away unless somebody wrapped `step` again since."""
+        self._callback = None
+        if vars(self._optimizer).get("step") is not self._own:
+            return
+        if self._was_wrapped:
+            self._optimizer.step = self._inner
+        else:
+            del self._optimizer.step

@@ -1,0 +1,304 @@
+"""What does one step of each known optimizer subtract from a weight, as a function of the gradient?
+
+Rules are pure functions of the gradient (the weight's shape (O, I), O out_features, I in_features), in the gradient's
+dtype; nothing is written. An elementwise rule returns (update, slope, meaningful): h(g), h'(g) and where h' has a
+meaning. An autograd rule returns (update, meaningful) and is differentiated with `torch.func`. Decoupled weight decay
+does not depend on the gradient and is left out. For optimizers without a rule there is `own_step`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from ..numerics.random_state import RandomState
+from ..parallel.sharding import own_part, whole
+from ..python_state import Kept, Shared
+
+# Lion's sign(c) becomes c / sqrt(c^2 + s^2) with s this part of mean|c| (ours; docs/method.md). For normal c, a change
+# of c by 20% of its mean size (about what FP4 does to a gradient) is then first-order to 2%, and a quarter of all
+# elements carries the sum of squares. With 0.1 that were 23% and 6% of the elements; larger ones are less of a sign.
+LION_SMOOTHING = 0.5
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a step knows besides the gradient: the parameter, its group, its state (empty before the first step)."""
+
+    group: Mapping[str, Any]
+    state: Mapping[str, Any]
+    parameter: Tensor
+
+    def gathered(self) -> Situation:
+        """Returns the situation of the whole parameter; collective."""
+        state = {key: whole(value) if isinstance(value, Tensor) else value for key, value in self.state.items()}
+        return Situation(self.group, state, whole(self.parameter))
+
+    def of_own_part(self) -> Situation:
+        """Returns the situation of what this process holds of the parameter."""
+        state = {key: own_part(value) if isinstance(value, Tensor) else value for key, value in self.state.items()}
+        return Situation(self.group, state, own_part(self.parameter))
+
+    def number(self, key: str) -> float:
+        """Returns a hyperparameter that may be a tensor (capturable, torchao) as a float."""
+        return float(self.group[key])
+
+    @property
+    def step(self) -> float:
+        """The number of the step about to be taken, from 1."""
+        return float(self.state.get("step", 0)) + 1
+
+    def signed(self, gradient: Tensor) -> Tensor:
+        """Returns the gradient of what is minimised."""
+        return -gradient if self.group.get("maximize", False) else gradient
+
+    def held(self, key: str, like: Tensor) -> Tensor:
+        """Returns a state tensor, dequantized, in `like`'s dtype; zeros of its shape before the first step."""
+        value = self.state.get(key)
+        if value is None:
+            return torch.zeros_like(like)
+        dense: Tensor = value if type(value) is Tensor else value.dequantize()
+        return dense.to(like.dtype)
+
+    def average(self, key: str, new: Tensor, taken: float) -> Tensor:
+        """Returns the running average of `key` after it has taken in that part of `new`."""
+        return (1 - taken) * self.held(key, new) + taken * new
+
+    def rms_of_parameter(self) -> float:
+        return float(_rms(self.parameter.to(torch.float32)))
+
+
+def sgd(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """torch.optim.SGD: momentum, dampening, Nesterov, coupled decay."""
+    lr, momentum = at.number("lr"), at.number("momentum")
+    gradient = gradient + at.number("weight_decay") * at.parameter
+    # torch starts the buffer with the whole first gradient, without dampening.
+    started = at.state.get("momentum_buffer") is not None
+    taken = 1.0 - at.number("dampening") if started else 1.0
+    moved = momentum * at.held("momentum_buffer", gradient) + taken * gradient
+    if momentum == 0:
+        moved, slope = gradient, 1.0
+    elif at.group["nesterov"]:
+        moved, slope = gradient + momentum * moved, 1.0 + momentum * taken
+    else:
+        slope = taken
+    return lr * moved, torch.full_like(gradient, lr * slope), torch.ones_like(gradient, dtype=torch.bool)
+
+
+def adam(at: Situation, gradient: Tensor, decoupled: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Adam and AdamW, of torch (foreach, fused, capturable, amsgrad) and of torchao (quantized states)."""
+    lr, eps, step = at.number("lr"), at.number("eps"), at.step
+    beta1, beta2 = (float(beta) for beta in at.group["betas"])
+    if not (decoupled or at.group.get("decoupled_weight_decay", False)):
+        gradient = gradient + at.number("weight_decay") * at.parameter
+    first = at.average("exp_avg", gradient, 1 - beta1)
+    second = at.average("exp_avg_sq", gradient.square(), 1 - beta2)
+    # d second / d gradient
+    second_slope = 2 * (1 - beta2) * gradient
+    if at.group["amsgrad"]:
+        largest = at.held("max_exp_avg_sq", second)
+        second_slope = torch.where(second >= largest, second_slope, 0)
+        second = torch.maximum(second, largest)
+    unbiased1, unbiased2 = 1 - beta1**step, 1 - beta2**step
+    root = (second / unbiased2).sqrt_()
+    divisor = root + eps
+    mean = first / unbiased1
+    # h = lr * mean / divisor; docs/method.md, section 3, guarded for elements that were never touched
+    # (grouped so that nothing underflows: root * divisor^2 would be 0 for small gradients under a tiny eps)
+    slope = ((1 - beta1) / unbiased1 - mean / divisor * (second_slope / (2 * unbiased2) / root)) / divisor
+    touched = second > 0
+    return lr * mean / divisor, torch.where(touched, lr * slope, 0), touched
+
+
+def lion(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Lion (arXiv:2302.06675), smoothed (ours): sign(c) -> c / sqrt(c^2 + s^2), s = LION_SMOOTHING * mean|c|.
+
+    Of lion-pytorch's layout (state "exp_avg") and bitsandbytes' ("state1", 32 bits).
+    """
+    beta1 = float(at.group["betas"][0])
+    mixed = at.average("state1" if "state1" in at.state else "exp_avg", gradient, 1 - beta1)
+    size = mixed.abs().mean()
+    # In units of s, so that no square underflows.
+    relative = mixed / (LION_SMOOTHING * torch.where(size > 0, size, 1))
+    return at.number("lr") * relative / (1 + relative.square()).sqrt(), (size > 0).expand_as(mixed)
+
+
+def muon(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """torch.optim.Muon, for weights of two dimensions.
+
+    Its own step runs the Newton-Schulz iteration in BF16; here it runs in the gradient's dtype (our model of it).
+    """
+    momentum = at.number("momentum")
+    moved = at.average("momentum_buffer", gradient, 1 - momentum)
+    if at.group["nesterov"]:
+        moved = (1 - momentum) * gradient + momentum * moved
+    update = _newton_schulz(moved, at.group["ns_coefficients"], at.group["ns_steps"], at.number("eps"))
+    rows, columns = gradient.shape
+    adjust = at.group["adjust_lr_fn"]
+    factor = max(1, rows / columns) ** 0.5 if adjust in (None, "original") else 0.2 * max(rows, columns) ** 0.5
+    return at.number("lr") * factor * update, torch.ones_like(gradient, dtype=torch.bool)
+
+
+def _newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Returns the iterate that torch's Muon takes for the nearest semi-orthogonal matrix."""
+    a, b, c = coefficients
+    wide = matrix.t() if matrix.shape[0] > matrix.shape[1] else matrix
+    wide = wide / _norm(wide).clamp(min=eps)
+    for _ in range(steps):
+        gram = wide @ wide.t()
+        wide = a * wide + (b * gram + c * gram @ gram) @ wide
+    return wide.t() if matrix.shape[0] > matrix.shape[1] else wide
+
+
+def adafactor(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """torch.optim.Adafactor, for weights of two or more dimensions."""
+    floor, least_size = at.group["eps"]
+    floor = torch.finfo(at.parameter.dtype).eps if floor is None else float(floor)
+    rate = min(at.number("lr"), at.step**-0.5) * max(float(least_size), at.rms_of_parameter())
+    taken = at.step ** at.number("beta2_decay")
+    squares = gradient.square()
+    row = at.average("row_var", squares.mean(-1, keepdim=True), taken)
+    column = at.average("col_var", squares.mean(-2, keepdim=True), taken)
+    touched = (row > 0) & (column > 0)
+    second = row * column / row.mean(-2, keepdim=True).clamp(min=floor)
+    # 1 where nothing was ever seen, so that no derivative is 0 * infinity there.
+    second = torch.where(touched, second, 1).clamp(min=floor * floor)
+    return rate * _clipped(gradient * second.rsqrt(), at.number("d")), touched
+
+
+def adafactor_of_transformers(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """transformers.optimization.Adafactor with all its options, for weights of two or more dimensions."""
+    group, step = at.group, at.step
+    floor, least_size = (float(eps) for eps in group["eps"])
+    if group["relative_step"]:
+        rate = min(1e-6 * step if group["warmup_init"] else 1e-2, step**-0.5)
+    else:
+        rate = at.number("lr")
+    if group["scale_parameter"]:
+        rate *= max(least_size, at.rms_of_parameter())
+    taken = step ** at.number("decay_rate")
+    squares = gradient.square() + floor
+    row = at.average("exp_avg_sq_row", squares.mean(-1), taken).unsqueeze(-1)
+    column = at.average("exp_avg_sq_col", squares.mean(-2), taken).unsqueeze(-2)
+    # An average that holds little but the floor has seen no gradient.
+    seen_row, seen_column = row > 10 * floor, column > 10 * floor
+    scale = torch.where(seen_row, row / row.mean(-2, keepdim=True), 1).rsqrt()
+    scale = scale * torch.where(seen_column, column, 1).rsqrt()
+    update = rate * _clipped(gradient * scale, at.number("clip_threshold"))
+    if group["beta1"] is not None:
+        update = at.average("exp_avg", update, 1 - at.number("beta1"))
+    return update, seen_row & seen_column
+
+
+def _clipped(update: Tensor, threshold: float) -> Tensor:
+    """Returns the update, scaled down where its root mean square is above the threshold."""
+    return update / (_rms(update) / threshold).clamp(min=1)
+
+
+def _rms(tensor: Tensor) -> Tensor:
+    return _norm(tensor) / math.sqrt(tensor.numel())
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(tensor)
+    return norm
+
+
+Elementwise = Callable[[Situation, Tensor], tuple[Tensor, Tensor, Tensor]]
+Autograd = Callable[[Situation, Tensor], tuple[Tensor, Tensor]]
+_adamw = partial(adam, decoupled=True)
+
+# By package and class, so that transformers and torchao need not be imported.
+ELEMENTWISE: Mapping[str, Elementwise] = {
+    "torch.SGD": sgd,
+    "torch.Adam": adam,
+    "torch.AdamW": _adamw,
+    **{f"torchao.Adam{bits}": adam for bits in ("8bit", "4bit", "Fp8")},
+    **{f"torchao.AdamW{bits}": _adamw for bits in ("8bit", "4bit", "Fp8")},
+}
+AUTOGRAD: Mapping[str, Autograd] = {
+    "torch.Adafactor": adafactor,
+    "torch.Muon": muon,
+    "transformers.Adafactor": adafactor_of_transformers,
+    # No library that we require has one; `optimizers.check_optimizer` tries whether a class of this name is Lion.
+    "Lion": lion,
+}
+
+
+def rule_name(kind: type) -> str:
+    """Returns the key under which `ELEMENTWISE` or `AUTOGRAD` has this class, if it has it."""
+    package = kind.__module__.split(".")[0]
+    return "Lion" if kind.__name__ == "Lion" else f"{package}.{kind.__qualname__}"
+
+
+def own_step(optimizer: torch.optim.Optimizer, at: Situation, gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Takes a step of the optimizer's own with copies of parameter, state and group, in the gradient's dtype.
+
+    No hook sees it, and what it changes in its class, in global variables and in closures is put back.
+
+    Returns:
+        What it subtracts from the parameter, and the state after it.
+    """
+    twin = object.__new__(type(optimizer))
+    parameter = torch.nn.Parameter(at.parameter.to(gradient.dtype, copy=True))
+    parameter.grad = gradient.clone()
+    # Whatever refers to the real optimizer refers to the copy.
+    memo: dict[int, Any] = {id(optimizer): twin}
+    # Hooks are not run, and a scheduler's wrapper around `step` would step the real one.
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_"):
+            setattr(twin, name, OrderedDict())
+        elif name not in ("state", "param_groups", "step"):
+            setattr(twin, name, copy.deepcopy(value, memo))
+    options = {key: copy.deepcopy(value, memo) for key, value in at.group.items() if key != "params"}
+    twin.param_groups = [{**options, "params": [parameter]}]
+    twin.state = defaultdict(dict)
+    if at.state:
+        twin.state[parameter] = {key: _copied(value, at.parameter, gradient, memo) for key, value in at.state.items()}
+    random_state, kept = RandomState.now(), Kept()
+    kept.keep_class(type(optimizer))
+    for name, value in vars(twin).items():
+        if name not in ("state", "param_groups"):
+            kept.keep(value)
+    try:
+        with _without_global_hooks():
+            type(optimizer).step(twin)
+        state = dict(twin.state[parameter])
+    finally:
+        kept.restore()
+        random_state.restore()
+    return at.parameter.to(gradient.dtype) - parameter.detach(), state
+
+
+@contextmanager
+def _unhooked() -> Iterator[None]:
+    """Takes away the hooks that run before and after the steps of all optimizers."""
+    kept = Kept()
+    for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+        kept.keep_entries(hooks)
+        hooks.clear()
+    try:
+        yield
+    finally:
+        kept.restore()
+
+
+_without_global_hooks = Shared(_unhooked)
+
+
+def _copied(value: Any, parameter: Tensor, gradient: Tensor, memo: dict[int, Any]) -> Any:
+    """Returns a deep copy; tensors of numbers per element are cast as the parameter is, step counts are not."""
+    copied = copy.deepcopy(value, memo)
+    if isinstance(copied, Tensor) and copied.is_floating_point() and copied.shape == parameter.shape:
+        return copied.to(gradient.dtype)
+    return copied

@@ -1,0 +1,58 @@
+"""Has the ranking of the layers moved since the plan in force was made? One cheap pass tells (ours).
+
+A layer's rank is that of what it costs in the least precise format by the policy's own objective, with the figures that
+need no derivative of the model: the loss divergence, the part of the weight divergence that comes from grad_weight, and
+the errors. A refresh has the same figures among its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from scipy.stats import rankdata
+
+from ..estimation.layer_sums import LAYER
+from ..estimation.table import DivergenceTable
+from ..policies.registry import cost_of
+from ..policies.setting import Setting
+
+
+def ranking(setting: Setting, table: DivergenceTable) -> dict[str, float]:
+    """Returns layer -> its cost in the least precise format by the policy's objective, as far as one pass knows it.
+
+    Args:
+        setting: of the policy, which has to be one that needs a probe. Its granularity and switching cost do not count.
+        table: of `divergences_at`, with any number of probes.
+    """
+    low = setting.config.least_precise
+    grad_weight = {row.layer: row for row in table.rows if (row.gemm, row.format) == ("grad_weight", low)}
+    rows = []
+    for row in (row for row in table.rows if (row.gemm, row.format) == (LAYER, low)):
+        part = grad_weight[row.layer]
+        rows.append(replace(row, weight_divergence=part.weight_divergence, weight_bias=part.weight_bias))
+    cost = cost_of(setting.config, replace(table, rows=tuple(rows)))
+    costs = {row.layer: cost(row) for row in rows}
+    return {layer: costs.get(layer, 0.0) for layer in setting.flops}
+
+
+def rank_correlation(one: Mapping[str, float], other: Mapping[str, float]) -> float:
+    """Returns Spearman's rank correlation, -1..1, of two rankings of the same layers; equal costs share a rank.
+
+    Equal rankings correlate to 1, also where all their costs are equal; a ranking of equal costs and another to 0.
+
+    Raises:
+        ValueError: the layers are not the same, or a cost is not finite.
+    """
+    if set(one) != set(other):
+        raise ValueError(f"The rankings are of {len(one)} and {len(other)} layers; expected the same layers in both.")
+    costs = np.array([[costs[layer] for layer in one] for costs in (one, other)])
+    if not np.isfinite(costs).all():
+        raise ValueError("The cost of a layer is not finite; expected finite activations and gradients.")
+    ranks = rankdata(costs, axis=1)
+    if np.array_equal(ranks[0], ranks[1]):
+        return 1.0
+    if any(np.ptp(row) == 0 for row in ranks):
+        return 0.0
+    return float(np.corrcoef(ranks)[0, 1])

@@ -1,0 +1,413 @@
+"""Which format does each GEMM of each layer run in, and where did that decision come from?
+
+A plan is data: exact layer name and GEMM -> format, the FLOPs behind its FP4 share, the stages that each had to meet
+the target, its provenance, and the measured times where these were what had to meet it. It is checked whenever it is
+built, so a plan that exists is a plan that can be applied.
+Files are JSON, read strictly: a plan may come from the Hub or from a disk that filled up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from ..costs.budget import MeasuredCost
+from ..costs.flops import Weights
+from ..costs.gemm_timing import Machine, check_seconds
+from ..json_io import read_json, write_json_atomic
+from ..layers.state import snip_linears
+from ..numerics.formats import FORMATS, check_format
+from ..numerics.gemms import GEMMS
+from ..text import printable
+
+SCHEMA_VERSION = 1
+# Of a name or a path: what is longer is no name, and would fill terminals and logs.
+MAX_TEXT = 4096
+KIND = "snip-hf precision plan"
+
+Assignment = Mapping[str, Mapping[str, str]]
+Flops = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanProvenance:
+    """Where a plan comes from. `None` means that it does not apply or is not known.
+
+    Raises:
+        ValueError: a field has the wrong type, a number is not finite, or `config` is not JSON data.
+    """
+
+    step: int
+    """Optimizer step that the probe preceded; 0 for a plan made before training."""
+    policy: str
+    granularity: str | None = None
+    target_fp4_fraction: float | None = None
+    objective: float | None = None
+    bound: float | None = None
+    """Proven lower bound of the objective."""
+    gap: float | None = None
+    """(objective - bound) / objective."""
+    solver: str | None = None
+    solver_version: str | None = None
+    seconds: float | None = None
+    """Wall-clock time of the solver."""
+    config: Mapping[str, Any] | None = None
+    """The `SnipConfig` as a dict."""
+    model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.step, bool) or not isinstance(self.step, int) or self.step < 0:
+            raise ValueError(f"provenance.step is {_short(self.step)}, expected an integer of at least 0.")
+        _check_text(self.policy, "provenance.policy")
+        for name in ("granularity", "solver", "solver_version", "model_name"):
+            if getattr(self, name) is not None:
+                _check_text(getattr(self, name), f"provenance.{name}")
+        for name in ("target_fp4_fraction", "objective", "bound", "gap", "seconds"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _finite(getattr(self, name), f"provenance.{name}"))
+        if self.config is not None:
+            object.__setattr__(self, "config", MappingProxyType(_json_copy(self.config, "provenance.config")))
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return values | {"config": None if self.config is None else _json_copy(self.config, "provenance.config")}
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """Exact layer name and GEMM -> format. Immutable: the mappings are copied, ordered by stage and made read-only.
+
+    Raises:
+        ValueError: no layers; a layer without exactly the three GEMMs; an unknown format; FLOPs for other layers than
+            the assignment's, negative or not finite; stages that do not hold each layer exactly once, or have no FLOPs;
+            measured times for other layers, or none for a GEMM that has FLOPs.
+    """
+
+    assignment: Assignment
+    """{layer: {gemm: format}}"""
+    flops: Flops
+    """{layer: {gemm: FLOPs per token}}; 0 for the grad_weight of a frozen weight."""
+    stages: tuple[tuple[str, ...], ...]
+    """Layer names of each (pipeline) stage; at least one stage."""
+    provenance: PlanProvenance
+    measured: MeasuredCost | None = None
+    """The times that the target was met by (`cost="measured"`); None: it was met by FLOPs."""
+
+    def __post_init__(self) -> None:
+        assignment = _checked_table(self.assignment, "assignment", check_format)
+        flops = _checked_table(self.flops, "flops", lambda value, where: _finite(value, where, minimum=0.0))
+        _check_same_layers(assignment, flops)
+        stages = _checked_stages(self.stages, flops)
+        if not isinstance(self.provenance, PlanProvenance):
+            raise ValueError(f"provenance is {_short(self.provenance)}, expected a PlanProvenance.")
+        ordered = [layer for stage in stages for layer in stage]
+        if self.measured is not None:
+            object.__setattr__(self, "measured", _checked_measured(self.measured, flops, ordered))
+        object.__setattr__(self, "assignment", MappingProxyType({layer: assignment[layer] for layer in ordered}))
+        object.__setattr__(self, "flops", MappingProxyType({layer: flops[layer] for layer in ordered}))
+        object.__setattr__(self, "stages", stages)
+
+    @classmethod
+    def uniform(
+        cls, flops: Flops, format: str, stages: Sequence[Sequence[str]], provenance: PlanProvenance
+    ) -> PrecisionPlan:
+        """The plan that runs every GEMM of every layer in `flops` in one format."""
+        assignment = {layer: dict.fromkeys(GEMMS, format) for layer in flops}
+        return cls(assignment, flops, _as_stages(stages), provenance)
+
+    @property
+    def fp4_fraction(self) -> float:
+        """Share (0..1) of the planned linears' FLOPs that run in FP4; not a reduction of FLOPs."""
+        return self._fp4_fraction(self.assignment, self.flops)
+
+    @property
+    def stage_fp4_fractions(self) -> tuple[float, ...]:
+        """`fp4_fraction` of each stage alone."""
+        return tuple(self._fp4_fraction(stage, self.flops) for stage in self.stages)
+
+    @property
+    def fp4_time_fraction(self) -> float | None:
+        """Share (0..1) of the linears' measured time in FP8 that belongs to GEMMs in FP4; None: not measured."""
+        return None if self.measured is None else self._fp4_fraction(self.assignment, self.measured.weights)
+
+    @property
+    def stage_fp4_time_fractions(self) -> tuple[float, ...] | None:
+        """`fp4_time_fraction` of each stage alone."""
+        if self.measured is None:
+            return None
+        weights = self.measured.weights
+        return tuple(self._fp4_fraction(stage, weights) for stage in self.stages)
+
+    def _fp4_fraction(self, layers: Iterable[str], weights: Weights) -> float:
+        pairs = [(self.assignment[layer][gemm], weights[layer][gemm]) for layer in layers for gemm in GEMMS]
+        return math.fsum(weight for name, weight in pairs if FORMATS[name].counts_as_fp4) / math.fsum(
+            weight for _, weight in pairs
+        )
+
+    def changes(self, other: PrecisionPlan) -> dict[str, list[str]]:
+        """What changes from this plan to `other`: {"layer:gemm": [format here, format in other]}, equal ones left out.
+
+        Raises:
+            ValueError: the two plans do not name the same layers.
+        """
+        missing, unexpected = self.mismatches(other.assignment)
+        if missing or unexpected:
+            layer = (missing + unexpected)[0]
+            raise ValueError(f"Layer {layer!r} is in only one of the two plans; compare plans of the same model.")
+        return {
+            f"{layer}:{gemm}": [old, other.assignment[layer][gemm]]
+            for layer, formats in self.assignment.items()
+            for gemm, old in formats.items()
+            if old != other.assignment[layer][gemm]
+        }
+
+    def mismatches(self, layers: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Compares with the layers of a model: (those without an entry here, those named here but not there)."""
+        present = dict.fromkeys(layers)
+        return [x for x in present if x not in self.assignment], [x for x in self.assignment if x not in present]
+
+    def apply(self, model: nn.Module, elsewhere: Iterable[str] = ()) -> None:
+        """Sets the formats of every SnipLinear of `model`, by exact name; all of them or, on an error, none.
+
+        Args:
+            model: the model, or a part of it.
+            elsewhere: names of layers that other processes hold.
+
+        Raises:
+            KeyError: the model has a SnipLinear that the plan does not name, or the other way round.
+        """
+        linears = snip_linears(model)
+        self.check_layers([*linears, *elsewhere])
+        for layer, linear in linears.items():
+            linear.set_formats(self.assignment[layer])
+
+    def check_layers(self, layers: Iterable[str]) -> None:
+        """Raises KeyError unless the plan names exactly these layers, those that a model has."""
+        present = list(dict.fromkeys(layers))
+        missing, unexpected = self.mismatches(present)
+        advice = "Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
+        if missing:
+            raise KeyError(
+                f"The plan has no entry for layer {missing[0]!r} (it names {len(self.assignment)} layers, "
+                f"e.g. {next(iter(self.assignment))!r}). {advice}"
+            )
+        if unexpected:
+            raise KeyError(
+                f"The plan names layer {unexpected[0]!r}, which is no SnipLinear of the model (it has {len(present)}, "
+                f"e.g. {next(iter(present), None)!r}). {advice}"
+            )
+
+    def with_flops(self, flops: Flops) -> PrecisionPlan:
+        """Returns the plan with the FLOPs of a model, by which its FP4 shares are counted, not with a file's word.
+
+        Measured times stay only where the FLOPs are the same, since others are not of this model.
+
+        Raises:
+            KeyError: as `check_layers`.
+        """
+        self.check_layers(flops)
+        own = {layer: dict(row) for layer, row in self.flops.items()}
+        if own == {layer: dict(row) for layer, row in flops.items()}:
+            return self
+        return replace(self, flops=flops, measured=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain JSON data, layers in the order of the stages; "measured" only where there is any."""
+        document = {
+            "schema_version": SCHEMA_VERSION,
+            "kind": KIND,
+            "assignment": {layer: dict(formats) for layer, formats in self.assignment.items()},
+            "flops": {layer: dict(flops) for layer, flops in self.flops.items()},
+            "stages": [list(stage) for stage in self.stages],
+            "provenance": self.provenance.to_dict(),
+        }
+        return document if self.measured is None else document | {"measured": self.measured.to_dict()}
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> PrecisionPlan:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: another schema version or kind, a missing or unknown key, or anything the plan itself refuses.
+        """
+        _check_type(document, Mapping, "the document", "a JSON object")
+        if document.get("kind") != KIND:
+            raise ValueError(f"kind is {_short(document.get('kind'))}, expected {KIND!r}.")
+        version = document.get("schema_version")
+        if type(version) is not int or version != SCHEMA_VERSION:
+            raise ValueError(f"schema_version is {_short(version)}, expected {SCHEMA_VERSION}.")
+        measured = ("measured",) if "measured" in document else ()
+        keys = ("schema_version", "kind", "assignment", "flops", "stages", "provenance", *measured)
+        _check_keys(document, keys, "the document")
+        provenance = document["provenance"]
+        _check_type(provenance, Mapping, "provenance", "a JSON object")
+        _check_keys(provenance, tuple(field.name for field in fields(PlanProvenance)), "provenance")
+        return cls(
+            document["assignment"],
+            document["flops"],
+            document["stages"],
+            PlanProvenance(**provenance),
+            read_measured(document["measured"]) if measured else None,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON; the file at `path` is the old one or the whole new one, never a part."""
+        write_json_atomic(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PrecisionPlan:
+        """Reads a plan that `save` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is not exactly a plan; names the file, the field and what to do.
+        """
+        try:
+            return cls.from_dict(read_json(path))
+        except ValueError as error:
+            raise ValueError(
+                f"{printable(path, MAX_TEXT)} is not a usable precision plan: {error} Restore the file or let a "
+                "run write it again."
+            ) from error
+
+
+def _checked_table(table: Any, name: str, check: Callable[[object, str], Any]) -> dict[str, Mapping[str, Any]]:
+    """A read-only copy of {layer: {gemm: value}}, every value passed through `check(value, where)`."""
+    _check_type(table, Mapping, name, "a mapping from layer names")
+    if not table:
+        raise ValueError(f"{name} is empty, expected at least one layer.")
+    checked: dict[str, Mapping[str, Any]] = {}
+    for layer, row in table.items():
+        _check_text(layer, f"a layer name in {name}")
+        _check_type(row, Mapping, f"{name}[{layer!r}]", "a mapping from GEMMs")
+        _check_keys(row, GEMMS, f"{name}[{layer!r}]")
+        checked[layer] = MappingProxyType({gemm: check(row[gemm], f"{name}[{layer!r}][{gemm!r}]") for gemm in GEMMS})
+    return checked
+
+
+def _check_same_layers(assignment: Assignment, flops: Flops) -> None:
+    for layer in (*assignment, *flops):
+        if layer not in assignment or layer not in flops:
+            missing = "flops" if layer in assignment else "assignment"
+            raise ValueError(f"{missing} has no entry for layer {layer!r}; both must name the same layers.")
+
+
+def _as_stages(stages: Any) -> tuple[tuple[Any, ...], ...]:
+    _check_type(stages, (list, tuple), "stages", "a list of lists of layer names")
+    for index, stage in enumerate(stages):
+        _check_type(stage, (list, tuple), f"stages[{index}]", "a list of layer names")
+    return tuple(tuple(stage) for stage in stages)
+
+
+def _checked_stages(stages: Any, flops: Flops) -> tuple[tuple[str, ...], ...]:
+    """`stages` as tuples, after checking that they part the layers of `flops` and that each has FLOPs."""
+    checked = _as_stages(stages)
+    seen: dict[str, int] = {}
+    for index, stage in enumerate(checked):
+        for layer in stage:
+            _check_text(layer, f"a layer name in stages[{index}]")
+            if layer not in flops:
+                raise ValueError(f"stages[{index}] names layer {layer!r}, which the assignment does not have.")
+            if layer in seen:
+                raise ValueError(f"layer {layer!r} is in stages[{seen[layer]}] and stages[{index}], expected in one.")
+            seen[layer] = index
+        if not math.fsum(value for layer in stage for value in flops[layer].values()) > 0:
+            raise ValueError(f"stages[{index}] has no FLOPs, so its FP4 share means nothing; leave the stage out.")
+    for layer in flops:
+        if layer not in seen:
+            raise ValueError(f"layer {layer!r} is in no stage, expected in exactly one.")
+    return checked
+
+
+def read_measured(document: Any) -> MeasuredCost:
+    _check_type(document, Mapping, "measured", "a JSON object")
+    _check_keys(document, tuple(field.name for field in fields(MeasuredCost)), "measured")
+    machine = document["machine"]
+    _check_type(machine, Mapping, "measured.machine", "a JSON object")
+    _check_keys(machine, tuple(field.name for field in fields(Machine)), "measured.machine")
+    return MeasuredCost(machine=Machine(**machine), tokens=document["tokens"], seconds=document["seconds"])
+
+
+def _checked_measured(measured: Any, flops: Flops, order: Sequence[str]) -> MeasuredCost:
+    """A read-only copy, after checking that every GEMM that has FLOPs has a time in each format."""
+    _check_type(measured, MeasuredCost, "measured", "a MeasuredCost")
+    for field in fields(Machine):
+        _check_text(getattr(measured.machine, field.name), f"measured.machine.{field.name}")
+    if type(measured.tokens) is not int or measured.tokens < 1:
+        raise ValueError(f"measured.tokens is {_short(measured.tokens)}, expected an integer of at least 1.")
+    table = _checked_table(measured.seconds, "measured.seconds", lambda value, where: value)
+    for layer in table.keys() ^ flops.keys():
+        raise ValueError(f"measured.seconds and flops do not both name layer {layer!r}; expected the same layers.")
+    seconds: dict[str, Mapping[str, Mapping[str, float]]] = {}
+    formats: list[str] = []
+    for layer in order:
+        row: dict[str, Mapping[str, float]] = {}
+        for gemm in GEMMS:
+            where, times = f"measured.seconds[{layer!r}][{gemm!r}]", table[layer][gemm]
+            if flops[layer][gemm] > 0:
+                row[gemm] = check_seconds(times, where)
+            elif not isinstance(times, Mapping) or any(number != 0 for number in times.values()):
+                raise ValueError(f"{where} is {_short(times)}, expected 0 in every format: the GEMM has no FLOPs.")
+            else:
+                row[gemm] = {str(fmt): 0.0 for fmt in times}
+            formats = formats or list(row[gemm])
+            if set(row[gemm]) != set(formats):
+                raise ValueError(f"{where} has times in {', '.join(row[gemm])}; the others have {', '.join(formats)}.")
+        seconds[layer] = MappingProxyType({gemm: MappingProxyType(times) for gemm, times in row.items()})
+    checked: MeasuredCost = replace(measured, seconds=MappingProxyType(seconds))
+    return checked
+
+
+def _check_keys(mapping: Mapping[Any, Any], expected: tuple[str, ...], where: str) -> None:
+    for key in expected:
+        if key not in mapping:
+            raise ValueError(f"{where} has no entry {key!r}; expected exactly {', '.join(expected)}.")
+    for key in mapping:
+        if key not in expected:
+            raise ValueError(f"{where} has an unknown entry {_short(key)}; expected exactly {', '.join(expected)}.")
+
+
+def _check_type(value: object, kind: type | tuple[type, ...], where: str, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{where} is {_short(value)}, expected {expected}.")
+
+
+def _check_text(value: object, where: str) -> None:
+    # Odd spaces and letters of all kinds occur in names. Control characters do not, unless a file from elsewhere wants
+    # to send them to a terminal; the rest is shown escaped (`text.printable`).
+    if not isinstance(value, str) or not value or any(unicodedata.category(letter) == "Cc" for letter in value):
+        raise ValueError(f"{where} is {_short(value)}, expected text without control characters.")
+    if len(value) > MAX_TEXT:
+        raise ValueError(f"{where} has {len(value)} characters, expected at most {MAX_TEXT}.")
+
+
+def _finite(value: object, where: str, minimum: float = -math.inf) -> float:
+    # 1e300 and not infinity, so that sums of such numbers stay finite too; NaN fails both comparisons.
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and minimum <= value and abs(value) <= 1e300:
+        return float(value)
+    bound = "" if minimum == -math.inf else f" of at least {minimum:g}"
+    raise ValueError(f"{where} is {_short(value)}, expected a finite number{bound}.")
+
+
+def _json_copy(value: Mapping[str, Any], where: str) -> dict[str, Any]:
+    _check_type(value, Mapping, where, "a JSON object")
+    try:
+        copy = json.loads(json.dumps(dict(value), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON data: {error}.") from error
+    assert isinstance(copy, dict)
+    return copy
+
+
+def _short(value: object) -> str:
+    """`repr`, cut to a length that fits in a message."""
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."

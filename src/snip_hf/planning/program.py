@@ -1,0 +1,51 @@
+"""The integer program of a refresh: from the prices of a table to the problem that the solver reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..config import POLICIES
+from ..estimation.layer_sums import LAYER
+from ..estimation.table import DivergenceTable
+from ..numerics.formats import FORMATS
+from ..policies.registry import Policy, cost_of
+from ..policies.setting import Assignment, Setting, tied_groups
+
+
+def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> dict[str, Any]:
+    """Returns the integer program (`snip_hf.ilp`) of a policy that needs a probe.
+
+    Args:
+        setting: as above.
+        table: the measurements, with a row for every layer, GEMM and choice.
+        in_force: the assignment in force, for the switching cost.
+    """
+    config = setting.config
+    cost = cost_of(config, table)
+    rows = {(row.layer, row.gemm, row.format): row for row in table.rows}
+    groups, constraints = [], []
+    count = sum(len(setting.groups(stage)) for stage in setting.stages)
+    policy: Policy = POLICIES[config.policy]
+    for index, stage in enumerate(setting.stages):
+        shares = setting.shares(stage)
+        for group in shares:
+            members = setting.members(group)
+            layer, gemm = members[0] if config.granularity == "gemm" else (group, LAYER)
+            options = []
+            for fmt in reversed(config.formats):
+                changes = any(in_force[name][part] != fmt for name, part in members)
+                # A layer that took no part in the probe (an expert without tokens) has no row and costs nothing.
+                damage = cost(rows[layer, gemm, fmt]) if (layer, gemm, fmt) in rows else 0.0
+                weight = shares[group] if FORMATS[fmt].counts_as_fp4 else 0.0
+                extra = config.switching_cost / count * changes + policy.spare * weight
+                options.append({"name": fmt, "cost": damage + extra, "weight": weight})
+            groups.append({"name": group, "options": options})
+        constraints.append({"name": f"stage {index}", "groups": list(shares), "minimum": config.target_fp4_fraction})
+    return {
+        "groups": groups,
+        "constraints": constraints,
+        "ties": tied_groups(setting),
+        "solver": policy.solver or config.solver,
+        "time_limit": config.solver_time_limit,
+        "relative_gap": config.solver_gap,
+    }

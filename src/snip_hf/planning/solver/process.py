@@ -1,0 +1,419 @@
+"""How is the integer program solved beside training, and what if that goes wrong?
+
+The parent's side of ``ilp.py``: start it as a process of its own, go on, ask whether it has finished, read and re-check
+its answer. Whatever happens there arrives here as a `SolverError` that says which; nothing waits without a bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import IO, Any
+
+from ...config import LONGEST_WAIT, SnipConfig
+from ...json_io import MAX_JSON_BYTES, parse_json
+from ...text import printable
+from . import ilp
+from .ilp import BAD_INPUT, LARGEST_FILE, MISSING_SOLVER, NO_SOLUTION, ProblemError, Program, evaluate, missed, parse
+
+# Seconds beyond the problem's time_limit until the process is killed: interpreter, imports, building the model, and a
+# solver that looks at its clock only now and then.
+START_UP_ALLOWANCE = 30.0
+# What is read and told of the process's error output: its last lines are the ones that say why.
+_MAX_ERROR_BYTES, _MAX_ERROR_TEXT = 64 * 2**10, 1000
+# Longest name or version of a solver that is kept in plans.
+_MAX_NAME = 200
+# Seconds that a killed process is waited for: one that hangs in the kernel does not end.
+_REAPING = 5.0
+# Exit code of a Python that could not write out what it had printed.
+_UNWRITTEN = 120
+# What a solver is tried out on: it has to reach half of the weight.
+_OPTIONS = [{"name": "without", "cost": 0.0, "weight": 0.0}, {"name": "with", "cost": 1.0, "weight": 0.5}]
+_TRIAL: dict[str, Any] = {
+    "groups": [{"name": name, "options": _OPTIONS} for name in ("a", "b")],
+    "constraints": [{"name": "half", "groups": None, "minimum": 0.5}],
+    "time_limit": 10.0,
+}
+
+
+class SolverError(RuntimeError):
+    """The solver process gave no usable map; the message says why.
+
+    `reason`: "crashed", "garbage", "timeout", "killed", "missing", "infeasible", "rejected" (the map failed the
+    re-check), "bad problem" or "no solution".
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class SolverResult:
+    """A map that was re-checked against its problem; objective and constraints are recomputed here."""
+
+    status: str
+    """ "optimal" (within the wanted gap) or "feasible"."""
+    choices: dict[str, str]
+    objective: float
+    bound: float | None
+    gap: float | None
+    constraints: dict[str, float]
+    """Name -> attained value."""
+    solver: str
+    solver_version: str
+    seconds: float
+
+
+def check_solution(problem: dict[str, Any], solution: Any) -> SolverResult:
+    """Re-check a solution against its problem: shape, every group once, known options, ties, constraints, objective.
+
+    Raises:
+        SolverError: "garbage" (not a solution at all), "infeasible" (with the attainable values) or "rejected".
+        snip_hf.ilp.ProblemError: if the problem itself is malformed.
+    """
+    program = parse(problem)
+    expected = {field.name for field in fields(SolverResult)}
+    if not isinstance(solution, dict) or set(solution) != expected or not isinstance(solution["choices"], dict):
+        raise SolverError("garbage", f"The solver's output is no solution: {str(solution)[:80]!r}.")
+    for field in ("bound", "gap"):
+        if not _is_number(solution[field]) and solution[field] is not None:
+            raise _garbage(solution, field, "a number or null")
+    if not _is_number(solution["seconds"]):
+        raise _garbage(solution, "seconds", "a number")
+    for field in ("solver", "solver_version"):
+        text = solution[field]
+        if not isinstance(text, str) or not text.isprintable() or len(text) > _MAX_NAME:
+            raise _garbage(solution, field, f"printable text of at most {_MAX_NAME} characters")
+    if solution["status"] == "infeasible":
+        raise SolverError("infeasible", _infeasible_message(program, solution["constraints"]))
+    if solution["status"] not in ("optimal", "feasible"):
+        raise SolverError("garbage", f"The solver's status is {_short(solution['status'])}, which is unknown.")
+
+    choices = solution["choices"]
+    for unit in program.units:
+        for group in unit.groups:
+            if choices.get(group) not in unit.options:
+                got = _short(choices.get(group))
+                raise _rejected(f"group {group!r} got {got}, expected one of {list(unit.options)}")
+            if choices[group] != choices[unit.groups[0]]:
+                raise _rejected(f"tied groups {unit.groups[0]!r} and {group!r} got different options")
+    names = {group for unit in program.units for group in unit.groups}
+    if len(choices) > len(names):
+        raise _rejected(f"{_short(next(name for name in choices if name not in names))} is no group of the problem")
+    objective, attained = evaluate(problem, choices)
+    for row in missed(program, attained):
+        raise _rejected(f"constraint {row.name!r} attains {attained[row.name]!r}, below its minimum {row.minimum!r}")
+    size = math.fsum(max(map(abs, unit.costs)) for unit in program.units)
+    if not _close(solution["objective"], objective, size):
+        raise _rejected(f"it reports the objective {_short(solution['objective'])}, its own map costs {objective!r}")
+    return SolverResult(**{**solution, "objective": objective, "constraints": attained})
+
+
+def _rejected(what: str) -> SolverError:
+    return SolverError("rejected", f"The solver's map failed the re-check: {printable(what, _MAX_ERROR_TEXT)}.")
+
+
+def _garbage(solution: dict[str, Any], field: str, expected: str) -> SolverError:
+    return SolverError("garbage", f"The solver's {field} is {_short(solution[field])}, expected {expected}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _close(reported: Any, recomputed: float, size: float) -> bool:
+    return _is_number(reported) and abs(reported - recomputed) <= 1e-9 * size
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:80]
+
+
+def _not_started(error: Exception) -> SolverError:
+    return SolverError("crashed", f"The solver process could not be started: {printable(error, _MAX_ERROR_TEXT)}")
+
+
+def _timeout(limit: str) -> SolverError:
+    return SolverError("timeout", f"The solver ran past {limit} and was killed.")
+
+
+def _end_of(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"signal {names.get(-code, -code)}"
+
+
+def _last_words(errors: str, code: int) -> str:
+    """The last lines of a process that crashed, or what their absence means."""
+    last = printable("; ".join(errors.strip().splitlines()[-3:])[-_MAX_ERROR_TEXT:], _MAX_ERROR_TEXT)
+    if last or code != _UNWRITTEN:
+        return last or "nothing on stderr"
+    return (
+        f"its output could not be written. Is the disk of {printable(tempfile.gettempdir())} full (TMPDIR names another"
+        f" folder), or did it print more than {LARGEST_FILE // 2**20} MiB?"
+    )
+
+
+def _infeasible_message(program: Program, attainable: Any) -> str:
+    parts = [
+        f"{row.name!r}: minimum {row.minimum:.6g}, attainable {attainable.get(row.name):.6g}"
+        for row in program.constraints
+        if isinstance(attainable, dict) and _is_number(attainable.get(row.name))
+    ]
+    each = printable("; ".join(parts), _MAX_ERROR_TEXT)
+    return f"No map meets all constraints ({each}, each by itself). Lower the target or tie less."
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End the process, if it still runs, and all in its process group, and reap it."""
+    # While a process of the group is left, no new one gets its number: a new one there means that none is left.
+    if process.poll() is None or not _is_there(process.pid):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids to signal zombies
+            os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_REAPING)
+
+
+def _give_up(process: subprocess.Popen[bytes], files: list[IO[bytes]], owner: int) -> None:
+    if os.getpid() == owner:  # and not a copy of it that a fork made
+        _end_group(process)
+    for file in files:
+        file.close()
+
+
+class _Watch(threading.Thread):
+    """Ends a process's group when the process ends, and both at its limit: nobody may ask for it any more by then."""
+
+    def __init__(self, process: subprocess.Popen[bytes], limit: float) -> None:
+        super().__init__(name="snip-hf solver", daemon=True)
+        self.ran_late = False
+        self.deadline = time.monotonic() + limit
+        self._process = process
+        self._limit = limit
+
+    def run(self) -> None:
+        try:
+            self._process.wait(self._limit)
+        except subprocess.TimeoutExpired:
+            self.ran_late = True
+        _end_group(self._process)
+
+
+def import_paths() -> list[str]:
+    """Folders and archives that this process imports from, for the solver process, which is not shown PYTHONPATH.
+
+    Left out are the working directory and the script's folder: a file `mip.py` there is nothing for the solver.
+    """
+
+    def resolved(path: str) -> str:
+        try:
+            return os.path.realpath(path)
+        except (OSError, ValueError):  # relative to a working directory that is gone, or no path at all
+            return ""
+
+    script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    left_out = {"", resolved("."), os.path.dirname(resolved(script))}
+    entries = [resolved(entry) for entry in sys.path if isinstance(entry, str) and entry]
+    return [entry for entry in dict.fromkeys(entries) if entry not in left_out]
+
+
+class SolverProcess:
+    """One integer program being solved in a process of its own; get one from `start`.
+
+    Input and outputs are unnamed temporary files: nothing blocks on a full pipe and nothing is left behind. What the
+    process started and left behind in its process group is killed when it ends. It is killed itself, with its group,
+    when its owner is collected, when Python ends, and at its limit, also if nobody asks for it any more. If Python
+    itself is killed, the process notices and ends.
+    """
+
+    def __init__(
+        self, problem: dict[str, Any], process: subprocess.Popen[bytes], files: list[IO[bytes]], limit: float
+    ) -> None:
+        self._problem = problem
+        self._process = process
+        self._files = files
+        self._limit = limit
+        self._outcome: SolverResult | SolverError | None = None
+        self._watch = _Watch(process, limit)
+        self._watch.start()
+        self._finalizer = weakref.finalize(self, _give_up, process, files, os.getpid())
+
+    @classmethod
+    def start(
+        cls, problem: dict[str, Any], command: Sequence[str] | None = None, allowance: float = START_UP_ALLOWANCE
+    ) -> SolverProcess:
+        """Start solving and return at once.
+
+        Args:
+            problem: as laid out in `snip_hf.ilp`. It is checked by the process: a bad one shows in `result`.
+            command: the program to run instead of ``python -I ilp.py``, with the same input and output.
+            allowance: seconds beyond the problem's `time_limit` after which the process is killed.
+
+        Raises:
+            SolverError: if the process cannot be started.
+        """
+        limit = problem.get("time_limit", 60.0)
+        seconds = (min(float(limit), LONGEST_WAIT) if _is_number(limit) and limit > 0 else 0.0) + allowance
+        words = own_command() if command is None else list(command)
+        try:
+            with contextlib.ExitStack() as on_failure:
+                stdin, stdout, stderr = (on_failure.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+                stdin.write(json.dumps(problem).encode())
+                stdin.seek(0)
+                process = subprocess.Popen(
+                    words,
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    cwd="/",  # CBC aborts where the working directory is gone
+                    start_new_session=True,
+                )
+                on_failure.pop_all()
+        except OSError as error:  # also a full disk
+            raise _not_started(error) from error
+        stdin.close()
+        try:
+            return cls(problem, process, [stdout, stderr], seconds)
+        except RuntimeError as error:  # no thread can be started
+            _give_up(process, [stdout, stderr], os.getpid())
+            raise _not_started(error) from error
+
+    def poll(self) -> bool:
+        """Whether `result` would return (or raise) without waiting."""
+        if self._outcome is None and self._watch.is_alive() and time.monotonic() > self._watch.deadline:
+            self._end(_timeout(f"its limit of {self._limit:g} s"))
+        return self._outcome is not None or not self._watch.is_alive()
+
+    def result(self, timeout: float | None = None) -> SolverResult:
+        """The re-checked solution. Waits `timeout` seconds or until the process's own limit at most, then kills it.
+
+        Asking again gives the same answer.
+
+        Raises:
+            SolverError: whatever went wrong; `reason` says which.
+        """
+        if self._outcome is None:
+            self._watch.join(timeout)
+            if self._watch.is_alive():
+                self._end(_timeout(f"the {timeout:g} s it was waited for"))
+            elif self._watch.ran_late:
+                self._end(_timeout(f"its limit of {self._limit:g} s"))
+            else:
+                self._end(self._read())
+        if isinstance(self._outcome, SolverError):
+            raise self._outcome
+        assert self._outcome is not None
+        return self._outcome
+
+    def kill(self) -> None:
+        """End the process if it still runs and give up its files. May be called at any time, any number of times."""
+        if self._outcome is None:
+            self._end(SolverError("killed", "The solver process was killed before its result was read."))
+
+    close = kill
+
+    def __enter__(self) -> SolverProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _end(self, outcome: SolverResult | SolverError) -> None:
+        self._finalizer()
+        self._outcome = outcome
+
+    def _read(self) -> SolverResult | SolverError:
+        """The outcome of a process that has ended."""
+        stdout, stderr = self._files
+        stdout.seek(0)
+        output = stdout.read(MAX_JSON_BYTES)
+        stderr.seek(max(stderr.seek(0, os.SEEK_END) - _MAX_ERROR_BYTES, 0))
+        errors = stderr.read(_MAX_ERROR_BYTES).decode(errors="replace")
+        code = self._process.returncode
+        reasons = {BAD_INPUT: "bad problem", MISSING_SOLVER: "missing", NO_SOLUTION: "no solution"}
+        try:
+            reply = parse_json(output)
+        except ValueError:
+            reply = None
+        if code in reasons and isinstance(reply, dict) and "error" in reply:
+            said = printable(reply["error"], _MAX_ERROR_TEXT)
+            return SolverError(reasons[code], f"The solver gave up ({reasons[code]}): {said}")
+        if code != 0:
+            return SolverError("crashed", f"The solver process crashed ({_end_of(code)}): {_last_words(errors, code)}")
+        if reply is None:
+            begin = output[:80].decode(errors="replace")
+            return SolverError("garbage", f"The solver's output is no JSON object (it begins with {begin!r}).")
+        try:
+            return check_solution(self._problem, reply)
+        except SolverError as error:
+            return error
+        except ProblemError as error:
+            return SolverError(
+                "bad problem", f"The solver answered a malformed problem: {printable(error, _MAX_ERROR_TEXT)}"
+            )
+
+
+def own_command() -> list[str]:
+    """``python -I ilp.py``, which ends with this process and finds the packages that this process finds."""
+    paths = [word for path in import_paths() for word in ("--path", path)]
+    return [sys.executable, "-I", os.path.abspath(ilp.__file__), "--parent", str(os.getpid()), *paths]
+
+
+def check_solver(config: SnipConfig, log: logging.Logger) -> None:
+    """Try out, before training, whether the solver process can use the solver that the config asks for.
+
+    With "auto", a warning says that the greedy one is all there is, a line of the log that it is not the first choice.
+
+    Raises:
+        ValueError: the solver is not installed where the process can use it; the message says what to do.
+    """
+    if "greedy" in (config.solver, config.policy):
+        return
+    missing: list[str] = []
+    for name in ("cbc", "highs") if config.solver == "auto" else (config.solver,):
+        try:
+            _try_out(name, tuple(sys.path))
+        except SolverError as error:
+            if error.reason != "missing":
+                log.warning("snip-hf: trying out the solver %r failed, and refreshes may fail so too: %s", name, error)
+                return
+            missing.append(str(error))
+        else:
+            if missing:
+                log.info("snip-hf: solver='auto' takes %r: %s", name, missing[0])
+            return
+    if config.solver != "auto":
+        raise ValueError(missing[0])
+    log.warning("snip-hf: solver='auto' takes 'greedy', since no other can be used: %s", " ".join(missing))
+
+
+@functools.cache
+def _try_out(solver: str, paths: tuple[str, ...]) -> None:
+    """Solve a small problem; raises what `SolverProcess` does. A success is remembered as long as `paths` stays."""
+    with SolverProcess.start(_TRIAL | {"solver": solver}) as process:
+        process.result()

@@ -1,0 +1,33 @@
+"""How a policy decides by its own criterion: the criterion's figures are the prices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..config import SnipConfig
+from ..estimation.criterion import LayerCriterion
+from ..estimation.layer_sums import LAYER
+from ..estimation.table import DivergenceTable
+from .registry import Cost, Policy, register_policy
+
+# Criteria give some groups no cost at all: see `Policy.spare`. A thousandth of all cost per stage (ours).
+_SPARE = 1e-3
+
+
+def criterion_cost(config: SnipConfig, table: DivergenceTable) -> Cost:
+    """The criterion by its total with everything in the least precise format: some are of the size of 1e-9."""
+    criteria = {(row.layer, row.gemm, row.format): row.criterion for row in table.rows}
+    low = config.least_precise
+    total = sum(value or 0.0 for (_, gemm, fmt), value in criteria.items() if gemm == LAYER and fmt == low)
+    missing = sum(value is None for value in criteria.values())
+    if missing or total <= 0:
+        raise ValueError(
+            f"policy={config.policy!r} cannot decide: its criterion is missing in {missing} of {len(criteria)} rows, "
+            f"and sums to {total} in {low.upper()}. Expected a table made under this policy, and a sum above 0."
+        )
+    return lambda row: (row.criterion or 0.0) / total
+
+
+def register_criterion(name: str, criterion: type[LayerCriterion], **facts: Any) -> Policy:
+    """Registers the policy that decides by a criterion, and returns it."""
+    return register_policy(Policy(name=name, cost=criterion_cost, criterion=criterion, spare=_SPARE, **facts))

@@ -1,0 +1,27 @@
+"""The policy "fisher": the diagonal Fisher information of each layer's output error. Source: docs/policies.md."""
+
+from __future__ import annotations
+
+import torch
+
+from ..estimation.criterion import LayerCriterion, Rows, forward_only
+from ..estimation.layer_sums import Pending
+from ..estimation.products import product
+from .criterion_cost import register_criterion
+
+
+class Fisher(LayerCriterion):
+    """N sum over tokens and outputs of G^2 E^2, E = Q(X) Q(W)^T - X W^T, N the tokens with a label."""
+
+    def pending_rows(self, name: str) -> Pending[Rows]:
+        terms = self.terms
+        # One product of twice the length instead of the difference of two.
+        left = torch.cat([terms.rounded("x", name, 1), -terms.x], 1)
+        right = torch.cat([terms.rounded("w", name, 1), terms.w], 1)
+        errors = product(left, right.t())  # (n, 2 I) x (2 I, O)
+        # As for the loss divergence: the mean over N tokens of what the gradients of their own losses give.
+        score = terms.batch.labelled * terms.sizes.scale * errors.mul_(terms.g).square_().sum()
+        return Pending(score[None], forward_only)
+
+
+register_criterion("fisher", Fisher)

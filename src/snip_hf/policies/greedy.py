@@ -1,0 +1,23 @@
+"""The policy "greedy": first-order moves of the loss, and the greedy solver. Source: docs/policies.md."""
+
+from __future__ import annotations
+
+from ..estimation.criterion import LayerCriterion, Rows, forward_only
+from ..estimation.layer_sums import Pending
+from ..estimation.products import product
+from .criterion_cost import register_criterion
+
+
+class Greedy(LayerCriterion):
+    """sum over elements of |G^T X * eW|: by how much each element's rounding can move the loss, to first order."""
+
+    def pending_rows(self, name: str) -> Pending[Rows]:
+        terms = self.terms
+        error = terms.rounded("w", name, 1) - terms.w
+        # Of the weight, (O, n) x (n, I), as far as the sample shows it.
+        gradient = product(terms.g.t(), terms.x)
+        moves = terms.sizes.token_ratio * error.mul_(gradient).abs_().sum()
+        return Pending(moves[None], forward_only)
+
+
+register_criterion("greedy", Greedy, solver="greedy")

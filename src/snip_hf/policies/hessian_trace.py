@@ -1,0 +1,70 @@
+"""The policy "hessian-trace": mean curvature times the weight's squared error. Source: docs/policies.md.
+
+H is the Hessian of the micro-batch's mean loss with respect to one layer's weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..config import SnipConfig
+from ..estimation.criterion import LayerCriterion, Rows, forward_only
+from ..estimation.layer_sums import Pending
+from ..estimation.products import product
+from ..estimation.samples import LayerSample
+from .criterion_cost import register_criterion
+
+
+def hessian_trace(layer: str, sample: LayerSample, directions: Sequence[Tensor]) -> Tensor:
+    """Estimates tr H by Hutchinson's method: the mean over the probes of <z, H z>, (1,).
+
+    H z is how the weight's gradient G^T X answers when all weights move along z: cross terms with the other layers'
+    directions have mean zero. The sampled tokens stand for all by their number, since terms have either sign.
+
+    Args:
+        layer: its name.
+        sample: with the derivatives along `directions`.
+        directions: probe -> z ~ N(0, 1), (O, I).
+
+    Raises:
+        ValueError: there is not one derivative for each direction.
+    """
+    if len(sample.x_dot) != len(directions):
+        raise ValueError(
+            f"Layer {layer!r} has derivatives along {len(sample.x_dot)} of {len(directions)} directions (a router sent "
+            "it other tokens), so its Hessian trace is not known. Use another policy for this model."
+        )
+    figures = []
+    for z, x_dot, g_dot in zip(directions, sample.x_dot, sample.grad_output_dot, strict=True):
+        left, right = torch.cat([g_dot, sample.grad_output]), torch.cat([sample.x, x_dot])
+        figures.append((product(left.t(), right) * z).sum())  # (O, 2 n) x (2 n, I)
+    return sample.tokens / max(1, sample.x.shape[0]) * torch.stack(figures).mean(0, keepdim=True)
+
+
+class HessianTrace(LayerCriterion):
+    """The mean eigenvalue of H, tr H / numel, times |eW|^2; a trace below 0 counts as 0."""
+
+    along_noise = True
+
+    @classmethod
+    def trace_of(cls, layer: str, sample: LayerSample, directions: Sequence[Tensor]) -> Tensor:
+        return hessian_trace(layer, sample, directions)
+
+    def pending_rows(self, name: str) -> Pending[Rows]:
+        terms = self.terms
+        trace = terms.w.new_zeros(1) if self.trace is None else self.trace
+        return Pending(trace.clamp(min=0.0) / terms.w.numel() * terms.weight_error(name), forward_only)
+
+
+def _refuse_drift_checks(config: SnipConfig) -> None:
+    if config.refresh_on_drift is not None and config.plan is None:
+        raise ValueError(
+            f"refresh_on_drift={config.refresh_on_drift!r} with policy='hessian-trace' cannot work: a check takes no "
+            "derivatives, and so knows no trace. Set refresh_on_drift=None."
+        )
+
+
+register_criterion("hessian-trace", HessianTrace, check=_refuse_drift_checks)

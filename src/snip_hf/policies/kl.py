@@ -1,0 +1,74 @@
+"""The policy "kl": how far rounding moves the histogram of each operand's values. Source: docs/policies.md."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..estimation.criterion import LayerCriterion, Rows, by_gemm
+from ..estimation.layer_sums import LayerTerms, Pending
+from ..numerics.gemms import CONTRACTIONS, GEMMS
+from .criterion_cost import register_criterion
+
+# Equal bins of a histogram (ours); the same for all layers, so that they compare.
+BINS = 100
+# Added to the count of every bin (Jeffreys), without which a bin that rounding empties would cost infinitely much.
+_UNSEEN = 0.5
+_SAMPLES = {"activation": "x", "gradient": "g", "weight": "w"}
+
+
+class KL(LayerCriterion):
+    """KL(before || after) of histograms, in nats: a GEMM's sum over its operands, the layer's over its GEMMs.
+
+    Waits for the device, since histograms do.
+    """
+
+    def __init__(self, terms: LayerTerms, trace: Tensor | None = None) -> None:
+        super().__init__(terms, trace)
+        # Operand -> inner edges and counts of its histogram before rounding.
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def pending_rows(self, name: str) -> Pending[Rows]:
+        figures = [
+            self._of_operand(_SAMPLES[operand], contracts, name)
+            for gemm in GEMMS
+            for operand, contracts in CONTRACTIONS[gemm]
+        ]
+        return Pending(torch.stack(figures), by_gemm)
+
+    def _of_operand(self, operand: str, contracts: int, name: str) -> Tensor:
+        if operand not in self._before:
+            values = getattr(self.terms, operand)
+            edges = inner_edges(values)
+            self._before[operand] = edges, histogram(values, edges)
+        edges, before = self._before[operand]
+        return kl_divergence(before, histogram(self.terms.rounded(operand, name, contracts), edges))
+
+
+def inner_edges(values: Tensor) -> Tensor:
+    """Returns the edges between `BINS` equal bins over the range of the values, (BINS - 1,).
+
+    The first and the last bin have no end: they also take what lies beyond the range.
+    """
+    if values.numel() == 0:
+        return values.new_zeros(BINS - 1)
+    least, most = values.aminmax()
+    return least + (most - least) * (torch.arange(1, BINS, device=values.device) / BINS)
+
+
+def histogram(values: Tensor, edges: Tensor) -> Tensor:
+    """Returns how many values are in each bin, (BINS,); a value on an edge is in the bin above it.
+
+    Exact for any number of values. On a GPU it waits for the device, which costs less than sorting would.
+    """
+    return torch.bucketize(values.flatten(), edges, out_int32=True, right=True).bincount(minlength=BINS)
+
+
+def kl_divergence(before: Tensor, after: Tensor) -> Tensor:
+    """Returns sum p log(p / q), in nats, of the distributions that two histograms show, (), FP32."""
+    p, q = ((counts + _UNSEEN).to(torch.float64) for counts in (before, after))
+    p, q = p / p.sum(), q / q.sum()
+    return (p * (p / q).log()).sum().to(torch.float32)
+
+
+register_criterion("kl", KL)

@@ -1,0 +1,116 @@
+"""Policies that follow a fixed order and measure nothing: published rules and the paper's baselines.
+
+Each orders the groups of a stage. The first ones get the run's least precise format until the target is met, the others
+its most precise one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..config import SnipConfig
+from .registry import Policy, register_policy
+from .setting import Setting, block_of, tied_groups
+
+# Shares are sums of floating-point numbers: what is short of the target by this much attains it.
+_TOLERANCE = 1e-9
+
+
+def _fill(setting: Setting, stage: Sequence[str], order: Sequence[str]) -> dict[str, str]:
+    """Returns group -> format for one stage: the least precise in the given order until the target is met.
+
+    Where the next unit would meet the target, the smallest remaining one that does takes its place; what then turns
+    out not to be needed goes back to the most precise one, the last one first. Tied groups are one unit.
+    """
+    tied = {name: tuple(tie) for tie in tied_groups(setting) for name in tie}
+    units = list(dict.fromkeys(tied.get(group, (group,)) for group in order))
+    shares = setting.shares(stage)
+    share = {unit: sum(shares[group] for group in unit) for unit in units}
+    missing = setting.config.target_fp4_fraction - _TOLERANCE
+    chosen: list[tuple[str, ...]] = []
+    while missing > 0:
+        unit = units[0]
+        if share[unit] >= missing:
+            unit = min((unit for unit in units if share[unit] >= missing), key=lambda unit: share[unit])
+        units.remove(unit)
+        chosen.append(unit)
+        missing -= share[unit]
+    for unit in reversed(list(chosen)):
+        if missing + share[unit] <= 0:
+            chosen.remove(unit)
+            missing += share[unit]
+    low = {group for unit in chosen for group in unit}
+    config = setting.config
+    return {group: config.least_precise if group in low else config.most_precise for group in order}
+
+
+def _random_order(setting: Setting, stage: Sequence[str]) -> list[str]:
+    order = setting.groups(stage)
+    random.Random(f"{setting.config.seed} {stage[0]}").shuffle(order)
+    return order
+
+
+def _type_order(setting: Setting, stage: Sequence[str]) -> list[str]:
+    """Linears of the MLP first, attention's last (ours: the paper names "by layer type" without an order)."""
+    return sorted(setting.groups(stage), key=lambda group: "attn" in group or "attention" in group)
+
+
+def _block_order(setting: Setting, stage: Sequence[str], key: Callable[[float], float]) -> list[str]:
+    """Orders by the block's position in the whole model: 0..1, of its centre. Groups of one block keep their order."""
+    blocks = list(dict.fromkeys(block_of(layer) for layer in setting.flops))
+    # Rounded: blocks that are symmetric to the middle are equally far from it.
+    keys = {block: round(key((index + 0.5) / len(blocks)), 12) for index, block in enumerate(blocks)}
+    return sorted(setting.groups(stage), key=lambda group: keys[block_of(setting.members(group)[0][0])])
+
+
+def _position_order(setting: Setting, stage: Sequence[str]) -> list[str]:
+    """Middle blocks of the model first, so that its first and last blocks stay in FP8 longest."""
+    return _block_order(setting, stage, lambda position: abs(position - 0.5))
+
+
+def _nvfp4_order(setting: Setting, stage: Sequence[str]) -> list[str]:
+    """What stays in FP8 is split 2:8 between the model's beginning and its end (arXiv:2509.25149, section 4.1).
+
+    There 2 + 8 of 62 blocks keep a higher precision; that 2:8 is kept at other depths and shares is ours.
+    """
+    return _block_order(setting, stage, lambda position: -min(position / 2, (1 - position) / 8))
+
+
+def _front_order(setting: Setting, stage: Sequence[str]) -> list[str]:
+    """The model's first blocks first, so that its last ones stay in FP8."""
+    return _block_order(setting, stage, lambda position: position)
+
+
+def _backward_order(setting: Setting, stage: Sequence[str]) -> list[str]:
+    """The GEMMs of the backward pass first, then those of the forward pass, both by position (ours)."""
+    return sorted(_position_order(setting, stage), key=lambda group: setting.members(group)[0][1] == "forward")
+
+
+def _refuse_by_layer(config: SnipConfig) -> None:
+    if config.granularity == "layer" and config.plan is None:
+        raise ValueError(
+            f"policy={config.policy!r} with granularity='layer' cannot work: it decides the GEMMs of a linear apart. "
+            "Set granularity='gemm'."
+        )
+
+
+def rule(name: str, order: Callable[[Setting, Sequence[str]], list[str]], **facts: Any) -> Policy:
+    """Returns the policy that fills each stage in the order that `order(setting, layers)` gives its groups."""
+
+    def assign(setting: Setting) -> dict[str, dict[str, str]]:
+        choices: dict[str, str] = {}
+        for stage in setting.stages:
+            choices |= _fill(setting, stage, order(setting, stage))
+        return setting.assignment(choices)
+
+    return Policy(name=name, assign=assign, **facts)
+
+
+register_policy(rule("random", _random_order))
+register_policy(rule("layer-type", _type_order))
+register_policy(rule("layer-position", _position_order))
+register_policy(rule("first2-last8", _nvfp4_order))
+register_policy(rule("last-15-percent", _front_order))
+register_policy(rule("backward-first", _backward_order, check=_refuse_by_layer))

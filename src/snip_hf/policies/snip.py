@@ -1,0 +1,45 @@
+"""The policy "snip": loss and weight divergence, as docs/method.md, section 4, weighs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..config import SnipConfig
+from ..estimation.layer_sums import LAYER
+from ..estimation.table import Divergence, DivergenceTable
+from .registry import Policy, register_policy
+
+# Steps over which the objective "horizon" adds up.
+_HORIZON = 100
+
+
+def _over_steps(row: Divergence) -> float:
+    """The square of what `_HORIZON` steps add up to: the bias grows with their number, the rest with its root."""
+    square, bias = row.weight_divergence**2, (row.weight_bias or 0.0) ** 2
+    return _HORIZON**2 * bias + _HORIZON * max(0.0, square - bias)
+
+
+_WEIGHT_PARTS: dict[str, Callable[[Divergence], float]] = {
+    "additive": lambda row: row.weight_divergence**2,
+    "horizon": _over_steps,
+    "paper": lambda row: row.weight_divergence,
+}
+# Measured (docs/fidelity.md): over 100 and 1,000 steps the loss divergence alone ranks plans best. A tenth of the
+# weight divergence changes next to nothing there and decides between GEMMs that the loss divergence does not see.
+_WEIGHT_SHARES = {"additive": 0.1, "horizon": 0.1, "paper": 1.0}
+
+
+def snip_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:
+    """Both divergences, each divided by its total with everything in the run's least precise format."""
+    parts: list[tuple[float, Callable[[Divergence], float]]] = [
+        (config.loss_weight, lambda row: row.loss_divergence),
+        (config.weight_weight * _WEIGHT_SHARES[config.objective], _WEIGHT_PARTS[config.objective]),
+    ]
+    whole = [row for row in table.rows if row.format == config.least_precise and row.gemm == LAYER]
+    # Divergences in the form "taylor" may be below 0.
+    totals = [sum(abs(part(row)) for row in whole) for _, part in parts]
+    scaled = [(weight / total, part) for (weight, part), total in zip(parts, totals, strict=True) if total > 0]
+    return lambda row: sum(weight * part(row) for weight, part in scaled)
+
+
+register_policy(Policy(name="snip", cost=snip_cost, weighs_updates=True))

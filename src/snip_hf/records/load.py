@@ -1,0 +1,265 @@
+"""What a run left behind: its plans, refreshes, divergences and losses, read back from its folder.
+
+Read are OUTPUT/snip/history.jsonl, plan.json and divergence-<step>.json, and the Trainer's trainer_state.json. What is
+missing is said in a sentence and left out. A folder may come from elsewhere, and its files hold anything: sizes and
+counts are bounded, and every value is checked before anybody works with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..config import SnipConfig
+from ..costs.budget import MeasuredCost
+from ..json_io import parse_json
+from ..numerics.gemms import GEMMS
+from ..planning.plan import PrecisionPlan
+from .events import (
+    Check,
+    Refresh,
+    check_of,
+    entry_of,
+    history_lines,
+    is_step,
+    mapping_of,
+    read_divergence,
+    refresh_of,
+    short,
+    start_plan,
+    trainer_log,
+)
+from .run_folder import FOLDER
+
+T = TypeVar("T")
+
+# Plans that are kept at the same time: so many, or so many times their layers.
+_MOST_PLANS, _MOST_PLANNED_LAYERS = 500, 500_000
+# Tables of divergences that are read: so many, and so many bytes, whatever the size of the last refresh's.
+_MOST_TABLES, _MOST_TABLE_BYTES = 64, 64 * 2**20
+# Checkpoints that are looked at for losses, the latest first, until one can be used.
+_MOST_CHECKPOINTS = 3
+# A step in the name of a file or folder.
+_STEP = re.compile(r"[0-9]{1,16}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder holds."""
+
+    folder: Path
+    plans: list[tuple[int, PrecisionPlan]]
+    """(step after which it was in force, plan), the start's plan first; of very many some, evenly spaced, and the last
+    two."""
+    measured: MeasuredCost | None
+    """The times in plan.json, which the history does not hold; None: there are none, or it cannot be used."""
+    refreshes: list[Refresh]
+    checks: list[Check]
+    divergences: dict[int, list[dict[str, Any]]]
+    """Probe step -> records, whose keys are the fields of `Divergence`."""
+    losses: dict[int, dict[str, float]]
+    """Step -> {"loss": training loss, "eval_loss": validation loss}, either may be absent; in order of the steps."""
+    notes: list[str]
+    """What is missing or cannot be read, one sentence each."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.plans[0][1].provenance.config or {}
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """What the plans chose from, the least precise first."""
+        return tuple(self.config.get("formats") or SnipConfig().formats)
+
+    @property
+    def last_step(self) -> int:
+        steps = [*self.losses, *(refresh.applied_step or refresh.step for refresh in self.refreshes)]
+        return max(steps, default=0)
+
+
+def load_run(run_dir: str | os.PathLike[str]) -> Run:
+    """Reads a run folder (the Trainer's output_dir).
+
+    Raises:
+        FileNotFoundError: there is no snip/history.jsonl in it.
+        OSError: the history cannot be read, or is not a regular file.
+        ValueError: the history is no history, or too large; names the line and what is wrong.
+    """
+    folder = Path(run_dir)
+    notes: list[str] = []
+    start, refreshes, checks = _read_history(folder / FOLDER / "history.jsonl", notes)
+    plans = _plans(start, refreshes, notes)
+    measured = _measured(folder / FOLDER / "plan.json", plans[-1][1], notes)
+    applied = [refresh.step for refresh in refreshes if refresh.applied_step is not None]
+    divergences = _read_divergences(folder / FOLDER, set(start.assignment), applied[-1:], notes)
+    return Run(folder, plans, measured, refreshes, checks, divergences, _read_losses(folder, notes), notes)
+
+
+def thinned(items: Sequence[T], count: int) -> list[T]:
+    """Returns no more than `count` of the items, evenly spaced, the first and the last among them."""
+    if len(items) <= count:
+        return list(items)
+    last = len(items) - 1
+    return [items[round(index * last / (count - 1))] for index in range(count)]
+
+
+def _read_history(path: Path, notes: list[str]) -> tuple[PrecisionPlan, list[Refresh], list[Check]]:
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; expected the output folder of a run with SnipCallback.")
+    start: PrecisionPlan | None = None
+    cells: dict[str, str] = {}
+    refreshes: list[Refresh] = []
+    checks: list[Check] = []
+    latest = 0
+    for number, line, is_last in history_lines(path):
+        try:
+            record = mapping_of(parse_json(line), "the line")
+            if start is None:
+                start = start_plan(record)
+                cells = {f"{layer}:{gemm}": f"{layer}:{gemm}" for layer in start.assignment for gemm in GEMMS}
+                continue
+            if entry_of(record, "event") == "drift":
+                event: Check | Refresh = check_of(record)
+            else:
+                event = refresh_of(record, cells)
+        except ValueError as error:
+            if start is not None and is_last:  # A killed run may leave half a line.
+                notes.append(f"The last line of {path.name} is not complete and is left out.")
+                break
+            raise ValueError(f"Line {number} of {path} is not a line of a snip-hf history: {error}") from error
+        if isinstance(event, Check):
+            checks.append(event)
+        else:
+            _check_layers(event, cells)
+            refreshes.append(event)
+        if event.step < latest and not any(note.startswith("The history goes back") for note in notes):
+            notes.append(f"The history goes back from step {latest} to step {event.step} in line {number}.")
+        latest = event.step
+    if start is None:
+        raise ValueError(f"{path} is empty; expected a line with the start of the run.")
+    return start, refreshes, checks
+
+
+def _check_layers(refresh: Refresh, cells: Mapping[str, str]) -> None:
+    for cell in refresh.changes:
+        if cell not in cells:
+            raise ValueError(
+                f"The refresh of step {refresh.step} changes layer {cell.rpartition(':')[0]!r}, which the start does "
+                "not have."
+            )
+
+
+def _plans(start: PrecisionPlan, refreshes: Sequence[Refresh], notes: list[str]) -> list[tuple[int, PrecisionPlan]]:
+    """Returns the start's plan and those that refreshes put in force; of very many some, and the last two."""
+    applied = [refresh for refresh in refreshes if refresh.applied_step is not None]
+    most = max(4, min(_MOST_PLANS, _MOST_PLANNED_LAYERS // len(start.assignment)))
+    shown = {*thinned(range(len(applied) + 1), most - 1), len(applied) - 1}
+    if len(applied) + 1 > most:
+        notes.append(f"The figure of the plan shows {len(shown)} of {len(applied) + 1:,} plans.")
+    assignment = {layer: dict(formats) for layer, formats in start.assignment.items()}
+    plans = [(start.provenance.step, start)]
+    for number, refresh in enumerate(applied, 1):
+        for cell, new in refresh.changes.items():
+            layer, _, gemm = cell.rpartition(":")
+            assignment[layer][gemm] = new
+        if number in shown and refresh.applied_step is not None:
+            plans.append((refresh.applied_step, dataclasses.replace(start, assignment=assignment)))
+    return plans
+
+
+def _measured(path: Path, plan: PrecisionPlan, notes: list[str]) -> MeasuredCost | None:
+    """Returns the times in plan.json, if there are any; notes where its plan is not the history's last one."""
+    try:
+        saved = PrecisionPlan.load(path)
+        differences = plan.changes(saved)
+        dataclasses.replace(plan, measured=saved.measured)  # refuses times of other GEMMs
+    except (OSError, ValueError) as error:
+        notes.append(f"plan.json cannot be used: {error}")
+        return None
+    if differences:
+        key, (ours, theirs) = next(iter(differences.items()))
+        notes.append(
+            f"plan.json differs from the history in {len(differences)} GEMMs ({key} is {theirs}, by the history "
+            f"{ours}); the tables and figures follow the history."
+        )
+    return saved.measured
+
+
+def _read_divergences(
+    folder: Path, layers: set[str], wanted: Sequence[int], notes: list[str]
+) -> dict[int, list[dict[str, Any]]]:
+    """Returns the tables of divergences: those of the wanted steps, and others as far as the limits allow."""
+    names = (path.stem.removeprefix("divergence-") for path in folder.glob("divergence-*.json"))
+    steps = sorted({int(name) for name in names if _STEP.fullmatch(name)})
+    divergences: dict[int, list[dict[str, Any]]] = {}
+    left = _MOST_TABLE_BYTES
+    tried = dict.fromkeys([*(step for step in wanted if step in steps), *reversed(thinned(steps, _MOST_TABLES))])
+    for step in tried:
+        path = folder / f"divergence-{step}.json"
+        try:
+            left -= path.stat().st_size
+            if left >= 0 or step in wanted:
+                divergences[step] = _table_of(path, step, layers)
+        except (OSError, ValueError) as error:
+            notes.append(f"{path.name} cannot be used and is left out: {error}")
+    if len(steps) > len(tried) or left < 0:
+        notes.append(f"The figure of the divergences shows {len(divergences)} of {len(steps):,} probes.")
+    if not divergences:
+        notes.append("There are no divergence files, so there is no figure of the divergences.")
+    return dict(sorted(divergences.items()))
+
+
+def _table_of(path: Path, step: int, layers: set[str]) -> list[dict[str, Any]]:
+    found, records = read_divergence(path)
+    if found != step:
+        raise ValueError(f"it is of step {found}.")
+    for record in records:
+        if record["layer"] not in layers:
+            raise ValueError(f"it names layer {short(record['layer'])}, which the history does not have.")
+    return records
+
+
+def _read_losses(folder: Path, notes: list[str]) -> dict[int, dict[str, float]]:
+    """The training and validation losses of the trainer_state.json that got furthest."""
+    losses: dict[int, dict[str, float]] = {}
+    skipped = 0
+    for entry in _log_history(folder, notes):
+        step = entry.get("step") if isinstance(entry, dict) else None
+        if not isinstance(step, int) or not is_step(step):
+            skipped += 1
+            continue
+        for key in ("loss", "eval_loss"):
+            value = entry.get(key)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                losses.setdefault(step, {})[key] = float(value)
+    if skipped:
+        notes.append(f"{skipped:,} entries of the Trainer's log are at no step and are left out.")
+    if not losses:
+        notes.append("There is no trainer_state.json with losses (saved with a checkpoint or by trainer.save_state()).")
+    return dict(sorted(losses.items()))
+
+
+def _log_history(folder: Path, notes: list[str]) -> list[Any]:
+    """Returns the log of the Trainer's state that got furthest: the folder's own or that of a late checkpoint."""
+    checkpoints = [
+        (int(number), path)
+        for path in folder.glob("checkpoint-*/trainer_state.json")
+        if _STEP.fullmatch(number := path.parent.name.removeprefix("checkpoint-"))
+    ]
+    late = [path for _, path in sorted(checkpoints, reverse=True)]
+    states: list[tuple[int, list[Any]]] = []
+    for paths in ([folder / "trainer_state.json"], late[:_MOST_CHECKPOINTS]):
+        for path in paths:
+            if not path.exists():
+                continue
+            try:
+                states.append(trainer_log(path))
+                break
+            except (OSError, ValueError) as error:
+                notes.append(f"{path.relative_to(folder)} cannot be used and is left out: {error}")
+    return max(states, key=lambda state: state[0])[1] if states else []

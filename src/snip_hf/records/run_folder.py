@@ -1,0 +1,263 @@
+"""What a run writes into its folder OUTPUT/snip: the plan in force, refreshes and checks, tables of divergences.
+
+A disk that cannot be written costs the record, not the run: each method but `hold` warns instead of raising an error.
+One run at a time writes there, and what an earlier one wrote is moved aside. Other files in the folder stay.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config import SnipConfig
+from ..estimation.table import DivergenceTable
+from ..json_io import (
+    MAX_JSON_BYTES,
+    append_json_line,
+    open_regular,
+    parse_json,
+    remove_temporaries,
+    write_atomic,
+    write_json_atomic,
+)
+from ..planning.plan import PrecisionPlan
+from ..text import printable
+from .lock import FileLock, HeldError, take
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 2
+# In the folder of the run (the Trainer's output_dir).
+FOLDER = "snip"
+# As much of a path as a line of the log shows.
+_PATH = 1000
+
+
+class RunFolder:
+    """The folder OUTPUT/snip of one run; with `output_dir` None nothing is written at all.
+
+    The folder is the one that `output_dir` names now, wherever the process changes to later.
+    """
+
+    def __init__(self, output_dir: str | os.PathLike[str] | None) -> None:
+        self._folder = None if output_dir is None else Path(output_dir).absolute() / FOLDER
+        self._lock: FileLock | None = None
+        self._lost = False
+        # Permissions that a new history gets: those of the one that it takes the place of.
+        self._mode = 0o666
+
+    def hold(self) -> None:
+        """Takes the folder for this run, until `release` or the end of the process.
+
+        A run before it in this process that still has the folder, such as one that failed, records nothing any more.
+
+        Raises:
+            ValueError: a run in another process has it; names the folder and the process.
+        """
+        if self._folder is None:
+            return
+        output = self._folder.parent
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            # The Trainer does not upload what begins with an underscore.
+            self._lock = take(output / "_snip.lock")
+        except HeldError as error:
+            raise ValueError(
+                f"Another run is writing into {printable(self._folder, _PATH)} ({error}). Wait until it has ended, or "
+                "give this run an output_dir of its own."
+            ) from error
+        except OSError as error:
+            logger.warning(
+                "snip-hf: could not lock %s, training goes on; do not start a second run there: %s",
+                printable(output, _PATH),
+                printable(error, _PATH),
+            )
+
+    def release(self) -> None:
+        """Lets the next run have the folder; this one writes nothing there any more."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def clear(self) -> None:
+        """Moves the record of an earlier run aside, to OUTPUT/_snip-earlier-1/snip or the next number that is free.
+
+        The plan is copied, so that there is one at any time.
+        """
+        self._write(self._set_aside)
+
+    def save_plan(self, plan: PrecisionPlan) -> None:
+        """Writes plan.json, the plan in force."""
+        self._write(lambda folder: plan.save(folder / "plan.json"))
+
+    def write_divergences(self, step: int, table: DivergenceTable) -> None:
+        """Writes divergence-<step>.json, the table that the refresh of `step` decided from."""
+        document = {"schema_version": SCHEMA_VERSION, "step": step, "loss": table.loss} | _rows(table.to_records())
+        self._write(lambda folder: write_json_atomic(folder / f"divergence-{step}.json", document))
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Adds a line to history.jsonl."""
+        self._write(lambda folder: append_json_line(folder / "history.jsonl", line, self._mode))
+
+    def cut(self, step: int, pending: int | None, start_line: Mapping[str, Any]) -> None:
+        """Leaves of the history what was decided or checked up to `step`: what came after is about to happen again.
+
+        Args:
+            step: the optimizer step to resume from.
+            pending: step of the refresh that is under way; it is not decided, even if an ended run wrote so.
+            start_line: the first line for a folder that has no history.
+        """
+
+        def rewrite(folder: Path) -> None:
+            _remove_temporaries(folder)
+            path = folder / "history.jsonl"
+            events = _read(path) if path.exists() else []
+            kept = [event for event in events if event.get("decided_step", event["step"]) <= step]
+            kept = [event for event in kept if event.get("event") != "refresh" or event.get("step") != pending]
+            if not kept or kept[0].get("event") != "start":
+                kept = [dict(start_line)]
+            write_atomic(path, "".join(json.dumps(event) + "\n" for event in kept).encode())
+            for number, table in _tables(folder).items():
+                if number > step:
+                    table.unlink()
+
+        self._write(rewrite)
+
+    def _set_aside(self, folder: Path) -> None:
+        _remove_temporaries(folder)
+        history = folder / "history.jsonl"
+        # The history last: without it, a move that was cut short goes on.
+        own = [path for path in (*_tables(folder).values(), history) if _is_file(path)]
+        if not own:
+            return
+        for number in itertools.count(1):
+            target = folder.parent / f"_snip-earlier-{number}" / FOLDER
+            if not any(os.path.lexists(target / path.name) for path in (*own, history)):
+                break
+        target.mkdir(parents=True, exist_ok=True)
+        try:
+            if _is_file(folder / "plan.json"):
+                shutil.copy2(folder / "plan.json", target)
+            for path in own:
+                self._mode = stat.S_IMODE(path.stat().st_mode)
+                shutil.move(path, target)
+        except OSError as error:
+            # Two runs must not mix in one history, nor is the earlier one's worth less than this one's.
+            self._lost = True
+            message = f"what an earlier run recorded cannot be moved aside, so this one records nothing ({error})."
+            raise OSError(message) from error
+        logger.info(
+            "snip-hf: moved what an earlier run recorded in %s to %s.",
+            printable(folder, _PATH),
+            printable(target, _PATH),
+        )
+
+    def _write(self, write: Callable[[Path], None]) -> None:
+        if self._folder is None or self._lost:
+            return
+        if self._lock is not None and not self._lock.held:
+            self._lost = True
+            logger.warning(
+                "snip-hf: %s belongs to a later run of this process, or this run was closed: from here on it records "
+                "nothing there.",
+                printable(self._folder, _PATH),
+            )
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write(self._folder)
+        except (OSError, ValueError) as error:  # ValueError: a number that is not finite, or more than a reader takes
+            # As text: a handler that keeps its records would keep the error, and with it the frames and their model.
+            logger.warning(
+                "snip-hf: could not write to %s, training goes on: %s",
+                printable(self._folder, _PATH),
+                printable(error, _PATH),
+            )
+
+
+def _is_file(path: Path) -> bool:
+    """Returns True for a regular file, not for a link to one."""
+    return path.is_file() and not path.is_symlink()
+
+
+def _tables(folder: Path) -> dict[int, Path]:
+    """Returns step -> file of divergences; of exactly the names that a run gives them, since others are the user's."""
+    found = {path: re.fullmatch(r"divergence-([0-9]{1,18})\.json", path.name) for path in folder.iterdir()}
+    return {int(match[1]): path for path, match in found.items() if match and _is_file(path)}
+
+
+def _remove_temporaries(folder: Path) -> None:
+    remove_temporaries(folder, "plan.json", "history.jsonl", "divergence-*.json")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Returns the events of a history, without what is none: a crash leaves broken lines, and an editor whatever."""
+    events = []
+    with open_regular(path) as file:
+        for line in iter(lambda: file.readline(MAX_JSON_BYTES), b""):
+            try:
+                event = parse_json(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and {type(event.get(key, 0)) for key in ("step", "decided_step")} == {int}:
+                events.append({"step": 0} | event)
+    return events
+
+
+def _rows(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns records, all with the same keys, in half of the space: each key is named once."""
+    columns = list(records[0]) if records else []
+    return {"columns": columns, "rows": [[record[column] for column in columns] for record in records]}
+
+
+def records_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the records of a file of divergences, also of one of schema version 1, which has them as objects.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is none.
+    """
+    if "records" in document:
+        return list(document["records"])
+    return [dict(zip(document["columns"], row, strict=True)) for row in document["rows"]]
+
+
+def start_line(plan: PrecisionPlan, step: int, config: SnipConfig, model_name: str) -> dict[str, Any]:
+    """Returns the first line of a history."""
+    return {
+        "event": "start",
+        "step": step,
+        "config": config.to_dict(),
+        "plan": {layer: dict(formats) for layer, formats in plan.assignment.items()},
+        "flops": {layer: dict(flops) for layer, flops in plan.flops.items()},
+        "stages": [list(stage) for stage in plan.stages],
+        "model_name": model_name,
+    }
+
+
+def shares(plan: PrecisionPlan) -> dict[str, Any]:
+    """Returns what a line of the history says of a plan's FP4 shares; of time only if that was measured."""
+    found: dict[str, Any] = {
+        "fp4_fraction": plan.fp4_fraction,
+        "stage_fp4_fractions": list(plan.stage_fp4_fractions),
+    }
+    times = plan.stage_fp4_time_fractions
+    if times is not None:
+        found |= {"fp4_time_fraction": plan.fp4_time_fraction, "stage_fp4_time_fractions": list(times)}
+    return found
+
+
+def describe_plan(plan: PrecisionPlan) -> str:
+    """Returns a plan's FP4 shares as the log shows them."""
+    stages = ", ".join(f"{share:.1%}" for share in plan.stage_fp4_fractions)
+    text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (per stage: {stages})"
+    times = plan.stage_fp4_time_fractions
+    if times is None:
+        return text
+    return f"{text}, {plan.fp4_time_fraction:.1%} of their time ({', '.join(f'{share:.1%}' for share in times)})"

@@ -1,0 +1,78 @@
+"""Named entries that a run chooses from: formats, backends, policies. Users may add their own."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+Entry = TypeVar("Entry", bound=_Named)
+
+
+class Registry(Mapping[str, Entry]):
+    """A mapping from names to entries, in the order of their registration.
+
+    Args:
+        kind: what the entries are, for error messages, e.g. "format".
+        built_in: the module that registers the entries that come with snip-hf. It is imported on first use, so that the
+            names can be checked by modules below it.
+    """
+
+    def __init__(self, kind: str, built_in: str | None = None) -> None:
+        self.kind = kind
+        self._entries: dict[str, Entry] = {}
+        self._built_in = built_in
+
+    def register(self, entry: Entry) -> Entry:
+        """Adds an entry and returns it.
+
+        Raises:
+            ValueError: another entry has its name.
+        """
+        known = self._entries.get(entry.name)
+        if known is not None and known != entry:
+            raise ValueError(f"There is a {self.kind} named {entry.name!r} already; choose another name.")
+        self._entries[entry.name] = entry
+        return entry
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Takes back, when the context ends, whatever was registered inside: for tests of one's own entries."""
+        before = dict(self._loaded())
+        try:
+            yield
+        finally:
+            self._entries.clear()
+            self._entries.update(before)
+
+    def checked(self, name: object, where: str) -> str:
+        """Returns `name` if an entry has it.
+
+        Raises:
+            ValueError: there is none; names `where` the name was given and lists the entries.
+        """
+        if not isinstance(name, str) or name not in self:
+            raise ValueError(f"Unknown {self.kind} {name!r} for {where}; expected one of {', '.join(self)}.")
+        return name
+
+    def __getitem__(self, name: str) -> Entry:
+        return self._loaded()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._loaded())
+
+    def __len__(self) -> int:
+        return len(self._loaded())
+
+    def _loaded(self) -> dict[str, Entry]:
+        if self._built_in is not None:
+            module, self._built_in = self._built_in, None
+            importlib.import_module(module)
+        return self._entries

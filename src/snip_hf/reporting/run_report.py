@@ -1,0 +1,231 @@
+"""What happened in a run, as tables: which plan was in force when, what each refresh cost, how the losses went."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..config import SnipConfig
+from ..estimation.layer_sums import LAYER
+from ..estimation.table import Divergence, DivergenceTable
+from ..numerics.formats import FORMATS
+from ..planning.pipeline_model import check_ties_are_few
+from ..planning.plan import Assignment, PrecisionPlan
+from ..planning.program import problem
+from ..policies.setting import Setting, split_layer
+from ..records.events import short
+from ..records.load import Run, load_run, thinned
+from .figures import write_figures
+from .tables import listed, name_text, new_table, number, plan_table, print_cost, print_stages, say
+
+_MOST_ROWS = 20
+_MOST_REFRESHES = 200
+_MOST_REASONS = 64
+# Stages that prices are given for; no pipeline has as many.
+_MOST_STAGES = 1000
+
+
+def run_report(
+    run_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str] | None = None, micro_batches: int | None = None
+) -> list[Path]:
+    """Prints the tables and writes the figures; returns the files written.
+
+    Raises as `load_run` and `stages.pipeline_times` do, whose `micro_batches` it takes.
+    """
+    run = load_run(run_dir)
+    _print_run(run, Console(), micro_batches)
+    return write_figures(run, out_dir)
+
+
+def print_report(run_dir: str | os.PathLike[str], console: Console | None = None) -> None:
+    """Prints the refreshes, the losses and the plan in force at the end. Raises as `load_run` does."""
+    _print_run(load_run(run_dir), console or Console())
+
+
+def _print_run(run: Run, console: Console, micro_batches: int | None = None) -> None:
+    config = run.config
+    policy = f"policy {_shown(config.get('policy'))}"
+    if config.get("plan"):
+        policy = f"plan file {_shown(config['plan'])}, held fixed"
+    plan = _in_force(run)
+    by_time = config.get("cost") == "measured"
+    target = f"{_shown(config.get('target_fp4_fraction'))}{' of the measured time' * by_time}"
+    time = "" if plan.measured is None else f" and {plan.fp4_time_fraction:.4f} of their measured time"
+    say(
+        console,
+        f"{policy[0].upper()}{policy[1:]}, granularity {_shown(config.get('granularity'))}, target FP4 share {target}, "
+        f"attained {plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}. Model: "
+        f"{_shown(plan.provenance.model_name or 'not named')}.",
+    )
+    if run.refreshes:
+        console.print(refresh_table(run))
+    else:
+        say(
+            console,
+            f"No refresh was recorded ({policy}, first refresh due at step "
+            f"{_shown(config.get('first_refresh'))} if it probes): the plan of the start is in force.",
+        )
+    kept = [refresh for refresh in run.refreshes if refresh.applied_step is None]
+    _say_some(console, [f"Step {refresh.step}: plan kept. {refresh.reason}" for refresh in kept])
+    if run.checks:
+        console.print(drift_table(run))
+        early = listed([str(check.step) for check in run.checks if check.refresh]) or "none"
+        say(console, f"Early refreshes, because the ranking had moved, at steps: {early}.")
+    failed = [check for check in run.checks if check.reason is not None]
+    _say_some(console, [f"Step {check.step}: check failed. {check.reason}" for check in failed])
+    if run.losses:
+        console.print(loss_table(run))
+    console.print(plan_table(plan))
+    _print_run_stages(run, plan, console, micro_batches)
+    if plan.measured is not None:
+        print_cost(plan, console)
+    elif by_time:
+        say(console, "The times of the GEMMs are not in plan.json (nothing was decided by them yet, or it is lost).")
+    notes = list(run.notes)
+    try:
+        reasons = reason_table(run)
+    except (ValueError, TypeError) as error:  # a config of another version, or one that is none
+        notes.append(f"There is no table of reasons: {error}")
+    else:
+        if reasons is not None:
+            console.print(reasons)
+    _say_some(console, [f"Note: {note}" for note in notes])
+
+
+def _say_some(console: Console, sentences: list[str]) -> None:
+    for sentence in sentences[:_MOST_ROWS]:
+        say(console, sentence)
+    if len(sentences) > _MOST_ROWS:
+        say(console, f"... and {len(sentences) - _MOST_ROWS:,} more such lines.")
+
+
+def _shown(value: object) -> str:
+    """A value of the config, which may be of another version or from elsewhere."""
+    return value if isinstance(value, str) else short(value)
+
+
+def _in_force(run: Run) -> PrecisionPlan:
+    """Returns the plan of the end with its measured times."""
+    return dataclasses.replace(run.plans[-1][1], measured=run.measured)
+
+
+def _print_run_stages(run: Run, plan: PrecisionPlan, console: Console, micro_batches: int | None) -> None:
+    decided = _last_decided(run)
+    if decided is None:
+        print_stages(plan, console, micro_batches)
+    else:
+        step, before = decided
+        print_stages(plan, console, micro_batches, run.divergences.get(step), before)
+
+
+def refresh_table(run: Run) -> Table:
+    table = new_table("Refreshes")
+    for heading in ("probe\nstep", "applied\nafter", "FP4\nshare", "layers\nchanged", "objective", "gap"):
+        table.add_column(heading, justify="right")
+    for part in ("probe", "solver", "waited"):
+        table.add_column(f"{part}\n[s]".replace("[", "\\["), justify="right")
+    for refresh in thinned(run.refreshes, _MOST_REFRESHES):
+        table.add_row(
+            str(refresh.step),
+            "kept" if refresh.applied_step is None else str(refresh.applied_step),
+            number(refresh.fp4_fraction, ".4f"),
+            str(refresh.layers_changed),
+            number(refresh.objective, ".4g"),
+            number(refresh.gap, ".1e"),
+            *(number(refresh.seconds.get(part), ".2f") for part in ("probe", "solver", "waited")),
+        )
+    if len(run.refreshes) > _MOST_REFRESHES:
+        table.caption = f"{_MOST_REFRESHES} of {len(run.refreshes):,} refreshes."
+    return table
+
+
+def drift_table(run: Run) -> Table:
+    """Rank correlations of the checks with the refresh before them, at no more than `_MOST_ROWS` checks."""
+    table = new_table("Checks of the ranking")
+    for heading in ("step", "rank\ncorrelation", "refresh"):
+        table.add_column(heading, justify="right")
+    for check in thinned(run.checks, _MOST_ROWS):
+        table.add_row(str(check.step), number(check.correlation, ".3f"), "early" if check.refresh else "-")
+    return table
+
+
+def loss_table(run: Run) -> Table:
+    """Validation losses (or, without any, training losses) at no more than `_MOST_ROWS` steps."""
+    table = new_table("Losses")
+    for heading in ("step", "training", "validation"):
+        table.add_column(heading, justify="right")
+    steps = [step for step, row in run.losses.items() if "eval_loss" in row] or list(run.losses)
+    shown, training = set(thinned(steps, _MOST_ROWS)), None
+    for step, row in run.losses.items():
+        training = row.get("loss", training)
+        if step in shown:
+            table.add_row(str(step), _fixed(training), _fixed(row.get("eval_loss")))
+    return table
+
+
+def _fixed(value: float | None, digits: int = 4) -> str:
+    # Of 1e100 four digits, not a hundred.
+    return number(value, f".{digits}f" if value is None or abs(value) < 1e9 else ".4g")
+
+
+def reason_table(run: Run) -> Table | None:
+    """Why the last applied plan is as it is: what FP4 would cost each group of the program per share of FLOPs or time.
+
+    Within a stage FP4 goes to the groups with the lowest price, as far as whole groups fit the target. None if the run
+    has no table of divergences for its last applied refresh, or lacks the times that it was decided by.
+
+    Raises:
+        ValueError, TypeError: the run's config is none that this version knows.
+    """
+    decided = _last_decided(run)
+    if decided is None or decided[0] not in run.divergences:
+        return None
+    (step, before), plan = decided, _in_force(run)
+    if plan.measured is None and run.config.get("cost") == "measured":
+        return None
+    if len(plan.stages) > _MOST_STAGES:
+        raise ValueError(f"the plan has {len(plan.stages):,} stages, expected at most {_MOST_STAGES:,}.")
+    config = SnipConfig.from_dict(run.config)
+    check_ties_are_few(config, len(plan.assignment))
+    setting = Setting(config, plan.flops, plan.stages, plan.measured)
+    rows = tuple(Divergence(**record) for record in run.divergences[step])
+    divergences = {(row.layer, row.gemm): row for row in rows if row.format == run.formats[0]}
+    program = problem(setting, DivergenceTable(0.0, rows), before)
+    stage_of = {group: row["name"] for row in program["constraints"] for group in row["groups"]}
+    prices = {}
+    for group in program["groups"]:
+        high, *_, low = group["options"]  # the most precise first
+        prices[group["name"]] = (low["cost"] - high["cost"]) / low["weight"] if low["weight"] > 0 else 0.0
+    weight = "FLOPs" if plan.measured is None else "measured time"
+    table = new_table(f"Why (probe of step {step}; price: extra cost of FP4 per share of the stage's {weight})")
+    for heading in ("stage", "layer", "loss\ndivergence", "weight\ndivergence", "price", "format"):
+        table.add_column(heading, justify="left" if heading == "layer" else "right")
+    order = sorted(prices, key=lambda group: (stage_of[group], prices[group]))
+    for index, group in enumerate(order):
+        if _MOST_REASONS // 2 <= index < len(order) - _MOST_REASONS // 2:
+            continue  # of a large model the cheapest and the dearest
+        layer, gemm = setting.members(group)[0]
+        # None for a layer that took no part in the probe (an expert without tokens).
+        row = divergences.get((layer, gemm if setting.config.granularity == "gemm" else LAYER))
+        damages = (None, None) if row is None else (row.loss_divergence, row.weight_divergence)
+        numbers = (*(number(damage, ".1e") for damage in damages), _fixed(prices[group], 3))
+        formats = Text(plan.assignment[layer][gemm], style=FORMATS[plan.assignment[layer][gemm]].style)
+        table.add_row(stage_of[group].removeprefix("stage "), name_text(_short_name(group)), *numbers, formats)
+    return table
+
+
+def _last_decided(run: Run) -> tuple[int, Assignment] | None:
+    """Returns the probe step of the last applied refresh, and the assignment that it replaced."""
+    applied = [refresh for refresh in run.refreshes if refresh.applied_step is not None]
+    return (applied[-1].step, run.plans[-2][1].assignment) if applied else None
+
+
+def _short_name(group: str) -> str:
+    """ "model.layers.3.mlp.up_proj:forward" -> "3 up_proj:forward"."""
+    block, kind = split_layer(group)
+    return f"{block.rpartition('.')[2]} {kind.rpartition('.')[2]}"

@@ -1,0 +1,200 @@
+"""What does a plan look like as tables: formats by block, cost by kind of linear, its stages and their bubble?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..costs.budget import cost_shares, describe_cost
+from ..estimation.table import Divergence, DivergenceTable
+from ..numerics.formats import FORMATS, REFERENCE
+from ..numerics.gemms import GEMMS
+from ..planning.pipeline_model import ConstraintComparison, PipelineTimes, compare_constraints, pipeline_times
+from ..planning.plan import Assignment, PrecisionPlan
+from ..planning.solver.process import SolverError
+from ..policies.setting import split_layer
+from ..text import printable
+
+# What a table shows at most: the blocks of every model of today, the kinds of linears of one without single experts.
+_MOST_BLOCKS, _MOST_KINDS = 200, 32
+# Rows of a table of costs or stages, and stages in a sentence.
+_MOST_ROWS = 64
+# Characters of a name in a table, and of a sentence.
+_NAME, _SENTENCE = 60, 2000
+
+
+def plan_table(plan: PrecisionPlan) -> Table:
+    """One row per block, one column per kind of linear; `4/8/8` is forward/grad_input/grad_weight."""
+    cells = {split_layer(layer): formats for layer, formats in plan.assignment.items()}
+    all_kinds = list(dict.fromkeys(kind for _, kind in cells))
+    all_blocks = list(dict.fromkeys(block for block, _ in cells))
+    kinds, blocks = all_kinds[:_MOST_KINDS], all_blocks[:_MOST_BLOCKS]
+    table = new_table("Plan (one format: all three GEMMs; a/b/c: forward/grad_input/grad_weight)")
+    table.add_column("block", justify="right")
+    for kind in kinds:
+        table.add_column(name_text(kind.rpartition(".")[2]))
+    for block in blocks:
+        row = [_plan_cell(cells[block, kind]) if (block, kind) in cells else Text("") for kind in kinds]
+        table.add_row(name_text(block.rpartition(".")[2] or block), *row)
+    if len(kinds) < len(all_kinds) or len(blocks) < len(all_blocks):
+        table.caption = (
+            f"The first {len(blocks):,} of {len(all_blocks):,} blocks and {len(kinds):,} of {len(all_kinds):,} kinds."
+        )
+    return table
+
+
+def _plan_cell(formats: Mapping[str, str]) -> Text:
+    names = [formats[gemm] for gemm in GEMMS]
+    if len(set(names)) == 1:
+        return Text(names[0], style=FORMATS[names[0]].style)
+    bits = ((str(FORMATS[name].bits), FORMATS[name].style) for name in names)
+    return Text("/").join(Text(*pair) for pair in bits)
+
+
+def print_cost(plan: PrecisionPlan, console: Console) -> None:
+    """Prints how FLOPs and measured time relate, for a plan with measured times."""
+    assert plan.measured is not None
+    console.print(cost_table(plan))
+    shares = plan.stage_fp4_time_fractions or ()
+    stages = listed([f"{share:.4f}" for share in shares])
+    say(
+        console,
+        f"{describe_cost(plan.flops, plan.measured)} The plan runs {plan.fp4_fraction:.4f} of the linear FLOPs and "
+        f"{plan.fp4_time_fraction:.4f} of their time in FP4 (per stage: {stages}).",
+    )
+
+
+def cost_table(plan: PrecisionPlan) -> Table:
+    """One row per kind of linear and GEMM: its share of FLOPs, of time, and its time in each format."""
+    assert plan.measured is not None
+    table = new_table(f"Cost (time share: of the time in {REFERENCE.label}; ms: per micro-batch, over all blocks)")
+    for heading in ("linear", "GEMM", "FLOP\nshare", "time\nshare", "time /\nFLOPs"):
+        table.add_column(heading, justify="left" if heading in ("linear", "GEMM") else "right")
+    for fmt in plan.measured.formats:
+        table.add_column(f"{FORMATS[fmt].label}\nms", justify="right")
+    for share in cost_shares(plan.flops, plan.measured)[:_MOST_ROWS]:
+        milliseconds = (f"{1e3 * share.seconds[fmt]:.4g}" for fmt in plan.measured.formats)
+        shares = (f"{share.flops:.4f}", f"{share.time:.4f}", f"{share.ratio:.2f}")
+        table.add_row(name_text(share.kind), share.gemm, *shares, *milliseconds)
+    return table
+
+
+def print_stages(
+    plan: PrecisionPlan,
+    console: Console,
+    micro_batches: int | None = None,
+    records: Sequence[Mapping[str, Any]] | None = None,
+    before: Assignment | None = None,
+) -> None:
+    """Prints the stages, the pipeline's bubble and, from the records of the plan's divergences, what its stages save.
+
+    Args:
+        micro_batches, before: as in `stages.compare_constraints`.
+        records: None means that there are none: no comparison.
+    """
+    times = pipeline_times(plan, micro_batches)
+    if len(plan.stages) == 1:
+        say(
+            console, f"One stage, so no pipeline and no bubble: {plan.fp4_fraction:.4f} of its linear FLOPs are in FP4."
+        )
+        return
+    console.print(stage_table(plan))
+    missing, comparison = "there are no divergences of its refresh", None
+    if records is not None:
+        table = DivergenceTable(0.0, tuple(Divergence(**record) for record in records))
+        try:
+            comparison = compare_constraints(plan, table, micro_batches, before)
+        except (ValueError, TypeError, SolverError) as error:  # a config of another version among them
+            missing = str(error)
+    console.print(bubble_table(times, comparison))
+    if comparison is None:
+        sentence = f"Not compared with one global constraint: {missing.removesuffix('.')}."
+    else:
+        sentence = (
+            f"Against one global constraint, one per stage saves {comparison.time_saved:.2%} of the step's time and "
+            f"{comparison.bubble_saved:.4f} of the bubble."
+        )
+    unit = "measured" if times.measured else "modelled, FP4 at 2x FP8, 1 is all linears in FP8"
+    say(
+        console,
+        f"{sentence} Times are of the linears, forward and backward ({unit}): a stage's for one micro-batch, a step's "
+        "(m - 1) times the slowest stage's and once all stages'; communication is not counted.",
+    )
+
+
+def stage_table(plan: PrecisionPlan) -> Table:
+    """FP4 shares and predicted times of each stage and of all, for one micro-batch, forward and backward."""
+    times = pipeline_times(plan)
+    basis = "modelled: FP4 at 2x FP8" if plan.measured is None else f"measured: {plan.measured.machine.device}"
+    table = new_table(f"Stages ({basis})")
+    unit, scale = _time_unit(times)
+    columns = {"FP4 share\nof FLOPs": [*plan.stage_fp4_fractions, plan.fp4_fraction]}
+    if plan.stage_fp4_time_fractions is not None and plan.fp4_time_fraction is not None:
+        columns["of measured\ntime"] = [*plan.stage_fp4_time_fractions, plan.fp4_time_fraction]
+    columns["time /\nall in FP8"] = [*(x.relative_time for x in times.stages), times.work / times.fp8_work]
+    for heading in ("stage", "layers", *columns, f"time\n{unit}"):
+        table.add_column(heading, justify="right")
+    names = [*map(str, range(len(plan.stages))), "all"]
+    sizes = [*map(len, plan.stages), len(plan.assignment)]
+    absolute = [*(x.time for x in times.stages), times.work]
+    rows = list(zip(names, sizes, absolute, *columns.values(), strict=True))
+    for name, size, time, *shares in [*rows[: _MOST_ROWS - 1], *rows[-1:]] if len(rows) > _MOST_ROWS else rows:
+        table.add_row(name, str(size), *(f"{share:.4f}" for share in shares), f"{scale * time:.4g}")
+    return table
+
+
+def bubble_table(times: PipelineTimes, comparison: ConstraintComparison | None) -> Table:
+    """Step, bubble and objective of the plan and, if compared, of the one with one global constraint."""
+    table = new_table(f"Pipeline ({times.micro_batches} micro-batches)")
+    unit, scale = _time_unit(times)
+    for heading in ("constraints", "FP4\nshare", "slowest\nstage", f"step\n{unit}", "bubble", "objective"):
+        table.add_column(heading, justify="left" if heading == "constraints" else "right")
+    rows: list[tuple[str, PipelineTimes, float | None]] = [("one per stage", times, None)]
+    if comparison is not None:
+        rows = [
+            ("one per stage", comparison.per_stage, comparison.per_stage_objective),
+            ("one global", comparison.single, comparison.single_objective),
+        ]
+    for name, pipeline, objective in rows:
+        slowest = max(range(len(pipeline.stages)), key=lambda index: pipeline.stages[index].time)
+        step = f"{scale * pipeline.step_time:.4g}"
+        numbers = (str(slowest), step, f"{pipeline.bubble:.4f}", number(objective, ".4g"))
+        table.add_row(name, f"{pipeline.fp4_fraction:.4f}", *numbers)
+    return table
+
+
+def _time_unit(times: PipelineTimes) -> tuple[str, float]:
+    """Name of the unit that times are shown in, and how many there are in one of `PipelineTimes`."""
+    return ("ms", 1e3) if times.measured else ("1: FP8", 1.0)
+
+
+def new_table(title: str) -> Table:
+    # No vertical lines and no padding twice, so that nine columns of refreshes fit into 80 characters.
+    shown = Text(printable(title))
+    table = Table(title=shown, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.pad_edge = False
+    return table
+
+
+def say(console: Console, sentence: str, limit: int = _SENTENCE) -> None:
+    """Prints a sentence that may quote a file from elsewhere: as it is, but for what a terminal would obey."""
+    console.print(Text(printable(sentence, limit)))
+
+
+def name_text(name: str) -> Text:
+    """Returns a name as a table shows it."""
+    return Text(printable(name, _NAME))
+
+
+def listed(items: Sequence[str], most: int = 20) -> str:
+    """Returns the items with commas between, at most so many of them."""
+    return ", ".join(items[:most]) + (f", and {len(items) - most:,} more" if len(items) > most else "")
+
+
+def number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)

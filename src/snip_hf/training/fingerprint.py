@@ -1,0 +1,37 @@
+"""Short digests by which ranks compare what they hold, and a checkpoint its state with its weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..layers.state import plain_name
+from ..parallel.sharding import own_part
+
+
+def fingerprint(value: Any) -> str:
+    """Returns the digest of JSON data; the order of keys makes no difference."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def weights_fingerprint(model: nn.Module) -> str | None:
+    """Returns a digest of the first row of every parameter, with its name; None where this process lacks these rows.
+
+    To be called on the first rank, where FSDP2 puts the first row of everything on any number of ranks. In BF16, so
+    that weights are the same whether they are saved or loaded in FP32 or in BF16.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted((plain_name(name), parameter) for name, parameter in model.named_parameters()):
+        if isinstance(parameter, DTensor):
+            dims = [placement.dim for placement in parameter.placements if placement.is_shard()]  # type: ignore[attr-defined]
+            if any(dim != 0 for dim in dims):
+                return None
+        row = own_part(parameter.detach()).reshape(-1)[: parameter.shape[-1] if parameter.ndim > 1 else 1]
+        digest.update(json.dumps([name, list(parameter.shape)]).encode())
+        digest.update(row.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()

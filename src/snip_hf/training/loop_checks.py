@@ -1,0 +1,226 @@
+"""What a refresh checks of the training loop around it: the layers, the optimizer and the gradients are still its own.
+
+A loop may replace any of them in mid-run. A plan made from what is no longer in use would mislead, so that each check
+names its cause, and the plan in force stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..costs.flops import Weights
+from ..estimation.samples import read
+from ..layers.linear import SnipLinear
+from ..layers.state import plain_name, snip_linears
+from ..optimizers.response import check_optimizer
+from ..parallel.ranks import Attempt, Ranks
+from ..parallel.sharding import own_part
+
+# Steps in a row that an optimizer may leave out, as torch's GradScaler makes it where gradients overflow.
+_LEFT_OUT = 10
+# Gradients that change by more between a probe and the step were not those of the loss; FP16's scale begins at 65,536.
+_MOST = 1000.0
+
+
+def check_layers(model: nn.Module, layers: Mapping[str, SnipLinear], flops: Weights) -> None:
+    """Refuses a model whose swapped layers are not those that the run began with.
+
+    Raises:
+        ValueError: says which are gone and what is in their places.
+    """
+    present = snip_linears(model)
+    gone = [name for name, layer in layers.items() if present.get(name) is not layer]
+    if gone:
+        modules = {plain_name(name): module for name, module in model.named_modules()}
+        now = type(modules[gone[0]]).__name__ if gone[0] in modules else "nothing"
+        share = sum(sum(flops[name].values()) for name in gone) / sum(sum(row.values()) for row in flops.values())
+        raise ValueError(
+            f"{len(gone)} of the {len(layers)} swapped layers were replaced or wrapped since training began, e.g. "
+            f"{gone[0]!r} (now {now}). No plan can be made for the model as it is, and the FP4 share still counts "
+            f"their {share:.1%} of the linear FLOPs. Change a model before training begins."
+        )
+    if added := [name for name in present if name not in layers]:
+        raise ValueError(
+            f"The model has {len(added)} more swapped layers than when training began, e.g. {added[0]!r}; the plan "
+            "does not cover them. Change a model before training begins."
+        )
+
+
+def check_gradients(gradients: Mapping[str, Tensor], is_trained: bool, everyone: Ranks) -> None:
+    """Refuses, on all ranks, gradients that are not finite on one of them, or that none of them has.
+
+    Args:
+        gradients: layer -> gradient, or this rank's part of it.
+        is_trained: whether any weight here is to get a gradient.
+        everyone: all ranks.
+
+    Raises:
+        ValueError: names the layer, or the causes.
+    """
+    attempt, some = Attempt(), False
+    with attempt:
+        own = [own_part(gradient) for gradient in gradients.values()]
+        figures = read([*(torch.isfinite(one).all() for one in own), *(one.any() for one in own)])
+        for name, is_finite in zip(gradients, figures, strict=False):
+            if not is_finite:
+                raise ValueError(f"The gradient of layer {name!r} is not finite; expected finite numbers.")
+        some = any(figures[len(own) :])
+    everyone.agree(attempt.error)
+    expected, found = (any(column) for column in zip(*everyone.gather([is_trained, some]), strict=True))
+    if expected and not found:
+        raise ValueError(
+            "No swapped weight has a gradient other than 0 before the optimizer's step: gradients were zeroed before "
+            "before_optimizer_step, or the optimizer steps within the backward pass. Call before_optimizer_step with "
+            "the gradients of the whole step in place; an optimizer in backward needs a policy without a probe."
+        )
+
+
+class OptimizerWatch:
+    """Notices when the optimizer whose next update is probed is no longer the one that trains the weights.
+
+    Args:
+        optimizer: as the controller was given it.
+        layers: the swapped layers.
+    """
+
+    def __init__(self, optimizer: Any, layers: Mapping[str, SnipLinear]) -> None:
+        self._inner = check_optimizer(optimizer)
+        self._layers = layers
+        self._held = self._in_groups()
+        """Layers whose weights it trained at the beginning."""
+        self._steps = _Steps()
+        # torch neither copies nor saves the hooks of an optimizer. These hold nothing of the run.
+        self._hooks = [
+            self._inner.register_step_pre_hook(self._steps.before),
+            self._inner.register_step_post_hook(self._steps.after),
+        ]
+        self._last: tuple[int, int] | None = None
+        self._left_out = 0
+        self._are_moved = False
+
+    def note_step(self) -> None:
+        """To be called before each optimizer step."""
+        held = self._held[0] if self._held else next(iter(self._layers))
+        now = (self._steps.taken, own_part(self._layers[held].weight.detach())._version)
+        if self._last is not None and self._last[0] == now[0]:
+            self._left_out += 1
+            self._are_moved |= self._last[1] != now[1]
+        else:
+            self._left_out, self._are_moved = 0, False
+        self._last = now
+        self._steps.expected = None
+
+    def expect_gradients(self) -> None:
+        """Notes the gradients as they are: the optimizer is to take its next step with them."""
+        weight = next((self._layers[name].weight for name in self._held if _has_gradient(self._layers[name])), None)
+        self._steps.expect(weight)
+
+    def check(self) -> None:
+        """Raises ValueError if another optimizer trains the weights."""
+        kind = type(self._inner).__name__
+        has_gradients = any(map(_has_gradient, self._layers.values()))
+        if has_gradients and self._left_out > 0 and (self._are_moved or self._left_out >= _LEFT_OUT):
+            steps = "step" if self._left_out == 1 else f"{self._left_out} steps"
+            raise ValueError(
+                f"The {kind} that training began with has not taken the last {steps}: another optimizer trains the "
+                "model, of whose state nothing is known. Save a checkpoint and resume from it with the new optimizer "
+                "from the beginning (in a loop of one's own: build a new SnipController with it)."
+            )
+        present = set(self._in_groups())
+        for name in self._held:
+            if name not in present and self._layers[name].weight.requires_grad:
+                raise ValueError(
+                    f"The weight of layer {name!r} is no longer in the parameter groups of the {kind} that training "
+                    "began with: the weight or the optimizer was replaced. Replace them before training begins."
+                )
+
+    def check_gradients_used(self) -> None:
+        """Raises ValueError if the optimizer took the step of the last probe with other gradients."""
+        noted, self._steps.change = self._steps.change, None
+        change = math.nan if noted is None else float(noted)
+        if math.isfinite(change) and not 1 / _MOST < change < _MOST:
+            raise ValueError(
+                f"The optimizer took its step with gradients {change:.2g} times those that were there in "
+                "before_optimizer_step. With a GradScaler, unscale them (scaler.unscale_(optimizer)) before it, and "
+                "clip them after that."
+            )
+
+    def holds(self, weight: Tensor) -> bool:
+        """Returns True if the optimizer trained this weight, of a swapped layer, at the beginning."""
+        return any(self._layers[name].weight is weight for name in self._held)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _in_groups(self) -> list[str]:
+        groups = {id(parameter) for group in self._inner.param_groups for parameter in group["params"]}
+        trained = ((name, layer.weight) for name, layer in self._layers.items() if layer.weight.requires_grad)
+        return [name for name, weight in trained if id(weight) in groups]
+
+
+class _Steps:
+    """What an optimizer's hooks note."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.expected: tuple[Tensor, Tensor] | None = None
+        """A weight and the norm that its gradient is to have in the next step."""
+        self.change: Tensor | None = None
+        """Norm of the gradient in the step / before it."""
+
+    def expect(self, weight: Tensor | None) -> None:
+        self.expected = None if weight is None else (weight, _norm(weight))
+        self.change = None
+
+    def before(self, *_: Any) -> None:
+        if self.expected is not None:
+            weight, norm = self.expected
+            if weight.grad is not None:
+                self.change = _norm(weight) / norm
+        self.expected = None
+
+    def after(self, *_: Any) -> None:
+        self.taken += 1
+
+
+def _has_gradient(layer: SnipLinear) -> bool:
+    return layer.weight.grad is not None
+
+
+def _norm(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    norm: Tensor = own_part(weight.grad.detach()).to(torch.float32).norm()
+    return norm
+
+
+def why_untrained(layers: Iterable[SnipLinear], holds: Callable[[Tensor], bool]) -> str | None:
+    """Returns why no swapped weight is ever updated; None if some are.
+
+    Args:
+        layers: the swapped layers.
+        holds: returns True if the optimizer trains a weight.
+    """
+    trained = [layer.weight for layer in layers if layer.weight.requires_grad]
+    if not trained:
+        return "the swapped weights are frozen"
+    return None if any(map(holds, trained)) else "the optimizer holds none of the swapped weights"
+
+
+def why_no_update(layers: Iterable[SnipLinear], groups: Iterable[Mapping[str, Any]]) -> str:
+    """Returns why the next update of the swapped weights does not depend on their gradients, which are not 0.
+
+    Args:
+        layers: the swapped layers.
+        groups: the optimizer's parameter groups.
+    """
+    if all(float(group.get("lr", 1.0)) == 0 for group in groups if group["params"]):
+        return "the learning rate is 0"
+    if not any(layer.weight.detach().any() for layer in layers):
+        return "the swapped weights are all 0"
+    return "the optimizer's update of the swapped weights does not depend on their gradients"

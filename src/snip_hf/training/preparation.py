@@ -1,0 +1,119 @@
+"""What is checked and found out before the first step: backend, sizes, costs, and what the probe cannot work with."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from ..config import SnipConfig
+from ..costs.budget import MeasuredCost, describe_cost, measure_cost
+from ..costs.flops import Weights, linear_flops
+from ..kernels.backend import BACKENDS, Backend
+from ..layers.convert import convert_model
+from ..layers.linear import SnipLinear
+from ..layers.selection import skip_reasons
+from ..layers.state import pack_states, set_rank
+from ..parallel.pipeline import Pipeline
+from ..parallel.ranks import Attempt, Processes, Ranks
+from ..planning.plan import read_measured
+from ..policies.setting import block_of
+
+# How long a rank may wait for the others while the first one waits for the solver, beyond the solver's own limit.
+_SOLVER_GRACE = 60.0
+
+
+def find_processes(config: SnipConfig, pipeline: Pipeline | None) -> Processes:
+    """Returns the processes of this run, as `torch.distributed` has them. Collective."""
+    timeout = config.rank_timeout + config.solver_time_limit + _SOLVER_GRACE
+    everyone = Ranks.of_all(timeout)
+    if pipeline is None:
+        return Processes(data=everyone, everyone=everyone)
+    stages = everyone if pipeline.group is None else Ranks(pipeline.group, timeout)
+    data = Ranks() if pipeline.data is None else Ranks(pipeline.data, timeout)
+    if stages.size * data.size != everyone.size:
+        raise ValueError(
+            f"The pipeline has {stages.size} processes and the data {data.size}, but the run has {everyone.size}; "
+            "expected their product. Give Pipeline(group=..., data=...) the process groups of this rank."
+        )
+    return Processes(data=data, pipeline=stages, everyone=everyone, run=pipeline.run)
+
+
+def swap(model: nn.Module, config: SnipConfig, pipeline: Ranks) -> None:
+    """Swaps the layers of the model, or of the parts of it that this rank of a pipeline holds.
+
+    Raises:
+        ValueError: as `convert_model`; a name in `skip_modules` may match on any rank.
+    """
+    names = skip_reasons(model, config)
+    own = {pattern: any(fnmatchcase(name, pattern) for name in names) for pattern in config.skip_modules}
+    everywhere = pipeline.gather(own)
+    # What matches on another rank alone is no mistake here.
+    asked = [pattern for pattern in own if own[pattern] or not any(found[pattern] for found in everywhere)]
+    convert_model(model, replace(config, skip_modules=tuple(asked)))
+
+
+def flops_of_all(model: nn.Module, pipeline: Ranks) -> dict[str, dict[str, float]]:
+    """Returns `linear_flops` of the layers of all stages of a pipeline, in the order of the model's blocks."""
+    found = linear_flops(model)
+    if pipeline.size == 1:
+        return found
+    merged = {layer: row for part in pipeline.gather(found) for layer, row in part.items()}
+    numbers = {layer: int((re.findall(r"\d+", block_of(layer)) or [0])[-1]) for layer in merged}
+    return {layer: merged[layer] for layer in sorted(merged, key=numbers.__getitem__)}
+
+
+def cost_of_all(
+    model: nn.Module, tokens: int, backend: str, config: SnipConfig, flops: Weights, processes: Processes, log: Any
+) -> MeasuredCost:
+    """Times the GEMMs of all layers in `flops`, as `cost.measure_cost` does.
+
+    One rank measures for all that hold the same layers, since each would find other times.
+    """
+    began = time.perf_counter()
+    found, attempt = None, Attempt()
+    with attempt:
+        found = processes.data.by_first(
+            lambda: measure_cost(model, tokens, backend, config.cost_file, formats=config.formats).to_dict()
+        )
+    processes.everyone.agree(attempt.error)
+    parts = [read_measured(part) for part in processes.pipeline.gather(found)]
+    seconds = {layer: row for part in parts for layer, row in part.seconds.items()}
+    measured = replace(parts[0], seconds={layer: seconds[layer] for layer in flops})
+    taken = time.perf_counter() - began
+    log.info("snip-hf: measured the GEMMs in %.1f s. %s", taken, describe_cost(flops, measured))
+    if BACKENDS[backend].is_emulation:
+        log.warning("snip-hf: the emulated backend was timed: FP8 and FP4 are the times of their emulation.")
+    return measured
+
+
+def use_backend(
+    layers: Mapping[str, SnipLinear],
+    backend: Backend,
+    data: Ranks,
+    mixed_precision: str | None,
+    asked: bool,
+    log: logging.Logger,
+) -> None:
+    """Tells the layers which kernels to run and which rank they are on, and the log what that means."""
+    weight = next(iter(layers.values())).weight
+    for layer in layers.values():
+        layer.snip_backend.release({"": layer})  # what a run before that was not closed may have left
+        layer.use_backend(backend)
+    pack_states(layers)
+    set_rank(layers, data.rank, data.size)
+    warns, text = backend.notice(weight, mixed_precision, asked)
+    if warns:
+        log.warning("snip-hf: %s", text)
+    elif backend.is_emulation:
+        lacks = [reason for other in BACKENDS.values() if (reason := other.lacks(weight.device))]
+        reason = f"asked for by backend={backend.name!r}" if asked or not lacks else lacks[0]
+        log.info("snip-hf: backend %s: %s (%s).", backend.name, text, reason)
+    else:
+        log.info("snip-hf: backend %s: %s", backend.name, text)

@@ -1,0 +1,395 @@
+"""What can be added to a run in one place each: a number format, a kernel backend, a policy.
+
+Each is added here, in a test of its own and below 40 lines, and takes part in a small training. The last tests count
+where the source names what is built in.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import tiny_llama, trained_tiny_lm
+from small import tokens as small_batch
+from tiny_runs import SCHEDULE, STEPS, Run, differing, history, train, weights, without_seconds
+from torch import Tensor
+
+import snip_hf
+from snip_hf import (
+    SnipCallback,
+    SnipConfig,
+    SnipController,
+    convert_model,
+    estimate_divergence,
+    formats,
+    measure_divergence,
+    quantize,
+    register_format,
+    restore_model,
+)
+from snip_hf.config import POLICIES
+from snip_hf.costs.gemm_timing import timed_formats
+from snip_hf.estimation import layer_sums
+from snip_hf.estimation.table import Divergence, DivergenceTable
+from snip_hf.kernels.backend import BACKENDS, Backend, register_backend
+from snip_hf.kernels.emulated import EMULATED
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.formats import FORMATS, NumberFormat, Operand, integers
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.plan import PrecisionPlan
+from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.policies.registry import Policy, register_policy
+from snip_hf.policies.setting import Setting
+from snip_hf.records.events import read_divergence
+from snip_hf.records.load import load_run
+from snip_hf.reporting.figures import plan_figure
+from snip_hf.reporting.run_report import run_report
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_registered() -> Iterator[None]:
+    with FORMATS.restored(), BACKENDS.restored(), POLICIES.restored():
+        yield
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The integer programs that solvers are started with."""
+    found: list[dict[str, Any]] = []
+    start = SolverProcess.start
+
+    def noting(program: dict[str, Any], *rest: Any) -> SolverProcess:
+        found.append(program)
+        return start(program, *rest)
+
+    monkeypatch.setattr(SolverProcess, "start", noting)
+    return found
+
+
+def go_on(folder: Path, config: SnipConfig, checkpoint: Path) -> Run:
+    return train(folder, callback=SnipCallback(config, resume=checkpoint), resume=checkpoint)
+
+
+def options_of(program: dict[str, Any]) -> set[tuple[str, ...]]:
+    return {tuple(option["name"] for option in group["options"]) for group in program["groups"]}
+
+
+def used(plan: PrecisionPlan) -> set[str]:
+    return {name for row in plan.assignment.values() for name in row.values()}
+
+
+def final_plan(run: Run) -> PrecisionPlan:
+    return PrecisionPlan.load(run.folder / "snip" / "plan.json")
+
+
+# ------------------------------------------------------------------------------------------------------- number formats
+
+
+def int4() -> NumberFormat:
+    """Uniform integers -7..7."""
+    gradient = Operand((1, 128), stochastic=True)
+    return NumberFormat(
+        name="int4", grid=integers(7), bits=4, gradient=gradient, speed=2.0, label="INT4", colour="#009e73"
+    )
+
+
+def test_a_new_format_is_chosen_trained_in_resumed_and_drawn(tmp_path: Path, programs: list[dict[str, Any]]) -> None:
+    register_format(int4())
+    config = SnipConfig(**SCHEDULE, formats=("int4", "fp8"), target_fp4_fraction=0.5, granularity="gemm")
+    whole = train(tmp_path / "whole", config, save_strategy="steps", save_steps=3)
+    assert options_of(programs[0]) == {("fp8", "int4")}
+    plan = final_plan(whole)
+    assert used(plan) == {"int4", "fp8"} and 0.5 <= plan.fp4_fraction < 0.7
+    layer_formats = {name: layer.formats for name, layer in snip_linears(whole.model).items()}
+    assert layer_formats == plan.to_dict()["assignment"]
+    # Saved between a probe and the application of its plan.
+    resumed = go_on(tmp_path / "resumed", config, whole.folder / "checkpoint-3")
+    assert differing(weights(resumed.model), weights(whole.model)) == []
+    # The rounding is not that of another format.
+    other = train(tmp_path / "other", SnipConfig(**SCHEDULE, target_fp4_fraction=0.5, granularity="gemm"))
+    assert other.losses != whole.losses
+    run = load_run(whole.folder)
+    assert run.formats == ("int4", "fp8")
+    colours = {patch.get_label(): patch.get_facecolor() for patch in plan_figure(run).legends[0].get_patches()}
+    assert colours["int4"][:3] == pytest.approx((0, 0x9E / 255, 0x73 / 255)) and set(colours) == {"int4", "fp8"}
+    run_report(whole.folder)
+    assert (whole.folder / "snip" / "plan.png").stat().st_size > 10_000
+
+
+def test_a_new_format_rounds_as_its_data_say() -> None:
+    register_format(int4())
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+    scales = x.view(4, 2, 128).abs().amax(2, keepdim=True) / 7
+    expected = ((x.view(4, 2, 128) / scales).round() * scales).view(4, 256)
+    torch.testing.assert_close(quantize(x, "int4"), expected)
+    many = torch.stack([quantize(x, "int4", "gradient", seed) for seed in range(400)])
+    assert (many.mean(0) - x).abs().max() < 0.2 * scales.max() and (many.std(0) > 0).float().mean() > 0.9
+
+
+def test_a_new_format_can_stand_beside_the_two_built_in_ones(tmp_path: Path, programs: list[dict[str, Any]]) -> None:
+    register_format(int4())
+    assert "int4" in formats and timed_formats(["int4"]) == ("bf16", "fp8", "int4")
+    run = train(tmp_path, SnipConfig(**SCHEDULE, formats=("fp4", "int4", "fp8"), target_fp4_fraction=0.9))
+    assert options_of(programs[-1]) == {("fp8", "int4", "fp4")}
+    assert set(run.refreshes[0]["divergence"]) == {"fp4", "int4", "fp8"}
+    # Both count towards the target, and the cheaper of the two is taken.
+    for group in programs[-1]["groups"]:
+        fp8, integer, fp4 = group["options"]
+        assert fp8["weight"] == 0 < integer["weight"] == fp4["weight"]
+    assert "int4" in used(final_plan(run)) and final_plan(run).fp4_fraction >= 0.9
+
+
+def test_layers_run_on_a_backend_that_knows_all_formats_of_the_run() -> None:
+    class Narrow(CountingBackend):
+        name = "narrow"
+
+        def runs(self, format: NumberFormat) -> bool:
+            return format.name != "int4"
+
+    register_format(int4())
+    register_backend(Narrow())
+    model = tiny_llama(hidden=32)
+    for names, backend in ((("fp4", "fp8"), "narrow"), (("int4", "fp8"), "emulated")):
+        convert_model(model, SnipConfig(formats=names))
+        assert {layer.snip_backend.name for layer in snip_linears(model).values()} == {backend}
+        restore_model(model)
+    convert_model(model, SnipConfig(backend="narrow"))
+    with pytest.raises(ValueError, match="'narrow' has no kernels for the format 'int4'"):
+        next(iter(snip_linears(model).values())).set_formats(dict.fromkeys(GEMMS, "int4"))
+    with pytest.raises(ValueError, match="backend='narrow' cannot run: its kernels do not know the format 'int4'"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        SnipController(model, optimizer, SnipConfig(backend="narrow", formats=("int4", "fp8")))
+
+
+@pytest.mark.parametrize("granularity", ["layer", "gemm"])
+def test_three_formats_can_be_options_of_one_run_and_no_quantization_is_free(
+    granularity: str, tmp_path: Path, programs: list[dict[str, Any]]
+) -> None:
+    config = SnipConfig(**SCHEDULE, formats=("fp4", "fp8", "bf16"), target_fp4_fraction=0.5, granularity=granularity)
+    run = train(tmp_path, config, save_strategy="steps", save_steps=3)
+    assert config.start_format == "bf16"
+    assert options_of(programs[0]) == {("bf16", "fp8", "fp4")}
+    groups = programs[0]["groups"]
+    for group in groups:
+        assert [option["weight"] > 0 for option in group["options"]] == [False, False, True]
+    bf16, fp8, fp4 = (sum(group["options"][index]["cost"] for group in groups) for index in range(3))
+    assert bf16 == 0 < fp8 < fp4
+    # What is not in FP4 is best left alone, since nothing asks for FP8.
+    assert used(final_plan(run)) == {"fp4", "bf16"}
+    _, records = read_divergence(tmp_path / "snip" / "divergence-2.json")
+    assert {record["format"] for record in records} == {"fp4", "fp8"}
+    resumed = go_on(tmp_path / "resumed", config, tmp_path / "checkpoint-3")
+    assert differing(weights(resumed.model), weights(run.model)) == []
+    colours = [patch.get_label() for patch in plan_figure(load_run(tmp_path)).legends[0].get_patches()]
+    assert colours == ["bf16", "fp8", "fp4"]
+
+
+def test_no_quantization_is_neither_estimated_nor_measured() -> None:
+    model, optimizer = trained_tiny_lm()
+    config = SnipConfig(formats=("fp4", "fp8", "bf16"))
+    found = [
+        estimate_divergence(model, small_batch(), optimizer, config),
+        measure_divergence(model, small_batch(), optimizer, config, draws=1, gemms=("layer",)),
+    ]
+    assert [list(dict.fromkeys(row.format for row in table.rows)) for table in found] == [["fp8", "fp4"]] * 2
+
+
+@pytest.mark.parametrize(
+    "policy", ["fisher", "hessian-trace", "greedy", "kl", "min-rel-err", "layer-position", "random"]
+)
+def test_every_kind_of_policy_decides_between_three_formats(policy: str, tmp_path: Path) -> None:
+    register_format(int4())
+    names = ("fp4", "int4", "bf16")
+    config = SnipConfig(**SCHEDULE, policy=policy, formats=names, target_fp4_fraction=0.5, probes=2)
+    run = train(tmp_path, config, max_steps=4)
+    plan = final_plan(run)
+    assert 0.5 <= plan.fp4_fraction < 1 and used(plan) <= set(names)
+    assert all(line["status"] == "applied" for line in run.refreshes)
+
+
+def refresh_counts(monkeypatch: pytest.MonkeyPatch, **config: Any) -> tuple[DivergenceTable, dict[str, int]]:
+    """The table of one estimate, and how many products and roundings it took."""
+    counts = {"product": 0, "fake_quantize": 0}
+    model, optimizer = trained_tiny_lm()
+    with monkeypatch.context() as patch:
+        for name in counts:
+            patch.setattr(layer_sums, name, counting(counts, name, getattr(layer_sums, name)))
+        return estimate_divergence(model, small_batch(), optimizer, SnipConfig(**config)), counts
+
+
+def counting(counts: dict[str, int], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        counts[name] += 1
+        return function(*arguments)
+
+    return call
+
+
+def test_a_registered_format_that_is_not_used_changes_no_plan_and_no_file_and_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SnipConfig(**SCHEDULE, refresh_on_drift=0.0, drift_every=3)
+    expected = train(tmp_path / "without", config, save_strategy="steps", save_steps=6)
+    estimate, counts = refresh_counts(monkeypatch)
+    register_format(int4())
+    run = train(tmp_path / "with", config, save_strategy="steps", save_steps=6)
+    assert differing(weights(run.model), weights(expected.model)) == []
+    for name in ("snip/plan.json", "snip/divergence-2.json", "checkpoint-6/snip_state.json"):
+        found, before = (json.loads((folder / name).read_text()) for folder in (run.folder, expected.folder))
+        assert without_seconds(found | {"run": None}) == without_seconds(before | {"run": None}), name
+    assert without_seconds(run.history) == without_seconds(expected.history)
+    # A file of before is read, and its run goes on.
+    resumed = go_on(tmp_path / "resumed", config, expected.folder / "checkpoint-6")
+    assert differing(weights(resumed.model), weights(expected.model)) == []
+    assert refresh_counts(monkeypatch) == (estimate, counts)
+    assert timed_formats(config.formats) == ("bf16", "fp8", "fp4")
+    # Nor does an option that quantizes nothing.
+    _, three = refresh_counts(monkeypatch, formats=("fp4", "fp8", "bf16"))
+    assert three == counts
+
+
+def test_a_name_is_taken_once_and_free_again_when_a_context_ends() -> None:
+    register_format(int4())
+    register_format(int4())  # the same again, as when a module is imported twice
+    with pytest.raises(ValueError, match="There is a format named 'fp4' already"):
+        register_format(NumberFormat(name="fp4", grid=integers(7), bits=4, speed=2.0, label="", colour="#000000"))
+    with FORMATS.restored():
+        register_format(NumberFormat(name="int3", grid=integers(3), bits=3, speed=2.0, label="", colour="#000000"))
+        assert list(formats) == ["bf16", "fp8", "fp4", "int4", "int3"]
+    assert list(formats) == ["bf16", "fp8", "fp4", "int4"]
+
+
+# ------------------------------------------------------------------------------------------------------------- backends
+
+
+class CountingBackend(Backend):
+    """The emulation, which counts the passes through a layer."""
+
+    name = "counting"
+    passes = 0
+
+    def lacks(self, device: torch.device) -> str | None:
+        return None
+
+    def runs(self, format: NumberFormat) -> bool:
+        return True
+
+    def forward(self, layer: Any, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
+        type(self).passes += 1
+        return EMULATED.forward(layer, input, x, bias, casts)
+
+    def gemm_call(self, *arguments: Any) -> Callable[[], Tensor]:
+        return EMULATED.gemm_call(*arguments)
+
+
+def test_a_new_backend_runs_the_layers_of_a_run(tmp_path: Path) -> None:
+    register_backend(CountingBackend())
+    expected = train(tmp_path / "emulated", SnipConfig(**SCHEDULE, backend="emulated"))
+    assert CountingBackend.passes == 0
+    run = train(tmp_path / "counting", SnipConfig(**SCHEDULE, backend="counting"))
+    assert run.losses == expected.losses and differing(weights(run.model), weights(expected.model)) == []
+    # Two micro-batches per step, but for the last of an epoch.
+    assert CountingBackend.passes == (2 * STEPS - 1) * len(snip_linears(run.model))
+    layer = next(iter(snip_linears(run.model).values()))
+    assert layer.snip_backend is copy.deepcopy(layer).snip_backend is BACKENDS["counting"]
+
+
+# ------------------------------------------------------------------------------------------------------------- policies
+
+
+def test_a_new_policy_prices_the_options(tmp_path: Path, programs: list[dict[str, Any]]) -> None:
+    def by_flops(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:
+        return lambda row: row.flops * (row.format == config.least_precise)
+
+    register_policy(Policy(name="by-flops", cost=by_flops))
+    run = train(tmp_path, SnipConfig(**SCHEDULE, policy="by-flops", target_fp4_fraction=0.5))
+    assert [line["status"] for line in run.refreshes] == ["applied"] * 3
+    assert final_plan(run).provenance.policy == "by-flops"
+    for group in programs[0]["groups"]:
+        fp8, fp4 = group["options"]
+        assert fp8["cost"] == 0 and fp4["cost"] == pytest.approx(fp4["weight"] * total_flops(final_plan(run)))
+
+
+def total_flops(plan: PrecisionPlan) -> float:
+    return sum(sum(row.values()) for row in plan.flops.values())
+
+
+def test_a_new_policy_assigns_formats_itself(tmp_path: Path) -> None:
+    def last_block(setting: Setting) -> dict[str, dict[str, str]]:
+        layers = [layer for stage in setting.stages for layer in stage]
+        low, high = setting.config.least_precise, setting.config.most_precise
+        return {layer: dict.fromkeys(GEMMS, low if ".1." in layer else high) for layer in layers}
+
+    register_policy(Policy(name="last-block", assign=last_block, aims_at_share=False))
+    run = train(tmp_path, SnipConfig(policy="last-block"), max_steps=2)
+    assert final_plan(run).fp4_fraction == 0.5
+    assert history(tmp_path)[0]["config"]["policy"] == "last-block"
+    assert snip_linears(run.model)["model.layers.1.mlp.up_proj"].formats == dict.fromkeys(GEMMS, "fp4")
+
+
+def test_a_policy_has_either_prices_or_an_assignment() -> None:
+    for both in ({}, {"cost": lambda config, table: None, "assign": lambda setting: {}}):
+        with pytest.raises(ValueError, match="Policy 'x' has both or neither of cost and assign"):
+            register_policy(Policy(name="x", **both))
+
+
+# ------------------------------------------------------------------------------------------------------------ one place
+
+
+SOURCE = Path(snip_hf.__file__).parent
+# Words that are names of something else there.
+OTHER_MEANINGS = {
+    "training/checks.py": {"fp8"},  # Accelerate's mixed_precision
+    "optimizers/deepspeed_zero.py": {"bf16"},  # DeepSpeed's
+    "planning/solver/ilp.py": {"greedy"},  # a solver
+    "planning/solver/process.py": {"greedy"},
+    "records/run_folder.py": {"snip"},  # a folder
+}
+
+
+def places(names: set[str]) -> dict[str, set[str]]:
+    """File of the source -> those of the names that are a whole string literal in it."""
+    found: dict[str, set[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        file = path.relative_to(SOURCE).as_posix()
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        literals = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        if here := (literals & names) - OTHER_MEANINGS.get(file, set()):
+            found[file] = here
+    return found
+
+
+def test_formats_are_named_by_their_file_kernels_policies_and_presets_alone() -> None:
+    allowed = ("numerics/formats.py", "kernels/", "policies/", "config.py")
+    assert [file for file in places(set(FORMATS)) if not file.startswith(allowed)] == []
+    assert "numerics/formats.py" in places(set(FORMATS))
+
+
+def test_backends_are_named_in_kernels_alone() -> None:
+    found = places(set(BACKENDS))
+    assert found.pop("config.py") == {"hopper"}  # a preset
+    assert [file for file in found if not file.startswith("kernels/")] == []
+    assert set().union(*found.values()) == {"hopper", "emulated"}
+
+
+def test_policies_are_named_in_policies_and_as_defaults_alone() -> None:
+    found = places({name for name in POLICIES if name not in FORMATS})
+    assert [file for file in found if not file.startswith(("policies/", "config.py"))] == []
+    # The default; "greedy" is a solver there.
+    assert found["config.py"] == {"snip", "greedy"}
+    named = set().union(*found.values())
+    assert {"snip", "random", "fisher", "kl", "hessian-trace", "backward-first"} <= named
+
+
+def test_what_is_exempt_is_there() -> None:
+    for file, names in OTHER_MEANINGS.items():
+        literals = {
+            node.value for node in ast.walk(ast.parse((SOURCE / file).read_text())) if isinstance(node, ast.Constant)
+        }
+        assert names <= literals, file

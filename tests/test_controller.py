@@ -252,7 +252,7 @@ def test_an_incomplete_or_damaged_state_is_refused_and_changes_nothing() -> None
         change(state)
         with pytest.raises(ValueError, match=r"^The SNIP state is not complete or damaged \(.*\); restore the file"):
             loop.controller.load_state_dict(state)
-        assert (loop.controller.step, loop.controller._pending) == (0, None)
+        assert (loop.controller.step, loop.controller._refresher.pending) == (0, None)
         assert {fmt for formats in loop.formats().values() for fmt in formats.values()} == {"fp8"}
 
 
@@ -361,7 +361,7 @@ def test_the_divergences_are_told_the_tokens_and_labels_of_the_whole_micro_batch
 def correlations(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
     """Lets the checks find these rank correlations, one after the other, and then always 1."""
     left = list(values)
-    monkeypatch.setattr("snip_hf.training.controller.rank_correlation", lambda one, other: left.pop(0) if left else 1.0)
+    monkeypatch.setattr("snip_hf.training.drift_check.rank_correlation", lambda one, other: left.pop(0) if left else 1.0)
 
 
 def events(folder: Path) -> list[tuple[Any, ...]]:
@@ -529,7 +529,7 @@ def test_a_check_that_fails_keeps_the_plan_and_says_why(
         return divergences_at(*args, **kwargs)
 
     expected = Loop(SnipConfig(**DRIFT | {"refresh_on_drift": None})).run(7)
-    monkeypatch.setattr("snip_hf.training.controller.divergences_at", fail)
+    monkeypatch.setattr("snip_hf.training.step_probe.divergences_at", fail)
     loop = Loop(SnipConfig(**DRIFT), tmp_path).run(7)
     assert loop.losses == expected.losses
     line = history(tmp_path)[-1]

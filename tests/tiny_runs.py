@@ -177,7 +177,7 @@ def solve_with(monkeypatch: Any, *programs: str) -> list[SolverProcess]:
         started.append(start(problem, [sys.executable, "-S", "-c", program] if program else None))
         return started[-1]
 
-    monkeypatch.setattr("snip_hf.training.controller.SolverProcess.start", run_program)
+    monkeypatch.setattr("snip_hf.planning.solver.process.SolverProcess.start", run_program)
     return started
 
 
@@ -189,5 +189,5 @@ def noted_divergences(monkeypatch: Any) -> list[dict[str, Any]]:
         calls.append(kwargs)
         return divergences_at(*args, **kwargs)
 
-    monkeypatch.setattr("snip_hf.training.controller.divergences_at", note)
+    monkeypatch.setattr("snip_hf.training.step_probe.divergences_at", note)
     return calls

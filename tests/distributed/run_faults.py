@@ -152,7 +152,7 @@ def solver(loop: Loop, program: str) -> Iterator[None]:
             return _START(problem)
         return _START(problem, [sys.executable, "-S", "-c", program] if program else ["/nowhere/solver"])
 
-    with replaced(snip_hf.training.controller.SolverProcess, "start", staticmethod(start)):
+    with replaced(SolverProcess, "start", staticmethod(start)):
         yield
 
 
@@ -305,7 +305,7 @@ def _noting_solver(folder: Path) -> Iterator[None]:
         (folder / "solver").write_text(str(process._process.pid))
         return process
 
-    with replaced(snip_hf.training.controller.SolverProcess, "start", staticmethod(start)):
+    with replaced(SolverProcess, "start", staticmethod(start)):
         yield
 
 

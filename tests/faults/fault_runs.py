@@ -45,7 +45,7 @@ def first_start(monkeypatch: Any, start: Callable[[dict[str, Any]], SolverProces
         started[-1] = start(problem) if len(started) == 1 else real(problem)
         return started[-1]
 
-    monkeypatch.setattr("snip_hf.training.controller.SolverProcess.start", replacement)
+    monkeypatch.setattr("snip_hf.planning.solver.process.SolverProcess.start", replacement)
     return started
 
 

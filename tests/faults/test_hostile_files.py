@@ -211,7 +211,7 @@ def test_a_spoiled_state_is_refused_or_continues_and_changes_nothing_if_refused(
 ) -> None:
     problems: list[Any] = []
     monkeypatch.setattr(
-        "snip_hf.training.controller.SolverProcess.start", lambda problem: (problems.append(problem), _NoProcess())[1]
+        "snip_hf.planning.solver.process.SolverProcess.start", lambda problem: (problems.append(problem), _NoProcess())[1]
     )
     good = read_json(undisturbed.folder / "checkpoint-3" / "snip_state.json")
     data = json.dumps(good).encode()

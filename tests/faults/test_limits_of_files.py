@@ -22,7 +22,7 @@ from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.policies import criteria as policies
 from snip_hf.records.events import read_divergence
 from snip_hf.records.run_folder import RunFolder
-from snip_hf.training.controller import _Pending
+from snip_hf.training.checkpoint import PendingRefresh
 
 # Linears of DeepSeek-V3, whose experts are counted one by one.
 LARGEST = 45_032
@@ -56,7 +56,7 @@ class Decided:
             MeasuredCost(machine=machine, tokens=16384, seconds=seconds),
         )
         problem = policies.problem(setting, self.table, self.plan.assignment)
-        pending = _Pending(40, 50, problem, {"event": "refresh"}, {name: rng.random() for name in names})
+        pending = PendingRefresh(40, 50, problem, {"event": "refresh"}, {name: rng.random() for name in names})
         self.state = {"step": 41, "plan": self.plan.to_dict(), "pending": pending.to_dict(), "ranking": pending.ranking}
 
 

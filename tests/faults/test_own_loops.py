@@ -339,7 +339,7 @@ def test_refreshes_whose_plan_would_be_due_after_the_last_step_are_not_run(
     ]
     caplog.clear()
     short = Loop(SnipConfig(**SCHEDULE | {"refresh_every": 3}), tmp_path / "short")
-    short.controller._max_steps = 9
+    short.controller._schedule.max_steps = 9
     short.run(9)
     short.controller.close()
     assert [(step, status) for step, status, _ in outcomes(tmp_path / "short")] == [(2, "applied"), (5, "applied")]
@@ -360,19 +360,19 @@ def test_a_plan_that_is_due_at_the_last_step_is_still_made(tmp_path: Path) -> No
 def test_checks_near_the_end_are_left_out_too(tmp_path: Path) -> None:
     config = SnipConfig(first_refresh=2, apply_delay=1, refresh_every=50, drift_every=2, refresh_on_drift=0.5, **FAST)
     loop = Loop(config, tmp_path)
-    loop.controller._max_steps = 8
+    loop.controller._schedule.max_steps = 8
     loop.run(8).controller.close()
     assert [line["step"] for line in history(tmp_path) if line["event"] == "drift"] == [4, 6]
 
 
 def test_a_run_that_is_resumed_to_more_steps_goes_on_by_the_schedule(tmp_path: Path) -> None:
     first = Loop(SnipConfig(**SCHEDULE), tmp_path)
-    first.controller._max_steps = 7
+    first.controller._schedule.max_steps = 7
     first.run(7)
     state = json.loads(json.dumps(first.controller.state_dict()))
     first.controller.close()
     second = Loop(SnipConfig(**SCHEDULE), tmp_path)
-    second.controller._max_steps = 12
+    second.controller._schedule.max_steps = 12
     second.controller.load_state_dict(state)
     second.step = 7
     second.run(12)

@@ -9,7 +9,6 @@ from torch import nn
 
 from ..config import SnipConfig
 from .linear import SnipLinear
-
 from .state import plain_name
 
 # The reason for what the user named in `skip_modules`.

@@ -29,8 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig
 from snip_hf.estimation import divergence
-from snip_hf.policies import criteria as policies
-from snip_hf.training import controller
+from snip_hf.training import refresh, step_probe
 from snip_hf.training.controller import SnipController
 
 HEAD = 64
@@ -204,8 +203,8 @@ def timing(seconds: dict[str, float], device: torch.device) -> Iterator[None]:
     """Notes the seconds of the parts of a refresh, by name."""
     places = {
         "passes": (divergence, "run_probe"),
-        "divergences": (controller, "divergences_at"),
-        "program": (policies, "problem"),
+        "divergences": (step_probe, "divergences_at"),
+        "program": (refresh, "problem"),
     }
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

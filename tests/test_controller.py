@@ -40,9 +40,11 @@ from snip_hf.numerics.random_streams import stream_key
 from snip_hf.parallel.wrappers import unwrap
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
+from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.policies.setting import Setting
 from snip_hf.records.events import read_divergence
 from snip_hf.training.checks import check_launch
+from snip_hf.training.refresh import Solving, start_solver
 
 CONFIG = SnipConfig(**SCHEDULE)
 SLEEP = "import time; time.sleep(60)"
@@ -59,6 +61,7 @@ class Loop:
         accumulation: int = 2,
         max_norm: float = 0.5,
         dropout: float = 0.1,
+        solving: Solving | None = None,
     ) -> None:
         self.model: Any = tiny_llama(hidden=32, attention_dropout=dropout)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -67,7 +70,9 @@ class Loop:
             self.model, self.optimizer = accelerator.prepare(self.model, self.optimizer)
         self.controller = None
         if config is not None:
-            self.controller = SnipController(self.model, self.optimizer, config, accelerator, folder)
+            self.controller = SnipController(
+                self.model, self.optimizer, config, accelerator, folder, solving=solving
+            )
         self.step = 0
         self.losses: list[float] = []
         torch.manual_seed(0)
@@ -361,7 +366,8 @@ def test_the_divergences_are_told_the_tokens_and_labels_of_the_whole_micro_batch
 def correlations(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
     """Lets the checks find these rank correlations, one after the other, and then always 1."""
     left = list(values)
-    monkeypatch.setattr("snip_hf.training.drift_check.rank_correlation", lambda one, other: left.pop(0) if left else 1.0)
+    found = "snip_hf.training.drift_check.rank_correlation"
+    monkeypatch.setattr(found, lambda one, other: left.pop(0) if left else 1.0)
 
 
 def events(folder: Path) -> list[tuple[Any, ...]]:
@@ -838,9 +844,9 @@ def test_a_failing_solver_keeps_the_plan_and_says_why(
 ) -> None:
     program, beginning, detail = FAILURES[failure]
     processes = solve_with(monkeypatch, program)
-    monkeypatch.setattr("snip_hf.training.controller._GRACE", 0.0)
     limit = {"solver_time_limit": 0.2} if failure == "timeout" else {}
-    loop = Loop(SnipConfig(**limit, **SCHEDULE | {"refresh_every": 100}), tmp_path).run(5)
+    config = SnipConfig(**limit, **SCHEDULE | {"refresh_every": 100})
+    loop = Loop(config, tmp_path, solving=Solving(grace=0.0)).run(5)
     (reason,) = kept(tmp_path)
     assert reason.startswith(beginning)
     assert detail in reason
@@ -856,18 +862,12 @@ def test_the_refresh_after_a_failed_one_is_tried_again(tmp_path: Path, monkeypat
     assert [(line["step"], line["status"]) for line in history(tmp_path)[1:]] == [(2, "kept"), (6, "applied")]
 
 
-def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from snip_hf.policies import criteria as policies
-
-    problem = policies.problem
-
-    def too_much(*args: Any) -> dict[str, Any]:
-        program = problem(*args)
+def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path) -> None:
+    def too_much(program: dict[str, Any]) -> SolverProcess:
         program["constraints"][0]["minimum"] = 1.5
-        return program
+        return start_solver(program)
 
-    monkeypatch.setattr("snip_hf.training.controller.policies.problem", too_much)
-    Loop(folder=tmp_path).run(5)
+    Loop(folder=tmp_path, solving=Solving(start=too_much)).run(5)
     assert kept(tmp_path) == [
         "SolverError: No map meets all constraints ('stage 0': minimum 1.5, attainable 1, each by itself). Lower the "
         "target or tie less."

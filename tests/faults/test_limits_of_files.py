@@ -19,7 +19,8 @@ from snip_hf.json_io import MAX_JSON_BYTES, MAX_VALUES, append_json_line, parse_
 from snip_hf.numerics.formats import FORMAT_CODES
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
-from snip_hf.policies import criteria as policies
+from snip_hf.planning.program import problem
+from snip_hf.policies.setting import Setting, find_stages
 from snip_hf.records.events import read_divergence
 from snip_hf.records.run_folder import RunFolder
 from snip_hf.training.checkpoint import PendingRefresh
@@ -36,7 +37,7 @@ class Decided:
         names = [f"model.layers.{i // 770}.mlp.experts.{i % 770}.down_proj" for i in range(layers)]
         config = SnipConfig(granularity="gemm")
         flops = {name: dict.fromkeys(GEMMS, 2.0 * 7168 * 2048) for name in names}
-        setting = policies.Setting(config, flops, policies.find_stages(names, config))
+        setting = Setting(config, flops, find_stages(names, config))
         self.table = DivergenceTable(
             3.2,
             tuple(
@@ -55,8 +56,8 @@ class Decided:
             PlanProvenance(step=40, policy="snip", config=config.to_dict()),
             MeasuredCost(machine=machine, tokens=16384, seconds=seconds),
         )
-        problem = policies.problem(setting, self.table, self.plan.assignment)
-        pending = PendingRefresh(40, 50, problem, {"event": "refresh"}, {name: rng.random() for name in names})
+        program = problem(setting, self.table, self.plan.assignment)
+        pending = PendingRefresh(40, 50, program, {"event": "refresh"}, {name: rng.random() for name in names})
         self.state = {"step": 41, "plan": self.plan.to_dict(), "pending": pending.to_dict(), "ranking": pending.ranking}
 
 

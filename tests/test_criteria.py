@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import divergences_at, estimate_divergence
-from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes, LayerTerms
+from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes, LayerSums
 from snip_hf.estimation.probe import random_direction, run_probe
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.estimation.table import DivergenceTable
@@ -53,7 +53,7 @@ def a_weight() -> Tensor:
 def rows_of(
     policy: str, fmt: str, sample: LayerSample, batch: BatchSizes | None = None, trace: Tensor | None = None
 ) -> Any:
-    return LayerCriterion(policy, LayerTerms(sample, a_weight(), None, 1, batch), trace).rows(fmt)
+    return LayerCriterion(policy, LayerSums(sample, a_weight(), None, 1, batch), trace).rows(fmt)
 
 
 def rounded(x: Tensor, fmt: str, tile: tuple[int, int]) -> np.ndarray:
@@ -146,11 +146,11 @@ def test_kl_is_larger_in_fp4_than_in_fp8_and_0_where_rounding_changes_nothing() 
     fp8, fp4 = (rows_of("kl", fmt, a_sample()) for fmt in SnipConfig().formats[::-1])
     assert all(fp4[row] > fp8[row] for row in ROWS)
     x, g = torch.zeros(4, 12), torch.zeros(4, 9)
-    assert LayerCriterion("kl", LayerTerms(LayerSample(4, x, g), torch.zeros(9, 12), None, 1)).rows("fp4") == (
+    assert LayerCriterion("kl", LayerSums(LayerSample(4, x, g), torch.zeros(9, 12), None, 1)).rows("fp4") == (
         dict.fromkeys(ROWS, 0.0)
     )
     none = LayerSample(0, x[:0], g[:0])
-    assert LayerCriterion("kl", LayerTerms(none, torch.zeros(9, 12), None, 1)).rows("fp4")[LAYER] == 0.0
+    assert LayerCriterion("kl", LayerSums(none, torch.zeros(9, 12), None, 1)).rows("fp4")[LAYER] == 0.0
 
 
 def test_values_on_an_edge_or_beyond_the_range_are_counted_once() -> None:

@@ -20,7 +20,7 @@ from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import divergences_at, estimate_divergence, gradients_of, weights_of
 from snip_hf.estimation.ground_truth import measure_divergence
-from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes, LayerTerms
+from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes, LayerSums
 from snip_hf.estimation.probe import Probe, run_probe
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.convert import convert_model
@@ -163,7 +163,7 @@ def test_quantizing_a_layer_changes_no_update_through_the_grad_input_of_the_firs
 
 def with_probe(
     inputs: dict[str, Tensor], config: SnipConfig, **options: Any
-) -> tuple[DivergenceTable, dict[str, LayerTerms], Probe]:
+) -> tuple[DivergenceTable, dict[str, LayerSums], Probe]:
     """Rows of `divergences_at`, and every layer's sums from a probe and an optimizer's derivative of its own."""
     model = tiny_lm()
     convert_model(model, config)
@@ -179,11 +179,11 @@ def with_probe(
     pulls = {name: slope.mul for name, slope in slopes.items()}
     probe = run_probe(model, Batch.of(inputs), pulls, config.probes, config.probe_tokens, config.seed, step)
     sizes = BatchSizes.complete(Batch.of(inputs).tokens, Batch.of(inputs).labelled)
-    terms = {
-        name: LayerTerms(sample, weights[name].detach(), pulls[name], options.get("micro_batches", 1), sizes)
+    sums = {
+        name: LayerSums(sample, weights[name].detach(), pulls[name], options.get("micro_batches", 1), sizes)
         for name, sample in probe.layers.items()
     }
-    return table, terms, probe
+    return table, sums, probe
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ def with_probe(
 def test_rows_are_the_sums_of_the_layers_under_the_optimizer_s_derivative(
     config: SnipConfig, options: dict[str, Any]
 ) -> None:
-    """`test_terms.py` compares the sums with the formulas."""
-    table, terms, probe = with_probe(tokens(rows=2, length=150), config, **options)
+    """`test_layer_sums.py` compares the sums with the formulas."""
+    table, sums, probe = with_probe(tokens(rows=2, length=150), config, **options)
     scale, step = options.get("gradient_scale", 1.0), options.get("step", 0)
     rows = {(row.layer, row.gemm, row.format): row for row in table.rows}
     assert len(rows) == len(table.rows)
@@ -213,8 +213,8 @@ def test_rows_are_the_sums_of_the_layers_under_the_optimizer_s_derivative(
         # Keyed by the layer's name; operands 3 and 4, after those of the training step's three GEMMs.
         keys = tuple(stream_key(config.seed, step, 0, zlib.crc32(layer.encode()), operand) for operand in (3, 4))
         for fmt in SnipConfig().formats[::-1]:
-            squares, errors = terms[layer].weight_divergences(fmt, keys), terms[layer].errors(fmt)
-            loss = terms[layer].loss_divergence(fmt, config.loss_form) / probe.loss
+            squares, errors = sums[layer].weight_divergences(fmt, keys), sums[layer].errors(fmt)
+            loss = sums[layer].loss_divergence(fmt, config.loss_form) / probe.loss
             largest = max(square.step for square in squares.values())
             for gemm in ROWS:
                 row = rows[layer, gemm, fmt]
@@ -269,7 +269,7 @@ def test_directions_are_pulled_back_and_errors_pushed_forward() -> None:
 
     probe = run_probe(model, Batch.of(inputs), {name: pull(name) for name in weights})
     for name, sample in probe.layers.items():
-        squares = LayerTerms(sample, weights[name], push(name), 1).weight_divergences("fp8", (0, 0))
+        squares = LayerSums(sample, weights[name], push(name), 1).weight_divergences("fp8", (0, 0))
         for gemm in ROWS:
             assert found[name, gemm, "fp8"] == pytest.approx(squares[gemm].step ** 0.5, rel=1e-3)
 

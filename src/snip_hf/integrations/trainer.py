@@ -1,4 +1,4 @@
-"""How a Hugging Face `Trainer` drives the controller: `SnipCallback` forwards events and holds no logic of its own."""
+"""`SnipCallback`, which forwards a Hugging Face `Trainer`'s events to the controller and holds no logic itself."""
 
 from __future__ import annotations
 

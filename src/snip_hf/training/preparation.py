@@ -96,7 +96,7 @@ def name_of(model: nn.Module) -> str:
 def cost_of_all(
     model: nn.Module, tokens: int, backend: str, config: SnipConfig, flops: Weights, processes: Processes, log: Any
 ) -> MeasuredCost:
-    """Times the GEMMs of all layers in `flops`, as `cost.measure_cost` does.
+    """Times the GEMMs of all layers in `flops`, as `budget.measure_cost` does.
 
     One rank measures for all that hold the same layers, since each would find other times.
     """

@@ -243,7 +243,7 @@ def test_weights_that_are_not_trained_are_said_once_at_the_start_and_cost_no_ref
     controller = SnipController(model, optimizer, CONFIG, output_dir=tmp_path)
     said = f"snip-hf: {reason}, so that the loss divergence alone decides."
     assert caplog.messages[-1] == said
-    _train(controller, 8)
+    _train(controller, optimizer, 8)
     assert reasons(tmp_path) == {2: None, 6: None}
     assert caplog.messages.count(said) == 1
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -260,15 +260,15 @@ def test_weights_that_are_frozen_in_mid_run_are_said_once(tmp_path: Path, caplog
     assert caplog.messages.count(said) == 1
 
 
-def _train(controller: SnipController, last: int, **more: Any) -> None:
+def _train(controller: SnipController, optimizer: torch.optim.Optimizer, last: int, **more: Any) -> None:
     with one_thread():
         for step in range(controller.step + 1, last + 1):
             batch = text(2, 24, step)
             controller.capture(batch)
             controller.model(**batch).loss.backward()
             controller.before_optimizer_step(step)
-            controller._optimizer.step()
-            controller._optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             controller.after_step(step)
 
 
@@ -353,7 +353,7 @@ def test_a_plan_that_is_due_at_the_last_step_is_still_made(tmp_path: Path) -> No
     model = tiny_llama(hidden=32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     controller = SnipController(model, optimizer, CONFIG, output_dir=tmp_path, max_steps=4)
-    _train(controller, 4)
+    _train(controller, optimizer, 4)
     assert outcomes(tmp_path) == [(2, "applied", None)]
 
 

@@ -1,4 +1,4 @@
-"""What the user asks for: one frozen, validated `SnipConfig`."""
+"""The configuration of a run: one frozen, validated `SnipConfig`."""
 
 from __future__ import annotations
 

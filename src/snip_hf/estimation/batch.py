@@ -1,4 +1,4 @@
-"""TODO."""
+"""One micro-batch, as the probe runs it again: its inputs, and the random state that it was first run with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How does a probe multiply FP32 matrices on a GPU, fast and all but exactly? As three BF16 products (ours).
+"""FP32 matrix products on a GPU, fast and all but exact, as three BF16 products (ours).
 
 FP32 products run beside the tensor cores, more than ten times slower than BF16 ones. To 16 bits an FP32 number is the
 sum of two BF16 numbers, high + low, and so

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Conversion of a model: swaps its linears for `SnipLinear` in place, and back."""
 
 from __future__ import annotations
 

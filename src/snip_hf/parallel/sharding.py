@@ -1,4 +1,4 @@
-"""TODO."""
+"""Sharded tensors: their whole, the part of them that this process holds, and FSDP2's hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The wrappers that launchers put around a model (DDP, DeepSpeed, torch.compile), and the model inside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The refusals of a start: launches, models, pipeline parts and plans that snip-hf cannot work with."""
 
 from __future__ import annotations
 

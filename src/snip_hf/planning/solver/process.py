@@ -1,4 +1,4 @@
-"""How is the integer program solved beside training, and what if that goes wrong?
+"""The process that solves an integer program beside training, and everything that can go wrong with it.
 
 The parent's side of ``ilp.py``: start it as a process of its own, go on, ask whether it has finished, read and re-check
 its answer. Whatever happens there arrives here as a `SolverError` that says which; nothing waits without a bound.

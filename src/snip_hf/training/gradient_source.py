@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..layers.linear import SnipLinear
 from ..optimizers.deepspeed_zero import BeforeStep, ZeroOptimizer, find_zero
 from ..optimizers.response import Response, check_optimizer, responses
 from ..parallel.ranks import Ranks
+from ..parallel.sharding import is_fully_sharded
 from .captured_step import StepWatch
 from .loop_checks import OptimizerWatch, check_gradients, why_no_update, why_untrained
 
@@ -118,7 +118,7 @@ class TorchGradients(GradientSource):
 
     def read(self, model: nn.Module, weights: Mapping[str, Tensor], watch: StepWatch, everyone: Ranks) -> StepGradients:
         gradients = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
-        if not gradients and any(isinstance(module, FSDPModule) for module in model.modules()):
+        if not gradients and is_fully_sharded(model):
             raise ValueError(
                 "No swapped layer has a gradient where its weight is; FSDP2 with set_reshard_after_backward(False) "
                 "hides them. Leave resharding on, or use a policy that needs no probe."

@@ -40,7 +40,7 @@ def split_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def is_split(left: Tensor, right: Tensor) -> bool:
-    """Tells whether `product` splits these operands: FP32, outside of autocast, on a GPU with BF16 tensor cores."""
+    """Returns True if `product` splits these operands: FP32, outside of autocast, on a GPU with BF16 tensor cores."""
     if not left.is_cuda or torch.version.cuda is None or torch.is_autocast_enabled("cuda"):
         return False
     is_fp32 = left.dtype == right.dtype == torch.float32

@@ -233,7 +233,7 @@ class SnipCallback(TrainerCallback):
         return self._passes is not None and self._passes.is_suspended
 
     def _is_training(self) -> bool:
-        """Tells whether the training loop of this callback's run is under way, further up this thread's stack.
+        """Returns True if the training loop of this callback's run is under way, further up this thread's stack.
 
         A run that an error ended looks the same otherwise: no event tells of it.
         """
@@ -303,7 +303,7 @@ class SnipCallback(TrainerCallback):
             logger.warning("snip-hf: the model was restored in mid-run; training goes on without SNIP.")
 
     def _is_of_outer_run(self, folder: str | None) -> bool:
-        """Tells whether one of the runs inside which this one runs writes to a folder."""
+        """Returns True if one of the runs inside which this one runs writes to a folder."""
         outer = self._outer_run
         return outer is not None and (outer._folder == folder or outer._is_of_outer_run(folder))
 

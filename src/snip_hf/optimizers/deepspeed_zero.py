@@ -135,7 +135,7 @@ class ZeroOptimizer:
         return name
 
     def holds(self, weight: Tensor) -> bool:
-        """Tells whether the optimizer updates this weight; those that are frozen it does not."""
+        """Returns True if the optimizer updates this weight; those that are frozen it does not."""
         return id(weight) in self._groups
 
     def before_step(self, callback: Callable[[], None]) -> BeforeStep:

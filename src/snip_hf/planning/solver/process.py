@@ -83,7 +83,7 @@ def check_solution(problem: dict[str, Any], solution: Any) -> SolverResult:
 
     Raises:
         SolverError: "garbage" (not a solution at all), "infeasible" (with the attainable values) or "rejected".
-        snip_hf.ilp.ProblemError: if the problem itself is malformed.
+        snip_hf.planning.solver.ilp.ProblemError: if the problem itself is malformed.
     """
     program = parse(problem)
     expected = {field.name for field in fields(SolverResult)}
@@ -270,7 +270,7 @@ class SolverProcess:
         """Start solving and return at once.
 
         Args:
-            problem: as laid out in `snip_hf.ilp`. It is checked by the process: a bad one shows in `result`.
+            problem: as laid out in `solver.ilp`. It is checked by the process: a bad one shows in `result`.
             command: the program to run instead of ``python -I ilp.py``, with the same input and output.
             allowance: seconds beyond the problem's `time_limit` after which the process is killed.
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from snip_hf import SnipConfig, estimate_divergence
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import gradients_of, weights_of
-from snip_hf.estimation.layer_sums import LAYER, LayerTerms
+from snip_hf.estimation.layer_sums import LAYER, LayerSums
 from snip_hf.estimation.probe import RELATIVE_STEP, Probe, run_probe
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.estimation.table import DivergenceTable
@@ -188,7 +188,7 @@ def _adjoint(point: Point, probe: Probe) -> Table:
     """The product's sums on a probe of our own."""
     table: Table = {}
     for name, sample in probe.layers.items():
-        terms = LayerTerms(sample, point.weight(name), point.pushforward(name), 1, formats=point.config.formats)
+        terms = LayerSums(sample, point.weight(name), point.pushforward(name), 1, formats=point.config.formats)
         for fmt in SnipConfig().formats[::-1]:
             for row, squares in terms.weight_divergences(fmt, point.keys(name)).items():
                 table[name, row, fmt] = squares.step**0.5
@@ -397,7 +397,7 @@ def running_mean(point: Point, name: str) -> Tensor | None:
 
 
 def _of_sample(part: LayerSample, weight: Tensor, fmt: str, error: float) -> dict[str, float]:
-    terms = LayerTerms(part, weight, None, 1, formats=[fmt])
+    terms = LayerSums(part, weight, None, 1, formats=[fmt])
     absolute, relative = terms.errors(fmt)["forward"]
     squares = part.grad_output.square().sum(1) * part.x.square().sum(1)
     trace = part.tokens**2 * float(squares.mean())

@@ -29,7 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig
 from snip_hf.estimation import divergence
-from snip_hf.training import controller
+from snip_hf.training import refresh as refresh_module
+from snip_hf.training import step_probe
 from snip_hf.training.controller import SnipController
 
 HEAD = 64
@@ -203,8 +204,8 @@ def timing(seconds: dict[str, float], device: torch.device) -> Iterator[None]:
     """Notes the seconds of the parts of a refresh, by name."""
     places = {
         "passes": (divergence, "run_probe"),
-        "divergences": (controller, "divergences_at"),
-        "program": (controller, "problem"),
+        "divergences": (step_probe, "divergences_at"),
+        "program": (refresh_module, "problem"),
     }
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

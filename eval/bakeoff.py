@@ -214,7 +214,7 @@ def work(index: int, job: Job, taken: Any, failed: Any, lock: Any) -> None:
 
 
 def _is_usable(device: torch.device) -> bool:
-    """Tells whether anything can still run here; after some CUDA errors nothing can, until the process ends."""
+    """Returns True if anything can still run here; after some CUDA errors nothing can, until the process ends."""
     try:
         torch.zeros(1, device=device).item()
     except RuntimeError:

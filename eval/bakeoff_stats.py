@@ -100,7 +100,7 @@ class Comparison:
 
     @property
     def beyond_noise(self) -> bool:
-        """Tells whether the test rejects that the one and the other are the same."""
+        """Returns True if the test rejects that the one and the other are the same."""
         return self.p is not None and self.p < SIGNIFICANCE
 
     def verdict(self, above: str = "worse", below: str = "better") -> str:
@@ -277,7 +277,7 @@ def final_loss(line: Row, arithmetic: str = "plan") -> float | None:
 
 
 def diverged(line: Row) -> bool:
-    """Tells whether the run has no finite final loss under its own arithmetic."""
+    """Returns True if the run has no finite final loss under its own arithmetic."""
     return final_loss(line) is None
 
 

@@ -284,7 +284,7 @@ def count_spikes(losses: list[float]) -> int:
 
 
 def _ends_above_its_lowest(curve: Sequence[tuple[int, float]]) -> bool:
-    """Tells whether a loss diverged; NaN did."""
+    """Returns True if a loss diverged; NaN did."""
     losses = [loss for _, loss in curve]
     return bool(losses) and not losses[-1] <= min(losses) + _DIVERGED_BY
 

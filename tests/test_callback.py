@@ -43,7 +43,7 @@ from snip_hf.numerics.gemms import GEMMS
 from snip_hf.records.load import load_run
 from snip_hf.records.run_folder import records_of
 from snip_hf.reporting.run_report import reason_table
-from snip_hf.training import controller as controller_module
+from snip_hf.training.refresh import Solving
 
 CONFIG = SnipConfig(stages=2, **SCHEDULE)
 
@@ -603,9 +603,9 @@ def test_every_kind_of_failure_in_one_run_keeps_the_plan_and_leaves_no_process(
         "print('garbage')",
         "import time; time.sleep(60)",
     )
-    monkeypatch.setattr(controller_module, "_GRACE", 0.0)
     config = SnipConfig(first_refresh=1, refresh_every=2, apply_delay=1, solver_time_limit=0.3, solver="greedy")
-    run = train(tmp_path, config, model=model, callbacks=[NanLoss()], max_steps=10)
+    callback = SnipCallback(config, solving=Solving(grace=0.0))
+    run = train(tmp_path, callback=callback, model=model, callbacks=[NanLoss()], max_steps=10)
     reasons = [(line["step"], line["status"], line["reason"]) for line in run.refreshes]
     assert len(processes) == 4
     assert [step for step, _, _ in reasons] == [1, 3, 5, 7, 9]

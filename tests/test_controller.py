@@ -42,11 +42,13 @@ from snip_hf.planning import plan as plan_module
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
 from snip_hf.planning.solver import process as process_module
+from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.policies.setting import Setting
 from snip_hf.records import run_folder as run_folder_module
 from snip_hf.records.events import read_divergence
-from snip_hf.training import controller as controller_module
+from snip_hf.training import drift_check, step_probe
 from snip_hf.training.checks import check_launch
+from snip_hf.training.refresh import Solving, start_solver
 
 CONFIG = SnipConfig(**SCHEDULE)
 SLEEP = "import time; time.sleep(60)"
@@ -63,6 +65,7 @@ class Loop:
         accumulation: int = 2,
         max_norm: float = 0.5,
         dropout: float = 0.1,
+        solving: Solving | None = None,
     ) -> None:
         self.model: Any = tiny_llama(hidden=32, attention_dropout=dropout)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -71,7 +74,9 @@ class Loop:
             self.model, self.optimizer = accelerator.prepare(self.model, self.optimizer)
         self.controller = None
         if config is not None:
-            self.controller = SnipController(self.model, self.optimizer, config, accelerator, folder)
+            self.controller = SnipController(
+                self.model, self.optimizer, config, accelerator, folder, solving=solving
+            )
         self.step = 0
         self.losses: list[float] = []
         torch.manual_seed(0)
@@ -256,7 +261,7 @@ def test_an_incomplete_or_damaged_state_is_refused_and_changes_nothing() -> None
         change(state)
         with pytest.raises(ValueError, match=r"^The SNIP state is not complete or damaged \(.*\); restore the file"):
             loop.controller.load_state_dict(state)
-        assert (loop.controller.step, loop.controller._pending) == (0, None)
+        assert (loop.controller.step, loop.controller._refresher.pending) == (0, None)
         assert {fmt for formats in loop.formats().values() for fmt in formats.values()} == {"fp8"}
 
 
@@ -365,7 +370,7 @@ def test_the_divergences_are_told_the_tokens_and_labels_of_the_whole_micro_batch
 def correlations(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
     """Lets the checks find these rank correlations, one after the other, and then always 1."""
     left = list(values)
-    monkeypatch.setattr(controller_module, "rank_correlation", lambda one, other: left.pop(0) if left else 1.0)
+    monkeypatch.setattr(drift_check, "rank_correlation", lambda one, other: left.pop(0) if left else 1.0)
 
 
 def events(folder: Path) -> list[tuple[Any, ...]]:
@@ -531,7 +536,7 @@ def test_a_check_that_fails_keeps_the_plan_and_says_why(
         return divergences_at(*args, **kwargs)
 
     expected = Loop(SnipConfig(**DRIFT | {"refresh_on_drift": None})).run(7)
-    monkeypatch.setattr(controller_module, "divergences_at", fail)
+    monkeypatch.setattr(step_probe, "divergences_at", fail)
     loop = Loop(SnipConfig(**DRIFT), tmp_path).run(7)
     assert loop.losses == expected.losses
     line = history(tmp_path)[-1]
@@ -840,9 +845,9 @@ def test_a_failing_solver_keeps_the_plan_and_says_why(
 ) -> None:
     program, beginning, detail = FAILURES[failure]
     processes = solve_with(monkeypatch, program)
-    monkeypatch.setattr(controller_module, "_GRACE", 0.0)
     limit = {"solver_time_limit": 0.2} if failure == "timeout" else {}
-    loop = Loop(SnipConfig(**limit, **SCHEDULE | {"refresh_every": 100}), tmp_path).run(5)
+    config = SnipConfig(**limit, **SCHEDULE | {"refresh_every": 100})
+    loop = Loop(config, tmp_path, solving=Solving(grace=0.0)).run(5)
     (reason,) = kept(tmp_path)
     assert reason.startswith(beginning)
     assert detail in reason
@@ -858,16 +863,12 @@ def test_the_refresh_after_a_failed_one_is_tried_again(tmp_path: Path, monkeypat
     assert [(line["step"], line["status"]) for line in history(tmp_path)[1:]] == [(2, "kept"), (6, "applied")]
 
 
-def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = controller_module.problem
-
-    def too_much(*args: Any) -> dict[str, Any]:
-        program = problem(*args)
+def test_targets_that_cannot_be_met_keep_the_plan(tmp_path: Path) -> None:
+    def too_much(program: dict[str, Any]) -> SolverProcess:
         program["constraints"][0]["minimum"] = 1.5
-        return program
+        return start_solver(program)
 
-    monkeypatch.setattr(controller_module, "problem", too_much)
-    Loop(folder=tmp_path).run(5)
+    Loop(folder=tmp_path, solving=Solving(start=too_much)).run(5)
     assert kept(tmp_path) == [
         "SolverError: No map meets all constraints ('stage 0': minimum 1.5, attainable 1, each by itself). Lower the "
         "target or tie less."

@@ -71,7 +71,7 @@ def test_experts_and_routers_are_named_with_their_share_and_warned_of(
     family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = build_mixture(family)
-    with caplog.at_level(logging.INFO, "snip_hf.layers.linear"):
+    with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
         covered = convert_model(model, SnipConfig())
     linears = LAYERS * HIDDEN * (2 * HIDDEN + 2 * HIDDEN // 2)  # q and o; k and v have half the heads
     gate_up, down = LAYERS * EXPERTS * 2 * INNER * HIDDEN, LAYERS * EXPERTS * HIDDEN * INNER
@@ -103,7 +103,7 @@ def test_experts_and_routers_are_named_with_their_share_and_warned_of(
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt-neox", "qwen2", "falcon"])
 def test_a_model_of_linears_is_covered_and_nothing_is_said(family: str, caplog: pytest.LogCaptureFixture) -> None:
     model = build(family)
-    with caplog.at_level(logging.INFO, "snip_hf.layers.linear"):
+    with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
         names = convert_model(model, SnipConfig())
     modules = dict(model.named_modules())
     weights = sum(modules[name].weight.numel() for name in names)
@@ -113,7 +113,7 @@ def test_a_model_of_linears_is_covered_and_nothing_is_said(family: str, caplog: 
 
 def test_linears_that_are_skipped_by_rule_have_the_reason_of_the_rule(caplog: pytest.LogCaptureFixture) -> None:
     """OPT's projections between embeddings and blocks, 48 wide."""
-    with caplog.at_level(logging.INFO, "snip_hf.layers.linear"):
+    with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
         convert_model(build("opt"), SnipConfig())
     found = coverage(build("opt"), SnipConfig())
     outside = "outside the transformer blocks"
@@ -162,7 +162,7 @@ def test_convolutions_and_patch_embeddings_are_named_wherever_they_are(inside: b
 def test_more_than_a_tenth_is_a_warning_unless_the_user_left_it_out(caplog: pytest.LogCaptureFixture) -> None:
     def warnings(model: nn.Module, *skipped: str) -> list[str]:
         caplog.clear()
-        with caplog.at_level(logging.INFO, "snip_hf.layers.linear"):
+        with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
             convert_model(model, SnipConfig(skip_modules=skipped))
         assert len(lines(caplog, logging.INFO)) == 1
         return lines(caplog, logging.WARNING)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from layer_terms import LayerTerms
 from rounded import fake_quantize
 from scipy.stats import entropy
 from small import adamw_after, text, tiny_llama, tiny_lm, tokens
+from sums_of_layer import LayerSums
 from torch import Tensor, nn
 
 from snip_hf.config import POLICIES, SnipConfig
@@ -50,7 +50,7 @@ def a_weight() -> Tensor:
 def rows_of(
     policy: str, fmt: str, sample: LayerSample, batch: BatchSizes | None = None, trace: Tensor | None = None
 ) -> Any:
-    return POLICIES[policy].criterion(LayerTerms(sample, a_weight(), None, 1, batch), trace).rows(fmt)
+    return POLICIES[policy].criterion(LayerSums(sample, a_weight(), None, 1, batch), trace).rows(fmt)
 
 
 def rounded(x: Tensor, fmt: str, tile: tuple[int, int]) -> np.ndarray:
@@ -143,9 +143,9 @@ def test_kl_is_larger_in_fp4_than_in_fp8_and_0_where_rounding_changes_nothing() 
     fp8, fp4 = (rows_of("kl", fmt, a_sample()) for fmt in SnipConfig().formats[::-1])
     assert all(fp4[row] > fp8[row] for row in ROWS)
     x, g = torch.zeros(4, 12), torch.zeros(4, 9)
-    assert KL(LayerTerms(LayerSample(4, x, g), torch.zeros(9, 12), None, 1)).rows("fp4") == (dict.fromkeys(ROWS, 0.0))
+    assert KL(LayerSums(LayerSample(4, x, g), torch.zeros(9, 12), None, 1)).rows("fp4") == (dict.fromkeys(ROWS, 0.0))
     none = LayerSample(0, x[:0], g[:0])
-    assert KL(LayerTerms(none, torch.zeros(9, 12), None, 1)).rows("fp4")[LAYER] == 0.0
+    assert KL(LayerSums(none, torch.zeros(9, 12), None, 1)).rows("fp4")[LAYER] == 0.0
 
 
 def test_values_on_an_edge_or_beyond_the_range_are_counted_once() -> None:

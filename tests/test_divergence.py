@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from layer_terms import LayerTerms
 from small import adamw_after, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
+from sums_of_layer import LayerSums
 from thread_ranks import on_ranks
 from torch import Tensor, nn
 
@@ -165,7 +165,7 @@ def test_quantizing_a_layer_changes_no_update_through_the_grad_input_of_the_firs
 
 def with_probe(
     inputs: dict[str, Tensor], config: SnipConfig, **options: Any
-) -> tuple[DivergenceTable, dict[str, layer_sums.LayerTerms], Probe]:
+) -> tuple[DivergenceTable, dict[str, layer_sums.LayerSums], Probe]:
     """Rows of `divergences_at`, and every layer's sums from a probe and an optimizer's derivative of its own."""
     model = tiny_lm()
     convert_model(model, config)
@@ -182,7 +182,7 @@ def with_probe(
     probe = run_probe(model, Batch.of(inputs), pulls, config.probes, config.probe_tokens, config.seed, step)
     sizes = BatchSizes.complete(Batch.of(inputs).tokens, Batch.of(inputs).labelled)
     terms = {
-        name: LayerTerms(sample, weights[name].detach(), pulls[name], options.get("micro_batches", 1), sizes)
+        name: LayerSums(sample, weights[name].detach(), pulls[name], options.get("micro_batches", 1), sizes)
         for name, sample in probe.layers.items()
     }
     return table, terms, probe
@@ -204,7 +204,7 @@ def with_probe(
 def test_rows_are_the_sums_of_the_layers_under_the_optimizer_s_derivative(
     config: SnipConfig, options: dict[str, Any]
 ) -> None:
-    """`test_terms.py` compares the sums with the formulas."""
+    """`test_layer_sums.py` compares the sums with the formulas."""
     table, terms, probe = with_probe(tokens(rows=2, length=150), config, **options)
     scale, step = options.get("gradient_scale", 1.0), options.get("step", 0)
     rows = {(row.layer, row.gemm, row.format): row for row in table.rows}
@@ -271,7 +271,7 @@ def test_directions_are_pulled_back_and_errors_pushed_forward() -> None:
 
     probe = run_probe(model, Batch.of(inputs), {name: pull(name) for name in weights})
     for name, sample in probe.layers.items():
-        squares = LayerTerms(sample, weights[name], push(name), 1).weight_divergences("fp8", (0, 0))
+        squares = LayerSums(sample, weights[name], push(name), 1).weight_divergences("fp8", (0, 0))
         for gemm in ROWS:
             assert found[name, gemm, "fp8"] == pytest.approx(squares[gemm].step ** 0.5, rel=1e-3)
 

@@ -17,9 +17,9 @@ import torch
 from scipy.stats import theilslopes
 from soak_faults import FAULTS, draws
 
-from snip_hf import SnipController
 from snip_hf.parallel import ranks as distributed
 from snip_hf.records.run_folder import RunFolder
+from snip_hf.training.refresh import Refresher
 
 DEFAULTS = {"refresh_every": 4, "apply_delay": 2, "processes": 1, "solver": "greedy", "blocks": 1, "device": "cpu"}
 # So short a run shows nothing of memory: what is allocated for the first time weighs more than what is not given back.
@@ -73,14 +73,14 @@ def test_what_refreshes_leave_behind_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_refresh_that_leaves_a_trace_is_noticed_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """One random number taken in the first refresh shows in the attention dropout of the next step."""
-    refresh = SnipController._refresh
+    begin = Refresher.begin
 
-    def drawing(controller: SnipController, step: int, *args: Any) -> None:
+    def drawing(refresher: Refresher, step: int, *args: Any) -> None:
         if step == 4:
             torch.rand(1)
-        refresh(controller, step, *args)
+        begin(refresher, step, *args)
 
-    monkeypatch.setattr(SnipController, "_refresh", drawing)
+    monkeypatch.setattr(Refresher, "begin", drawing)
     row = soak.work(options(steps=10))
     assert row["comparisons"]["replayed"]["first_different"] == 5
     assert not row["comparisons"]["replayed"]["equal_weights"]

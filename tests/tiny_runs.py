@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 from snip_hf import SnipCallback, SnipConfig
 from snip_hf.estimation.divergence import divergences_at
 from snip_hf.planning.solver.process import SolverProcess
-from snip_hf.training import controller as controller_module
+from snip_hf.training import step_probe
 
 transformers.logging.disable_progress_bar()
 
@@ -190,5 +190,5 @@ def noted_divergences(monkeypatch: Any) -> list[dict[str, Any]]:
         calls.append(kwargs)
         return divergences_at(*args, **kwargs)
 
-    monkeypatch.setattr(controller_module, "divergences_at", note)
+    monkeypatch.setattr(step_probe, "divergences_at", note)
     return calls

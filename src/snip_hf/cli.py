@@ -1,4 +1,4 @@
-"""What can be asked from a shell: `snip-hf solve`, `snip-hf inspect`, `snip-hf report`.
+"""The command line: `snip-hf solve`, `snip-hf inspect`, `snip-hf report`.
 
 Exit codes: 0, 1 (the plan does not fit the model; no solution), 2 (bad input). An error is one sentence on stderr.
 """

@@ -1,4 +1,4 @@
-"""What the user asks for: one frozen, validated `SnipConfig`."""
+"""The configuration of a run: one frozen, validated `SnipConfig`."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ class SnipConfig:
     """Tokens that the probe's passes run on, of all ranks together: whole sequences, spread evenly over the
     micro-batch, at least one per rank, which stand for all of it (ours). None: the whole micro-batch."""
     probe_memory_mib: int | None = None
-    """Most MiB that a probe may hold beyond the model, activations not counted (`snip_hf.memory`); it then keeps fewer
-    tokens if it has to. None: no bound."""
+    """Most MiB that a probe may hold beyond the model, activations not counted (`estimation.memory`). It then keeps
+    fewer tokens if it has to. None: no bound."""
     loss_form: LossForm = "token-fisher"
     """Estimator of the loss divergence. "token-fisher" (ours): curvature, which training does not take away. "taylor"
     (ours): with the first-order effect of the weight's error, nearest to the loss's rise at this very step. "norm":

@@ -1,4 +1,4 @@
-"""How JSON files are written in one stroke and read strictly.
+"""JSON files, written atomically and parsed strictly.
 
 A plan or a state may come from the Hub, or from a disk that filled up: what is read is bounded, complete
 and unambiguous. A process may be killed, or the power fail, at any instant: what was written before is still there.

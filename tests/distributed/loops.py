@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from snip_hf import SnipConfig, SnipController, convert_model
 from snip_hf.json_io import read_json, write_json_atomic
+from snip_hf.training.refresh import Solving
 
 ROWS, LENGTH = 4, 128  # of all ranks together; one tile, so that whole tiles are of one rank
 CONFIG = SnipConfig(probe_tokens=None, **SCHEDULE)
@@ -45,6 +46,7 @@ class Loop:
         folder: gets `snip/`.
         wrapper: "ddp" or "fsdp2", where there are several ranks.
         seed: of the weights; other ones show that they were loaded.
+        solving: as the controller takes it.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Loop:
         wrapper: str = "ddp",
         dropout: float = 0.0,
         seed: int = 0,
+        solving: Solving | None = None,
     ) -> None:
         self.accelerator = _accelerator(wrapper)
         self.rank, self.ranks = self.accelerator.process_index, self.accelerator.num_processes
@@ -63,7 +66,9 @@ class Loop:
         optimizer = torch.optim.AdamW(self.bare.parameters(), lr=1e-2, eps=1e-4)
         torch.manual_seed(7 + self.rank)
         self.model, self.optimizer = self.accelerator.prepare(self.bare, optimizer)
-        self.controller = SnipController(self.model, self.optimizer, config, self.accelerator, folder)
+        self.controller = SnipController(
+            self.model, self.optimizer, config, self.accelerator, folder, solving=solving
+        )
         self.losses: dict[int, float] = {}
         self.plans: dict[int, dict[str, dict[str, str]]] = {}
 

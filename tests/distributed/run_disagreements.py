@@ -79,13 +79,14 @@ def one_rank_restored_a_layer() -> None:
 
 
 def _steps(run: SnipController, last: int) -> None:
+    optimizer = run._source._optimizer
     for step in range(run.step + 1, last + 1):
         batch = text(2, 128, dist.get_rank())
         run.capture(batch)
         run.model(**batch).loss.backward()
         run.before_optimizer_step(step)
-        run._optimizer.step()
-        run._optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         run.after_step(step)
 
 

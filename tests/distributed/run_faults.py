@@ -32,14 +32,16 @@ from torch.distributed.tensor import DTensor
 import snip_hf.estimation.divergence
 import snip_hf.parallel.pipeline
 import snip_hf.records.run_folder
-import snip_hf.training.controller
+import snip_hf.training.preparation
 from snip_hf import SnipConfig
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import RankError
 from snip_hf.planning.solver.process import SolverProcess
-from snip_hf.training.controller import SnipController
+from snip_hf.training.refresh import Refresher, Solving
 
 STEPS = 8
+# Training waits for a solver no longer than the solver's own limit.
+_SOLVING = Solving(grace=0.0)
 # Refreshes at steps 2 and 6, applied after steps 4 and 8; or at step 6 only.
 PATIENT = replace(CONFIG, rank_timeout=30.0, solver_time_limit=30.0)
 WITHOUT_FIRST = replace(PATIENT, first_refresh=6)
@@ -152,7 +154,7 @@ def solver(loop: Loop, program: str) -> Iterator[None]:
             return _START(problem)
         return _START(problem, [sys.executable, "-S", "-c", program] if program else ["/nowhere/solver"])
 
-    with replaced(snip_hf.training.controller.SolverProcess, "start", staticmethod(start)):
+    with replaced(SolverProcess, "start", staticmethod(start)):
         yield
 
 
@@ -235,7 +237,7 @@ def survive(folder: Path, wanted: str) -> None:
         handler = _Keeping(messages)
         logging.getLogger("snip_hf").addHandler(handler)
         own = folder / name.replace(" ", "-").replace("'", "") / f"rank{dist.get_rank()}"
-        loop = Loop(own, config, wrapper)
+        loop = Loop(own, config, wrapper, solving=_SOLVING)
         began = time.monotonic()
         with fault(loop):
             loop.run(STEPS)
@@ -272,9 +274,9 @@ def stop(*args: Any, **kwargs: Any) -> None:
 ENDED: dict[str, tuple[int, Callable[..., None], Any, str]] = {
     "rank 1 is killed in the probe": (1, die, snip_hf.estimation.divergence, "run_probe"),
     "rank 1 is killed before the exchange": (1, die, snip_hf.estimation.divergence, "pooled"),
-    "rank 1 is killed before the plan": (1, die, SnipController, "_apply"),
+    "rank 1 is killed before the plan": (1, die, Refresher, "_apply"),
     "rank 1 stops in the probe": (1, stop, snip_hf.estimation.divergence, "run_probe"),
-    "rank 1 stops before the plan": (1, stop, SnipController, "_apply"),
+    "rank 1 stops before the plan": (1, stop, Refresher, "_apply"),
     "rank 0 is killed while others wait for the plan": (0, die, SolverProcess, "result"),
 }
 
@@ -282,7 +284,7 @@ ENDED: dict[str, tuple[int, Callable[..., None], Any, str]] = {
 def end(folder: Path, name: str) -> None:
     """Notes how the rank that is not struck ends, and when, and the solver's process."""
     rank, strike, owner, attribute = ENDED[name]
-    loop = Loop(folder / "run", replace(QUICK, first_refresh=1, apply_delay=0))
+    loop = Loop(folder / "run", replace(QUICK, first_refresh=1, apply_delay=0), solving=_SOLVING)
     started = _noting_solver(folder)
     if loop.rank == rank:
         setattr(owner, attribute, strike)
@@ -305,7 +307,7 @@ def _noting_solver(folder: Path) -> Iterator[None]:
         (folder / "solver").write_text(str(process._process.pid))
         return process
 
-    with replaced(snip_hf.training.controller.SolverProcess, "start", staticmethod(start)):
+    with replaced(SolverProcess, "start", staticmethod(start)):
         yield
 
 
@@ -324,7 +326,7 @@ def be_killed(folder: Path) -> None:
     """Is killed on all ranks after the save of step 3, while the solver runs."""
     rank = dist.get_rank()
     with _noting_solver(folder):
-        loop = Loop(folder / f"rank{rank}", PATIENT).run(3)
+        loop = Loop(folder / f"rank{rank}", PATIENT, solving=_SOLVING).run(3)
     loop.save(folder / "checkpoint-3")
     die()
 
@@ -335,7 +337,7 @@ def go_on(folder: Path) -> None:
     found = {}
     for name in ("undisturbed", "resumed"):
         own = (killed if name == "resumed" else folder) / f"rank{dist.get_rank()}"
-        loop = Loop(own, PATIENT, seed=int(name == "resumed"))
+        loop = Loop(own, PATIENT, seed=int(name == "resumed"), solving=_SOLVING)
         if name == "resumed":
             loop.load(killed / "checkpoint-3", "accelerate")
         loop.run(STEPS).close()
@@ -412,7 +414,7 @@ def _fork(folder: Path, work: Callable[[Path], None]) -> _Group:
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    snip_hf.training.controller._GRACE = snip_hf.training.preparation._SOLVER_GRACE = 0.0
+    snip_hf.training.preparation._SOLVER_GRACE = 0.0
     parent, ended = os.getpid(), {}
     for wave in WAVES:
         groups: dict[str, _Group] = {}

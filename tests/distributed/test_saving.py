@@ -161,7 +161,8 @@ def test_gradients_in_fp4_are_rounded_alike_on_one_process_and_on_two(folder: Pa
     losses = {}
     for seed in (0, 2):
         run = Loop(folder / f"seed-{seed}", seed=1).load(folder / "fsdp2" / "checkpoint-5", "shards")
-        run.controller.config = replace(run.controller.config, seed=seed)
+        layers = run.controller._layers
+        layers._config = replace(layers._config, seed=seed)
         with one_thread():
             losses[seed] = run.run(7).close()["losses"]
     expected = two[0]["fsdp2"]["losses"]

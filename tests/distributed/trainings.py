@@ -21,7 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from snip_hf import SnipConfig, SnipController
 from snip_hf.layers.convert import convert_model
+from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.training.captured_step import StepWatch
+from snip_hf.training.refresh import Solving
 
 LENGTH = 128  # one tile, so that whole tiles are of one rank
 SCHEDULE: dict[str, Any] = {"first_refresh": 1, "refresh_every": 4, "apply_delay": 1, "probe_tokens": None}
@@ -100,9 +102,10 @@ def train(training: Training, folder: Path) -> Found:
     found = Found()
     controller = None
     if config is not None:
-        controller = SnipController(model, optimizer, config, accelerator, folder)
+        solving = Solving() if training.solves else Solving(start=_no_solver)
+        controller = SnipController(model, optimizer, config, accelerator, folder, solving=solving)
     torch.manual_seed(7 + rank)
-    with _clip_factors_noted(found), contextlib.nullcontext() if training.solves else _no_solver():
+    with _clip_factors_noted(found):
         for step in range(1, training.steps + 1):
             batches = [_batch(training, index, 0, 1) for index in _indices(training, step)]
             labelled = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
@@ -242,17 +245,5 @@ def _clip_factors_noted(found: Found) -> Iterator[None]:
         StepWatch.clip_factor = original  # type: ignore[method-assign]
 
 
-@contextlib.contextmanager
-def _no_solver() -> Iterator[None]:
-    import snip_hf.training.controller as module
-
-    original = module.SolverProcess.start
-
-    def start(problem: dict[str, Any]) -> Any:
-        raise OSError("no solver in this test")
-
-    module.SolverProcess.start = start  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        module.SolverProcess.start = original  # type: ignore[method-assign]
+def _no_solver(program: dict[str, Any]) -> SolverProcess:
+    raise OSError("no solver in this test")

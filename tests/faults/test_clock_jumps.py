@@ -14,9 +14,9 @@ from tiny_runs import SCHEDULE, Run, differing, train, weights, without_seconds
 from transformers import TrainerCallback
 
 import snip_hf
-from snip_hf import SnipConfig
+from snip_hf import SnipCallback, SnipConfig
 from snip_hf.planning.solver.process import SolverError, SolverProcess
-from snip_hf.training import controller as controller_module
+from snip_hf.training.refresh import Solving
 
 SOURCES = sorted(Path(snip_hf.__file__).parent.rglob("*.py"))
 # The wall clock's names; monotonic and perf_counter go on evenly whatever is done to it.
@@ -52,10 +52,10 @@ def test_a_hung_solver_is_killed_in_time_although_the_wall_clock_goes_back(
 ) -> None:
     start = SolverProcess.start
     first_start(monkeypatch, lambda problem: start(problem, ["sleep", "600"]))
-    monkeypatch.setattr(controller_module, "_GRACE", 0.0)
     began = time.monotonic()
     config = SnipConfig(**SCHEDULE, solver_time_limit=0.5)
-    run = train(tmp_path, config, callbacks=[_Jumps(monkeypatch)], **SHORT)
+    callback = SnipCallback(config, solving=Solving(grace=0.0))
+    run = train(tmp_path, callback=callback, callbacks=[_Jumps(monkeypatch)], **SHORT)
     assert time.monotonic() - began < 60
     assert [line["status"] for line in run.refreshes] == ["kept", "applied"]
 

@@ -22,10 +22,10 @@ from test_solver import members, wait_until
 from tiny_runs import SCHEDULE, Run, differing, train, weights, without_seconds
 from transformers import TrainerCallback
 
-from snip_hf import SnipConfig
+from snip_hf import SnipCallback, SnipConfig
 from snip_hf.planning.solver import ilp
 from snip_hf.planning.solver.process import SolverProcess
-from snip_hf.training import controller as controller_module
+from snip_hf.training.refresh import Solving
 
 START = SolverProcess.start
 RUN_ILP = f"import runpy; runpy.run_path({ilp.__file__!r}, run_name='__main__')"
@@ -151,7 +151,6 @@ def test_a_solver_that_hangs_is_waited_for_no_longer_than_its_limit(
 ) -> None:
     ignore = "[signal.signal(number, signal.SIG_IGN) for number in (1, 2, 15)]; " if how == "ignores signals" else ""
     started = first_start(monkeypatch, program(f"import signal, time; {ignore}time.sleep(600)"))
-    monkeypatch.setattr(controller_module, "_GRACE", 0.2)
     waits: list[float] = []
     result = SolverProcess.result
 
@@ -166,7 +165,8 @@ def test_a_solver_that_hangs_is_waited_for_no_longer_than_its_limit(
     stop = [_Signal(started, signal.SIGSTOP)] if how == "is stopped" else []
     # The limit is no part of what decides a run, so that the runs compare.
     config = SnipConfig(**SCHEDULE, solver_time_limit=1.0)
-    run = train(tmp_path, config, callbacks=stop, **SHORT)
+    callback = SnipCallback(config, solving=Solving(grace=0.2))
+    run = train(tmp_path, callback=callback, callbacks=stop, **SHORT)
     reason = "SolverError: The solver ran past the 1.2 s it was waited for and was killed."
     assert_cost_only_the_first_refresh(run, without_first, reason, caplog.messages)
     assert 1.2 <= waits[0] < 1.2 + 5

@@ -24,7 +24,7 @@ from snip_hf.planning.program import problem
 from snip_hf.policies.setting import Setting, find_stages
 from snip_hf.records.events import read_divergence
 from snip_hf.records.run_folder import RunFolder
-from snip_hf.training.controller import _Pending
+from snip_hf.training.checkpoint import PendingRefresh
 
 CHOICES = SnipConfig().formats[::-1]
 # Linears of DeepSeek-V3, whose experts are counted one by one.
@@ -59,7 +59,7 @@ class Decided:
             MeasuredCost(machine=machine, tokens=16384, seconds=seconds),
         )
         program = problem(setting, self.table, self.plan.assignment)
-        pending = _Pending(40, 50, program, {"event": "refresh"}, {name: rng.random() for name in names})
+        pending = PendingRefresh(40, 50, program, {"event": "refresh"}, {name: rng.random() for name in names})
         self.state = {"step": 41, "plan": self.plan.to_dict(), "pending": pending.to_dict(), "ranking": pending.ranking}
 
 

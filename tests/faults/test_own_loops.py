@@ -243,7 +243,7 @@ def test_weights_that_are_not_trained_are_said_once_at_the_start_and_cost_no_ref
     controller = SnipController(model, optimizer, CONFIG, output_dir=tmp_path)
     said = f"snip-hf: {reason}, so that the loss divergence alone decides."
     assert caplog.messages[-1] == said
-    _train(controller, 8)
+    _train(controller, optimizer, 8)
     assert reasons(tmp_path) == {2: None, 6: None}
     assert caplog.messages.count(said) == 1
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -260,15 +260,15 @@ def test_weights_that_are_frozen_in_mid_run_are_said_once(tmp_path: Path, caplog
     assert caplog.messages.count(said) == 1
 
 
-def _train(controller: SnipController, last: int, **more: Any) -> None:
+def _train(controller: SnipController, optimizer: torch.optim.Optimizer, last: int, **more: Any) -> None:
     with one_thread():
         for step in range(controller.step + 1, last + 1):
             batch = text(2, 24, step)
             controller.capture(batch)
             controller.model(**batch).loss.backward()
             controller.before_optimizer_step(step)
-            controller._optimizer.step()
-            controller._optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             controller.after_step(step)
 
 
@@ -339,7 +339,7 @@ def test_refreshes_whose_plan_would_be_due_after_the_last_step_are_not_run(
     ]
     caplog.clear()
     short = Loop(SnipConfig(**SCHEDULE | {"refresh_every": 3}), tmp_path / "short")
-    short.controller._max_steps = 9
+    short.controller._schedule.max_steps = 9
     short.run(9)
     short.controller.close()
     assert [(step, status) for step, status, _ in outcomes(tmp_path / "short")] == [(2, "applied"), (5, "applied")]
@@ -353,26 +353,26 @@ def test_a_plan_that_is_due_at_the_last_step_is_still_made(tmp_path: Path) -> No
     model = tiny_llama(hidden=32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     controller = SnipController(model, optimizer, CONFIG, output_dir=tmp_path, max_steps=4)
-    _train(controller, 4)
+    _train(controller, optimizer, 4)
     assert outcomes(tmp_path) == [(2, "applied", None)]
 
 
 def test_checks_near_the_end_are_left_out_too(tmp_path: Path) -> None:
     config = SnipConfig(first_refresh=2, apply_delay=1, refresh_every=50, drift_every=2, refresh_on_drift=0.5, **FAST)
     loop = Loop(config, tmp_path)
-    loop.controller._max_steps = 8
+    loop.controller._schedule.max_steps = 8
     loop.run(8).controller.close()
     assert [line["step"] for line in history(tmp_path) if line["event"] == "drift"] == [4, 6]
 
 
 def test_a_run_that_is_resumed_to_more_steps_goes_on_by_the_schedule(tmp_path: Path) -> None:
     first = Loop(SnipConfig(**SCHEDULE), tmp_path)
-    first.controller._max_steps = 7
+    first.controller._schedule.max_steps = 7
     first.run(7)
     state = json.loads(json.dumps(first.controller.state_dict()))
     first.controller.close()
     second = Loop(SnipConfig(**SCHEDULE), tmp_path)
-    second.controller._max_steps = 12
+    second.controller._schedule.max_steps = 12
     second.controller.load_state_dict(state)
     second.step = 7
     second.run(12)

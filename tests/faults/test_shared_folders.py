@@ -32,6 +32,8 @@ from snip_hf.records import run_folder as run_folder_module
 from snip_hf.records.load import load_run
 from snip_hf.records.lock import take
 from snip_hf.records.run_folder import RunFolder
+from snip_hf.training import controller as controller_module
+from snip_hf.training import gradient_source
 
 START = {"event": "start", "step": 0}
 TABLE = DivergenceTable(1.0, (Divergence("a", "layer", "fp4", 1.0, 1.0, 1.0),))
@@ -60,14 +62,17 @@ def controller(folder: Path, **options: Any) -> SnipController:
     return SnipController(model, torch.optim.AdamW(model.parameters()), CONFIG, output_dir=folder, **options)
 
 
-@pytest.mark.parametrize("where", ["check_alike", "OptimizerWatch", "describe_plan"])
+@pytest.mark.parametrize(
+    "where",
+    [(controller_module, "check_alike"), (gradient_source, "OptimizerWatch"), (controller_module, "describe_plan")],
+)
 def test_a_run_that_cannot_start_gives_the_folder_back_although_its_error_is_kept(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: tuple[Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr(f"snip_hf.training.controller.{where}", refuse)
+    monkeypatch.setattr(*where, refuse)
     with pytest.raises(ValueError, match="no") as kept:
         controller(tmp_path)
     assert not (tmp_path / "_snip.lock").exists()

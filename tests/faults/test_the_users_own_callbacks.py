@@ -328,8 +328,8 @@ def test_restore_model_removes_what_a_failed_run_left(is_kept: bool, event: str,
         train(tmp_path, callback=callback, model=model, callbacks=[At(event, fail)])
     if not is_kept:
         gone = weakref.ref(callback)
-        if callback.controller._pending is not None:
-            callback.controller._pending.process.kill()
+        if callback.controller._refresher.pending is not None:
+            callback.controller._refresher.pending.process.kill()
         del callback
         gc.collect()
         assert gone() is None

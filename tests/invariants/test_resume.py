@@ -172,7 +172,7 @@ def test_a_run_that_was_really_stopped_goes_on_in_its_folder(
         callback = SnipCallback(CONFIG)
         with pytest.raises(KeyboardInterrupt):
             train(tmp_path, callback=callback, callbacks=[_Power(step, False)], **SAVING)
-        pending = callback.controller._pending
+        pending = callback.controller._refresher.pending
         assert (pending is not None) == (step == 7)
         if pending is not None:
             pending.process.kill()

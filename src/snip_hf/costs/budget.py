@@ -1,4 +1,4 @@
-"""What each GEMM costs, in FLOPs or in measured time: the weights of the program's efficiency constraint."""
+"""The cost of each GEMM, in FLOPs or in measured time: the weights of the program's efficiency constraint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The FLOPs of each linear layer's three GEMMs, per token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long does one GEMM take on this machine, in each format? Timed once, and kept in a file.
+"""The time that one GEMM takes on this machine in each format, measured once and kept in a file.
 
 Legend: T tokens of a micro-batch, I in_features, O out_features. What is timed is what training runs: the quantization
 of the operands and the product (`Backend.gemm_call`), after warm-up, the median of several runs.

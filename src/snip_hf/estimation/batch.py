@@ -1,4 +1,4 @@
-"""TODO."""
+"""One micro-batch, as the probe runs it again: its inputs, and the random state that it was first run with."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Batch:
 
 
 def _is_by_sequence(name: str, value: Any, sequences: int) -> bool:
-    """Tells whether an input has one row per sequence, or says the same of all of them."""
+    """Returns True if an input has one row per sequence, or says the same of all of them."""
     if not isinstance(value, Tensor):
         return value is None or isinstance(value, bool | int | float | str)
     return value.dim() == 0 or (value.dim() in _BY_SEQUENCE.get(name, ()) and value.shape[0] in (1, sequences))

@@ -1,4 +1,4 @@
-"""What a policy may add to the sums of a layer: its own criterion, one figure per GEMM and format.
+"""A policy's own criterion: one figure per layer, GEMM and format, beside the sums of a layer.
 
 A criterion's rows, a GEMM or "layer" -> cost, add up in the integer program as SNIP's divergences do. The classes that
 policies define are in their files under `policies`; the estimate takes one as an argument.
@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..numerics.gemms import GEMMS
-from .layer_sums import LAYER, ROWS, LayerTerms, Pending, read_all
+from .layer_sums import LAYER, ROWS, LayerSums, Pending, read_all
 from .samples import LayerSample
 
 Rows = dict[str, float | None]
@@ -22,7 +22,7 @@ class LayerCriterion:
     """The criterion of one layer, prepared once for all formats. This class: no criterion, None in all rows.
 
     Args:
-        terms: of the layer.
+        sums: of the layer.
         trace: what `trace_of` returned for the layer.
     """
 
@@ -30,8 +30,8 @@ class LayerCriterion:
     """Whether the probe moves all weights, also frozen ones, along random noise z itself. The optimizer then has no
     part in the derivatives, and `trace_of` gets them."""
 
-    def __init__(self, terms: LayerTerms, trace: Tensor | None = None) -> None:
-        self.terms, self.trace = terms, trace
+    def __init__(self, sums: LayerSums, trace: Tensor | None = None) -> None:
+        self.sums, self.trace = sums, trace
 
     @classmethod
     def trace_of(cls, layer: str, sample: LayerSample, directions: Sequence[Tensor]) -> Tensor | None:
@@ -44,7 +44,7 @@ class LayerCriterion:
 
     def pending_rows(self, name: str) -> Pending[Rows]:
         """As `rows`, not waiting for the device where that can be avoided."""
-        return Pending(self.terms.w.new_zeros(0), lambda figures: dict.fromkeys(ROWS))
+        return Pending(self.sums.w.new_zeros(0), lambda figures: dict.fromkeys(ROWS))
 
 
 def forward_only(figures: list[float]) -> Rows:

@@ -1,7 +1,7 @@
-"""How much damage does each format do to each GEMM? Loss and weight divergence, estimated from one probe.
+"""Loss and weight divergence of each GEMM in each format, estimated from one probe.
 
-A layer's own row (gemm "layer") is the divergence of quantizing its three GEMMs together. The sums are in `terms`, the
-directly measured truth in `truth`, the formulas in docs/method.md, sections 2 and 3.
+A layer's own row (gemm "layer") is the divergence of quantizing its three GEMMs together. The sums are in
+`layer_sums`, the directly measured truth in `ground_truth`, the formulas in docs/method.md, sections 2 and 3.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..parallel.sharding import is_sharded, own_part, sharded_as, squares, whole
 from .batch import Batch
 from .criterion import LayerCriterion
 from .gradient_scale import unscaled
-from .layer_sums import LAYER, ROWS, BatchSizes, LayerTerms, Pending, Squares, read_all
+from .layer_sums import LAYER, ROWS, BatchSizes, LayerSums, Pending, Squares, read_all
 from .passes import run_pass
 from .pooling import pooled
 from .probe import random_direction, run_probe
@@ -164,10 +164,10 @@ def divergences_at(
                     draws = ((config.seed, step, index) for index in range(count))
                     trace = kind.trace_of(name, sample, [random_direction(name, weight, draw) for draw in draws])
                     sample = replace(sample, x_dot=[], grad_output_dot=[])
-                terms = LayerTerms(sample, weight, pushforward, micro_batches, sizes, formats=quantized)
+                layer_sums = LayerSums(sample, weight, pushforward, micro_batches, sizes, formats=quantized)
                 unclipped = None if gradient is None else gradient.to(torch.float32) / (gradient_scale or 1.0)
-                criterion = kind(terms, trace)
-                sums += _start_sums(name, terms, criterion, config, step, unclipped, quantized)
+                criterion = kind(layer_sums, trace)
+                sums += _start_sums(name, layer_sums, criterion, config, step, unclipped, quantized)
     rows: list[Divergence] = []
     with attempt:
         rows = _rows(sums, linear_flops(model), loss, gradient_scale)
@@ -200,7 +200,7 @@ def _gathered(
 
 def _start_sums(
     name: str,
-    terms: LayerTerms,
+    layer_sums: LayerSums,
     criterion: LayerCriterion,
     config: SnipConfig,
     step: int,
@@ -211,9 +211,9 @@ def _start_sums(
     layer_key = zlib.crc32(name.encode(errors="surrogatepass"))
     row_key, column_key = (stream_key(config.seed, step, 0, layer_key, operand) for operand in _OPERANDS)
     for fmt in formats:
-        of_rows = terms.pending_weight_divergences(fmt, (row_key, column_key))
-        rise = terms.pending_loss_divergence(fmt, config.loss_form, gradient)
-        yield _Sums(name, fmt, of_rows, rise, terms.pending_errors(fmt), criterion.pending_rows(fmt))
+        of_rows = layer_sums.pending_weight_divergences(fmt, (row_key, column_key))
+        rise = layer_sums.pending_loss_divergence(fmt, config.loss_form, gradient)
+        yield _Sums(name, fmt, of_rows, rise, layer_sums.pending_errors(fmt), criterion.pending_rows(fmt))
 
 
 def _rows(
@@ -308,7 +308,7 @@ def _relative(product: Callable[[Tensor, Tensor], Tensor], gradient: Tensor, nor
 
 
 def _pushforward(answer: Response, gradient: Tensor, norm: float) -> Pushforward:
-    """Returns how a gradient's change changes the update, relative to the weight's norm, as `LayerTerms` takes it."""
+    """Returns how a gradient's change changes the update, relative to the weight's norm, as `LayerSums` takes it."""
     own = answer.of_own_part()
     if own is not None:
         # The factors of a diagonal derivative are worked out once instead of for every product with it, and by each

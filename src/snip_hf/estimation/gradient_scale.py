@@ -1,4 +1,4 @@
-"""Whether the gradients that the optimizer is about to use are those of the loss that was probed, not of a multiple."""
+"""A check that the optimizer's gradients are those of the probed loss, and not of a multiple of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do the formats really do? Divergences measured directly: the truth that `divergence` estimates. Slow.
+"""Divergences measured directly: the truth that `divergence` estimates. Slow.
 
 Layers are quantized, the model's gradients and the optimizer's next updates are compared with those in high precision,
 on FP32 copies of the weights and without a trace in the model or the optimizer (see `probe`).

@@ -1,4 +1,4 @@
-"""What does a format do to one layer? Sums over what the probe sampled there.
+"""The sums that tell what a format does to one layer, over what the probe sampled there.
 
 Legend: T tokens that the layer saw, n of them sampled, N tokens with a label in the batch that was run, I in_features,
 O out_features. X (n, I), G (n, O) and W (O, I) are the layer's input, output gradient and weight in high precision; eX,
@@ -143,7 +143,7 @@ class _Sizes(NamedTuple):
         return Squares(self.scale / self.micro_batches * elements, 0.0)
 
 
-class LayerTerms:
+class LayerSums:
     """The sums of one layer, prepared once for all formats.
 
     Args:
@@ -344,7 +344,7 @@ _ACTIVATIONS = (("x", 1), ("x", 0), ("g", 1), ("g", 0))
 
 
 def _squares_of(sizes: _Sizes, probes: int, is_random: bool, figures: list[float]) -> dict[str, Squares]:
-    """Returns what `LayerTerms.weight_divergences` does, from its sums in their order."""
+    """Returns what `LayerSums.weight_divergences` does, from its sums in their order."""
     left = iter(figures)
 
     def take(count: int) -> list[float]:
@@ -364,7 +364,7 @@ def _squares_of(sizes: _Sizes, probes: int, is_random: bool, figures: list[float
 
 
 def _errors_of(factors: dict[str, float], norms: list[float]) -> dict[str, tuple[float, float]]:
-    """Returns what `LayerTerms.errors` does, from the norms of W's error, of `_ACTIVATIONS`' and of W, X and G."""
+    """Returns what `LayerSums.errors` does, from the norms of W's error, of `_ACTIVATIONS`' and of W, X and G."""
     operands = ["w", *(operand for operand, _ in _ACTIVATIONS)]
     of_operands = dict(zip(("w", "x", "g"), norms[len(operands) :], strict=True))
     pairs = []

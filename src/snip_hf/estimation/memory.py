@@ -1,9 +1,9 @@
-"""How much memory does a probe take beyond the model, and how many tokens may it keep within a bound?
+"""The memory that a probe takes beyond the model, and the number of tokens that it may keep within a bound.
 
-Counted is what a probe holds from one pass to the next: FP32 copies of weights, their gradients, and the samples of all
-layers. Not counted, and so not bounded: the activations of the running pass, which is in FP32 (where training is under
-BF16 autocast they are about twice as large as those of as many of its tokens; `probe_batch_tokens` says how many the
-probe runs on), and what is computed of one layer at a time, before the passes and after them.
+Counts everything that a probe keeps alive between passes: FP32 copies of weights, their gradients, and the samples of
+all layers. Does not count, and so does not bound, the activations of the running pass, which is in FP32 (where training
+is under BF16 autocast they are about twice as large as those of as many of its tokens; `probe_batch_tokens` says how
+many the probe runs on), nor what is computed of one layer at a time, before the passes and after them.
 """
 
 from __future__ import annotations

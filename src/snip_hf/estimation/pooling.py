@@ -1,4 +1,4 @@
-"""How do the samples of several ranks become one? Each layer gets an owner, who gets what all of them kept of it.
+"""The samples of several ranks, pooled: each layer is assigned to one rank, which gathers every rank's samples.
 
 The owner then computes the layer's divergences as a single process would that had seen all the data: nothing else in
 the estimate knows of ranks, and the more ranks there are, the fewer layers each has to work on.

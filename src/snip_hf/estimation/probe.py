@@ -1,4 +1,4 @@
-"""What one probe of the model measures in each layer: inputs, output gradients, and how they answer to moved weights.
+"""One probe of the model: each layer's inputs, output gradients, and their derivatives along moved weights.
 
 Legend: T tokens, I in_features, O out_features, n sampled tokens. A probe runs forward and backward at W + eps * d and
 at W - eps * d for one random direction d through all swapped layers. The mean of the two gives every layer's input X
@@ -6,8 +6,8 @@ and output gradient G (up to eps^2), their difference the derivatives Xdot and G
 
 The passes leave no trace. They run on FP32 stand-ins for the weights, without autocast and without quantization, on
 clones of the buffers, and outside any wrapper (DDP, compile): no parameter, no gradient, no buffer and no optimizer
-state is written. Hooks that only observe are left out (`hooks`); all random generators, the modules' attributes and
-what other hooks keep are put back (`traces`).
+state is written. Hooks that only observe are left out (`user_hooks`); all random generators, the modules' attributes
+and what other hooks keep are put back (`python_state`).
 """
 
 from __future__ import annotations

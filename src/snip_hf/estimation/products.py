@@ -1,4 +1,4 @@
-"""How does a probe multiply FP32 matrices on a GPU, fast and all but exactly? As three BF16 products (ours).
+"""FP32 matrix products on a GPU, fast and all but exact, as three BF16 products (ours).
 
 FP32 products run beside the tensor cores, more than ten times slower than BF16 ones. To 16 bits an FP32 number is the
 sum of two BF16 numbers, high + low, and so
@@ -40,7 +40,7 @@ def split_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def is_split(left: Tensor, right: Tensor) -> bool:
-    """Tells whether `product` splits these operands: FP32, outside of autocast, on a GPU with BF16 tensor cores."""
+    """Returns True if `product` splits these operands: FP32, outside of autocast, on a GPU with BF16 tensor cores."""
     if not left.is_cuda or torch.version.cuda is None or torch.is_autocast_enabled("cuda"):
         return False
     is_fp32 = left.dtype == right.dtype == torch.float32

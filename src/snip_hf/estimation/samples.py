@@ -1,4 +1,4 @@
-"""TODO."""
+"""Samples of each layer's inputs and output gradients, recorded during the passes of a probe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an estimate or a measurement of divergences returns: one row per layer, GEMM and format."""
+"""The table of divergences that an estimate or a measurement returns: one row per layer, GEMM and format."""
 
 from __future__ import annotations
 

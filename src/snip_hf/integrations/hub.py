@@ -1,4 +1,4 @@
-"""What do the Hub repository and its model card say about how a model was trained?
+"""The Hub repository and its model card: what they say of how a model was trained.
 
 With `TrainingArguments(push_to_hub=True)` the Trainer uploads its whole output folder except `_*` and `checkpoint-*`,
 so everything under `snip/` travels along by itself. The model card does not (transformers 5.23):

@@ -1,4 +1,4 @@
-"""How a Hugging Face `Trainer` drives the controller: `SnipCallback` forwards events and holds no logic of its own."""
+"""`SnipCallback`, which forwards a Hugging Face `Trainer`'s events to the controller and holds no logic itself."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from ..text import printable
 from ..training.checks import check_launch
 from ..training.controller import SnipController
 from ..training.counted_passes import TrainingPasses
+from ..training.refresh import Solving
 from .hub import prepare_push, tag_model
 from .trackers import Trackers
 
@@ -44,9 +45,15 @@ class SnipCallback(TrainerCallback):
         config: what the user asks for; the defaults if None.
         resume: True looks for the state in OUTPUT/checkpoint-STEP of the step that the Trainer resumes at; a path names
             a checkpoint folder elsewhere; False starts a new plan even if there is a state.
+        solving: as `SnipController` takes it.
     """
 
-    def __init__(self, config: SnipConfig | None = None, resume: bool | str | os.PathLike[str] = True) -> None:
+    def __init__(
+        self,
+        config: SnipConfig | None = None,
+        resume: bool | str | os.PathLike[str] = True,
+        solving: Solving | None = None,
+    ) -> None:
         if not isinstance(config, SnipConfig | None):
             raise TypeError(
                 f"Got a {type(config).__name__} for config; expected a SnipConfig, e.g. SnipConfig.from_dict(...)."
@@ -54,6 +61,7 @@ class SnipCallback(TrainerCallback):
         self.config = config or SnipConfig()
         self.controller: SnipController | None = None
         self._resume = resume
+        self._solving = solving
         self._mark = RunMark()
         self._passes: TrainingPasses | None = None
         self._outer_run: SnipCallback | None = None
@@ -101,7 +109,13 @@ class SnipCallback(TrainerCallback):
             )
             output_dir = None
         self.controller = SnipController(
-            model, kwargs["optimizer"], self.config, AcceleratorState(), output_dir, max_steps=state.max_steps
+            model,
+            kwargs["optimizer"],
+            self.config,
+            AcceleratorState(),
+            output_dir,
+            max_steps=state.max_steps,
+            solving=self._solving,
         )
         self._mark = RunMark(self._end_restored)
         self._mark.put_on(model)
@@ -219,7 +233,7 @@ class SnipCallback(TrainerCallback):
         return self._passes is not None and self._passes.is_suspended
 
     def _is_training(self) -> bool:
-        """Tells whether the training loop of this callback's run is under way, further up this thread's stack.
+        """Returns True if the training loop of this callback's run is under way, further up this thread's stack.
 
         A run that an error ended looks the same otherwise: no event tells of it.
         """
@@ -289,7 +303,7 @@ class SnipCallback(TrainerCallback):
             logger.warning("snip-hf: the model was restored in mid-run; training goes on without SNIP.")
 
     def _is_of_outer_run(self, folder: str | None) -> bool:
-        """Tells whether one of the runs inside which this one runs writes to a folder."""
+        """Returns True if one of the runs inside which this one runs writes to a folder."""
         outer = self._outer_run
         return outer is not None and (outer._folder == folder or outer._is_of_outer_run(folder))
 

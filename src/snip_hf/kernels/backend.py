@@ -1,4 +1,4 @@
-"""What a backend is: the kernels that run the three GEMMs of a layer. And which one runs on a device.
+"""The interface of backends, which run the three GEMMs of a layer, and the choice of one for a device.
 
 Backends are entries of the registry `BACKENDS`, the fastest first. Layers, the controller and the configuration know
 none of them by name.

@@ -1,4 +1,4 @@
-"""How the three GEMMs are computed anywhere: rounding in software, products in FP32, as custom operators.
+"""The backend "emulated", which runs anywhere: rounding in software, products in FP32, as custom operators.
 
 Legend: T tokens, I in_features, O out_features; x (T, I), weight (O, I), grad_output (T, O). `state` is the layer's
 int64 tensor of `STATE_SIZE` numbers on its device: the format codes of the three GEMMs (in the order of `gemms.GEMMS`);

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Conversion of a model: swaps its linears for `SnipLinear` in place, and back."""
 
 from __future__ import annotations
 
@@ -108,11 +108,10 @@ def _backend_now(requested: str, device: torch.device, formats: list[str]) -> Ba
 def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     """Swaps the linears inside the transformer blocks for `SnipLinear`, in place.
 
-    Swapped is every `nn.Linear` (exactly that class) inside a numbered block (`....layers.3....`), except the output
-    head, adapters' small matrices and what `config.skip_modules` names. Everything starts in `config.start_format`.
-    What is swapped and what is skipped, with the reason, goes to the log, and so does every other weight matrix that
-    the plan does not cover (`coverage`). Layers swapped before stay as they are, or are restored if this config skips
-    them.
+    Replaces every `nn.Linear` (not subclasses) inside a numbered block (`....layers.3....`), except the output head,
+    adapters' small matrices and what `config.skip_modules` names. Everything starts in `config.start_format`. The log
+    names what is swapped, what is skipped and why, and every other weight matrix that the plan does not cover
+    (`coverage`). Layers swapped before stay as they are, or are restored if this config skips them.
 
     Returns: the exact names of all swapped layers, in the model's order.
 

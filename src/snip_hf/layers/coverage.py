@@ -1,4 +1,4 @@
-"""Which weight matrices of a model a plan leaves out, of what kind, why, and how much of the model they are."""
+"""The coverage of a plan: which weight matrices it leaves out, of what kind, why, and how large they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in place of `nn.Linear`: `SnipLinear`, and how it is swapped into a model and back.
+"""`SnipLinear`, which runs in place of `nn.Linear`.
 
 Legend: T tokens, I in_features, O out_features. The swap changes a module's class in place, so that parameters, their
 ties, hooks, sharding and state_dict keys stay what they were. What a layer needs to know at run time (its formats and

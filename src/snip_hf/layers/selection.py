@@ -1,4 +1,4 @@
-"""TODO."""
+"""The selection of linears: which ones are swapped, and why the others are not."""
 
 from __future__ import annotations
 

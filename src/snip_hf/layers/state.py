@@ -1,4 +1,4 @@
-"""TODO."""
+"""The state that swapped layers share with a run: names, and the keys of their random numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def snip_linears(model: nn.Module) -> dict[str, SnipLinear]:
 def plain_name(name: str) -> str:
     """Returns the name of a module or parameter without the parts that wrappers inside the model put in.
 
-    These are torch.compile's, activation checkpointing's, and those of `launch.ModelParts`.
+    These are torch.compile's, activation checkpointing's, and those of `pipeline.ModelParts`.
     """
     return _WRAPPERS.sub("", name)
 

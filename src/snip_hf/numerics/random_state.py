@@ -1,4 +1,4 @@
-"""TODO."""
+"""The state of all random generators that a forward pass may draw from, saved and restored."""
 
 from __future__ import annotations
 

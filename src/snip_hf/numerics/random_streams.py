@@ -1,4 +1,4 @@
-"""TODO."""
+"""Random numbers for stochastic rounding: pure functions of a key and an element's position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a tensor is rounded to a format: pure functions, the reference for every other path.
+"""Rounding of a tensor to a format: pure functions, the reference for every other path.
 
 Legend: R rows, C columns of a 2-D tensor; a tile is a (tile_rows, tile_columns) block of it. Every tile has one FP32
 scale = amax / max(grid); elements are multiplied by the reciprocal of the scale, rounded to the format's grid, and

@@ -1,4 +1,4 @@
-"""What does a DeepSpeed ZeRO optimizer (stages 1 and 2) know of one weight, and when can it be asked?
+"""Access to one weight's gradient and state in a DeepSpeed ZeRO optimizer (stages 1 and 2).
 
 Each rank holds a part of the averaged gradients, of the FP32 master weights and of the optimizer's state, on its device
 or offloaded to the CPU. `ZeroOptimizer` puts together what belongs to one weight, whole and in FP32. That is
@@ -135,7 +135,7 @@ class ZeroOptimizer:
         return name
 
     def holds(self, weight: Tensor) -> bool:
-        """Tells whether the optimizer updates this weight; those that are frozen it does not."""
+        """Returns True if the optimizer updates this weight; those that are frozen it does not."""
         return id(weight) in self._groups
 
     def before_step(self, callback: Callable[[], None]) -> BeforeStep:

@@ -1,4 +1,4 @@
-"""How does an optimizer's next update of a weight answer to its gradient: h(g), and products with its derivative?
+"""Sensitivity of an optimizer's next update to the gradient: h(g), and products with its derivative.
 
 The weight divergence asks how far a changed gradient moves the next update. Three ways to know it (docs/method.md):
 

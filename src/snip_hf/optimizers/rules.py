@@ -1,4 +1,4 @@
-"""What does one step of each known optimizer subtract from a weight, as a function of the gradient?
+"""The update rules of known optimizers: what one step subtracts from a weight, as a function of the gradient.
 
 Rules are pure functions of the gradient (the weight's shape (O, I), O out_features, I in_features), in the gradient's
 dtype; nothing is written. An elementwise rule returns (update, slope, meaningful): h(g), h'(g) and where h' has a

@@ -1,4 +1,4 @@
-"""How do data-parallel ranks average their gradients in a quarter of the bytes? A communication hook for DDP (ours).
+"""A communication hook for DDP that averages gradients in a quarter of the bytes (ours).
 
 Legend: W ranks, n elements in one of DDP's buckets, B blocks of 128 elements per chunk; a bucket, padded with zeros,
 is W chunks. A block travels as 129 bytes: 128 E4M3 numbers and the exponent of its scale, a power of two.

@@ -1,4 +1,4 @@
-"""What a run cannot be launched under, and how the model is found inside what a launcher wrapped around it."""
+"""A pipeline's stages, as far as this process holds them, and how the whole model is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do the processes that train one model agree? Only this communicates, beside the gradient hook and ZeRO's gathers.
+"""The ranks that train one model, and everything they exchange, beside the gradient hook and ZeRO's gathers.
 
 Two kinds of processes: ranks that hold the same layers (or shards of them) and see different data, and ranks that hold
 different layers (stages of a pipeline). Small things travel as JSON over a gloo group of snip-hf's own, whose waits are

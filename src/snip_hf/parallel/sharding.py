@@ -1,4 +1,4 @@
-"""TODO."""
+"""Sharded tensors: their whole, the part of them that this process holds, and FSDP2's hooks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 # The newer name, from torch 2.13 on.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def is_fully_sharded(model: nn.Module) -> bool:
+    """Returns True if FSDP2 shards the model or a part of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def offloads(policy: object) -> bool:
+    """Returns True for a policy of FSDP2 that keeps shards in host memory."""
+    return isinstance(policy, CPUOffloadPolicy)
+
+
+def has_first_rows(tensor: Tensor) -> bool:
+    """Returns True if the first rank holds the whole first row of a tensor, which may be sharded."""
+    if not isinstance(tensor, DTensor):
+        return True
+    dims = [placement.dim for placement in tensor.placements if placement.is_shard()]  # type: ignore[attr-defined]
+    return all(dim == 0 for dim in dims)
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The wrappers that launchers put around a model (DDP, DeepSpeed, torch.compile), and the model inside."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def deepspeed_engine(*candidates: Any) -> Any:
 
 
 def has_class(found: Any, name: str) -> bool:
-    """Tells whether something is of a class of DeepSpeed's, without importing DeepSpeed."""
+    """Returns True if something is of a class of DeepSpeed's, without importing DeepSpeed."""
     return any(kind.__name__ == name and kind.__module__.startswith("deepspeed.") for kind in type(found).__mro__)

@@ -1,4 +1,4 @@
-"""Has the ranking of the layers moved since the plan in force was made? One cheap pass tells (ours).
+"""The drift of the layers' ranking since the plan in force was made, found by one cheap pass (ours).
 
 A layer's rank is that of what it costs in the least precise format by the policy's own objective, with the figures that
 need no derivative of the model: the loss divergence, the part of the weight divergence that comes from grad_weight, and

@@ -1,4 +1,4 @@
-"""What do the stages of a pipeline cost, and what does one constraint per stage save against one global constraint?
+"""The cost of a pipeline's stages, and what one constraint per stage saves against one global constraint.
 
 Everything here is a prediction from the linears' GEMMs alone. With measured times (`cost="measured"`) it is in seconds
 on the machine of the plan; otherwise on a modelled one, whose FP4 runs at twice FP8's rate (`NumberFormat.speed`).

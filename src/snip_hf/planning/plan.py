@@ -1,4 +1,4 @@
-"""Which format does each GEMM of each layer run in, and where did that decision come from?
+"""The precision plan: the format of each GEMM of each layer, and where that decision came from.
 
 A plan is data: exact layer name and GEMM -> format, the FLOPs behind its FP4 share, the stages that each had to meet
 the target, its provenance, and the measured times where these were what had to meet it. It is checked whenever it is

@@ -13,7 +13,7 @@ from ..policies.setting import Assignment, Setting, tied_groups
 
 
 def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> dict[str, Any]:
-    """Returns the integer program (`snip_hf.ilp`) of a policy that needs a probe.
+    """Returns the integer program (`solver.ilp`) of a policy that needs a probe.
 
     Args:
         setting: as above.

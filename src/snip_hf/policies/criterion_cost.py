@@ -1,4 +1,4 @@
-"""How a policy decides by its own criterion: the criterion's figures are the prices."""
+"""Prices that are a policy's own criterion."""
 
 from __future__ import annotations
 

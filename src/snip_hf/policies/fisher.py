@@ -14,13 +14,13 @@ class Fisher(LayerCriterion):
     """N sum over tokens and outputs of G^2 E^2, E = Q(X) Q(W)^T - X W^T, N the tokens with a label."""
 
     def pending_rows(self, name: str) -> Pending[Rows]:
-        terms = self.terms
+        sums = self.sums
         # One product of twice the length instead of the difference of two.
-        left = torch.cat([terms.rounded("x", name, 1), -terms.x], 1)
-        right = torch.cat([terms.rounded("w", name, 1), terms.w], 1)
+        left = torch.cat([sums.rounded("x", name, 1), -sums.x], 1)
+        right = torch.cat([sums.rounded("w", name, 1), sums.w], 1)
         errors = product(left, right.t())  # (n, 2 I) x (2 I, O)
         # As for the loss divergence: the mean over N tokens of what the gradients of their own losses give.
-        score = terms.batch.labelled * terms.sizes.scale * errors.mul_(terms.g).square_().sum()
+        score = sums.batch.labelled * sums.sizes.scale * errors.mul_(sums.g).square_().sum()
         return Pending(score[None], forward_only)
 
 

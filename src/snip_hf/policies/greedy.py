@@ -12,11 +12,11 @@ class Greedy(LayerCriterion):
     """sum over elements of |G^T X * eW|: by how much each element's rounding can move the loss, to first order."""
 
     def pending_rows(self, name: str) -> Pending[Rows]:
-        terms = self.terms
-        error = terms.rounded("w", name, 1) - terms.w
+        sums = self.sums
+        error = sums.rounded("w", name, 1) - sums.w
         # Of the weight, (O, n) x (n, I), as far as the sample shows it.
-        gradient = product(terms.g.t(), terms.x)
-        moves = terms.sizes.token_ratio * error.mul_(gradient).abs_().sum()
+        gradient = product(sums.g.t(), sums.x)
+        moves = sums.sizes.token_ratio * error.mul_(gradient).abs_().sum()
         return Pending(moves[None], forward_only)
 
 

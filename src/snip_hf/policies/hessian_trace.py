@@ -54,9 +54,9 @@ class HessianTrace(LayerCriterion):
         return hessian_trace(layer, sample, directions)
 
     def pending_rows(self, name: str) -> Pending[Rows]:
-        terms = self.terms
-        trace = terms.w.new_zeros(1) if self.trace is None else self.trace
-        return Pending(trace.clamp(min=0.0) / terms.w.numel() * terms.weight_error(name), forward_only)
+        sums = self.sums
+        trace = sums.w.new_zeros(1) if self.trace is None else self.trace
+        return Pending(trace.clamp(min=0.0) / sums.w.numel() * sums.weight_error(name), forward_only)
 
 
 def _refuse_drift_checks(config: SnipConfig) -> None:

@@ -1,4 +1,4 @@
-"""The policy "kl": how far rounding moves the histogram of each operand's values. Source: docs/policies.md."""
+"""The policy "kl": the distance that rounding moves the histogram of each operand. Source: docs/policies.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..estimation.criterion import LayerCriterion, Rows, by_gemm
-from ..estimation.layer_sums import LayerTerms, Pending
+from ..estimation.layer_sums import LayerSums, Pending
 from ..numerics.gemms import CONTRACTIONS, GEMMS
 from .criterion_cost import register_criterion
 
@@ -23,8 +23,8 @@ class KL(LayerCriterion):
     Waits for the device, since histograms do.
     """
 
-    def __init__(self, terms: LayerTerms, trace: Tensor | None = None) -> None:
-        super().__init__(terms, trace)
+    def __init__(self, sums: LayerSums, trace: Tensor | None = None) -> None:
+        super().__init__(sums, trace)
         # Operand -> inner edges and counts of its histogram before rounding.
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -38,11 +38,11 @@ class KL(LayerCriterion):
 
     def _of_operand(self, operand: str, contracts: int, name: str) -> Tensor:
         if operand not in self._before:
-            values = getattr(self.terms, operand)
+            values = getattr(self.sums, operand)
             edges = inner_edges(values)
             self._before[operand] = edges, histogram(values, edges)
         edges, before = self._before[operand]
-        return kl_divergence(before, histogram(self.terms.rounded(operand, name, contracts), edges))
+        return kl_divergence(before, histogram(self.sums.rounded(operand, name, contracts), edges))
 
 
 def inner_edges(values: Tensor) -> Tensor:

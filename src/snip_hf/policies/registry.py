@@ -1,4 +1,4 @@
-"""What a policy is: its name, what it needs, what it refuses, and how it decides."""
+"""The definition of a policy: its name, what it needs, what it refuses, and how it decides."""
 
 from __future__ import annotations
 

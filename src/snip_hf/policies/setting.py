@@ -1,4 +1,4 @@
-"""TODO."""
+"""The setting of a policy: configuration, FLOPs, stages, and the groups of layers that share their formats."""
 
 from __future__ import annotations
 

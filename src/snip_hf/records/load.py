@@ -1,4 +1,4 @@
-"""What a run left behind: its plans, refreshes, divergences and losses, read back from its folder.
+"""A run read back from its folder: its plans, refreshes, divergences and losses.
 
 Read are OUTPUT/snip/history.jsonl, plan.json and divergence-<step>.json, and the Trainer's trainer_state.json. What is
 missing is said in a sentence and left out. A folder may come from elsewhere, and its files hold anything: sizes and

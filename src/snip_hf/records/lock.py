@@ -1,4 +1,4 @@
-"""One writer at a time: a lock on a file, which ends with the process that took it, however that ends."""
+"""A lock on a file, for one writer at a time; it ends with the process that took it, however that ends."""
 
 from __future__ import annotations
 

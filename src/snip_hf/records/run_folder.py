@@ -1,4 +1,4 @@
-"""What a run writes into its folder OUTPUT/snip: the plan in force, refreshes and checks, tables of divergences.
+"""The folder OUTPUT/snip that a run writes: the plan in force, refreshes and checks, tables of divergences.
 
 A disk that cannot be written costs the record, not the run: each method but `hold` warns instead of raising an error.
 One run at a time writes there, and what an earlier one wrote is moved aside. Other files in the folder stay.

@@ -1,4 +1,4 @@
-"""What a run looks like: its plan over layers and time, its divergences, its losses, as PNG files."""
+"""A run as PNG files: its plan over layers and time, its divergences, its losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened in a run, as tables: which plan was in force when, what each refresh cost, how the losses went."""
+"""The report of a run, as tables: which plan was in force when, what each refresh cost, how the losses went."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does a plan look like as tables: formats by block, cost by kind of linear, its stages and their bubble?"""
+"""A plan as tables: formats by block, cost by kind of linear, its stages and their bubble."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ranks of a run must have in common before the first step, beside what torch itself compares."""
+"""What all ranks of a run must have in common, and the refusal of ranks that differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is noted of an optimizer step while it runs, for its probe: the micro-batch, and what clipping does."""
+"""The optimizer step that is to be probed, as noted while it runs: its first micro-batch, and what clipping does."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ class StepWatch:
         self._batch: Batch | Exception = ValueError("No micro-batch of it was given to capture().")
         self.tokens = self.labelled = 0
         """Of the whole micro-batch."""
+        self.micro_batches = 0
+        """Of the step, known when it ends."""
         self._probe_tokens = probe_tokens
         self._layers = layers
         self._squares: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The refusals of a start: launches, models, pipeline parts and plans that snip-hf cannot work with."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from ..config import SnipConfig
 from ..costs.flops import Weights
 from ..layers.state import snip_linears
 from ..optimizers.deepspeed_zero import check_deepspeed
-from ..parallel.sharding import is_sharded
+from ..parallel.sharding import is_fully_sharded, is_sharded, offloads
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
 
@@ -61,7 +60,7 @@ def _unsupported(accelerator: Any) -> str | None:
         if getattr(plugin, "fsdp_version", 1) != 2:
             return "FSDP version 1, which flattens the weights; use version 2 (fsdp_version: 2)"
         # Without offloading accelerate's plugin has a policy too, one that does nothing.
-        if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        if offloads(plugin.cpu_offload):
             return "FSDP2 with offloading to the CPU; turn fsdp_offload_params off"
     if kind == "MEGATRON_LM":
         return "Megatron-LM; use FSDP2 (fsdp_version: 2)"
@@ -74,7 +73,7 @@ def check_model(model: nn.Module, log: logging.Logger) -> None:
     Raises:
         ValueError: FlashAttention, which knows no FP32, or tensor parallelism.
     """
-    is_sharded_by_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
+    is_sharded_by_fsdp = is_fully_sharded(model)
     parts = [name for name, layer in snip_linears(model).items() if is_sharded(layer.weight)]
     if (getattr(model, "tp_size", None) or 1) > 1 or (parts and not is_sharded_by_fsdp):
         raise ValueError(

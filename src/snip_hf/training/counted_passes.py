@@ -1,4 +1,4 @@
-"""Which forward passes of a model in training mode are backpropagated, and whether from the loss that it returns.
+"""The forward passes that count as micro-batches: those that are backpropagated, from the model's own loss or not.
 
 A model runs forward for many reasons: generation, a look at its logits, a reference. Only a pass whose outputs get a
 gradient is a micro-batch, which is known when the backward pass begins. Until then the pass is an offer

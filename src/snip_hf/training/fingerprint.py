@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..layers.state import plain_name
-from ..parallel.sharding import own_part
+from ..parallel.sharding import has_first_rows, own_part
 
 
 def fingerprint(value: Any) -> str:
@@ -27,10 +26,8 @@ def weights_fingerprint(model: nn.Module) -> str | None:
     """
     digest = hashlib.sha256()
     for name, parameter in sorted((plain_name(name), parameter) for name, parameter in model.named_parameters()):
-        if isinstance(parameter, DTensor):
-            dims = [placement.dim for placement in parameter.placements if placement.is_shard()]  # type: ignore[attr-defined]
-            if any(dim != 0 for dim in dims):
-                return None
+        if not has_first_rows(parameter):
+            return None
         row = own_part(parameter.detach()).reshape(-1)[: parameter.shape[-1] if parameter.ndim > 1 else 1]
         digest.update(json.dumps([name, list(parameter.shape)]).encode())
         digest.update(row.to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())

@@ -1,4 +1,4 @@
-"""What a refresh checks of the training loop around it: the layers, the optimizer and the gradients are still its own.
+"""Checks of the training loop in mid-run: layers, optimizer and gradients are still those of its beginning.
 
 A loop may replace any of them in mid-run. A plan made from what is no longer in use would mislead, so that each check
 names its cause, and the plan in force stays.

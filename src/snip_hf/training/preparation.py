@@ -1,8 +1,9 @@
-"""What is checked and found out before the first step: backend, sizes, costs, and what the probe cannot work with."""
+"""The preparation of a run before its first step: processes, swapped layers, FLOPs, measured costs and backend."""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from torch import nn
 from ..config import SnipConfig
 from ..costs.budget import MeasuredCost, describe_cost, measure_cost
 from ..costs.flops import Weights, linear_flops
+from ..costs.gemm_timing import read_times
 from ..kernels.backend import BACKENDS, Backend
 from ..layers.convert import convert_model
 from ..layers.linear import SnipLinear
@@ -22,8 +24,9 @@ from ..layers.selection import skip_reasons
 from ..layers.state import pack_states, set_rank
 from ..parallel.pipeline import Pipeline
 from ..parallel.ranks import Attempt, Processes, Ranks
-from ..planning.plan import read_measured
-from ..policies.setting import block_of
+from ..planning.plan import MAX_TEXT, read_measured
+from ..policies.setting import Setting, block_of, check_ties, find_stages
+from ..text import printable
 
 # How long a rank may wait for the others while the first one waits for the solver, beyond the solver's own limit.
 _SOLVER_GRACE = 60.0
@@ -69,10 +72,31 @@ def flops_of_all(model: nn.Module, pipeline: Ranks) -> dict[str, dict[str, float
     return {layer: merged[layer] for layer in sorted(merged, key=numbers.__getitem__)}
 
 
+def find_setting(model: nn.Module, config: SnipConfig, pipeline: Ranks) -> Setting:
+    """Returns what the policy is told of the model.
+
+    Raises:
+        ValueError: stages or ties that do not fit the model, or a file of times that cannot be read.
+    """
+    flops = flops_of_all(model, pipeline)
+    setting = Setting(config, flops, find_stages(list(flops), config))
+    check_ties(setting)
+    if config.cost_file is not None:
+        read_times(os.path.abspath(config.cost_file))  # What is wrong with it comes out now and not at a refresh.
+    return setting
+
+
+def name_of(model: nn.Module) -> str:
+    """Returns the name that a model was loaded by, as plans and records show it, or that of its class."""
+    name = getattr(getattr(model, "config", None), "_name_or_path", "")
+    # It may be a path, of which any character may be a part.
+    return printable(name, MAX_TEXT) or type(model).__name__.removeprefix("FSDP")
+
+
 def cost_of_all(
     model: nn.Module, tokens: int, backend: str, config: SnipConfig, flops: Weights, processes: Processes, log: Any
 ) -> MeasuredCost:
-    """Times the GEMMs of all layers in `flops`, as `cost.measure_cost` does.
+    """Times the GEMMs of all layers in `flops`, as `budget.measure_cost` does.
 
     One rank measures for all that hold the same layers, since each would find other times.
     """

@@ -1,4 +1,4 @@
-"""What the Hopper backend keeps of a layer between passes: quantized weights, and inputs that tied layers share."""
+"""The Hopper backend's memory between passes: quantized weights, and inputs that tied layers share."""
 
 from __future__ import annotations
 

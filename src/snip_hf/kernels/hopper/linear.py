@@ -1,4 +1,4 @@
-"""How a linear layer trains on FP8 tensor cores: what is quantized when, what is kept for backward, what is shared.
+"""Linear layers on FP8 tensor cores: what is quantized when, what is kept for backward, what is shared.
 
 Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I). Numerics are those of `kernels.emulated`,
 but that gradients of FP32 weights are not rounded to BF16; operands and layouts are those of `kernels.hopper`.

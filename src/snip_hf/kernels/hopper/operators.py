@@ -1,4 +1,4 @@
-"""How the three GEMMs run on FP8 tensor cores: quantization in one pass, and cuBLASLt's block-scaled product.
+"""The three GEMMs on FP8 tensor cores: quantization in one pass, and cuBLASLt's block-scaled product.
 
 Every FP4 value is an FP8 (E4M3) value, so both grids are stored as E4M3 and multiplied by the same GEMM (ours,
 docs/method.md, section 1): the format of each operand is a number that the kernels read from the layer's `state`, and

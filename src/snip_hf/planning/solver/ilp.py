@@ -1,4 +1,4 @@
-"""Which option should each group take, so that the total cost is least and every constraint is met?
+"""The integer program: picks one option per group, at the least total cost that meets every constraint.
 
     min sum_g cost[g, choice(g)]   subject to   sum_{g in S} weight[g, choice(g)] >= minimum_S for every constraint S
 

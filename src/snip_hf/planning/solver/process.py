@@ -1,4 +1,4 @@
-"""How is the integer program solved beside training, and what if that goes wrong?
+"""The process that solves an integer program beside training, and everything that can go wrong with it.
 
 The parent's side of ``ilp.py``: start it as a process of its own, go on, ask whether it has finished, read and re-check
 its answer. Whatever happens there arrives here as a `SolverError` that says which; nothing waits without a bound.
@@ -83,7 +83,7 @@ def check_solution(problem: dict[str, Any], solution: Any) -> SolverResult:
 
     Raises:
         SolverError: "garbage" (not a solution at all), "infeasible" (with the attainable values) or "rejected".
-        snip_hf.ilp.ProblemError: if the problem itself is malformed.
+        snip_hf.planning.solver.ilp.ProblemError: if the problem itself is malformed.
     """
     program = parse(problem)
     expected = {field.name for field in fields(SolverResult)}
@@ -270,7 +270,7 @@ class SolverProcess:
         """Start solving and return at once.
 
         Args:
-            problem: as laid out in `snip_hf.ilp`. It is checked by the process: a bad one shows in `result`.
+            problem: as laid out in `solver.ilp`. It is checked by the process: a bad one shows in `result`.
             command: the program to run instead of ``python -I ilp.py``, with the same input and output.
             allowance: seconds beyond the problem's `time_limit` after which the process is killed.
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from layer_terms import LayerTerms
 from rounded import fake_quantize
+from sums_of_layer import LayerSums
 from torch import Tensor
 
 from snip_hf.estimation import layer_sums as layer_sums_module
@@ -172,7 +172,7 @@ def test_the_squares_are_the_written_out_formulas(
 ) -> None:
     sample, weight, push = a_sample(n, tokens, probes, mean=mean), a_weight(), scaled()
     expected = squares_written_out(sample, weight, push, fmt, micro_batches)
-    found = LayerTerms(sample, weight, push, micro_batches).weight_divergences(fmt, KEYS)
+    found = LayerSums(sample, weight, push, micro_batches).weight_divergences(fmt, KEYS)
     assert set(found) == set(expected) == set(ROWS)
     for row in ROWS:
         assert_squares(found[row], expected[row])
@@ -187,7 +187,7 @@ def test_they_are_for_a_layer_of_several_tiles_too(shape: tuple[int, int]) -> No
     sample, weight = a_sample(200, 400, width=width, height=height), a_weight(height, width)
     push = scaled(height, width)
     expected = squares_written_out(sample, weight, push, "fp4", 2)
-    found = LayerTerms(sample, weight, push, 2).weight_divergences("fp4", KEYS)
+    found = LayerSums(sample, weight, push, 2).weight_divergences("fp4", KEYS)
     for row in ROWS:
         assert expected[row][0] > 0
         assert_squares(found[row], expected[row])
@@ -201,7 +201,7 @@ def test_on_a_gpu_they_are_those_of_its_kernels(fmt: str) -> None:
     factors = torch.rand(130, 260, generator=torch.Generator().manual_seed(4))
     expected = squares_written_out(sample, weight, factors.mul, fmt, 2)
     for push in (factors.cuda(), factors.cuda().mul):
-        found = LayerTerms(moved(sample, "cuda"), weight.cuda(), push, 2).weight_divergences(fmt, KEYS)
+        found = LayerSums(moved(sample, "cuda"), weight.cuda(), push, 2).weight_divergences(fmt, KEYS)
         for row in ROWS:
             step, bias, size = expected[row]
             assert found[row].step == pytest.approx(step, rel=1e-3, abs=1e-4 * size)
@@ -210,7 +210,7 @@ def test_on_a_gpu_they_are_those_of_its_kernels(fmt: str) -> None:
 
 def test_bfloat16_weights_and_their_errors_are_taken_in_fp32() -> None:
     sample, push, weight = a_sample(60, 60), scaled(), a_weight().bfloat16()
-    narrow, wide = (LayerTerms(sample, w, push, 1).weight_divergences("fp8", KEYS) for w in (weight, weight.float()))
+    narrow, wide = (LayerSums(sample, w, push, 1).weight_divergences("fp8", KEYS) for w in (weight, weight.float()))
     assert narrow == wide
 
 
@@ -222,7 +222,7 @@ def test_with_all_tokens_the_weight_s_error_meets_the_square_of_the_sum() -> Non
     n, weight = 300, a_weight()
     x, g = on_grid(n, 12), on_grid(n, 9, seed=6)
     x_dot, g_dot = drawn(n, 12, seed=7, mean=0.2), drawn(n, 9, seed=8, mean=0.2)
-    found = LayerTerms(LayerSample(n, x, g, [x_dot], [g_dot]), weight, None, 1).weight_divergences("fp8", KEYS)
+    found = LayerSums(LayerSample(n, x, g, [x_dot], [g_dot]), weight, None, 1).weight_divergences("fp8", KEYS)
     e_w = fake_quantize(weight, FORMATS["fp8"], SQUARE_TILE).double() - weight.double()
     forward = torch.einsum("to,ti->oi", g_dot.double(), x.double()) * e_w
     grad_input = torch.einsum("to,ti->oi", g.double(), x_dot.double()) * e_w
@@ -237,7 +237,7 @@ def test_with_all_tokens_grad_weight_is_the_square_of_the_whole_change_of_the_up
         rounded_g = fake_quantize(g, FORMATS[fmt], COLUMN_TILE, key).double()
         rounded_x = fake_quantize(x, FORMATS[fmt], COLUMN_TILE).double()
         change = push((rounded_g.t() @ rounded_x - g.double().t() @ x.double()).float())
-        found = LayerTerms(sample, a_weight(), push, 1).weight_divergences(fmt, KEYS)["grad_weight"]
+        found = LayerSums(sample, a_weight(), push, 1).weight_divergences(fmt, KEYS)["grad_weight"]
         assert found.step == pytest.approx(change.double().square().sum().item(), rel=1e-4)
 
 
@@ -251,7 +251,7 @@ def test_grad_weight_goes_through_a_derivative_that_is_not_elementwise() -> None
 
     for micro_batches in (1, 3):
         expected = squares_written_out(sample, a_weight(), push, "fp8", micro_batches)["grad_weight"]
-        found = LayerTerms(sample, a_weight(), push, micro_batches).weight_divergences("fp8", KEYS)["grad_weight"]
+        found = LayerSums(sample, a_weight(), push, micro_batches).weight_divergences("fp8", KEYS)["grad_weight"]
         assert expected[0] > 0
         assert_squares(found, expected)
 
@@ -263,7 +263,7 @@ def test_with_all_tokens_activation_errors_count_in_pairs_that_share_a_token_or_
     x, g = drawn(n, 12, seed=1, mean=0.5), drawn(n, 9, seed=2, mean=0.5)
     x_dot, g_dot = drawn(n, 12, seed=7, mean=0.2), drawn(n, 9, seed=8, mean=0.2)
     assert torch.equal(fake_quantize(weight, FORMATS["fp8"], SQUARE_TILE), weight)
-    found = LayerTerms(LayerSample(n, x, g, [x_dot], [g_dot]), weight, None, 1).weight_divergences("fp8", KEYS)[row]
+    found = LayerSums(LayerSample(n, x, g, [x_dot], [g_dot]), weight, None, 1).weight_divergences("fp8", KEYS)[row]
     if row == "forward":
         met, rounded = g_dot.double() @ weight.double(), x
     else:
@@ -283,13 +283,13 @@ def test_step_and_bias_are_right_on_the_average_for_known_means_and_variances(
     n: int, tokens: int, micro_batches: int
 ) -> None:
     """Pieces c ~ N(mu, I) of 40 numbers; a step adds T / n times as many and takes the mean over micro-batches."""
-    terms = LayerTerms(a_sample(n, tokens), a_weight(), None, micro_batches)
+    layer_sums = LayerSums(a_sample(n, tokens), a_weight(), None, micro_batches)
     count, numbers, draws = n // 128, 40, 8000
     mean = torch.linspace(0.6, 1.8, numbers, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     parts = mean + torch.randn(draws, count, numbers, generator=generator, dtype=torch.float64)
     own, total = parts.square().sum((1, 2)), parts.sum(1).square().sum(1)
-    found = [terms.sizes.of_pieces(*sums) for sums in zip(own.tolist(), total.tolist(), strict=True)]
+    found = [layer_sums.sizes.of_pieces(*sums) for sums in zip(own.tolist(), total.tolist(), strict=True)]
     wanted = tokens // 128
     bias = wanted**2 * mean.square().sum().item()
     step = bias + wanted * numbers / micro_batches
@@ -320,8 +320,8 @@ def test_what_is_found_in_one_sample_is_what_whole_steps_of_several_micro_batche
             change += (rounded - exact) / micro_batches
             if index == 0:
                 sample = LayerSample(tokens, x[:512], g[:512])
-                terms = LayerTerms(sample, torch.ones(20, 24), torch.clone, micro_batches)
-                found.append(terms.weight_divergences("fp8", KEYS)["grad_weight"])
+                layer_sums = LayerSums(sample, torch.ones(20, 24), torch.clone, micro_batches)
+                found.append(layer_sums.weight_divergences("fp8", KEYS)["grad_weight"])
         changes.append(change)
     every = torch.stack(changes)
     truths = every.square().sum((1, 2))
@@ -348,10 +348,10 @@ def test_an_error_that_is_the_same_for_every_token_is_all_bias(sampled: int) -> 
     """Every run of 128 tokens does the same: 1,024 tokens make 8 times its error, and 64 times its square."""
     x, g, x_dot, g_dot = (alike(sampled, size, seed) for size, seed in ((12, 1), (9, 2), (12, 7), (9, 8)))
     weight, push = a_weight(), scaled()
-    terms = LayerTerms(LayerSample(1024, x, g, [x_dot], [g_dot]), weight, push, 1)
-    of_run = LayerTerms(LayerSample(128, x[:128], g[:128], [x_dot[:128]], [g_dot[:128]]), weight, push, 1)
+    layer_sums = LayerSums(LayerSample(1024, x, g, [x_dot], [g_dot]), weight, push, 1)
+    of_run = LayerSums(LayerSample(128, x[:128], g[:128], [x_dot[:128]], [g_dot[:128]]), weight, push, 1)
     run = of_run.weight_divergences("fp8", KEYS)
-    for row, square in terms.weight_divergences("fp8", KEYS).items():
+    for row, square in layer_sums.weight_divergences("fp8", KEYS).items():
         assert square.bias > 0
         # The rest is what the channels of one token have in common, which is drawn anew with the token.
         assert 0.8 < square.step / square.bias < 1.2
@@ -366,8 +366,8 @@ def test_stochastic_rounding_of_gradients_has_no_bias_in_grad_input() -> None:
     g = drawn(1, 9, seed=2).expand(n, 9).contiguous()
     x_dot = drawn(1, 12, seed=7).expand(n, 12).contiguous()
     sample = LayerSample(n, drawn(n, 12, seed=1), g, [x_dot], [drawn(n, 9, seed=8)])
-    terms = LayerTerms(sample, weight, None, 1)
-    stochastic, nearest = (terms.weight_divergences(fmt, KEYS)["grad_input"] for fmt in ("fp4", "fp8"))
+    layer_sums = LayerSums(sample, weight, None, 1)
+    stochastic, nearest = (layer_sums.weight_divergences(fmt, KEYS)["grad_input"] for fmt in ("fp4", "fp8"))
     assert stochastic.step > 0 == stochastic.bias
     assert nearest.bias > 0.9 * nearest.step > 0
 
@@ -375,13 +375,13 @@ def test_stochastic_rounding_of_gradients_has_no_bias_in_grad_input() -> None:
 def test_stochastic_rounding_of_gradients_has_next_to_no_bias_in_grad_weight() -> None:
     """X lies on the grid, so that only G's rounding is left; what is found is noise around 0."""
     n, draws = 1024, 40
-    terms = LayerTerms(LayerSample(n, on_grid(n, 12), alike(n, 9, 2)), torch.ones(9, 12), torch.clone, 1)
-    found = [terms.weight_divergences("fp4", (0, key))["grad_weight"] for key in range(1, draws + 1)]
+    layer_sums = LayerSums(LayerSample(n, on_grid(n, 12), alike(n, 9, 2)), torch.ones(9, 12), torch.clone, 1)
+    found = [layer_sums.weight_divergences("fp4", (0, key))["grad_weight"] for key in range(1, draws + 1)]
     assert Squares.mean(found).step > 0
     assert abs(Squares.mean(found).bias) < 0.2 * Squares.mean(found).step
     assert min(one.bias for one in found) < 0
     # Rounded to nearest, the same gradients have one.
-    nearest = terms.weight_divergences("fp8", KEYS)["grad_weight"]
+    nearest = layer_sums.weight_divergences("fp8", KEYS)["grad_weight"]
     assert nearest.bias > 0.9 * nearest.step > 0
 
 
@@ -390,13 +390,13 @@ def test_the_square_of_randomly_rounded_gradients_is_its_mean_over_roundings() -
     n, weight, draws = 60, on_grid(9, 12), 400
     g, x_dot = drawn(n, 9, seed=2), drawn(n, 12, seed=7)
     sample = LayerSample(n, drawn(n, 12, seed=1), g, [x_dot], [drawn(n, 9, seed=8)])
-    terms = LayerTerms(sample, weight, None, 1)
+    layer_sums = LayerSums(sample, weight, None, 1)
     met = x_dot.double() @ weight.double().t()
     squares, found = [], []
     for key in range(1, draws + 1):
         error = fake_quantize(g, FORMATS["fp4"], ROW_TILE, key).double() - g.double()
         squares.append((met * error).sum().item() ** 2)
-        found.append(terms.weight_divergences("fp4", (key, 0))["grad_input"].step)
+        found.append(layer_sums.weight_divergences("fp4", (key, 0))["grad_input"].step)
     # A chi-square of one degree of freedom has the standard deviation sqrt(2) times its mean.
     wanted, tolerance = sum(squares) / draws, 4 * math.sqrt(2 / draws)
     assert sum(found) / draws == pytest.approx(wanted, rel=tolerance)
@@ -409,7 +409,7 @@ def test_micro_batches_average_what_is_drawn_anew_and_leave_the_bias() -> None:
         for size, seed in ((12, 1), (9, 2), (12, 7), (9, 8))
     )
     sample, weight, push = LayerSample(3000, x, g, [x_dot], [g_dot]), a_weight(), scaled()
-    one, four, many = (LayerTerms(sample, weight, push, k).weight_divergences("fp8", KEYS) for k in (1, 4, 10**9))
+    one, four, many = (LayerSums(sample, weight, push, k).weight_divergences("fp8", KEYS) for k in (1, 4, 10**9))
     for row in ROWS:
         assert one[row].bias == four[row].bias == many[row].bias > 0
         assert many[row].step == pytest.approx(many[row].bias, rel=1e-5)
@@ -421,8 +421,8 @@ def test_micro_batches_average_what_is_drawn_anew_and_leave_the_bias() -> None:
 def test_a_part_of_a_micro_batch_is_to_a_step_what_one_of_more_micro_batches_is() -> None:
     sample, weight, push = a_sample(384, 3000, 2), a_weight(), scaled()
     for fmt in ("fp8", "fp4"):
-        part = LayerTerms(sample, weight, push, 2, BatchSizes(3000, 3000, 9000, 12000))  # by the labels
-        other = LayerTerms(sample, weight, push, 8)
+        part = LayerSums(sample, weight, push, 2, BatchSizes(3000, 3000, 9000, 12000))  # by the labels
+        other = LayerSums(sample, weight, push, 8)
         assert part.weight_divergences(fmt, KEYS) == other.weight_divergences(fmt, KEYS)
         assert part.loss_divergence(fmt, "token-fisher") == other.loss_divergence(fmt, "token-fisher")
 
@@ -431,8 +431,8 @@ def test_a_part_of_a_micro_batch_of_equal_parts_gives_the_loss_and_the_errors_of
     """Four times the same tokens; the loss of the whole is a mean over four times as many, its G a fourth."""
     part, weight = a_sample(256, 256), a_weight()
     whole = LayerSample(1024, part.x.repeat(4, 1), part.grad_output.repeat(4, 1) / 4)
-    one = LayerTerms(part, weight, None, 1, BatchSizes(256, 256, 1024, 1024))
-    other = LayerTerms(whole, weight, None, 1)
+    one = LayerSums(part, weight, None, 1, BatchSizes(256, 256, 1024, 1024))
+    other = LayerSums(whole, weight, None, 1)
     for fmt in ("fp8", "fp4"):
         for form in ("token-fisher", "norm"):
             assert one.loss_divergence(fmt, form) == pytest.approx(other.loss_divergence(fmt, form), rel=1e-4)
@@ -444,7 +444,7 @@ def test_a_part_of_a_micro_batch_of_equal_parts_gives_the_loss_and_the_errors_of
 def test_a_factor_of_every_element_is_the_function_that_multiplies_by_it() -> None:
     sample, weight = a_sample(300, 600, 1), a_weight()
     factors = torch.rand(9, 12, generator=torch.Generator().manual_seed(4))
-    one, other = (LayerTerms(sample, weight, push, 2) for push in (factors, factors.mul))
+    one, other = (LayerSums(sample, weight, push, 2) for push in (factors, factors.mul))
     for fmt in ("fp8", "fp4"):
         assert one.weight_divergences(fmt, KEYS) == other.weight_divergences(fmt, KEYS)
 
@@ -456,16 +456,16 @@ def test_pieces_give_the_same_sums_whether_they_are_held_at_once_or_not(
     sample, weight, push = a_sample(1203, 1203, 1), a_weight(), scaled()
     wanted = squares_written_out(sample, weight, push, "fp4")
     monkeypatch.setattr(layer_sums_module, "_AT_ONCE", at_once * weight.numel())
-    found = LayerTerms(sample, weight, push, 1).weight_divergences("fp4", KEYS)
+    found = LayerSums(sample, weight, push, 1).weight_divergences("fp4", KEYS)
     for row in ROWS:
         assert_squares(found[row], wanted[row])
 
 
 def test_what_is_read_at_once_is_what_is_read_one_by_one() -> None:
-    terms = [LayerTerms(a_sample(n, 2 * n), a_weight(), scaled(), 1) for n in (50, 300)]
-    squares = read_all([one.pending_weight_divergences(fmt, KEYS) for one in terms for fmt in ("fp8", "fp4")])
-    assert squares == [one.weight_divergences(fmt, KEYS) for one in terms for fmt in ("fp8", "fp4")]
-    assert read_all([one.pending_errors("fp4") for one in terms]) == [one.errors("fp4") for one in terms]
+    layer_sums = [LayerSums(a_sample(n, 2 * n), a_weight(), scaled(), 1) for n in (50, 300)]
+    squares = read_all([one.pending_weight_divergences(fmt, KEYS) for one in layer_sums for fmt in ("fp8", "fp4")])
+    assert squares == [one.weight_divergences(fmt, KEYS) for one in layer_sums for fmt in ("fp8", "fp4")]
+    assert read_all([one.pending_errors("fp4") for one in layer_sums]) == [one.errors("fp4") for one in layer_sums]
     assert read_all([]) == []
 
 
@@ -474,9 +474,7 @@ def test_what_is_read_at_once_is_what_is_read_one_by_one() -> None:
 
 def test_a_layer_that_is_not_trained_has_no_grad_weight() -> None:
     sample, weight = a_sample(60, 60), a_weight()
-    with_it, without = (
-        LayerTerms(sample, weight, push, 1).weight_divergences("fp8", KEYS) for push in (scaled(), None)
-    )
+    with_it, without = (LayerSums(sample, weight, push, 1).weight_divergences("fp8", KEYS) for push in (scaled(), None))
     assert without["grad_weight"] == Squares(0.0, 0.0)
     assert without["forward"] == with_it["forward"]
     assert with_it[LAYER].step - without[LAYER].step == pytest.approx(with_it["grad_weight"].step, rel=1e-5)
@@ -484,7 +482,7 @@ def test_a_layer_that_is_not_trained_has_no_grad_weight() -> None:
 
 def test_without_derivatives_only_grad_weight_is_left() -> None:
     sample, push = a_sample(60, 60, probes=0), scaled()
-    found = LayerTerms(sample, a_weight(), push, 1).weight_divergences("fp8", KEYS)
+    found = LayerSums(sample, a_weight(), push, 1).weight_divergences("fp8", KEYS)
     assert found["forward"] == found["grad_input"] == Squares(0.0, 0.0)
     assert found[LAYER] == found["grad_weight"]
     assert found["grad_weight"].step > 0
@@ -493,16 +491,16 @@ def test_without_derivatives_only_grad_weight_is_left() -> None:
 def test_one_token_tells_nothing_of_a_bias() -> None:
     sample, weight, push = a_sample(1, 1), a_weight(), scaled()
     for fmt in ("fp8", "fp4"):
-        for square in LayerTerms(sample, weight, push, 1).weight_divergences(fmt, KEYS).values():
+        for square in LayerSums(sample, weight, push, 1).weight_divergences(fmt, KEYS).values():
             assert square.step > 0 == square.bias
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_layer_that_saw_no_token_does_no_damage(device: str) -> None:
-    terms = LayerTerms(moved(a_sample(0, 0), device), a_weight().to(device), torch.ones(9, 12, device=device), 1)
+    layer_sums = LayerSums(moved(a_sample(0, 0), device), a_weight().to(device), torch.ones(9, 12, device=device), 1)
     for fmt in ("fp8", "fp4"):
-        assert terms.weight_divergences(fmt, KEYS) == dict.fromkeys(ROWS, Squares(0.0, 0.0))
-        assert terms.loss_divergence(fmt, "token-fisher") == 0
+        assert layer_sums.weight_divergences(fmt, KEYS) == dict.fromkeys(ROWS, Squares(0.0, 0.0))
+        assert layer_sums.loss_divergence(fmt, "token-fisher") == 0
 
 
 def test_squares_add_up_and_average_part_by_part() -> None:
@@ -530,14 +528,12 @@ def test_token_fisher_is_the_written_out_formula(options: dict[str, int], fmt: s
         e = q_w @ q_x[t] - w.double() @ sample.x[t].double()
         total += (sample.grad_output[t].double() @ e).item() ** 2
     expected = 300 / len(q_x) * total / 2
-    assert LayerTerms(sample, w, None, 1).loss_divergence(fmt, "token-fisher") == pytest.approx(
-        300 * expected, rel=1e-3
-    )
-    terms = LayerTerms(sample, w, None, 1, BatchSizes(500, 70, 1000, 280))
-    assert terms.loss_divergence(fmt, "token-fisher") == pytest.approx(70 * expected, rel=1e-3)
+    assert LayerSums(sample, w, None, 1).loss_divergence(fmt, "token-fisher") == pytest.approx(300 * expected, rel=1e-3)
+    layer_sums = LayerSums(sample, w, None, 1, BatchSizes(500, 70, 1000, 280))
+    assert layer_sums.loss_divergence(fmt, "token-fisher") == pytest.approx(70 * expected, rel=1e-3)
     gradient = drawn(9, 12, seed=5)
     taylor = 70 * expected + float((gradient.double() * (q_w - w.double())).sum())
-    assert terms.loss_divergence(fmt, "taylor", gradient) == pytest.approx(taylor, rel=1e-3)
+    assert layer_sums.loss_divergence(fmt, "taylor", gradient) == pytest.approx(taylor, rel=1e-3)
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "fp4"])
@@ -553,7 +549,7 @@ def test_the_norm_form_is_the_written_out_formula(options: dict[str, int], fmt: 
     on_w = float(dw.square().sum() * e_w.square().sum()) / (9 * 12)
     for batch, tokens, parts in ((None, 300, 1), (BatchSizes(500, 70, 1000, 280), 500, 4)):
         expected = math.sqrt(on_x / tokens / parts + on_w)
-        assert LayerTerms(sample, w, None, 1, batch).loss_divergence(fmt, "norm") == pytest.approx(expected, rel=1e-4)
+        assert LayerSums(sample, w, None, 1, batch).loss_divergence(fmt, "norm") == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "fp4"])
@@ -572,7 +568,7 @@ def test_errors_are_the_norms_of_what_rounding_changes(options: dict[str, int], 
         "grad_input": (change(sample.grad_output, ROW_TILE), w),
         "grad_weight": (change(sample.grad_output, COLUMN_TILE), change(sample.x, COLUMN_TILE)),
     }
-    found = LayerTerms(sample, weight, None, 1).errors(fmt)
+    found = LayerSums(sample, weight, None, 1).errors(fmt)
     for kind in range(2):
         expected = {gemm: left[kind] + right[kind] for gemm, (left, right) in pairs.items()}
         for gemm in GEMMS:
@@ -584,7 +580,7 @@ def test_squares_stand_for_all_tokens_by_their_energy_and_errors_by_their_number
     weight, push = a_weight(), scaled()
     plain = a_sample(256, 1024, 1)
     by_energy = replace(plain, energies=(30.0, 3.0))  # 10 instead of 4
-    one, other = (LayerTerms(sample, weight, push, 1) for sample in (plain, by_energy))
+    one, other = (LayerSums(sample, weight, push, 1) for sample in (plain, by_energy))
     assert other.loss_divergence("fp4", "token-fisher") == pytest.approx(
         10 / 4 * one.loss_divergence("fp4", "token-fisher")
     )

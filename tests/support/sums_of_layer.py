@@ -1,4 +1,4 @@
-"""`LayerTerms` of the default formats, as most tests of the sums want them."""
+"""`LayerSums` of the default formats, as most tests of the sums want them."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from snip_hf.config import SnipConfig
 from snip_hf.estimation import layer_sums
 
 # The most precise first, as a refresh has them.
-LayerTerms = partial(layer_sums.LayerTerms, formats=SnipConfig().formats[::-1])
+LayerSums = partial(layer_sums.LayerSums, formats=SnipConfig().formats[::-1])

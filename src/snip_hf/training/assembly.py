@@ -1,0 +1,118 @@
+"""The assembly of a run: checks model and optimizer, swaps the layers, and builds what the controller drives."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ..config import SnipConfig
+from ..estimation.memory import bounded
+from ..kernels.backend import select_backend
+from ..layers.convert import keep_states_apart
+from ..parallel.pipeline import ModelParts, parts_of
+from ..parallel.ranks import Processes
+from ..parallel.wrappers import unwrap
+from ..planning.solver.process import check_solver
+from ..policies.registry import needs_probe, needs_weights
+from ..policies.setting import Setting
+from ..records.run_folder import RunFolder
+from .checks import check_model, check_parts
+from .drift_check import DriftCheck
+from .gradient_source import GradientSource, find_source
+from .plans import PlanInForce, first_plan
+from .preparation import cost_of_all, find_setting, name_of
+from .refresh import Refresher, Solving
+from .step_probe import StepProbe
+from .swapped_layers import SwappedLayers
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The parts of one run."""
+
+    model: nn.Module
+    """Without wrappers, or the parts of it that this process holds."""
+    backend: str
+    """Name of the backend in use."""
+    layers: SwappedLayers
+    source: GradientSource
+    probe: StepProbe
+    in_force: PlanInForce
+    refresher: Refresher
+    drift_check: DriftCheck
+
+
+def assemble(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Any,
+    accelerator: Any,
+    config: SnipConfig,
+    processes: Processes,
+    folder: RunFolder,
+    solving: Solving,
+    log: logging.Logger,
+) -> RunParts:
+    """Builds the parts of a run and puts its first plan in force. Collective.
+
+    Args:
+        model: as `SnipController` takes it.
+        optimizer: as above.
+        accelerator: as above.
+        config: as above.
+        processes: those of the run.
+        folder: the run's.
+        solving: how programs are solved.
+        log: gets what this rank has to say.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, KeyError: anything that cannot work.
+    """
+    bare = unwrap(model) if isinstance(model, nn.Module) else ModelParts([unwrap(part) for part in model])
+    source = find_source(needs_probe(config), optimizer, model, accelerator)
+    kernels = select_backend(config.backend, next(bare.parameters()).device, config.formats)
+    if needs_probe(config):
+        processes.everyone.by_first(lambda: check_solver(config, log))
+    layers = SwappedLayers(bare, config, processes, kernels, getattr(accelerator, "mixed_precision", None), log)
+    keep_states_apart([model] if isinstance(model, nn.Module) else model)
+    probed = _checked_for_probe(bare, config, source, log)
+    setting = find_setting(bare, config, processes.pipeline)
+    in_force = _first_in_force(bare, kernels.name, setting, processes, folder, log)
+    probe = StepProbe(bare, probed, setting.flops, layers, source, processes)
+    refresher = Refresher(in_force, probe, folder, solving, log)
+    drift_check = DriftCheck(in_force, probe, folder, solving.clock, log)
+    return RunParts(bare, kernels.name, layers, source, probe, in_force, refresher, drift_check)
+
+
+def _checked_for_probe(model: nn.Module, config: SnipConfig, source: GradientSource, log: logging.Logger) -> SnipConfig:
+    """Returns the configuration with as many tokens as the bound on memory allows; refuses what cannot be probed."""
+    if not needs_probe(config):
+        return config
+    source.check()
+    check_model(model, log)
+    check_parts(parts_of(model))
+    return bounded(config, model)
+
+
+def _first_in_force(
+    model: nn.Module, backend: str, setting: Setting, processes: Processes, folder: RunFolder, log: logging.Logger
+) -> PlanInForce:
+    """Makes the first plan, takes the folder for the run, and gives the plan to the layers."""
+    config, flops = setting.config, setting.flops
+    # The file where it is now: training may change to another folder.
+    path = None if config.cost_file is None else os.path.abspath(config.cost_file)
+    timed = replace(config, cost_file=path)
+    measure = partial(cost_of_all, model, backend=backend, config=timed, flops=flops, processes=processes, log=log)
+    if config.cost_tokens is not None and needs_weights(config) and not needs_probe(config):
+        setting = replace(setting, measured=measure(config.cost_tokens))
+    name = name_of(model)
+    plan = first_plan(setting, name)
+    folder.hold()
+    in_force = PlanInForce(plan, setting, model, name, folder, measure, log)
+    in_force.apply()
+    return in_force

@@ -1,0 +1,142 @@
+"""The state of a run in a checkpoint: how it is written and read, and which run it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..config import SnipConfig
+from ..costs.flops import Weights
+from ..planning.plan import PrecisionPlan
+from ..planning.solver.process import SolverProcess
+from .agreement import differences
+from .plans import fitting
+
+SCHEMA_VERSION = 2
+
+
+@dataclass
+class PendingRefresh:
+    """A refresh between its probe and its application."""
+
+    step: int
+    due: int
+    problem: dict[str, Any]
+    record: dict[str, Any]
+    """The history line so far."""
+    ranking: dict[str, float]
+    """What later checks compare with once the plan is applied."""
+    process: SolverProcess | None = None
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> PendingRefresh:
+        """Reads what `to_dict` gave; raises KeyError, TypeError or ValueError if it is not that."""
+        record = dict(saved["record"]) | {"step": int(saved["step"]), "seconds": dict(saved["record"]["seconds"])}
+        ranked = _read_ranking(saved["ranking"])
+        return cls(int(saved["step"]), int(saved["due"]), dict(saved["problem"]), record, ranked)
+
+    def to_dict(self) -> dict[str, Any]:
+        parts = {"problem": self.problem, "record": self.record, "ranking": self.ranking}
+        return {"step": self.step, "due": self.due, **parts}
+
+    def stop(self) -> None:
+        """Ends the solver, if it still runs."""
+        if self.process is not None:
+            self.process.kill()
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What a state holds."""
+
+    config: dict[str, Any]
+    step: int
+    plan: PrecisionPlan
+    pending: PendingRefresh | None
+    last_probe: int | None
+    ranking: dict[str, float]
+    """Of the probe that the plan was made from; empty without such a probe, or if nothing is checked."""
+    weights: tuple[str, ...] = ()
+    """Fingerprints of the weights that it was saved with, one of which must be theirs; none: not known."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> SavedState:
+        """Reads a state; raises ValueError if it is none, or not complete."""
+        if not isinstance(state, Mapping) or state.get("schema_version") != SCHEMA_VERSION:
+            raise ValueError(
+                f"The SNIP state has no schema_version {SCHEMA_VERSION}; it is not a state of this version."
+            )
+        try:
+            pending, last_probe = state["pending"], state["last_probe"]
+            return cls(
+                # Fields that a later version added were then what their defaults are.
+                config=SnipConfig().to_dict() | dict(state["config"]),
+                step=int(state["step"]),
+                plan=PrecisionPlan.from_dict(state["plan"]),
+                pending=None if pending is None else PendingRefresh.of(pending),
+                last_probe=None if last_probe is None else int(last_probe),
+                ranking=_read_ranking(state["ranking"]),
+                weights=_read_fingerprints(state.get("weights")),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"The SNIP state is not complete or damaged ({error!r}); restore the file from another checkpoint."
+            ) from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns JSON data; without the fingerprint, which whoever writes the file adds."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "step": self.step,
+            "config": self.config,
+            "plan": self.plan.to_dict(),
+            "pending": None if self.pending is None else self.pending.to_dict(),
+            "last_probe": self.last_probe,
+            "ranking": self.ranking,
+        }
+
+    def fitted(self, config: SnipConfig, flops: Weights, at_step: int | None, weights: str | None) -> SavedState:
+        """Returns the state as a run continues from it, with the FLOPs of the run's model in its plan.
+
+        Args:
+            config: the run's.
+            flops: of the run's model.
+            at_step: the optimizer steps that the weights have done; None: not checked.
+            weights: fingerprint of the weights; None: not checked.
+
+        Raises:
+            ValueError: another configuration, another step, or other weights.
+            KeyError: the plan is for another model.
+        """
+        mine, different = config.to_dict(), differences(config, self.config)
+        if different:
+            name = different[0]
+            raise ValueError(
+                f"The checkpoint was trained with {name}={self.config.get(name)!r}, this run asks for "
+                f"{name}={mine[name]!r} (different fields: {', '.join(different)}). Use the checkpoint's configuration "
+                "to resume its run, or SnipCallback(..., resume=False) to start a new plan from its weights."
+            )
+        if at_step not in (None, self.step):
+            raise ValueError(
+                f"The SNIP state is of step {self.step}, but the weights are of step {at_step}. Take both from the "
+                "same checkpoint folder."
+            )
+        fitted = replace(self, plan=fitting(self.plan, flops))
+        if weights is not None and self.weights and weights not in self.weights:
+            raise ValueError(
+                "The SNIP state was saved with other weights than those that were loaded: the two are of different "
+                "runs, or one of them was exchanged. Name the folder of the weights in SnipCallback(resume=FOLDER), or "
+                "say SnipCallback(resume=False) to start a new plan from them."
+            )
+        return fitted
+
+
+def _read_fingerprints(saved: Any) -> tuple[str, ...]:
+    if not isinstance(saved, list | None) or not all(isinstance(one, str) for one in saved or ()):
+        raise ValueError("weights is no list of digests")
+    return tuple(saved or ())
+
+
+def _read_ranking(saved: Mapping[str, Any]) -> dict[str, float]:
+    return {str(layer): float(cost) for layer, cost in dict(saved).items()}

@@ -1,0 +1,191 @@
+"""The plans of a run: the first one, those made of a solver's choices, and the one in force."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ..config import SnipConfig
+from ..costs.budget import MeasuredCost
+from ..costs.flops import Weights
+from ..parallel.ranks import RankError, describe
+from ..planning.plan import PlanProvenance, PrecisionPlan
+from ..planning.solver.process import SolverResult
+from ..policies.registry import needs_probe, rule_assignment
+from ..policies.setting import Setting
+from ..records.run_folder import RunFolder, shares, start_line
+from .checks import check_sizes
+
+
+def fitting(plan: PrecisionPlan, flops: Weights) -> PrecisionPlan:
+    """Returns a plan from a file with the model's own FLOPs; raises KeyError or ValueError if it is for another one."""
+    check_sizes(plan, flops)
+    return plan.with_flops(flops)
+
+
+def first_plan(setting: Setting, model_name: str) -> PrecisionPlan:
+    """Returns the plan that a run begins with.
+
+    Raises:
+        ValueError: the file that the configuration names cannot be read, or is for another model.
+    """
+    config = setting.config
+    if config.plan is not None:
+        return _loaded(config.plan, setting.flops)
+    provenance = PlanProvenance(step=0, **_origin(config, model_name))
+    if needs_probe(config):
+        return PrecisionPlan.uniform(setting.flops, config.format_at_start, setting.stages, provenance)
+    return PrecisionPlan(rule_assignment(setting), setting.flops, setting.stages, provenance, setting.measured)
+
+
+def solved_plan(setting: Setting, model_name: str, step: int, result: SolverResult) -> PrecisionPlan:
+    """Returns the plan of a solver's choices.
+
+    Args:
+        setting: what the policy is told.
+        model_name: for the plan's provenance.
+        step: the optimizer step that was probed.
+        result: the choices.
+    """
+    provenance = PlanProvenance(
+        step=step,
+        objective=result.objective,
+        bound=result.bound,
+        gap=result.gap,
+        solver=result.solver,
+        solver_version=result.solver_version,
+        seconds=result.seconds,
+        **_origin(setting.config, model_name),
+    )
+    assignment = setting.assignment(result.choices)
+    return PrecisionPlan(assignment, setting.flops, setting.stages, provenance, setting.measured)
+
+
+class PlanInForce:
+    """The plan that the model runs in. It stays when a refresh fails, and says so in the log and in the history.
+
+    Args:
+        plan: the first one.
+        setting: what the policy is told.
+        model: its layers get the plan.
+        model_name: for the provenance of plans.
+        folder: gets the plan and the history.
+        measure: times the GEMMs with so many tokens, where the program counts times.
+        log: gets the warnings.
+    """
+
+    def __init__(
+        self,
+        plan: PrecisionPlan,
+        setting: Setting,
+        model: nn.Module,
+        model_name: str,
+        folder: RunFolder,
+        measure: Callable[[int], MeasuredCost],
+        log: logging.Logger,
+    ) -> None:
+        self.plan = plan
+        self.setting = setting
+        self.model_name = model_name
+        self.ranking: dict[str, float] = {}
+        """Of the probe that the plan was made from; empty without such a probe, or if nothing is checked."""
+        self._model = model
+        self._folder = folder
+        self._measure = measure
+        self._log = log
+
+    def put(self, plan: PrecisionPlan, ranking: dict[str, float]) -> None:
+        """Puts a plan in force.
+
+        Args:
+            plan: as `solved_plan` or a checkpoint has it.
+            ranking: of the probe that it was made from.
+        """
+        plan.apply(self._model, elsewhere=self.setting.flops)
+        self.plan, self.ranking = plan, ranking
+        # The decisions of the run count by the same times as the plan.
+        self.setting = replace(self.setting, measured=plan.measured)
+
+    def apply(self) -> None:
+        """Gives the layers of the model their formats."""
+        self.plan.apply(self._model, elsewhere=self.setting.flops)
+
+    def save(self) -> None:
+        """Writes the plan into the run's folder."""
+        self._folder.save_plan(self.plan)
+
+    def measure_cost(self, tokens: int) -> None:
+        """Times the GEMMs, by which all decisions of the run then count them; the plan keeps the times."""
+        self.setting = replace(self.setting, measured=self._measure(tokens))
+        # Where a resumed run finds the times.
+        self.plan = replace(self.plan, measured=self.setting.measured)
+        self.save()
+
+    def start_line(self, step: int) -> dict[str, Any]:
+        """Returns the first line of the history of a run that begins at a step."""
+        return start_line(self.plan, step, self.setting.config, self.model_name)
+
+    @contextlib.contextmanager
+    def keeping(self, step: int, record: Mapping[str, Any] | None = None) -> Iterator[None]:
+        """Turns any failure inside into a warning and a history line; the plan stays.
+
+        Args:
+            step: the optimizer step that it happens at.
+            record: the history line of the refresh so far; None: it begins at this step.
+        """
+        try:
+            yield
+        except RankError:  # who does not hear of the others cannot train with them either
+            raise
+        except Exception as error:  # the planner may fail; training may not
+            self.keep(step, record or {"event": "refresh", "step": step}, describe(error))
+
+    def keep(self, step: int, record: Mapping[str, Any], reason: str, what: str = "failed") -> None:
+        """Says that a refresh came to nothing.
+
+        Args:
+            step: the optimizer step at which that is known.
+            record: the history line of the refresh so far.
+            reason: why.
+            what: what became of the refresh.
+        """
+        self._log.warning(
+            "snip-hf: the refresh of step %d %s, the plan in force stays: %s", record["step"], what, reason
+        )
+        kept: dict[str, Any] = {
+            "applied_step": None,
+            "decided_step": step,
+            "status": "kept",
+            "reason": reason,
+            **shares(self.plan),
+            "changes": {},
+            "layers_changed": 0,
+        }
+        self._folder.append(dict(record) | kept)
+
+
+def _loaded(path: str, flops: Weights) -> PrecisionPlan:
+    try:
+        plan = PrecisionPlan.load(path)
+    except OSError as error:
+        raise ValueError(f"plan={path!r} cannot be read: {error}.") from error
+    try:
+        return fitting(plan, flops)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"plan={path!r} does not fit the model: {error.args[0]}") from error
+
+
+def _origin(config: SnipConfig, model_name: str) -> dict[str, Any]:
+    """Returns what the provenance of all plans of a run has in common."""
+    return {
+        "policy": config.policy,
+        "granularity": config.granularity,
+        "target_fp4_fraction": config.target_fp4_fraction,
+        "config": config.to_dict(),
+        "model_name": model_name,
+    }

@@ -1,0 +1,201 @@
+"""The refresh of a plan: probe, integer program, a solver beside training, and the application at a fixed step.
+
+The planner may fail, training may not: whatever goes wrong keeps the plan in force, with a warning and a line in the
+history.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..estimation.memory import measured_peak
+from ..estimation.table import DivergenceTable
+from ..planning.drift import ranking
+from ..planning.plan import PrecisionPlan
+from ..planning.program import problem
+from ..planning.solver.process import SolverProcess, SolverResult
+from ..policies.registry import weighs_updates
+from ..records.run_folder import RunFolder, describe_plan, shares
+from .captured_step import StepWatch
+from .checkpoint import PendingRefresh
+from .plans import PlanInForce, solved_plan
+from .step_probe import StepProbe
+
+
+def start_solver(program: dict[str, Any]) -> SolverProcess:
+    """Starts solving in a process of its own."""
+    return SolverProcess.start(program)
+
+
+@dataclass(frozen=True)
+class Solving:
+    """How refreshes have their programs solved."""
+
+    start: Callable[[dict[str, Any]], SolverProcess] = start_solver
+    """Starts to solve a program and returns at once."""
+    grace: float = 30.0
+    """Seconds that training waits for a solver beyond its time limit before the plan in force is kept."""
+    clock: Callable[[], float] = time.perf_counter
+    """Seconds, for the history."""
+
+
+class Refresher:
+    """Runs the refreshes of one run, one at a time.
+
+    Args:
+        in_force: the plan that a refresh replaces.
+        probe: measures the step.
+        folder: gets the divergences and the history.
+        solving: how programs are solved.
+        log: is told what becomes of refreshes.
+    """
+
+    def __init__(
+        self, in_force: PlanInForce, probe: StepProbe, folder: RunFolder, solving: Solving, log: logging.Logger
+    ) -> None:
+        self.pending: PendingRefresh | None = None
+        """The refresh whose plan is not applied yet."""
+        self._in_force = in_force
+        self._probe = probe
+        self._folder = folder
+        self._solving = solving
+        self._log = log
+        self._config = in_force.setting.config
+        self._said_untrained: str | None = None
+
+    def begin(self, step: int, watch: StepWatch | None) -> None:
+        """Probes the step and starts the solver.
+
+        Args:
+            step: the optimizer step that is about to be taken, from 1.
+            watch: what was noted of it; None: nobody captured it, which fails.
+        """
+        self._probe.note(f"at the refresh of step {step}")
+        with self._in_force.keeping(step):
+            self._begin(step, self._probe.ready(watch))
+
+    def apply_due(self, step: int) -> None:
+        """Applies the plan of the pending refresh if it is due at this step; waits for the solver if it must."""
+        pending = self.pending
+        if pending is not None and step >= pending.due:
+            self.pending = None
+            self._probe.note(f"at the application of the plan of step {pending.step}")
+            with self._in_force.keeping(step, pending.record):
+                self._apply(pending, step)
+
+    def resume(self, pending: PendingRefresh, step: int) -> None:
+        """Solves the program of a refresh from a checkpoint of this step once more."""
+        with self._in_force.keeping(step, pending.record):
+            pending.process = self._start_solver(pending.problem)
+            self.pending = pending
+
+    def stop(self) -> PendingRefresh | None:
+        """Ends the solver that still runs; returns the refresh that comes to nothing by it."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.stop()
+        return pending
+
+    def say_if_untrained(self) -> None:
+        """Says that there is no weight divergence to measure, if that is so on all ranks. Collective."""
+        reasons = self._probe.processes.everyone.gather(self._why_untrained())
+        if None not in reasons:
+            self._say_untrained(reasons[0])
+
+    def _begin(self, step: int, watch: StepWatch) -> None:
+        config, setting = self._config, self._in_force.setting
+        if config.cost == "measured" and setting.measured is None:
+            self._in_force.measure_cost(config.cost_tokens or watch.tokens)
+            setting = self._in_force.setting
+        began = self._solving.clock()
+        with measured_peak(next(iter(self._probe.layers.present.values())).weight) as peak:
+            table = self._probe.divergences(step, watch)
+        if table.totals(config.least_precise)["weight"] == 0 and weighs_updates(config):
+            self._say_no_update(step)
+        program = problem(setting, table, self._in_force.plan.assignment)
+        memory = {"predicted": self._probe.memory(watch), "measured": peak[0]}
+        seconds = {"probe": self._solving.clock() - began, "solver": None, "waited": None}
+        self._folder.write_divergences(step, table)
+        record = self._record(step, table) | {"memory_mib": memory, "seconds": seconds}
+        ranked = {} if config.refresh_on_drift is None else ranking(setting, table)
+        process = self._start_solver(program)
+        self._probe.source.expect_gradients()
+        self.pending = PendingRefresh(step, step + config.apply_delay, program, record, ranked, process)
+
+    def _record(self, step: int, table: DivergenceTable) -> dict[str, Any]:
+        divergence = {fmt: table.totals(fmt) for fmt in reversed(self._config.formats)}
+        return {"event": "refresh", "step": step, "loss": table.loss, "divergence": divergence}
+
+    def _say_no_update(self, step: int) -> None:
+        if untrained := self._why_untrained():
+            self._say_untrained(untrained)
+            return
+        self._log.warning(
+            "snip-hf: all weight divergences of step %d are 0, since %s; the loss divergence alone decides.",
+            step,
+            self._probe.source.why_no_update(self._probe.layers.present.values()),
+        )
+
+    def _why_untrained(self) -> str | None:
+        """Returns why this rank has no weight divergence to measure, where the policy goes by it; None if it has."""
+        if not weighs_updates(self._config):
+            return None
+        return self._probe.source.why_untrained(self._probe.layers.present.values())
+
+    def _say_untrained(self, reason: str) -> None:
+        """Says why there is no weight divergence; once per reason."""
+        if reason != self._said_untrained:
+            self._said_untrained = reason
+            self._log.info("snip-hf: %s, so that the loss divergence alone decides.", reason)
+
+    def _start_solver(self, program: dict[str, Any]) -> SolverProcess | None:
+        """Starts solving on the first rank; raises on all of them if that fails."""
+        started: list[SolverProcess] = []
+        self._probe.processes.everyone.by_first(lambda: started.append(self._solving.start(program)))
+        return started[0] if started else None
+
+    def _apply(self, pending: PendingRefresh, step: int) -> None:
+        began = self._solving.clock()
+
+        def solution() -> dict[str, Any]:
+            assert pending.process is not None
+            return asdict(pending.process.result(self._config.solver_time_limit + self._solving.grace))
+
+        result = SolverResult(**self._probe.processes.everyone.by_first(solution))
+        self._probe.check_applied()
+        pending.record["seconds"] |= {"solver": result.seconds, "waited": self._solving.clock() - began}
+        plan = solved_plan(self._in_force.setting, self._in_force.model_name, pending.step, result)
+        changes = self._in_force.plan.changes(plan)
+        self._in_force.put(plan, pending.ranking)
+        self._in_force.save()
+        applied = _applied(step, plan, changes, result)
+        self._folder.append(pending.record | applied)
+        self._log.info(
+            "snip-hf: plan of step %d applied after step %d: %s, %d layers changed.",
+            pending.step,
+            step,
+            describe_plan(plan),
+            applied["layers_changed"],
+        )
+
+
+def _applied(step: int, plan: PrecisionPlan, changes: dict[str, Any], result: SolverResult) -> dict[str, Any]:
+    """Returns what the history says of a plan that was applied at a step."""
+    return {
+        "applied_step": step,
+        "decided_step": step,
+        "status": "applied",
+        "reason": None,
+        **shares(plan),
+        "changes": changes,
+        "layers_changed": len({change.rpartition(":")[0] for change in changes}),
+        "objective": result.objective,
+        "bound": result.bound,
+        "gap": result.gap,
+        "solver": result.solver,
+        "solver_version": result.solver_version,
+    }

@@ -1,0 +1,67 @@
+"""The schedule of a run: at which optimizer steps it refreshes the plan, and at which it checks whether it should."""
+
+from __future__ import annotations
+
+import logging
+
+from ..config import SnipConfig
+from ..policies.registry import needs_probe
+
+
+class Schedule:
+    """Decides by the step alone, so that all ranks decide the same.
+
+    Args:
+        config: when to refresh and to check.
+        max_steps: the last optimizer step, if it is known.
+        log: is told which refresh is left out because training ends too early.
+    """
+
+    def __init__(self, config: SnipConfig, max_steps: int | None, log: logging.Logger) -> None:
+        self.max_steps = max_steps
+        self.last_probe: int | None = None
+        """The step of the last refresh."""
+        self._config = config
+        self._needs_probe = needs_probe(config)
+        self._log = log
+        self._said_too_late = False
+
+    def refreshes(self, step: int, is_planned: bool) -> bool:
+        """Returns True if this step refreshes, counted from the last probe.
+
+        Args:
+            step: the optimizer step, from 1.
+            is_planned: whether a plan was made from a probe, or is about to be.
+        """
+        return self._is_scheduled(step, is_planned) and not self._is_too_late(step)
+
+    def checks(self, step: int) -> bool:
+        """Returns True if this step is one to check if the ranking has moved; if it refreshes, that goes first."""
+        if self.last_probe is None:
+            return False
+        return (step - self.last_probe) % self._config.drift_every == 0 and not self._is_too_late(step)
+
+    def say_if_left_out(self, step: int, is_planned: bool) -> None:
+        """Says, once, that a refresh is left out because training ends before its plan could be applied."""
+        if not self._said_too_late and self._is_too_late(step) and self._is_scheduled(step, is_planned):
+            self._said_too_late = True
+            self._log.info(
+                "snip-hf: the refresh of step %d is left out: its plan would be applied after step %d, and training "
+                "ends at step %d.",
+                step,
+                step + self._config.apply_delay,
+                self.max_steps,
+            )
+
+    def _is_scheduled(self, step: int, is_planned: bool) -> bool:
+        first, every = self._config.first_refresh, self._config.refresh_every
+        if every is None:
+            if is_planned:
+                return False
+            every = first
+        last = first if self.last_probe is None else self.last_probe
+        return self._needs_probe and step >= first and (step - last) % every == 0
+
+    def _is_too_late(self, step: int) -> bool:
+        """Returns True if training ends before the plan of a refresh at this step could be applied."""
+        return self.max_steps is not None and step + self._config.apply_delay > self.max_steps

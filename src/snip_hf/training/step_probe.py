@@ -1,0 +1,126 @@
+"""The probe of an optimizer step that is about to be taken: what has to hold for it, and the divergences it finds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from torch import nn
+
+from ..config import SnipConfig
+from ..costs.flops import Weights
+from ..estimation.divergence import divergences_at
+from ..estimation.memory import kept_tokens, probe_memory
+from ..estimation.table import DivergenceTable
+from ..parallel.ranks import Attempt, Processes
+from .captured_step import StepWatch
+from .gradient_source import GradientSource
+from .swapped_layers import SwappedLayers
+
+# Why ranks may wait for each other in training.
+_RUNS_OUT = "a rank that runs out of batches, as under DDP's Join, never comes to it"
+
+
+class StepProbe:
+    """Probes steps of one run. With several processes, all of them do so together.
+
+    Args:
+        model: the model, or the parts of it that this process holds.
+        config: with as many tokens as the bound on memory allows.
+        flops: of all layers, in the order that tables have.
+        layers: the swapped ones.
+        source: of the gradients.
+        processes: those of the run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: SnipConfig,
+        flops: Weights,
+        layers: SwappedLayers,
+        source: GradientSource,
+        processes: Processes,
+    ) -> None:
+        self.layers = layers
+        self.source = source
+        self.processes = processes
+        self._model = model
+        self._config = config
+        self._flops = flops
+
+    @property
+    def batch_tokens(self) -> int | None:
+        """Tokens that this rank's part of the probe may run on; a pipeline takes whole batches only."""
+        tokens = self._config.probe_batch_tokens
+        return None if tokens is None or self.processes.run else max(1, tokens // self.processes.data.size)
+
+    def memory(self, watch: StepWatch) -> float:
+        """Returns the MiB that the probe of a step is expected to take beyond the model."""
+        tokens = kept_tokens(self._config, watch.batch.tokens, self.processes.data.size)
+        return probe_memory(self._model, self._config.probes, tokens)
+
+    def note(self, place: str) -> None:
+        """Says where in training the ranks meet next."""
+        self.processes.note(f"{place} ({_RUNS_OUT})")
+
+    def ready(self, watch: StepWatch | None) -> StepWatch:
+        """Returns what the step's micro-batch was noted in; raises, on all ranks, if one of them cannot probe its."""
+        attempt = Attempt()
+        with attempt:
+            if watch is None:
+                raise ValueError("No micro-batch of it was given to capture().")
+            _ = watch.batch
+            self.layers.check(self._flops)
+            self.source.check_unchanged()
+        self.processes.everyone.agree(attempt.error)
+        assert watch is not None
+        return watch
+
+    def check_applied(self) -> None:
+        """Raises ValueError, on all ranks, if the plan of the last probe is for what is no longer trained."""
+        attempt = Attempt()
+        with attempt:
+            self.layers.check(self._flops)
+            self.source.check_gradients_used()
+        self.processes.everyone.agree(attempt.error)
+
+    def divergences(self, step: int, watch: StepWatch, probes: int | None = None) -> DivergenceTable:
+        """Returns the divergences of the step that is running.
+
+        Args:
+            step: its number, from 1.
+            watch: what was noted of it.
+            probes: in place of the configured number; 0 is one cheap pass.
+
+        Raises:
+            ValueError: anything is not finite.
+        """
+        weights = {name: layer.weight for name, layer in self.layers.present.items()}
+        found = self.source.read(self._model, weights, watch, self.processes.everyone)
+        table = divergences_at(
+            self._model,
+            watch.batch,
+            found.responses,
+            found.gradients,
+            self._config,
+            step,
+            gradient_scale=found.clip_factor,
+            micro_batches=watch.micro_batches,
+            probes=probes,
+            labelled=watch.labelled,
+            processes=self.processes,
+            micro_batch_tokens=watch.tokens,
+        )
+        _check_finite(table)
+        # Stages that one process of a pipeline holds need not be neighbours.
+        order = {layer: index for index, layer in enumerate(self._flops)}
+        return replace(table, rows=tuple(sorted(table.rows, key=lambda row: order[row.layer])))
+
+
+def _check_finite(table: DivergenceTable) -> None:
+    for row in table.rows:
+        if not all(map(math.isfinite, (row.loss_divergence, row.weight_divergence, row.criterion or 0.0))):
+            raise ValueError(
+                f"The divergences of layer {row.layer!r} are not finite; expected finite activations and gradients."
+            )

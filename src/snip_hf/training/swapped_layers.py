@@ -1,0 +1,103 @@
+"""The swapped layers of a run, with the kernels that run them and the keys of their random numbers."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from ..config import SnipConfig
+from ..costs.flops import Weights
+from ..kernels.backend import Backend
+from ..layers.linear import SnipLinear
+from ..layers.state import set_rank, set_step, snip_linears
+from ..parallel.ranks import Processes
+from ..policies.setting import Setting, siblings
+from .loop_checks import check_layers
+from .preparation import swap, use_backend
+
+
+class SwappedLayers:
+    """The layers that a run decides on, swapped when this is built.
+
+    Args:
+        model: the model, or the parts of it that this process holds.
+        config: which layers, and the seed of their random numbers.
+        processes: those of the run.
+        kernels: the backend in use.
+        mixed_precision: of the loop; the log says what it means for the kernels. None: not known.
+        log: is told which kernels run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: SnipConfig,
+        processes: Processes,
+        kernels: Backend,
+        mixed_precision: str | None,
+        log: logging.Logger,
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._processes = processes
+        self._kernels = kernels
+        self._keeps_weights = False
+        self._take(mixed_precision, config.backend != "auto", log)
+
+    def _take(self, mixed_precision: str | None, asked: bool, log: logging.Logger) -> None:
+        swap(self._model, self._config, self._processes.pipeline)
+        self.all = snip_linears(self._model)
+        """Name -> layer."""
+        use_backend(self.present, self._kernels, self._processes.data, mixed_precision, asked, log)
+
+    def retake(self, log: logging.Logger) -> None:
+        """Takes the layers back after another run has trained them."""
+        self._take(None, False, log)
+
+    @property
+    def present(self) -> dict[str, SnipLinear]:
+        """Name -> layer, without those that `restore_model` turned back in mid-run."""
+        return {name: layer for name, layer in self.all.items() if isinstance(layer, SnipLinear)}
+
+    def check(self, flops: Weights) -> None:
+        """Raises ValueError if the model has other swapped layers by now."""
+        check_layers(self._model, self.all, flops)
+
+    def set_step(self, step: int, micro_batch: int) -> None:
+        """Keys the layers' random numbers for a micro-batch of an optimizer step."""
+        set_step(self.present, self._config.seed, step, micro_batch)
+
+    def set_rank(self) -> None:
+        """Tells the layers once more which rank they are on.
+
+        DDP that was built before the layers were swapped gives all ranks the first one's.
+        """
+        data = self._processes.data
+        if data.size > 1:
+            set_rank(self.present, data.rank, data.size)
+
+    def share_inputs(self, setting: Setting) -> None:
+        """Lets the kernels quantize an input of several layers once."""
+        layers = self.present
+        self._kernels.share_inputs(layers, [group for group in siblings(setting) if group[0] in layers])
+
+    def keep_weights(self, everything: bool) -> None:
+        """Quantizes the weights for a forward pass that may be backpropagated, if they are kept."""
+        if self._keeps_weights:
+            self._kernels.before_pass(self.present, everything)
+
+    def note_micro_batches(self, count: int) -> None:
+        """Has the weights kept from the first step on that has several micro-batches.
+
+        Weights quantized once are then worth their memory. A single micro-batch quantizes each layout once as it is.
+        """
+        self._keeps_weights |= count > 1
+
+    def end_step(self) -> None:
+        """To be called after each optimizer step: what the kernels keep of the weights is old."""
+        self._kernels.after_step(self.present)
+
+    def release(self) -> None:
+        """Gives up what the kernels keep."""
+        self._kernels.release(self.present)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin
+from divergence_files import records_of
 from small import tiny_llama
 from tiny_runs import (
     FAST,
@@ -41,7 +42,6 @@ from snip_hf.integrations import trainer as trainer_module
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.records.load import load_run
-from snip_hf.records.run_folder import records_of
 from snip_hf.reporting.run_report import reason_table
 from snip_hf.training.refresh import Solving
 

@@ -24,12 +24,12 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
+from divergence_files import records_of
 from safetensors.torch import load_file
 from tiny_runs import history, without_seconds
 from transformers import AutoModelForCausalLM
 
 from snip_hf import PrecisionPlan
-from snip_hf.records.run_folder import records_of
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 CONFIGS = RECIPES / "accelerate"

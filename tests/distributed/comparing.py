@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from divergence_files import records_of
 from torch import Tensor
-
-from snip_hf.records.run_folder import records_of
 
 Table = Mapping[str, Sequence[float]]
 LOSS, WEIGHT, CRITERION = 0, 1, 2  # columns

@@ -208,7 +208,8 @@ FOLDER = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 from snip_hf.estimation.table import DivergenceTable
-from snip_hf.records.run_folder import RunFolder, records_of
+from divergence_files import records_of
+from snip_hf.records.run_folder import RunFolder
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 top = Path(sys.argv[1])
 row = {"forward": 1.0, "grad_input": 1.0, "grad_weight": 1.0}

@@ -1,8 +1,8 @@
 """A run read back from its folder: its plans, refreshes, divergences and losses.
 
-Read are OUTPUT/snip/history.jsonl, plan.json and divergence-<step>.json, and the Trainer's trainer_state.json. What is
-missing is said in a sentence and left out. A folder may come from elsewhere, and its files hold anything: sizes and
-counts are bounded, and every value is checked before anybody works with it.
+The sources are OUTPUT/snip/history.jsonl, plan.json and divergence-<step>.json, and the Trainer's trainer_state.json.
+What is missing is named in a note and left out. A folder may come from elsewhere, and its files may hold anything:
+sizes and counts are bounded, and every value is checked before it is used.
 """
 
 from __future__ import annotations

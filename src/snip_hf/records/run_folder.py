@@ -217,17 +217,6 @@ def _rows(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"columns": columns, "rows": [[record[column] for column in columns] for record in records]}
 
 
-def records_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the records of a file of divergences, also of one of schema version 1, which has them as objects.
-
-    Raises:
-        ValueError, KeyError, TypeError: it is none.
-    """
-    if "records" in document:
-        return list(document["records"])
-    return [dict(zip(document["columns"], row, strict=True)) for row in document["rows"]]
-
-
 def start_line(plan: PrecisionPlan, step: int, config: SnipConfig, model_name: str) -> dict[str, Any]:
     """Returns the first line of a history."""
     return {

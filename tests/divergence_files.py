@@ -1,0 +1,13 @@
+"""The rows of a file of divergences, as the tests read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def records_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows as objects; files of schema version 1 hold them so."""
+    if "records" in document:
+        return list(document["records"])
+    return [dict(zip(document["columns"], row, strict=True)) for row in document["rows"]]

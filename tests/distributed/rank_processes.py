@@ -83,7 +83,7 @@ def _run(
     timeout: float,
     until: int | None = None,
 ) -> Ended:
-    path = os.pathsep.join(map(str, (TESTS, TESTS / "distributed", RECIPES)))
+    path = os.pathsep.join(map(str, (TESTS, TESTS / "support", TESTS / "distributed", RECIPES)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
     folder.mkdir(parents=True, exist_ok=True)

@@ -57,7 +57,7 @@ def children() -> set[str]:
 def in_a_process(program: str, *words: Any, prefix: tuple[str, ...] = ()) -> str:
     """Runs a program in a Python of its own, with the modules of the tests; returns what it prints."""
     tests = Path(__file__).parents[1]
-    path = os.pathsep.join(map(str, (tests, tests / "faults")))
+    path = os.pathsep.join(map(str, (tests, tests / "support", tests / "faults")))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), path]))
     command = [*prefix, sys.executable, "-W", "ignore", "-c", program, *map(str, words)]

@@ -685,7 +685,8 @@ run = train(Path(sys.argv[1]), SnipConfig(**{**SCHEDULE, "solver": "cbc"}), max_
 assert "snip_hf.planning.solver.ilp" in sys.modules and "mip" not in sys.modules
 print(json.dumps(run.refreshes))
 """
-    (line,) = json.loads(in_a_process(program, str(tmp_path), str(Path(__file__).parent)).splitlines()[-1])
+    printed = in_a_process(program, str(tmp_path), str(Path(__file__).parents[1] / "support"))
+    (line,) = json.loads(printed.splitlines()[-1])
     assert (line["status"], line["solver"], line["applied_step"]) == ("applied", "cbc", 4)
 
 

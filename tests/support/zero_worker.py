@@ -1,4 +1,4 @@
-"""What do two processes under DeepSpeed see of their weights? Started by test_zero.py with `accelerate launch`.
+"""What do two processes under DeepSpeed see of their weights? Started with `accelerate launch`.
 
 Arguments: a folder, for `rank<N>.pt` with {scenario: what `train` returns}.
 """

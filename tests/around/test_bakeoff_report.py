@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from scipy.stats import t as student_t
 from scipy.stats import ttest_rel
 
-EVAL = Path(__file__).resolve().parent.parent / "eval"
+EVAL = Path(__file__).resolve().parents[2] / "eval"
 sys.path.insert(0, str(EVAL))
 
 import bakeoff_figures  # noqa: E402

@@ -204,7 +204,7 @@ def with_probe(
 def test_rows_are_the_sums_of_the_layers_under_the_optimizer_s_derivative(
     config: SnipConfig, options: dict[str, Any]
 ) -> None:
-    """`test_layer_sums.py` compares the sums with the formulas."""
+    """`estimation/test_layer_sums.py` compares the sums with the formulas."""
     table, terms, probe = with_probe(tokens(rows=2, length=150), config, **options)
     scale, step = options.get("gradient_scale", 1.0), options.get("step", 0)
     rows = {(row.layer, row.gemm, row.format): row for row in table.rows}

@@ -30,7 +30,7 @@ from snip_hf.layers.convert import convert_model
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import ROW_TILE, SQUARE_TILE
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 UNQUANTIZED = SnipConfig(probe_tokens=None, start_format="bf16")

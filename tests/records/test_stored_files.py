@@ -19,7 +19,7 @@ from snip_hf.layers.state import snip_linears
 from snip_hf.records.load import load_run
 from snip_hf.training.controller import SnipController
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 STORED = [pytest.param(path, id=f"{path.parent.name}-{path.name}") for path in sorted(DATA.glob("*/*/"))]
 
 

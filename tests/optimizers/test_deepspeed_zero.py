@@ -34,7 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, A
     settings = {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={RANKS}", f"--master_port={port}"]
     done = subprocess.run(
-        [*command, str(Path(__file__).with_name("zero_worker.py")), str(folder)],
+        [*command, str(Path(__file__).parents[1] / "support" / "zero_worker.py"), str(folder)],
         env=os.environ | settings,
         capture_output=True,
         text=True,

@@ -20,7 +20,7 @@ import pytest
 import torch
 import yaml
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "eval"), str(ROOT / "recipes")]
 
 import bakeoff  # noqa: E402

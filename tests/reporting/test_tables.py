@@ -39,7 +39,7 @@ def test_stages_pipeline_and_saving_are_those_computed_by_hand() -> None:
     assert ["0", "2", "0.6000", "0.7000", "0.35"] in lines
     assert ["1", "2", "0.2000", "0.9000", "0.45"] in lines
     assert ["all", "4", "0.4000", "0.8000", "0.8"] in lines
-    # 3 * 0.45 + 0.8 and 3 * 0.5 + 0.85; 1 - 4 * 0.4 / 2.15 and 1 - 4 * 0.425 / 2.35. See tests/test_stages.py.
+    # 3 * 0.45 + 0.8 and 3 * 0.5 + 0.85; 1 - 4 * 0.4 / 2.15 and 1 - 4 * 0.425 / 2.35.
     assert ["one", "per", "stage", "0.4000", "1", "2.15", "0.2558", "6"] in lines
     assert ["one", "global", "0.3000", "1", "2.35", "0.2766", "1"] in lines
     sentences = joined(text)

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 from snip_hf import PrecisionPlan
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CONFIGS = RECIPES / "accelerate"
 sys.path.insert(0, str(RECIPES))
 

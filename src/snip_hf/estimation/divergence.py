@@ -22,6 +22,7 @@ from ..costs.flops import linear_flops
 from ..layers.convert import convert_model, restore_model
 from ..layers.linear import SnipLinear
 from ..layers.state import snip_linears
+from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
 from ..optimizers.response import ElementwiseResponse, Response, responses
@@ -148,6 +149,7 @@ def divergences_at(
             step,
             processes=processes,
             tokens=tokens,
+            whole_amax=any(FORMATS[name].has_tensor_scale for name in config.quantized_formats),
         )
     loss = _agreed_loss(None if probe is None else probe.loss, attempt, kept, processes)
     assert probe is not None

@@ -52,6 +52,7 @@ def run_probe(
     autocast: torch.dtype | None = None,
     processes: Processes | None = None,
     tokens: Sequence[int] | None = None,
+    whole_amax: bool = False,
 ) -> Probe:
     """Probes every swapped layer of the model; `probes` times two forward-backward passes.
 
@@ -69,12 +70,13 @@ def run_probe(
         autocast: dtype of the passes' products, None for FP32. Rounding noise then needs a larger relative step.
         processes: those that probe together; the samples are this process's own. None: it is alone.
         tokens: data rank -> tokens of its batch.
+        whole_amax: measure the largest magnitudes of all tokens too, which scales of whole tensors follow.
     """
     processes = processes or Processes()
     layers = snip_linears(model)
     samples: dict[str, LayerSample] = {}
     losses: list[float] = []
-    plan = SamplePlan(probe_tokens, seed, step, processes.data.rank, tuple(tokens or (batch.tokens,)))
+    plan = SamplePlan(probe_tokens, seed, step, processes.data.rank, tuple(tokens or (batch.tokens,)), whole_amax)
 
     def record(weights: Mapping[str, Tensor]) -> Recorder:
         recorder = Recorder(plan)
@@ -86,7 +88,8 @@ def run_probe(
         recorder = record({})
         energies = recorder.energies()
         for name, one in recorder.records.items():
-            samples[name] = LayerSample(one.tokens, one.x, one.grad_output, energies=energies[name])
+            amaxes = _pair(one.amaxes)
+            samples[name] = LayerSample(one.tokens, one.x, one.grad_output, energies=energies[name], amaxes=amaxes)
     for index in range(probes if pullbacks else 0):
         moved, epsilon = _move(layers, pullbacks, (seed, step, index), relative_step, processes)
         plus = record(moved)
@@ -150,13 +153,19 @@ def _combine(
     """
     energies = plus.energies()
     for name in [name for name in plus.records if name in minus.records]:
-        tokens, x_plus, grad_plus, _ = plus.records.pop(name)
-        _, x_minus, grad_minus, _ = minus.records.pop(name)
+        tokens, x_plus, grad_plus, _, amax_plus = plus.records.pop(name)
+        _, x_minus, grad_minus, _, amax_minus = minus.records.pop(name)
         if x_plus.shape != x_minus.shape:  # a router sent other tokens here; no derivative can be taken
             continue
         x_dot, grad_dot = ((p - m).div_(2 * epsilon) for p, m in ((x_plus, x_minus), (grad_plus, grad_minus)))
         if name not in samples:
             mean_x, mean_grad = x_plus.add_(x_minus).div_(2), grad_plus.add_(grad_minus).div_(2)
-            samples[name] = LayerSample(tokens, mean_x, mean_grad, energies=energies[name])
+            # Up to eps^2, as the means are.
+            amaxes = _pair(amax_plus.add_(amax_minus).div_(2))
+            samples[name] = LayerSample(tokens, mean_x, mean_grad, energies=energies[name], amaxes=amaxes)
         samples[name].x_dot.append(x_dot)
         samples[name].grad_output_dot.append(grad_dot)
+
+
+def _pair(amaxes: Tensor) -> tuple[Tensor, Tensor] | None:
+    return (amaxes[0], amaxes[1]) if len(amaxes) else None

@@ -22,7 +22,30 @@ GFLOAT = {
 }
 
 # New ones come last: layers' states hold places in this list.
-ORDER = ["bf16", "fp8", "fp4", "fp8-tensor", "fp8-tensor-e5m2", "mxfp8", "mxfp6", "mxfp6-e2m3", "mxfp4", "mxfp4-32x32", "mxfp4-rht", "nvfp4", "nvfp4-1x16", "nvfp4-46", "nvfp4-rht", "nvfp4-rht128", "int8", "int4", "ufp4", "ufp4-rht", "fp4-46", "fp4-pqt"]
+ORDER = [
+    "bf16",
+    "fp8",
+    "fp4",
+    "fp8-tensor",
+    "fp8-tensor-e5m2",
+    "mxfp8",
+    "mxfp6",
+    "mxfp6-e2m3",
+    "mxfp4",
+    "mxfp4-32x32",
+    "mxfp4-rht",
+    "nvfp4",
+    "nvfp4-1x16",
+    "nvfp4-46",
+    "nvfp4-rht",
+    "nvfp4-rht128",
+    "int8",
+    "int4",
+    "ufp4",
+    "ufp4-rht",
+    "fp4-46",
+    "fp4-pqt",
+]
 
 
 @pytest.mark.parametrize("fmt", [E2M1, E4M3, E5M2], ids=lambda fmt: fmt.name)

@@ -66,8 +66,12 @@ def fake_quantize(
 def fake_quantize_tiles(
     x: Tensor, grid: ElementGrid, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
 ) -> Tensor:
-    """As `rounding.fake_quantize_tiles`. The kernel takes tiles 1x128, 128x1 and 128x128, and grids with subnormals."""
-    is_taken = x.dim() == 2 and x.numel() > 0 and x.dtype in _DTYPES and tile in _BLOCKS and grid.subnormals
+    """As `rounding.fake_quantize_tiles`.
+
+    The kernel takes tiles 1x128, 128x1 and 128x128, and grids that have subnormals and mantissas.
+    """
+    is_taken = x.dim() == 2 and x.numel() > 0 and x.dtype in _DTYPES and tile in _BLOCKS
+    is_taken = is_taken and grid.subnormals and grid.mantissa_bits > 0
     if not is_taken or not has_kernels(x.device):
         return rounding.fake_quantize_tiles(x, grid, tile, key, rank, ranks)
     return _by_kernel(x, grid, tile, key, rank, ranks)

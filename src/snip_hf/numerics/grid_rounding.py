@@ -23,6 +23,12 @@ def spacing_of(x: Tensor, grid: ElementGrid) -> Tensor:
     return torch.where(power < least, least, power * 2.0**-grid.mantissa_bits)
 
 
+def _ties_by_exponent(steps: Tensor, spacing: Tensor, grid: ElementGrid) -> Tensor:
+    """Sends ties between two powers of two to the even code, which without mantissa bits is an even exponent's."""
+    field = (spacing.view(torch.int32) >> 23) - 127 - grid.min_exponent + 1
+    return torch.where((steps.abs() == 1.5) & (field % 2 == 0), steps.sign(), steps)
+
+
 def round_to_grid(x: Tensor, grid: ElementGrid, random: Tensor | None = None) -> Tensor:
     """Rounds every element to the grid, saturating; NaN stays NaN.
 
@@ -39,5 +45,7 @@ def round_to_grid(x: Tensor, grid: ElementGrid, random: Tensor | None = None) ->
     steps = x / spacing
     if random is not None:
         steps += random - 0.5
+    if grid.mantissa_bits == 0:
+        steps = _ties_by_exponent(steps, spacing, grid)
     rounded = steps.round_().copysign_(x)  # ties to even; copysign keeps the sign of what becomes 0
     return rounded.mul_(spacing).clamp_(-grid.max, grid.max)

@@ -189,6 +189,7 @@ def _with_noise(
     grid = rule.grid or format.grid
     assert grid is not None
     scales, factors = _scales(x_fp32, format, rule, tile, amax, grid.max)
+    scales = torch.where(tile_amax(x_fp32, tile) == 0, 0.0, scales)  # zeros stay zero
     steps = _scale_tiles(spacing_of(_scale_tiles(x_fp32, factors, tile), grid), scales, tile)
     return x_fp32 + steps * normal(key, x_fp32.shape, x_fp32.device) * 12**-0.5
 

@@ -38,7 +38,7 @@ READING = (
     "takes the noise for the same in all contenders, and the seed's effect too (no interaction). Ranked by the "
     "adjusted gap; contenders with a diverged run come last, and diverged runs are counted but in no mean. Against the "
     "best: the model's contrast of the two contenders, two-sided t-test with the residual degrees of freedom, also for "
-    f"contenders with one seed; within noise if p >= {SIGNIFICANCE}, \"-\" where nothing is left to estimate the noise "
+    f'contenders with one seed; within noise if p >= {SIGNIFICANCE}, "-" where nothing is left to estimate the noise '
     f"from. The best has the lowest adjusted gap among contenders that never diverged (with at least {LEAST_PAIRS} "
     "seeds, if any has). There is no correction for the number of comparisons, and the best of many owes part of its "
     "place to luck, so that tests against it find too many worse. FP4 share: of the linears' FLOPs under the plan in "

@@ -1,4 +1,4 @@
-"""Does the long run with faults notice what grows, what differs, and what a fault should not have cost? (soak.py)"""
+"""The long run with faults notices what grows, what differs, and what a fault should not have cost."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import leaks_under_faults
 import pytest
-import soak
 import torch
+from injected_faults import FAULTS, draws
 from scipy.stats import theilslopes
-from soak_faults import FAULTS, draws
 
 from snip_hf.parallel import ranks as distributed
 from snip_hf.records.run_folder import RunFolder
@@ -32,7 +32,7 @@ def options(steps: int, seed: int = 0) -> argparse.Namespace:
 
 def test_every_fault_costs_what_it_may_and_nothing_else() -> None:
     """15 refreshes, one per fault."""
-    row = soak.work(options(steps=62))
+    row = leaks_under_faults.work(options(steps=62))
     assert row["faults"].keys() == FAULTS.keys()
     for name, fault in row["faults"].items():
         kept = FAULTS[name].reason is not None
@@ -47,7 +47,8 @@ def test_every_fault_costs_what_it_may_and_nothing_else() -> None:
     }
     # None but what other tests in this process started before.
     assert len(set(row["resources"]["processes started"]["values"])) == 1
-    assert soak.report(row | {"commit": None, "machine": None}).count("\n| ") == len(row["resources"]) + 15 + 2 + 3
+    report = leaks_under_faults.report(row | {"commit": None, "machine": None})
+    assert report.count("\n| ") == len(row["resources"]) + 15 + 2 + 3
 
 
 def test_what_refreshes_leave_behind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +64,7 @@ def test_what_refreshes_leave_behind_is_noticed(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(RunFolder, "write_divergences", leaking)
     try:
-        found = soak.work(options(steps=31))["resources"]
+        found = leaks_under_faults.work(options(steps=31))["resources"]
     finally:
         for descriptor in left:
             os.close(descriptor)
@@ -81,7 +82,7 @@ def test_a_refresh_that_leaves_a_trace_is_noticed_at_the_next_step(monkeypatch: 
         begin(refresher, step, *args)
 
     monkeypatch.setattr(Refresher, "begin", drawing)
-    row = soak.work(options(steps=10))
+    row = leaks_under_faults.work(options(steps=10))
     assert row["comparisons"]["replayed"]["first_different"] == 5
     assert not row["comparisons"]["replayed"]["equal_weights"]
     assert not row["passed"]
@@ -94,8 +95,8 @@ def test_a_refresh_that_leaves_a_trace_is_noticed_at_the_next_step(monkeypatch: 
 def test_a_count_is_flat_if_nothing_is_added_from_the_middle_on(added_at: Any, is_flat: bool) -> None:
     steps = list(range(10, 2000, 20))
     values = [7 + sum(at < step for at in added_at) for step in steps]
-    assert soak.judged(steps, values, 0.0)["flat"] == is_flat
-    assert soak.judged(steps, values, None)["flat"] is None
+    assert leaks_under_faults.judged(steps, values, 0.0)["flat"] == is_flat
+    assert leaks_under_faults.judged(steps, values, None)["flat"] is None
 
 
 def test_a_figure_that_varies_is_judged_by_its_line() -> None:
@@ -103,35 +104,36 @@ def test_a_figure_that_varies_is_judged_by_its_line() -> None:
     noise = [rng.choice([0, 0, 0, 0, 50_000]) for _ in steps]
     for slope in (900, 1100):
         values = [500_000 + slope * step // 1000 + extra for step, extra in zip(steps, noise, strict=True)]
-        found = soak.judged(steps, values, 1024.0)
+        found = leaks_under_faults.judged(steps, values, 1024.0)
         expected = theilslopes(values[25:], steps[25:])
         assert found["per_1000_steps"] == pytest.approx(1000 * expected.slope)
         assert found["flat"] == (slope == 900)
     # What is added in 30 steps is taken as it is, not as what it would be in 1,000.
-    assert soak.judged([0, 10, 20, 30], [0, 0, 100, 200], 1024.0)["flat"]
+    assert leaks_under_faults.judged([0, 10, 20, 30], [0, 0, 100, 200], 1024.0)["flat"]
 
 
 def test_runs_are_equal_only_to_the_bit_and_nan_is_nan() -> None:
-    def run(*losses: float) -> soak.Run:
-        return soak.Run(array("d", losses), array("d", [1.0] * len(losses)), "digest")
+    def run(*losses: float) -> leaks_under_faults.Run:
+        return leaks_under_faults.Run(array("d", losses), array("d", [1.0] * len(losses)), "digest")
 
     one = run(1.0, float("nan"), 0.1)
-    assert soak.compared(one, run(1.0, float("nan"), 0.1))["first_different"] is None
+    assert leaks_under_faults.compared(one, run(1.0, float("nan"), 0.1))["first_different"] is None
     other = run(1.0, float("nan"), 0.1 + 2**-56)
-    assert soak.compared(one, other) == {"equal_steps": 2, "first_different": 3, "equal_weights": True}
+    assert leaks_under_faults.compared(one, other) == {"equal_steps": 2, "first_different": 3, "equal_weights": True}
 
 
 def test_a_fault_that_costs_another_refresh_than_its_own_or_none_is_not_as_expected() -> None:
     faults = {20: "none", 40: "solver killed", 60: "solver killed", 80: "clock jumps"}
     applied = {20: False, 40: True, 60: False, 80: True}
     reasons = {20: "whatever", 60: "SolverError: The solver process crashed (signal SIGKILL): nothing"}
-    table = soak.fault_table(soak.Run(faults=faults, applied=applied, reasons=reasons))
+    table = leaks_under_faults.fault_table(leaks_under_faults.Run(faults=faults, applied=applied, reasons=reasons))
     assert {name: (row["struck"], row["as_expected"]) for name, row in table.items()} == {
         "none": (1, 0),
         "solver killed": (2, 1),
         "clock jumps": (1, 1),
     }
-    table = soak.fault_table(soak.Run(faults={60: "solver killed"}, applied={60: False}, reasons={60: "NaN"}))
+    run = leaks_under_faults.Run(faults={60: "solver killed"}, applied={60: False}, reasons={60: "NaN"})
+    table = leaks_under_faults.fault_table(run)
     assert table["solver killed"]["as_expected"] == 0
 
 
@@ -143,13 +145,13 @@ def test_all_faults_are_drawn_before_one_comes_again() -> None:
 
 
 def test_memory_that_is_not_given_back_shows_in_what_malloc_has_given_out() -> None:
-    before = soak.in_malloc()
+    before = leaks_under_faults.in_malloc()
     if before is None:
         pytest.skip("no glibc 2.33")
     block = torch.ones(2**20, dtype=torch.uint8)
-    assert soak.in_malloc() - before == pytest.approx(1024, abs=64)
+    assert leaks_under_faults.in_malloc() - before == pytest.approx(1024, abs=64)
     del block
-    assert soak.in_malloc() == pytest.approx(before, abs=64)
+    assert leaks_under_faults.in_malloc() == pytest.approx(before, abs=64)
 
 
 # --- what it found

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from estimators import LOSS_BASELINES, WEIGHT_BASELINES
 
 from snip_hf.config import SnipConfig
+
+from .estimators import LOSS_BASELINES, WEIGHT_BASELINES
 
 Array = npt.NDArray[np.float64]
 Record = dict[str, Any]

@@ -1,9 +1,9 @@
 r"""What does a plan cost after many steps, and which one-step figure ranks that cost best? The analysis.
 
-    python benchmarks/horizon_report.py runs/horizon.jsonl --output horizon.md
+    python benchmarks/plan_damage_report.py runs/plan_damage.jsonl --output plan_damage.md
 
-Reads what `horizon.py` wrote. Damage after K steps: held-out loss of an arm, less that of the unquantized run of the
-same repeat, mean over repeats. Tables give Spearman's rank correlation with 90% bootstrap intervals over the arms.
+Reads what `plan_damage.py` wrote. Damage after K steps: held-out loss of an arm, less that of the unquantized run of
+the same repeat, mean over repeats. Tables give Spearman's rank correlation with 90% bootstrap intervals over the arms.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from horizon import PLAN_KINDS, available, costs, read_lines
 from numpy.typing import NDArray
+from plan_damage import PLAN_KINDS, available, costs
 from scipy.stats import rankdata
+from shared.json_lines import read_lines
 
 from snip_hf.estimation.layer_sums import LAYER
 from snip_hf.numerics.gemms import GEMMS
@@ -51,7 +52,7 @@ BY_LAYER = ("single layers", "random layer plans")
 
 @dataclass
 class Case:
-    """One run of `horizon.py`."""
+    """One run of `plan_damage.py`."""
 
     name: str
     rows: list[dict[str, Any]]
@@ -376,7 +377,7 @@ def report(case: Case, k: int, details: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="+", help=".jsonl files of horizon.py, with their .json beside")
+    parser.add_argument("files", type=Path, nargs="+", help=".jsonl files of plan_damage.py, with their .json beside")
     parser.add_argument("--output", type=Path, help="Markdown file; default: standard output")
     parser.add_argument("--k", type=int, default=100, help="horizon of the summary (default 100)")
     parser.add_argument("--details", action="store_true", help="also every horizon, with bootstrap intervals")

@@ -1,6 +1,6 @@
 """Does SNIP keep its speed-up over BF16 on several GPUs, and what does a refresh cost there?
 
-    python benchmarks/ranks.py --cases 1:none 2:ddp 2:fsdp2 --output runs/ranks.jsonl
+    python benchmarks/multi_gpu_speed.py --cases 1:none 2:ddp 2:fsdp2 --output runs/multi_gpu_speed.jsonl
 
 A case is a number of processes and how they share the model: "none" (one process), "ddp" or "fsdp2". Each case trains a
 Llama by a plain loop, with compiled decoder layers, in BF16 and under SNIP (75%, by GEMM, siblings tied): steps are
@@ -21,11 +21,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import cases
 import probe_cost
 import speed
 import torch
 import torch.distributed as dist
+from shared.origin import origin_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -54,7 +54,7 @@ def main() -> None:
     if options.worker:
         work(options)
         return
-    print(", ".join(f"{name} {value}" for name, value in cases.origin("cuda" if on_cuda() else "cpu").items()))
+    print(", ".join(f"{name} {value}" for name, value in origin_of("cuda" if on_cuda() else "cpu").items()))
     rows = [row for case in options.cases for row in run_case(case, options)]
     print("\n| processes | kind | recipe | step, ms | speed-up | refresh, s | in steps |\n|" + "---|" * 7)
     for row in rows:
@@ -82,7 +82,7 @@ def run_case(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         print(json.dumps(row), flush=True)
         if options.output:
             with options.output.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({**row, **cases.origin("cuda" if on_cuda() else "cpu")}) + "\n")
+                stream.write(json.dumps({**row, **origin_of("cuda" if on_cuda() else "cpu")}) + "\n")
     return rows
 
 

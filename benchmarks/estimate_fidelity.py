@@ -1,7 +1,7 @@
 r"""How close are the estimated divergences to the measured ones, and is any other estimate closer? The measurements.
 
-    python benchmarks/fidelity.py --cases small --output runs/fidelity.jsonl
-    python benchmarks/fidelity_report.py runs/fidelity.jsonl
+    python benchmarks/estimate_fidelity.py --cases small --output runs/estimate_fidelity.jsonl
+    python benchmarks/estimate_fidelity_report.py runs/estimate_fidelity.jsonl
 
 A case is a small model (`cases`) at some step of its training, e.g. llama:adamw:300. On micro-batches that training has
 not seen, every layer is quantized by itself: the truth. All estimators get the first micro-batch, or all of them. One
@@ -24,12 +24,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import cases
 import numpy as np
 import torch
 import torch.multiprocessing as mp
-from agreement import Record, WeightTruth, loss_records, raw_record, weight_records
-from estimators import Point, loss_estimates, measured_kl, weight_estimates
+from shared import small_models, texts
+from shared.agreement import Record, WeightTruth, loss_records, raw_record, weight_records
+from shared.estimators import Point, loss_estimates, measured_kl, weight_estimates
+from shared.json_lines import drop_unfinished_line, read_lines
+from shared.origin import origin_of
 from torch import nn
 
 from snip_hf import SnipConfig
@@ -40,8 +42,8 @@ from snip_hf.numerics.gemms import GEMMS
 
 SMALL = ("llama:adamw:0", "llama:adamw:200")
 ALL = (
-    *(f"{family}:adamw:{steps}" for family in cases.FAMILIES for steps in (0, 300, 3000)),
-    *(f"llama:{name}:{steps}" for name in cases.OPTIMIZERS if name != "adamw" for steps in (0, 300, 2000)),
+    *(f"{family}:adamw:{steps}" for family in small_models.FAMILIES for steps in (0, 300, 3000)),
+    *(f"llama:{name}:{steps}" for name in small_models.OPTIMIZERS if name != "adamw" for steps in (0, 300, 2000)),
 )
 # Option -> its default for small cases, and for all others.
 DEFAULTS: dict[str, tuple[Any, Any]] = {
@@ -64,10 +66,10 @@ class Case:
     @classmethod
     def of(cls, name: str) -> Case:
         family, optimizer, steps = name.split(":")
-        if family not in cases.FAMILIES or optimizer not in cases.OPTIMIZERS:
+        if family not in small_models.FAMILIES or optimizer not in small_models.OPTIMIZERS:
             raise ValueError(
-                f"Case {name!r}: expected family:optimizer:steps, with a family of {', '.join(cases.FAMILIES)} and an "
-                f"optimizer of {', '.join(cases.OPTIMIZERS)}."
+                f"Case {name!r}: expected family:optimizer:steps, with a family of "
+                f"{', '.join(small_models.FAMILIES)} and an optimizer of {', '.join(small_models.OPTIMIZERS)}."
             )
         return cls(family, optimizer, int(steps))
 
@@ -78,13 +80,14 @@ class Case:
 
 def main() -> None:
     options = parse()
-    done = {record["case"] for record in read(options.output) if record["kind"] == "case"}
+    done = {record["case"] for record in read_lines(options.output) if record["kind"] == "case"}
     todo = [case for case in map(Case.of, options.cases) if case.name not in done]
     print(f"{len(todo)} of {len(options.cases)} cases to do", flush=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
+    drop_unfinished_line(options.output)
     with tempfile.TemporaryDirectory() as folder:
         options.tokens_file = Path(folder) / "tokens.npy"
-        np.save(options.tokens_file, cases.token_ids(options.text))
+        np.save(options.tokens_file, texts.token_ids(options.text))
         jobs = chains(todo, options.workers)
         context = mp.get_context("spawn")
         taken, lock = context.Value("i", 0), context.Lock()
@@ -103,9 +106,9 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cases.add_text_arguments(parser)
+    texts.add_text_arguments(parser)
     parser.add_argument("--cases", nargs="+", default=["small"], help="small, all, or names like llama:adamw:300")
-    parser.add_argument("--output", type=Path, default=Path("runs/fidelity.jsonl"))
+    parser.add_argument("--output", type=Path, default=Path("runs/estimate_fidelity.jsonl"))
     parser.add_argument("--rows", type=int, help="sequences of 256 tokens in a micro-batch (default 16; small 8)")
     parser.add_argument("--batches", type=int, default=2, help="micro-batches of the truth (default 2)")
     parser.add_argument(
@@ -135,17 +138,6 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def read(path: Path) -> list[Record]:
-    """Returns the records of a JSONL file, none if there is no such file; a line that was cut off is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            print(f"{path}: left out a broken line", file=sys.stderr)
-    return records
-
-
 def chains(todo: Sequence[Case], workers: int) -> list[list[Case]]:
     """Returns lists of cases that one worker does in a row: steps of one training, unless that leaves workers idle."""
     grouped: dict[tuple[str, str], list[Case]] = {}
@@ -167,7 +159,7 @@ def work(index: int, options: argparse.Namespace, jobs: list[list[Case]], taken:
     if device == "cuda":
         device = f"cuda:{index % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-    text = cases.load_text(options.tokens_file, device)
+    text = texts.load_text(options.tokens_file, device)
     while time.time() < options.deadline:
         with taken.get_lock():
             position, taken.value = taken.value, taken.value + 1
@@ -180,13 +172,13 @@ def work(index: int, options: argparse.Namespace, jobs: list[list[Case]], taken:
             print(f"{names}: training failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
 
 
-def do(chain: list[Case], options: argparse.Namespace, text: cases.Text, device: str, lock: Any) -> None:
+def do(chain: list[Case], options: argparse.Namespace, text: texts.Text, device: str, lock: Any) -> None:
     """Trains through the steps of a chain and writes the lines of each of its cases."""
     first = chain[0]
-    state = cases.new_state(first.family, first.optimizer, device, seed=options.seed, blocks=options.blocks)
+    state = small_models.new_state(first.family, first.optimizer, device, seed=options.seed, blocks=options.blocks)
     clock = Clock(first.name)
     steps = tuple(case.steps for case in chain)
-    for case, reached in zip(chain, cases.phases(state, text, steps), strict=True):
+    for case, reached in zip(chain, small_models.phases(state, text, steps), strict=True):
         clock.case = case.name
         clock.lap("training")
         try:
@@ -230,7 +222,7 @@ class Clock:
 
 
 def measure(
-    case: Case, state: cases.State, text: cases.Text, options: argparse.Namespace, clock: Clock
+    case: Case, state: small_models.State, text: texts.Text, options: argparse.Namespace, clock: Clock
 ) -> list[Record]:
     """Returns all records of one case."""
     seen = -(-state.step * state.rows // options.rows)  # micro-batches of ours that training has touched, rounded up
@@ -256,7 +248,7 @@ def measure(
             Point.of(state.model, text.batch(after + index, options.loss_rows), state.optimizer, config)
             for index in range(options.batches)
         ]
-        loss = [loss_estimates(point, TOKENS, cases.LENGTH) for point in large]
+        loss = [loss_estimates(point, TOKENS, texts.LENGTH) for point in large]
         for point, table in zip(large, loss, strict=True):
             own = measure_loss(state.model, [point.inputs], assignments, config)[:, 0].tolist()
             count = point.inputs["input_ids"].numel()
@@ -285,7 +277,7 @@ def unquantized(model: nn.Module, config: SnipConfig) -> Iterator[list[str]]:
 
 
 def measure_weights(
-    state: cases.State,
+    state: small_models.State,
     batches: Sequence[dict[str, torch.Tensor]],
     layers: Sequence[str],
     config: SnipConfig,
@@ -321,7 +313,7 @@ def measure_weights(
 
 
 def case_record(
-    case: Case, state: cases.State, points: list[Point], options: argparse.Namespace, clock: Clock
+    case: Case, state: small_models.State, points: list[Point], options: argparse.Namespace, clock: Clock
 ) -> Record:
     """Returns where the case's figures come from; written last, so that it marks the case as complete."""
     device = next(state.model.parameters()).device
@@ -336,7 +328,7 @@ def case_record(
         "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
         "seconds": clock.seconds,
         **{name: getattr(options, name) for name in kept},
-        **cases.origin(str(device)),
+        **origin_of(str(device)),
     }
 
 

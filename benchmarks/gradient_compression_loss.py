@@ -1,8 +1,8 @@
 r"""What does averaging gradients in FP8 cost in loss, and what does it save in bytes? Two ranks over gloo, on a CPU.
 
-    python benchmarks/compression.py --output runs/compression.jsonl
-    python benchmarks/compression.py --ways bf16 "fp8 nearest without feedback" --seeds 0
-    python benchmarks/compression.py --report runs/compression.jsonl
+    python benchmarks/gradient_compression_loss.py --output runs/gradient_compression_loss.jsonl
+    python benchmarks/gradient_compression_loss.py --ways bf16 "fp8 nearest without feedback" --seeds 0
+    python benchmarks/gradient_compression_loss.py --report runs/gradient_compression_loss.jsonl
 
 The same tiny Llama on the same batches, once per seed and way of averaging: "exact" (DDP's all-reduce in FP32), "bf16"
 (an all-reduce in BF16), and `snip_hf.parallel.gradient_compression` with rounding to nearest (its default) or
@@ -21,11 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import cases
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from shared import small_models, texts
+from shared.origin import origin_of
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -54,19 +55,20 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--rows", type=int, default=2, help="sequences per rank and step (default 2)")
-    parser.add_argument("--output", type=Path, default=Path("runs/compression.jsonl"), help="lines are added")
+    default = Path("runs/gradient_compression_loss.jsonl")
+    parser.add_argument("--output", type=Path, default=default, help="lines are added")
     parser.add_argument("--report", type=Path, nargs="+", help="print a Markdown table of these files instead")
     options = parser.parse_args()
     if options.report:
         print(report([json.loads(line) for path in options.report for line in path.read_text().splitlines()]))
         return
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    text = cases.load_text(options.text, "cpu")
+    text = texts.load_text(options.text, "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, args=(options, text, f"file://{folder}/store", cases.origin("cpu")), nprocs=RANKS)
+        mp.spawn(run, args=(options, text, f"file://{folder}/store", origin_of("cpu")), nprocs=RANKS)
 
 
-def run(rank: int, options: argparse.Namespace, text: cases.Text, store: str, origin: dict[str, Any]) -> None:
+def run(rank: int, options: argparse.Namespace, text: texts.Text, store: str, origin: dict[str, Any]) -> None:
     """Trains all ways of all seeds as one rank; rank 0 adds a line per run to the output."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store, rank=rank, world_size=RANKS)
@@ -80,15 +82,15 @@ def run(rank: int, options: argparse.Namespace, text: cases.Text, store: str, or
     dist.destroy_process_group()
 
 
-def train(rank: int, options: argparse.Namespace, text: cases.Text, seed: int, way: str) -> dict[str, Any]:
+def train(rank: int, options: argparse.Namespace, text: texts.Text, seed: int, way: str) -> dict[str, Any]:
     """Returns the validation loss, the bytes that a rank sent per step, seconds, and the drift."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(cases.config("llama", options.hidden, options.blocks))
+    model = AutoModelForCausalLM.from_config(small_models.config("llama", options.hidden, options.blocks))
     if options.arithmetic.startswith("snip"):
         convert_model(model, SnipConfig(start_format=options.arithmetic.removeprefix("snip-"), seed=seed))
     ddp = nn.parallel.DistributedDataParallel(model)
     averaging = Averaging(ddp, seed, way)
-    (optimizer,) = cases.optimizers("adamw", model)
+    (optimizer,) = small_models.optimizers("adamw", model)
     warmup, first = options.steps // 10, seed * options.steps
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -116,7 +118,7 @@ def train(rank: int, options: argparse.Namespace, text: cases.Text, seed: int, w
     }
 
 
-def validate(rank: int, model: nn.Module, text: cases.Text, autocast: Any, batches: int = 8) -> float:
+def validate(rank: int, model: nn.Module, text: texts.Text, autocast: Any, batches: int = 8) -> float:
     """Returns the mean loss over `batches` held-out batches of 8 per rank."""
     model.eval()
     total = torch.zeros(())

@@ -3,8 +3,8 @@
 Random costs with the shape of measured divergences (log-normal, FP4 several times FP8), one group per linear layer,
 FLOP shares as in Llama blocks (q, k, v, o, gate, up, down), the same FP4 share demanded of every stage.
 
-    python benchmarks/solver.py
-    python benchmarks/solver.py --groups 560 882 --stages 1 8 --solvers cbc highs greedy --seeds 3
+    python benchmarks/solver_time.py
+    python benchmarks/solver_time.py --groups 560 882 --stages 1 8 --solvers cbc highs greedy --seeds 3
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Does a long run with a fault in nearly every refresh leak anything, and do faults cost anything but their refresh?
 
-    python benchmarks/soak.py --output benchmarks/results/soak.jsonl
-    python benchmarks/soak.py --processes 2 --output benchmarks/results/soak.jsonl
+    python benchmarks/leaks_under_faults.py --output benchmarks/results/leaks_under_faults.jsonl
+    python benchmarks/leaks_under_faults.py --processes 2 --output benchmarks/results/leaks_under_faults.jsonl
 
 A tiny Llama is trained by a plain loop with a refresh every 20 steps, each with a fault of `soak_faults` drawn by a
 seeded generator. Midway between refreshes, with nothing under way, memory, file descriptors, threads, processes and
@@ -41,13 +41,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import cases
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+from injected_faults import ABANDONED, FAULTS, RESUMED, Place, draws
 from scipy.stats import theilslopes
-from soak_faults import ABANDONED, FAULTS, RESUMED, Place, draws
+from shared.origin import origin_of
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -101,7 +101,7 @@ def main() -> int:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.processes}"]
     names = ("steps", "refresh_every", "apply_delay", "solver", "blocks", "seed", "device", "processes")
     given = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
-    origin = cases.origin(options.device)
+    origin = origin_of(options.device)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, *(launcher if options.processes > 1 else []), __file__, *given, "--worker", folder]
         subprocess.run(command, check=True)

@@ -1,7 +1,7 @@
 r"""How fast does a probe age? Its ranking of the layers against the truth some steps later.
 
-    python benchmarks/phase_shift.py --output runs/phase.jsonl --scenarios early --blocks 3 --ages 0 10 100
-    python benchmarks/phase_shift.py --report runs/phase.jsonl
+    python benchmarks/probe_aging.py --output runs/probe_aging.jsonl --scenarios early --blocks 3 --ages 0 10 100
+    python benchmarks/probe_aging.py --report runs/probe_aging.jsonl
 
 Scenarios: "early" and "late" in training, and from the late state on with a learning rate of a tenth ("rate") or with
 other text ("data"). At each age the weight divergence of whole layers in FP4 is measured again; compared are the ranks
@@ -16,11 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import cases
 import numpy as np
 import torch
 import torch.multiprocessing as mp
 from scipy.stats import spearmanr
+from shared import small_models, texts
+from shared.origin import origin_of
 
 from snip_hf import SnipConfig, estimate_divergence, measure_divergence
 from snip_hf.costs.flops import linear_flops
@@ -35,7 +36,7 @@ SCENARIOS = ("early", "late", "rate", "data")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cases.add_text_arguments(parser)
+    texts.add_text_arguments(parser)
     parser.add_argument("--other-text", type=Path, help="text of the scenario data (default: Python's own source)")
     parser.add_argument(
         "--tokenizer-text", type=Path, help="text whose tokens a --text of token ids has (scenario data)"
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("--late", type=int, default=2000, help="steps before the late probe (default 2000)")
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--rows", type=int, default=8, help="sequences per micro-batch (default 8)")
-    parser.add_argument("--output", type=Path, default=Path("runs/phase_shift.jsonl"), help="lines are added")
+    parser.add_argument("--output", type=Path, default=Path("runs/probe_aging.jsonl"), help="lines are added")
     parser.add_argument("--report", type=Path, nargs="+", help="print a Markdown table of these files instead")
     options = parser.parse_args()
     if options.report:
@@ -74,8 +75,8 @@ def run(options: argparse.Namespace, scenario: str, index: int) -> None:
     """Trains one scenario and adds a line per age to the output."""
     torch.set_num_threads(1)
     device = f"cuda:{index % torch.cuda.device_count()}" if options.device == "cuda" else options.device
-    text = cases.load_text(options.text, device)
-    state = cases.new_state("llama", "adamw", device, options.rows, blocks=options.blocks)
+    text = texts.load_text(options.text, device)
+    state = small_models.new_state("llama", "adamw", device, options.rows, blocks=options.blocks)
     state.train(text, options.early if scenario == "early" else options.late)
     convert_model(state.model, SnipConfig(start_format="bf16"))
     flops = linear_flops(state.model)
@@ -84,8 +85,8 @@ def run(options: argparse.Namespace, scenario: str, index: int) -> None:
     start = state.step
     old = estimate(state, text)
     if scenario == "data":
-        tokenizer = cases.train_tokenizer(options.tokenizer_text or options.text)
-        text = cases.load_text(options.other_text, device, tokenizer=tokenizer)
+        tokenizer = texts.train_tokenizer(options.tokenizer_text or options.text)
+        text = texts.load_text(options.other_text, device, tokenizer=tokenizer)
     if scenario == "rate":
         for group in state.optimizer.param_groups:
             group["base_lr"] *= 0.1
@@ -93,14 +94,14 @@ def run(options: argparse.Namespace, scenario: str, index: int) -> None:
         began = time.perf_counter()
         state.train(text, start + age - state.step)
         line = {"scenario": scenario, "step": start, "age": age, **compare(state, text, old, setting)}
-        line |= cases.origin(device)
+        line |= origin_of(device)
         line["seconds"] = time.perf_counter() - began
         with options.output.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")
         print(line, flush=True)
 
 
-def estimate(state: cases.State, text: cases.Text) -> DivergenceTable:
+def estimate(state: small_models.State, text: texts.Text) -> DivergenceTable:
     """Returns the estimate on the micro-batch of the next step."""
     batch = text.batch(state.step, state.rows)
     return estimate_divergence(
@@ -108,7 +109,7 @@ def estimate(state: cases.State, text: cases.Text) -> DivergenceTable:
     )
 
 
-def compare(state: cases.State, text: cases.Text, old: DivergenceTable, setting: Setting) -> dict[str, float]:
+def compare(state: small_models.State, text: texts.Text, old: DivergenceTable, setting: Setting) -> dict[str, float]:
     """Returns rank correlations over layers, whole layers in FP4."""
     batch = text.batch(state.step, state.rows)
     truth = measure_divergence(

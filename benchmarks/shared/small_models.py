@@ -1,27 +1,16 @@
-"""Which small models, texts and optimizers do the benchmarks share, and how are they brought to a phase of training?
+"""The small models and optimizers that the benchmarks share, and how they are brought to a phase of training.
 
-Legend: B sequences, L tokens each. Models have 6 blocks of width 128 and about 1.6M parameters, so that measuring the
-truth of every layer takes minutes on a CPU. Training here is in FP32, unquantized: the state that a probe meets.
+Models have 6 blocks of width 128 and about 1.6M parameters, so that measuring the truth of every layer takes minutes on
+a CPU. Training here is in FP32, unquantized: the state that a probe meets.
 """
 
 from __future__ import annotations
 
-import argparse
-import lzma
-import os
-import platform
-import shlex
-import subprocess
-import sys
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
     Adafactor,
@@ -32,8 +21,8 @@ from transformers import (
     Qwen3Config,
 )
 
-VOCABULARY = 2048
-LENGTH = 256
+from .texts import LENGTH, VOCABULARY, Text
+
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "num_attention_heads": 4,
@@ -99,82 +88,6 @@ def optimizers(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
         groups[0]["weight_decay"] = 1e-4
         return [torch.optim.SGD(groups, lr=0.3, momentum=0.9)]
     return [torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95))]
-
-
-@dataclass(frozen=True)
-class Text:
-    """Sequences of token ids, (count, LENGTH) int64, shuffled, on the device of the run."""
-
-    train: Tensor
-    held_out: Tensor
-
-    def batch(self, index: int, rows: int, held_out: bool = False) -> dict[str, Tensor]:
-        """Returns the index-th micro-batch of B = rows sequences, in order, from the start again after the end."""
-        part = self.held_out if held_out else self.train
-        taken = part[(torch.arange(rows, device=part.device) + index * rows) % len(part)]
-        return {"input_ids": taken, "labels": taken}
-
-
-def add_text_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds --text and --device."""
-    parser.add_argument("--text", type=Path, help="text (.txt, .xz) or token ids (.npy); default: Python's own source")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-
-
-def load_text(path: Path | None, device: str, held_out: float = 0.1, tokenizer: Tokenizer | None = None) -> Text:
-    """Returns the text of a file, cut into sequences and shuffled, so that every batch is a fair sample of it."""
-    ids = torch.from_numpy(token_ids(path, tokenizer).astype(np.int64))
-    sequences = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
-    sequences = sequences[torch.randperm(len(sequences), generator=torch.Generator().manual_seed(0))].to(device)
-    border = int(len(sequences) * (1 - held_out))
-    return Text(sequences[:border], sequences[border:])
-
-
-def token_ids(path: Path | None, tokenizer: Tokenizer | None = None) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """Returns the ids of a text, under a byte-level BPE trained on its beginning if no tokenizer is given."""
-    if path is not None and path.suffix == ".npy":
-        return np.load(path)
-    pieces = _pieces(path)
-    encodings = (tokenizer or train_tokenizer(path)).encode_batch(pieces)
-    return np.concatenate([np.array(encoding.ids, np.uint16) for encoding in encodings])
-
-
-def train_tokenizer(path: Path | None) -> Tokenizer:
-    """Returns a byte-level BPE of `VOCABULARY` tokens, trained on the beginning of a text."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(_pieces(path)[:500], trainer)
-    return tokenizer
-
-
-def _pieces(path: Path | None) -> list[str]:
-    """Returns a text in pieces of 10,000 characters."""
-    if path is None:
-        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        text = "".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
-    elif path.suffix == ".xz":
-        with lzma.open(path, "rt", encoding="utf-8") as stream:
-            text = stream.read()
-    else:
-        text = path.read_text(encoding="utf-8")
-    return [text[start : start + 10_000] for start in range(0, len(text), 10_000)]
-
-
-def origin(device: str) -> dict[str, Any]:
-    """Returns where figures come from: commit, machine, threads, torch and the command."""
-    command = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
-    cuda = torch.device(device).type == "cuda"
-    return {
-        "commit": commit or None,
-        "machine": torch.cuda.get_device_name(device) if cuda else f"{platform.machine()} ({os.cpu_count()} cores)",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "command": shlex.join(["python", *(os.path.relpath(sys.argv[0]), *sys.argv[1:])]),
-    }
 
 
 @dataclass

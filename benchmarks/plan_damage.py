@@ -1,7 +1,7 @@
 r"""What does a plan cost after many steps, and which one-step figure ranks that cost best? The measurements.
 
-    python benchmarks/horizon.py --output runs/horizon.jsonl --step 400 --workers 2 --kinds reference rule program
-    python benchmarks/horizon_report.py runs/horizon.jsonl
+    python benchmarks/plan_damage.py --output runs/plan_damage.jsonl --step 400 --kinds reference rule program
+    python benchmarks/plan_damage_report.py runs/plan_damage.jsonl
 
 A small model is trained unquantized to a step S. From there every *arm*, an assignment of formats, trains on, in each
 repeat with the same micro-batches and the same random numbers as all other arms of that repeat. After K steps each arm
@@ -12,7 +12,6 @@ the unquantized run's. The one-step figures of state S go to a .json file beside
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -27,10 +26,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import cases
 import numpy as np
 import torch
 import torch.multiprocessing as mp
+from shared import small_models, texts
+from shared.json_lines import drop_unfinished_line, read_lines
+from shared.origin import origin_of
 
 from snip_hf import SnipConfig
 from snip_hf.costs.flops import linear_flops
@@ -229,7 +230,7 @@ def as_table(rows: Sequence[Row]) -> DivergenceTable:
     )
 
 
-def estimates(state: cases.State, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+def estimates(state: small_models.State, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the table's rows with one more column, loss_taylor: the loss divergence with its first-order part."""
     forms = [
         estimate_divergence(
@@ -301,7 +302,7 @@ class Worker:
     def __init__(self, run: Run, device: str, lock: Any) -> None:
         self.options, self.folder, self.device, self.lock = run.options, run.folder, device, lock
         self.state = load_state(self.options, device)
-        self.text = cases.load_text(run.folder / "tokens.npy", device)
+        self.text = texts.load_text(run.folder / "tokens.npy", device)
 
     def do(self, job: Job) -> None:
         """Trains one arm and writes a line at K = 0 (with the one-step figures, in repeat 0) and at each horizon."""
@@ -335,13 +336,13 @@ class Worker:
         [(loss, weight)] = measure_assignment(state.model, batch, state.optimizer, [arm.assignment], config, draws)
         return {"one_step_loss": float(loss), "one_step_weight": float(weight)}
 
-    def losses(self, state: cases.State, layers: Mapping[str, SnipLinear], arm: Arm) -> dict[str, float]:
+    def losses(self, state: small_models.State, layers: Mapping[str, SnipLinear], arm: Arm) -> dict[str, float]:
         """Returns the held-out loss in high precision and under the arm's formats, which are then in force."""
         high = {layer: dict.fromkeys(GEMMS, "bf16") for layer in layers}
         result = {}
         for name, assignment in (("loss_high", high), ("loss_plan", arm.assignment)):
             apply(layers, assignment)
-            result[name] = float(cases.held_out_loss(state.model, self.text, self.options.held_out).mean())
+            result[name] = float(small_models.held_out_loss(state.model, self.text, self.options.held_out).mean())
         return result
 
     def distance(self, job: Job, horizon: int, layers: Mapping[str, SnipLinear]) -> float | None:
@@ -393,20 +394,20 @@ def settle(device: str) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def new_state(options: argparse.Namespace, device: str) -> cases.State:
+def new_state(options: argparse.Namespace, device: str) -> small_models.State:
     """Returns the case's untrained state."""
     shape = (options.rows, options.seed, options.hidden, options.blocks)
-    return cases.new_state(options.family, options.optimizer, device, *shape)
+    return small_models.new_state(options.family, options.optimizer, device, *shape)
 
 
-def save_state(options: argparse.Namespace, state: cases.State) -> None:
+def save_state(options: argparse.Namespace, state: small_models.State) -> None:
     """Writes the state file: of the optimizers what `state_dict` gives, since torchao's cannot be pickled."""
     optimizers = [optimizer.state_dict() for optimizer in state.optimizers]
     saved = {"model": state.model.state_dict(), "optimizers": optimizers, "step": state.step}
     torch.save(saved, options.state_file)
 
 
-def load_state(options: argparse.Namespace, device: str) -> cases.State:
+def load_state(options: argparse.Namespace, device: str) -> small_models.State:
     """Returns the state that was saved, with what was on a GPU on `device` (Adam's step counts stay on the host)."""
     saved = torch.load(options.state_file, map_location={"cuda:0": device}, weights_only=True)
     state = new_state(options, device)
@@ -423,10 +424,10 @@ def load_state(options: argparse.Namespace, device: str) -> cases.State:
 def arguments() -> argparse.Namespace:
     """Returns the command line's options, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cases.add_text_arguments(parser)
+    texts.add_text_arguments(parser)
     parser.add_argument("--output", type=Path, required=True, help="JSONL file; lines are added")
-    parser.add_argument("--family", choices=cases.FAMILIES, default="llama")
-    parser.add_argument("--optimizer", choices=cases.OPTIMIZERS, default="adamw")
+    parser.add_argument("--family", choices=small_models.FAMILIES, default="llama")
+    parser.add_argument("--optimizer", choices=small_models.OPTIMIZERS, default="adamw")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--rows", type=int, default=8, help="sequences per micro-batch (default 8)")
@@ -469,8 +470,8 @@ def prepare(options: argparse.Namespace, folder: Path) -> list[Arm]:
     Returns: the arms.
     """
     settle(options.device)
-    np.save(folder / "tokens.npy", cases.token_ids(options.text))
-    text = cases.load_text(folder / "tokens.npy", options.device)
+    np.save(folder / "tokens.npy", texts.token_ids(options.text))
+    text = texts.load_text(folder / "tokens.npy", options.device)
     needed = (options.step + options.repeats * max(options.horizons)) * options.rows
     if needed > len(text.train):
         print(f"the text has {len(text.train)} sequences for training, {needed} are needed: some come again")
@@ -500,31 +501,18 @@ def prepare(options: argparse.Namespace, folder: Path) -> list[Arm]:
         "options": {
             name: value for name, value in vars(options).items() if isinstance(value, int | float | str | list)
         },
-        "origin": cases.origin(options.device),
+        "origin": origin_of(options.device),
         "table": rows,
         "arms": [*map(vars, arms), *(arm for arm in before["arms"] if arm["name"] not in names)],
     }
     figures.write_text(json.dumps(document) + "\n", encoding="utf-8")
-    if options.output.exists() and not options.output.read_bytes().endswith(b"\n"):
-        with options.output.open("a", encoding="utf-8") as stream:  # after a line that a killed run left unfinished
-            stream.write("\n")
+    drop_unfinished_line(options.output)
     return arms
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of an output; one that a killed run left unfinished is left out."""
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            lines.append(json.loads(text))
-    return lines
 
 
 def make_jobs(arms: Sequence[Arm], options: argparse.Namespace) -> list[Job]:
     """Returns the jobs in the order in which they are done, without those whose lines are all there."""
-    done = set()
-    if options.output.exists():
-        done = {(line["arm"], line["repeat"], line["k"]) for line in read_lines(options.output)}
+    done = {(line["arm"], line["repeat"], line["k"]) for line in read_lines(options.output)}
     jobs = []
     for arm, repeat in itertools.product((arm for arm in arms if arm.same_as is None), range(options.repeats)):
         one_step = arm.kind in ONE_STEP_KINDS

@@ -1,6 +1,6 @@
-r"""What do the lines of `fidelity.py` say? Tables in Markdown, and which cases miss their targets.
+r"""What do the lines of `estimate_fidelity.py` say? Tables in Markdown, and which cases miss their targets.
 
-python benchmarks/fidelity_report.py runs/fidelity.jsonl --output runs/fidelity.md
+python benchmarks/estimate_fidelity_report.py runs/estimate_fidelity.jsonl --output runs/estimate_fidelity.md
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agreement import Record
-from estimators import LOSS_BASELINES, WEIGHT_BASELINES
-from fidelity import read
+from shared.agreement import Record
+from shared.estimators import LOSS_BASELINES, WEIGHT_BASELINES
+from shared.json_lines import read_lines
 
 MEDIAN_ERROR, ERROR_90, SPEARMAN = 0.05, 0.20, 0.90
 # Below this coefficient of variation of the truth no rank correlation is asked for.
@@ -44,7 +44,7 @@ def load(files: Iterable[Path]) -> list[Record]:
     cases: dict[str, list[Record]] = {}
     for file in files:
         found: dict[str, list[Record]] = {}
-        for record in read(file):
+        for record in read_lines(file):
             if record["kind"] != "raw":
                 found.setdefault(record["case"], []).append(record)
         cases.update({name: case for name, case in found.items() if case[-1]["kind"] == "case"})

@@ -18,6 +18,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,30 +108,8 @@ def work(options: argparse.Namespace) -> None:
 
 def train(recipe: str, kind: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Trains and returns the median step in ms, and the seconds of the second refresh."""
-    hidden, inner, layers, heads, key_heads = MODELS[options.model]
     torch.manual_seed(options.seed)
-    with device:
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=speed.VOCABULARY,
-                hidden_size=hidden,
-                intermediate_size=inner,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=key_heads,
-                max_position_embeddings=options.length,
-                use_cache=False,
-            )
-        ).train()
-    config = SnipConfig(
-        granularity="gemm",
-        ties=speed.TIES,
-        first_refresh=1,
-        refresh_every=DELAY + SETTLED + options.steps,
-        apply_delay=DELAY,
-        solver="highs",
-        seed=options.seed,
-    )
+    model, config = new_model(options, device), snip_config(options)
     if recipe != RECIPES[0]:
         convert_model(model, config)
     if not options.eager:
@@ -136,40 +117,13 @@ def train(recipe: str, kind: str, options: argparse.Namespace, device: torch.dev
             layer.compile()
     wrapped, optimizer = wrap(model, kind, device)
     controller = None if recipe == RECIPES[0] else SnipController(wrapped, optimizer, config)
-    rank = int(os.environ["RANK"])
-    tokens = torch.randint(
-        speed.VOCABULARY,
-        (options.rows, options.length),
-        device=device,
-        generator=torch.Generator(device).manual_seed(rank),
-    )
-    batch = {"input_ids": tokens, "labels": tokens}
-
-    def step(number: int) -> float:
-        """Does one step, and returns what its refresh or application took, in seconds."""
-        taken = 0.0
-        if controller is not None:
-            controller.capture(batch)
-        with speed.autocast(device):
-            loss = wrapped(**batch).loss
-        loss.backward()
-        refreshing = number in (second, second + DELAY)
-        if controller is not None:
-            call = lambda: controller.before_optimizer_step(number)  # noqa: E731
-            taken += probe_cost.clocked(device, call) if refreshing else call() or 0.0
-        optimizer.step()
-        optimizer.zero_grad()
-        if controller is not None:
-            call = lambda: controller.after_step(number)  # noqa: E731
-            taken += probe_cost.clocked(device, call) if refreshing else call() or 0.0
-        return taken
-
+    training = Training(wrapped, optimizer, controller, batch_of_rank(options, device), device)
     second = 1 + config.refresh_every
     first_timed = second + DELAY + SETTLED
-    refresh = sum(step(number) for number in range(1, first_timed))
+    refresh = sum(training.step(number, number in (second, second + DELAY)) for number in range(1, first_timed))
     marks = [speed.mark(device)]
     for number in range(first_timed, first_timed + options.steps):
-        step(number)
+        training.step(number)
         marks.append(speed.mark(device))
     probe_cost.wait(device)
     median = statistics.median(map(speed.milliseconds_between, marks, marks[1:]))
@@ -182,6 +136,77 @@ def train(recipe: str, kind: str, options: argparse.Namespace, device: torch.dev
         "backend": controller.backend if controller else None,
         "peak_gib": speed.peak(device) / 2**30,
     }
+
+
+def new_model(options: argparse.Namespace, device: torch.device) -> LlamaForCausalLM:
+    """Returns an untrained model of the shape that the options name."""
+    hidden, inner, layers, heads, key_heads = MODELS[options.model]
+    config = LlamaConfig(
+        vocab_size=speed.VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        max_position_embeddings=options.length,
+        use_cache=False,
+    )
+    with device:
+        return LlamaForCausalLM(config).train()
+
+
+def snip_config(options: argparse.Namespace) -> SnipConfig:
+    """Returns 75% by GEMM with tied siblings, and a second refresh before the steps that are timed."""
+    return SnipConfig(
+        granularity="gemm",
+        ties=speed.TIES,
+        first_refresh=1,
+        refresh_every=DELAY + SETTLED + options.steps,
+        apply_delay=DELAY,
+        solver="highs",
+        seed=options.seed,
+    )
+
+
+def batch_of_rank(options: argparse.Namespace, device: torch.device) -> dict[str, torch.Tensor]:
+    """Returns random tokens, (rows, length), others in every process."""
+    generator = torch.Generator(device).manual_seed(int(os.environ["RANK"]))
+    tokens = torch.randint(speed.VOCABULARY, (options.rows, options.length), device=device, generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One process's part of a training on one batch."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    controller: SnipController | None
+    batch: dict[str, torch.Tensor]
+    device: torch.device
+
+    def step(self, number: int, refreshing: bool = False) -> float:
+        """Does one step, and returns what the controller took at one that refreshes or applies, in seconds."""
+        taken = 0.0
+        if self.controller is not None:
+            self.controller.capture(self.batch)
+        with speed.autocast(self.device):
+            loss = self.model(**self.batch).loss
+        loss.backward()
+        if self.controller is not None:
+            taken += self._seconds_of(partial(self.controller.before_optimizer_step, number), refreshing)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.controller is not None:
+            taken += self._seconds_of(partial(self.controller.after_step, number), refreshing)
+        return taken
+
+    def _seconds_of(self, call: Callable[[], Any], clocked: bool) -> float:
+        """Calls, and returns the seconds that it took; 0 if the clock, which waits for the device, is not wanted."""
+        if clocked:
+            return probe_cost.clocked(self.device, call)
+        call()
+        return 0.0
 
 
 def wrap(model: LlamaForCausalLM, kind: str, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 _PACKAGES = ("torch", "transformers", "datasets", "lm_eval", "snip_hf")
-_PROJECT = Path(__file__).resolve().parent.parent
+_PROJECT = Path(__file__).resolve().parents[2]
 
 
 def rows_of(results: Mapping[str, Any], loaded: Mapping[str, Any], names: Sequence[str], origin: Row) -> list[Row]:

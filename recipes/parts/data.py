@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value, load_dataset
-from recipe import DataSection, TokenizerSection
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from .recipe import DataSection, TokenizerSection
 
 Documents = Dataset | IterableDataset
 """A dataset with the one column "text", a document per row."""

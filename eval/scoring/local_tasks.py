@@ -204,7 +204,7 @@ def local_tasks(stock: TaskManager, data_dir: Path, num_fewshot: int | None, yam
         entry = stock.task_index[name]
         text = yaml.safe_dump({"include": str(entry.yaml_path)})
         if name not in stock.all_groups:
-            text += "custom_dataset: !function local_tasks.load\n"
+            text += f"custom_dataset: !function {load.__module__}.load\n"
             text += yaml.safe_dump(_local_fields(name, entry.cfg or {}, data_dir, num_fewshot))
         (yaml_folder / f"{name}.yaml").write_text(text, encoding="utf-8")
     return TaskManager(include_defaults=False, include_path=yaml_folder)

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bakeoff_stats import LEAST_PAIRS, Contender, GapModel, Row, beating_snip, contenders, diverged
-from bakeoff_tables import share_name
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
@@ -22,6 +20,14 @@ from matplotlib.patches import Patch
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.policies.setting import split_layer
+
+from .contenders import Contender, contenders
+from .gaps import diverged
+from .linear_model import GapModel
+from .lines import Row
+from .ranking import beating_snip
+from .significance import LEAST_PAIRS
+from .tables import share_name
 
 Lines = Sequence[Row]
 Style = dict[str, Any]
@@ -59,7 +65,7 @@ def write_figures(experiments: Mapping[str, Lines], folder: Path) -> list[Path]:
     """Writes pareto.png, loss_curves.png, plan.png, stability.png and frequency.png, as far as there is data for them.
 
     Args:
-        experiments: name -> paired lines (`bakeoff_stats.with_gaps`).
+        experiments: name -> paired lines (`gaps.with_gaps`).
 
     Returns: the files written.
     """

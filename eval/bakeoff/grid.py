@@ -1,4 +1,4 @@
-"""Which runs does a bake-off consist of? A YAML grid of models, policies, shares and seeds, as a list of specs.
+"""The runs of a bake-off: a YAML grid of models, policies, shares and seeds, as a list of specs.
 
 The keys are described in eval/README.md. Every list in an entry of an experiment is a dimension: the entry stands for
 all combinations. A run that is in several experiments is one run.
@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from recipe import DataSection, ModelSection, TokenizerSection, build, read_values
-
+from recipes.parts.recipe import DataSection, ModelSection, TokenizerSection, build, read_values
 from snip_hf import SnipConfig
 from snip_hf.policies.registry import needs_probe, needs_weights
 
@@ -124,7 +123,7 @@ class Grid:
 
         So a setting that a later version adds does not rename the runs of an earlier one.
         """
-        return _hash([self.state_of(spec), _chosen(spec.snip)])
+        return _hash([self.state_of(spec), _chosen_settings(spec.snip)])
 
     def state_of(self, spec: Spec) -> str:
         """Returns the name of the state that unquantized training of this seed has at the spec's first step."""
@@ -195,6 +194,12 @@ def _chosen(section: Any) -> dict[str, Any]:
     """Returns the fields of a section that are not at their defaults."""
     defaults = {item.name: item.default for item in fields(section)}
     return {name: value for name, value in asdict(section).items() if value != defaults[name]}
+
+
+def _chosen_settings(config: SnipConfig) -> dict[str, Any]:
+    """Returns the settings that are not at their defaults, which `SnipConfig` resolves when it is built."""
+    plain = asdict(SnipConfig())
+    return {name: value for name, value in asdict(config).items() if value != plain[name]}
 
 
 def _model(name: str, entry: Mapping[str, Any]) -> ModelEntry:

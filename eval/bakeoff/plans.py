@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from bakeoff_stats import Row, diverged
+from .gaps import diverged
+from .lines import Row
 
 
 def fp4_over_run(line: Row) -> float | None:

@@ -1,6 +1,6 @@
 """What came out of a bake-off: its tables and figures in one folder, and in the Markdown files that quote them.
 
-The tables of single experiments are bakeoff_tables.py's; those over the whole bake-off are here.
+The tables of single experiments are those of `tables`; those over the whole bake-off are here.
 """
 
 from __future__ import annotations
@@ -13,25 +13,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 
-import bakeoff_tables as tables
 import numpy as np
-from bakeoff_figures import write_figures
-from bakeoff_stats import (
-    LEAST_PAIRS,
-    SIGNIFICANCE,
-    Comparison,
-    Contender,
-    GapModel,
-    Row,
-    beating_snip,
-    contenders,
-    diverged,
-    latest,
-    pooled_comparisons,
-    static_beating_refreshed,
-    with_gaps,
-)
-from bakeoff_tables import by_spec, markdown, number, over_run_cell, percent, seeds_cell, share_cell, share_name
+
+from . import tables
+from .contenders import Contender, contenders
+from .figures import write_figures
+from .gaps import diverged, with_gaps
+from .linear_model import GapModel
+from .lines import Row, latest
+from .ranking import beating_snip, pooled_comparisons, static_beating_refreshed
+from .significance import LEAST_PAIRS, SIGNIFICANCE, Comparison
+from .tables import by_spec, markdown, number, over_run_cell, percent, seeds_cell, share_cell, share_name
 
 # Experiment -> its title and table. One that is not listed gets the table of gaps under its own name.
 _SECTIONS: dict[str, tuple[str, Callable[[Iterable[Row]], str]]] = {

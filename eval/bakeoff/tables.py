@@ -1,6 +1,6 @@
 """Which contender of an experiment ends nearest to BF16, and by more than noise? One Markdown table per experiment.
 
-Tables take paired lines (`bakeoff_stats.with_gaps`).
+Tables take paired lines (`gaps.with_gaps`).
 """
 
 from __future__ import annotations
@@ -10,22 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from bakeoff_plans import changed_per_refresh, fp4_over_run, total_drift
-from bakeoff_stats import (
-    ARITHMETICS,
-    LAYOUT_BY,
-    LEAST_PAIRS,
-    SIGNIFICANCE,
-    Contender,
-    GapModel,
-    Layout,
-    Row,
-    best_of,
-    contenders,
-    diverged,
-    final_loss,
-    ranking,
-)
+
+from .contenders import Contender, contenders
+from .gaps import ARITHMETICS, LAYOUT_BY, diverged, final_loss
+from .linear_model import GapModel, Layout
+from .lines import Row
+from .plans import changed_per_refresh, fp4_over_run, total_drift
+from .ranking import best_of, ranking
+from .significance import LEAST_PAIRS, SIGNIFICANCE
 
 READING = (
     "Gap: 100 (loss / BF16 loss - 1), final validation losses, each run against the BF16 run of the same model, seed, "
@@ -38,7 +30,7 @@ READING = (
     "takes the noise for the same in all contenders, and the seed's effect too (no interaction). Ranked by the "
     "adjusted gap; contenders with a diverged run come last, and diverged runs are counted but in no mean. Against the "
     "best: the model's contrast of the two contenders, two-sided t-test with the residual degrees of freedom, also for "
-    f"contenders with one seed; within noise if p >= {SIGNIFICANCE}, \"-\" where nothing is left to estimate the noise "
+    f'contenders with one seed; within noise if p >= {SIGNIFICANCE}, "-" where nothing is left to estimate the noise '
     f"from. The best has the lowest adjusted gap among contenders that never diverged (with at least {LEAST_PAIRS} "
     "seeds, if any has). There is no correction for the number of comparisons, and the best of many owes part of its "
     "place to luck, so that tests against it find too many worse. FP4 share: of the linears' FLOPs under the plan in "

@@ -1,4 +1,4 @@
-"""How is one run of a bake-off trained and measured? A plain loop, in which runs of one seed share all random numbers.
+"""One run of a bake-off, trained and measured: a plain loop, in which runs of one seed share all random numbers.
 
 Legend: B sequences of L tokens. Weights are FP32. On CUDA the products run under BF16 autocast, on a CPU in FP32; what
 the plan quantizes is quantized either way. Runs of one model and seed start from the same weights and see the same
@@ -13,24 +13,25 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from bakeoff_grid import Spec, TrainingSection
-from pretrain import build_model
-from recipe import ModelSection
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, get_cosine_with_min_lr_schedule_with_warmup
+from transformers import get_cosine_with_min_lr_schedule_with_warmup
 
+from recipes.parts.model import build_model
+from recipes.parts.recipe import ModelSection
 from snip_hf import SnipController, restore_model
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PrecisionPlan
 from snip_hf.policies.setting import block_of
 from snip_hf.records.load import load_run
+
+from .grid import Spec, TrainingSection
+from .text import Text
 
 # A step is a spike if its loss is so many standard deviations above the mean of so many steps before it.
 _SPIKE_DEVIATIONS, _SPIKE_STEPS = 6.0, 50
@@ -38,15 +39,6 @@ _SPIKE_DEVIATIONS, _SPIKE_STEPS = 6.0, 50
 _DIVERGED_BY = 0.5
 _FORMAT_LETTERS = {"fp4": "4", "fp8": "8", "bf16": "b"}
 _ROWS_PER_EVALUATION = 32
-
-
-@dataclass(frozen=True)
-class Text:
-    """Training and validation sequences, (count, L), in any integer type."""
-
-    train: np.ndarray[Any, Any]
-    validation: np.ndarray[Any, Any]
-    tokenizer: PreTrainedTokenizerBase
 
 
 class Run:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import alive, wait_until
 from rank_processes import assert_succeeded, start_ranks
 from run_faults import BOUND, ENDED, FAULTS, KILLED, POISONS, SURVIVED
-from test_solver import alive, wait_until
 
 from snip_hf.parallel.ranks import RankError
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from fault_runs import CONFIG, damaged, mutated
-from test_solver import make_problem
+from small_problem import make_problem
 from tiny_runs import Run, model_with_dropout
 
 from snip_hf import PrecisionPlan, SnipController

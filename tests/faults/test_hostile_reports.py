@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_run_report import random_assignments, write_checks, write_divergence, write_losses, write_run
+from written_runs import random_assignments, write_checks, write_divergence, write_losses, write_run
 
 from snip_hf import cli
 from snip_hf.cli import main

@@ -16,22 +16,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pushing_runs
 import pytest
-import torch
 import yaml
 from hub_server import TOKEN, USER, Hub, Repository
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from snip_hf import SnipCallback, SnipConfig
-from snip_hf.integrations.hub import keep_model_card, model_card_section, model_tags, prepare_push, tag_model
+from snip_hf.integrations.hub import model_card_section, model_tags, prepare_push, tag_model
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
 TAGS = ["snip-hf", "fp4", "fp8", "mixed-precision-training"]
 APPLIED = {"event": "refresh", "status": "applied"}
 KEPT = {"event": "refresh", "status": "kept"}
-PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 
 
 def plan(*formats: str, policy: str = "snip", target: float | None = 0.5, stages: int = 1) -> PrecisionPlan:
@@ -57,58 +54,6 @@ def metadata(card: bytes | str) -> dict[str, Any]:
     return yaml.safe_load(text.split("---\n")[1])
 
 
-def train_and_push(folder: str) -> None:
-    """The other process: one run for each way to push. Prints what only it can know, as JSON."""
-    run(f"{folder}/every-save", hub_strategy="every_save")
-    run(f"{folder}/last-checkpoint", hub_strategy="checkpoint")
-    trainer = run(f"{folder}/at-the-end", hub_strategy="end")
-    trainer.push_to_hub(tags="mine")
-    refused = run(f"{folder}/read-only", hub_strategy="every_save")
-    try:
-        refused.push_to_hub()
-    except Exception as raised:
-        error = str(raised)
-    trainer = run(f"{folder}/kept-card", hub_strategy="end")
-    keep_model_card(trainer)
-    trainer.push_to_hub()
-    trainer.push_to_hub()
-    model = LlamaForCausalLM.from_pretrained(f"{USER}/kept-card", token=TOKEN)
-    pairs = zip(model.parameters(), trainer.model.parameters(), strict=True)
-    same = all(torch.equal(pushed, trained) for pushed, trained in pairs)
-    print(json.dumps({"same weights": same, "refused at step": refused.state.global_step, "error": error}))
-
-
-def run(output_dir: str, **arguments: Any) -> Trainer:
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    tokens = list(range(8))
-    # One refresh: probe at step 1, applied after step 2, which is when the checkpoint is saved and pushed.
-    snip = SnipConfig(target_fp4_fraction=0.5, first_refresh=1, apply_delay=1, solver="greedy")
-    figure = Path(output_dir) / "snip" / "plan.png"
-    figure.parent.mkdir(parents=True)
-    figure.write_bytes(PNG)
-    trainer = Trainer(
-        LlamaForCausalLM(config),
-        TrainingArguments(
-            output_dir=output_dir,
-            max_steps=2,
-            # One push: a second save would change files under the first one's upload, which runs in the background.
-            save_steps=2,
-            per_device_train_batch_size=1,
-            push_to_hub=True,
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            **arguments,
-        ),
-        train_dataset=[{"input_ids": tokens, "labels": tokens}] * 2,
-        callbacks=[SnipCallback(snip)],
-    )
-    trainer.train()
-    return trainer
-
-
 def in_other_process(folder: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     settings = {
@@ -122,7 +67,7 @@ def in_other_process(folder: Path, endpoint: str) -> subprocess.CompletedProcess
         "no_proxy": "127.0.0.1",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    command = [sys.executable, "-c", f"import test_hub; test_hub.train_and_push({str(folder)!r})"]
+    command = [sys.executable, pushing_runs.__file__, str(folder)]
     return subprocess.run(command, env=kept | settings, capture_output=True, text=True, timeout=240)
 
 

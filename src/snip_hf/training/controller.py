@@ -81,7 +81,8 @@ class SnipController:
         self.step = 0
         """Optimizer steps done."""
         check_launch(config, accelerator)
-        self.processes = find_processes(config, pipeline)
+        solving = solving or Solving()
+        self.processes = find_processes(config, pipeline, solving.rank_grace)
         """Those of this run, and how they agree."""
         check_configs(config, self.processes.everyone)
         is_first = self.processes.everyone.is_first
@@ -94,7 +95,6 @@ class SnipController:
         self._started = False
         run, attempt = None, Attempt()
         with attempt:  # what one rank refuses, all of them do
-            solving = solving or Solving()
             run = assemble(model, optimizer, accelerator, config, self.processes, self._folder, solving, self._log)
         try:
             self.processes.everyone.agree(attempt.error)

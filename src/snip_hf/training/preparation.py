@@ -28,13 +28,16 @@ from ..planning.plan import MAX_TEXT, read_measured
 from ..policies.setting import Setting, block_of, check_ties, find_stages
 from ..text import printable
 
-# How long a rank may wait for the others while the first one waits for the solver, beyond the solver's own limit.
-_SOLVER_GRACE = 60.0
 
+def find_processes(config: SnipConfig, pipeline: Pipeline | None, grace: float) -> Processes:
+    """Returns the processes of this run, as `torch.distributed` has them. Collective.
 
-def find_processes(config: SnipConfig, pipeline: Pipeline | None) -> Processes:
-    """Returns the processes of this run, as `torch.distributed` has them. Collective."""
-    timeout = config.rank_timeout + config.solver_time_limit + _SOLVER_GRACE
+    Args:
+        config: its `rank_timeout` and `solver_time_limit` bound how long a rank waits for the others.
+        pipeline: says which processes hold which parts of the model; None: all hold the whole of it.
+        grace: seconds added to that bound, in which the first rank ends a solver that is late.
+    """
+    timeout = config.rank_timeout + config.solver_time_limit + grace
     everyone = Ranks.of_all(timeout)
     if pipeline is None:
         return Processes(data=everyone, everyone=everyone)

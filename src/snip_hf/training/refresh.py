@@ -39,6 +39,8 @@ class Solving:
     """Starts to solve a program and returns at once."""
     grace: float = 30.0
     """Seconds that training waits for a solver beyond its time limit before the plan in force is kept."""
+    rank_grace: float = 60.0
+    """Seconds that a rank waits for the first one beyond the solver's time limit before it gives up."""
     clock: Callable[[], float] = time.perf_counter
     """Seconds, for the history."""
 

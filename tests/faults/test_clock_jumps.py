@@ -15,7 +15,8 @@ from transformers import TrainerCallback
 
 import snip_hf
 from snip_hf import SnipCallback, SnipConfig
-from snip_hf.planning.solver.process import SolverError, SolverProcess
+from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.planning.solver.solution import SolverError
 from snip_hf.training.refresh import Solving
 
 SOURCES = sorted(Path(snip_hf.__file__).parent.rglob("*.py"))

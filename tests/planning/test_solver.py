@@ -18,7 +18,8 @@ import pytest
 
 from snip_hf.planning.solver import ilp
 from snip_hf.planning.solver import process as process_module
-from snip_hf.planning.solver.process import SolverError, SolverProcess, SolverResult, check_solution
+from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.planning.solver.solution import SolverError, SolverResult, check_solution
 
 
 def make_problem(**fields: Any) -> dict[str, Any]:

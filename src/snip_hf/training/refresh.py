@@ -17,7 +17,8 @@ from ..estimation.table import DivergenceTable
 from ..planning.drift import ranking
 from ..planning.plan import PrecisionPlan
 from ..planning.program import problem
-from ..planning.solver.process import SolverProcess, SolverResult
+from ..planning.solver.process import SolverProcess
+from ..planning.solver.solution import SolverResult
 from ..policies.registry import weighs_updates
 from ..records.run_folder import RunFolder, describe_plan, shares
 from .captured_step import StepWatch

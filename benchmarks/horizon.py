@@ -43,7 +43,8 @@ from snip_hf.layers.linear import SnipLinear
 from snip_hf.layers.state import set_step, snip_linears
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.program import problem
-from snip_hf.planning.solver.process import SolverError, SolverProcess
+from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.planning.solver.solution import SolverError
 from snip_hf.policies.registry import rule_assignment
 from snip_hf.policies.setting import Setting, find_stages
 

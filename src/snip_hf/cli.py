@@ -29,7 +29,8 @@ from .json_io import MAX_DIGITS, open_regular, read_json, write_json_atomic
 from .layers.convert import convert_model
 from .planning.pipeline_model import MOST_COMPARISONS
 from .planning.plan import PrecisionPlan
-from .planning.solver.process import SolverError, SolverProcess
+from .planning.solver.process import SolverProcess
+from .planning.solver.solution import SolverError
 from .records.events import read_divergence
 from .reporting.run_report import run_report
 from .reporting.tables import plan_table, print_cost, print_stages, say

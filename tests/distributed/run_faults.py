@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from snip_hf import SnipConfig
-from snip_hf.estimation import divergence
+from snip_hf.estimation import divergence, optimizer_step
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import RankError
 from snip_hf.planning.solver import ilp
@@ -130,16 +130,16 @@ def not_captured(loop: Loop, step: int = 2) -> Iterator[None]:
 
 
 @contextmanager
-def out_of_memory(loop: Loop, name: str, rank: int = 1) -> Iterator[None]:
+def out_of_memory(loop: Loop, name: str, rank: int = 1, owner: Any = divergence) -> Iterator[None]:
     """A function of the estimate fails on one rank at step 2, as on a device without memory."""
-    original = vars(divergence)[name]
+    original = vars(owner)[name]
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         if loop.rank == rank and loop.at == 2:
             raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
         return original(*args, **kwargs)
 
-    with replaced(divergence, name, fails):
+    with replaced(owner, name, fails):
         yield
 
 
@@ -212,12 +212,17 @@ FAULTS: dict[str, Fault] = {
 SURVIVED |= {
     f"{wrapper} {name}": (wrapper, PATIENT, fault) for name, fault in FAULTS.items() for wrapper in ("ddp", "fsdp2")
 }
+_NO_PUSHFORWARD = partial(out_of_memory, name="pushforward", owner=optimizer_step.RelativeUpdates)
 _hung = (replace(PATIENT, solver_time_limit=5.0), partial(solver, program=_HANGING))
 SURVIVED |= {f"{wrapper} solver hangs": (wrapper, *_hung) for wrapper in ("ddp", "fsdp2")}
 SURVIVED |= {
     "ddp out of memory in the probe": ("ddp", PATIENT, partial(out_of_memory, name="run_probe")),
-    "ddp out of memory before the probe": ("ddp", PATIENT, partial(out_of_memory, name="squares")),
-    "ddp out of memory after the probe": ("ddp", PATIENT, partial(out_of_memory, name="_pushforward")),
+    "ddp out of memory before the probe": (
+        "ddp",
+        PATIENT,
+        partial(out_of_memory, name="squares", owner=optimizer_step),
+    ),
+    "ddp out of memory after the probe": ("ddp", PATIENT, _NO_PUSHFORWARD),
     "ddp not captured when a plan is due": ("ddp", LATE, partial(not_captured, step=6)),
     "ddp solver killed": ("ddp", PATIENT, partial(solver, program="import os; os.kill(os.getpid(), 9)")),
     "ddp solver prints garbage": ("ddp", PATIENT, partial(solver, program="print('Welcome to the CBC MILP Solver')")),

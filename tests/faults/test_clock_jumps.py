@@ -14,7 +14,8 @@ from tiny_runs import SCHEDULE, Run, differing, train, weights, without_seconds
 from transformers import TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig
-from snip_hf.planning.solver.process import SolverError, SolverProcess
+from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.planning.solver.solution import SolverError
 from snip_hf.training.refresh import Solving
 
 # The wall clock's names; monotonic and perf_counter go on evenly whatever is done to it.

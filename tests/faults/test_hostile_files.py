@@ -29,7 +29,8 @@ from snip_hf.json_io import MAX_JSON_BYTES, append_json_line, parse_json, read_j
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance
 from snip_hf.planning.solver import ilp
-from snip_hf.planning.solver.process import SolverError, SolverProcess, SolverResult, check_solution
+from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.planning.solver.solution import SolverError, SolverResult, check_solution
 from snip_hf.records.run_folder import RunFolder
 
 # Seconds that one file of a few kB may take on a busy machine; most take a millisecond.

@@ -19,7 +19,8 @@ from small_problem import make_problem
 
 from snip_hf.planning.solver import ilp
 from snip_hf.planning.solver import process as process_module
-from snip_hf.planning.solver.process import SolverError, SolverProcess, SolverResult, check_solution
+from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.planning.solver.solution import SolverError, SolverResult, check_solution
 
 
 def python(program: str) -> list[str]:

@@ -272,8 +272,8 @@ def test_the_divergences_are_told_what_clipping_multiplied_the_gradients_by(
     loop.run(2)
     loop.controller.close()
     (call,) = calls
-    assert call["gradient_scale"] == pytest.approx(min(1.0, max_norm / norms[1]), rel=1e-5)
-    assert call["micro_batches"] == accumulation
+    assert call["optimizer_step"].clip_factor == pytest.approx(min(1.0, max_norm / norms[1]), rel=1e-5)
+    assert call["optimizer_step"].micro_batches == accumulation
 
 
 def test_the_divergences_are_told_the_tokens_and_labels_of_the_whole_micro_batch(
@@ -292,7 +292,7 @@ def test_the_divergences_are_told_the_tokens_and_labels_of_the_whole_micro_batch
     loop.run(2)
     loop.controller.close()
     (call,) = calls
-    assert (call["micro_batch_tokens"], call["labelled"]) == (8 * 24, 7 * 23 + 12)
+    assert call["batch"].micro_batch == (8 * 24, 7 * 23 + 12)
 
 
 # ------------------------------------------------------------------------------------- checks between two refreshes

@@ -15,7 +15,7 @@ from ..costs.budget import MeasuredCost
 from ..costs.flops import Weights
 from ..parallel.ranks import RankError, describe
 from ..planning.plan import PlanProvenance, PrecisionPlan
-from ..planning.solver.process import SolverResult
+from ..planning.solver.solution import SolverResult
 from ..policies.registry import needs_probe, rule_assignment
 from ..policies.setting import Setting
 from ..records.run_folder import RunFolder, shares, start_line

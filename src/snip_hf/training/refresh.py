@@ -17,7 +17,8 @@ from ..estimation.table import DivergenceTable
 from ..planning.drift import ranking
 from ..planning.plan import PrecisionPlan
 from ..planning.program import problem
-from ..planning.solver.process import SolverProcess, SolverResult
+from ..planning.solver.process import SolverProcess
+from ..planning.solver.solution import SolverResult
 from ..policies.registry import weighs_updates
 from ..records.run_folder import RunFolder, describe_plan, shares
 from .captured_step import StepWatch
@@ -111,7 +112,7 @@ class Refresher:
     def _begin(self, step: int, watch: StepWatch) -> None:
         config, setting = self._config, self._in_force.setting
         if config.cost == "measured" and setting.measured is None:
-            self._in_force.measure_cost(config.cost_tokens or watch.tokens)
+            self._in_force.measure_cost(config.cost_tokens or watch.counts.tokens)
             setting = self._in_force.setting
         began = self._solving.clock()
         with measured_peak(next(iter(self._probe.layers.present.values())).weight) as peak:

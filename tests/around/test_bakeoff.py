@@ -111,8 +111,13 @@ def test_a_run_in_two_experiments_is_one_run(tmp_path: Path) -> None:
 
 
 def test_rules_count_cost_as_snip_does(tmp_path: Path) -> None:
-    measured = {"model": "tiny", "cost": "measured", "cost_tokens": 128, "policy": ["snip", "layer-position", "bf16"]}
-    found = [(spec.snip.cost, spec.snip.cost_tokens) for spec in specs(tmp_path, measured)]
+    measured = {
+        "model": "tiny",
+        "budget": "measured",
+        "timing_tokens": 128,
+        "policy": ["snip", "layer-position", "bf16"],
+    }
+    found = [(spec.snip.budget, spec.snip.timing_tokens) for spec in specs(tmp_path, measured)]
     assert found == [("measured", 128), ("measured", 128), ("flops", None)]
 
 

@@ -31,7 +31,7 @@ def resumed(run: Path, step: int, folder: Path, monkeypatch: pytest.MonkeyPatch)
     """A controller of the run's model that continues from the stored state of a step, in a copy of the run's folder."""
     shutil.copytree(run / "snip", folder / "snip")
     shutil.copy(run.parent / "times.json", folder)
-    monkeypatch.chdir(folder)  # where the cost_file of the configuration is looked for
+    monkeypatch.chdir(folder)  # where the timing_file of the configuration is looked for
     state = read_json(run / f"checkpoint-{step}" / "snip_state.json")
     model = stored_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -62,7 +62,7 @@ def test_a_stored_plan_can_be_held_from_the_first_step(run: Path) -> None:
     path = run / "snip" / "plan.json"
     model = stored_model()
     optimizer = torch.optim.AdamW(model.parameters())
-    controller = SnipController(model, optimizer, SnipConfig(plan=str(path)))
+    controller = SnipController(model, optimizer, SnipConfig(fixed_plan=str(path)))
     try:
         assert formats(model) == json.loads(path.read_text())["assignment"]
     finally:

@@ -655,6 +655,7 @@ def test_paths_of_any_characters_are_printed_escaped(tmp_path: Path, capsys: pyt
 
 MEMORY = """
 import resource, sys
+import snip_hf.reporting.run_report
 from snip_hf.cli import main
 
 def peak():  # in MiB

@@ -12,6 +12,7 @@ from stored_runs import IDLE, PENDING, RUNS, stored_model
 
 from snip_hf import PrecisionPlan, SnipConfig
 from snip_hf.cli import main
+from snip_hf.config import current_names
 from snip_hf.costs.gemm_timing import read_times
 from snip_hf.json_io import read_json
 from snip_hf.layers.convert import convert_model
@@ -79,8 +80,8 @@ def test_a_stored_state_between_two_refreshes_resumes(
         assert controller.step == IDLE
         assert formats(controller.model) == stored["plan"]["assignment"]
         again = json.loads(json.dumps(controller.state_dict()))
-        # Fields that a later version adds to the configuration have their defaults.
-        expected = stored | {"config": SnipConfig().to_dict() | stored["config"]}
+        # Fields that a later version adds to the configuration have their defaults, those it renames their new names.
+        expected = stored | {"config": SnipConfig().to_dict() | current_names(stored["config"])}
         assert {key: again.get(key) for key in expected.keys() - {"run"}} == {
             key: expected[key] for key in expected.keys() - {"run"}
         }

@@ -41,6 +41,8 @@ from results import git_commit
 from run import evaluate, set_environment
 from transformers import AutoTokenizer
 
+from snip_hf.config import current_names
+
 SCHEMA_VERSION = 1
 # Of a row of eval/run.py; a group's members are left out.
 _SCORE_FIELDS = ("task", "group", "metrics", "chance", "num_fewshot", "num_samples", "task_version")
@@ -146,11 +148,15 @@ def _is_done(line: Mapping[str, Any] | None, benchmarked: bool) -> bool:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a JSON lines file, none if there is no file; half a line at its end is left out."""
+    """Returns the lines of a JSON lines file, none if there is no file; half a line at its end is left out.
+
+    Lines keep the names of settings of their time; they are returned with those of now.
+    """
     if not path.exists():
         return []
     complete = path.read_text(encoding="utf-8").rpartition("\n")[0]
-    return [json.loads(line) for line in complete.splitlines()]
+    lines = [json.loads(line) for line in complete.splitlines()]
+    return [line | {"spec": current_names(line["spec"])} for line in lines]
 
 
 def _drop_half_a_line(path: Path) -> None:

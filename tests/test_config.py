@@ -22,9 +22,9 @@ OTHER: dict[str, Any] = {
     "stages": (("a.0", "a.1"), ("a.2",)),
     "ties": (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
     "skip_modules": ("*.down_proj", "model.layers.0.mlp.up_proj"),
-    "cost": "measured",
-    "cost_file": "times.json",
-    "cost_tokens": 4096,
+    "budget": "measured",
+    "timing_file": "times.json",
+    "timing_tokens": 4096,
     "start_format": "bf16",
     "first_refresh": 3,
     "refresh_every": 7,
@@ -35,12 +35,12 @@ OTHER: dict[str, Any] = {
     "probe_tokens": None,
     "probe_batch_tokens": None,
     "probe_memory_mib": 512,
-    "loss_form": "norm",
+    "loss_estimator": "norm",
     "policy": "random",
-    "plan": "plan.json",
+    "fixed_plan": "plan.json",
     "objective": "paper",
-    "loss_weight": 0.0,
-    "weight_weight": 2,
+    "loss_divergence_factor": 0.0,
+    "weight_divergence_factor": 2,
     "switching_cost": 0.25,
     "solver": "greedy",
     "solver_time_limit": 1,
@@ -59,18 +59,21 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         )
         for value in (-0.01, 1.01, 75, float("nan"), float("inf"))
     ),
-    ({"cost": "time"}, "cost='time' is not known; expected one of flops, measured."),
-    ({"cost_file": "a.json"}, "cost_file='a.json' is for cost='measured'; set that too."),
-    ({"cost_tokens": 16}, "cost_tokens=16 is for cost='measured'; set that too."),
+    ({"budget": "time"}, "budget='time' is not known; expected one of flops, measured."),
+    ({"timing_file": "a.json"}, "timing_file='a.json' is for budget='measured'; set that too."),
+    ({"timing_tokens": 16}, "timing_tokens=16 is for budget='measured'; set that too."),
     *(
-        ({"cost": "measured", "cost_tokens": value}, f"cost_tokens={value} is too small; expected None or at least 1.")
+        (
+            {"budget": "measured", "timing_tokens": value},
+            f"timing_tokens={value} is too small; expected None or at least 1.",
+        )
         for value in (0, -1)
     ),
     *(
         (
-            {"cost": "measured", "policy": policy},
-            f"cost='measured' with policy={policy!r} needs cost_tokens, the tokens of a micro-batch: its plan is made "
-            "before the first one is there. Set it to batch size times sequence length, e.g. 16384.",
+            {"budget": "measured", "policy": policy},
+            f"budget='measured' with policy={policy!r} needs timing_tokens, the tokens of a micro-batch: its plan is "
+            "made before the first one is there. Set it to batch size times sequence length, e.g. 16384.",
         )
         for policy in ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
     ),
@@ -116,7 +119,10 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"formats": ("fp4", "int8")}, "Unknown format 'int8' for formats; expected one of bf16, fp8, fp4."),
     ({"objective": "sum"}, "objective='sum' is not known; expected one of additive, horizon, paper."),
-    ({"loss_form": "hessian"}, "loss_form='hessian' is not known; expected one of token-fisher, taylor, norm."),
+    (
+        {"loss_estimator": "hessian"},
+        "loss_estimator='hessian' is not known; expected one of token-fisher, taylor, norm.",
+    ),
     ({"solver": "gurobi"}, "solver='gurobi' is not known; expected one of auto, cbc, highs, greedy."),
     ({"backend": "blackwell"}, "backend='blackwell' is not known; expected one of auto, emulated, hopper."),
     ({"refresh_every": 0}, "refresh_every=0 is too small; expected at least 1."),
@@ -148,12 +154,12 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"probes": 10_001}, "probes=10001 is too large; expected at most 10000."),
     (
-        {"cost": "measured", "cost_tokens": 2**31},
-        "cost_tokens=2147483648 is too large; expected at most 2147483647.",
+        {"budget": "measured", "timing_tokens": 2**31},
+        "timing_tokens=2147483648 is too large; expected at most 2147483647.",
     ),
     *(
         ({name: value}, f"{name}={value!r} is too large; expected at most 1e+50.")
-        for name in ("loss_weight", "weight_weight", "switching_cost", "solver_gap")
+        for name in ("loss_divergence_factor", "weight_divergence_factor", "switching_cost", "solver_gap")
         for value in (1.1e50, 1e101)
     ),
     *(
@@ -178,12 +184,12 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"probe_tokens": 127}, "probe_tokens=127 is too small; expected None or at least 128 (one tile)."),
     *(
         ({name: value}, f"{name}={value!r} is not a finite number of at least 0.")
-        for name in ("loss_weight", "weight_weight", "switching_cost", "solver_gap")
+        for name in ("loss_divergence_factor", "weight_divergence_factor", "switching_cost", "solver_gap")
         for value in (-1, -0.5, float("inf"), float("nan"))
     ),
     (
-        {"loss_weight": 0, "weight_weight": 0.0},
-        "loss_weight and weight_weight are both 0; at least one must be above 0.",
+        {"loss_divergence_factor": 0, "weight_divergence_factor": 0.0},
+        "loss_divergence_factor and weight_divergence_factor are both 0; at least one must be above 0.",
     ),
     *(
         ({name: value}, f"{name}={value!r} is not a number of seconds above 0.")
@@ -202,12 +208,12 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("target_fp4_fraction", "0.75", "target_fp4_fraction='0.75' has type str; expected float."),
     ("target_fp4_fraction", None, "target_fp4_fraction=None has type NoneType; expected float."),
     ("target_fp4_fraction", True, "target_fp4_fraction=True has type bool; expected float."),
-    ("cost", None, "cost=None has type NoneType; expected str."),
-    ("cost_file", 1, "cost_file=1 has type int; expected str | None."),
-    ("cost_tokens", 4096.0, "cost_tokens=4096.0 has type float; expected int | None."),
+    ("budget", None, "budget=None has type NoneType; expected str."),
+    ("timing_file", 1, "timing_file=1 has type int; expected str | None."),
+    ("timing_tokens", 4096.0, "timing_tokens=4096.0 has type float; expected int | None."),
     ("granularity", None, "granularity=None has type NoneType; expected str."),
     ("policy", ["snip"], "policy=['snip'] has type list; expected str."),
-    ("plan", 3, "plan=3 has type int; expected str | None."),
+    ("fixed_plan", 3, "fixed_plan=3 has type int; expected str | None."),
     ("refresh_every", 10.0, "refresh_every=10.0 has type float; expected int | None."),
     ("first_refresh", True, "first_refresh=True has type bool; expected int."),
     ("apply_delay", "10", "apply_delay='10' has type str; expected int."),
@@ -222,9 +228,9 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("probe_tokens", 256.0, "probe_tokens=256.0 has type float; expected int | None."),
     ("probe_batch_tokens", "4096", "probe_batch_tokens='4096' has type str; expected int | None."),
     ("objective", 1, "objective=1 has type int; expected str."),
-    ("loss_form", None, "loss_form=None has type NoneType; expected str."),
-    ("loss_weight", "1", "loss_weight='1' has type str; expected float."),
-    ("weight_weight", [1.0], "weight_weight=[1.0] has type list; expected float."),
+    ("loss_estimator", None, "loss_estimator=None has type NoneType; expected str."),
+    ("loss_divergence_factor", "1", "loss_divergence_factor='1' has type str; expected float."),
+    ("weight_divergence_factor", [1.0], "weight_divergence_factor=[1.0] has type list; expected float."),
     ("skip_modules", "*.q_proj", "skip_modules='*.q_proj' has type str; expected tuple[str, ...]."),
     ("skip_modules", [3], "skip_modules: got [3]; expected a list of names."),
     ("ties", "q_proj", "ties='q_proj' has type str; expected tuple[tuple[str, ...], ...]."),
@@ -259,13 +265,13 @@ def test_a_value_of_the_wrong_type_is_refused_with_the_field_and_the_type(name: 
 def test_the_tables_above_leave_no_field_out() -> None:
     assert list(OTHER) == FIELDS
     assert {name for name, *_ in BAD_TYPES} == set(FIELDS)
-    free = {"plan", "skip_modules"}  # any string will do
+    free = {"fixed_plan", "skip_modules"}  # any string will do
     assert {name for values, _ in BAD_VALUES for name in values} == set(FIELDS) - free
 
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_field_survives_to_dict_json_and_from_dict(name: str) -> None:
-    needed = {"cost": "measured"} if name.startswith("cost_") else {}
+    needed = {"budget": "measured"} if name.startswith("timing_") else {}
     config = SnipConfig(**{"apply_delay": 1, **needed, name: OTHER[name]})
     assert config != SnipConfig(**needed)
     assert config != SnipConfig()
@@ -320,18 +326,24 @@ def test_the_ends_of_every_range_are_allowed() -> None:
     )
     assert config.apply_delay == config.refresh_every == 1
     for name in INTEGERS:
-        largest = {"probes": 10_000, "cost_tokens": 2**31 - 1}.get(name, 2**63 - 1)
-        needed = {"cost": "measured"} if name == "cost_tokens" else {"refresh_every": 2**63 - 1}
+        largest = {"probes": 10_000, "timing_tokens": 2**31 - 1}.get(name, 2**63 - 1)
+        needed = {"budget": "measured"} if name == "timing_tokens" else {"refresh_every": 2**63 - 1}
         assert getattr(SnipConfig(**needed | {name: largest}), name) == largest
-    SnipConfig(solver_time_limit=604800, rank_timeout=604800.0, loss_weight=1e50, solver_gap=1e50, switching_cost=1e50)
+    SnipConfig(
+        solver_time_limit=604800,
+        rank_timeout=604800.0,
+        loss_divergence_factor=1e50,
+        solver_gap=1e50,
+        switching_cost=1e50,
+    )
 
 
 def test_measured_cost_needs_no_number_of_tokens_where_nothing_or_a_probe_decides() -> None:
     rules = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent", "backward-first")
     for policy in POLICIES:
         by_rule, unit = policy in rules, "gemm" if policy == "backward-first" else "layer"
-        SnipConfig(cost="measured", policy=policy, granularity=unit, cost_tokens=1 if by_rule else None)
-        SnipConfig(cost="measured", policy=policy, plan="plan.json")
+        SnipConfig(budget="measured", policy=policy, granularity=unit, timing_tokens=1 if by_rule else None)
+        SnipConfig(budget="measured", policy=policy, fixed_plan="plan.json")
 
 
 def test_without_refreshes_any_delay_and_any_checks_are_allowed() -> None:
@@ -342,12 +354,12 @@ def test_without_refreshes_any_delay_and_any_checks_are_allowed() -> None:
 def test_the_defaults_are_those_of_the_contract() -> None:
     assert SnipConfig().to_dict() == {
         "target_fp4_fraction": 0.75,
-        "cost": "flops",
-        "cost_file": None,
-        "cost_tokens": None,
+        "budget": "flops",
+        "timing_file": None,
+        "timing_tokens": None,
         "granularity": "layer",
         "policy": "snip",
-        "plan": None,
+        "fixed_plan": None,
         "refresh_every": 500,
         "first_refresh": 100,
         "apply_delay": 10,
@@ -359,10 +371,10 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "probe_tokens": 1024,
         "probe_batch_tokens": 4096,
         "probe_memory_mib": None,
-        "loss_form": "token-fisher",
+        "loss_estimator": "token-fisher",
         "objective": "additive",
-        "loss_weight": 1.0,
-        "weight_weight": 1.0,
+        "loss_divergence_factor": 1.0,
+        "weight_divergence_factor": 1.0,
         "skip_modules": [],
         "ties": [],
         "stages": None,

@@ -111,8 +111,13 @@ def test_a_run_in_two_experiments_is_one_run(tmp_path: Path) -> None:
 
 
 def test_rules_count_cost_as_snip_does(tmp_path: Path) -> None:
-    measured = {"model": "tiny", "cost": "measured", "cost_tokens": 128, "policy": ["snip", "layer-position", "bf16"]}
-    found = [(spec.snip.cost, spec.snip.cost_tokens) for spec in specs(tmp_path, measured)]
+    measured = {
+        "model": "tiny",
+        "budget": "measured",
+        "timing_tokens": 128,
+        "policy": ["snip", "layer-position", "bf16"],
+    }
+    found = [(spec.snip.budget, spec.snip.timing_tokens) for spec in specs(tmp_path, measured)]
     assert found == [("measured", 128), ("measured", 128), ("flops", None)]
 
 
@@ -356,7 +361,7 @@ def test_a_report_on_lines_that_are_not_there_writes_nothing(
 
 def test_a_report_on_lines_of_other_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": "bf16"}]})
-    (tmp_path / "other.jsonl").write_text('{"id": "x"}\n', encoding="utf-8")
+    (tmp_path / "other.jsonl").write_text('{"id": "x", "spec": {}}\n', encoding="utf-8")
     assert bakeoff.main(["report", str(grid), str(tmp_path / "other.jsonl"), "--output", str(tmp_path / "out")]) == 1
     assert "None of the 1 lines is of a run of" in capsys.readouterr().err
 

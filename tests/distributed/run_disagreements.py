@@ -60,7 +60,7 @@ def plans(folder: Path) -> SnipController:
     before = os.getcwd()
     os.chdir(own)
     try:
-        return controller(SnipConfig(plan="plan.json", **QUICK))
+        return controller(SnipConfig(fixed_plan="plan.json", **QUICK))
     finally:
         os.chdir(before)
 

@@ -298,11 +298,11 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
 REPORTED: dict[str, tuple[Spoil, str]] = {
     "nothing spoiled": (lambda folder: None, "Why (probe of step 300"),
     "a config of other types": (
-        config(granularity=[1], target_fp4_fraction={}, first_refresh=[[]], cost=3, plan=None),
+        config(granularity=[1], target_fp4_fraction={}, first_refresh=[[]], budget=3, fixed_plan=None),
         "There is no table of reasons: target_fp4_fraction=",
     ),
     "a config of another version": (config(of_tomorrow=1), "There is no table of reasons: Unknown SnipConfig field"),
-    "a config whose plan is a list": (config(plan=["x"]), "Plan file a list of 1, held fixed"),
+    "a config whose plan is a list": (config(fixed_plan=["x"]), "Plan file a list of 1, held fixed"),
     "a config with 100,000 ties": (config(ties=[[f"a{n}"] for n in range(10**5)]), "Why (probe of step 300"),
     "a config with too many ties": (many_ties, "There is no table of reasons: ties has 5,001 names"),
     "a config with endless solving": (config(solver_time_limit=1e101), ""),
@@ -655,6 +655,7 @@ def test_paths_of_any_characters_are_printed_escaped(tmp_path: Path, capsys: pyt
 
 MEMORY = """
 import resource, sys
+import snip_hf.reporting.run_report
 from snip_hf.cli import main
 
 def peak():  # in MiB

@@ -339,7 +339,7 @@ def test_a_run_that_changes_to_another_folder_goes_on_with_its_record_and_its_ti
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    config = SnipConfig(**SCHEDULE, cost="measured", cost_file="times.json")
+    config = SnipConfig(**SCHEDULE, budget="measured", timing_file="times.json")
     train(Path("out"), config, callbacks=[_ChangeFolder(tmp_path / "there")], **SHORT)
     assert Path.cwd() == tmp_path / "there"
     assert list(Path.cwd().iterdir()) == []

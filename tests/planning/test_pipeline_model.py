@@ -155,7 +155,7 @@ def test_the_gemms_of_a_layer_are_chosen_apart_at_granularity_gemm() -> None:
 def test_the_global_target_is_a_share_of_the_measured_time_where_that_was_the_target() -> None:
     # Times in FP8: 30, 2, 3 and 3 s of 38 s. c alone has a fifth of the FLOPs, and 3 / 38 of the time.
     errors = {"a": 5.0, "b": 9.0, "c": 1.0, "d": 9.0}
-    by_time = plan("ab", {"cost": "measured"}, measured=measured({"a": 10.0, "b": 1.0, "c": 1.0, "d": 1.0}))
+    by_time = plan("ab", {"budget": "measured"}, measured=measured({"a": 10.0, "b": 1.0, "c": 1.0, "d": 1.0}))
     assert compare_constraints(plan("ab"), table(errors)).single_objective == pytest.approx(1.0)
     assert compare_constraints(by_time, table(errors)).single_objective == pytest.approx(5.0)
 
@@ -177,7 +177,7 @@ def test_a_switching_cost_counts_changes_from_the_plan_before() -> None:
         (plan("ab", provenance=PlanProvenance(step=1, policy="snip")), "the plan does not say under which config"),
         (plan("ab", {"policy": "layer-type"}), "policy 'layer-type' decides without divergences."),
         (plan("ab", {"plan": "plan.json"}), "a plan file was held without divergences."),
-        (plan("ab", {"cost": "measured"}), "the times that the plan was decided by are not known"),
+        (plan("ab", {"budget": "measured"}), "the times that the plan was decided by are not known"),
         (PrecisionPlan.uniform(FLOPS, "bf16", STAGES, plan("a").provenance), "the plan was not decided by layer "),
     ],
 )

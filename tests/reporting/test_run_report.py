@@ -354,7 +354,7 @@ def write_measured_run(folder: Path, keep_times: bool = True) -> PrecisionPlan:
     path = folder / "snip" / "history.jsonl"
     start, *rest = path.read_text().splitlines(keepends=True)
     record = json.loads(start)
-    record["config"] |= {"cost": "measured", "granularity": "layer"}
+    record["config"] |= {"budget": "measured", "granularity": "layer"}
     record["flops"] = {layer: dict.fromkeys(GEMMS, 1.0 + row % 2) for row, layer in enumerate(layers)}
     path.write_text("".join([json.dumps(record) + "\n", *rest]))
     seconds = {}
@@ -446,7 +446,7 @@ def write_staged_run(folder: Path, **config: Any) -> None:
     path = folder / "snip" / "history.jsonl"
     start, *rest = path.read_text().splitlines(keepends=True)
     record = json.loads(start) | {"stages": stages}
-    record["config"] |= {"granularity": "layer", "target_fp4_fraction": 0.3, "loss_weight": 1.0, **config}
+    record["config"] |= {"granularity": "layer", "target_fp4_fraction": 0.3, "loss_divergence_factor": 1.0, **config}
     path.write_text("".join([json.dumps(record) + "\n", *rest]))
     provenance = PlanProvenance(step=100, policy="snip", granularity="layer", config=record["config"])
     PrecisionPlan(new, record["flops"], stages, provenance).save(folder / "snip" / "plan.json")

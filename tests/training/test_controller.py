@@ -605,7 +605,7 @@ def test_launches_under_which_nothing_can_be_probed_are_refused_even_in_one_proc
             "plan file or policy='layer-position'."
         )
         check_launch(SnipConfig(policy="random"), accelerator)
-        check_launch(SnipConfig(plan="plan.json"), accelerator)
+        check_launch(SnipConfig(fixed_plan="plan.json"), accelerator)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -689,19 +689,19 @@ def test_a_policy_without_a_probe_takes_any_batch() -> None:
 def test_a_plan_file_is_held_fixed_and_that_of_another_model_is_refused(tmp_path: Path) -> None:
     loop = Loop(folder=tmp_path).run(4)
     path = tmp_path / "snip" / "plan.json"
-    fixed = Loop(SnipConfig(plan=str(path), **SCHEDULE))
+    fixed = Loop(SnipConfig(fixed_plan=str(path), **SCHEDULE))
     assert fixed.formats() == loop.formats()
     assert fixed.run(7).formats() == loop.formats()
 
     other = tiny_llama(hidden=32, layers=3)
-    message = refusal(lambda: SnipController(other, None, SnipConfig(plan=str(path))))
+    message = refusal(lambda: SnipController(other, None, SnipConfig(fixed_plan=str(path))))
     assert message == (
-        f"plan={str(path)!r} does not fit the model: The plan has no entry for layer "
+        f"fixed_plan={str(path)!r} does not fit the model: The plan has no entry for layer "
         "'model.layers.2.self_attn.q_proj' (it names 14 layers, e.g. 'model.layers.0.self_attn.q_proj'). Was it "
         "made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
     )
     path.write_bytes(path.read_bytes()[:500])
-    message = refusal(lambda: Loop(SnipConfig(plan=str(path))))
+    message = refusal(lambda: Loop(SnipConfig(fixed_plan=str(path))))
     assert message.startswith(f"{path} is not a usable precision plan: it is not valid JSON, perhaps truncated (line ")
 
 
@@ -717,7 +717,7 @@ def test_the_share_of_a_plan_file_is_that_of_the_models_flops_whatever_the_file_
     path.write_text(json.dumps(document))
     assert PrecisionPlan.load(path).fp4_fraction > 0.999
     caplog.set_level("INFO", "snip_hf")
-    held = Loop(SnipConfig(plan=str(path)), tmp_path / "held").run(1).controller
+    held = Loop(SnipConfig(fixed_plan=str(path)), tmp_path / "held").run(1).controller
     assert held.plan.fp4_fraction == plan.fp4_fraction
     assert f"policy snip, {plan.fp4_fraction:.1%} of the linear FLOPs in FP4" in caplog.text
     (start,) = history(tmp_path / "held")
@@ -729,8 +729,8 @@ def test_a_plan_file_for_layers_of_another_size_is_refused_by_its_name(tmp_path:
     document["flops"]["model.layers.0.mlp.up_proj"]["forward"] = 1.0
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(document))
-    assert refusal(lambda: Loop(SnipConfig(plan=str(path)))) == (
-        f"plan={str(path)!r} does not fit the model: The plan is for a layer 'model.layers.0.mlp.up_proj' of 1 "
+    assert refusal(lambda: Loop(SnipConfig(fixed_plan=str(path)))) == (
+        f"fixed_plan={str(path)!r} does not fit the model: The plan is for a layer 'model.layers.0.mlp.up_proj' of 1 "
         "FLOPs per token, the model's has 5120. Was it made for another model? Run `snip-hf inspect PLAN --model "
         "MODEL` to compare."
     )

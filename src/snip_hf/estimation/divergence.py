@@ -53,7 +53,8 @@ def estimate_divergence(
         model: a causal LM without wrappers, converted or not; it is left as it was.
         batch: keyword arguments of its forward, with labels.
         optimizer: the optimizer, in the state before its next step; None means plain SGD with learning rate 1.
-        config: `probes`, `probe_tokens`, `probe_batch_tokens`, `loss_form`, `seed` and the choice of layers are used.
+        config: `probes`, `probe_tokens`, `probe_batch_tokens`, `loss_estimator`, `seed` and the choice of layers are
+            used.
 
     Raises:
         ValueError: the batch has no labels, or the loss is not finite.
@@ -176,7 +177,7 @@ class _Estimate:
             if name not in owned and not is_spread:
                 continue
             weight = whole(layer.weight.detach())
-            needs_gradient = self._config.loss_form == "taylor" and name in gradients
+            needs_gradient = self._config.loss_estimator == "taylor" and name in gradients
             found = _WholeLayer(
                 name, weight, whole(gradients[name]) if needs_gradient else None, updates.pushforward(name)
             )
@@ -217,7 +218,7 @@ def _start_sums(
     row_key, column_key = (stream_key(config.seed, step, 0, layer_key, operand) for operand in _OPERANDS)
     for fmt in formats:
         of_rows = layer_sums.pending_weight_divergences(fmt, (row_key, column_key))
-        rise = layer_sums.pending_loss_divergence(fmt, config.loss_form, gradient)
+        rise = layer_sums.pending_loss_divergence(fmt, config.loss_estimator, gradient)
         yield _Sums(name, fmt, of_rows, rise, layer_sums.pending_errors(fmt), criterion.pending_rows(fmt))
 
 

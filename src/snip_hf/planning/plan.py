@@ -99,7 +99,7 @@ class PrecisionPlan:
     """Layer names of each (pipeline) stage; at least one stage."""
     provenance: PlanProvenance
     measured: MeasuredCost | None = None
-    """The times that the target was met by (`cost="measured"`); None: it was met by FLOPs."""
+    """The times that the target was met by (`budget="measured"`); None: it was met by FLOPs."""
 
     def __post_init__(self) -> None:
         assignment = _checked_table(self.assignment, "assignment", check_format)

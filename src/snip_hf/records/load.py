@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..config import SnipConfig
+from ..config import SnipConfig, current_names
 from ..costs.budget import MeasuredCost
 from ..json_io import parse_json
 from ..numerics.gemms import GEMMS
@@ -69,7 +69,8 @@ class Run:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        return self.plans[0][1].provenance.config or {}
+        """The run's configuration, with the names that its fields have now."""
+        return current_names(self.plans[0][1].provenance.config or {})
 
     @property
     def formats(self) -> tuple[str, ...]:

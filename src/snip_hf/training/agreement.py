@@ -12,7 +12,7 @@ from ..planning.plan import PrecisionPlan
 from .fingerprint import fingerprint
 
 # Fields that do not decide the course of a run: they may differ on resume, and between ranks.
-_FREE = ("solver_time_limit", "rank_timeout", "backend", "cost_file")
+_FREE = ("solver_time_limit", "rank_timeout", "backend", "timing_file")
 
 
 def differences(config: SnipConfig, other: Mapping[str, Any]) -> list[str]:

@@ -105,11 +105,11 @@ def _first_in_force(
     """Makes the first plan, takes the folder for the run, and gives the plan to the layers."""
     config, flops = setting.config, setting.flops
     # The file where it is now: training may change to another folder.
-    path = None if config.cost_file is None else os.path.abspath(config.cost_file)
-    timed = replace(config, cost_file=path)
+    path = None if config.timing_file is None else os.path.abspath(config.timing_file)
+    timed = replace(config, timing_file=path)
     measure = partial(cost_of_all, model, backend=backend, config=timed, flops=flops, processes=processes, log=log)
-    if config.cost_tokens is not None and needs_weights(config) and not needs_probe(config):
-        setting = replace(setting, measured=measure(config.cost_tokens))
+    if config.timing_tokens is not None and needs_weights(config) and not needs_probe(config):
+        setting = replace(setting, measured=measure(config.timing_tokens))
     name = name_of(model)
     plan = first_plan(setting, name)
     folder.hold()

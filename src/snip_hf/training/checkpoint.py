@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..config import SnipConfig
+from ..config import SnipConfig, current_names
 from ..costs.flops import Weights
 from ..planning.plan import PrecisionPlan
 from ..planning.solver.process import SolverProcess
@@ -71,7 +71,7 @@ class SavedState:
             pending, last_probe = state["pending"], state["last_probe"]
             return cls(
                 # Fields that a later version added were then what their defaults are.
-                config=SnipConfig().to_dict() | dict(state["config"]),
+                config=SnipConfig().to_dict() | current_names(dict(state["config"])),
                 step=int(state["step"]),
                 plan=PrecisionPlan.from_dict(state["plan"]),
                 pending=None if pending is None else PendingRefresh.of(pending),

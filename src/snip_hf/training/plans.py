@@ -35,8 +35,8 @@ def first_plan(setting: Setting, model_name: str) -> PrecisionPlan:
         ValueError: the file that the configuration names cannot be read, or is for another model.
     """
     config = setting.config
-    if config.plan is not None:
-        return _loaded(config.plan, setting.flops)
+    if config.fixed_plan is not None:
+        return _loaded(config.fixed_plan, setting.flops)
     provenance = PlanProvenance(step=0, **_origin(config, model_name))
     if needs_probe(config):
         return PrecisionPlan.uniform(setting.flops, config.format_at_start, setting.stages, provenance)
@@ -173,11 +173,11 @@ def _loaded(path: str, flops: Weights) -> PrecisionPlan:
     try:
         plan = PrecisionPlan.load(path)
     except OSError as error:
-        raise ValueError(f"plan={path!r} cannot be read: {error}.") from error
+        raise ValueError(f"fixed_plan={path!r} cannot be read: {error}.") from error
     try:
         return fitting(plan, flops)
     except (KeyError, ValueError) as error:
-        raise ValueError(f"plan={path!r} does not fit the model: {error.args[0]}") from error
+        raise ValueError(f"fixed_plan={path!r} does not fit the model: {error.args[0]}") from error
 
 
 def _origin(config: SnipConfig, model_name: str) -> dict[str, Any]:

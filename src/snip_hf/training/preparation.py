@@ -84,8 +84,8 @@ def find_setting(model: nn.Module, config: SnipConfig, pipeline: Ranks) -> Setti
     flops = flops_of_all(model, pipeline)
     setting = Setting(config, flops, find_stages(list(flops), config))
     check_ties(setting)
-    if config.cost_file is not None:
-        read_times(os.path.abspath(config.cost_file))  # What is wrong with it comes out now and not at a refresh.
+    if config.timing_file is not None:
+        read_times(os.path.abspath(config.timing_file))  # What is wrong with it comes out now and not at a refresh.
     return setting
 
 
@@ -107,7 +107,7 @@ def cost_of_all(
     found, attempt = None, Attempt()
     with attempt:
         found = processes.data.by_first(
-            lambda: measure_cost(model, tokens, backend, config.cost_file, formats=config.formats).to_dict()
+            lambda: measure_cost(model, tokens, backend, config.timing_file, formats=config.formats).to_dict()
         )
     processes.everyone.agree(attempt.error)
     parts = [read_measured(part) for part in processes.pipeline.gather(found)]

@@ -111,8 +111,8 @@ class Refresher:
 
     def _begin(self, step: int, watch: StepWatch) -> None:
         config, setting = self._config, self._in_force.setting
-        if config.cost == "measured" and setting.measured is None:
-            self._in_force.measure_cost(config.cost_tokens or watch.counts.tokens)
+        if config.budget == "measured" and setting.measured is None:
+            self._in_force.measure_cost(config.timing_tokens or watch.counts.tokens)
             setting = self._in_force.setting
         began = self._solving.clock()
         with measured_peak(next(iter(self._probe.layers.present.values())).weight) as peak:

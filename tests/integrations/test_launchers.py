@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pretrain
 import psutil
 import pytest
 import torch
@@ -25,6 +26,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 from divergence_files import records_of
+from parts.recipe import load_recipe
 from safetensors.torch import load_file
 from tiny_runs import history, without_seconds
 from transformers import AutoModelForCausalLM
@@ -33,10 +35,6 @@ from snip_hf import PrecisionPlan
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CONFIGS = RECIPES / "accelerate"
-sys.path.insert(0, str(RECIPES))
-
-import pretrain  # noqa: E402
-from recipe import load_recipe  # noqa: E402
 
 # Seconds; alone on two cores a launch takes 7 to 10, most of them for imports.
 LIMIT = 240

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..config import POLICIES, SnipConfig
 from ..costs.flops import linear_flops
 from ..layers.convert import convert_model, restore_model
-from ..layers.linear import SnipLinear
+from ..layers.layer import SnipLayer
 from ..layers.state import snip_linears
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
@@ -103,7 +103,7 @@ def divergences_at(
         model: a converted model, without wrappers; its weights may be sharded by FSDP2.
         batch: the step's micro-batch to probe, or a `part` of it.
         answers: layer -> the optimizer's response (`optimizers.responses`).
-        gradients: layer -> the gradient that the optimizer is about to use, (O, I), sharded as the weight is.
+        gradients: layer -> the gradient that the optimizer is about to use, laid out and sharded as the weight is.
         config: as in `estimate_divergence`.
         step: decides, with `config.seed`, all random draws.
         gradient_scale: what clipping multiplied the gradients by.
@@ -176,7 +176,7 @@ def divergences_at(
 
 
 def _gathered(
-    layers: Mapping[str, SnipLinear],
+    layers: Mapping[str, SnipLayer],
     owned: Container[str],
     answers: Mapping[str, Response],
     gradients: Mapping[str, Tensor],
@@ -185,7 +185,7 @@ def _gathered(
 ) -> Iterator[tuple[str, Tensor, Tensor | None, Pushforward | None]]:
     """Gives name, weight, gradient (where the loss's form needs it) and pushforward of each layer that this rank owns.
 
-    What is sharded is made whole, by all ranks together, one layer at a time.
+    All are given as matrices (O, I). What is sharded is made whole, by all ranks together, one layer at a time.
     """
     for name, layer in layers.items():
         is_spread = is_sharded(layer.weight) or (name in answers and answers[name].is_spread)
@@ -195,7 +195,9 @@ def _gathered(
         gradient = whole(gradients[name]) if config.loss_form == "taylor" and name in gradients else None
         pushforward = _pushforward(answers[name], gradients[name], norms[name]) if name in norms else None
         if name in owned:
-            yield name, weight, gradient, pushforward
+            (matrix,) = layer.matrices(weight)
+            of_gradient = None if gradient is None else layer.matrices(gradient)[0]
+            yield name, matrix, of_gradient, None if pushforward is None else _of_matrix(pushforward, layer)
 
 
 def _start_sums(
@@ -261,7 +263,7 @@ def _agreed_loss(own: float | None, attempt: Attempt, labelled: Sequence[int], p
 
 
 def _of_all(
-    rows: Sequence[Divergence], layers: Mapping[str, SnipLinear], processes: Processes
+    rows: Sequence[Divergence], layers: Mapping[str, SnipLayer], processes: Processes
 ) -> tuple[Divergence, ...]:
     """Returns the rows of all ranks, each once, in the model's order, which stages of a pipeline continue."""
     if processes.everyone.size == 1:
@@ -308,7 +310,10 @@ def _relative(product: Callable[[Tensor, Tensor], Tensor], gradient: Tensor, nor
 
 
 def _pushforward(answer: Response, gradient: Tensor, norm: float) -> Pushforward:
-    """Returns how a gradient's change changes the update, relative to the weight's norm, as `LayerSums` takes it."""
+    """Returns how a gradient's change changes the update, relative to the weight's norm, laid out as the weight.
+
+    A function, or the factor of every element, as `LayerSums` takes it.
+    """
     own = answer.of_own_part()
     if own is not None:
         # The factors of a diagonal derivative are worked out once instead of for every product with it, and by each
@@ -321,21 +326,29 @@ def _pushforward(answer: Response, gradient: Tensor, norm: float) -> Pushforward
     return push(gradient.new_ones(()).expand_as(gradient)) if isinstance(answer, ElementwiseResponse) else push
 
 
-def gradients_of(model: nn.Module, batch: Batch, layers: Mapping[str, SnipLinear]) -> tuple[float, dict[str, Tensor]]:
+def _of_matrix(pushforward: Pushforward, layer: SnipLayer) -> Pushforward:
+    """Returns the pushforward of a layer's weight as that of its matrix (O, I)."""
+    if isinstance(pushforward, Tensor):
+        (factors,) = layer.matrices(pushforward)
+        return factors
+    return lambda change: layer.matrices(pushforward(layer.laid_out([change])))[0]
+
+
+def gradients_of(model: nn.Module, batch: Batch, layers: Mapping[str, SnipLayer]) -> tuple[float, dict[str, Tensor]]:
     """Returns the loss and the swapped layers' FP32 gradients under the formats that the layers hold now."""
     leaves = {
         name: layer.weight.detach().to(torch.float32, copy=True).requires_grad_() for name, layer in layers.items()
     }
-    loss = run_pass(model, batch, {f"{name}.weight": leaf for name, leaf in leaves.items()})
+    loss = run_pass(model, batch, {layers[name].weight_name(name): leaf for name, leaf in leaves.items()})
     return float(loss), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
-def weights_of(layers: Mapping[str, SnipLinear]) -> dict[str, Tensor]:
+def weights_of(layers: Mapping[str, SnipLayer]) -> dict[str, Tensor]:
     return {name: layer.weight for name, layer in layers.items()}
 
 
 @contextmanager
-def converted(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, SnipLinear]]:
+def converted(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, SnipLayer]]:
     """Gives the model's swapped layers, and swaps them only for the time of the context if they were not."""
     was_converted = bool(snip_linears(model))
     if not was_converted:

@@ -368,8 +368,7 @@ def test_a_report_on_lines_that_are_not_there_writes_nothing(
 
 def test_a_report_on_lines_of_other_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": "bf16"}]})
-    (tmp_path / "other.jsonl").write_text('{"id": "x", "spec": {}}
-', encoding="utf-8")
+    (tmp_path / "other.jsonl").write_text('{"id": "x", "spec": {}}\n', encoding="utf-8")
     assert main(["report", str(grid), str(tmp_path / "other.jsonl"), "--output", str(tmp_path / "out")]) == 1
     assert "None of the 1 lines is of a run of" in capsys.readouterr().err
 

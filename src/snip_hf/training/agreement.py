@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import SnipConfig
-from ..layers.linear import SnipLinear
+from ..layers.layer import SnipLayer
 from ..parallel.ranks import Attempt, Processes, Ranks
 from ..planning.plan import PrecisionPlan
 from .fingerprint import fingerprint
@@ -36,7 +36,7 @@ def check_configs(config: SnipConfig, everyone: Ranks) -> None:
 
 
 def check_alike(
-    layers: Mapping[str, SnipLinear], plan: PrecisionPlan, max_steps: int | None, processes: Processes
+    layers: Mapping[str, SnipLayer], plan: PrecisionPlan, max_steps: int | None, processes: Processes
 ) -> None:
     """Refuses ranks that swapped different layers, or start with different plans or lengths of training. Collective.
 
@@ -76,7 +76,7 @@ def check_plans(plan: PrecisionPlan, everyone: Ranks) -> None:
     )
 
 
-def _check_layers(layers: Mapping[str, SnipLinear], data: Ranks) -> None:
+def _check_layers(layers: Mapping[str, SnipLayer], data: Ranks) -> None:
     found = {
         name: f"{layer.out_features}x{layer.in_features}, {'trained' if layer.weight.requires_grad else 'frozen'}"
         for name, layer in layers.items()

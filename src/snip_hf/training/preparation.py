@@ -19,7 +19,7 @@ from ..costs.flops import Weights, linear_flops
 from ..costs.gemm_timing import read_times
 from ..kernels.backend import BACKENDS, Backend
 from ..layers.convert import convert_model
-from ..layers.linear import SnipLinear
+from ..layers.layer import SnipLayer
 from ..layers.selection import skip_reasons
 from ..layers.state import pack_states, set_rank
 from ..parallel.pipeline import Pipeline
@@ -121,7 +121,7 @@ def cost_of_all(
 
 
 def use_backend(
-    layers: Mapping[str, SnipLinear],
+    layers: Mapping[str, SnipLayer],
     backend: Backend,
     data: Ranks,
     mixed_precision: str | None,

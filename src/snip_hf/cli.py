@@ -30,7 +30,7 @@ from .layers.convert import convert_model
 from .planning.pipeline_model import MOST_COMPARISONS
 from .planning.plan import PrecisionPlan
 from .planning.solver.process import SolverError, SolverProcess
-from .records.events import read_divergence
+from .records.divergences import read_divergence
 from .reporting.run_report import run_report
 from .reporting.tables import plan_table, print_cost, print_stages, say
 from .text import printable

@@ -45,7 +45,7 @@ from snip_hf.planning.solver import process as process_module
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.policies.setting import Setting
 from snip_hf.records import run_folder as run_folder_module
-from snip_hf.records.events import read_divergence
+from snip_hf.records.divergences import read_divergence
 from snip_hf.training import drift_check, step_probe
 from snip_hf.training.checks import check_launch
 from snip_hf.training.refresh import Solving, start_solver
@@ -74,9 +74,7 @@ class Loop:
             self.model, self.optimizer = accelerator.prepare(self.model, self.optimizer)
         self.controller = None
         if config is not None:
-            self.controller = SnipController(
-                self.model, self.optimizer, config, accelerator, folder, solving=solving
-            )
+            self.controller = SnipController(self.model, self.optimizer, config, accelerator, folder, solving=solving)
         self.step = 0
         self.losses: list[float] = []
         torch.manual_seed(0)

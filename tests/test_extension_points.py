@@ -51,7 +51,7 @@ from snip_hf.planning.plan import PrecisionPlan
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.policies.registry import Policy, register_policy
 from snip_hf.policies.setting import Setting
-from snip_hf.records.events import read_divergence
+from snip_hf.records.divergences import read_divergence
 from snip_hf.records.load import load_run
 from snip_hf.reporting.figures import plan_figure
 from snip_hf.reporting.run_report import run_report
@@ -416,7 +416,7 @@ def test_a_policy_has_either_prices_or_an_assignment() -> None:
 SOURCE = Path(snip_hf.__file__).parent
 # Words that are names of something else there.
 OTHER_MEANINGS = {
-    "training/checks.py": {"fp8"},  # Accelerate's mixed_precision
+    "training/checks/launch.py": {"fp8"},  # Accelerate's mixed_precision
     "optimizers/deepspeed_zero.py": {"bf16"},  # DeepSpeed's
     "planning/solver/ilp.py": {"greedy"},  # a solver
     "planning/solver/process.py": {"greedy"},

@@ -128,7 +128,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _inspect_stages(plan: PrecisionPlan, arguments: argparse.Namespace, console: Console) -> None:
     """Prints the stages, compared with one global constraint where the run's divergences lie beside the plan."""
-    from .records.events import read_divergence
+    from .records.divergences import read_divergence
     from .reporting.tables import print_stages
 
     path = arguments.plan.parent / f"divergence-{plan.provenance.step}.json"

@@ -19,16 +19,19 @@ from typing import Any
 import pushing_runs
 import pytest
 import yaml
+from events import refresh_event, start_event
 from hub_server import TOKEN, USER, Hub, Repository
 from torch import nn
 
 from snip_hf.integrations.hub import model_card_section, model_tags, prepare_push, tag_model
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
+from snip_hf.records.events import Event
 
 TAGS = ["snip-hf", "fp4", "fp8", "mixed-precision-training"]
-APPLIED = {"event": "refresh", "status": "applied"}
-KEPT = {"event": "refresh", "status": "kept"}
+START = start_event()
+APPLIED = refresh_event(2, applied_step=4, reason=None)
+KEPT = refresh_event(6)
 
 
 def plan(*formats: str, policy: str = "snip", target: float | None = 0.5, stages: int = 1) -> PrecisionPlan:
@@ -42,11 +45,11 @@ def plan(*formats: str, policy: str = "snip", target: float | None = 0.5, stages
     )
 
 
-def write_run(output_dir: Path, plan: PrecisionPlan, *events: dict[str, Any]) -> None:
+def write_run(output_dir: Path, plan: PrecisionPlan, *events: Event) -> None:
     folder = output_dir / "snip"
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(folder / "plan.json")
-    (folder / "history.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (folder / "history.jsonl").write_text("".join(json.dumps(event.to_record()) + "\n" for event in events))
 
 
 def metadata(card: bytes | str) -> dict[str, Any]:
@@ -164,7 +167,7 @@ def test_an_unreachable_hub_stops_the_run_before_the_first_step(tmp_path: Path) 
 
 
 def test_section_tells_policy_target_share_refreshes_arithmetic_and_source() -> None:
-    text = model_card_section(plan("fp4", "fp4", "fp8"), [{"event": "start"}, APPLIED, KEPT, APPLIED], emulated=True)
+    text = model_card_section(plan("fp4", "fp4", "fp8"), [START, APPLIED, KEPT, APPLIED], emulated=True)
     assert "| policy | `snip` |" in text
     assert "| target | at least 50.0% of the linear FLOPs in FP4 |" in text
     assert "| 66.7% of the linear FLOPs in FP4 (not a reduction of FLOPs) |" in text
@@ -216,7 +219,7 @@ def test_tagging_twice_adds_each_tag_once_and_leaves_the_class_alone() -> None:
 
 
 def test_a_card_that_the_user_wrote_keeps_its_text_and_metadata(tmp_path: Path) -> None:
-    write_run(tmp_path, plan("fp4", "fp8"), {"event": "start"})
+    write_run(tmp_path, plan("fp4", "fp8"), START)
     (tmp_path / "README.md").write_text("---\nlicense: mit\ntags:\n- poetry\n---\n\n# Mine\n\nBackslash \\1, über.\n")
     model = nn.Linear(2, 2)
     for _ in range(2):
@@ -229,11 +232,11 @@ def test_a_card_that_the_user_wrote_keeps_its_text_and_metadata(tmp_path: Path) 
 
 
 def test_text_below_the_section_stays_where_it_is(tmp_path: Path) -> None:
-    write_run(tmp_path, plan("fp4", "fp8"), {"event": "start"})
+    write_run(tmp_path, plan("fp4", "fp8"), START)
     prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
     with open(tmp_path / "README.md", "a") as file:
         file.write("\n## Below\n")
-    write_run(tmp_path, plan("fp4", "fp8"), {"event": "start"}, APPLIED)
+    write_run(tmp_path, plan("fp4", "fp8"), START, APPLIED)
     prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
     card = (tmp_path / "README.md").read_text()
     assert card.endswith("\n## Below\n") and "1 applied of 1" in card and "0 applied of 0" not in card
@@ -254,7 +257,7 @@ def test_a_policy_from_elsewhere_is_code_in_one_cell_of_the_card(policy: str, sh
 
 def test_the_name_of_the_folder_is_text_in_the_title_of_a_card(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"my_run <b>[x](y)`\xe2\x80\xae\xff")
-    write_run(folder, plan("fp4"), {"event": "start"})
+    write_run(folder, plan("fp4"), START)
     prepare_push(folder, nn.Linear(2, 2), emulated=True)
     title = "# my_run \\<b\\>\\[x\\](y)\\`\\\\u202e\\\\udcff"
     assert title in (folder / "README.md").read_text().splitlines()
@@ -265,7 +268,7 @@ def test_the_name_of_the_folder_is_text_in_the_title_of_a_card(tmp_path: Path) -
 def test_what_is_no_card_or_no_history_gives_a_warning_and_is_not_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, kind: str
 ) -> None:
-    write_run(tmp_path, plan("fp4"), {"event": "start"})
+    write_run(tmp_path, plan("fp4"), START)
     path = tmp_path / name
     path.unlink(missing_ok=True)
     if kind == "pipe":
@@ -280,7 +283,7 @@ def test_what_is_no_card_or_no_history_gives_a_warning_and_is_not_waited_for(
 
 
 def test_a_card_whose_tags_are_one_word_keeps_it_beside_ours(tmp_path: Path) -> None:
-    write_run(tmp_path, plan("fp4"), {"event": "start"})
+    write_run(tmp_path, plan("fp4"), START)
     (tmp_path / "README.md").write_text("---\ntags: poetry\n---\n")
     prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
     assert metadata((tmp_path / "README.md").read_text())["tags"] == ["poetry", *model_tags(plan("fp4"))]
@@ -290,8 +293,8 @@ def test_a_card_whose_tags_are_one_word_keeps_it_beside_ours(tmp_path: Path) -> 
     ("file", "content", "message"),
     [
         ("snip/plan.json", '{"kind": ', "plan.json is not a usable precision plan"),
-        ("snip/history.jsonl", '{"event": "start"}\n{"event": "ref', "history.jsonl, line 2: it is not valid JSON"),
-        ("snip/history.jsonl", "{}\n[1]\n", "history.jsonl, line 2: got list, expected a JSON object."),
+        ("snip/history.jsonl", json.dumps(START.to_record()) + '\n{"event": "ref', "history: it is not valid JSON"),
+        ("snip/history.jsonl", json.dumps(START.to_record()) + "\n[1]\n", "Line 2 of"),
         ("README.md", "---\ntags: [unclosed\n---\n\n# Mine\n", "while parsing a flow sequence"),
         ("README.md", "---\ntags: 7\n---\n", "the metadata of README.md cannot be read: 'int' object"),
         ("README.md", "---\n- a list\n---\n\n# Mine\n", "metadata block should be a dict"),
@@ -300,7 +303,7 @@ def test_a_card_whose_tags_are_one_word_keeps_it_beside_ours(tmp_path: Path) -> 
 def test_a_broken_file_gives_a_warning_and_leaves_the_card(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, content: str, message: str
 ) -> None:
-    write_run(tmp_path, plan("fp4", "fp8"), {"event": "start"})
+    write_run(tmp_path, plan("fp4", "fp8"), START)
     (tmp_path / "README.md").write_text("# Mine\n")
     (tmp_path / file).write_text(content)
     card = (tmp_path / "README.md").read_text()

@@ -44,7 +44,7 @@ from snip_hf.planning.solver import process as process_module
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.policies.setting import Setting
 from snip_hf.records import run_folder as run_folder_module
-from snip_hf.records.events import read_divergence
+from snip_hf.records.divergences import read_divergence
 from snip_hf.training import drift_check, step_probe
 from snip_hf.training.checks import check_launch
 from snip_hf.training.refresh import Solving, start_solver

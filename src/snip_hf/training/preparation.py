@@ -24,9 +24,11 @@ from ..layers.selection import skip_reasons
 from ..layers.state import pack_states, set_rank
 from ..parallel.pipeline import Pipeline
 from ..parallel.ranks import Attempt, Processes, Ranks
-from ..planning.plan import MAX_TEXT, read_measured
+from ..planning.checked_values import MAX_TEXT
+from ..planning.plan import read_measured
 from ..policies.setting import Setting, block_of, check_ties, find_stages
 from ..text import printable
+from .checks import check_pipeline
 
 
 def find_processes(config: SnipConfig, pipeline: Pipeline | None, grace: float) -> Processes:
@@ -43,11 +45,7 @@ def find_processes(config: SnipConfig, pipeline: Pipeline | None, grace: float) 
         return Processes(data=everyone, everyone=everyone)
     stages = everyone if pipeline.group is None else Ranks(pipeline.group, timeout)
     data = Ranks() if pipeline.data is None else Ranks(pipeline.data, timeout)
-    if stages.size * data.size != everyone.size:
-        raise ValueError(
-            f"The pipeline has {stages.size} processes and the data {data.size}, but the run has {everyone.size}; "
-            "expected their product. Give Pipeline(group=..., data=...) the process groups of this rank."
-        )
+    check_pipeline(stages, data, everyone)
     return Processes(data=data, pipeline=stages, everyone=everyone, run=pipeline.run)
 
 

@@ -16,6 +16,7 @@ from run_faults import BOUND, ENDED, FAULTS, KILLED, POISONS, SURVIVED
 
 from snip_hf.parallel.ranks import RankError
 
+pytestmark = pytest.mark.slow
 # Seconds beyond the bound for what comes before and after the wait on a busy machine, where all groups run at once.
 SLACK = 15.0
 Found = dict[str, list[dict[str, Any]]]

@@ -89,7 +89,8 @@ def _solve(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{arguments.problem} is not a usable problem: {error}") from error
     if not isinstance(problem, dict):
         raise ValueError(f"{arguments.problem} holds a {type(problem).__name__}, expected a JSON object with groups.")
-    from .planning.solver.process import SolverError, SolverProcess
+    from .planning.solver.process import SolverProcess
+    from .planning.solver.solution import SolverError
 
     try:
         with SolverProcess.start(problem) as process:
@@ -127,7 +128,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _inspect_stages(plan: PrecisionPlan, arguments: argparse.Namespace, console: Console) -> None:
     """Prints the stages, compared with one global constraint where the run's divergences lie beside the plan."""
-    from .records.events import read_divergence
+    from .records.divergences import read_divergence
     from .reporting.tables import print_stages
 
     path = arguments.plan.parent / f"divergence-{plan.provenance.step}.json"

@@ -28,9 +28,8 @@ from snip_hf.costs.flops import linear_flops
 from snip_hf.costs.gemm_timing import GemmShape, Machine, read_times
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
-from snip_hf.parallel.ranks import Processes, Ranks
+from snip_hf.parallel.ranks import Ranks
 from snip_hf.planning.plan import PlanProvenance
-from snip_hf.training import controller as controller_module
 from snip_hf.training import preparation as preparation_module
 
 measure_cost = partial(budget.measure_cost, formats=SnipConfig().formats)
@@ -292,7 +291,7 @@ def test_one_rank_measures_for_all_that_hold_the_same_layers(monkeypatch: pytest
         return measure_cost(model, tokens, backend, path, timer=made_up, formats=formats)
 
     monkeypatch.setattr(preparation_module, "measure_cost", note)
-    monkeypatch.setattr(controller_module, "find_processes", lambda *_: Processes(data=own.ranks, everyone=own.ranks))
+    monkeypatch.setattr(Ranks, "of_all", lambda timeout: own.ranks)
 
     def work(ranks: Ranks) -> PrecisionPlan:
         own.ranks = ranks

@@ -16,8 +16,9 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.hook_source import Finding
 from snip_hf.estimation.passes import run_pass
-from snip_hf.estimation.user_hooks import Finding, judge
+from snip_hf.estimation.user_hooks import judge
 from snip_hf.layers.convert import convert_model
 from snip_hf.python_state import Kept
 

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_run_report import random_assignments, write_checks, write_divergence, write_losses, write_run
+from written_runs import random_assignments, write_checks, write_divergence, write_losses, write_run
 
 from snip_hf import cli
 from snip_hf.cli import main
 from snip_hf.config import LONGEST_WAIT
 from snip_hf.numerics.gemms import GEMMS
-from snip_hf.records import events as records
+from snip_hf.records import events
+from snip_hf.records import history as history_module
 from snip_hf.reporting import run_report as report
 
 # Seconds that a report without figures may take on a busy machine; most take a hundredth.
@@ -437,8 +438,8 @@ DRAWN = (
 def test_a_report_of_a_hostile_folder_is_one_sentence_or_a_report_with_notes(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "_MOST_LINES", 120_000)
-    monkeypatch.setattr(records, "_MOST_LAYERS", 5000)
+    monkeypatch.setattr(history_module, "_MOST_LINES", 120_000)
+    monkeypatch.setattr(events, "_MOST_LAYERS", 5000)
     if case not in DRAWN:
         monkeypatch.setattr(report, "write_figures", lambda run, out: [])
     good_run(tmp_path)

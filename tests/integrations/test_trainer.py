@@ -311,9 +311,10 @@ def test_the_divergences_are_told_the_trainers_clip_factor(tmp_path: Path, monke
     run = train(tmp_path, CONFIG)
     norms = [run.losses[step][1] for step in (2, 6, 10)]
     assert min(norms) > 0.6
-    assert [call["gradient_scale"] for call in calls] == pytest.approx([0.5 / norm for norm in norms], rel=1e-5)
+    steps = [call["optimizer_step"] for call in calls]
+    assert [step.clip_factor for step in steps] == pytest.approx([0.5 / norm for norm in norms], rel=1e-5)
     # Step 10 ends the epoch with a single micro-batch.
-    assert [call["micro_batches"] for call in calls] == [2, 2, 1]
+    assert [step.micro_batches for step in steps] == [2, 2, 1]
 
 
 class Batches(Trainer):

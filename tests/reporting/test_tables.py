@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from test_pipeline_model import ERRORS, FLOPS, STAGES, measured, plan, table
+from two_stages import ERRORS, FLOPS, STAGES, measured, plan, table
 
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.numerics.formats import FORMATS, NumberFormat, integers, register_format

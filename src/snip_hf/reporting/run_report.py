@@ -18,8 +18,8 @@ from ..planning.pipeline_model import check_ties_are_few
 from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.program import problem
 from ..policies.setting import Setting, split_layer
-from ..records.events import short
 from ..records.load import Run, load_run, thinned
+from ..records.values import short
 from .figures import write_figures
 from .tables import listed, name_text, new_table, number, plan_table, print_cost, print_stages, say
 

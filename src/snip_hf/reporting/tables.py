@@ -16,7 +16,7 @@ from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
 from ..planning.pipeline_model import ConstraintComparison, PipelineTimes, compare_constraints, pipeline_times
 from ..planning.plan import Assignment, PrecisionPlan
-from ..planning.solver.process import SolverError
+from ..planning.solver.solution import SolverError
 from ..policies.setting import split_layer
 from ..text import printable
 

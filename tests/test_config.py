@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import copy
 import dataclasses
+import inspect
+import itertools
 import json
+import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from snip_hf.config import POLICIES, SnipConfig
+from snip_hf import config as config_module
+from snip_hf.config import POLICIES, RENAMED, SnipConfig, current_names
+
+REPOSITORY = Path(__file__).parents[1]
 
 FIELDS = [field.name for field in dataclasses.fields(SnipConfig)]
 INTEGERS = [field.name for field in dataclasses.fields(SnipConfig) if "int" in str(field.type)]
@@ -305,6 +315,102 @@ def test_an_unknown_field_is_refused_with_the_fields_that_there_are() -> None:
 def test_from_dict_checks_values_too() -> None:
     with pytest.raises(ValueError, match=r"^target_fp4_fraction=2 is outside 0\.\.1"):
         SnipConfig.from_dict({"target_fp4_fraction": 2})
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_field_is_read_under_its_old_name_and_written_under_its_new_one(old: str, new: str) -> None:
+    needed = {"cost": "measured"} if old.startswith("cost_") else {}
+    config = SnipConfig.from_dict({**needed, old: OTHER[new]})
+    assert getattr(config, new) == OTHER[new]
+    assert list(config.to_dict()) == FIELDS
+    assert SnipConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_field_under_both_names_is_refused(old: str, new: str) -> None:
+    message = f"{old!r} is the old name of {new!r}, and both are given; expected {new!r} alone."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        SnipConfig.from_dict({old: OTHER[new], new: OTHER[new]})
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_the_constructor_refuses_an_old_name_and_says_the_new_one(old: str, new: str) -> None:
+    message = f"SnipConfig has no field {old!r}; it is named {new!r} now."
+    for refused in (
+        lambda: SnipConfig(**{old: OTHER[new]}),
+        lambda: dataclasses.replace(SnipConfig(), **{old: OTHER[new]}),
+        lambda: SnipConfig.preset("gemm", **{old: OTHER[new]}),
+    ):
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+            refused()
+
+
+def test_old_names_lead_to_fields_and_are_none_themselves() -> None:
+    assert set(RENAMED.values()) <= set(FIELDS)
+    assert not RENAMED.keys() & set(FIELDS)
+    assert current_names({"plan": "a.json", "cost": "flops", "seed": 1, "of_tomorrow": 2}) == {
+        "fixed_plan": "a.json",
+        "budget": "flops",
+        "seed": 1,
+        "of_tomorrow": 2,
+    }
+
+
+def test_a_config_can_be_copied_and_pickled_and_shows_its_fields_as_its_signature() -> None:
+    config = SnipConfig(**OTHER)
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+    assert list(inspect.signature(SnipConfig).parameters) == FIELDS
+
+
+def test_presets_differ_from_the_default_in_what_their_page_says() -> None:
+    same_input = [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]
+    plain = SnipConfig().to_dict()
+    sets: dict[str, dict[str, Any]] = {
+        "layer": {},
+        "gemm": {"granularity": "gemm"},
+        "hopper": {"granularity": "gemm", "ties": same_input, "first_refresh": 200, "apply_delay": 20},
+        "paper": {"objective": "paper"},
+    }
+    assert {name: SnipConfig.preset(name).to_dict() for name in sets} == {
+        name: plain | values for name, values in sets.items()
+    }
+    page = (REPOSITORY / "docs" / "config.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| [^`|]*(`.*|nothing.*)$", page.partition("## Fields")[0], re.MULTILINE)
+    assert [name for name, _ in rows] == list(sets)
+    for name, row in rows:
+        assert all(f"`{field}" in row for field in sets[name])
+    recipe = yaml.safe_load((REPOSITORY / "recipes" / "hopper.yaml").read_text(encoding="utf-8"))
+    assert SnipConfig.from_dict(recipe["snip"]) == SnipConfig.preset("hopper")
+    assert SnipConfig.preset("hopper", ties=(), seed=3) == SnipConfig(
+        granularity="gemm", first_refresh=200, apply_delay=20, seed=3
+    )
+    with pytest.raises(ValueError, match=r"^Unknown preset 'gem'; expected one of paper, layer, gemm, hopper\.$"):
+        SnipConfig.preset("gem")
+
+
+def test_the_readme_shows_the_preset_that_is_the_best_known() -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    [shown] = re.findall(r"SnipCallback\((.*)\)\]\)$", text, re.MULTILINE)
+    assert eval(shown, {"SnipConfig": SnipConfig}) == SnipConfig.preset("gemm")
+
+
+def test_every_field_begins_with_a_sentence_of_one_line_which_its_page_repeats() -> None:
+    tree = ast.parse(Path(config_module.__file__).read_text(encoding="utf-8"))
+    [fields] = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SnipConfig"]
+    meanings = {}
+    for field, doc in itertools.pairwise(fields):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            assert isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant), field.target.id
+            meanings[field.target.id] = doc.value.value.splitlines()[0]
+    assert list(meanings) == FIELDS
+    assert [name for name, meaning in meanings.items() if not meaning.endswith(".")] == []
+    page = (REPOSITORY / "docs" / "config.md").read_text(encoding="utf-8")
+    defaults = {field.name: field.default for field in dataclasses.fields(SnipConfig)}
+    rows = [f"| `{name}` | `{defaults[name]!r}` | {meaning} |" for name, meaning in meanings.items()]
+    part = page.partition("## Fields")[2].partition("## Names of earlier versions")
+    assert [line for line in part[0].splitlines() if line.startswith("| `")] == rows
+    renamed = [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
+    assert [line for line in part[2].splitlines() if line.startswith("| `")] == renamed
 
 
 def test_a_config_is_frozen_and_takes_keywords_only() -> None:

@@ -154,7 +154,7 @@ class SnipConfig(_Renamed):
     """Rank correlation (Spearman), 0..1, below which the ranking of the layers has moved: refresh early (ours).
     A cheap check compares the layers' prices with those behind the plan in force. None: never checks."""
     drift_every: int = 100
-    """Steps between two such checks, counted from the last probe.
+    """Steps between two checks of the ranking (`refresh_on_drift`), counted from the last probe.
     Each costs one FP32 forward-backward pass. There is none while a plan waits for its application."""
 
     # Probe: what a refresh measures
@@ -171,7 +171,7 @@ class SnipConfig(_Renamed):
     """Most MiB that a probe may hold beyond the model, activations not counted (`estimation.memory`).
     It then keeps fewer tokens if it has to. None: no bound."""
     loss_estimator: LossEstimator = "token-fisher"
-    """Estimator of the loss divergence.
+    """Estimator of the loss divergence: "token-fisher", "taylor" or "norm".
     "token-fisher" (ours): curvature, which training does not take away. "taylor" (ours): with the first-order effect
     of the weight's error, nearest to the loss's rise at this very step. "norm": first order, from norms."""
 
@@ -182,7 +182,7 @@ class SnipConfig(_Renamed):
     fixed_plan: str | None = None
     """Path of a plan file to apply before the first step and hold fixed; `policy` is then not asked."""
     objective: Objective = "additive"
-    """What the program minimises.
+    """What the program minimises: "additive", "horizon" or "paper".
     Both divergences are divided by their totals with everything in the least precise format. "additive" (ours):
     dL + 0.1 dW^2, since independent errors add in squares. "horizon" (ours): the same with dW^2 as it grows over 100
     steps. "paper": Q = dL + dW."""

@@ -103,6 +103,18 @@ def test_a_setting_written_out_at_its_default_names_the_same_run(tmp_path: Path)
     assert grid.id_of(implicit) == grid.id_of(explicit)
 
 
+@pytest.mark.parametrize("name", ["bakeoff", "bakeoff-small"])
+def test_the_committed_lines_are_of_runs_of_their_grid(name: str) -> None:
+    lines = bakeoff.read_lines(ROOT / "eval" / "results" / f"{name}.jsonl")
+    runs = load_grid(ROOT / "recipes" / f"{name}.yaml").runs()
+    assert len(lines) > 30
+    assert {line["id"] for line in lines} <= runs.keys()
+    settings = ("policy", "objective", "loss_divergence_factor", "weight_divergence_factor", "refresh_every")
+    for line in lines:
+        spec = runs[line["id"]].to_dict()
+        assert [line["spec"][key] for key in settings] == [spec[key] for key in settings]
+
+
 def test_a_run_in_two_experiments_is_one_run(tmp_path: Path) -> None:
     entry = {"model": "tiny", "policy": "bf16", "seed": [0, 1]}
     grid = load_grid(write_grid(tmp_path, {"a": [entry], "b": [entry | {"seed": [1, 2]}]}))

@@ -115,6 +115,8 @@ def test_a_stored_state_in_the_middle_of_a_refresh_ends_it_as_the_stored_run_did
 def test_a_stored_run_reads_back_and_is_reported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     read = load_run(run)
     assert read.notes == []
+    # Fields that were added since are not in the file, those that were renamed have their new names.
+    assert SnipConfig().to_dict() | dict(read.config) == RUNS[run.name].to_dict()
     assert [refresh.applied_step for refresh in read.refreshes] == [4, 8]
     assert list(read.losses) == list(range(1, 9))
     for step, records in read.divergences.items():
@@ -123,7 +125,9 @@ def test_a_stored_run_reads_back_and_is_reported(run: Path, tmp_path: Path, caps
     shutil.copytree(run, tmp_path / "run")
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path)]) == 0
     assert main(["inspect", str(run / "snip" / "plan.json")]) == 0
-    assert capsys.readouterr().err == ""
+    shown = capsys.readouterr()
+    assert ("of the measured time" in " ".join(shown.out.split())) == (RUNS[run.name].budget == "measured")
+    assert shown.err == ""
 
 
 @pytest.mark.parametrize("path", sorted(DATA.glob("*/times.json")), ids=lambda path: path.parent.name)

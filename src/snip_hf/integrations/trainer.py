@@ -18,7 +18,7 @@ from ..layers.convert import convert_model
 from ..layers.run_hooks import RunMark, marks_on
 from ..parallel.wrappers import unwrap
 from ..policies.registry import needs_probe
-from ..records.event_log import Tracker
+from ..records.event_log import Tracker, check_tracker
 from ..text import printable
 from ..training.checks import check_launch, check_trainer
 from ..training.controller import SnipController
@@ -60,6 +60,8 @@ class SnipCallback(TrainerCallback):
         self._files = StateFiles(resume)
         self._solving = solving
         self._trackers = list(trackers)
+        for tracker in self._trackers:
+            check_tracker(tracker)
         self._mark = RunMark()
         self._passes: TrainingPasses | None = None
         self._outer_run: SnipCallback | None = None

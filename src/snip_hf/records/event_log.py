@@ -16,6 +16,15 @@ Tracker = Callable[[Event], object]
 """Called with each event: a function, or an object with `__call__`."""
 
 
+def check_tracker(tracker: object) -> None:
+    """Raises TypeError for what cannot be called."""
+    if not callable(tracker):
+        raise TypeError(
+            f"Got a {type(tracker).__name__} for a tracker; expected a function of one event, or an object with "
+            "__call__(event)."
+        )
+
+
 class EventLog:
     """Tells the run's folder and the trackers of each event, on the first rank.
 
@@ -36,13 +45,9 @@ class EventLog:
         """Has a tracker told of all events from now on, after those that were added before it.
 
         Raises:
-            TypeError: it cannot be called.
+            TypeError: as `check_tracker`.
         """
-        if not callable(tracker):
-            raise TypeError(
-                f"Got a {type(tracker).__name__} for a tracker; expected a function of one event, or an object with "
-                "__call__(event)."
-            )
+        check_tracker(tracker)
         if self._is_first:
             self._trackers.append(tracker)
 

@@ -99,6 +99,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_under_other_optimizers_it_is_right_to_a_tenth(kind: str) -> None:
     """Two batches, since the worst tenth of one batch's 14 layers is a layer and a half."""
@@ -368,7 +369,7 @@ def over_ranks(
     return on_ranks(size, work)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("config", "options"),
     [

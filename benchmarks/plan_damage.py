@@ -47,7 +47,10 @@ def estimates(state: small_models.State, batch: Mapping[str, Any]) -> list[dict[
     """Returns the table's rows with one more column, loss_taylor: the loss divergence with its first-order part."""
     forms = [
         estimate_divergence(
-            state.model, batch, state.optimizer, SnipConfig(probe_tokens=None, probe_batch_tokens=None, loss_form=form)
+            state.model,
+            batch,
+            state.optimizer,
+            SnipConfig(probe_tokens=None, probe_batch_tokens=None, loss_estimator=form),
         )
         for form in ("token-fisher", "taylor")
     ]

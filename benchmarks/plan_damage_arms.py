@@ -16,7 +16,8 @@ from snip_hf.estimation.layer_sums import LAYER
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.program import problem
-from snip_hf.planning.solver.process import SolverError, SolverProcess
+from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.planning.solver.solution import SolverError
 from snip_hf.policies.registry import rule_assignment
 from snip_hf.policies.setting import Setting, find_stages
 

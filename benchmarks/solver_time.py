@@ -15,7 +15,8 @@ import random
 import statistics
 from typing import Any
 
-from snip_hf.planning.solver.process import SolverError, SolverProcess
+from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.planning.solver.solution import SolverError
 
 # FLOPs of q, k, v, o, gate, up, down of a Llama-3 70B block, in units of hidden * hidden.
 BLOCK_FLOPS = (1.0, 0.125, 0.125, 1.0, 3.5, 3.5, 3.5)

@@ -14,7 +14,7 @@ from torch import Tensor
 from snip_hf import SnipConfig
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.layer_sums import LayerSums
-from snip_hf.estimation.probe import run_probe
+from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.kernels.rounding import fake_quantize
 from snip_hf.numerics.formats import FORMATS
@@ -49,8 +49,8 @@ def loss_estimates(point: Point, tokens: tuple[int, ...], sequence: int) -> dict
         sequence: tokens per sequence.
     """
     samples = {
-        "own": run_probe(point.model, point.batch, {}, 0).layers,
-        "drawn": run_probe(point.model, Batch.of(_own_labels(point)), {}, 0).layers,
+        "own": run_probe(point.model, point.batch, {}, ProbeSettings(probes=0)).layers,
+        "drawn": run_probe(point.model, Batch.of(_own_labels(point)), {}, ProbeSettings(probes=0)).layers,
     }
     hessian = hessian_traces(point)
     total = next(iter(samples["own"].values())).tokens

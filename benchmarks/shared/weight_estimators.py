@@ -32,7 +32,7 @@ from snip_hf import SnipConfig, estimate_divergence
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import gradients_of, weights_of
 from snip_hf.estimation.layer_sums import LAYER, LayerSums
-from snip_hf.estimation.probe import RELATIVE_STEP, Probe, run_probe
+from snip_hf.estimation.probe import RELATIVE_STEP, Probe, ProbeSettings, run_probe
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.kernels.rounding import fake_quantize
@@ -141,11 +141,7 @@ class Point:
             self.model,
             self.batch,
             pullbacks,
-            probes,
-            None,
-            self.config.seed,
-            relative_step=relative_step,
-            autocast=autocast,
+            ProbeSettings(probes, None, self.config.seed, relative_step=relative_step, autocast=autocast),
         )
         return found, kept
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.shared.json_lines import read_lines
 from eval.scoring.local_tasks import EvaluationError
 
 from .grid import Grid, load_grid
+from .lines import read_runs
 from .report import write_report
 from .runner import run_grid
 
@@ -70,7 +70,7 @@ def report_grid(grid: Grid, options: argparse.Namespace) -> int:
     for path in options.lines:
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist; expected the lines that `run` wrote.")
-    lines = [line for path in options.lines for line in read_lines(path)]
+    lines = [line for path in options.lines for line in read_runs(path)]
     if not grid.runs().keys() & {line["id"] for line in lines}:
         raise ValueError(
             f"None of the {len(lines)} lines is of a run of {options.grid}. Give the grid and the --override that the "

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.parts.recipe import DataSection, ModelSection, TokenizerSection, build, read_values
-from snip_hf import SnipConfig
+from snip_hf.config import RENAMED, SnipConfig
 from snip_hf.policies.registry import needs_probe, needs_weights
 
 # Not settings of SnipConfig but of the run itself.
@@ -23,8 +23,8 @@ _OWN_KEYS = ("model", "seed", "steps", "learning_rate_factor", "start_step", "be
 # Fields of SnipConfig that a line names, where they bear on the policy.
 _SHARE_KEYS = ("target_fp4_fraction", "granularity")
 _REFRESH_KEYS = ("refresh_every", "switching_cost", "first_refresh", "apply_delay", "probes")
-_OBJECTIVE_KEYS = ("objective", "loss_weight", "weight_weight")
-_COST_KEYS = ("cost", "cost_file", "cost_tokens")
+_OBJECTIVE_KEYS = ("objective", "loss_divergence_factor", "weight_divergence_factor")
+_BUDGET_KEYS = ("budget", "timing_file", "timing_tokens")
 _NAMES = {"target_fp4_fraction": "share"}
 
 
@@ -197,9 +197,9 @@ def _chosen(section: Any) -> dict[str, Any]:
 
 
 def _chosen_settings(config: SnipConfig) -> dict[str, Any]:
-    """Returns the settings that are not at their defaults, which `SnipConfig` resolves when it is built."""
-    plain = asdict(SnipConfig())
-    return {name: value for name, value in asdict(config).items() if value != plain[name]}
+    """Returns the settings that are not at their defaults, by their first names: renaming one renames no run."""
+    first_names, plain = {new: old for old, new in RENAMED.items()}, asdict(SnipConfig())
+    return {first_names.get(name, name): value for name, value in asdict(config).items() if value != plain[name]}
 
 
 def _model(name: str, entry: Mapping[str, Any]) -> ModelEntry:
@@ -239,10 +239,10 @@ def _spec(
     config = SnipConfig.from_dict(settings)
     plain = SnipConfig()
     if not needs_weights(config):
-        unused = (*_SHARE_KEYS, *_COST_KEYS, "ties", "stages")
+        unused = (*_SHARE_KEYS, *_BUDGET_KEYS, "ties", "stages")
         config = replace(config, **{name: getattr(plain, name) for name in unused})
     if not needs_probe(config):
-        kept = ("policy", "seed", "ties", "stages", "skip_modules", "backend", *_SHARE_KEYS, *_COST_KEYS)
+        kept = ("policy", "seed", "ties", "stages", "skip_modules", "backend", *_SHARE_KEYS, *_BUDGET_KEYS)
         config = SnipConfig(**{name: getattr(config, name) for name in kept})
     rate = models[model].learning_rate * float(point.get("learning_rate_factor", 1.0))
     if config.policy == "bf16":

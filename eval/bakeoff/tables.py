@@ -205,7 +205,7 @@ def gap_table(lines: Iterable[Row]) -> str:
 
 def objective_table(lines: Iterable[Row]) -> str:
     """The objective's form, weights and granularity, ranked at each model and share."""
-    fields = ("objective", "loss_weight", "weight_weight", "granularity")
+    fields = ("objective", "loss_divergence_factor", "weight_divergence_factor", "granularity")
     return _ranked(lines, columns={name: _field(name) for name in fields})
 
 

@@ -24,6 +24,7 @@ from benchmarks.shared.json_lines import read_lines
 from eval.bakeoff import one_run, runner
 from eval.bakeoff.__main__ import _parser, main
 from eval.bakeoff.grid import Grid, Spec, load_grid
+from eval.bakeoff.lines import read_runs
 from eval.bakeoff.text import Text, load_text, prepare_text
 from eval.bakeoff.training import Run, _ends_above_its_lowest, count_spikes
 from snip_hf import SnipConfig
@@ -103,6 +104,18 @@ def test_a_setting_written_out_at_its_default_names_the_same_run(tmp_path: Path)
     assert grid.id_of(implicit) == grid.id_of(explicit)
 
 
+@pytest.mark.parametrize("name", ["bakeoff", "bakeoff-small"])
+def test_the_committed_lines_are_of_runs_of_their_grid(name: str) -> None:
+    lines = read_runs(ROOT / "eval" / "results" / f"{name}.jsonl")
+    runs = load_grid(ROOT / "recipes" / f"{name}.yaml").runs()
+    assert len(lines) > 30
+    assert {line["id"] for line in lines} <= runs.keys()
+    settings = ("policy", "objective", "loss_divergence_factor", "weight_divergence_factor", "refresh_every")
+    for line in lines:
+        spec = runs[line["id"]].to_dict()
+        assert [line["spec"][key] for key in settings] == [spec[key] for key in settings]
+
+
 def test_a_run_in_two_experiments_is_one_run(tmp_path: Path) -> None:
     entry = {"model": "tiny", "policy": "bf16", "seed": [0, 1]}
     grid = load_grid(write_grid(tmp_path, {"a": [entry], "b": [entry | {"seed": [1, 2]}]}))
@@ -112,8 +125,13 @@ def test_a_run_in_two_experiments_is_one_run(tmp_path: Path) -> None:
 
 
 def test_rules_count_cost_as_snip_does(tmp_path: Path) -> None:
-    measured = {"model": "tiny", "cost": "measured", "cost_tokens": 128, "policy": ["snip", "layer-position", "bf16"]}
-    found = [(spec.snip.cost, spec.snip.cost_tokens) for spec in specs(tmp_path, measured)]
+    measured = {
+        "model": "tiny",
+        "budget": "measured",
+        "timing_tokens": 128,
+        "policy": ["snip", "layer-position", "bf16"],
+    }
+    found = [(spec.snip.budget, spec.snip.timing_tokens) for spec in specs(tmp_path, measured)]
     assert found == [("measured", 128), ("measured", 128), ("flops", None)]
 
 
@@ -363,7 +381,7 @@ def test_a_report_on_lines_that_are_not_there_writes_nothing(
 
 def test_a_report_on_lines_of_other_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": "bf16"}]})
-    (tmp_path / "other.jsonl").write_text('{"id": "x"}\n', encoding="utf-8")
+    (tmp_path / "other.jsonl").write_text('{"id": "x", "spec": {}}\n', encoding="utf-8")
     assert main(["report", str(grid), str(tmp_path / "other.jsonl"), "--output", str(tmp_path / "out")]) == 1
     assert "None of the 1 lines is of a run of" in capsys.readouterr().err
 

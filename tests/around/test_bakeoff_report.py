@@ -38,7 +38,7 @@ def a_line(label: str = "snip, gemm", gap: float | None = 0.5, seed: int = 0, **
     spec: Row = {
         "model": "30M", "policy": policy, "granularity": "gemm" if with_share else None,
         "share": 0.75 if with_share else None, "seed": seed, "refresh_every": 100 if policy == "snip" else None,
-        "objective": "additive", "loss_weight": 1.0, "weight_weight": 1.0, "switching_cost": 0.0,
+        "objective": "additive", "loss_divergence_factor": 1.0, "weight_divergence_factor": 1.0, "switching_cost": 0.0,
         "learning_rate": 0.002, "start_step": 0, "steps": 400,
     }  # fmt: skip
     spec |= {name: value for name, value in changes.items() if name in spec}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
-from snip_hf.estimation.probe import run_probe
+from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.layers.convert import convert_model
 from snip_hf.numerics.formats import FORMATS
@@ -114,7 +114,7 @@ def test_hessian_traces_average_to_the_trace_of_each_block(curved: Any, monkeypa
 
 def test_fisher_traces_are_the_mean_squared_gradients_of_single_tokens() -> None:
     model, batch = tiny_lm(), tokens(rows=7, length=1)  # one token per sequence: no token acts on another
-    probe = run_probe(point_of(model, batch).model, Batch.of(batch), {}, 0)
+    probe = run_probe(point_of(model, batch).model, Batch.of(batch), {}, ProbeSettings(probes=0))
     traces = weight_estimators.fisher_traces(probe)
     for name in LAYERS:
         weight, squares = model.get_submodule(name).weight, []
@@ -171,7 +171,7 @@ def written_out(a: list[float], count: int) -> dict[str, float]:
 @pytest.mark.parametrize("count", KEPT)
 def test_first_and_second_order_loss_figures_are_those_of_loops_over_tokens(losses: Any, count: int) -> None:
     _, point, tables = losses
-    samples = run_probe(point.model, point.batch, {}, 0).layers
+    samples = run_probe(point.model, point.batch, {}, ProbeSettings(probes=0)).layers
     assert len(samples) == 7
     for name, sample in samples.items():
         weight, kept = point.weight(name), [row * LENGTH + t for row in KEPT[count] for t in range(LENGTH)]
@@ -205,7 +205,7 @@ def test_samples_beyond_the_micro_batch_are_left_out_and_hessians_take_all_of_it
 
 def test_the_first_order_is_the_slope_of_the_loss_along_the_error() -> None:
     model, batch = tiny_lm(), tokens(rows=4, length=8)
-    probe = run_probe(point_of(model, batch).model, Batch.of(batch), {}, 0)
+    probe = run_probe(point_of(model, batch).model, Batch.of(batch), {}, ProbeSettings(probes=0))
     exact = copy.deepcopy(model).double()
     for name in LAYERS:
         sample, weight = probe.layers[name], model.get_submodule(name).weight.detach()
@@ -229,7 +229,7 @@ def test_drawn_labels_are_the_models_own_and_make_the_true_fisher(losses: Any) -
     ids = point.inputs["input_ids"]
     assert torch.equal(drawn["input_ids"], ids) and torch.equal(drawn["labels"][:, 0], ids[:, 0])
     assert not torch.equal(drawn["labels"], ids)
-    samples = run_probe(point.model, Batch.of(drawn), {}, 0).layers
+    samples = run_probe(point.model, Batch.of(drawn), {}, ProbeSettings(probes=0)).layers
     for name, sample in samples.items():
         for fmt in SnipConfig().formats[::-1]:
             wanted = written_out(along(sample, point.weight(name), fmt), 24)

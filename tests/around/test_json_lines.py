@@ -24,6 +24,6 @@ def test_there_are_no_lines_where_there_is_no_file(tmp_path: Path) -> None:
 def test_a_line_that_is_no_json_is_refused_by_its_number(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('{"a": 1}\n{"a": {"b"\n{"a": 3}\n')
-    message = r"lines.jsonl: line 2 is not JSON \(Expecting ':' delimiter\): .* Take it out of the file"
+    message = r"lines.jsonl: line 2 is not JSON \(Expecting ':' delimiter\): .*\. Take it out of the file"
     with pytest.raises(ValueError, match=message):
         read_lines(path)

@@ -31,6 +31,7 @@ def options(steps: int, seed: int = 0) -> argparse.Namespace:
     return argparse.Namespace(**DEFAULTS, steps=steps, seed=seed)
 
 
+@pytest.mark.slow
 def test_every_fault_costs_what_it_may_and_nothing_else() -> None:
     """15 refreshes, one per fault."""
     row = leaks_under_faults.work(options(steps=62))
@@ -52,6 +53,7 @@ def test_every_fault_costs_what_it_may_and_nothing_else() -> None:
     assert report.count("\n| ") == len(row["resources"]) + 15 + 2 + 3
 
 
+@pytest.mark.slow
 def test_what_refreshes_leave_behind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One descriptor, one file here and one there per refresh."""
     left: list[Any] = []

@@ -202,6 +202,7 @@ def test_two_processes_train_refresh_save_and_report_once(two: tuple[Path, str])
     assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == result["parameters"]
 
 
+@pytest.mark.slow
 def test_one_process_with_twice_the_batch_has_the_losses_and_the_plan_of_two(
     two: tuple[Path, str], recipe: Path, tmp_path: Path
 ) -> None:
@@ -234,6 +235,7 @@ def test_two_processes_resumed_are_the_uninterrupted_run_to_the_bit(
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
 
 
+@pytest.mark.slow
 def test_plan_and_schedule_go_on_when_the_number_of_processes_changes(
     two: tuple[Path, str], recipe: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -267,6 +269,7 @@ def _steps(printed: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)", printed, re.MULTILINE)}
 
 
+@pytest.mark.slow
 def test_the_loop_trains_under_two_processes_and_goes_on_in_one(cache: Path, tmp_path: Path) -> None:
     whole = _steps(launch(cache, "ddp", "accelerate_loop.py", str(tmp_path / "two"), "--batch", "2"))
     assert list(whole) == list(range(1, 41))

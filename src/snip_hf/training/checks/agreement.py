@@ -1,24 +1,42 @@
-"""What all ranks of a run must have in common, and the refusal of ranks that differ."""
+"""Refusals of ranks that differ in what all of a run must have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import SnipConfig
-from ..layers.linear import SnipLinear
-from ..parallel.ranks import Attempt, Processes, Ranks
-from ..planning.plan import PrecisionPlan
-from .fingerprint import fingerprint
+from ...config import SnipConfig
+from ...layers.layer import SnipLayer
+from ...parallel.ranks import Attempt, Processes, Ranks
+from ...planning.plan import PrecisionPlan
+from ..fingerprint import fingerprint
 
 # Fields that do not decide the course of a run: they may differ on resume, and between ranks.
-_FREE = ("solver_time_limit", "rank_timeout", "backend", "cost_file")
+_FREE = ("solver_time_limit", "rank_timeout", "backend", "timing_file")
 
 
 def differences(config: SnipConfig, other: Mapping[str, Any]) -> list[str]:
     """Returns the names of the deciding fields that another configuration, as a dict, has otherwise."""
     own = config.to_dict()
     return [name for name in own if name not in _FREE and other.get(name) != own[name]]
+
+
+def check_pipeline(stages: Ranks, data: Ranks, everyone: Ranks) -> None:
+    """Refuses process groups of a pipeline that do not share out all processes.
+
+    Args:
+        stages: those that hold the stages of one model.
+        data: those that hold the same stage.
+        everyone: all of the run.
+
+    Raises:
+        ValueError: names the three sizes.
+    """
+    if stages.size * data.size != everyone.size:
+        raise ValueError(
+            f"The pipeline has {stages.size} processes and the data {data.size}, but the run has {everyone.size}; "
+            "expected their product. Give Pipeline(group=..., data=...) the process groups of this rank."
+        )
 
 
 def check_configs(config: SnipConfig, everyone: Ranks) -> None:
@@ -36,7 +54,7 @@ def check_configs(config: SnipConfig, everyone: Ranks) -> None:
 
 
 def check_alike(
-    layers: Mapping[str, SnipLinear], plan: PrecisionPlan, max_steps: int | None, processes: Processes
+    layers: Mapping[str, SnipLayer], plan: PrecisionPlan, max_steps: int | None, processes: Processes
 ) -> None:
     """Refuses ranks that swapped different layers, or start with different plans or lengths of training. Collective.
 
@@ -76,7 +94,7 @@ def check_plans(plan: PrecisionPlan, everyone: Ranks) -> None:
     )
 
 
-def _check_layers(layers: Mapping[str, SnipLinear], data: Ranks) -> None:
+def _check_layers(layers: Mapping[str, SnipLayer], data: Ranks) -> None:
     found = {
         name: f"{layer.out_features}x{layer.in_features}, {'trained' if layer.weight.requires_grad else 'frozen'}"
         for name, layer in layers.items()

@@ -313,10 +313,10 @@ def prepare(options: argparse.Namespace, folder: Path) -> list[Arm]:
     flops = linear_flops(state.model)
     arms = make_arms(flops, rows, options)
     names = {arm.name for arm in arms}
+    # JSON has no infinity, which is "no limit" here.
+    plain = {name: value for name, value in vars(options).items() if isinstance(value, int | float | str | list)}
     document = {
-        "options": {
-            name: value for name, value in vars(options).items() if isinstance(value, int | float | str | list)
-        },
+        "options": {name: value for name, value in plain.items() if value != math.inf},
         "origin": origin_of(options.device),
         "table": rows,
         "arms": [*map(vars, arms), *(arm for arm in before["arms"] if arm["name"] not in names)],

@@ -24,6 +24,7 @@ from benchmarks.shared.json_lines import read_lines
 from eval.bakeoff import one_run, runner
 from eval.bakeoff.__main__ import _parser, main
 from eval.bakeoff.grid import Grid, Spec, load_grid
+from eval.bakeoff.lines import read_runs
 from eval.bakeoff.text import Text, load_text, prepare_text
 from eval.bakeoff.training import Run, _ends_above_its_lowest, count_spikes
 from snip_hf import SnipConfig
@@ -105,7 +106,7 @@ def test_a_setting_written_out_at_its_default_names_the_same_run(tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["bakeoff", "bakeoff-small"])
 def test_the_committed_lines_are_of_runs_of_their_grid(name: str) -> None:
-    lines = bakeoff.read_lines(ROOT / "eval" / "results" / f"{name}.jsonl")
+    lines = read_runs(ROOT / "eval" / "results" / f"{name}.jsonl")
     runs = load_grid(ROOT / "recipes" / f"{name}.yaml").runs()
     assert len(lines) > 30
     assert {line["id"] for line in lines} <= runs.keys()

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from plan_damage import PLAN_KINDS, available, costs
+from plan_damage_arms import PLAN_KINDS, available, costs
 from scipy.stats import rankdata
 from shared.json_lines import read_lines
 

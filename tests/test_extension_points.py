@@ -527,6 +527,17 @@ def test_policies_are_named_in_policies_and_as_defaults_alone() -> None:
     assert {"snip", "random", "fisher", "kl", "hessian-trace", "backward-first"} <= named
 
 
+def test_kinds_of_layers_are_named_in_layers_alone() -> None:
+    for path in sorted(SOURCE.rglob("*.py")):
+        names = {
+            name
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            for name in (getattr(node, "attr", None), getattr(node, "id", None))
+        }
+        file = path.relative_to(SOURCE).as_posix()
+        assert (names & {"Linear", "SnipLinear", "Conv1D"} != set()) == (file == "layers/linear.py"), file
+
+
 def test_what_is_exempt_is_there() -> None:
     for file, names in OTHER_MEANINGS.items():
         literals = {

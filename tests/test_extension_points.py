@@ -1,4 +1,4 @@
-"""What can be added to a run in one place each: a number format, a kernel backend, a layer kind, a policy.
+"""What can be added in one place each: a number format, a backend, a layer kind, a policy, a tracker of events.
 
 Each is added here, in a test of its own and below 40 lines, and takes part in a small training. The last tests count
 where the source names what is built in.
@@ -53,7 +53,8 @@ from snip_hf.planning.plan import PrecisionPlan
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.policies.registry import Policy, register_policy
 from snip_hf.policies.setting import Setting
-from snip_hf.records.events import read_divergence
+from snip_hf.records.divergences import read_divergence
+from snip_hf.records.events import DriftCheck, Event, Refresh, Start
 from snip_hf.records.load import load_run
 from snip_hf.reporting.figures import plan_figure
 from snip_hf.reporting.run_report import run_report
@@ -485,7 +486,7 @@ def test_a_policy_has_either_prices_or_an_assignment() -> None:
 SOURCE = Path(snip_hf.__file__).parent
 # Words that are names of something else there.
 OTHER_MEANINGS = {
-    "training/checks.py": {"fp8"},  # Accelerate's mixed_precision
+    "training/checks/launch.py": {"fp8"},  # Accelerate's mixed_precision
     "optimizers/deepspeed_zero.py": {"bf16"},  # DeepSpeed's
     "planning/solver/ilp.py": {"greedy"},  # a solver
     "planning/solver/process.py": {"greedy"},
@@ -544,3 +545,53 @@ def test_what_is_exempt_is_there() -> None:
             node.value for node in ast.walk(ast.parse((SOURCE / file).read_text())) if isinstance(node, ast.Constant)
         }
         assert names <= literals, file
+
+
+# --------------------------------------------------------------------------------------------------- trackers of events
+
+
+class Shares:
+    """A tracker that draws the FP4 share over the steps."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.points: list[tuple[int, float | None]] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Start):
+            self.points.append((event.step, event.plan.fp4_fraction))
+        elif isinstance(event, Refresh) and event.applied_step is not None:
+            self.points.append((event.applied_step, event.fp4_fraction))
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [event.to_record() for event in self.events]
+
+
+def test_a_new_tracker_is_told_what_the_history_holds_also_after_resuming(tmp_path: Path) -> None:
+    config = SnipConfig(**SCHEDULE, refresh_on_drift=0.0, drift_every=3)
+    whole, rest = Shares(), Shares()
+    run = train(tmp_path, callback=SnipCallback(config, trackers=[whole]), save_strategy="steps", save_steps=7)
+    assert whole.lines == run.history
+    kinds = [Start, Refresh, DriftCheck, Refresh, DriftCheck, Refresh]
+    assert [(type(event), event.step) for event in whole.events] == list(zip(kinds, (0, 2, 5, 6, 9, 10), strict=True))
+    share = final_plan(run).fp4_fraction
+    assert [step for step, _ in whole.points] == [0, 4, 8, 12] and whole.points[-1] == (12, share)
+    # From a checkpoint in the middle of the second refresh on: nothing is told twice.
+    resumed = train(tmp_path, callback=SnipCallback(config, trackers=[rest]), resume=tmp_path / "checkpoint-7")
+    assert rest.lines == resumed.history[3:] and without_seconds(rest.lines) == without_seconds(whole.lines[3:])
+
+
+def test_a_tracker_that_fails_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(event: Event) -> None:
+        raise RuntimeError("not today")
+
+    config = SnipConfig(**SCHEDULE)
+    expected = train(tmp_path / "without", config, max_steps=5)
+    run = train(tmp_path / "with", callback=SnipCallback(config, trackers=[fail]), max_steps=5)
+    assert run.losses == expected.losses and without_seconds(run.history) == without_seconds(expected.history)
+    assert [message for message in caplog.messages if "tracker" in message] == [
+        f"snip-hf: a tracker failed at the {event} of step {step}, training goes on: RuntimeError('not today')"
+        for event, step in (("start event", 0), ("refresh event", 2))
+    ]

@@ -1,7 +1,7 @@
 """Checks of the training loop in mid-run: layers, optimizer and gradients are still those of its beginning.
 
 A loop may replace any of them in mid-run. A plan made from what is no longer in use would mislead, so that each check
-names its cause, and the plan in force stays.
+names its cause, and the plan in force stays. What a start refuses is in `checks`.
 """
 
 from __future__ import annotations

@@ -402,7 +402,7 @@ def test_divergences_do_not_depend_on_how_a_kind_stores_its_weight(
     for layer in (Conv1D, nn.Linear):
         model = llama_of(layer)
         optimizer = optimizer_after_two_steps(kind, model)
-        config = SnipConfig(policy=policy, probe_tokens=None, probe_batch_tokens=None, loss_form="taylor")
+        config = SnipConfig(policy=policy, probe_tokens=None, probe_batch_tokens=None, loss_estimator="taylor")
         found.append(estimate_divergence(model, small_batch(2, 16, 128), optimizer, config).rows)
     assert len(found[0]) == 14 * 4 * 2
     for one, other in zip(*found, strict=True):

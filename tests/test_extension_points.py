@@ -19,6 +19,7 @@ from small import tiny_llama, trained_tiny_lm
 from small import tokens as small_batch
 from tiny_runs import SCHEDULE, STEPS, Run, differing, history, train, weights, without_seconds
 from torch import Tensor, nn
+from torchao.quantization import quantize_
 from transformers import LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -27,6 +28,7 @@ from snip_hf import (
     SnipCallback,
     SnipConfig,
     SnipController,
+    SnipLinearConfig,
     convert_model,
     estimate_divergence,
     formats,
@@ -372,6 +374,73 @@ def test_a_new_layer_kind_is_probed_planned_trained_saved_and_restored(tmp_path:
     assert {type(run.model.get_submodule(name)) for name in MLP} == {Conv1D}
 
 
+def optimizer_after_two_steps(kind: type[torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+    trained = [parameter for name, parameter in model.named_parameters() if ".mlp." in name and parameter.dim() == 2]
+    optimizer = kind(trained, lr=1e-2)
+    for seed in (3, 4):
+        model(**small_batch(2, 16, 128, seed=seed)).loss.backward()
+        optimizer.step()
+        model.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        (torch.optim.AdamW, "snip"),
+        (torch.optim.SGD, "snip"),
+        (torch.optim.Adagrad, "snip"),
+        (torch.optim.Adafactor, "snip"),
+        (torch.optim.AdamW, "hessian-trace"),
+    ],
+)
+def test_divergences_do_not_depend_on_how_a_kind_stores_its_weight(
+    kind: type[torch.optim.Optimizer], policy: str
+) -> None:
+    register_layer_kind(Conv1DKind())
+    found = []
+    for layer in (Conv1D, nn.Linear):
+        model = llama_of(layer)
+        optimizer = optimizer_after_two_steps(kind, model)
+        config = SnipConfig(policy=policy, probe_tokens=None, probe_batch_tokens=None, loss_estimator="taylor")
+        found.append(estimate_divergence(model, small_batch(2, 16, 128), optimizer, config).rows)
+    assert len(found[0]) == 14 * 4 * 2
+    for one, other in zip(*found, strict=True):
+        assert one.loss_divergence == pytest.approx(other.loss_divergence, rel=1e-4, abs=1e-9), one
+        assert (one.absolute_error, one.relative_error) == pytest.approx((other.absolute_error, other.relative_error))
+        # Differences of passes multiply FP32's rounding by 1000.
+        size = other.weight_divergence
+        assert one.weight_divergence == pytest.approx(size, rel=1e-3), one
+        assert one.weight_bias**2 == pytest.approx(other.weight_bias**2, abs=2e-3 * size**2), one
+        assert one.criterion == (None if other.criterion is None else pytest.approx(other.criterion, rel=1e-2)), one
+
+
+def test_a_matrix_wise_optimizer_is_asked_for_its_update_of_the_weight_as_the_model_stores_it() -> None:
+    """Muon's steps are longer by the root of a parameter's rows / columns where it has more rows."""
+    register_layer_kind(Conv1DKind())
+    found = []
+    for kind in (Conv1D, nn.Linear):
+        model = llama_of(kind)
+        optimizer = torch.optim.Muon([model.get_submodule(name).weight for name in MLP])
+        config = SnipConfig(probe_tokens=None, probe_batch_tokens=None)
+        rows = estimate_divergence(model, small_batch(2, 16, 128), optimizer, config).rows
+        found.append([row for row in rows if row.gemm == "grad_weight" and row.layer in MLP])
+    assert len(found[0]) == 2 * len(MLP)
+    for conv, linear in zip(*found, strict=True):
+        longer, shorter = (linear, conv) if "down_proj" not in conv.layer else (conv, linear)
+        assert longer.weight_divergence == pytest.approx((80 / 32) ** 0.5 * shorter.weight_divergence, rel=1e-3)
+
+
+def test_a_module_that_no_kind_takes_is_refused_with_what_the_kinds_take() -> None:
+    register_layer_kind(Conv1DKind())
+    with pytest.raises(TypeError) as error:
+        quantize_(nn.Sequential(nn.LayerNorm(8)), SnipLinearConfig(), filter_fn=lambda _, name: name == "0")
+    assert str(error.value) == (
+        "Cannot quantize a LayerNorm; expected nn.Linear itself or FalconLinear; or transformers' Conv1D. Let the "
+        "filter pass only such modules."
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------- policies
 
 
@@ -457,6 +526,17 @@ def test_policies_are_named_in_policies_and_as_defaults_alone() -> None:
     assert found["config.py"] == {"snip", "greedy"}
     named = set().union(*found.values())
     assert {"snip", "random", "fisher", "kl", "hessian-trace", "backward-first"} <= named
+
+
+def test_kinds_of_layers_are_named_in_layers_alone() -> None:
+    for path in sorted(SOURCE.rglob("*.py")):
+        names = {
+            name
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            for name in (getattr(node, "attr", None), getattr(node, "id", None))
+        }
+        file = path.relative_to(SOURCE).as_posix()
+        assert (names & {"Linear", "SnipLinear", "Conv1D"} != set()) == (file == "layers/linear.py"), file
 
 
 def test_what_is_exempt_is_there() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.kinds import known_weight
+from ..layers.kinds import known_weights
 from ..layers.state import plain_name, snip_linears
 from ..numerics.random_state import RandomState
 from ..parallel.sharding import whole, without_sharding_hooks
@@ -93,7 +93,7 @@ def _stand_in(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 def frozen_in_a_pass(model: nn.Module) -> set[int]:
     """Returns the ids of the parameters that get no gradient in `run_pass`: weights of layers of known kinds."""
-    known = {id(known_weight(module)) for module in model.modules()}
+    known = {id(weight) for module in model.modules() for weight in known_weights(module)}
     # An embedding that is tied to the output head is an embedding: it may be all that precedes the first layer.
     return known - {
         id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Embedding)

@@ -28,7 +28,7 @@ from tiny_runs import (
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from snip_hf import PrecisionPlan, SnipCallback, SnipConfig
-from snip_hf.integrations import trainer as trainer_module
+from snip_hf.integrations import state_files
 from snip_hf.layers.state import snip_linears
 from snip_hf.planning.solver import process as process_module
 
@@ -375,7 +375,7 @@ def test_a_state_that_cannot_be_written_costs_a_warning_and_not_the_run(
     def full_disk(path: Path, document: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trainer_module, "write_json_atomic", full_disk)
+    monkeypatch.setattr(state_files, "write_json_atomic", full_disk)
     run = train(tmp_path, CONFIG, max_steps=1, **SAVING)
     assert len(run.losses) == 1
     path = tmp_path / "checkpoint-1" / "snip_state.json"

@@ -34,8 +34,8 @@ def probe_memory(model: nn.Module, probes: int, tokens: int) -> float:
 
     Args:
         model: a converted model, without wrappers. Every layer is taken to run once per pass.
-        probes: as there.
-        tokens: kept per layer.
+        probes: number of probes, as in `ProbeSettings`.
+        tokens: tokens kept per layer.
     """
     layers = snip_linears(model)
     moved = {id(layer.weight) for layer in layers.values() if layer.weight.requires_grad and probes > 0}
@@ -60,7 +60,7 @@ def bounded(config: SnipConfig, model: nn.Module) -> SnipConfig:
     """Returns the config with as many `probe_tokens` as `probe_memory_mib` allows, in whole runs of 128.
 
     Raises:
-        ValueError: the bound holds not even 128 tokens.
+        ValueError: the bound is too small for 128 tokens.
     """
     bound = config.probe_memory_mib
     if bound is None:
@@ -87,7 +87,7 @@ def bounded(config: SnipConfig, model: nn.Module) -> SnipConfig:
 def kept_tokens(config: SnipConfig, tokens: int, ranks: int = 1) -> int:
     """Returns how many tokens per layer a rank holds at most, of the tokens that its part of the probe runs on.
 
-    With several, each keeps its part, and gets those of the others for the layers that it owns.
+    With several ranks, each keeps its own part, and receives the others' parts for the layers that it owns.
     """
     if ranks > 1:
         own = tokens if config.probe_tokens is None else min(tokens, math.ceil(config.probe_tokens / ranks))

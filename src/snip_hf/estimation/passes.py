@@ -31,13 +31,13 @@ def run_pass(
     Args:
         model: a model without wrappers.
         batch: the micro-batch; the generators start from its state.
-        weights: parameter name (`linear.plain_name`) -> the tensor to use instead; gradients go to its `.grad` if it
-            requires them. Parameters that are not named are used as detached FP32 copies. Of sharded parameters these
-            are whole, but for the weights of swapped layers: each gathers its own when it runs.
+        weights: parameter name (`layers.state.plain_name`) -> the tensor to use instead; gradients go to its `.grad` if
+            it requires them. Parameters that are not named are used as detached FP32 copies. Of sharded parameters
+            these are whole, but for the weights of swapped layers: each gathers its own when it runs.
         autocast: dtype of autocast, None for none.
         backward: whether to run the backward pass.
-        run: runs the batch forward and backward instead and returns its loss, None if that is known elsewhere (the
-            returned tensor is then NaN); for a model that is only a part.
+        run: for a model that is only a part: runs the batch forward and backward instead and returns its loss, or None
+            if another process knows it (the returned tensor is then NaN).
     """
     before = RandomState.now()
     try:
@@ -101,7 +101,7 @@ def frozen_in_a_pass(model: nn.Module) -> set[int]:
 
 
 def run_forward(model: nn.Module, batch: Batch) -> float:
-    """Returns the loss of one FP32 forward pass under the formats in force; as traceless as `run_pass`."""
+    """Returns the loss of one FP32 forward pass under the formats in force; it leaves no trace, as `run_pass`."""
     return float(run_pass(model, batch, {}, backward=False))
 
 
@@ -141,7 +141,7 @@ def _version(parameter: Tensor) -> int:
 
 @contextmanager
 def _patched_torch(model: nn.Module) -> Iterator[None]:
-    """Replaces, in torch itself, what the passes cannot have as it is."""
+    """Patches torch for the passes: global hooks, compiled layers and attention."""
     kept = Kept()
     try:
         leave_out_global_observers(model, kept)

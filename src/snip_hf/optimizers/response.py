@@ -259,7 +259,7 @@ def _not_elementwise(optimizer: torch.optim.Optimizer, group: Mapping[str, Any],
 
 
 def _no_lion(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: tuple[int, int]) -> str | None:
-    """Returns why a class named Lion is none that `optimizer_rules.lion` describes; None if it is one."""
+    """Returns why `rules.lion` does not describe a class named Lion; None if it does."""
     # FP32, which bitsandbytes' kernels need.
     at, (one, other) = _trial(optimizer, group, shape, torch.float32)
     momentum = at.state.get("exp_avg", at.state.get("state1"))

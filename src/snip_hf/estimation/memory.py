@@ -21,6 +21,7 @@ from ..config import SnipConfig
 from ..layers.state import snip_linears
 from ..numerics.gemms import TILE
 from ..parallel.sharding import own_part
+from ..text import WITHOUT_PROBE
 from .passes import frozen_in_a_pass
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def bounded(config: SnipConfig, model: nn.Module) -> SnipConfig:
         raise ValueError(
             f"probe_memory_mib={bound} is too small: 128 tokens per layer and the FP32 copies of this model's weights "
             f"take {math.ceil(least)} MiB ({math.ceil(fixed)} without the tokens). Raise it to at least "
-            f"{math.ceil(least)}, set it to None, or use a policy that needs no probe, such as policy='layer-position'."
+            f"{math.ceil(least)}, set it to None, or use {WITHOUT_PROBE}."
         )
     fitting = int((bound - fixed) / (least - fixed)) * TILE
     if config.probe_tokens is not None and config.probe_tokens <= fitting:

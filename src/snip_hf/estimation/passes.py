@@ -14,6 +14,7 @@ from ..layers.state import plain_name, snip_linears
 from ..numerics.random_state import RandomState
 from ..parallel.sharding import whole, without_sharding_hooks
 from ..python_state import Kept, Shared
+from ..text import WITHOUT_PROBE
 from .batch import Batch
 from .user_hooks import leave_out_global_observers, leave_out_observers
 
@@ -130,7 +131,7 @@ def _everything_kept(model: nn.Module) -> Iterator[None]:
             raise RuntimeError(
                 f"A pass of the probe wrote to the parameter {plain_name(name)!r} in place; expected a forward pass "
                 "that leaves parameters alone. Let the forward of its module, or a hook, work on a copy of it, or use "
-                "a policy that needs no probe, such as policy='layer-position'."
+                f"{WITHOUT_PROBE}."
             )
 
 

@@ -22,7 +22,7 @@ from ..layers.convert import convert_model
 from ..layers.run_hooks import RunMark, marks_on
 from ..parallel.wrappers import unwrap
 from ..policies.registry import needs_probe
-from ..text import printable
+from ..text import WITHOUT_PROBE, printable
 from ..training.checks import check_launch
 from ..training.controller import SnipController
 from ..training.counted_passes import TrainingPasses
@@ -154,8 +154,7 @@ class SnipCallback(TrainerCallback):
         if controller.needs_probe and not self._passes.own_loss:
             raise ValueError(
                 "The training loss does not depend on the loss that the model returns, which is the one that SNIP "
-                "probes: a custom loss is in use. Train with the model's own loss, or use a policy that needs no "
-                "probe, such as policy='layer-position'."
+                f"probes: a custom loss is in use. Train with the model's own loss, or use {WITHOUT_PROBE}."
             )
         controller.before_optimizer_step(state.global_step + 1)
 
@@ -200,8 +199,7 @@ class SnipCallback(TrainerCallback):
         if needs_probe(self.config) and args.label_smoothing_factor > 0:
             raise ValueError(
                 f"label_smoothing_factor={args.label_smoothing_factor} takes the labels away from the model, which "
-                "then gives no loss to probe. Set it to 0, or use a policy that needs no probe, such as "
-                "policy='layer-position'."
+                f"then gives no loss to probe. Set it to 0, or use {WITHOUT_PROBE}."
             )
         check_launch(self.config, AcceleratorState())
 

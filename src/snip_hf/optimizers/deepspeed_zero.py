@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..parallel.wrappers import deepspeed_engine, has_class
+from ..text import WITHOUT_PROBE
 from .response import AnalyticResponse, Response
 from .rules import ELEMENTWISE, Situation, rule_name
 
@@ -69,8 +70,7 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
 
 def _refusal(reason: str, instead: str) -> ValueError:
     return ValueError(
-        f"SNIP cannot probe under this DeepSpeed configuration: {reason}. Use {instead}; or a policy that needs no "
-        "probe, such as policy='layer-position'."
+        f"SNIP cannot probe under this DeepSpeed configuration: {reason}. Use {instead}; or {WITHOUT_PROBE}."
     )
 
 

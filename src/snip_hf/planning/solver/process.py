@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Sequence
 from typing import IO, Any
 
-from ...config import LONGEST_WAIT, SnipConfig
+from ...config import LONGEST_WAIT, POLICIES, SnipConfig
 from ...json_io import MAX_JSON_BYTES, parse_json
 from ...text import printable
 from . import ilp
@@ -285,10 +285,11 @@ def check_solver(config: SnipConfig, log: logging.Logger) -> None:
     Raises:
         ValueError: the solver is not installed where the process can use it; the message says what to do.
     """
-    if "greedy" in (config.solver, config.policy):
+    wanted = POLICIES[config.policy].solver or config.solver
+    if wanted == "greedy":
         return
     missing: list[str] = []
-    for name in ("cbc", "highs") if config.solver == "auto" else (config.solver,):
+    for name in ("cbc", "highs") if wanted == "auto" else (wanted,):
         try:
             _try_out(name, tuple(sys.path))
         except SolverError as error:
@@ -300,7 +301,7 @@ def check_solver(config: SnipConfig, log: logging.Logger) -> None:
             if missing:
                 log.info("snip-hf: solver='auto' takes %r: %s", name, missing[0])
             return
-    if config.solver != "auto":
+    if wanted != "auto":
         raise ValueError(missing[0])
     log.warning("snip-hf: solver='auto' takes 'greedy', since no other can be used: %s", " ".join(missing))
 

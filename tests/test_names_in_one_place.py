@@ -19,7 +19,7 @@ from snip_hf.text import WITHOUT_PROBE
 SOURCE = Path(snip_hf.__file__).parent
 # Names of something else there.
 OTHER_MEANINGS = {
-    "training/checks.py": {"fp8", "bf16"},  # Accelerate's mixed_precision
+    "training/checks/launch.py": {"fp8", "bf16"},  # Accelerate's mixed_precision
     "optimizers/deepspeed_zero.py": {"bf16"},  # DeepSpeed's section
     "planning/solver/ilp.py": {"greedy"},  # a solver
     "planning/solver/process.py": {"greedy"},

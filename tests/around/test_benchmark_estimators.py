@@ -12,13 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cases
-import estimators
-import fidelity
-import fidelity_report
+import estimate_fidelity
+import estimate_fidelity_report
 import pytest
 import torch
 from rounded import fake_quantize
+from shared import estimators, small_models
 from small import relative_error, text, tiny_llama, tiny_lm, tokens
 from torch import Tensor, nn
 
@@ -279,7 +278,7 @@ def test_the_measured_kl_is_that_of_a_model_whose_linear_sees_rounded_operands()
     [
         (lambda p: torch.optim.AdamW(p, lr=1e-3), 3, 1e-5),
         (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9), 100, 1e-4),
-        (lambda p: cases.Lion(p, lr=1e-4), 1000, 1e-3),
+        (lambda p: small_models.Lion(p, lr=1e-4), 1000, 1e-3),
     ],
 )
 def test_the_running_mean_of_a_gradient_that_stays_is_that_gradient(make: Any, steps: int, rel: float) -> None:
@@ -323,8 +322,8 @@ def test_a_case_is_measured_once_and_reported(
     }
     options |= {"gemms": "layer", "device": "cpu", "text": tmp_path / "text.txt", "output": output}
     arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-    monkeypatch.setattr(sys, "argv", ["fidelity.py", *arguments])
-    fidelity.main()
+    monkeypatch.setattr(sys, "argv", ["estimate_fidelity.py", *arguments])
+    estimate_fidelity.main()
     lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert {line["case"] for line in lines} == {"llama:adamw:1"}
     assert {line["kind"] for line in lines} == {"raw", "weight", "weight-truth", "loss", "loss-truth", "case"}
@@ -345,13 +344,13 @@ def test_a_case_is_measured_once_and_reported(
     assert (last["tokens"], last["draws"], last["held_out"]) == (256, 2, 2)
 
     # A second run finds the case there.
-    fidelity.main()
+    estimate_fidelity.main()
     assert "0 of 1 cases to do" in capsys.readouterr().out
     assert len(output.read_text(encoding="utf-8").splitlines()) == len(lines)
 
     report = tmp_path / "report.md"
-    monkeypatch.setattr(sys, "argv", ["fidelity_report.py", str(output), "--output", str(report)])
-    fidelity_report.main()
+    monkeypatch.setattr(sys, "argv", ["estimate_fidelity_report.py", str(output), "--output", str(report)])
+    estimate_fidelity_report.main()
     assert_reported(report.read_text(encoding="utf-8"), lines)
 
 

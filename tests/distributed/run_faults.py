@@ -29,20 +29,18 @@ from rank_processes import free_port
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import snip_hf.estimation.divergence
-import snip_hf.parallel.pipeline
-import snip_hf.records.run_folder
-import snip_hf.training.preparation
 from snip_hf import SnipConfig
-from snip_hf.estimation import optimizer_step
+from snip_hf.estimation import divergence, optimizer_step
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import RankError
+from snip_hf.planning.solver import ilp
 from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.records import run_folder
 from snip_hf.training.refresh import Refresher, Solving
 
 STEPS = 8
 # Training waits for a solver no longer than the solver's own limit.
-_SOLVING = Solving(grace=0.0)
+_SOLVING = Solving(grace=0.0, rank_grace=0.0)
 # Refreshes at steps 2 and 6, applied after steps 4 and 8; or at step 6 only.
 PATIENT = replace(CONFIG, rank_timeout=30.0, solver_time_limit=30.0)
 WITHOUT_FIRST = replace(PATIENT, first_refresh=6)
@@ -132,7 +130,7 @@ def not_captured(loop: Loop, step: int = 2) -> Iterator[None]:
 
 
 @contextmanager
-def out_of_memory(loop: Loop, name: str, rank: int = 1, owner: Any = snip_hf.estimation.divergence) -> Iterator[None]:
+def out_of_memory(loop: Loop, name: str, rank: int = 1, owner: Any = divergence) -> Iterator[None]:
     """A function of the estimate fails on one rank at step 2, as on a device without memory."""
     original = vars(owner)[name]
 
@@ -180,7 +178,7 @@ def full_disk(loop: Loop) -> Iterator[None]:
 
     with ExitStack() as stack:
         for name in ("append_json_line", "write_json_atomic"):
-            stack.enter_context(replaced(snip_hf.records.run_folder, name, fails))
+            stack.enter_context(replaced(run_folder, name, fails))
         yield
 
 
@@ -278,10 +276,10 @@ def stop(*args: Any, **kwargs: Any) -> None:
 
 # Group -> the rank it strikes, how, and where in a refresh that is applied in its own step.
 ENDED: dict[str, tuple[int, Callable[..., None], Any, str]] = {
-    "rank 1 is killed in the probe": (1, die, snip_hf.estimation.divergence, "run_probe"),
-    "rank 1 is killed before the exchange": (1, die, snip_hf.estimation.divergence, "pooled"),
+    "rank 1 is killed in the probe": (1, die, divergence, "run_probe"),
+    "rank 1 is killed before the exchange": (1, die, divergence, "pooled"),
     "rank 1 is killed before the plan": (1, die, Refresher, "_apply"),
-    "rank 1 stops in the probe": (1, stop, snip_hf.estimation.divergence, "run_probe"),
+    "rank 1 stops in the probe": (1, stop, divergence, "run_probe"),
     "rank 1 stops before the plan": (1, stop, Refresher, "_apply"),
     "rank 0 is killed while others wait for the plan": (0, die, SolverProcess, "result"),
 }
@@ -319,7 +317,7 @@ def _noting_solver(folder: Path) -> Iterator[None]:
 
 def _hanging(folder: Path) -> list[str]:
     """Returns the command of `ilp.py`, but that it never finds a solution."""
-    source = Path(snip_hf.planning.solver.process.ilp.__file__).parent
+    source = Path(ilp.__file__).parent
     program = folder / "hanging.py"
     program.write_text(
         f"import sys, time\nsys.path.insert(0, {str(source)!r})\nimport ilp\n"
@@ -420,7 +418,6 @@ def _fork(folder: Path, work: Callable[[Path], None]) -> _Group:
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    snip_hf.training.preparation._SOLVER_GRACE = 0.0
     parent, ended = os.getpid(), {}
     for wave in WAVES:
         groups: dict[str, _Group] = {}

@@ -99,6 +99,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_under_other_optimizers_it_is_right_to_a_tenth(kind: str) -> None:
     """Two batches, since the worst tenth of one batch's 14 layers is a layer and a half."""
@@ -195,10 +196,10 @@ def with_probe(
     [
         (SnipConfig(probe_tokens=None), {}),
         (SnipConfig(probe_tokens=None, probes=3, seed=4), {"step": 7}),
-        (SnipConfig(probe_tokens=128, loss_form="norm"), {"step": 2}),
+        (SnipConfig(probe_tokens=128, loss_estimator="norm"), {"step": 2}),
         (SnipConfig(probe_tokens=None), {"micro_batches": 4}),
         (
-            SnipConfig(probe_tokens=128, probes=2, loss_form="token-fisher"),
+            SnipConfig(probe_tokens=128, probes=2, loss_estimator="token-fisher"),
             {"micro_batches": 8, "clip_factor": 0.25},
         ),
     ],
@@ -218,7 +219,7 @@ def test_rows_are_the_sums_of_the_layers_under_the_optimizer_s_derivative(
         keys = tuple(stream_key(config.seed, step, 0, zlib.crc32(layer.encode()), operand) for operand in (3, 4))
         for fmt in SnipConfig().formats[::-1]:
             squares, errors = terms[layer].weight_divergences(fmt, keys), terms[layer].errors(fmt)
-            loss = terms[layer].loss_divergence(fmt, config.loss_form) / probe.loss
+            loss = terms[layer].loss_divergence(fmt, config.loss_estimator) / probe.loss
             largest = max(square.step for square in squares.values())
             for gemm in ROWS:
                 row = rows[layer, gemm, fmt]
@@ -368,14 +369,14 @@ def over_ranks(
     return on_ranks(size, work)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("config", "options"),
     [
         (SnipConfig(probe_tokens=None, probes=2), {}),
-        (SnipConfig(probe_tokens=512, loss_form="token-fisher"), {"micro_batches": 4, "clip_factor": 0.25}),
-        (SnipConfig(probe_tokens=256, probe_batch_tokens=512, loss_form="taylor"), {"clip_factor": 0.5}),
-        (SnipConfig(probe_tokens=512, loss_form="norm"), {"probes": 0}),
+        (SnipConfig(probe_tokens=512, loss_estimator="token-fisher"), {"micro_batches": 4, "clip_factor": 0.25}),
+        (SnipConfig(probe_tokens=256, probe_batch_tokens=512, loss_estimator="taylor"), {"clip_factor": 0.5}),
+        (SnipConfig(probe_tokens=512, loss_estimator="norm"), {"probes": 0}),
         *((SnipConfig(policy=policy, probe_tokens=512, probes=2), {}) for policy in CRITERIA),
     ],
 )

@@ -73,7 +73,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("probes", "kept"), [(1, None), (1, 128), (2, None), (3, 256)])
+@pytest.mark.parametrize(
+    ("probes", "kept"),
+    [(1, 128), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, None), (2, None), (3, 256)))],
+)
 def test_a_probe_holds_what_is_predicted_beyond_the_activations_of_a_pass(
     case: str, probes: int, kept: int | None
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_solver import make_problem
+from small_problem import make_problem
 from tiny_runs import SCHEDULE, train
 
 from snip_hf import SnipConfig

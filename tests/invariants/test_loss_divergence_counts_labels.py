@@ -119,7 +119,7 @@ def masked(labels: Tensor, share: float) -> Tensor:
 
 
 def config_of(form: str) -> SnipConfig:
-    options = {"policy": "fisher"} if form == "fisher" else {"loss_form": form}
+    options = {"policy": "fisher"} if form == "fisher" else {"loss_estimator": form}
     return SnipConfig(probe_tokens=None, probe_batch_tokens=None, **options)
 
 

@@ -135,7 +135,7 @@ def test_the_ranking_is_the_policys_cost_of_what_a_check_sees(situation: dict[st
     expected = {
         layer: losses[layer] / sum(losses.values()) + 2 * weights[layer] / sum(weights.values()) for layer in layers
     }
-    asked: dict[str, Any] = {"objective": "paper", "weight_weight": 2.0}
+    asked: dict[str, Any] = {"objective": "paper", "weight_divergence_factor": 2.0}
     for options in ({}, {"granularity": "gemm"}, {"switching_cost": 9.0}, {"ties": (("q_proj", "k_proj"),)}):
         assert ranking(setting(situation["model"], **asked, **options), full) == pytest.approx(expected)
     for policy, error in (("min-abs-err", "absolute_error"), ("min-rel-err", "relative_error")):

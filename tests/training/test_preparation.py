@@ -15,7 +15,6 @@ from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.layers.selection import skip_reasons
 from snip_hf.parallel.ranks import Processes, Ranks
-from snip_hf.training import controller as controller_module
 from snip_hf.training.checks import check_model, check_parts
 
 LOG = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class OtherConfig(Ranks):
 
 
 def test_another_configuration_on_another_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller_module, "find_processes", lambda *_: Processes(everyone=OtherConfig()))
+    monkeypatch.setattr(Ranks, "of_all", lambda timeout: OtherConfig())
     model = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match=r"not that of rank 1: they differ in seed\. Expected the same SnipConfig"):

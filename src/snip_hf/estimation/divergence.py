@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..config import POLICIES, SnipConfig
 from ..costs.flops import linear_flops
 from ..layers.convert import convert_model, restore_model
-from ..layers.linear import SnipLinear
+from ..layers.layer import SnipLayer
 from ..layers.state import snip_linears
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
@@ -30,7 +30,7 @@ from .batch import Batch
 from .criterion import LayerCriterion
 from .layer_sums import LAYER, ROWS, BatchSizes, LayerSums, Pending, Squares, read_all
 from .loss_scale import without_loss_scale
-from .optimizer_step import OptimizerStep, Pushforward, RelativeUpdates
+from .optimizer_step import OptimizerStep, Pushforward, RelativeUpdates, of_matrix
 from .passes import run_pass
 from .pooling import pooled
 from .probe import Probe, ProbeSettings, random_direction, run_probe
@@ -53,7 +53,8 @@ def estimate_divergence(
         model: a causal LM without wrappers, converted or not; it is left as it was.
         batch: keyword arguments of its forward, with labels.
         optimizer: the optimizer, in the state before its next step; None means plain SGD with learning rate 1.
-        config: `probes`, `probe_tokens`, `probe_batch_tokens`, `loss_form`, `seed` and the choice of layers are used.
+        config: `probes`, `probe_tokens`, `probe_batch_tokens`, `loss_estimator`, `seed` and the choice of layers are
+            used.
 
     Raises:
         ValueError: the batch has no labels, or the loss is not finite.
@@ -168,7 +169,7 @@ class _Estimate:
     def _whole_layers(self, owned: Container[str], updates: RelativeUpdates) -> Iterator[_WholeLayer]:
         """Gives each layer that this rank owns.
 
-        What is sharded is made whole, by all ranks together, one layer at a time.
+        All are given as matrices (O, I). What is sharded is made whole, by all ranks together, one layer at a time.
         """
         responses, gradients = self._optimizer_step.responses, self._optimizer_step.gradients
         for name, layer in self._layers.items():
@@ -176,12 +177,14 @@ class _Estimate:
             if name not in owned and not is_spread:
                 continue
             weight = whole(layer.weight.detach())
-            needs_gradient = self._config.loss_form == "taylor" and name in gradients
-            found = _WholeLayer(
-                name, weight, whole(gradients[name]) if needs_gradient else None, updates.pushforward(name)
-            )
+            needs_gradient = self._config.loss_estimator == "taylor" and name in gradients
+            gradient = whole(gradients[name]) if needs_gradient else None
+            pushforward = updates.pushforward(name)
             if name in owned:
-                yield found
+                (matrix,) = layer.matrices(weight)
+                of_gradient = None if gradient is None else layer.matrices(gradient)[0]
+                push = None if pushforward is None else of_matrix(pushforward, layer)
+                yield _WholeLayer(name, matrix, of_gradient, push)
 
     def _sums(self, layer: _WholeLayer, sample: LayerSample, clip_factor: float) -> Iterator[_Sums]:
         """Sets the sums of one layer under way, for each format."""
@@ -217,7 +220,7 @@ def _start_sums(
     row_key, column_key = (stream_key(config.seed, step, 0, layer_key, operand) for operand in _OPERANDS)
     for fmt in formats:
         of_rows = layer_sums.pending_weight_divergences(fmt, (row_key, column_key))
-        rise = layer_sums.pending_loss_divergence(fmt, config.loss_form, gradient)
+        rise = layer_sums.pending_loss_divergence(fmt, config.loss_estimator, gradient)
         yield _Sums(name, fmt, of_rows, rise, layer_sums.pending_errors(fmt), criterion.pending_rows(fmt))
 
 
@@ -266,7 +269,7 @@ def _agreed_loss(own: float | None, attempt: Attempt, labelled: Sequence[int], p
 
 
 def _of_all(
-    rows: Sequence[Divergence], layers: Mapping[str, SnipLinear], processes: Processes
+    rows: Sequence[Divergence], layers: Mapping[str, SnipLayer], processes: Processes
 ) -> tuple[Divergence, ...]:
     """Returns the rows of all ranks, each once, in the model's order, which stages of a pipeline continue."""
     if processes.everyone.size == 1:
@@ -298,21 +301,21 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def gradients_of(model: nn.Module, batch: Batch, layers: Mapping[str, SnipLinear]) -> tuple[float, dict[str, Tensor]]:
+def gradients_of(model: nn.Module, batch: Batch, layers: Mapping[str, SnipLayer]) -> tuple[float, dict[str, Tensor]]:
     """Returns the loss and the swapped layers' FP32 gradients under the formats that the layers hold now."""
     leaves = {
         name: layer.weight.detach().to(torch.float32, copy=True).requires_grad_() for name, layer in layers.items()
     }
-    loss = run_pass(model, batch, {f"{name}.weight": leaf for name, leaf in leaves.items()})
+    loss = run_pass(model, batch, {layers[name].weight_name(name): leaf for name, leaf in leaves.items()})
     return float(loss), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
-def weights_of(layers: Mapping[str, SnipLinear]) -> dict[str, Tensor]:
+def weights_of(layers: Mapping[str, SnipLayer]) -> dict[str, Tensor]:
     return {name: layer.weight for name, layer in layers.items()}
 
 
 @contextmanager
-def converted(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, SnipLinear]]:
+def converted(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, SnipLayer]]:
     """Gives the model's swapped layers, and swaps them only for the time of the context if they were not."""
     was_converted = bool(snip_linears(model))
     if not was_converted:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..layers.linear import SnipLinear
+from ..layers.layer import SnipLayer
 from ..optimizers.response import ElementwiseResponse, Response
 from ..parallel.sharding import own_part, sharded_as, squares, whole, with_own_part
 
@@ -25,7 +25,7 @@ class OptimizerStep:
     """What a probe wants to know of the optimizer step that is about to be taken."""
 
     gradients: Mapping[str, Tensor]
-    """Layer -> the gradient that the optimizer is about to use, (O, I), sharded as the weight is."""
+    """Layer -> the gradient that the optimizer is about to use, laid out and sharded as the weight is."""
     responses: Mapping[str, Response]
     """Layer -> how the optimizer's update answers to that gradient."""
     clip_factor: float = 1.0
@@ -43,7 +43,7 @@ class RelativeUpdates:
     """Layer -> |W|, of the layers that the step moves."""
 
     @classmethod
-    def of(cls, step: OptimizerStep, layers: Mapping[str, SnipLinear]) -> RelativeUpdates:
+    def of(cls, step: OptimizerStep, layers: Mapping[str, SnipLayer]) -> RelativeUpdates:
         """Measures the weights. Collective if any is sharded."""
         moving = [name for name in step.responses if name in step.gradients]
         found = [square**0.5 for square in squares([layers[name].weight.detach() for name in moving])]
@@ -51,7 +51,7 @@ class RelativeUpdates:
         return cls(step, {name: norm for name, norm in zip(moving, found, strict=True) if norm != 0})
 
     def pullbacks(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        """Returns layer -> what multiplies a tensor (O, I) with the transposed derivative."""
+        """Returns layer -> what multiplies a tensor, laid out as the weight, with the transposed derivative."""
         return {name: partial(self._pulled, name) for name in self.norms}
 
     def _pulled(self, name: str, tensor: Tensor) -> Tensor:
@@ -64,9 +64,9 @@ class RelativeUpdates:
         return with_own_part(_relative(own.pullback, own_part(gradient), norm, part), gradient)
 
     def pushforward(self, name: str) -> Pushforward | None:
-        """Returns how a gradient's change changes the update; None for a layer that the step does not move.
+        """Returns how a gradient's change changes the update, laid out as the weight.
 
-        Collective where the layer is sharded.
+        None for a layer that the step does not move. Collective where the layer is sharded.
         """
         if name not in self.norms:
             return None
@@ -83,6 +83,14 @@ class RelativeUpdates:
         if isinstance(response, ElementwiseResponse):
             return push(gradient.new_ones(()).expand_as(gradient))
         return push
+
+
+def of_matrix(pushforward: Pushforward, layer: SnipLayer) -> Pushforward:
+    """Returns the pushforward of a layer's weight as that of its matrix (O, I)."""
+    if isinstance(pushforward, Tensor):
+        (factors,) = layer.matrices(pushforward)
+        return factors
+    return lambda change: layer.matrices(pushforward(layer.laid_out([change])))[0]
 
 
 def _relative(product: Callable[[Tensor, Tensor], Tensor], gradient: Tensor, norm: float, tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..layers.linear import SnipLinear
+from ..layers.layer import SnipLayer
 from ..layers.state import snip_linears
 from ..numerics.random_streams import stream_key
 from ..parallel.ranks import Processes
@@ -80,7 +80,8 @@ def run_probe(
     Args:
         model: a converted model, without wrappers.
         batch: the micro-batch to run.
-        pullbacks: layer -> what makes a direction (O, I) of z ~ N(0, 1) (O, I). Layers without an entry stay put.
+        pullbacks: layer -> what makes a direction of z ~ N(0, 1), both laid out as the weight. Layers without an entry
+            stay put.
         settings: how the probe goes; None: all defaults.
         processes: those that probe together; the samples are this process's own. None: it is alone.
         tokens: data rank -> tokens of its batch.
@@ -92,9 +93,10 @@ def run_probe(
     every = tuple(tokens or (batch.tokens,))
     plan = SamplePlan(settings.probe_tokens, settings.seed, settings.step, processes.data.rank, every)
 
-    def record(weights: Mapping[str, Tensor]) -> Recorder:
+    def record(moved: Mapping[str, Tensor]) -> Recorder:
         recorder = Recorder(plan)
         with recording(layers, recorder, settings.autocast is not None):
+            weights = {layers[name].weight_name(name): weight for name, weight in moved.items()}
             losses.append(float(run_pass(model, batch, weights, settings.autocast, True, processes.run)))
         return recorder
 
@@ -108,7 +110,7 @@ def run_probe(
         moved, epsilon = _move(layers, pullbacks, draw, settings.relative_step, processes)
         plus = record(moved)
         for name, weight in moved.items():  # from W + eps * d to W - eps * d, in place
-            weight.neg_().add_(layers[name.removesuffix(".weight")].weight.detach(), alpha=2.0)
+            weight.neg_().add_(layers[name].weight.detach(), alpha=2.0)
         minus = record(moved)
         del moved
         _combine(samples, plus, minus, epsilon)
@@ -116,13 +118,13 @@ def run_probe(
 
 
 def _move(
-    layers: Mapping[str, SnipLinear],
+    layers: Mapping[str, SnipLayer],
     pullbacks: Mapping[str, Callable[[Tensor], Tensor]],
     draw: Draw,
     relative_step: float,
     processes: Processes,
 ) -> tuple[dict[str, Tensor], float]:
-    """Returns parameter name -> W + eps * d in FP32 for the random direction of this draw, and eps.
+    """Returns layer -> W + eps * d, laid out as the weight, in FP32 for the random direction of this draw, and eps.
 
     Every layer's numbers are those of its name: which other layers a process holds makes no difference. Sharded
     weights move in place on their shards.
@@ -130,14 +132,16 @@ def _move(
     moved: dict[str, Tensor] = {}
     for name, pullback in pullbacks.items():
         weight = layers[name].weight.detach()
-        direction = pullback(random_direction(name, weight, draw))
-        moved[f"{name}.weight"] = sharded_as(direction, weight)
+        # Drawn as a matrix, since the derivatives of samples and the traces are along it.
+        noise = random_direction(name, layers[name].matrix, draw)
+        direction = pullback(layers[name].laid_out([noise]))
+        moved[name] = sharded_as(direction, weight)
     sizes = [sum(squares(tensors)) for tensors in ([layers[name].weight for name in pullbacks], list(moved.values()))]
     totals = processes.pipeline.gather(sizes)
     weights, moves = (sum(column) for column in zip(*totals, strict=True))
     epsilon = relative_step * (weights / moves) ** 0.5 if moves > 0 else 1.0
     for name, direction in moved.items():
-        direction.mul_(epsilon).add_(layers[name.removesuffix(".weight")].weight.detach())
+        direction.mul_(epsilon).add_(layers[name].weight.detach())
     return moved, epsilon
 
 
@@ -146,7 +150,7 @@ def random_direction(name: str, weight: Tensor, draw: Draw) -> Tensor:
 
     Args:
         name: of the layer.
-        weight: gives shape and device.
+        weight: of the layer as a matrix (O, I); gives shape and device.
         draw: what decides the numbers, with the name.
     """
     generator = torch.Generator(weight.device).manual_seed(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..estimation.batch import Batch, BatchCounts
 from ..estimation.samples import read
-from ..layers.linear import SnipLinear
+from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunHook
 from ..numerics.random_state import RandomState
 from ..parallel.ranks import Ranks
@@ -39,7 +39,7 @@ class StepWatch:
     """
 
     def __init__(
-        self, probe_tokens: int | None, layers: Mapping[str, SnipLinear], parameters: Iterable[nn.Parameter]
+        self, probe_tokens: int | None, layers: Mapping[str, SnipLayer], parameters: Iterable[nn.Parameter]
     ) -> None:
         self._batch: Batch | Exception = ValueError("No micro-batch of it was given to capture().")
         self.counts = BatchCounts(0, 0)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..estimation.optimizer_step import OptimizerStep
-from ..layers.linear import SnipLinear
+from ..layers.layer import SnipLayer
 from ..optimizers.deepspeed_zero import BeforeStep, ZeroOptimizer, find_zero
 from ..optimizers.response import check_optimizer, responses
 from ..parallel.ranks import Ranks
@@ -33,7 +33,7 @@ class GradientSource:
     def check(self) -> None:
         """Raises TypeError for an optimizer whose updates cannot be differentiated."""
 
-    def attach(self, layers: Mapping[str, SnipLinear], before_step: Callable[[], None]) -> None:
+    def attach(self, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
         """Hooks on to the optimizer, until `close`.
 
         Args:
@@ -66,11 +66,11 @@ class GradientSource:
         """Returns True if the optimizer trains this weight, of a swapped layer."""
         return False
 
-    def why_untrained(self, layers: Iterable[SnipLinear]) -> str | None:
+    def why_untrained(self, layers: Iterable[SnipLayer]) -> str | None:
         """Returns why no swapped weight is ever updated; None if some are."""
         return why_untrained(layers, self.holds)
 
-    def why_no_update(self, layers: Iterable[SnipLinear]) -> str:
+    def why_no_update(self, layers: Iterable[SnipLayer]) -> str:
         """Returns why the next update of the swapped weights does not depend on their gradients, which are not 0."""
         return why_no_update(layers, self._optimizer.param_groups)
 
@@ -95,7 +95,7 @@ class TorchGradients(GradientSource):
     def check(self) -> None:
         check_optimizer(self._optimizer)
 
-    def attach(self, layers: Mapping[str, SnipLinear], before_step: Callable[[], None]) -> None:
+    def attach(self, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
         self._watch = OptimizerWatch(self._optimizer, layers)
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class ZeroGradients(GradientSource):
         self._zero = zero
         self._hook: BeforeStep | None = None
 
-    def attach(self, layers: Mapping[str, SnipLinear], before_step: Callable[[], None]) -> None:
+    def attach(self, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
         self._hook = self._zero.before_step(before_step)
 
     def close(self) -> None:

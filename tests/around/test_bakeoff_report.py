@@ -799,7 +799,9 @@ def test_grids_fill_their_own_markers_of_one_document(tmp_path: Path) -> None:
 
 def test_origin_gives_the_command_as_it_was() -> None:
     lines = [a_line(command="python a --b 'c|d'"), a_line(seed=1, command="python a --b 'c|d'")]
-    assert "| 2 | 0123456789-dirty | GPU | hopper | 2.11.0 | `python a --b 'c\\|d'` |" in report.origin_table(lines)
+    assert "| 2 | 0123456789-dirty | GPU | hopper | 2.11.0 | `python a --b 'c\\|d'` |" in report.origin_table(
+        lines
+    )
 
 
 @pytest.mark.parametrize(

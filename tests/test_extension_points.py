@@ -1,12 +1,11 @@
 """What can be added in one place each: a number format, a backend, a layer kind, a policy, a tracker of events.
 
-Each is added here, in a test of its own and below 40 lines, and takes part in a small training. The last tests count
-where the source names what is built in.
+Each is added here, in a test of its own and below 40 lines, and takes part in a small training.
+`test_names_in_one_place.py` looks for the names of what is built in.
 """
 
 from __future__ import annotations
 
-import ast
 import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,6 @@ from torchao.quantization import quantize_
 from transformers import LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-import snip_hf
 from snip_hf import (
     SnipCallback,
     SnipConfig,
@@ -478,73 +476,6 @@ def test_a_policy_has_either_prices_or_an_assignment() -> None:
     for both in ({}, {"cost": lambda config, table: None, "assign": lambda setting: {}}):
         with pytest.raises(ValueError, match="Policy 'x' has both or neither of cost and assign"):
             register_policy(Policy(name="x", **both))
-
-
-# ------------------------------------------------------------------------------------------------------------ one place
-
-
-SOURCE = Path(snip_hf.__file__).parent
-# Words that are names of something else there.
-OTHER_MEANINGS = {
-    "training/checks/launch.py": {"fp8"},  # Accelerate's mixed_precision
-    "optimizers/deepspeed_zero.py": {"bf16"},  # DeepSpeed's
-    "planning/solver/ilp.py": {"greedy"},  # a solver
-    "planning/solver/process.py": {"greedy"},
-    "records/run_folder.py": {"snip"},  # a folder
-}
-
-
-def places(names: set[str]) -> dict[str, set[str]]:
-    """File of the source -> those of the names that are a whole string literal in it."""
-    found: dict[str, set[str]] = {}
-    for path in sorted(SOURCE.rglob("*.py")):
-        file = path.relative_to(SOURCE).as_posix()
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        literals = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        if here := (literals & names) - OTHER_MEANINGS.get(file, set()):
-            found[file] = here
-    return found
-
-
-def test_formats_are_named_by_their_file_kernels_policies_and_presets_alone() -> None:
-    allowed = ("numerics/formats.py", "kernels/", "policies/", "config.py")
-    assert [file for file in places(set(FORMATS)) if not file.startswith(allowed)] == []
-    assert "numerics/formats.py" in places(set(FORMATS))
-
-
-def test_backends_are_named_in_kernels_alone() -> None:
-    found = places(set(BACKENDS))
-    assert found.pop("config.py") == {"hopper"}  # a preset
-    assert [file for file in found if not file.startswith("kernels/")] == []
-    assert set().union(*found.values()) == {"hopper", "emulated"}
-
-
-def test_policies_are_named_in_policies_and_as_defaults_alone() -> None:
-    found = places({name for name in POLICIES if name not in FORMATS})
-    assert [file for file in found if not file.startswith(("policies/", "config.py"))] == []
-    # The default; "greedy" is a solver there.
-    assert found["config.py"] == {"snip", "greedy"}
-    named = set().union(*found.values())
-    assert {"snip", "random", "fisher", "kl", "hessian-trace", "backward-first"} <= named
-
-
-def test_kinds_of_layers_are_named_in_layers_alone() -> None:
-    for path in sorted(SOURCE.rglob("*.py")):
-        names = {
-            name
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            for name in (getattr(node, "attr", None), getattr(node, "id", None))
-        }
-        file = path.relative_to(SOURCE).as_posix()
-        assert (names & {"Linear", "SnipLinear", "Conv1D"} != set()) == (file == "layers/linear.py"), file
-
-
-def test_what_is_exempt_is_there() -> None:
-    for file, names in OTHER_MEANINGS.items():
-        literals = {
-            node.value for node in ast.walk(ast.parse((SOURCE / file).read_text())) if isinstance(node, ast.Constant)
-        }
-        assert names <= literals, file
 
 
 # --------------------------------------------------------------------------------------------------- trackers of events

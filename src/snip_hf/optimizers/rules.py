@@ -230,7 +230,7 @@ AUTOGRAD: Mapping[str, Autograd] = {
     "torch.Adafactor": adafactor,
     "torch.Muon": muon,
     "transformers.Adafactor": adafactor_of_transformers,
-    # No library that we require has one; `optimizers.check_optimizer` tries whether a class of this name is Lion.
+    # No library that we require has one; `response.check_optimizer` tries whether a class of this name is Lion.
     "Lion": lion,
 }
 

@@ -172,7 +172,7 @@ class ZeroOptimizer:
         return float(get_global_norm_of_tensors(gradients, mpu=self._zero.mpu))
 
     def gradient(self, weight: Tensor) -> Tensor:
-        """Returns the weight's whole gradient (O, I) in FP32: averaged over ranks, accumulated, not clipped yet.
+        """Returns the weight's whole gradient in FP32: averaged over ranks, accumulated, not clipped yet.
 
         Times `clip_factor` it is what the inner optimizer sees. Collective; before the step only.
 
@@ -189,7 +189,7 @@ class ZeroOptimizer:
     def situation(self, weight: Tensor) -> Situation:
         """Returns what the next update of this weight knows besides its gradient, for the rule `rule`. Collective.
 
-        The state and the weight (O, I) are whole: FP32 master weight, and state in FP32.
+        The state and the weight are whole: FP32 master weight, and state in FP32.
 
         Raises:
             KeyError: the optimizer does not update this weight.

@@ -93,7 +93,9 @@ def run_probe(
     samples: dict[str, LayerSample] = {}
     losses: list[float] = []
     every = tuple(tokens or (batch.tokens,))
-    plan = SamplePlan(settings.probe_tokens, settings.seed, settings.step, processes.data.rank, every, settings.whole_amax)
+    plan = SamplePlan(
+        settings.probe_tokens, settings.seed, settings.step, processes.data.rank, every, settings.whole_amax
+    )
 
     def record(moved: Mapping[str, Tensor]) -> Recorder:
         recorder = Recorder(plan)

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from gfloat import BlockFormatInfo, RoundMode, compute_scale_amax, quantize_block
+from gfloat import BlockFormatInfo, FormatInfo, RoundMode, compute_scale_amax, quantize_block, round_ndarray
 from gfloat import formats as gfloat_formats
 from oracles import blocks
 from torch import Tensor
@@ -270,6 +270,26 @@ def test_user_s_floats_round_to_the_nearest_code(exponent: int, mantissa: int, s
     expected = torch.tensor([blocks.nearest(float(one), oracle) for one in x])
     assert torch.equal(round_to_grid(x, grid), expected)
     assert torch.equal(round_to_grid(-x, grid), -expected)
+
+
+@pytest.mark.parametrize(("exponent", "mantissa"), [(1, 2), (2, 0), (3, 0), (3, 1), (4, 2), (3, 5), (2, 10)])
+def test_user_s_floats_match_gfloat(exponent: int, mantissa: int) -> None:
+    info = FormatInfo(
+        f"e{exponent}m{mantissa}",
+        1 + exponent + mantissa,
+        1 + mantissa,
+        bias=2 ** (exponent - 1) - 1,
+        is_signed=True,
+        domain=gfloat_formats.format_info_ocp_e2m1.domain,
+        has_nz=True,
+        num_high_nans=0,
+        has_subnormals=True,
+        is_twos_complement=False,
+    )
+    x = every_value().float()
+    x = torch.cat([x[x.abs() <= info.max], x[x.abs() < 100] * 1.001])
+    expected = round_ndarray(info, x.double().numpy(), RoundMode.TiesToEven, sat=True)
+    assert_same_bits(round_to_grid(x, floats(exponent, mantissa)), torch.from_numpy(expected).float())
 
 
 def user_values(exponent: int, mantissa: int, specials: str, subnormals: bool) -> np.ndarray:

@@ -52,13 +52,12 @@ class Blackwell(Backend):
         cache: Cache = layer.snip_cache
         if x.dtype != torch.bfloat16 or x.device.type != cache.device:
             return EMULATED.forward(layer, input, x, bias, casts)
-        weight = layer.weight
         # Evaluation, and generation in training mode, may follow a change of the weights that nobody told of; a pass
         # that is trained on does not.
-        is_kept = torch.compiler.is_compiling() or cache.weight_version == weight._version
+        is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
         is_kept = is_kept and layer.training and torch.is_grad_enabled()
         kept = cache.kept if is_kept else cache.kept.new_empty(0)
-        y: Tensor = BlockScaledGemms.apply(x, weight, bias, layer.snip_state, cache.codes, kept)
+        y: Tensor = BlockScaledGemms.apply(x, layer.matrix, bias, layer.snip_state, cache.codes, kept)
         return y
 
     def gemm_call(

@@ -58,7 +58,7 @@ def keep_quantized(layers: Mapping[str, Layer], everything: bool) -> None:
         if type(weight) is not nn.Parameter or weight.device.type != cache.device:
             cache.forget()
         elif everything or cache.weight_version != weight._version:
-            kept = operators.keep(layer.weight.detach().to(torch.bfloat16), layer.snip_state, cache.codes)
+            kept = operators.keep(layer.matrix.detach().to(torch.bfloat16), layer.snip_state, cache.codes)
             if kept.shape == cache.kept.shape:
                 cache.kept.copy_(kept)  # compiled graphs and saved tensors refer to it
             else:

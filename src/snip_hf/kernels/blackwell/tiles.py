@@ -58,10 +58,9 @@ def _power_scales(amax_bits, largest, TOP: tl.constexpr, RULE: tl.constexpr, MAN
 
 
 @triton.jit
-def _fine_scales(amax_bits, largest, tensor_scale, RULE: tl.constexpr):
+def _fine_scales(amax_bits, largest, whole, RULE: tl.constexpr):
     """`scales._two_level`: codes of E4M3 scales, and what elements are multiplied by."""
     amax = amax_bits.to(tl.float32, bitcast=True)
-    whole = tl.zeros_like(amax) + tensor_scale
     wanted = tl.div_rn(tl.div_rn(amax, tl.zeros_like(amax) + largest), whole)
     power = tl.maximum(power_of_two(wanted), _SCALE_POWER)
     scale = tl.minimum(to_grid(wanted, 0.0, power, _SCALE_SPACING), _SCALE_MAX)
@@ -132,7 +131,7 @@ def quantize_kernel(
         code, factor = _power_scales(amax, largest, TOP, RULE, MANTISSA_BITS)
         code = tl.where(is_finite, code, 255)
     else:
-        whole = tl.load(tensor_scale)
+        whole = tl.zeros_like(amax).to(tl.float32) + tl.load(tensor_scale)
         is_finite = (amax < _INFINITY) & (whole == whole)
         code, factor = _fine_scales(amax, largest, whole, RULE)
         code = tl.where(is_finite, code, 127)

@@ -23,7 +23,8 @@ from .packing import SCALE_COLUMNS, SCALE_ROWS, Kind, Packed, empty, kind_of, pa
 if TYPE_CHECKING or find_spec("triton") is not None:
     from .tiles import quantize_kernel
 
-_WARPS = 8
+# Of the contracted dimension: the fastest of 4, 8 and 16 on an H200.
+_WARPS = {0: 4, 1: 8}
 
 
 def quantize(
@@ -86,7 +87,7 @@ def _by_kernel(
             **_of_grid(kind),
             RULE=format.rule_of(rule),
             STOCHASTIC=rule.stochastic,
-            num_warps=_WARPS,
+            num_warps=_WARPS[contracts],
             enable_fp_fusion=False,  # scaling and rounding are two roundings
         )
     return packed

@@ -119,10 +119,12 @@ def quantize_kernel(
     WIDTH: tl.constexpr = _TILE_SCALES * BLOCK
     HIGH: tl.constexpr = _TILE_ROWS // ACROSS
     tile_row, tile_column = tl.program_id(0) // scale_runs, tl.program_id(0) % scale_runs
-    row = (tile_row * _TILE_ROWS + tl.arange(0, _TILE_ROWS))[:, None].to(tl.int64)
-    column = (tile_column * WIDTH + tl.arange(0, WIDTH))[None, :].to(tl.int64)
+    first_row, first_column = tile_row.to(tl.int64) * _TILE_ROWS, tile_column.to(tl.int64) * WIDTH
+    in_row, in_column = tl.arange(0, _TILE_ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    row, column = tile_row * _TILE_ROWS + in_row, tile_column * WIDTH + in_column
     inside = (row < rows) & (column < contracted)
-    value = tl.load(x + row * row_stride + column * contracted_stride, inside, other=0.0).to(tl.float32)
+    x += first_row * row_stride + first_column * contracted_stride
+    value = tl.load(x + in_row * row_stride + in_column * contracted_stride, inside, other=0.0).to(tl.float32)
     # The magnitude's bits order like it, with infinity and NaN on top.
     bits = tl.reshape(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, [HIGH, ACROSS, _TILE_SCALES, BLOCK])
     amax = tl.max(tl.max(bits, 3), 1)  # (HIGH, scales)
@@ -156,12 +158,14 @@ def quantize_kernel(
     element = tl.where(inside & finite, element, 0)
     if PACKED:
         low, high = tl.split(tl.reshape(element, [_TILE_ROWS, WIDTH // 2, 2]))
-        place = (tile_column * (WIDTH // 2) + tl.arange(0, WIDTH // 2))[None, :].to(tl.int64)
-        written = (row < padded_rows) & (place < padded_contracted // 2)
-        tl.store(data + row * (padded_contracted // 2) + place, (low | (high << 4)).to(tl.uint8), written)
+        place, per_row = tl.arange(0, WIDTH // 2)[None, :], padded_contracted // 2
+        written = (row < padded_rows) & (tile_column * (WIDTH // 2) + place < per_row)
+        data += first_row * per_row + first_column // 2
+        tl.store(data + in_row * per_row + place, (low | (high << 4)).to(tl.uint8), written)
     else:
         written = (row < padded_rows) & (column < padded_contracted)
-        tl.store(data + row * padded_contracted + column, element.to(tl.uint8), written)
+        data += first_row * padded_contracted + first_column
+        tl.store(data + in_row * padded_contracted + in_column, element.to(tl.uint8), written)
     scale_row = tl.arange(0, _TILE_ROWS)[:, None]
     scale_column = tl.arange(0, _TILE_SCALES)[None, :]
     of_rows = tl.broadcast_to(code[:, None, :], [HIGH, ACROSS, _TILE_SCALES])

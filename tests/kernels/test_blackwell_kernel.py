@@ -19,7 +19,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kernels.test_blackwell_packing import KEY, KNOWN, OPERANDS, large, not_finite, random, state, tiny
+from kernels.test_blackwell_packing import KEY, OPERANDS, large, not_finite, random, state, tiny
 
 from snip_hf.kernels.blackwell import quantization
 from snip_hf.kernels.blackwell.packing import kind_of
@@ -27,8 +27,8 @@ from snip_hf.numerics.formats import FORMATS, NumberFormat
 
 Run = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
-# Formats whose operands the kernel rounds: those with targets are left to torch.
-BY_KERNEL = [name for name in KNOWN if not FORMATS[name].activation.targets]
+# One of each kind, square blocks of both sizes, weights quantized twice, rotated operands. What has targets is torch's.
+BY_KERNEL = ["mxfp8", "mxfp4", "mxfp4-32x32", "nvfp4", "nvfp4-rht"]
 
 
 # ------------------------------------------------------------------------------------- where the kernel runs
@@ -103,7 +103,11 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def check(run: Run, x: Tensor, fmt: NumberFormat, numbers: Tensor) -> None:
+    done = []
     for operand, contracts in OPERANDS:
+        if (fmt.operand(operand), contracts) in done:
+            continue
+        done.append((fmt.operand(operand), contracts))
         expected = quantization.quantize(x, fmt, operand, contracts, numbers, by_kernel=False)
         data, scales, tensor_scale = run(x, fmt, operand, contracts, numbers)
         assert torch.equal(data, expected.data), (operand, contracts)
@@ -115,10 +119,10 @@ def check(run: Run, x: Tensor, fmt: NumberFormat, numbers: Tensor) -> None:
 @pytest.mark.parametrize("data", [random, not_finite, tiny, large])
 @pytest.mark.parametrize("name", BY_KERNEL)
 def test_the_kernel_writes_the_bytes_of_torch(name: str, data: Callable[[tuple[int, int]], Tensor], run: Run) -> None:
-    check(run, data((131, 181)), FORMATS[name], state())
+    check(run, data((131, 70)), FORMATS[name], state())
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (128, 64), (256, 33)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (256, 33)])
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
 def test_it_does_for_every_shape(name: str, shape: tuple[int, int], run: Run) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
@@ -131,7 +135,7 @@ def test_it_does_under_every_rule_of_powers(name: str, rule: str, run: Run) -> N
     fmt = FORMATS[name]
     nearest = dataclasses.replace(fmt.gradient, stochastic=False)
     for data in (random, tiny, large):
-        check(run, data((40, 70)), dataclasses.replace(fmt, scale_rule=rule, gradient=nearest), state())
+        check(run, data((33, 40)), dataclasses.replace(fmt, scale_rule=rule, gradient=nearest), state())
 
 
 @pytest.mark.parametrize("rule", ["nearest", "up"])
@@ -140,7 +144,7 @@ def test_it_does_under_every_rule_of_fine_scales(rule: str, tensor_scale: float 
     fmt = dataclasses.replace(FORMATS["nvfp4"], tensor_scale=tensor_scale)
     nearest = dataclasses.replace(fmt.gradient, stochastic=False)
     for data in (random, tiny):
-        check(run, data((40, 70)), dataclasses.replace(fmt, scale_rule=rule, gradient=nearest), state())
+        check(run, data((33, 40)), dataclasses.replace(fmt, scale_rule=rule, gradient=nearest), state())
 
 
 @pytest.mark.parametrize("rank", [(0, 2), (6, 7), (2**20, 2**21)], ids=str)
@@ -187,12 +191,14 @@ def compiled(name: str, operand: str, contracts: int, capability: int) -> str:
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("capability", [100, 103, 120])
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
-def test_the_kernel_assembles_for_blackwell_and_needs_none_of_its_conversions(name: str, capability: int) -> None:
+@pytest.mark.parametrize("capability", [100, 120])
+@pytest.mark.parametrize(
+    ("name", "operand", "contracts"), [("mxfp8", "activation", 1), ("mxfp4", "gradient", 1), ("nvfp4", "gradient", 0)]
+)
+def test_the_kernel_assembles_for_blackwell_and_needs_none_of_its_conversions(
+    name: str, operand: str, contracts: int, capability: int
+) -> None:
     """sm_120 lacks some of those of sm_100, and neither is at hand."""
-    for operand, contracts in (("gradient", 0), ("weight", 1)):
-        ptx = compiled(name, operand, contracts, capability)
-        assert re.search(rf"\.target sm_{capability}a", ptx)
-        small = [word for word in re.findall(r"cvt\.\S+", ptx) if re.search(r"e2m1|e4m3|ue8m0|\.rs\.", word)]
-        assert small == []
+    ptx = compiled(name, operand, contracts, capability)
+    assert re.search(rf"\.target sm_{capability}a", ptx)
+    assert [word for word in re.findall(r"cvt\.\S+", ptx) if re.search(r"e2m1|e4m3|ue8m0|\.rs\.", word)] == []

@@ -103,9 +103,11 @@ def within(buffer: Tensor, kind: Kind, rows: int, contracted: int) -> Packed:
     of_data, of_scales, of_tensor = _parts(kind, rows, contracted)
     second = _up(of_data, _ALIGNED)
     third = second + _up(of_scales, _ALIGNED)
-    data = buffer[:of_data].view(_up(rows, _ROWS), -1) if of_data else buffer[:0].view(_up(rows, _ROWS), 0)
-    tensor_scale = buffer[third : third + of_tensor].view(torch.float32)
-    return Packed(kind, rows, contracted, buffer, data, buffer[second : second + of_scales], tensor_scale)
+    # `narrow` and not an index, which asks for a driver where torch only makes believe that there is a GPU.
+    data = buffer.narrow(0, 0, of_data).view(_up(rows, _ROWS), _up(contracted, _CONTRACTED) // kind.per_byte)
+    scales = buffer.narrow(0, second, of_scales)
+    tensor_scale = buffer.narrow(0, third, of_tensor).view(torch.float32)
+    return Packed(kind, rows, contracted, buffer, data, scales, tensor_scale)
 
 
 def _parts(kind: Kind, rows: int, contracted: int) -> tuple[int, int, int]:

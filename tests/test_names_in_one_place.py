@@ -20,6 +20,7 @@ SOURCE = Path(snip_hf.__file__).parent
 # Names of something else there.
 OTHER_MEANINGS = {
     "training/checks/launch.py": {"fp8", "bf16"},  # Accelerate's mixed_precision
+    "kernels/blackwell/backend.py": {"bf16"},  # the same
     "optimizers/deepspeed_zero.py": {"bf16"},  # DeepSpeed's section
     "planning/solver/ilp.py": {"greedy"},  # a solver
     "planning/solver/process.py": {"greedy"},
@@ -27,7 +28,7 @@ OTHER_MEANINGS = {
 }
 # Files that define them, and those whose presets or defaults choose one.
 OF_FORMATS = {"numerics/formats.py", "kernels/hopper/backend.py", "kernels/hopper/tiles.py", "config.py"}
-OF_BACKENDS = {"kernels/emulated.py", "kernels/hopper/backend.py"}
+OF_BACKENDS = {"kernels/emulated.py", "kernels/hopper/backend.py", "kernels/blackwell/backend.py"}
 
 
 @cache

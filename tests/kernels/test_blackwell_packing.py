@@ -107,8 +107,9 @@ def test_mx_bytes_are_those_of_torchao(name: str, mode: ScaleCalculationMode) ->
 
 def test_nvfp4_bytes_are_those_of_torchao() -> None:
     """On tensors whose block scales are not below 2^-6, E4M3's smallest normal number, to which torchao raises them."""
-    shuffled = every_value().flatten()[torch.randperm(every_value().numel(), generator=torch.Generator().manual_seed(1))]
-    for x in (shuffled.view(-1, 64), random((256, 256)).abs() + 1, random((160, 96)).abs() + 1):
+    values = every_value().flatten()
+    shuffled = values[torch.randperm(values.numel(), generator=torch.Generator().manual_seed(1))].view(-1, 64)
+    for x in (shuffled, random((256, 256)).abs() + 1, random((160, 96)).abs() + 1):
         x = x[(x.float().abs().view(x.shape[0], -1, 16).amax(2) > 2.0**-13 * x.float().abs().amax()).all(1)]
         assert x.shape[0] > 60
         of_tensor = per_tensor_amax_to_scale(x.abs().amax())

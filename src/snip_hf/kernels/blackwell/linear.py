@@ -85,7 +85,9 @@ class BlockScaledGemms(torch.autograd.Function):
         # Copies: the next forward pass may write both before this one's backward pass reads them. A compiled graph
         # would make them in the backward pass, where they are of no use; torch notices there if they were written.
         is_eager = not torch.compiler.is_compiling()
-        ctx.save_for_backward(x, weight, state.clone() if is_eager else state, codes.clone() if is_eager else codes, kept)
+        ctx.save_for_backward(
+            x, weight, state.clone() if is_eager else state, codes.clone() if is_eager else codes, kept
+        )
         y: Tensor = operators.forward_gemm(x, weight, bias, kept, state, codes)
         return y
 

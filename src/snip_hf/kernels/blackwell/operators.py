@@ -13,8 +13,6 @@ of which random numbers are made; `codes` (3) are the codes of the formats of it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -37,7 +35,7 @@ for _schema in _SCHEMAS:
 
 @torch.library.impl(_library, "scaled_forward_gemm", "CompositeExplicitAutograd")
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, kept: Tensor, state: Tensor, codes: Tensor) -> Tensor:
-    """Returns x @ weight^T + bias, (..., O), in x's dtype; the bias is added to FP32 sums, if the product gives them."""
+    """Returns x @ weight^T + bias, (..., O), in x's dtype; the bias is added to FP32 sums where there are such."""
     format = _format_of(codes, "forward", x)
     if not format.is_quantized:
         y = functional.linear(x, weight.to(x.dtype), bias)
@@ -183,7 +181,7 @@ def by_scaled_mm(left: Packed, right: Packed, dtype: torch.dtype) -> Tensor:
     return product
 
 
-def _recipe(kind: Kind) -> tuple[Sequence[functional.ScalingType], Sequence[functional.SwizzleType]]:
+def _recipe(kind: Kind) -> tuple[list[functional.ScalingType], list[functional.SwizzleType]]:
     """Returns the kinds of an operand's scales, and their orders."""
     scaling, swizzle = functional.ScalingType, functional.SwizzleType
     if kind is NVFP4:

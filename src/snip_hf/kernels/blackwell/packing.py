@@ -90,7 +90,9 @@ class Packed:
 
 def empty(kind: Kind, rows: int, contracted: int, device: torch.device) -> Packed:
     """Returns an operand that is to be written: nothing in it is set."""
-    return within(torch.empty(size_of(kind, rows, contracted), dtype=torch.uint8, device=device), kind, rows, contracted)
+    return within(
+        torch.empty(size_of(kind, rows, contracted), dtype=torch.uint8, device=device), kind, rows, contracted
+    )
 
 
 def size_of(kind: Kind, rows: int, contracted: int) -> int:

@@ -44,14 +44,16 @@ def operands(format: NumberFormat, device: torch.device, size: tuple[int, int, i
     """Returns random operands over many magnitudes, and a state in which all GEMMs have the format."""
     tokens, in_features, out_features = size
     generator = torch.Generator().manual_seed(0)
-    shapes = ((tokens, in_features), (out_features, in_features), (tokens, out_features))
-    made = []
-    for shape in shapes:
+
+    def random(*shape: int) -> Tensor:
         x = torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape, generator=generator))
-        made.append(x.to(device, torch.bfloat16))
+        return x.to(device, torch.bfloat16)
+
+    x, weight = random(tokens, in_features), random(out_features, in_features)
+    grad_output = random(tokens, out_features)
     key = stream_key(1, 2, 3, 4, 1) % 2**63
     state = torch.tensor([*[format.code] * len(GEMMS), key, 0, 1], device=device)
-    return Operands(*made, state)
+    return Operands(x, weight, grad_output, state)
 
 
 def errors(format: NumberFormat, device: torch.device) -> Iterator[tuple[str, float]]:

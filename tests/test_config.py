@@ -17,6 +17,8 @@ FLOATS = [field.name for field in dataclasses.fields(SnipConfig) if "float" in s
 # One value per field that differs from the default.
 OTHER: dict[str, Any] = {
     "target_fp4_fraction": 0.5,
+    "target_linear_speedup": 2.5,
+    "rates": "ideal",
     "formats": ("fp4", "fp8", "bf16"),
     "granularity": "gemm",
     "stages": (("a.0", "a.1"), ("a.2",)),
@@ -88,8 +90,8 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     (
         {"policy": "snap"},
         "policy='snap' is not known; expected one of snip, bf16, uniform-fp8, uniform-fp4, random, layer-type, "
-        "layer-position, first2-last8, last-15-percent, backward-first, min-abs-err, min-rel-err, fisher, "
-        "hessian-trace, greedy, kl.",
+        "layer-position, first2-last8, last-15-percent, backward-first, first2-last8-bf16, last-15-percent-bf16, "
+        "first-last-bf16, min-abs-err, min-rel-err, fisher, hessian-trace, greedy, kl.",
     ),
     ({"policy": "SNIP"}, f"policy='SNIP' is not known; expected one of {', '.join(POLICIES)}."),
     ({"start_format": "int8"}, "start_format='int8' is not known; expected one of fp4, fp8, bf16."),
@@ -199,9 +201,10 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
 ]
 
 BAD_TYPES: list[tuple[str, Any, str]] = [
-    ("target_fp4_fraction", "0.75", "target_fp4_fraction='0.75' has type str; expected float."),
-    ("target_fp4_fraction", None, "target_fp4_fraction=None has type NoneType; expected float."),
-    ("target_fp4_fraction", True, "target_fp4_fraction=True has type bool; expected float."),
+    ("target_fp4_fraction", "0.75", "target_fp4_fraction='0.75' has type str; expected float | None."),
+    ("target_fp4_fraction", True, "target_fp4_fraction=True has type bool; expected float | None."),
+    ("target_linear_speedup", "2", "target_linear_speedup='2' has type str; expected float | None."),
+    ("rates", 2, "rates=2 has type int; expected str | None."),
     ("cost", None, "cost=None has type NoneType; expected str."),
     ("cost_file", 1, "cost_file=1 has type int; expected str | None."),
     ("cost_tokens", 4096.0, "cost_tokens=4096.0 has type float; expected int | None."),
@@ -266,6 +269,8 @@ def test_the_tables_above_leave_no_field_out() -> None:
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_field_survives_to_dict_json_and_from_dict(name: str) -> None:
     needed = {"cost": "measured"} if name.startswith("cost_") else {}
+    if name == "target_linear_speedup":
+        needed = {"rates": "ideal"}
     config = SnipConfig(**{"apply_delay": 1, **needed, name: OTHER[name]})
     assert config != SnipConfig(**needed)
     assert config != SnipConfig()
@@ -330,7 +335,10 @@ def test_measured_cost_needs_no_number_of_tokens_where_nothing_or_a_probe_decide
     rules = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent", "backward-first")
     for policy in POLICIES:
         by_rule, unit = policy in rules, "gemm" if policy == "backward-first" else "layer"
-        SnipConfig(cost="measured", policy=policy, granularity=unit, cost_tokens=1 if by_rule else None)
+        formats = ("fp4", "bf16")  # which published rules need
+        SnipConfig(
+            cost="measured", policy=policy, granularity=unit, formats=formats, cost_tokens=1 if by_rule else None
+        )
         SnipConfig(cost="measured", policy=policy, plan="plan.json")
 
 
@@ -342,6 +350,8 @@ def test_without_refreshes_any_delay_and_any_checks_are_allowed() -> None:
 def test_the_defaults_are_those_of_the_contract() -> None:
     assert SnipConfig().to_dict() == {
         "target_fp4_fraction": 0.75,
+        "target_linear_speedup": None,
+        "rates": None,
         "cost": "flops",
         "cost_file": None,
         "cost_tokens": None,

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from .kernels.backend import BACKENDS
 from .numerics.formats import FORMATS, UNQUANTIZED
 from .registry import Registry
+from .speed_budget import check_rates, check_speedup, fp4_fraction_of
 
 # Who decides. The entries are in `policies`, one file per family; `policies.registry.Policy` says what they are.
 POLICIES: Registry[Any] = Registry("policy", "snip_hf.policies")
@@ -73,9 +74,16 @@ class SnipConfig:
 
     # Target: what the plan must reach
 
-    target_fp4_fraction: float = 0.75
+    target_fp4_fraction: float | None = None
     """Least share of the linear FLOPs that the plan runs in formats of at most 4 bits, 0..1, in every stage. Of their
-    time where `cost` says so. Not a reduction of FLOPs."""
+    time where `cost` says so. Not a reduction of FLOPs. None: 0.75, unless `target_linear_speedup` is given."""
+    target_linear_speedup: float | None = None
+    """Least speed-up of the linears' GEMMs over BF16, in every stage, in place of `target_fp4_fraction`: their time in
+    BF16 by their time in the plan (ours). Times are FLOPs by `rates`, or measured where `cost` says so."""
+    rates: str | None = None
+    """Whose speed of each format counts: "h100", "b200", "gb300", "rtx50", "mi355" (datasheets), "ideal" (half of the
+    bits, twice the rate), or a table of your own (`costs.rates`). Without `target_linear_speedup`, reports say what
+    speed-up a plan has by these rates. None: no table."""
     formats: tuple[str, ...] = ("fp4", "fp8")
     """Formats that the plan chooses from for each GEMM, the least precise first (`snip_hf.formats`)."""
     granularity: Granularity = "layer"
@@ -186,6 +194,8 @@ class SnipConfig:
         for name, least in _AT_LEAST.items():
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)!r} is too small; expected at least {least}.")
+        fraction = fp4_fraction_of(self.target_fp4_fraction, self.target_linear_speedup)
+        object.__setattr__(self, "target_fp4_fraction", fraction)
         self._check_ranges()
         self._check_formats()
         self._check_share()
@@ -197,7 +207,7 @@ class SnipConfig:
         self._check_lists()
 
     def _check_ranges(self) -> None:
-        if not 0 <= self.target_fp4_fraction <= 1:
+        if self.target_fp4_fraction is not None and not 0 <= self.target_fp4_fraction <= 1:
             raise ValueError(
                 f"target_fp4_fraction={self.target_fp4_fraction!r} is outside 0..1; it is the share of the linear "
                 "FLOPs that run in FP4, e.g. 0.75."
@@ -259,6 +269,8 @@ class SnipConfig:
 
     def _check_share(self) -> None:
         policy = POLICIES[self.policy]
+        measured = self.cost == "measured"
+        check_rates(self.rates, self.formats, measured)
         if self.plan is not None or not policy.aims_at_share:
             return
         if not FORMATS[self.least_precise].is_quantized:
@@ -266,7 +278,10 @@ class SnipConfig:
                 f"policy={self.policy!r} has nothing to decide between the formats {self.formats!r}; expected at least "
                 "one that is quantized."
             )
-        if self.target_fp4_fraction > 0 and not FORMATS[self.least_precise].counts_as_fp4:
+        if self.target_linear_speedup is not None:
+            chosen = self.formats if policy.needs_probe else (self.least_precise, self.most_precise)
+            check_speedup(self.target_linear_speedup, self.rates, chosen, measured)
+        elif self.target_fp4_fraction and not FORMATS[self.least_precise].counts_as_fp4:
             raise ValueError(
                 f"target_fp4_fraction={self.target_fp4_fraction!r} cannot be met in the formats {self.formats!r}; "
                 "expected one with elements of at most 4 bits among them, or the target 0."

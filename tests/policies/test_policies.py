@@ -758,13 +758,15 @@ def test_a_frozen_weight_s_gradient_weighs_nothing_by_time_either() -> None:
 
 
 def test_only_what_aims_at_a_share_needs_weights() -> None:
-    found = {policy for policy in POLICIES if needs_weights(SnipConfig(policy=policy, granularity="gemm"))}
+    options: dict[str, Any] = {"granularity": "gemm", "formats": ("fp4", "bf16")}
+    found = {policy for policy in POLICIES if needs_weights(SnipConfig(policy=policy, **options))}
     assert found == {*RULES, "backward-first", *PROBED}
     assert not any(needs_weights(SnipConfig(policy=policy, plan="plan.json")) for policy in POLICIES)
 
 
 def test_only_the_measuring_policies_need_a_probe_and_a_plan_file_needs_none() -> None:
-    found = {policy for policy in POLICIES if needs_probe(SnipConfig(policy=policy, granularity="gemm"))}
+    options: dict[str, Any] = {"granularity": "gemm", "formats": ("fp4", "bf16")}
+    found = {policy for policy in POLICIES if needs_probe(SnipConfig(policy=policy, **options))}
     assert found == set(PROBED)
     assert not any(needs_probe(SnipConfig(policy=policy, plan="plan.json")) for policy in POLICIES)
 

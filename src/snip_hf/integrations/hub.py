@@ -161,8 +161,13 @@ def _as_text(name: str) -> str:
 
 def _target(plan: PrecisionPlan) -> str:
     fraction = plan.provenance.target_fp4_fraction
+    speedup = (plan.provenance.config or {}).get("target_linear_speedup")
     policy = POLICIES.get(plan.provenance.policy)
-    if fraction is None or (policy is not None and not policy.aims_at_share):
+    if policy is not None and not policy.aims_at_share:
+        return "none"
+    if isinstance(speedup, float | int):
+        return f"linears at {speedup:g} times BF16's speed or more"
+    if fraction is None:
         return "none"
     return f"at least {fraction:.1%} of the linear FLOPs in FP4"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,12 @@ from dataclasses import dataclass
 from ..config import SnipConfig
 from ..costs.budget import MeasuredCost
 from ..costs.flops import Weights
+from ..costs.rates import linear_times
+from ..numerics.formats import FORMATS, UNQUANTIZED
 from ..numerics.gemms import GEMMS
+
+# Weights are sums of floating-point numbers: what is short of the target by this much attains it.
+TOLERANCE = 1e-9
 
 Assignment = Mapping[str, Mapping[str, str]]
 
@@ -48,6 +54,40 @@ class Setting:
         return {
             group: sum(weights[layer][gemm] for layer, gemm in self.members(group)) / total
             for group in self.groups(stage)
+        }
+
+    @property
+    def least_weight(self) -> float:
+        """What the chosen options of a stage add up to at least (`option_weights`): the target.
+
+        A speed-up of s is a saving of 1 - 1/s.
+        """
+        config = self.config
+        if config.target_linear_speedup is not None:
+            return 1 - 1 / config.target_linear_speedup
+        assert config.target_fp4_fraction is not None
+        return config.target_fp4_fraction
+
+    def option_weights(self, stage: Sequence[str]) -> dict[str, dict[str, float]]:
+        """Returns group -> format -> what the option counts towards the target of its stage.
+
+        Under `target_fp4_fraction` a format of at most 4 bits counts the group's share, any other one nothing. Under
+        `target_linear_speedup` each counts what it saves: the group's time in BF16 less its time in the format, by the
+        time of the whole stage in BF16. BF16 counts 0, what is slower than BF16 less than 0.
+        """
+        formats = self.config.formats
+        if self.config.target_linear_speedup is None:
+            return {
+                group: {name: share if FORMATS[name].counts_as_fp4 else 0.0 for name in formats}
+                for group, share in self.shares(stage).items()
+            }
+        times = linear_times(self.flops, formats, self.config.rates, self.measured)
+        high = UNQUANTIZED.name
+        whole = math.fsum(times[layer][gemm][high] for layer in stage for gemm in GEMMS)
+        cells = {group: [times[layer][gemm] for layer, gemm in self.members(group)] for group in self.groups(stage)}
+        return {
+            group: {name: math.fsum(row[high] - row[name] for row in rows) / whole for name in formats}
+            for group, rows in cells.items()
         }
 
     def assignment(self, choices: Mapping[str, str]) -> dict[str, dict[str, str]]:
@@ -111,6 +151,28 @@ def check_ties(setting: Setting) -> None:
                     f"ties: the tied layers of {parent!r} are in stages {stages[parent]} and {stage}; expected all of "
                     "them in one stage."
                 )
+
+
+def check_attainable(setting: Setting, formats: Sequence[str]) -> None:
+    """Refuses a speed-up that not even the fastest of the formats reaches, which measured times may show.
+
+    Raises:
+        ValueError: says which stage, and the largest attainable.
+    """
+    target = setting.config.target_linear_speedup
+    if target is None:
+        return
+    tied = {name: tuple(tie) for tie in tied_groups(setting) for name in tie}
+    for index, stage in enumerate(setting.stages):
+        weights = setting.option_weights(stage)
+        units = dict.fromkeys(tied.get(group, (group,)) for group in weights)
+        largest = sum(max(sum(weights[group][name] for group in unit) for name in formats) for unit in units)
+        if largest < setting.least_weight - TOLERANCE:
+            raise ValueError(
+                f"target_linear_speedup={target!r} is out of reach in stage {index}: with every GEMM in the fastest of "
+                f"the formats {', '.join(formats)} it is {1 / (1 - largest):.4g}, the largest attainable. Lower it, or "
+                "add a faster format."
+            )
 
 
 def block_of(layer: str) -> str:

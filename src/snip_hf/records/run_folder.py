@@ -231,7 +231,7 @@ def start_line(plan: PrecisionPlan, step: int, config: SnipConfig, model_name: s
 
 
 def shares(plan: PrecisionPlan) -> dict[str, Any]:
-    """Returns what a line of the history says of a plan's FP4 shares; of time only if that was measured."""
+    """Returns what a line of the history says of a plan's FP4 shares, and of time and speed where these are known."""
     found: dict[str, Any] = {
         "fp4_fraction": plan.fp4_fraction,
         "stage_fp4_fractions": list(plan.stage_fp4_fractions),
@@ -239,6 +239,9 @@ def shares(plan: PrecisionPlan) -> dict[str, Any]:
     times = plan.stage_fp4_time_fractions
     if times is not None:
         found |= {"fp4_time_fraction": plan.fp4_time_fraction, "stage_fp4_time_fractions": list(times)}
+    speedups = plan.stage_linear_speedups()
+    if speedups is not None:
+        found |= {"linear_speedup": plan.linear_speedup(), "stage_linear_speedups": list(speedups)}
     return found
 
 
@@ -246,6 +249,9 @@ def describe_plan(plan: PrecisionPlan) -> str:
     """Returns a plan's FP4 shares as the log shows them."""
     stages = ", ".join(f"{share:.1%}" for share in plan.stage_fp4_fractions)
     text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (per stage: {stages})"
+    speedup = plan.linear_speedup()
+    if speedup is not None:
+        text = f"{text}, linears at {speedup:.3f} times BF16's speed"
     times = plan.stage_fp4_time_fractions
     if times is None:
         return text

@@ -54,11 +54,17 @@ def _print_run(run: Run, console: Console, micro_batches: int | None = None) -> 
         policy = f"plan file {_shown(config['plan'])}, held fixed"
     plan = _in_force(run)
     by_time = config.get("cost") == "measured"
-    target = f"{_shown(config.get('target_fp4_fraction'))}{' of the measured time' * by_time}"
+    target = f"target FP4 share {_shown(config.get('target_fp4_fraction'))}{' of the measured time' * by_time}"
+    if config.get("target_linear_speedup") is not None:
+        target = f"target speed-up of the linears {_shown(config['target_linear_speedup'])}"
     time = "" if plan.measured is None else f" and {plan.fp4_time_fraction:.4f} of their measured time"
+    speedup = plan.linear_speedup()
+    if speedup is not None:
+        source = "measured" if plan.measured is not None else f"{_shown(config.get('rates'))} rates"
+        time += f"; linears at {speedup:.4f} times BF16's speed ({source})"
     say(
         console,
-        f"{policy[0].upper()}{policy[1:]}, granularity {_shown(config.get('granularity'))}, target FP4 share {target}, "
+        f"{policy[0].upper()}{policy[1:]}, granularity {_shown(config.get('granularity'))}, {target}, "
         f"attained {plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}. Model: "
         f"{_shown(plan.provenance.model_name or 'not named')}.",
     )

@@ -39,7 +39,8 @@ def first_plan(setting: Setting, model_name: str) -> PrecisionPlan:
         return _loaded(config.plan, setting.flops)
     provenance = PlanProvenance(step=0, **_origin(config, model_name))
     if needs_probe(config):
-        return PrecisionPlan.uniform(setting.flops, config.format_at_start, setting.stages, provenance)
+        plan = PrecisionPlan.uniform(setting.flops, config.format_at_start, setting.stages, provenance)
+        return replace(plan, measured=setting.measured)
     return PrecisionPlan(rule_assignment(setting), setting.flops, setting.stages, provenance, setting.measured)
 
 

@@ -61,6 +61,14 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         )
         for value in (-0.01, 1.01, 75, float("nan"), float("inf"))
     ),
+    *(
+        (
+            {"target_linear_speedup": value, "rates": "ideal"},
+            f"target_linear_speedup={value} is not a finite number of at least 1, which is the speed of BF16; expected "
+            "e.g. 1.8.",
+        )
+        for value in (0.99, 0, -2, float("nan"), float("inf"))
+    ),
     ({"cost": "time"}, "cost='time' is not known; expected one of flops, measured."),
     ({"cost_file": "a.json"}, "cost_file='a.json' is for cost='measured'; set that too."),
     ({"cost_tokens": 16}, "cost_tokens=16 is for cost='measured'; set that too."),
@@ -281,7 +289,8 @@ def test_every_field_survives_to_dict_json_and_from_dict(name: str) -> None:
 
 
 def test_to_dict_has_every_field_in_order_and_no_tuple() -> None:
-    plain = SnipConfig(**OTHER).to_dict()
+    # Which exclude target_fp4_fraction and measured times.
+    plain = SnipConfig(**OTHER | {"target_linear_speedup": None, "rates": None}).to_dict()
     assert list(plain) == FIELDS
     assert plain["ties"] == [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]
     assert plain["stages"] == [["a.0", "a.1"], ["a.2"]]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from oracles.brute_force import best_map
+from policy_settings import LISTS, TIES, assert_complete, llama_flops, plain_flops, setting_of, stage_shares
 
 from snip_hf.config import POLICIES, SnipConfig
 from snip_hf.costs.budget import MeasuredCost
@@ -30,41 +31,6 @@ PROBED = ("snip", "min-abs-err", "min-rel-err", *SCORED)
 RULES_AT = [*((policy, unit) for policy in RULES for unit in ("layer", "gemm")), ("backward-first", "gemm")]
 SHARING_AT = [*RULES_AT, *((policy, unit) for policy in PROBED for unit in ("layer", "gemm"))]
 TARGETS = (0.0, 0.25, 0.5, 0.75, 0.8, 1.0)
-TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-SIZES = {  # in_features * out_features of a Llama with grouped queries
-    "self_attn.q_proj": 64 * 64,
-    "self_attn.k_proj": 64 * 32,
-    "self_attn.v_proj": 64 * 32,
-    "self_attn.o_proj": 64 * 64,
-    "mlp.gate_proj": 64 * 176,
-    "mlp.up_proj": 64 * 176,
-    "mlp.down_proj": 176 * 64,
-}
-
-
-def llama_flops(blocks: int = 4) -> dict[str, dict[str, float]]:
-    return {
-        f"model.layers.{block}.{name}": dict.fromkeys(GEMMS, 2.0 * size)
-        for block in range(blocks)
-        for name, size in SIZES.items()
-    }
-
-
-def plain_flops(*layers: float) -> dict[str, dict[str, float]]:
-    """One layer per block, `layers.<n>.fc`, each GEMM of the given cost."""
-    return {f"layers.{index}.fc": dict.fromkeys(GEMMS, cost) for index, cost in enumerate(layers)}
-
-
-def setting_of(flops: dict[str, dict[str, float]], **options: Any) -> Setting:
-    config = SnipConfig(**options)
-    return Setting(config, flops, find_stages(list(flops), config))
-
-
-def stage_shares(setting: Setting, assignment: dict[str, dict[str, str]]) -> tuple[float, ...]:
-    """As the plan computes them."""
-    return PrecisionPlan(
-        assignment, setting.flops, setting.stages, PlanProvenance(step=0, policy="snip")
-    ).stage_fp4_fractions
 
 
 def random_table(flops: dict[str, dict[str, float]], seed: int = 0) -> DivergenceTable:
@@ -92,22 +58,7 @@ def decided(setting: Setting, seed: int = 0) -> dict[str, dict[str, str]]:
     return setting.assignment(solution["choices"])
 
 
-def assert_complete(setting: Setting, assignment: dict[str, dict[str, str]]) -> None:
-    assert list(assignment) == list(setting.flops)
-    for formats in assignment.values():
-        assert set(formats) == set(GEMMS)
-        if setting.config.granularity == "layer":
-            assert len(set(formats.values())) == 1
-
-
 # ----------------------------------------------------------------------------------------------------- the target share
-
-
-LISTS = (
-    tuple(name for name in llama_flops() if ".0." in name or ".3." in name),
-    tuple(name for name in llama_flops() if ".1." in name),
-    tuple(name for name in llama_flops() if ".2." in name),
-)
 
 
 @pytest.mark.parametrize(("policy", "granularity"), SHARING_AT)

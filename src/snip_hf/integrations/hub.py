@@ -174,6 +174,9 @@ def _target(plan: PrecisionPlan) -> str:
 
 def _attained(plan: PrecisionPlan) -> str:
     text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (not a reduction of FLOPs)"
+    speedup = plan.linear_speedup()
+    if speedup is not None:
+        text = f"{text}, linears at {speedup:.2f} times BF16's speed"
     if len(plan.stages) == 1:
         return text
     return f"{text}; {min(plan.stage_fp4_fractions):.1%} or more in each of {len(plan.stages)} stages"

@@ -33,10 +33,10 @@ def notices(config: SnipConfig, recompiles_for_bf16: bool) -> list[str]:
         )
     if recompiles_for_bf16 and has_bf16 and policy.needs_probe:
         said.append(
-            f"under torch.compile, every layer whose GEMMs change to or from {UNQUANTIZED.label} is compiled again, and "
+            f"under torch.compile, a layer whose GEMMs change to or from {UNQUANTIZED.label} is compiled again, and "
             "each pattern in a compiled module takes one of torch._dynamo.config.recompile_limit graphs (8 by "
-            "default); beyond that it runs uncompiled. Raise the limit, or leave "
-            f"{UNQUANTIZED.name!r} out of formats (docs/hopper.md)."
+            f"default); beyond that it runs uncompiled. Raise the limit, or leave {UNQUANTIZED.name!r} out of formats "
+            "(docs/hopper.md)."
         )
     return said
 

@@ -182,8 +182,10 @@ def _fixed(value: float | None, digits: int = 4) -> str:
 def reason_table(run: Run) -> Table | None:
     """Why the last applied plan is as it is: what FP4 would cost each group of the program per share of FLOPs or time.
 
-    Within a stage FP4 goes to the groups with the lowest price, as far as whole groups fit the target. None if the run
-    has no table of divergences for its last applied refresh, or lacks the times that it was decided by.
+    FP4 stands for the least precise format; the price is that of going there from the most precise one. Between two
+    formats, the least precise goes to the groups of a stage with the lowest price, as far as whole groups fit the
+    target. None if the run has no table of divergences for its last applied refresh, or lacks the times that it was
+    decided by.
 
     Raises:
         ValueError, TypeError: the run's config is none that this version knows.
@@ -206,9 +208,13 @@ def reason_table(run: Run) -> Table | None:
     prices = {}
     for group in program["groups"]:
         high, *_, low = group["options"]  # the most precise first
-        prices[group["name"]] = (low["cost"] - high["cost"]) / low["weight"] if low["weight"] > 0 else 0.0
+        gain = low["weight"] - high["weight"]
+        prices[group["name"]] = (low["cost"] - high["cost"]) / gain if gain > 0 else 0.0
     weight = "FLOPs" if plan.measured is None else "measured time"
-    table = new_table(f"Why (probe of step {step}; price: extra cost of FP4 per share of the stage's {weight})")
+    if config.target_linear_speedup is not None:
+        weight = "time in BF16 that it saves"
+    label = FORMATS[config.least_precise].label
+    table = new_table(f"Why (probe of step {step}; price: extra cost of {label} per share of the stage's {weight})")
     for heading in ("stage", "layer", "loss\ndivergence", "weight\ndivergence", "price", "format"):
         table.add_column(heading, justify="left" if heading == "layer" else "right")
     order = sorted(prices, key=lambda group: (stage_of[group], prices[group]))

@@ -29,7 +29,12 @@ _NAME, _SENTENCE = 60, 2000
 
 
 def plan_table(plan: PrecisionPlan) -> Table:
-    """One row per block, one column per kind of linear; `4/8/8` is forward/grad_input/grad_weight."""
+    """One row per block, one column per kind of linear; `4/8/8` is forward/grad_input/grad_weight.
+
+    By their bits, or by their names where formats of the plan have the same bits.
+    """
+    used = {name for formats in plan.assignment.values() for name in formats.values()}
+    by_bits = len({FORMATS[name].bits for name in used}) == len(used)
     cells = {split_layer(layer): formats for layer, formats in plan.assignment.items()}
     all_kinds = list(dict.fromkeys(kind for _, kind in cells))
     all_blocks = list(dict.fromkeys(block for block, _ in cells))
@@ -39,7 +44,7 @@ def plan_table(plan: PrecisionPlan) -> Table:
     for kind in kinds:
         table.add_column(name_text(kind.rpartition(".")[2]))
     for block in blocks:
-        row = [_plan_cell(cells[block, kind]) if (block, kind) in cells else Text("") for kind in kinds]
+        row = [_plan_cell(cells[block, kind], by_bits) if (block, kind) in cells else Text("") for kind in kinds]
         table.add_row(name_text(block.rpartition(".")[2] or block), *row)
     if len(kinds) < len(all_kinds) or len(blocks) < len(all_blocks):
         table.caption = (
@@ -48,12 +53,12 @@ def plan_table(plan: PrecisionPlan) -> Table:
     return table
 
 
-def _plan_cell(formats: Mapping[str, str]) -> Text:
+def _plan_cell(formats: Mapping[str, str], by_bits: bool) -> Text:
     names = [formats[gemm] for gemm in GEMMS]
     if len(set(names)) == 1:
         return Text(names[0], style=FORMATS[names[0]].style)
-    bits = ((str(FORMATS[name].bits), FORMATS[name].style) for name in names)
-    return Text("/").join(Text(*pair) for pair in bits)
+    shown = ((str(FORMATS[name].bits) if by_bits else name, FORMATS[name].style) for name in names)
+    return Text("/").join(Text(*pair) for pair in shown)
 
 
 def print_cost(plan: PrecisionPlan, console: Console) -> None:
@@ -119,7 +124,7 @@ def print_stages(
             f"Against one global constraint, one per stage saves {comparison.time_saved:.2%} of the step's time and "
             f"{comparison.bubble_saved:.4f} of the bubble."
         )
-    unit = "measured" if times.measured else "modelled, FP4 at 2x FP8, 1 is all linears in FP8"
+    unit = "measured" if times.measured else f"modelled, {_modelled(plan)}, 1 is all linears in FP8"
     say(
         console,
         f"{sentence} Times are of the linears, forward and backward ({unit}): a stage's for one micro-batch, a step's "
@@ -130,7 +135,7 @@ def print_stages(
 def stage_table(plan: PrecisionPlan) -> Table:
     """FP4 shares and predicted times of each stage and of all, for one micro-batch, forward and backward."""
     times = pipeline_times(plan)
-    basis = "modelled: FP4 at 2x FP8" if plan.measured is None else f"measured: {plan.measured.machine.device}"
+    basis = f"modelled: {_modelled(plan)}" if plan.measured is None else f"measured: {plan.measured.machine.device}"
     table = new_table(f"Stages ({basis})")
     unit, scale = _time_unit(times)
     columns = {"FP4 share\nof FLOPs": [*plan.stage_fp4_fractions, plan.fp4_fraction]}
@@ -146,6 +151,13 @@ def stage_table(plan: PrecisionPlan) -> Table:
     for name, size, time, *shares in [*rows[: _MOST_ROWS - 1], *rows[-1:]] if len(rows) > _MOST_ROWS else rows:
         table.add_row(name, str(size), *(f"{share:.4f}" for share in shares), f"{scale * time:.4g}")
     return table
+
+
+def _modelled(plan: PrecisionPlan) -> str:
+    """Returns the speeds that the modelled times of a plan assume."""
+    used = {name for formats in plan.assignment.values() for name in formats.values()} - {REFERENCE.name}
+    speeds = [f"{fmt.label} at {fmt.speed:g}x {REFERENCE.label}" for name, fmt in FORMATS.items() if name in used]
+    return ", ".join(speeds) or f"all in {REFERENCE.label}"
 
 
 def bubble_table(times: PipelineTimes, comparison: ConstraintComparison | None) -> Table:

@@ -32,9 +32,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import cases
 import probe_cost
 import torch
+from shared.origin import origin_of
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -144,7 +144,7 @@ def origin(options: argparse.Namespace) -> Row:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = None
-    return {**cases.origin(str(options.device)), "cuda": torch.version.cuda, **versions, "seed": options.seed}
+    return {**origin_of(str(options.device)), "cuda": torch.version.cuda, **versions, "seed": options.seed}
 
 
 def run_part(part: str, options: argparse.Namespace, found: Sequence[Row]) -> Iterator[Row]:

@@ -40,16 +40,16 @@ def test_configs_saved_without_a_speed_up_load_as_they_were() -> None:
         (
             {"target_linear_speedup": 2.0},
             "target_linear_speedup=2.0 needs to know how fast each format runs. Set rates to one of ideal, h100, b200, "
-            "gb300, rtx50, mi355, or time the GEMMs on this machine.",
+            "gb300, rtx50, mi355, or set budget='measured'.",
         ),
         (
             {"rates": "a100"},
             "Unknown table of rates 'a100' for rates; expected one of ideal, h100, b200, gb300, rtx50, mi355.",
         ),
         (
-            {"rates": "ideal", "cost": "measured"},
-            "rates='ideal' and measured times are two sources of speed; expected one of them. Set rates=None, or count "
-            "by FLOPs.",
+            {"rates": "ideal", "budget": "measured"},
+            "rates='ideal' and budget='measured' are two sources of speed; expected one of them. Set rates=None, or "
+            "budget='flops'.",
         ),
         (
             {"target_linear_speedup": 2.5, "rates": "h100"},

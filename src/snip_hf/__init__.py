@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .layers.convert import SnipLinearConfig as SnipLinearConfig
     from .layers.convert import convert_model as convert_model
     from .layers.convert import restore_model as restore_model
+    from .layers.kinds import register_layer_kind as register_layer_kind
     from .layers.linear import SnipLinear as SnipLinear
     from .numerics.formats import FORMATS as formats
     from .numerics.formats import register_format as register_format
@@ -79,6 +80,7 @@ _HOMES = {
     "measure_divergence": ("estimation.ground_truth", "measure_divergence"),
     "quantize": ("numerics.rounding", "quantize"),
     "register_format": ("numerics.formats", "register_format"),
+    "register_layer_kind": ("layers.kinds", "register_layer_kind"),
     "restore_model": ("layers.convert", "restore_model"),
     "run_report": ("reporting.run_report", "run_report"),
 }
@@ -98,6 +100,7 @@ __all__ = [
     "measure_divergence",
     "quantize",
     "register_format",
+    "register_layer_kind",
     "restore_model",
     "run_report",
 ]

@@ -39,8 +39,8 @@ def check_rates(rates: str | None, formats: Sequence[str], measured: bool) -> No
     table = RATES[RATES.checked(rates, "rates")]
     if measured:
         raise ValueError(
-            f"rates={rates!r} and measured times are two sources of speed; expected one of them. Set rates=None, or "
-            "count by FLOPs."
+            f"rates={rates!r} and budget='measured' are two sources of speed; expected one of them. Set rates=None, or "
+            "budget='flops'."
         )
     for name in formats:
         if table.rate(name) is None:
@@ -72,7 +72,7 @@ def check_speedup(speedup: float, rates: str | None, formats: Sequence[str], mea
             return
         raise ValueError(
             f"target_linear_speedup={speedup!r} needs to know how fast each format runs. Set rates to one of "
-            f"{', '.join(RATES)}, or time the GEMMs on this machine."
+            f"{', '.join(RATES)}, or set budget='measured'."
         )
     largest = max(RATES[rates].rate(name) for name in formats)
     if speedup > largest * (1 + 1e-9):

@@ -12,19 +12,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cases
-import estimators
-import fidelity
-import fidelity_report
+import estimate_fidelity
+import estimate_fidelity_report
 import pytest
 import torch
 from rounded import fake_quantize
+from shared import estimators, small_models
 from small import relative_error, text, tiny_llama, tiny_lm, tokens
 from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
-from snip_hf.estimation.probe import run_probe
+from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.layers.convert import convert_model
 from snip_hf.numerics.formats import FORMATS
@@ -115,7 +114,7 @@ def test_hessian_traces_average_to_the_trace_of_each_block(curved: Any, monkeypa
 
 def test_fisher_traces_are_the_mean_squared_gradients_of_single_tokens() -> None:
     model, batch = tiny_lm(), tokens(rows=7, length=1)  # one token per sequence: no token acts on another
-    probe = run_probe(point_of(model, batch).model, Batch.of(batch), {}, 0)
+    probe = run_probe(point_of(model, batch).model, Batch.of(batch), {}, ProbeSettings(probes=0))
     traces = estimators.fisher_traces(probe)
     for name in LAYERS:
         weight, squares = model.get_submodule(name).weight, []
@@ -172,7 +171,7 @@ def written_out(a: list[float], count: int) -> dict[str, float]:
 @pytest.mark.parametrize("count", KEPT)
 def test_first_and_second_order_loss_figures_are_those_of_loops_over_tokens(losses: Any, count: int) -> None:
     _, point, tables = losses
-    samples = run_probe(point.model, point.batch, {}, 0).layers
+    samples = run_probe(point.model, point.batch, {}, ProbeSettings(probes=0)).layers
     assert len(samples) == 7
     for name, sample in samples.items():
         weight, kept = point.weight(name), [row * LENGTH + t for row in KEPT[count] for t in range(LENGTH)]
@@ -206,7 +205,7 @@ def test_samples_beyond_the_micro_batch_are_left_out_and_hessians_take_all_of_it
 
 def test_the_first_order_is_the_slope_of_the_loss_along_the_error() -> None:
     model, batch = tiny_lm(), tokens(rows=4, length=8)
-    probe = run_probe(point_of(model, batch).model, Batch.of(batch), {}, 0)
+    probe = run_probe(point_of(model, batch).model, Batch.of(batch), {}, ProbeSettings(probes=0))
     exact = copy.deepcopy(model).double()
     for name in LAYERS:
         sample, weight = probe.layers[name], model.get_submodule(name).weight.detach()
@@ -230,7 +229,7 @@ def test_drawn_labels_are_the_models_own_and_make_the_true_fisher(losses: Any) -
     ids = point.inputs["input_ids"]
     assert torch.equal(drawn["input_ids"], ids) and torch.equal(drawn["labels"][:, 0], ids[:, 0])
     assert not torch.equal(drawn["labels"], ids)
-    samples = run_probe(point.model, Batch.of(drawn), {}, 0).layers
+    samples = run_probe(point.model, Batch.of(drawn), {}, ProbeSettings(probes=0)).layers
     for name, sample in samples.items():
         for fmt in SnipConfig().formats[::-1]:
             wanted = written_out(along(sample, point.weight(name), fmt), 24)
@@ -279,7 +278,7 @@ def test_the_measured_kl_is_that_of_a_model_whose_linear_sees_rounded_operands()
     [
         (lambda p: torch.optim.AdamW(p, lr=1e-3), 3, 1e-5),
         (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9), 100, 1e-4),
-        (lambda p: cases.Lion(p, lr=1e-4), 1000, 1e-3),
+        (lambda p: small_models.Lion(p, lr=1e-4), 1000, 1e-3),
     ],
 )
 def test_the_running_mean_of_a_gradient_that_stays_is_that_gradient(make: Any, steps: int, rel: float) -> None:
@@ -323,8 +322,8 @@ def test_a_case_is_measured_once_and_reported(
     }
     options |= {"gemms": "layer", "device": "cpu", "text": tmp_path / "text.txt", "output": output}
     arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-    monkeypatch.setattr(sys, "argv", ["fidelity.py", *arguments])
-    fidelity.main()
+    monkeypatch.setattr(sys, "argv", ["estimate_fidelity.py", *arguments])
+    estimate_fidelity.main()
     lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert {line["case"] for line in lines} == {"llama:adamw:1"}
     assert {line["kind"] for line in lines} == {"raw", "weight", "weight-truth", "loss", "loss-truth", "case"}
@@ -345,13 +344,13 @@ def test_a_case_is_measured_once_and_reported(
     assert (last["tokens"], last["draws"], last["held_out"]) == (256, 2, 2)
 
     # A second run finds the case there.
-    fidelity.main()
+    estimate_fidelity.main()
     assert "0 of 1 cases to do" in capsys.readouterr().out
     assert len(output.read_text(encoding="utf-8").splitlines()) == len(lines)
 
     report = tmp_path / "report.md"
-    monkeypatch.setattr(sys, "argv", ["fidelity_report.py", str(output), "--output", str(report)])
-    fidelity_report.main()
+    monkeypatch.setattr(sys, "argv", ["estimate_fidelity_report.py", str(output), "--output", str(report)])
+    estimate_fidelity_report.main()
     assert_reported(report.read_text(encoding="utf-8"), lines)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from fault_runs import CONFIG, SHORT, assert_cost_only_the_first_refresh, children, first_start
-from test_solver import members, wait_until
+from processes import members, wait_until
 from tiny_runs import SCHEDULE, Run, differing, train, weights, without_seconds
 from transformers import TrainerCallback
 

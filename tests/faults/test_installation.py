@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_solver import make_problem
+from small_problem import make_problem
 from tiny_runs import SCHEDULE, train
 
 from snip_hf import SnipConfig
 from snip_hf.layers.state import snip_linears
 from snip_hf.planning.solver import ilp
 from snip_hf.planning.solver import process as solver
-from snip_hf.planning.solver.process import SolverError, SolverProcess, import_paths
+from snip_hf.planning.solver.process import SolverProcess, import_paths
+from snip_hf.planning.solver.solution import SolverError
 
 SHORT = {"max_steps": 4}
 RUN_ILP = f"import runpy; runpy.run_path({ilp.__file__!r}, run_name='__main__')"

@@ -18,7 +18,7 @@ from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import estimate_divergence
 from snip_hf.estimation.ground_truth import measure_assignment, measure_divergence
 from snip_hf.estimation.passes import run_pass
-from snip_hf.estimation.probe import run_probe
+from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
@@ -151,7 +151,8 @@ def test_every_way_to_probe_leaves_an_aliased_model_alone() -> None:
     convert_model(model, SnipConfig())
     state, batch = State(model), text(2, 8)
     layers = snip_linears(model)
-    run_probe(model, Batch.of(batch), {name: torch.ones_like(layer.weight).mul for name, layer in layers.items()}, 2)
+    pullbacks = {name: torch.ones_like(layer.weight).mul for name, layer in layers.items()}
+    run_probe(model, Batch.of(batch), pullbacks, ProbeSettings(probes=2))
     measure_assignment(model, batch, optimizer, [{name: {"forward": "fp4"} for name in layers}], draws=1)
     state.assert_unchanged()
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from own_loop import Loop
 from small import text, tiny_llama
-from test_controller import Loop
 from tiny_runs import FAST, SCHEDULE, arguments, data, differing, history, one_thread, weights
 from torch import nn
 from transformers import Trainer, TrainerCallback

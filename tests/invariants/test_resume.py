@@ -235,7 +235,9 @@ def test_a_checkpoint_trained_without_snip_is_continued_with_it(
         "taken for a checkpoint trained without SNIP, the plan starts anew. If the checkpoint lies elsewhere, name "
         "its folder in SnipCallback(resume=...)."
     )
-    assert [record.message for record in caplog.records if record.name == "snip_hf.integrations.trainer"] == [expected]
+    assert [record.message for record in caplog.records if record.name == "snip_hf.integrations.state_files"] == [
+        expected
+    ]
     start, *refreshes = resumed.history
     assert (start["step"], {fmt for formats in start["plan"].values() for fmt in formats.values()}) == (5, {"fp8"})
     assert [(line["step"], line["applied_step"]) for line in refreshes] == [(6, 8), (10, 12)]

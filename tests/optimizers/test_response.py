@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import cases as reference
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from shared import small_models as reference
 from torch import Tensor, nn, optim
 from torch.optim import SGD, Adam, AdamW
 from transformers.optimization import Adafactor as TransformersAdafactor

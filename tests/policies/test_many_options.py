@@ -270,7 +270,7 @@ def timed(setting: Setting, **seconds: float) -> Setting:
 
 
 def test_measured_savings_are_of_each_gemm_and_below_0_where_a_format_is_slower_than_bf16() -> None:
-    setting = setting_of(plain_flops(1.0, 1.0), formats=THREE, target_linear_speedup=1.2, cost="measured")
+    setting = setting_of(plain_flops(1.0, 1.0), formats=THREE, target_linear_speedup=1.2, budget="measured")
     setting = timed(setting, bf16=4.0, fp8=5.0, fp4=2.0)
     assert setting.option_weights(setting.stages[0]) == {
         layer: {"fp4": 0.25, "fp8": -0.125, "bf16": 0.0} for layer in setting.flops
@@ -282,7 +282,7 @@ def test_measured_savings_are_of_each_gemm_and_below_0_where_a_format_is_slower_
 @pytest.mark.parametrize("policy", ["snip", "random"])
 def test_a_speed_up_that_measured_times_rule_out_is_refused_with_stage_and_largest(policy: str) -> None:
     flops = plain_flops(1.0, 1.0)
-    options: dict[str, Any] = {"policy": policy, "stages": 2, "cost": "measured", "cost_tokens": 64}
+    options: dict[str, Any] = {"policy": policy, "stages": 2, "budget": "measured", "timing_tokens": 64}
     setting = setting_of(flops, formats=("fp4", "bf16"), target_linear_speedup=2.5, **options)
     setting = timed(setting, bf16=4.0, fp8=2.0, fp4=2.0)
     with pytest.raises(ValueError, match=r"^target_linear_speedup=2\.5 is out of reach in stage 0: .* it is 2, the la"):

@@ -25,7 +25,7 @@ THREE = ("fp4", "fp8", "bf16")
         ),
         ({"formats": THREE, "policy": "uniform-fp8"}, []),
         ({"formats": THREE, "policy": "first-last-bf16"}, []),
-        ({"formats": THREE, "plan": "plan.json"}, []),
+        ({"formats": THREE, "fixed_plan": "plan.json"}, []),
     ],
 )
 def test_formats_that_will_not_run_are_named(values: dict[str, Any], beginnings: list[str]) -> None:

@@ -158,7 +158,7 @@ def read_times(path: str | os.PathLike[str]) -> Times:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{printable(path, 1000)} is not a usable file of GEMM times: {error} Remove it, or name another as "
-            "cost_file; what is missing is timed anew."
+            "timing_file; what is missing is timed anew."
         ) from error
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +27,21 @@ _BY_SEQUENCE = {
 _NO_LABEL = -100
 
 
+class BatchCounts(NamedTuple):
+    """How many tokens a batch has, and how many of them have a label (`Batch.labelled`)."""
+
+    tokens: int
+    labelled: int
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch as the model's forward takes it, and the generators' state with which it was first run."""
 
     kwargs: Mapping[str, Any]
     random_state: RandomState
+    cut_from: BatchCounts | None = None
+    """Counts of the micro-batch that this is a part of (`part`); None: it is a whole one."""
 
     @classmethod
     def of(cls, kwargs: Mapping[str, Any]) -> Batch:
@@ -77,7 +86,16 @@ class Batch:
             else value
             for name, value in self.kwargs.items()
         }
-        return Batch(cut, self.random_state)
+        return replace(self, kwargs=cut, cut_from=self.micro_batch)
+
+    @property
+    def counts(self) -> BatchCounts:
+        return BatchCounts(self.tokens, self.labelled)
+
+    @property
+    def micro_batch(self) -> BatchCounts:
+        """Counts of the micro-batch that this is, or is a part of."""
+        return self.cut_from or self.counts
 
     @property
     def tokens(self) -> int:

@@ -32,7 +32,7 @@ def unscaled(
     Args:
         gradient_scale: norm of the gradients that the optimizer uses / norm of those of the backward pass.
         samples: layer -> sample, of the layers that this rank owns.
-        gradients: layer -> the optimizer's gradient, (O, I).
+        gradients: layer -> the optimizer's gradient, laid out as the weight.
         trained: layers with a gradient, the same on all ranks that share them.
         data: those ranks.
         attempt: gets a ValueError if the gradients are those of a multiple of the loss, by a factor that no batch

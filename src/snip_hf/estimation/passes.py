@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layers.kinds import known_weight
 from ..layers.state import plain_name, snip_linears
 from ..numerics.random_state import RandomState
 from ..parallel.sharding import whole, without_sharding_hooks
@@ -91,11 +92,10 @@ def _stand_in(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def frozen_in_a_pass(model: nn.Module) -> set[int]:
-    """Returns the ids of the parameters that get no gradient in `run_pass`: weights of linears."""
-    # Not `module.weight`: what parametrizes a weight may write to its buffers when it is asked for.
-    linears = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Linear)}
+    """Returns the ids of the parameters that get no gradient in `run_pass`: weights of layers of known kinds."""
+    known = {id(known_weight(module)) for module in model.modules()}
     # An embedding that is tied to the output head is an embedding: it may be all that precedes the first layer.
-    return linears - {
+    return known - {
         id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Embedding)
     }
 

@@ -173,7 +173,8 @@ def responses(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, 
 
     Args:
         optimizer: as in `check_optimizer`, in the state before its next step; None means plain SGD, lr 1.
-        parameters: the weights asked about, by name, (O, I); optimizers with an elementwise rule take any shape.
+        parameters: the weights asked about, by name, as the model stores them; optimizers with an elementwise rule take
+            any shape, the others matrices.
 
     Raises:
         TypeError: an optimizer whose update this module cannot differentiate.

@@ -1,7 +1,8 @@
 """The cost of a pipeline's stages, and what one constraint per stage saves against one global constraint.
 
-Everything here is a prediction from the linears' GEMMs alone. With measured times (`cost="measured"`) it is in seconds
-on the machine of the plan; otherwise on a modelled one, whose FP4 runs at twice FP8's rate (`NumberFormat.speed`).
+Everything here is a prediction from the linears' GEMMs alone. With measured times (`budget="measured"`) it is in
+seconds on the machine of the plan; otherwise on a modelled one, whose FP4 runs at twice FP8's rate
+(`NumberFormat.speed`).
 """
 
 from __future__ import annotations
@@ -198,8 +199,8 @@ def _config_of(plan: PrecisionPlan) -> SnipConfig:
         raise ValueError("the plan does not say under which config it was made.")
     config = SnipConfig.from_dict(plan.provenance.config)
     if not needs_probe(config):
-        how = f"policy {config.policy!r} decides" if config.plan is None else "a plan file was held"
+        how = f"policy {config.policy!r} decides" if config.fixed_plan is None else "a plan file was held"
         raise ValueError(f"{how} without divergences.")
-    if config.cost == "measured" and plan.measured is None:
+    if config.budget == "measured" and plan.measured is None:
         raise ValueError("the times that the plan was decided by are not known (nothing was timed yet, or it is lost).")
     return config

@@ -19,7 +19,7 @@ Kept = Callable[[int], tuple[int, int]]
 
 def _refuse_without_bf16(config: SnipConfig) -> None:
     high = UNQUANTIZED.name
-    if config.plan is None and (high not in config.formats or config.least_precise == high):
+    if config.fixed_plan is None and (high not in config.formats or config.least_precise == high):
         raise ValueError(
             f"policy={config.policy!r} keeps some blocks in {high!r} and runs the others in a quantized format, but "
             f"formats={config.formats!r}. Set e.g. formats=('fp4', {high!r}), or take a rule that meets a target."

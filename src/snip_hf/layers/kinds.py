@@ -1,0 +1,64 @@
+"""The kinds of layers that can be swapped: which modules they are, and what takes their place.
+
+Kinds are entries of the registry `LAYER_KINDS`. Selection, conversion, estimate and training know none of them by name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import nn
+
+from ..registry import Registry
+from .layer import SnipLayer
+
+
+class LayerKind(ABC):
+    """Modules of one kind. One object per kind, without state of its own."""
+
+    name: ClassVar[str]
+    layer: ClassVar[type[SnipLayer]]
+    """The class that a swapped module has. It derives from `SnipLayer` and from the class that is swapped."""
+    accepts: ClassVar[str]
+    """What it swaps, for error messages."""
+
+    @abstractmethod
+    def knows(self, module: nn.Module) -> bool:
+        """Returns True for a module of this kind, also one that it refuses and one that is swapped."""
+
+    def refuses(self, module: nn.Module) -> str | None:
+        """Returns why a module that it knows, not swapped yet, cannot be swapped; None if it can."""
+        return None
+
+    def parameter(self, module: nn.Module) -> nn.Parameter | None:
+        """Returns the weight that a plan decides on, as the module stores it, swapped or not."""
+        # Not `module.weight`: what parametrizes a weight may write to its buffers when it is asked for.
+        return module._parameters.get("weight")
+
+    def swap(self, module: nn.Module) -> SnipLayer:
+        """Changes a module's class in place. Parameters, ties, hooks and state_dict keys stay what they were."""
+        original_class = type(module)
+        module.__class__ = self.layer
+        assert isinstance(module, SnipLayer)
+        module.snip_original_class = original_class
+        return module
+
+
+LAYER_KINDS: Registry[LayerKind] = Registry("layer kind", "snip_hf.layers")
+
+
+def register_layer_kind(kind: LayerKind) -> LayerKind:
+    """Adds a kind of layers, which is swapped from now on. Returns it."""
+    return LAYER_KINDS.register(kind)
+
+
+def kind_of(module: nn.Module) -> LayerKind | None:
+    """Returns the kind of a module, swapped or not; None if no kind knows it."""
+    return next((kind for kind in LAYER_KINDS.values() if kind.knows(module)), None)
+
+
+def known_weight(module: nn.Module) -> nn.Parameter | None:
+    """Returns the weight of a module that a kind knows; None of any other."""
+    kind = kind_of(module)
+    return None if kind is None else kind.parameter(module)

@@ -117,12 +117,11 @@ class SnipConfig(_Renamed):
     `target_linear_speedup` is given."""
     target_linear_speedup: float | None = None
     """Least speed-up of the linears' GEMMs over BF16, in every stage, in place of `target_fp4_fraction` (ours).
-    It is their time in BF16 divided by their time under the plan: FLOPs by `rates`, or measured times with
-    `budget="measured"`."""
+    It is their time in BF16 divided by that under the plan: FLOPs by `rates`, or measured with `budget="measured"`."""
     rates: str | None = None
-    """Table of how fast each format runs: "h100", "b200", "gb300", "rtx50", "mi355" (datasheets), "ideal" (half of the
-    bits, twice the rate), or your own (`costs.rates`). Without `target_linear_speedup`, reports say what speed-up a
-    plan has by these rates. None: no table."""
+    """Table of how fast each format runs: "h100", "b200", "gb300", "rtx50", "mi355", "ideal", or your own.
+    Those of hardware are datasheets' peaks; "ideal" is twice the rate for half of the bits (`costs.rates`). Without
+    `target_linear_speedup` it only tells reports what speed-up a plan has."""
     formats: tuple[str, ...] = ("fp4", "fp8")
     """Formats that the plan chooses from for each GEMM, the least precise first (`snip_hf.formats`)."""
     granularity: Granularity = "layer"
@@ -251,11 +250,6 @@ class SnipConfig(_Renamed):
         check_stages(self.stages)
 
     def _check_ranges(self) -> None:
-        if self.target_fp4_fraction is not None and not 0 <= self.target_fp4_fraction <= 1:
-            raise ValueError(
-                f"target_fp4_fraction={self.target_fp4_fraction!r} is outside 0..1; it is the share of the linear "
-                "FLOPs that run in FP4, e.g. 0.75."
-            )
         if self.refresh_every is not None and self.apply_delay > self.refresh_every:
             raise ValueError(
                 f"apply_delay={self.apply_delay} is larger than refresh_every={self.refresh_every}; a plan must be "
@@ -299,8 +293,7 @@ class SnipConfig(_Renamed):
 
     def _check_share(self) -> None:
         policy = POLICIES[self.policy]
-        measured = self.budget == "measured"
-        check_rates(self.rates, self.formats, measured)
+        check_rates(self.rates, self.formats, self.budget == "measured")
         if self.fixed_plan is not None or not policy.aims_at_share:
             return
         if not FORMATS[self.least_precise].is_quantized:
@@ -310,7 +303,7 @@ class SnipConfig(_Renamed):
             )
         if self.target_linear_speedup is not None:
             chosen = self.formats if policy.needs_probe else (self.least_precise, self.most_precise)
-            check_speedup(self.target_linear_speedup, self.rates, chosen, measured)
+            check_speedup(self.target_linear_speedup, self.rates, chosen, self.budget == "measured")
         elif self.target_fp4_fraction and not FORMATS[self.least_precise].counts_as_fp4:
             raise ValueError(
                 f"target_fp4_fraction={self.target_fp4_fraction!r} cannot be met in the formats {self.formats!r}; "

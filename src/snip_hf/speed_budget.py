@@ -18,8 +18,13 @@ def fp4_fraction_of(fraction: float | None, speedup: float | None) -> float | No
     """Returns the share of FP4 that a config asks for: None where it asks for a speed-up.
 
     Raises:
-        ValueError: it asks for both.
+        ValueError: it asks for both, or for a share outside 0..1.
     """
+    if fraction is not None and not 0 <= fraction <= 1:
+        raise ValueError(
+            f"target_fp4_fraction={fraction!r} is outside 0..1; it is the share of the linear FLOPs that run in FP4, "
+            "e.g. 0.75."
+        )
     if fraction is not None and speedup is not None:
         raise ValueError(
             f"target_fp4_fraction={fraction!r} and target_linear_speedup={speedup!r} are two budgets; expected one of "

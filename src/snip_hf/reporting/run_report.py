@@ -61,7 +61,7 @@ def _print_run(run: Run, console: Console, micro_batches: int | None = None) -> 
     speedup = plan.linear_speedup()
     if speedup is not None:
         source = "measured" if plan.measured is not None else f"{_shown(config.get('rates'))} rates"
-        time += f"; linears at {speedup:.4f} times BF16's speed ({source})"
+        time += f". The linears run at {speedup:.4f} times BF16's speed ({source})"
     say(
         console,
         f"{policy[0].upper()}{policy[1:]}, granularity {_shown(config.get('granularity'))}, {target}, "

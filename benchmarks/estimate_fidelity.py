@@ -29,9 +29,10 @@ import torch
 import torch.multiprocessing as mp
 from shared import small_models, texts
 from shared.agreement import Record, WeightTruth, loss_records, raw_record, weight_records
-from shared.estimators import Point, loss_estimates, measured_kl, weight_estimates
 from shared.json_lines import drop_unfinished_line, read_lines
+from shared.loss_estimators import loss_estimates, measured_kl
 from shared.origin import origin_of
+from shared.weight_estimators import Point, weight_estimates
 from torch import nn
 
 from snip_hf import SnipConfig

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from shared.agreement import Record
-from shared.estimators import LOSS_BASELINES, WEIGHT_BASELINES
 from shared.json_lines import read_lines
+from shared.loss_estimators import LOSS_BASELINES
+from shared.weight_estimators import WEIGHT_BASELINES
 
 MEDIAN_ERROR, ERROR_90, SPEARMAN = 0.05, 0.20, 0.90
 # Below this coefficient of variation of the truth no rank correlation is asked for.

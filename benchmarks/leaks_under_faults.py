@@ -3,7 +3,7 @@
     python benchmarks/leaks_under_faults.py --output benchmarks/results/leaks_under_faults.jsonl
     python benchmarks/leaks_under_faults.py --processes 2 --output benchmarks/results/leaks_under_faults.jsonl
 
-A tiny Llama is trained by a plain loop with a refresh every 20 steps, each with a fault of `soak_faults` drawn by a
+A tiny Llama is trained by a plain loop with a refresh every 20 steps, each with a fault of `injected_faults` drawn by a
 seeded generator. Midway between refreshes, with nothing under way, memory, file descriptors, threads, processes and
 files are counted; after a warm-up (a quarter of the run) they must be flat. Two more runs follow:
 
@@ -13,40 +13,33 @@ files are counted; after a warm-up (a quarter of the run) they must be flat. Two
 
 Losses, gradient norms and final weights of both must be those of the run with faults, to the bit. Steps whose gradients
 are not finite are skipped, as careful loops do; the micro-batch that makes them so is in all three runs. Exit code 1 if
-anything is not flat, not equal, or did not cost what `soak_faults` says.
+anything is not flat, not equal, or did not cost what `injected_faults` says.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import hashlib
 import json
 import logging
 import math
-import os
 import random
-import secrets
 import subprocess
 import sys
 import tempfile
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from injected_faults import ABANDONED, FAULTS, RESUMED, Place, draws
-from scipy.stats import theilslopes
+from process_resources import RESOURCES, counted, judged, own_traces, rank
 from shared.origin import origin_of
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -56,25 +49,6 @@ from snip_hf import SnipConfig, SnipController
 from snip_hf.layers.state import snip_linears
 
 ROWS, LENGTH = 2, 64
-WARM_UP = 0.25
-MARK = "SNIP_SOAK"
-"""Variable in the environment of all that a trainer starts."""
-RESOURCES: dict[str, float | None] = {
-    # What the C library has given out, the precise figure of the two. RSS also grows while its pools fill up and come
-    # apart: a plain DDP loop of this model, without snip-hf, adds 1 to 1.5 MiB in its first 1,000 steps.
-    "memory (malloc), KiB": 256.0,
-    "memory (RSS), KiB": 2048.0,
-    "CUDA memory, KiB": 1024.0,
-    "Python objects": 100.0,
-    "file descriptors": 0.0,
-    "threads": 0.0,
-    "processes started": 0.0,
-    "files in snip/": 0.0,
-    "files in the temporary folder": 0.0,
-    "divergence tables": None,
-    "history, KiB": None,
-}
-"""Name -> what may be added per 1,000 steps; None: it grows by design, one table and one line per refresh."""
 
 
 def main() -> int:
@@ -112,10 +86,6 @@ def main() -> int:
             stream.writelines(json.dumps(row) + "\n" for row in rows)
     print("\n".join(map(report, rows)))
     return 0 if all(row["passed"] for row in rows) else 1
-
-
-def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
 
 
 def work(options: argparse.Namespace) -> dict[str, Any]:
@@ -312,94 +282,6 @@ def replayed(options: argparse.Namespace, faulty: Run) -> Run:
         with of_data(trainer, options, faulty, step):
             trainer.step(step)
     return trainer.end()
-
-
-@contextmanager
-def own_traces(temporary: Path) -> Iterator[str]:
-    """Gives this process a temporary folder of its own, and all that it starts a mark, which it yields."""
-    temporary.mkdir()
-    mark = secrets.token_hex(8)
-    with mock.patch.object(tempfile, "tempdir", str(temporary)), mock.patch.dict(os.environ, {MARK: mark}):
-        yield mark
-
-
-def counted(folder: Path, mark: str, device: str) -> dict[str, int]:
-    """Returns how much of each resource this process holds now, without what only waits to be collected."""
-    gc.collect()
-    own = psutil.Process()
-    started = {child.pid for child in own.children(recursive=True)} | set(marked(mark))
-    files = [path.name for path in (folder / "faulty" / "snip").glob("*")] if rank() == 0 else []
-    tables = sum(name.startswith("divergence-") for name in files)
-    history = folder / "faulty" / "snip" / "history.jsonl"
-    counts = {
-        "memory (RSS), KiB": own.memory_info().rss // 1024,
-        "Python objects": len(gc.get_objects()),
-        "file descriptors": own.num_fds(),
-        "threads": own.num_threads(),
-        "processes started": len(started),
-        "files in snip/": len(files) - tables,
-        "files in the temporary folder": len(list((folder / "tmp").iterdir())),
-        "divergence tables": tables,
-        "history, KiB": history.stat().st_size // 1024 if history.exists() else 0,
-    }
-    allocated = in_malloc()
-    if allocated is not None:
-        counts["memory (malloc), KiB"] = allocated
-    if device == "cuda":
-        counts["CUDA memory, KiB"] = torch.cuda.memory_allocated() // 1024
-    return counts
-
-
-class _MallInfo(ctypes.Structure):
-    """struct mallinfo2 of glibc; "e" is hblkhd, which is mapped by itself, "uordblks" what is in use of the pools."""
-
-    _fields_ = tuple((name, ctypes.c_size_t) for name in (*"abcdefg", "uordblks", "fordblks", "keepcost"))
-
-
-def in_malloc() -> int | None:
-    """Returns the KiB in use of all that was allocated by malloc, in all its pools; None without glibc 2.33."""
-    try:
-        mallinfo = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError):
-        return None
-    mallinfo.restype = _MallInfo
-    found = mallinfo()
-    return int(found.uordblks + found.e) // 1024
-
-
-def marked(mark: str) -> Iterator[int]:
-    """Yields the ids of all processes that this one started, also of those that lost their parent since."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get(MARK) == mark:
-                yield process.pid
-
-
-def judged(steps: Sequence[int], values: Sequence[int], allowed: float | None) -> dict[str, Any]:
-    """Returns how a resource grew after the warm-up, by Theil and Sen's line, and whether that is flat.
-
-    What is counted one by one, of which nothing may be added, must also not be more in the last third than it was in
-    the first: a line may miss what happens rarely.
-    """
-    first = int(WARM_UP * len(steps))
-    at, counts = np.array(steps[first:]), np.array(values[first:])
-    slope, _, low, high = (1e3 * float(figure) for figure in theilslopes(counts, at))
-    third = max(1, len(at) // 3)
-    added = int(counts[-third:].max() - counts[:third].max())
-    is_flat = None
-    if allowed is not None:
-        # Over fewer than 1,000 steps a slope is mostly noise: as much may be added there as over 1,000.
-        is_flat = slope * min(1.0, float(at[-1] - at[0]) / 1e3) <= allowed and (allowed > 0 or added <= 0)
-    return {
-        "after_warm_up": int(counts[0]),
-        "at_end": int(counts[-1]),
-        "per_1000_steps": slope,
-        "between_95": [low, high],
-        "allowed_per_1000_steps": allowed,
-        "flat": is_flat,
-        "steps": list(steps),
-        "values": list(values),
-    }
 
 
 def fault_table(run: Run) -> dict[str, dict[str, int]]:

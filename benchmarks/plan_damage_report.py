@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from plan_damage import PLAN_KINDS, available, costs
+from plan_damage_arms import PLAN_KINDS, available, costs
 from scipy.stats import rankdata
 from shared.json_lines import read_lines
 
@@ -59,6 +59,7 @@ class Case:
     arms: dict[str, dict[str, Any]]
     lines: dict[tuple[str, int, int], dict[str, Any]]
     """(arm, repeat, K) -> line; an arm that another one stands for has the other one's."""
+    origin: str = ""
 
     @classmethod
     def load(cls, path: Path) -> Case:
@@ -71,7 +72,9 @@ class Case:
                     lines[arm["name"], repeat, k] = line
         options = document["options"]
         name = ", ".join(f"{key} {options[key]}" for key in ("family", "optimizer", "hidden", "blocks", "rows", "step"))
-        return cls(name, document["table"], arms, lines)
+        source = document["origin"]
+        origin = f"Commit {source['commit']}, {source['machine']}, torch {source['torch']}, seed {options['seed']}:"
+        return cls(name, document["table"], arms, lines, f"{origin}\n\n    {source['command']}")
 
     @property
     def repeats(self) -> list[int]:
@@ -368,7 +371,7 @@ def report(case: Case, k: int, details: bool) -> str:
         ),
         ("Additivity: R^2; median of joint damage / sum", [additivity(case)]),
     ]
-    text = f"## {case.name}, {len(case.repeats)} repeats\n"
+    text = f"## {case.name}, {len(case.repeats)} repeats\n\n{case.origin}\n"
     for title, tables in parts:
         if any(tables):
             text += f"\n### {title}\n\n" + "\n".join(table for table in tables if table)

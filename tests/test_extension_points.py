@@ -1,12 +1,11 @@
 """What can be added in one place each: a number format, a backend, a layer kind, a policy, a tracker of events.
 
-Each is added here, in a test of its own and below 40 lines, and takes part in a small training. The last tests count
-where the source names what is built in.
+Each is added here, in a test of its own and below 40 lines, and takes part in a small training.
+`test_names_in_one_place.py` looks for the names of what is built in.
 """
 
 from __future__ import annotations
 
-import ast
 import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -19,14 +18,15 @@ from small import tiny_llama, trained_tiny_lm
 from small import tokens as small_batch
 from tiny_runs import SCHEDULE, STEPS, Run, differing, history, train, weights, without_seconds
 from torch import Tensor, nn
+from torchao.quantization import quantize_
 from transformers import LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-import snip_hf
 from snip_hf import (
     SnipCallback,
     SnipConfig,
     SnipController,
+    SnipLinearConfig,
     convert_model,
     estimate_divergence,
     formats,
@@ -372,6 +372,73 @@ def test_a_new_layer_kind_is_probed_planned_trained_saved_and_restored(tmp_path:
     assert {type(run.model.get_submodule(name)) for name in MLP} == {Conv1D}
 
 
+def optimizer_after_two_steps(kind: type[torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+    trained = [parameter for name, parameter in model.named_parameters() if ".mlp." in name and parameter.dim() == 2]
+    optimizer = kind(trained, lr=1e-2)
+    for seed in (3, 4):
+        model(**small_batch(2, 16, 128, seed=seed)).loss.backward()
+        optimizer.step()
+        model.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        (torch.optim.AdamW, "snip"),
+        (torch.optim.SGD, "snip"),
+        (torch.optim.Adagrad, "snip"),
+        (torch.optim.Adafactor, "snip"),
+        (torch.optim.AdamW, "hessian-trace"),
+    ],
+)
+def test_divergences_do_not_depend_on_how_a_kind_stores_its_weight(
+    kind: type[torch.optim.Optimizer], policy: str
+) -> None:
+    register_layer_kind(Conv1DKind())
+    found = []
+    for layer in (Conv1D, nn.Linear):
+        model = llama_of(layer)
+        optimizer = optimizer_after_two_steps(kind, model)
+        config = SnipConfig(policy=policy, probe_tokens=None, probe_batch_tokens=None, loss_estimator="taylor")
+        found.append(estimate_divergence(model, small_batch(2, 16, 128), optimizer, config).rows)
+    assert len(found[0]) == 14 * 4 * 2
+    for one, other in zip(*found, strict=True):
+        assert one.loss_divergence == pytest.approx(other.loss_divergence, rel=1e-4, abs=1e-9), one
+        assert (one.absolute_error, one.relative_error) == pytest.approx((other.absolute_error, other.relative_error))
+        # Differences of passes multiply FP32's rounding by 1000.
+        size = other.weight_divergence
+        assert one.weight_divergence == pytest.approx(size, rel=1e-3), one
+        assert one.weight_bias**2 == pytest.approx(other.weight_bias**2, abs=2e-3 * size**2), one
+        assert one.criterion == (None if other.criterion is None else pytest.approx(other.criterion, rel=1e-2)), one
+
+
+def test_a_matrix_wise_optimizer_is_asked_for_its_update_of_the_weight_as_the_model_stores_it() -> None:
+    """Muon's steps are longer by the root of a parameter's rows / columns where it has more rows."""
+    register_layer_kind(Conv1DKind())
+    found = []
+    for kind in (Conv1D, nn.Linear):
+        model = llama_of(kind)
+        optimizer = torch.optim.Muon([model.get_submodule(name).weight for name in MLP])
+        config = SnipConfig(probe_tokens=None, probe_batch_tokens=None)
+        rows = estimate_divergence(model, small_batch(2, 16, 128), optimizer, config).rows
+        found.append([row for row in rows if row.gemm == "grad_weight" and row.layer in MLP])
+    assert len(found[0]) == 2 * len(MLP)
+    for conv, linear in zip(*found, strict=True):
+        longer, shorter = (linear, conv) if "down_proj" not in conv.layer else (conv, linear)
+        assert longer.weight_divergence == pytest.approx((80 / 32) ** 0.5 * shorter.weight_divergence, rel=1e-3)
+
+
+def test_a_module_that_no_kind_takes_is_refused_with_what_the_kinds_take() -> None:
+    register_layer_kind(Conv1DKind())
+    with pytest.raises(TypeError) as error:
+        quantize_(nn.Sequential(nn.LayerNorm(8)), SnipLinearConfig(), filter_fn=lambda _, name: name == "0")
+    assert str(error.value) == (
+        "Cannot quantize a LayerNorm; expected nn.Linear itself or FalconLinear; or transformers' Conv1D. Let the "
+        "filter pass only such modules."
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------- policies
 
 
@@ -409,62 +476,6 @@ def test_a_policy_has_either_prices_or_an_assignment() -> None:
     for both in ({}, {"cost": lambda config, table: None, "assign": lambda setting: {}}):
         with pytest.raises(ValueError, match="Policy 'x' has both or neither of cost and assign"):
             register_policy(Policy(name="x", **both))
-
-
-# ------------------------------------------------------------------------------------------------------------ one place
-
-
-SOURCE = Path(snip_hf.__file__).parent
-# Words that are names of something else there.
-OTHER_MEANINGS = {
-    "training/checks/launch.py": {"fp8"},  # Accelerate's mixed_precision
-    "optimizers/deepspeed_zero.py": {"bf16"},  # DeepSpeed's
-    "planning/solver/ilp.py": {"greedy"},  # a solver
-    "planning/solver/process.py": {"greedy"},
-    "records/run_folder.py": {"snip"},  # a folder
-}
-
-
-def places(names: set[str]) -> dict[str, set[str]]:
-    """File of the source -> those of the names that are a whole string literal in it."""
-    found: dict[str, set[str]] = {}
-    for path in sorted(SOURCE.rglob("*.py")):
-        file = path.relative_to(SOURCE).as_posix()
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        literals = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        if here := (literals & names) - OTHER_MEANINGS.get(file, set()):
-            found[file] = here
-    return found
-
-
-def test_formats_are_named_by_their_file_kernels_policies_and_presets_alone() -> None:
-    allowed = ("numerics/formats.py", "kernels/", "policies/", "config.py", "costs/rates.py")
-    assert [file for file in places(set(FORMATS)) if not file.startswith(allowed)] == []
-    assert "numerics/formats.py" in places(set(FORMATS))
-
-
-def test_backends_are_named_in_kernels_alone() -> None:
-    found = places(set(BACKENDS))
-    assert found.pop("config.py") == {"hopper"}  # a preset
-    assert [file for file in found if not file.startswith("kernels/")] == []
-    assert set().union(*found.values()) == {"hopper", "emulated"}
-
-
-def test_policies_are_named_in_policies_and_as_defaults_alone() -> None:
-    found = places({name for name in POLICIES if name not in FORMATS})
-    assert [file for file in found if not file.startswith(("policies/", "config.py"))] == []
-    # The default; "greedy" is a solver there.
-    assert found["config.py"] == {"snip", "greedy"}
-    named = set().union(*found.values())
-    assert {"snip", "random", "fisher", "kl", "hessian-trace", "backward-first"} <= named
-
-
-def test_what_is_exempt_is_there() -> None:
-    for file, names in OTHER_MEANINGS.items():
-        literals = {
-            node.value for node in ast.walk(ast.parse((SOURCE / file).read_text())) if isinstance(node, ast.Constant)
-        }
-        assert names <= literals, file
 
 
 # --------------------------------------------------------------------------------------------------- trackers of events

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from snip_hf.config import SnipConfig
 
-from .estimators import LOSS_BASELINES, WEIGHT_BASELINES
+from .loss_estimators import LOSS_BASELINES
+from .weight_estimators import WEIGHT_BASELINES
 
 Array = npt.NDArray[np.float64]
 Record = dict[str, Any]

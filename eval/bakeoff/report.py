@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 import os
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +39,8 @@ _SECTIONS: dict[str, tuple[str, Callable[[Iterable[Row]], str]]] = {
 }
 # The tables that come from the runs of these experiments together.
 _MAIN = ("shares", "sizes")
+_MARKS = re.compile(r" (?=[-+*>=#|]|\d+[.)] )")
+_AT_SPACES: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 # How many ids of missing runs are written out.
 _MOST_IDS = 3
 # How many differences within noise are written out.
@@ -75,6 +79,7 @@ def write_report(
     members = {name: [paired[key] for key in ids if key in paired] for name, ids in experiments.items()}
     runs = runs_table(members, experiments, len(found.keys() - inside.keys()))
     sections = {"runs": ("Runs", runs), **_sections(members)}
+    sections = {name: (title, wrapped(body)) for name, (title, body) in sections.items()}
     marked = {Path(path): _marked_names(Path(path), prefix, sections) for path in docs or ()}
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
@@ -323,6 +328,18 @@ def origin_table(lines: Iterable[Row]) -> str:
         for line in lines
     )
     return markdown(["runs", *fields, "command"], [[str(count), *key] for key, count in found.items()])
+
+
+def wrapped(text: str) -> str:
+    """Breaks lines of Markdown above 120 characters, tables aside; no new line begins with what Markdown would read."""
+    lines = []
+    for line in text.split("\n"):
+        indent = "  " * line.startswith("- ")
+        # Glued to the word before: signs and numbers that would begin a list, a quotation or a heading.
+        glued = _MARKS.sub("\0", line)
+        folds = [glued] if line.startswith("|") else textwrap.wrap(glued, 120, subsequent_indent=indent, **_AT_SPACES)
+        lines += [fold.replace("\0", " ") for fold in folds or [""]]
+    return "\n".join(lines)
 
 
 def replace_between(path: str | os.PathLike[str], marker: str, text: str) -> None:

@@ -34,6 +34,8 @@ read and applied again. `run_report` shows what a run did.
 Number formats are data too. `formats` maps their names to entries, `register_format` adds one of your own, and
 `quantize` rounds a tensor as a GEMM in a format sees it. `SnipConfig.formats` names what a run chooses from.
 
+Layers are `nn.Linear` at first; `register_layer_kind` adds other modules that multiply with a weight.
+
 Each folder of the package is one step of this story; its modules say more. Names are loaded when they are first asked
 for, so that `import snip_hf` is quick.
 """

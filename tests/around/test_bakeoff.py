@@ -326,6 +326,7 @@ def command(folder: Path, path: Path, *more: str) -> int:
     )
 
 
+@pytest.mark.slow
 def test_an_interrupted_bake_off_goes_on_with_what_is_missing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -364,6 +365,7 @@ def test_a_run_that_fails_is_reported_and_the_others_are_trained(
     assert [line["label"] for line in read_lines(tmp_path / "runs.jsonl")] == ["bf16"]
 
 
+@pytest.mark.slow
 def test_no_run_is_started_after_the_time_given(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": "bf16", "seed": [0, 1]}]})
     assert command(tmp_path, grid, "--minutes", "0") == 0
@@ -404,6 +406,7 @@ def test_benchmarks_that_cannot_run_are_refused_before_anything_is_trained(
     assert not (tmp_path / "runs.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": "bf16", "seed": list(range(50))}]})
     output = tmp_path / "runs.jsonl"

@@ -777,6 +777,16 @@ def test_missing_or_misplaced_markers_are_refused_by_name(tmp_path: Path, conten
     assert path.read_text(encoding="utf-8") == content
 
 
+def test_lines_of_reports_are_broken_at_120_characters_and_tables_are_not() -> None:
+    row = "| " + "x" * 150 + " |"
+    item = "- " + "word " * 30 + "end"
+    text = report.wrapped(f"{row}\n\n{item}\n" + "a " * 59 + "b - c >= d")
+    assert text.split("\n") == [
+        row, "", "- " + "word " * 22 + "word", "  " + "word " * 7 + "end", "a " * 58 + "a", "b - c >= d",
+    ]  # fmt: skip
+
+
+
 def test_report_fills_the_markers_of_documents(tmp_path: Path) -> None:
     lines, experiments = grid()
     page = tmp_path / "README.md"

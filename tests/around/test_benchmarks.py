@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import plan_damage
+import plan_damage_arms
 import plan_damage_report
 import probe_aging
 import probe_cost
@@ -162,15 +163,15 @@ def table(layers: int = 5) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("objective", plan_damage.OBJECTIVES)
+@pytest.mark.parametrize("objective", plan_damage_arms.OBJECTIVES)
 def test_an_objective_costs_the_sum_of_its_weights_with_everything_in_fp4(objective: str) -> None:
     rows = table()
     for row in rows:
         row |= {"loss_divergence": abs(row["loss_divergence"])}
-    costs = plan_damage.costs(rows, objective)
+    costs = plan_damage_arms.costs(rows, objective)
     assert len(costs) == len(rows)
     all_in_fp4 = sum(cost for (_, gemm, fmt), cost in costs.items() if (gemm, fmt) == (LAYER, "fp4"))
-    assert all_in_fp4 == pytest.approx(sum(plan_damage.OBJECTIVES[objective].values()))
+    assert all_in_fp4 == pytest.approx(sum(plan_damage_arms.OBJECTIVES[objective].values()))
 
 
 def test_costs_are_in_units_of_the_sizes_of_the_layers_in_fp4() -> None:
@@ -179,7 +180,7 @@ def test_costs_are_in_units_of_the_sizes_of_the_layers_in_fp4() -> None:
     assert min(row["loss_divergence"] for row in whole) < 0
     loss = sum(abs(row["loss_divergence"]) for row in whole)
     weight = sum(row["weight_divergence"] ** 2 for row in whole)
-    costs = plan_damage.costs(rows, "loss+weight^2")
+    costs = plan_damage_arms.costs(rows, "loss+weight^2")
     for row in rows:
         wanted = row["loss_divergence"] / loss + row["weight_divergence"] ** 2 / weight
         assert costs[row["layer"], row["gemm"], row["format"]] == pytest.approx(wanted)
@@ -188,19 +189,19 @@ def test_costs_are_in_units_of_the_sizes_of_the_layers_in_fp4() -> None:
 def test_a_part_that_repeats_grows_with_the_steps_and_a_random_one_with_their_root() -> None:
     drawn_anew, repeated = ({"weight_divergence": 2.0, "weight_bias": bias} for bias in (0.0, 2.0))
     for steps in (10, 100, 1000):
-        figure = plan_damage.TERMS[f"horizon-{steps}"]
+        figure = plan_damage_arms.TERMS[f"horizon-{steps}"]
         assert figure(drawn_anew) == pytest.approx(2 * steps**0.5)
         assert figure(repeated) == pytest.approx(2 * steps)
-        assert plan_damage.TERMS[f"horizon-{steps}^2"](repeated) == pytest.approx((2 * steps) ** 2)
+        assert plan_damage_arms.TERMS[f"horizon-{steps}^2"](repeated) == pytest.approx((2 * steps) ** 2)
 
 
 def test_objectives_whose_columns_are_missing_are_not_available() -> None:
     rows = table()
-    assert set(plan_damage.available(rows)) == set(plan_damage.OBJECTIVES)
+    assert set(plan_damage_arms.available(rows)) == set(plan_damage_arms.OBJECTIVES)
     measured = [{**row, "weight_bias": None} for row in rows]
     for row in measured:
         del row["loss_taylor"]
-    left = plan_damage.available(measured)
+    left = plan_damage_arms.available(measured)
     assert {"paper", "loss", "weight", "weight^2", "absolute-error", "loss+weight^2"} <= set(left)
     assert not [name for name in left if "bias" in name or "horizon" in name or "taylor" in name]
 
@@ -240,7 +241,7 @@ def test_the_sum_of_singles_takes_the_arms_that_quantize_each_group_alone() -> N
     flops = {layer: dict.fromkeys(GEMMS, 1.0) for layer in ("a", "b", "c")}
     kinds = argparse.Namespace(kinds=("layer", "gemm", "layer-fp8", "gemm-fp8"), plans=0, objectives=())
     # Damages by name, as the arms of a run are named, so that every sum tells what it is made of.
-    value = {arm.name: 2.0**index for index, arm in enumerate(plan_damage.make_arms(flops, [], kinds))}
+    value = {arm.name: 2.0**index for index, arm in enumerate(plan_damage_arms.make_arms(flops, [], kinds))}
     mixed = {"forward": "fp4", "grad_input": "fp8", "grad_weight": "bf16"}
     case = run_of(
         {"layers": {"assignment": {"a": FP4, "b": FP8, "c": HIGH}}, "gemms": {"assignment": {"a": mixed, "b": HIGH}}},

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import leaks_under_faults
+import process_resources
 import pytest
 import torch
 from injected_faults import FAULTS, draws
@@ -97,8 +98,8 @@ def test_a_refresh_that_leaves_a_trace_is_noticed_at_the_next_step(monkeypatch: 
 def test_a_count_is_flat_if_nothing_is_added_from_the_middle_on(added_at: Any, is_flat: bool) -> None:
     steps = list(range(10, 2000, 20))
     values = [7 + sum(at < step for at in added_at) for step in steps]
-    assert leaks_under_faults.judged(steps, values, 0.0)["flat"] == is_flat
-    assert leaks_under_faults.judged(steps, values, None)["flat"] is None
+    assert process_resources.judged(steps, values, 0.0)["flat"] == is_flat
+    assert process_resources.judged(steps, values, None)["flat"] is None
 
 
 def test_a_figure_that_varies_is_judged_by_its_line() -> None:
@@ -106,12 +107,12 @@ def test_a_figure_that_varies_is_judged_by_its_line() -> None:
     noise = [rng.choice([0, 0, 0, 0, 50_000]) for _ in steps]
     for slope in (900, 1100):
         values = [500_000 + slope * step // 1000 + extra for step, extra in zip(steps, noise, strict=True)]
-        found = leaks_under_faults.judged(steps, values, 1024.0)
+        found = process_resources.judged(steps, values, 1024.0)
         expected = theilslopes(values[25:], steps[25:])
         assert found["per_1000_steps"] == pytest.approx(1000 * expected.slope)
         assert found["flat"] == (slope == 900)
     # What is added in 30 steps is taken as it is, not as what it would be in 1,000.
-    assert leaks_under_faults.judged([0, 10, 20, 30], [0, 0, 100, 200], 1024.0)["flat"]
+    assert process_resources.judged([0, 10, 20, 30], [0, 0, 100, 200], 1024.0)["flat"]
 
 
 def test_runs_are_equal_only_to_the_bit_and_nan_is_nan() -> None:
@@ -147,13 +148,13 @@ def test_all_faults_are_drawn_before_one_comes_again() -> None:
 
 
 def test_memory_that_is_not_given_back_shows_in_what_malloc_has_given_out() -> None:
-    before = leaks_under_faults.in_malloc()
+    before = process_resources.in_malloc()
     if before is None:
         pytest.skip("no glibc 2.33")
     block = torch.ones(2**20, dtype=torch.uint8)
-    assert leaks_under_faults.in_malloc() - before == pytest.approx(1024, abs=64)
+    assert process_resources.in_malloc() - before == pytest.approx(1024, abs=64)
     del block
-    assert leaks_under_faults.in_malloc() == pytest.approx(before, abs=64)
+    assert process_resources.in_malloc() == pytest.approx(before, abs=64)
 
 
 # --- what it found

@@ -66,9 +66,7 @@ class Loop:
         optimizer = torch.optim.AdamW(self.bare.parameters(), lr=1e-2, eps=1e-4)
         torch.manual_seed(7 + self.rank)
         self.model, self.optimizer = self.accelerator.prepare(self.bare, optimizer)
-        self.controller = SnipController(
-            self.model, self.optimizer, config, self.accelerator, folder, solving=solving
-        )
+        self.controller = SnipController(self.model, self.optimizer, config, self.accelerator, folder, solving=solving)
         self.losses: dict[int, float] = {}
         self.plans: dict[int, dict[str, dict[str, str]]] = {}
 

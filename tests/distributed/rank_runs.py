@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from rank_cases import CASES, SHARED
 from rank_processes import launch_ranks
+from slow_cases import slow_but
 from trainings import train
 
 
@@ -50,4 +50,4 @@ def found_by(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
 
 def some_slow(names: Iterable[str]) -> list[Any]:
     """Returns the parameters of a test over runs of two ranks, of which those that few need are slow."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name in CASES["more"] else name for name in names]
+    return slow_but(names, *CASES["two"])

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 from comparing import LOSS, WEIGHT, distance, errors, share_below
 from rank_runs import some_slow
+from slow_cases import slow
 
 Runs = dict[str, dict[str, Any]]
 SGD = "sgd-gemm-accumulated-clipped"
 # Compared with the same under DDP. The second one accumulates gradients, which FSDP2 sums up in another order.
 PAIRS = ("fsdp2-adamw", f"fsdp2-{SGD}")
-pairs = pytest.mark.parametrize(
-    ("sharded", "copied"), [pytest.param("fsdp2-adamw", "ddp-adamw", marks=pytest.mark.slow), (f"fsdp2-{SGD}", SGD)]
-)
+pairs = pytest.mark.parametrize(("sharded", "copied"), [slow("fsdp2-adamw", "ddp-adamw"), (f"fsdp2-{SGD}", SGD)])
 
 
 @pytest.mark.parametrize("name", some_slow(PAIRS))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow
 from small import adamw_after, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
 from sums_of_layer import LayerSums
 from thread_ranks import on_ranks
@@ -369,7 +370,7 @@ def over_ranks(
     return on_ranks(size, work)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, slow(4)])
 @pytest.mark.parametrize(
     ("config", "options"),
     [

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow
 from small import text, tiny_llama, tiny_lm, tokens
 from tiny_runs import FAST, SCHEDULE, history, noted_divergences
 from torch import nn
@@ -73,10 +74,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    ("probes", "kept"),
-    [(1, 128), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, None), (2, None), (3, 256)))],
-)
+@pytest.mark.parametrize(("probes", "kept"), [slow(1, None), (1, 128), slow(2, None), slow(3, 256)])
 def test_a_probe_holds_what_is_predicted_beyond_the_activations_of_a_pass(
     case: str, probes: int, kept: int | None
 ) -> None:

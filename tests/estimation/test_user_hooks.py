@@ -298,7 +298,7 @@ def test_the_log_names_once_what_it_cannot_tell_and_nothing_else(caplog: pytest.
         run_pass(model, batch, {})
     assert caplog.messages == [
         "snip-hf: the code of hook moves_the_module of module 'layers.1.down' does not tell whether it changes what "
-        "the model computes (it calls to() of a module). The probe's passes run it. A hook that returns nothing and "
-        "only reads its arguments is left out; one that returns its result by name acts."
+        "the model computes (it calls to() of a module). The probe's passes run it. To have it left out, "
+        "return nothing and only read its arguments; to have it act, assign its result to a variable and return that."
     ]
     SEEN.clear()

@@ -18,20 +18,20 @@ from events import start_event
 from fault_runs import in_a_process
 from huggingface_hub.utils import filter_repo_objects
 
-from snip_hf import json_io as jsonfiles
+from snip_hf import json_io
 from snip_hf.json_io import append_json_line, read_json, remove_temporaries, write_json_atomic
 
 # The module alone, so that a process takes milliseconds and not seconds to start.
 ALONE = f"""
 import importlib.util, os, sys
-spec = importlib.util.spec_from_file_location("jsonfiles", {jsonfiles.__file__!r})
-jsonfiles = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(jsonfiles)
+spec = importlib.util.spec_from_file_location("json_io", {json_io.__file__!r})
+json_io = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(json_io)
 path = sys.argv[1]
 def document(number): return {{"number": number, "text": str(number) * 20000}}
 """
-WRITE = "number = 0\nwhile True:\n    number += 1\n    jsonfiles.write_json_atomic(path, document(number))\n"
-APPEND = "number = 0\nwhile True:\n    number += 1\n    jsonfiles.append_json_line(path, document(number))\n"
+WRITE = "number = 0\nwhile True:\n    number += 1\n    json_io.write_json_atomic(path, document(number))\n"
+APPEND = "number = 0\nwhile True:\n    number += 1\n    json_io.append_json_line(path, document(number))\n"
 CALLS = ["open", "write", "flush", "fsync", "replace"]
 
 
@@ -84,23 +84,23 @@ def test_a_process_killed_at_any_instant_leaves_whole_lines_and_at_most_one_brok
 
 # The process ends at the call, before or after it has done its work, without a word to anybody.
 DYING = """
-jsonfiles.write_json_atomic(path, document(1))
+json_io.write_json_atomic(path, document(1))
 call, when = sys.argv[2:]
 def dying(real):
     def die(*args, **kwargs):
         if when == "after": real(*args, **kwargs)
         os._exit(9)
     return die
-if call == "open": jsonfiles.open = dying(open)
+if call == "open": json_io.open = dying(open)
 elif call in ("write", "flush"):
     class File:
         def __init__(self, *args): self.file = open(*args)
         def __enter__(self): return self
         def __exit__(self, *exception): self.file.close()
         def __getattr__(self, name): return (dying if name == call else (lambda real: real))(getattr(self.file, name))
-    jsonfiles.open = File
+    json_io.open = File
 else: setattr(os, call, dying(getattr(os, call)))
-jsonfiles.write_json_atomic(path, document(2))
+json_io.write_json_atomic(path, document(2))
 """
 
 
@@ -144,7 +144,7 @@ def test_a_call_that_fails_leaves_the_old_file_and_nothing_else(
         monkeypatch.setattr(os, call, fail)
     else:
         opened = fail if call == "open" else lambda *args: _File(open(*args), call, fail)  # noqa: SIM115
-        monkeypatch.setattr(jsonfiles, "open", opened, raising=False)
+        monkeypatch.setattr(json_io, "open", opened, raising=False)
     with pytest.raises(OSError) as caught:
         write_json_atomic(path, {"number": 2})
     assert caught.value.errno == code

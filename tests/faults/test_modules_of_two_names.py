@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow
 from small import TinyLM, adamw_after, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
 from tiny_runs import FAST, SCHEDULE, differing, model_with_dropout, train, weights, without_seconds
 from torch import Tensor, nn
@@ -121,7 +122,7 @@ def test_aliases_leave_divergences_and_parameters_as_they_are(action: Any) -> No
 
 
 @pytest.mark.parametrize("has_alias", [False, True])
-@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("reentrant", [slow(None), slow(False), True])
 def test_a_block_that_runs_three_times_and_has_two_names_trains_on(has_alias: bool, reentrant: bool | None) -> None:
     def losses(probes: bool) -> list[float]:
         with torch.random.fork_rng():

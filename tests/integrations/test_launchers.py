@@ -223,6 +223,7 @@ def test_one_process_with_twice_the_batch_has_the_losses_and_the_plan_of_two(
         assert one[step] == pytest.approx(both[step], rel=2e-3)
 
 
+@pytest.mark.slow
 def test_two_processes_resumed_are_the_uninterrupted_run_to_the_bit(
     two: tuple[Path, str], recipe: Path, cache: Path, tmp_path: Path
 ) -> None:

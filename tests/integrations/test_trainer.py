@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin
 from divergence_files import records_of
+from slow_cases import slow_but
 from small import tiny_llama
 from tiny_runs import (
     FAST,
@@ -236,7 +237,10 @@ def test_the_local_error_baselines_are_refreshed_like_snip(policy: str, run: Run
     assert line["changes"] != run.refreshes[0]["changes"]
 
 
-@pytest.mark.parametrize("policy", ["bf16", "uniform-fp8", "uniform-fp4", "random", "layer-type", "layer-position"])
+WITHOUT_A_PROBE = ("bf16", "uniform-fp8", "uniform-fp4", "random", "layer-type", "layer-position")
+
+
+@pytest.mark.parametrize("policy", slow_but(WITHOUT_A_PROBE, "uniform-fp4", "layer-type"))
 def test_a_policy_without_a_probe_is_in_force_before_the_first_step_and_stays(policy: str, tmp_path: Path) -> None:
     watch = Watch()
     config = SnipConfig(policy=policy, target_fp4_fraction=0.5, **SCHEDULE)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.random_state import RandomState
+from ..text import WITHOUT_PROBE
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,7 @@ class Batch:
             raise ValueError(
                 f"The batch has no labels (its keys are {', '.join(kwargs) or 'none'}), so the model gives no loss to "
                 "probe. Expected a causal LM batch with `labels`. Label smoothing and a custom compute_loss_func "
-                "take them away: turn these off, or use a policy that needs no probe, such as "
-                "policy='layer-position'."
+                f"take them away: turn these off, or use {WITHOUT_PROBE}."
             )
         return cls({key: value for key, value in kwargs.items() if key != "num_items_in_batch"}, RandomState.now())
 

@@ -28,8 +28,8 @@ from ..parallel.ranks import Attempt, Processes
 from ..parallel.sharding import is_sharded, whole
 from .batch import Batch
 from .criterion import LayerCriterion
-from .gradient_scale import unscaled
 from .layer_sums import LAYER, ROWS, BatchSizes, LayerSums, Pending, Squares, read_all
+from .loss_scale import without_loss_scale
 from .optimizer_step import OptimizerStep, Pushforward, RelativeUpdates, of_matrix
 from .passes import run_pass
 from .pooling import pooled
@@ -101,7 +101,9 @@ def divergences_at(
         ValueError: the loss of the micro-batch is not finite; on one rank is enough.
         RankError: another process did not answer.
     """
-    settings = ProbeSettings(config.probes if probes is None else probes, config.probe_tokens, config.seed, step)
+    count = config.probes if probes is None else probes
+    whole_amax = any(FORMATS[name].has_tensor_scale for name in config.quantized_formats)
+    settings = ProbeSettings(count, config.probe_tokens, config.seed, step, whole_amax=whole_amax)
     return _Estimate(model, batch, optimizer_step, config, settings, processes or Processes()).table()
 
 
@@ -148,7 +150,7 @@ class _Estimate:
         clip_factor = self._optimizer_step.clip_factor
         if POLICIES[self._config.policy].weighs_updates:
             gradients, trained = self._optimizer_step.gradients, list(updates.norms)
-            clip_factor = unscaled(clip_factor, samples, gradients, trained, processes.data, self._attempt)
+            clip_factor = without_loss_scale(clip_factor, samples, gradients, trained, processes.data, self._attempt)
         sums: list[_Sums] = []
         with self._attempt:
             for layer in self._whole_layers(samples, updates):

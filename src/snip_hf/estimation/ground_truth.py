@@ -3,8 +3,8 @@
 Layers are quantized, the model's gradients and the optimizer's next updates are compared with those in high precision,
 on FP32 copies of the weights and without a trace in the model or the optimizer (see `probe`).
 
-An update is `optimizers.Response.update`. For Lion (smoothed sign) and Muon (FP32 Newton-Schulz) that is a model of the
-real step; docs/limitations.md says how far it is from it.
+An update is `optimizers.response.Response.update`. For Lion (smoothed sign) and Muon (FP32 Newton-Schulz) that is a
+model of the real step; docs/limitations.md says how far it is from it.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class _Reader:
             self._doubts.append(f"it hands a module to {ast.unparse(function)}()")
 
     def _see_tensor_hook(self, call: ast.Call, nodes: Iterable[ast.AST]) -> None:
-        """A hook for gradients that it registers on what it is given."""
+        """Notes what a hook says that it registers on a tensor that it is given."""
         hook = call.args[0] if call.args else None
         inner = [one for one in nodes if isinstance(hook, ast.Name) and getattr(one, "name", None) == hook.id]
         if isinstance(hook, ast.Attribute) and hook.attr in _MUTATORS:

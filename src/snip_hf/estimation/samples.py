@@ -97,7 +97,7 @@ class SamplePlan(NamedTuple):
     """Rank -> tokens of its batch."""
 
     def kept(self, tokens: int) -> Tensor:
-        """Returns the positions of what this rank keeps of so many tokens.
+        """Returns the positions that this rank keeps, of a layer's tokens.
 
         The ranks together keep what one process would of all their tokens, one rank's after the other's, if these are
         whole runs of 128.

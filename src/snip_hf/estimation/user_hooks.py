@@ -62,7 +62,7 @@ def leave_out_observers(model: nn.Module, kept: Kept) -> None:
 
 
 def leave_out_global_observers(model: nn.Module, kept: Kept) -> None:
-    """Does the same with the hooks of all modules there are (`register_module_forward_hook` and the like)."""
+    """Does the same with torch's global hooks, which all modules have (`register_module_forward_hook` and the like)."""
     every = [getattr(torch.nn.modules.module, f"_global{kind}") for kind in _OF_MODULES]
     for hooks in every:
         kept.keep_entries(hooks)
@@ -103,8 +103,8 @@ def _log(model: nn.Module, name: str, hook: Any, finding: Finding) -> None:
         named.add((name, what))
         logger.warning(
             "snip-hf: the code of hook %s of module %r does not tell whether it changes what the model computes (%s). "
-            "The probe's passes %s it. A hook that returns nothing and only reads its arguments is left out; one that "
-            "returns its result by name acts.",
+            "The probe's passes %s it. To have it left out, return nothing and only read its arguments; to have it "
+            "act, assign its result to a variable and return that.",
             what,
             name,
             finding.doubt,

@@ -19,7 +19,7 @@ from ..layers.run_hooks import RunMark, marks_on
 from ..parallel.wrappers import unwrap
 from ..policies.registry import needs_probe
 from ..records.event_log import Tracker, check_tracker
-from ..text import printable
+from ..text import WITHOUT_PROBE, printable
 from ..training.checks import check_launch, check_trainer
 from ..training.controller import SnipController
 from ..training.counted_passes import TrainingPasses
@@ -155,8 +155,7 @@ class SnipCallback(TrainerCallback):
         if controller.needs_probe and not self._passes.own_loss:
             raise ValueError(
                 "The training loss does not depend on the loss that the model returns, which is the one that SNIP "
-                "probes: a custom loss is in use. Train with the model's own loss, or use a policy that needs no "
-                "probe, such as policy='layer-position'."
+                f"probes: a custom loss is in use. Train with the model's own loss, or use {WITHOUT_PROBE}."
             )
         controller.before_optimizer_step(state.global_step + 1)
 

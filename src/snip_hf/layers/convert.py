@@ -77,8 +77,8 @@ class SnipLinearConfig(AOBaseConfig):
 
 @register_quantize_module_handler(SnipLinearConfig)
 def _swap(module: nn.Module, config: SnipLinearConfig) -> nn.Module:
-    """Turns a module into a SnipLayer in place and returns it; every layer's key is 0 until it is named."""
-    if isinstance(module, SnipLayer):
+    """Swaps a module in place and returns it; the key of every layer is 0 until it is named."""
+    if any(isinstance(part, SnipLayer) for part in module.modules()):
         return module
     kind = kind_of(module)
     if kind is None or kind.refuses(module) is not None:
@@ -86,15 +86,15 @@ def _swap(module: nn.Module, config: SnipLinearConfig) -> nn.Module:
             f"Cannot quantize a {type(module).__name__}; expected "
             f"{'; or '.join(kind.accepts for kind in LAYER_KINDS.values())}. Let the filter pass only such modules."
         )
-    layer = kind.swap(module)
-    layer.snip_recorder = None
-    start, device = FORMATS[config.start_format], layer.weight.device
-    state = torch.tensor([*[start.code] * len(GEMMS), 0, 0, 1], device=device)
-    layer.register_buffer(STATE, state, persistent=False)
-    layer.snip_key = 0
-    set_step({"": layer}, config.seed, 0, 0)
-    layer.use_backend(_backend_now(config.backend, device, [start.name, *config.formats]))
-    return layer
+    for layer in kind.swap(module):
+        layer.snip_recorder = None
+        start, device = FORMATS[config.start_format], layer.weight.device
+        state = torch.tensor([*[start.code] * len(GEMMS), 0, 0, 1], device=device)
+        layer.register_buffer(STATE, state, persistent=False)
+        layer.snip_key = 0
+        set_step({"": layer}, config.seed, 0, 0)
+        layer.use_backend(_backend_now(config.backend, device, [start.name, *config.formats]))
+    return module
 
 
 def _backend_now(requested: str, device: torch.device, formats: list[str]) -> Backend:
@@ -132,9 +132,10 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
             )
     modules = {plain_name(name): module for name, module in model.named_modules()}
     wanted = {id(modules[name]) for name in chosen}
+    kept = {id(part) for name in chosen for part in modules[name].modules()}
     before = snip_linears(model)
     for layer in before.values():
-        if id(layer) not in wanted:
+        if id(layer) not in kept:
             layer.restore()
     quantize_(
         model,
@@ -142,16 +143,16 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
         filter_fn=lambda module, name: id(module) in wanted,
     )
     layers = snip_linears(model)
-    for name in chosen:
+    for name, layer in layers.items():
         # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone.
-        layers[name].snip_key = zlib.crc32(name.encode(errors="surrogatepass"))
+        layer.snip_key = zlib.crc32(name.encode(errors="surrogatepass"))
     set_step({name: layer for name, layer in layers.items() if name not in before}, config.seed, 0, 0)
     _warn_of_backend(config.backend, layers)
     _keep_ddp_out(model)
     if before.keys() != layers.keys():
-        logger.info("snip-hf swapped %d linear layers; skipped %d (%s).", len(chosen), len(skipped), summary(skipped))
+        logger.info("snip-hf swapped %d linear layers; skipped %d (%s).", len(layers), len(skipped), summary(skipped))
         _log_coverage(coverage(model, config))
-    return chosen
+    return list(layers)
 
 
 def _nothing_left(model: nn.Module, skipped: Mapping[str, str]) -> ValueError:

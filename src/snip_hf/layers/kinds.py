@@ -31,18 +31,22 @@ class LayerKind(ABC):
         """Returns why a module that it knows, not swapped yet, cannot be swapped; None if it can."""
         return None
 
-    def parameter(self, module: nn.Module) -> nn.Parameter | None:
-        """Returns the weight that a plan decides on, as the module stores it, swapped or not."""
+    def weights(self, module: nn.Module) -> tuple[nn.Parameter, ...]:
+        """Returns the weights of a module, swapped or not, that plans decide on."""
         # Not `module.weight`: what parametrizes a weight may write to its buffers when it is asked for.
-        return module._parameters.get("weight")
+        weight = module._parameters.get("weight")
+        return () if weight is None else (weight,)
 
-    def swap(self, module: nn.Module) -> SnipLayer:
-        """Changes a module's class in place. Parameters, ties, hooks and state_dict keys stay what they were."""
+    def swap(self, module: nn.Module) -> tuple[SnipLayer, ...]:
+        """Swaps a module in place and returns the layers that it now is or has, one for each of its `weights`.
+
+        Changes the module's class. Parameters, ties, hooks and state_dict keys stay what they were.
+        """
         original_class = type(module)
         module.__class__ = self.layer
         assert isinstance(module, SnipLayer)
         module.snip_original_class = original_class
-        return module
+        return (module,)
 
 
 LAYER_KINDS: Registry[LayerKind] = Registry("layer kind", "snip_hf.layers")
@@ -58,7 +62,7 @@ def kind_of(module: nn.Module) -> LayerKind | None:
     return next((kind for kind in LAYER_KINDS.values() if kind.knows(module)), None)
 
 
-def known_weight(module: nn.Module) -> nn.Parameter | None:
-    """Returns the weight of a module that a kind knows; None of any other."""
+def known_weights(module: nn.Module) -> tuple[nn.Parameter, ...]:
+    """Returns the weights of a module that plans can decide on: none if no kind knows it."""
     kind = kind_of(module)
-    return None if kind is None else kind.parameter(module)
+    return () if kind is None else kind.weights(module)

@@ -9,9 +9,12 @@ the layout in which the model stores them, and stay in it. Samples, random direc
 (O, I). `matrices` and `laid_out` lead from one to the other, and nothing else in snip-hf knows how a kind of layer
 stores its weight.
 
-A parameter may hold several matrices, as that of E experts does, (E, O, I) or (E, I, O): one entry of a plan, whose E
-matrices have the same formats. Each of them is sampled with the tokens that it sees, T of its own. Losses and squared
-divergences of a layer are the sums over its matrices. The estimate takes layers of one matrix so far and says so.
+A module may have several layers, and a parameter several matrices. Experts need both: their module holds parameters
+(E, O, I) or (E, I, O) and no modules of their own. Each such parameter is one layer, and so one entry of a plan.
+`LayerKind.swap` puts it into the module's `_modules` under the parameter's own name. Plans call it by that name, which
+`weight_name` then returns as it is. Its `matrices` are E, in the same formats. A sample belongs to a matrix, with the T
+tokens that this matrix sees. FLOPs, losses and squared divergences of a layer are the sums over its matrices. Every
+kind so far has layers of one matrix, `matrix`, and the estimate samples that one.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ class SnipLayer(nn.Module):
     """What the backend keeps of the layer."""
 
     def matrices(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Returns the matrices (O, I) of a tensor that is laid out as the weight: a gradient, a shard, the weight."""
+        """Returns the matrices (O, I) of a tensor that is laid out as the weight: the weight itself, or a gradient."""
         return (tensor,)
 
     def laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
@@ -71,9 +74,18 @@ class SnipLayer(nn.Module):
 
     @property
     def matrix(self) -> Tensor:
-        """Returns the weight (O, I) that kernels multiply with."""
-        (matrix,) = self.matrices(self.weight)
-        return matrix
+        """Returns the weight (O, I) that kernels multiply with.
+
+        Raises:
+            ValueError: the weight holds several matrices.
+        """
+        matrices = self.matrices(self.weight)
+        if len(matrices) != 1:
+            raise ValueError(
+                f"{type(self).__name__} has a weight of {len(matrices)} matrices; expected one. A class whose weight "
+                "holds several must run them in a forward of its own."
+            )
+        return matrices[0]
 
     def weight_name(self, name: str) -> str:
         """Returns the name of the parameter of the layer that plans call `name`."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from ..config import SnipConfig
-from .kinds import LayerKind, kind_of, known_weight
+from .kinds import LayerKind, kind_of, known_weights
 from .layer import SnipLayer
 from .state import plain_name
 
@@ -54,10 +54,8 @@ def refuse_quantized(model: nn.Module) -> None:
             f"({type(method).__name__ if method is not None else 'is_quantized is set'}); expected ordinary weights. "
             "Load it without a quantization_config, or dequantize it first."
         )
-    for name, module in model.named_modules():
-        weight = known_weight(module)
-        if weight is None:
-            continue
+    known = ((name, weight) for name, module in model.named_modules() for weight in known_weights(module))
+    for name, weight in known:
         # DTensor: sharded, not quantized. Any other subclass holds something else than its dtype says.
         if type(weight).__name__ not in ("Parameter", "Tensor", "DTensor") or not weight.is_floating_point():
             raise ValueError(

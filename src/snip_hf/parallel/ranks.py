@@ -85,7 +85,7 @@ class Ranks:
 
         Args:
             value: JSON data.
-            what: names it; ranks that are at different points of the program are noticed by it.
+            what: a name for it, by which ranks at different points of the program are noticed.
 
         Raises:
             RankError: one of them did not answer in time, or is at another point.
@@ -109,7 +109,7 @@ class Ranks:
         return [given for _, given in found]
 
     def by_first(self, make: Callable[[], Result]) -> Result:
-        """Returns what `make` returns on the first rank, JSON data, to all of them.
+        """Returns, on all ranks, the JSON data that `make` returns on the first one.
 
         Raises:
             RuntimeError: it failed there; all of them raise this, the first rank the error itself.

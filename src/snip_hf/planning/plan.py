@@ -189,7 +189,7 @@ class PrecisionPlan:
             )
 
     def with_flops(self, flops: Flops) -> PrecisionPlan:
-        """Returns the plan with the FLOPs of a model, by which its FP4 shares are counted, not with a file's word.
+        """Returns the plan with a model's own FLOPs in place of a file's, so that its FP4 shares are the model's.
 
         Measured times stay only where the FLOPs are the same, since others are not of this model.
 

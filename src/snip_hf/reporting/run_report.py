@@ -35,7 +35,7 @@ def run_report(
 ) -> list[Path]:
     """Prints the tables and writes the figures; returns the files written.
 
-    Raises as `load_run` and `stages.pipeline_times` do, whose `micro_batches` it takes.
+    Raises as `load_run` and `pipeline_model.pipeline_times` do, whose `micro_batches` it takes.
     """
     run = load_run(run_dir)
     _print_run(run, Console(), micro_batches)

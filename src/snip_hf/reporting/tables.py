@@ -108,7 +108,7 @@ def print_stages(
     """Prints the stages, the pipeline's bubble and, from the records of the plan's divergences, what its stages save.
 
     Args:
-        micro_batches, before: as in `stages.compare_constraints`.
+        micro_batches, before: as in `pipeline_model.compare_constraints`.
         records: None means that there are none: no comparison.
     """
     times = pipeline_times(plan, micro_batches)

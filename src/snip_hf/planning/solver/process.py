@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Sequence
 from typing import IO, Any
 
-from ...config import LONGEST_WAIT, SnipConfig
+from ...config import LONGEST_WAIT, POLICIES, SnipConfig
 from ...json_io import MAX_JSON_BYTES, parse_json
 from ...text import printable
 from . import ilp
@@ -62,7 +62,7 @@ def _end_of(code: int) -> str:
 
 
 def _last_words(errors: str, code: int) -> str:
-    """The last lines of a process that crashed, or what their absence means."""
+    """Returns the last lines that a crashed process printed, or what it means that there are none."""
     last = printable("; ".join(errors.strip().splitlines()[-3:])[-MAX_ERROR_TEXT:], MAX_ERROR_TEXT)
     if last or code != _UNWRITTEN:
         return last or "nothing on stderr"
@@ -83,7 +83,7 @@ def _is_there(pid: int) -> bool:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End the process, if it still runs, and all in its process group, and reap it."""
+    """Ends the process, if it still runs, and all in its process group, and reaps it."""
     # While a process of the group is left, no new one gets its number: a new one there means that none is left.
     if process.poll() is None or not _is_there(process.pid):
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids to signal zombies
@@ -100,7 +100,7 @@ def _give_up(process: subprocess.Popen[bytes], files: list[IO[bytes]], owner: in
 
 
 class _Watch(threading.Thread):
-    """Ends a process's group when the process ends, and both at its limit: nobody may ask for it any more by then."""
+    """Ends a process's group when the process ends, and both at its limit, also if nobody asks for the result."""
 
     def __init__(self, process: subprocess.Popen[bytes], limit: float) -> None:
         super().__init__(name="snip-hf solver", daemon=True)
@@ -118,9 +118,9 @@ class _Watch(threading.Thread):
 
 
 def import_paths() -> list[str]:
-    """Folders and archives that this process imports from, for the solver process, which is not shown PYTHONPATH.
+    """Returns the folders and archives that this process imports from; the solver process ignores PYTHONPATH.
 
-    Left out are the working directory and the script's folder: a file `mip.py` there is nothing for the solver.
+    The working directory and the script's folder are left out: a file `mip.py` there is not meant for the solver.
     """
 
     def resolved(path: str) -> str:
@@ -160,7 +160,7 @@ class SolverProcess:
     def start(
         cls, problem: dict[str, Any], command: Sequence[str] | None = None, allowance: float = START_UP_ALLOWANCE
     ) -> SolverProcess:
-        """Start solving and return at once.
+        """Starts solving and returns at once.
 
         Args:
             problem: as laid out in `solver.ilp`. It is checked by the process: a bad one shows in `result`.
@@ -197,13 +197,13 @@ class SolverProcess:
             raise _not_started(error) from error
 
     def poll(self) -> bool:
-        """Whether `result` would return (or raise) without waiting."""
+        """Returns True if `result` would return (or raise) without waiting."""
         if self._outcome is None and self._watch.is_alive() and time.monotonic() > self._watch.deadline:
             self._end(_timeout(f"its limit of {self._limit:g} s"))
         return self._outcome is not None or not self._watch.is_alive()
 
     def result(self, timeout: float | None = None) -> SolverResult:
-        """The re-checked solution. Waits `timeout` seconds or until the process's own limit at most, then kills it.
+        """Returns the re-checked solution. Waits for `timeout` seconds or until the process's own limit, then kills it.
 
         Asking again gives the same answer.
 
@@ -224,7 +224,7 @@ class SolverProcess:
         return self._outcome
 
     def kill(self) -> None:
-        """End the process if it still runs and give up its files. May be called at any time, any number of times."""
+        """Ends the process if it still runs and gives up its files. May be called at any time, any number of times."""
         if self._outcome is None:
             self._end(SolverError("killed", "The solver process was killed before its result was read."))
 
@@ -241,7 +241,7 @@ class SolverProcess:
         self._outcome = outcome
 
     def _read(self) -> SolverResult | SolverError:
-        """The outcome of a process that has ended."""
+        """Returns the outcome of a process that has ended."""
         stdout, stderr = self._files
         stdout.seek(0)
         output = stdout.read(MAX_JSON_BYTES)
@@ -272,23 +272,24 @@ class SolverProcess:
 
 
 def own_command() -> list[str]:
-    """``python -I ilp.py``, which ends with this process and finds the packages that this process finds."""
+    """Returns ``python -I ilp.py``, which ends with this process and finds the packages that this process finds."""
     paths = [word for path in import_paths() for word in ("--path", path)]
     return [sys.executable, "-I", os.path.abspath(ilp.__file__), "--parent", str(os.getpid()), *paths]
 
 
 def check_solver(config: SnipConfig, log: logging.Logger) -> None:
-    """Try out, before training, whether the solver process can use the solver that the config asks for.
+    """Tries out, before training, whether the solver process can use the solver that the config asks for.
 
-    With "auto", a warning says that the greedy one is all there is, a line of the log that it is not the first choice.
+    With "auto", the log says if it is not the first choice that will be used, and warns if only the greedy one can be.
 
     Raises:
         ValueError: the solver is not installed where the process can use it; the message says what to do.
     """
-    if "greedy" in (config.solver, config.policy):
+    wanted = POLICIES[config.policy].solver or config.solver
+    if wanted == "greedy":
         return
     missing: list[str] = []
-    for name in ("cbc", "highs") if config.solver == "auto" else (config.solver,):
+    for name in ("cbc", "highs") if wanted == "auto" else (wanted,):
         try:
             _try_out(name, tuple(sys.path))
         except SolverError as error:
@@ -300,13 +301,13 @@ def check_solver(config: SnipConfig, log: logging.Logger) -> None:
             if missing:
                 log.info("snip-hf: solver='auto' takes %r: %s", name, missing[0])
             return
-    if config.solver != "auto":
+    if wanted != "auto":
         raise ValueError(missing[0])
     log.warning("snip-hf: solver='auto' takes 'greedy', since no other can be used: %s", " ".join(missing))
 
 
 @functools.cache
 def _try_out(solver: str, paths: tuple[str, ...]) -> None:
-    """Solve a small problem; raises what `SolverProcess` does. A success is remembered as long as `paths` stays."""
+    """Solves a small problem; raises what `SolverProcess` does. A success is remembered as long as `paths` stays."""
     with SolverProcess.start(_TRIAL | {"solver": solver}) as process:
         process.result()

@@ -46,7 +46,7 @@ class SolverResult:
 
 
 def check_solution(problem: dict[str, Any], solution: Any) -> SolverResult:
-    """Re-check a solution against its problem: shape, every group once, known options, ties, constraints, objective.
+    """Re-checks a solution against its problem: shape, every group once, known options, ties, constraints, objective.
 
     Raises:
         SolverError: "garbage" (not a solution at all), "infeasible" (with the attainable values) or "rejected".

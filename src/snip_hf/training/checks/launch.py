@@ -8,6 +8,7 @@ from ...config import SnipConfig
 from ...optimizers.deepspeed_zero import check_deepspeed
 from ...parallel.sharding import offloads
 from ...policies.registry import needs_probe
+from ...text import WITHOUT_PROBE
 
 
 def check_trainer(config: SnipConfig, args: Any) -> None:
@@ -29,8 +30,7 @@ def check_trainer(config: SnipConfig, args: Any) -> None:
     if needs_probe(config) and args.label_smoothing_factor > 0:
         raise ValueError(
             f"label_smoothing_factor={args.label_smoothing_factor} takes the labels away from the model, which "
-            "then gives no loss to probe. Set it to 0, or use a policy that needs no probe, such as "
-            "policy='layer-position'."
+            f"then gives no loss to probe. Set it to 0, or use {WITHOUT_PROBE}."
         )
 
 
@@ -58,8 +58,7 @@ def check_launch(config: SnipConfig, accelerator: Any) -> None:
     reason = _unsupported(accelerator)
     if reason is not None:
         raise ValueError(
-            f"policy={config.policy!r} cannot probe a model under {reason}, or use a policy that needs no probe, such "
-            "as a plan file or policy='layer-position'."
+            f"policy={config.policy!r} cannot probe a model under {reason}, or use a plan file or {WITHOUT_PROBE}."
         )
 
 

@@ -12,6 +12,7 @@ from ...costs.flops import Weights
 from ...layers.state import snip_linears
 from ...parallel.sharding import is_fully_sharded, is_sharded
 from ...planning.plan import PrecisionPlan
+from ...text import WITHOUT_PROBE
 
 
 def check_model(model: nn.Module, log: logging.Logger) -> None:
@@ -25,13 +26,12 @@ def check_model(model: nn.Module, log: logging.Logger) -> None:
     if (getattr(model, "tp_size", None) or 1) > 1 or (parts and not is_sharded_by_fsdp):
         raise ValueError(
             f"The model is tensor-parallel ({parts[0] if parts else 'tp_size is above 1'}): its ranks hold parts of "
-            "the activations, which the probe cannot put together. Use FSDP2 or DDP, or a policy that needs no probe, "
-            "such as policy='layer-position'."
+            f"the activations, which the probe cannot put together. Use FSDP2 or DDP, or {WITHOUT_PROBE}."
         )
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise ValueError(
-            "The model is in FSDP version 1, which flattens the weights. Use version 2 (torch's fully_shard), or a "
-            "policy that needs no probe, such as policy='layer-position'."
+            "The model is in FSDP version 1, which flattens the weights. Use version 2 (torch's fully_shard), or "
+            f"{WITHOUT_PROBE}."
         )
     config = getattr(model, "config", None)
     if "relu" in (getattr(config, "hidden_act", None), getattr(config, "activation_function", None)):

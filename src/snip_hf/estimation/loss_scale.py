@@ -1,4 +1,4 @@
-"""A check that the optimizer's gradients are those of the probed loss, and not of a multiple of it."""
+"""The loss scale: a check that the optimizer's gradients are those of the probed loss, and not of a multiple of it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .samples import LayerSample
 _MOST = 1000.0
 
 
-def unscaled(
-    gradient_scale: float,
+def without_loss_scale(
+    clip_factor: float,
     samples: Mapping[str, LayerSample],
     gradients: Mapping[str, Tensor],
     trained: list[str],
     data: Ranks,
     attempt: Attempt,
 ) -> float:
-    """Returns what clipping multiplied the gradients by, where a loss scale was taken out of them in the same go.
+    """Returns what clipping alone multiplied the gradients by, also if a loss scale was divided out at the same time.
 
     The gradient of the last layer is compared with what the probe saw there. Collective.
 
     Args:
-        gradient_scale: norm of the gradients that the optimizer uses / norm of those of the backward pass.
+        clip_factor: norm of the gradients that the optimizer uses / norm of those of the backward pass.
         samples: layer -> sample, of the layers that this rank owns.
         gradients: layer -> the optimizer's gradient, laid out as the weight.
         trained: layers with a gradient, the same on all ranks that share them.
@@ -43,8 +43,8 @@ def unscaled(
         ratio = _ratio(samples, gradients, trained)
     known = [found for found in data.gather(ratio) if found is not None]
     if not known:
-        return gradient_scale
-    before, after = known[0] / (gradient_scale or 1.0), known[0]
+        return clip_factor
+    before, after = known[0] / (clip_factor or 1.0), known[0]
     with attempt:
         if after > _MOST or before < 1 / _MOST:
             raise ValueError(
@@ -54,7 +54,7 @@ def unscaled(
                 "returns."
             )
     # Loss scales are powers of two.
-    return gradient_scale if before <= _MOST else gradient_scale * 2.0 ** round(math.log2(before))
+    return clip_factor if before <= _MOST else clip_factor * 2.0 ** round(math.log2(before))
 
 
 def _ratio(samples: Mapping[str, LayerSample], gradients: Mapping[str, Tensor], trained: list[str]) -> float | None:

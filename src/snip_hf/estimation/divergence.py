@@ -101,9 +101,7 @@ def divergences_at(
         ValueError: the loss of the micro-batch is not finite; on one rank is enough.
         RankError: another process did not answer.
     """
-    count = config.probes if probes is None else probes
-    whole_amax = any(FORMATS[name].has_tensor_scale for name in config.quantized_formats)
-    settings = ProbeSettings(count, config.probe_tokens, config.seed, step, whole_amax=whole_amax)
+    settings = ProbeSettings(config.probes if probes is None else probes, config.probe_tokens, config.seed, step)
     return _Estimate(model, batch, optimizer_step, config, settings, processes or Processes()).table()
 
 

@@ -50,8 +50,6 @@ class ProbeSettings:
     """|eps * d| / |W| over all swapped weights."""
     autocast: torch.dtype | None = None
     """Dtype of the passes' products, None for FP32. Rounding noise then needs a larger relative step."""
-    whole_amax: bool = False
-    """Measure the largest magnitudes of all tokens too, which scales of whole tensors follow."""
 
     @property
     def draws(self) -> list[Draw]:

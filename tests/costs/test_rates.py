@@ -7,8 +7,8 @@ import re
 import pytest
 
 from snip_hf.config import SnipConfig
-from snip_hf.costs.budget import MeasuredCost
 from snip_hf.costs.gemm_timing import Machine
+from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.costs.rates import Rates, linear_times, register_rates, speedup
 from snip_hf.numerics.formats import E2M1, FORMATS, NumberFormat, register_format
 from snip_hf.numerics.gemms import GEMMS

@@ -13,8 +13,8 @@ from oracles.brute_force import best_map
 from policy_settings import LISTS, TIES, assert_complete, llama_flops, plain_flops, setting_of, stage_shares
 
 from snip_hf.config import SnipConfig
-from snip_hf.costs.budget import MeasuredCost
 from snip_hf.costs.gemm_timing import Machine
+from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.costs.rates import Rates, register_rates
 from snip_hf.estimation.layer_sums import ROWS
 from snip_hf.estimation.table import Divergence, DivergenceTable

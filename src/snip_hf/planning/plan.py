@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from ..costs.budget import MeasuredCost
 from ..costs.flops import Weights
 from ..costs.gemm_timing import Machine, check_seconds
+from ..costs.measured_cost import MeasuredCost
 from ..costs.rates import GemmTimes, linear_times, speedup
 from ..json_io import read_json, write_json_atomic
 from ..layers.state import snip_linears

@@ -8,7 +8,8 @@ from ..config import POLICIES
 from ..estimation.layer_sums import LAYER
 from ..estimation.table import DivergenceTable
 from ..policies.registry import Policy, cost_of
-from ..policies.setting import Assignment, Setting, check_attainable, tied_groups
+from ..policies.setting import Assignment, Setting, check_attainable
+from ..policies.ties import tied_groups
 
 
 def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from ..config import SnipConfig
 from ..numerics.formats import UNQUANTIZED
 from .registry import Policy, register_policy
-from .setting import Setting, block_of
+from .setting import Setting
+from .stages import block_of
 
 Kept = Callable[[int], tuple[int, int]]
 """Number of blocks -> how many of the first and of the last ones stay in BF16."""

@@ -12,7 +12,9 @@ from typing import Any
 
 from ..config import SnipConfig
 from .registry import Policy, register_policy
-from .setting import TOLERANCE, Setting, block_of, check_attainable, tied_groups
+from .setting import TOLERANCE, Setting, check_attainable
+from .stages import block_of
+from .ties import tied_groups
 
 
 def _fill(setting: Setting, stage: Sequence[str], order: Sequence[str]) -> dict[str, str]:

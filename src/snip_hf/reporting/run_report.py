@@ -17,7 +17,8 @@ from ..numerics.formats import FORMATS
 from ..planning.pipeline_model import check_ties_are_few
 from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.program import problem
-from ..policies.setting import Setting, split_layer
+from ..policies.setting import Setting
+from ..policies.stages import split_layer
 from ..records.load import Run, load_run, thinned
 from ..records.values import short
 from .figures import write_figures

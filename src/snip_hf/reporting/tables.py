@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..costs.budget import cost_shares, describe_cost
+from ..costs.measured_cost import cost_shares, describe_cost
 from ..estimation.table import Divergence, DivergenceTable
 from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
 from ..planning.pipeline_model import ConstraintComparison, PipelineTimes, compare_constraints, pipeline_times
 from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.solver.solution import SolverError
-from ..policies.setting import split_layer
+from ..policies.stages import split_layer
 from ..text import printable
 
 # What a table shows at most: the blocks of every model of today, the kinds of linears of one without single experts.

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from ..config import SnipConfig
-from ..costs.budget import MeasuredCost
 from ..costs.flops import Weights
+from ..costs.measured_cost import MeasuredCost
 from ..parallel.ranks import RankError, describe
 from ..planning.plan import PrecisionPlan
 from ..planning.provenance import PlanProvenance

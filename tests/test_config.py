@@ -18,6 +18,7 @@ import yaml
 
 from snip_hf import config as config_module
 from snip_hf.config import POLICIES, RENAMED, SnipConfig, current_names
+from snip_hf.numerics.formats import FORMATS
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -100,9 +101,10 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"granularity": "block"}, "granularity='block' is not known; expected one of layer, gemm."),
     (
         {"policy": "snap"},
-        "policy='snap' is not known; expected one of snip, bf16, uniform-fp8, uniform-fp4, random, layer-type, "
-        "layer-position, first2-last8, last-15-percent, backward-first, min-abs-err, min-rel-err, fisher, "
-        "hessian-trace, greedy, kl.",
+        "policy='snap' is not known; expected one of snip, bf16, uniform-fp8, uniform-fp4, "
+        + "".join(f"uniform-{name}, " for name in list(FORMATS)[3:])
+        + "random, layer-type, layer-position, first2-last8, last-15-percent, backward-first, min-abs-err, "
+        "min-rel-err, fisher, hessian-trace, greedy, kl.",
     ),
     ({"policy": "SNIP"}, f"policy='SNIP' is not known; expected one of {', '.join(POLICIES)}."),
     ({"start_format": "int8"}, "start_format='int8' is not known; expected one of fp4, fp8, bf16."),
@@ -127,7 +129,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "target_fp4_fraction=0.1 cannot be met in the formats ('fp8', 'bf16'); expected one with elements of at most 4 "
         "bits among them, or the target 0.",
     ),
-    ({"formats": ("fp4", "int8")}, "Unknown format 'int8' for formats; expected one of bf16, fp8, fp4."),
+    ({"formats": ("fp4", "int9")}, f"Unknown format 'int9' for formats; expected one of {', '.join(FORMATS)}."),
     ({"objective": "sum"}, "objective='sum' is not known; expected one of additive, horizon, paper."),
     (
         {"loss_estimator": "hessian"},

@@ -97,21 +97,21 @@ def final_plan(run: Run) -> PrecisionPlan:
 # ------------------------------------------------------------------------------------------------------- number formats
 
 
-def int4() -> NumberFormat:
+def own4() -> NumberFormat:
     """Uniform integers -7..7."""
     gradient = Operand((1, 128), stochastic=True)
     return NumberFormat(
-        name="int4", grid=integers(7), bits=4, gradient=gradient, speed=2.0, label="INT4", colour="#009e73"
+        name="own4", grid=integers(7), bits=4, gradient=gradient, speed=2.0, label="INT4", colour="#009e73"
     )
 
 
 def test_a_new_format_is_chosen_trained_in_resumed_and_drawn(tmp_path: Path, programs: list[dict[str, Any]]) -> None:
-    register_format(int4())
-    config = SnipConfig(**SCHEDULE, formats=("int4", "fp8"), target_fp4_fraction=0.5, granularity="gemm")
+    register_format(own4())
+    config = SnipConfig(**SCHEDULE, formats=("own4", "fp8"), target_fp4_fraction=0.5, granularity="gemm")
     whole = train(tmp_path / "whole", config, save_strategy="steps", save_steps=3)
-    assert options_of(programs[0]) == {("fp8", "int4")}
+    assert options_of(programs[0]) == {("fp8", "own4")}
     plan = final_plan(whole)
-    assert used(plan) == {"int4", "fp8"} and 0.5 <= plan.fp4_fraction < 0.7
+    assert used(plan) == {"own4", "fp8"} and 0.5 <= plan.fp4_fraction < 0.7
     layer_formats = {name: layer.formats for name, layer in snip_linears(whole.model).items()}
     assert layer_formats == plan.to_dict()["assignment"]
     # Saved between a probe and the application of its plan.
@@ -121,34 +121,34 @@ def test_a_new_format_is_chosen_trained_in_resumed_and_drawn(tmp_path: Path, pro
     other = train(tmp_path / "other", SnipConfig(**SCHEDULE, target_fp4_fraction=0.5, granularity="gemm"))
     assert other.losses != whole.losses
     run = load_run(whole.folder)
-    assert run.formats == ("int4", "fp8")
+    assert run.formats == ("own4", "fp8")
     colours = {patch.get_label(): patch.get_facecolor() for patch in plan_figure(run).legends[0].get_patches()}
-    assert colours["int4"][:3] == pytest.approx((0, 0x9E / 255, 0x73 / 255)) and set(colours) == {"int4", "fp8"}
+    assert colours["own4"][:3] == pytest.approx((0, 0x9E / 255, 0x73 / 255)) and set(colours) == {"own4", "fp8"}
     run_report(whole.folder)
     assert (whole.folder / "snip" / "plan.png").stat().st_size > 10_000
 
 
 def test_a_new_format_rounds_as_its_data_say() -> None:
-    register_format(int4())
+    register_format(own4())
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
     scales = x.view(4, 2, 128).abs().amax(2, keepdim=True) / 7
     expected = ((x.view(4, 2, 128) / scales).round() * scales).view(4, 256)
-    torch.testing.assert_close(quantize(x, "int4"), expected)
-    many = torch.stack([quantize(x, "int4", "gradient", seed) for seed in range(400)])
+    torch.testing.assert_close(quantize(x, "own4"), expected)
+    many = torch.stack([quantize(x, "own4", "gradient", seed) for seed in range(400)])
     assert (many.mean(0) - x).abs().max() < 0.2 * scales.max() and (many.std(0) > 0).float().mean() > 0.9
 
 
 def test_a_new_format_can_stand_beside_the_two_built_in_ones(tmp_path: Path, programs: list[dict[str, Any]]) -> None:
-    register_format(int4())
-    assert "int4" in formats and timed_formats(["int4"]) == ("bf16", "fp8", "int4")
-    run = train(tmp_path, SnipConfig(**SCHEDULE, formats=("fp4", "int4", "fp8"), target_fp4_fraction=0.9))
-    assert options_of(programs[-1]) == {("fp8", "int4", "fp4")}
-    assert set(run.refreshes[0]["divergence"]) == {"fp4", "int4", "fp8"}
+    register_format(own4())
+    assert "own4" in formats and timed_formats(["own4"]) == ("bf16", "fp8", "own4")
+    run = train(tmp_path, SnipConfig(**SCHEDULE, formats=("fp4", "own4", "fp8"), target_fp4_fraction=0.9))
+    assert options_of(programs[-1]) == {("fp8", "own4", "fp4")}
+    assert set(run.refreshes[0]["divergence"]) == {"fp4", "own4", "fp8"}
     # Both count towards the target, and the cheaper of the two is taken.
     for group in programs[-1]["groups"]:
         fp8, integer, fp4 = group["options"]
         assert fp8["weight"] == 0 < integer["weight"] == fp4["weight"]
-    assert "int4" in used(final_plan(run)) and final_plan(run).fp4_fraction >= 0.9
+    assert "own4" in used(final_plan(run)) and final_plan(run).fp4_fraction >= 0.9
 
 
 def test_layers_run_on_a_backend_that_knows_all_formats_of_the_run() -> None:
@@ -156,21 +156,21 @@ def test_layers_run_on_a_backend_that_knows_all_formats_of_the_run() -> None:
         name = "narrow"
 
         def runs(self, format: NumberFormat) -> bool:
-            return format.name != "int4"
+            return format.name != "own4"
 
-    register_format(int4())
+    register_format(own4())
     register_backend(Narrow())
     model = tiny_llama(hidden=32)
-    for names, backend in ((("fp4", "fp8"), "narrow"), (("int4", "fp8"), "emulated")):
+    for names, backend in ((("fp4", "fp8"), "narrow"), (("own4", "fp8"), "emulated")):
         convert_model(model, SnipConfig(formats=names))
         assert {layer.snip_backend.name for layer in snip_linears(model).values()} == {backend}
         restore_model(model)
     convert_model(model, SnipConfig(backend="narrow"))
-    with pytest.raises(ValueError, match="'narrow' has no kernels for the format 'int4'"):
-        next(iter(snip_linears(model).values())).set_formats(dict.fromkeys(GEMMS, "int4"))
-    with pytest.raises(ValueError, match="backend='narrow' cannot run: its kernels do not know the format 'int4'"):
+    with pytest.raises(ValueError, match="'narrow' has no kernels for the format 'own4'"):
+        next(iter(snip_linears(model).values())).set_formats(dict.fromkeys(GEMMS, "own4"))
+    with pytest.raises(ValueError, match="backend='narrow' cannot run: its kernels do not know the format 'own4'"):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        SnipController(model, optimizer, SnipConfig(backend="narrow", formats=("int4", "fp8")))
+        SnipController(model, optimizer, SnipConfig(backend="narrow", formats=("own4", "fp8")))
 
 
 @pytest.mark.parametrize("granularity", ["layer", "gemm"])
@@ -210,8 +210,8 @@ def test_no_quantization_is_neither_estimated_nor_measured() -> None:
     "policy", ["fisher", "hessian-trace", "greedy", "kl", "min-rel-err", "layer-position", "random"]
 )
 def test_every_kind_of_policy_decides_between_three_formats(policy: str, tmp_path: Path) -> None:
-    register_format(int4())
-    names = ("fp4", "int4", "bf16")
+    register_format(own4())
+    names = ("fp4", "own4", "bf16")
     config = SnipConfig(**SCHEDULE, policy=policy, formats=names, target_fp4_fraction=0.5, probes=2)
     run = train(tmp_path, config, max_steps=4)
     plan = final_plan(run)
@@ -243,7 +243,7 @@ def test_a_registered_format_that_is_not_used_changes_no_plan_and_no_file_and_co
     config = SnipConfig(**SCHEDULE, refresh_on_drift=0.0, drift_every=3)
     expected = train(tmp_path / "without", config, save_strategy="steps", save_steps=6)
     estimate, counts = refresh_counts(monkeypatch)
-    register_format(int4())
+    register_format(own4())
     run = train(tmp_path / "with", config, save_strategy="steps", save_steps=6)
     assert differing(weights(run.model), weights(expected.model)) == []
     for name in ("snip/plan.json", "snip/divergence-2.json", "checkpoint-6/snip_state.json"):
@@ -261,14 +261,15 @@ def test_a_registered_format_that_is_not_used_changes_no_plan_and_no_file_and_co
 
 
 def test_a_name_is_taken_once_and_free_again_when_a_context_ends() -> None:
-    register_format(int4())
-    register_format(int4())  # the same again, as when a module is imported twice
+    built_in = list(formats)
+    register_format(own4())
+    register_format(own4())  # the same again, as when a module is imported twice
     with pytest.raises(ValueError, match="There is a format named 'fp4' already"):
         register_format(NumberFormat(name="fp4", grid=integers(7), bits=4, speed=2.0, label="", colour="#000000"))
     with FORMATS.restored():
         register_format(NumberFormat(name="int3", grid=integers(3), bits=3, speed=2.0, label="", colour="#000000"))
-        assert list(formats) == ["bf16", "fp8", "fp4", "int4", "int3"]
-    assert list(formats) == ["bf16", "fp8", "fp4", "int4"]
+        assert list(formats) == [*built_in, "own4", "int3"]
+    assert list(formats) == [*built_in, "own4"]
 
 
 # ------------------------------------------------------------------------------------------------------------- backends

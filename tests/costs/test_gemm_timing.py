@@ -19,11 +19,11 @@ from torch import Tensor
 from snip_hf.costs import gemm_timing as timing
 from snip_hf.costs.gemm_timing import GemmShape, Machine, read_times, time_gemm, write_times
 from snip_hf.kernels.emulated import Emulated
-from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
 CPU = torch.device("cpu")
+FORMATS = ("bf16", "fp8", "fp4")  # those of a run by default, and what is not quantized
 SHAPES = [GemmShape(gemm, 64, 32, 48) for gemm in GEMMS] + [GemmShape("forward", 64, 32, 96)]
 gemm_times = partial(timing.gemm_times, formats=("fp4", "fp8"))
 MADE_UP = {"bf16": 4e-3, "fp8": 2e-3, "fp4": 1e-3}

@@ -17,7 +17,8 @@ from snip_hf.estimation import layer_sums as layer_sums_module
 from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes, Squares, read_all
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.numerics.formats import FORMATS
-from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE
+from snip_hf.numerics.gemms import COLUMN_TILE, CONTRACTIONS, GEMMS, ROW_TILE, SQUARE_TILE
+from snip_hf.numerics.rounding import round_operand
 
 KEYS = (0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)
 # Square of one step, square of what comes back at every step, and the size of what they are the difference of.
@@ -109,20 +110,25 @@ def squares_written_out(
     sample: LayerSample, w: Tensor, push: Push, fmt: str, micro_batches: int = 1, keys: tuple[int, int] = KEYS
 ) -> dict[str, Sums]:
     """docs/method.md, section 3, in float64."""
-    grid, is_random = FORMATS[fmt], fmt == "fp4"
+    is_random = FORMATS[fmt].gradient.stochastic
     x, g, weight = sample.x.double(), sample.grad_output.double(), w.double()
     row_key, column_key = keys if is_random else (None, None)
-    e_w = fake_quantize(w, grid, SQUARE_TILE).double() - weight
-    e_x = fake_quantize(sample.x, grid, ROW_TILE).double() - x
-    e_g = fake_quantize(sample.grad_output, grid, ROW_TILE, row_key).double() - g
-    g_columns = fake_quantize(sample.grad_output, grid, COLUMN_TILE, column_key).double()
-    x_columns = fake_quantize(sample.x, grid, COLUMN_TILE).double()
+
+    def seen(tensor: Tensor, operand: str, contracts: int, key: int | None = None) -> Tensor:
+        return round_operand(tensor, FORMATS[fmt], operand, contracts, key).double()
+
+    # Of the weight as the forward GEMM sees it, and as grad_input does; equal where its blocks are square.
+    e_w, e_w_back = seen(w, "weight", 1) - weight, seen(w, "weight", 0) - weight
+    e_x = seen(sample.x, "activation", 1) - x
+    e_g = seen(sample.grad_output, "gradient", 1, row_key) - g
+    g_columns = seen(sample.grad_output, "gradient", 0, column_key)
+    x_columns = seen(sample.x, "activation", 0)
     pieces, per_sample, k = cut(len(x)), sample.tokens / len(x), micro_batches
     rows: dict[str, list[Sums]] = {"forward": [], "grad_input": [], LAYER: []}
     for x_dot, g_dot in zip(sample.x_dot, sample.grad_output_dot, strict=True):
         x_dot, g_dot = x_dot.double(), g_dot.double()
         forward = [torch.einsum("to,ti->oi", g_dot[piece], x[piece]) * e_w for piece in pieces]
-        grad_input = [torch.einsum("to,ti->oi", g[piece], x_dot[piece]) * e_w for piece in pieces]
+        grad_input = [torch.einsum("to,ti->oi", g[piece], x_dot[piece]) * e_w_back for piece in pieces]
         both = [one + other for one, other in zip(forward, grad_input, strict=True)]
         on_x = of_tokens(torch.einsum("to,oi->ti", g_dot, weight) * e_x, pieces, per_sample, k)
         products = torch.einsum("ti,oi->to", x_dot, weight) * e_g
@@ -179,6 +185,63 @@ def test_the_squares_are_the_written_out_formulas(
     assert max(step for step, _, _ in expected.values()) > 0
     if mean > 1:
         assert expected["forward"][1] > 0.2 * expected["forward"][0]
+
+
+def layer_sums_of_formats(sample: LayerSample, weight: Tensor, push: Push | None, names: list[str]) -> Any:
+    return layer_sums_module.LayerSums(sample, weight, push, 1 if push is None else 2, formats=names)
+
+
+OTHERS = ["mxfp8", "mxfp4", "mxfp4-32x32", "nvfp4", "nvfp4-1x16", "nvfp4-rht", "fp8-tensor", "ufp4-rht", "fp4-pqt"]
+
+
+@pytest.mark.parametrize("fmt", OTHERS)
+def test_they_are_for_weights_that_each_gemm_quantizes_for_itself(fmt: str) -> None:
+    sample, weight, push = a_sample(300, 300, 2, width=70, height=50), a_weight(50, 70), scaled(50, 70)
+    expected = squares_written_out(sample, weight, push, fmt, 2)
+    names = ["fp8", fmt, "mxfp6", "fp4"]  # a format's place among others
+    found = layer_sums_of_formats(sample, weight, push, names).weight_divergences(fmt, KEYS)
+    for row in ROWS:
+        assert_squares(found[row], expected[row])
+
+
+@pytest.mark.parametrize("fmt", OTHERS)
+def test_errors_are_those_of_each_gemm_s_own_weight(fmt: str) -> None:
+    sample, weight = a_sample(300, 300, 1, width=70, height=50), a_weight(50, 70)
+
+    def change(tensor: Tensor, operand: str, contracts: int) -> float:
+        return float((round_operand(tensor, FORMATS[fmt], operand, contracts) - tensor).double().norm())
+
+    found = layer_sums_of_formats(sample, weight, None, ["fp8", fmt]).errors(fmt)
+    for gemm, operands in CONTRACTIONS.items():
+        tensors = {"activation": sample.x, "gradient": sample.grad_output, "weight": weight}
+        expected = sum(change(tensors[operand], operand, contracts) for operand, contracts in operands)
+        assert found[gemm][0] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8-tensor"])
+def test_a_part_of_the_tokens_is_rounded_with_the_scale_of_all(fmt: str) -> None:
+    whole, weight = a_sample(384, 384, 1), a_weight()
+    whole.x[300, 2], whole.grad_output[301, 3] = 50.0, 70.0
+    part = replace(
+        whole,
+        tokens=384,
+        x=whole.x[:256],
+        grad_output=whole.grad_output[:256],
+        x_dot=[whole.x_dot[0][:256]],
+        grad_output_dot=[whole.grad_output_dot[0][:256]],
+        amaxes=(torch.tensor(50.0), torch.tensor(70.0)),
+    )
+    of_part = layer_sums_of_formats(part, weight, None, [fmt])
+    of_whole = layer_sums_of_formats(whole, weight, None, [fmt])
+    for operand in ("x", "g"):
+        for contracts in (0, 1):
+            found, expected = (one.rounded(operand, fmt, contracts) for one in (of_part, of_whole))
+            assert torch.equal(found, expected[:256])
+    unknown = layer_sums_of_formats(replace(part, amaxes=None), weight, None, [fmt])
+    assert not torch.equal(unknown.rounded("x", fmt, 1), of_part.rounded("x", fmt, 1))
+    # What the passes that were recorded found is the mean of two: where all tokens are there, they themselves count.
+    complete = layer_sums_of_formats(replace(whole, amaxes=(torch.tensor(51.0),) * 2), weight, None, [fmt])
+    assert torch.equal(complete.rounded("x", fmt, 1), of_whole.rounded("x", fmt, 1))
 
 
 @pytest.mark.parametrize("shape", [(130, 260), (257, 40)])

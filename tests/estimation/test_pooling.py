@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,6 +62,20 @@ def assert_is_together(found: LayerSample, parts: list[LayerSample], weights: li
     for kind in range(2):
         wanted = sum(weight**2 * (part.energies or (0, 0))[kind] for part, weight in pairs)
         assert found.energies is not None and found.energies[kind] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("weights", [[0.5, 0.5], [0.2, 0.5, 0.3]])
+def test_largest_magnitudes_are_those_of_all_ranks_for_the_mean_over_all(weights: list[float]) -> None:
+    samples = [a_sample("layers.0", 4, seed=rank) for rank in range(len(weights))]
+    measured = [(torch.tensor(3.0 + rank), torch.tensor(9.0 - rank)) for rank in range(len(weights))]
+    samples = [replace(sample, amaxes=amaxes) for sample, amaxes in zip(samples, measured, strict=True)]
+    found, _ = pool([{"layers.0": sample} for sample in samples], weights)
+    amaxes = found["layers.0"].amaxes
+    assert amaxes is not None and float(amaxes[0]) == 2.0 + len(weights)
+    of_g = [weight * (9.0 - rank) for rank, weight in enumerate(weights)]
+    assert float(amaxes[1]) == pytest.approx(max(of_g))
+    without, _ = pool([{"layers.0": a_sample("layers.0", 4)}] * len(weights), weights)
+    assert without["layers.0"].amaxes is None
 
 
 def test_a_rank_that_is_alone_keeps_its_samples_as_they_are() -> None:

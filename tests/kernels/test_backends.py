@@ -165,7 +165,7 @@ def test_each_gemm_reads_its_own_format_only(gemm: int) -> None:
     ][gemm]
     for fmt in FORMATS:
         results = []
-        for others in FORMATS:
+        for others in ("bf16", "fp8", "nvfp4"):
             formats = [others] * 3
             formats[gemm] = fmt
             results.append(call(state(*formats)))
@@ -175,7 +175,7 @@ def test_each_gemm_reads_its_own_format_only(gemm: int) -> None:
 @pytest.mark.parametrize("bit", [0, 31, 32, 62, 63])
 def test_only_fp4_output_gradients_depend_on_the_random_key(bit: int) -> None:
     x, weight, bias, grad_output = tensors((150, 200, 136), torch.float32)
-    for fmt in FORMATS:
+    for fmt in ("bf16", "fp8", "fp4"):
         numbers = state(fmt, fmt, fmt)
         other = numbers.clone()
         other[3] ^= 1 << bit if bit < 63 else -(2**63)
@@ -343,7 +343,7 @@ def test_a_gemm_call_is_the_operator_on_the_emulated_backend(gemm: str, fmt: str
 @pytest.mark.parametrize("place", [4, 5])
 def test_only_fp4_output_gradients_depend_on_the_rank_and_on_how_many_there_are(place: int) -> None:
     x, weight, bias, grad_output = tensors((150, 200, 136), torch.float32)
-    for fmt in FORMATS:
+    for fmt in ("bf16", "fp8", "fp4"):
         numbers = state(fmt, fmt, fmt)
         other = numbers.clone()
         other[place] += 1

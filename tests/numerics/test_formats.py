@@ -21,6 +21,32 @@ GFLOAT = {
     "e5m2": gfloat_formats.format_info_ocp_e5m2,
 }
 
+# New ones come last: layers' states hold places in this list.
+ORDER = [
+    "bf16",
+    "fp8",
+    "fp4",
+    "fp8-tensor",
+    "fp8-tensor-e5m2",
+    "mxfp8",
+    "mxfp6",
+    "mxfp6-e2m3",
+    "mxfp4",
+    "mxfp4-32x32",
+    "mxfp4-rht",
+    "nvfp4",
+    "nvfp4-1x16",
+    "nvfp4-46",
+    "nvfp4-rht",
+    "nvfp4-rht128",
+    "int8",
+    "int4",
+    "ufp4",
+    "ufp4-rht",
+    "fp4-46",
+    "fp4-pqt",
+]
+
 
 @pytest.mark.parametrize("fmt", [E2M1, E4M3, E5M2], ids=lambda fmt: fmt.name)
 class TestEachFormat:
@@ -61,10 +87,10 @@ def test_every_e2m1_value_is_an_e4m3_value() -> None:
 
 def test_every_code_of_a_plan_stands_for_one_format_and_never_moves() -> None:
     """Plans and checkpoints hold these names and codes."""
-    assert {name: format.code for name, format in FORMATS.items()} == {"bf16": 0, "fp8": 1, "fp4": 2}
-    assert tuple(FORMATS) == ("bf16", "fp8", "fp4")
-    assert {name: format.grid for name, format in FORMATS.items()} == {"bf16": None, "fp8": E4M3, "fp4": E2M1}
-    assert [format_of_code(code).name for code in range(3)] == ["bf16", "fp8", "fp4"]
+    assert list(FORMATS) == ORDER
+    assert [format.code for format in FORMATS.values()] == list(range(len(ORDER)))
+    assert [FORMATS[name].grid for name in ("bf16", "fp8", "fp4")] == [None, E4M3, E2M1]
+    assert [format_of_code(code).name for code in range(len(ORDER))] == ORDER
     assert GEMMS == ("forward", "grad_input", "grad_weight")
 
 
@@ -73,12 +99,12 @@ def test_a_known_format_name_passes_unchanged(name: str) -> None:
     assert check_format(name, "forward") == name
 
 
-@pytest.mark.parametrize("name", ["FP4", "int8", "", None, 2, ["fp4"]])
+@pytest.mark.parametrize("name", ["FP4", "int9", "", None, 2, ["fp4"]])
 def test_an_unknown_format_is_named_with_its_place_and_the_known_ones(name: object) -> None:
     with pytest.raises(ValueError) as error:
         check_format(name, "model.layers.0.q_proj:forward")
     assert str(error.value) == (
-        f"Unknown format {name!r} for model.layers.0.q_proj:forward; expected one of bf16, fp8, fp4."
+        f"Unknown format {name!r} for model.layers.0.q_proj:forward; expected one of {', '.join(ORDER)}."
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torchao.prototype.mx_formats.kernels import f4_unpacked_to_f32, f32_to_f4_unpacked
 
 from snip_hf.numerics.formats import E2M1, E4M3, E5M2, ElementGrid
+from snip_hf.numerics.formats import FORMATS as ALL_FORMATS
 from snip_hf.numerics.gemms import COLUMN_TILE, OPERANDS, ROW_TILE, SQUARE_TILE
 from snip_hf.numerics.random_streams import stream_key, uniform
 from snip_hf.numerics.rounding import fake_quantize_tiles, quantize, quantize_tiles, round_to_grid, tile_scales
@@ -475,7 +476,7 @@ class TestQuantize:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (("fp5",), "Unknown format 'fp5' for format; expected one of bf16, fp8, fp4."),
+            (("fp5",), f"Unknown format 'fp5' for format; expected one of {', '.join(ALL_FORMATS)}."),
             (("fp4", "bias"), "operand='bias' is not known; expected one of activation, gradient, weight."),
             (("fp4", "gradient"), "Format 'fp4' rounds a gradient stochastically; give a seed."),
         ],

@@ -21,6 +21,7 @@ from ..costs.flops import linear_flops
 from ..layers.convert import convert_model, restore_model
 from ..layers.layer import SnipLayer
 from ..layers.state import snip_linears
+from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
 from ..optimizers.response import responses
@@ -101,7 +102,9 @@ def divergences_at(
         ValueError: the loss of the micro-batch is not finite; on one rank is enough.
         RankError: another process did not answer.
     """
-    settings = ProbeSettings(config.probes if probes is None else probes, config.probe_tokens, config.seed, step)
+    count = config.probes if probes is None else probes
+    whole_amax = any(FORMATS[name].has_tensor_scale for name in config.quantized_formats)
+    settings = ProbeSettings(count, config.probe_tokens, config.seed, step, whole_amax=whole_amax)
     return _Estimate(model, batch, optimizer_step, config, settings, processes or Processes()).table()
 
 

@@ -61,7 +61,7 @@ def measure_divergence(
             for fmt in config.quantized_formats:
                 for gemm in gemms:
                     chosen = GEMMS if gemm == LAYER else (gemm,)
-                    count = draws if FORMATS[fmt].gradient.stochastic else 1
+                    count = draws if FORMATS[fmt].is_random else 1
                     rise, weight = measurement.damage({name: dict.fromkeys(chosen, fmt)}, count)
                     rows.append(Divergence(name, gemm, fmt, rise, weight, sum(flops[name][g] for g in chosen)))
         return DivergenceTable(measurement.loss, tuple(rows))

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from ..kernels.rounding import fake_quantize
 from ..kernels.sums import error_squares, norms, scaled_squares
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS, TILE
+from .extrapolation import BatchSizes as BatchSizes
+from .extrapolation import Sizes
+from .extrapolation import Squares as Squares
 from .products import product
 from .samples import LayerSample
 
@@ -40,26 +43,6 @@ _MOST_PIECES = 8
 _AT_ONCE = 2**27
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Squares:
-    """Squared divergence of one step, and the part of it that comes back at every step.
-
-    Both hold differences of noisy sums, and may come out below 0 where the true figure is small.
-    """
-
-    step: float
-    bias: float
-
-    def __add__(self, other: Squares) -> Squares:
-        return Squares(self.step + other.step, self.bias + other.bias)
-
-    @classmethod
-    def mean(cls, squares: Sequence[Squares]) -> Squares:
-        """Returns the mean; zeros of none."""
-        count = max(1, len(squares))
-        return cls(sum(one.step for one in squares) / count, sum(one.bias for one in squares) / count)
 
 
 @dataclass(frozen=True)
@@ -78,69 +61,6 @@ def read_all(pending: Sequence[Pending[Result]]) -> list[Result]:
     device = pending[0].sums.device
     figures = iter(torch.cat([one.sums.to(device) for one in pending]).tolist())
     return [one.finish([next(figures) for _ in range(len(one.sums))]) for one in pending]
-
-
-class BatchSizes(NamedTuple):
-    """How large the batch is that was run, a micro-batch or a part of one, on all data ranks together."""
-
-    tokens: int
-    labelled: int
-    """N: the tokens over whose mean loss G is a gradient."""
-    micro_batch_tokens: int
-    micro_batch_labelled: int
-
-    @classmethod
-    def complete(cls, tokens: int, labelled: int) -> BatchSizes:
-        """Of a whole micro-batch."""
-        return cls(tokens, labelled, tokens, labelled)
-
-    @property
-    def parts(self) -> float:
-        """How many such batches make the micro-batch's mean loss."""
-        return max(1, self.micro_batch_labelled) / max(1, self.labelled)
-
-
-class _Sizes(NamedTuple):
-    """What the sums over a sample are extrapolated by."""
-
-    token_ratio: float
-    """T / n"""
-    scale: float
-    """Sums of squares: from the sample to all T tokens."""
-    pieces: int
-    micro_batches: float
-    """Batches of that size in the optimizer step."""
-
-    def of_pieces(self, own: float, total: float) -> Squares:
-        """From the pieces of the sample to all tokens of all micro-batches.
-
-        Args:
-            own: sum over the R pieces of |c_r|^2.
-            total: |sum of c_r|^2. Its cross terms are R (R - 1) times the square of what a piece does on the average.
-        """
-        mean = (total - own) / (self.pieces * (self.pieces - 1)) if self.pieces > 1 else 0.0
-        count = self.pieces * self.scale
-        # Over k micro-batches there are k * count pieces, each of 1 / k the weight.
-        batches = self.micro_batches
-        step = count * own / self.pieces / batches + count * (count - 1 / batches) * mean
-        return Squares(step, count**2 * mean)
-
-    def of_tokens(self, elements: float, by_token: float, own: float, total: float) -> Squares:
-        """The errors of activations: elements are independent but for what they share with their token or channel.
-
-        Args:
-            elements: sum of their squares.
-            by_token: sum over tokens of the squared sum over channels.
-            own: sum over channels and pieces of the squared sum over the piece's tokens.
-            total: sum over channels of the squared sum over tokens.
-        """
-        by_channel = self.of_pieces(own, total)
-        # Elements are in both sums, and count once.
-        return Squares(by_channel.step + self.scale / self.micro_batches * (by_token - elements), by_channel.bias)
-
-    def of_random_tokens(self, elements: float) -> Squares:
-        """The same under stochastic rounding, which makes every element independent and unbiased."""
-        return Squares(self.scale / self.micro_batches * elements, 0.0)
 
 
 class LayerSums:
@@ -175,10 +95,11 @@ class LayerSums:
         pieces = min(max(1, count), max(2, min(_MOST_PIECES, count // TILE)))
         # A part of a micro-batch, of the mean loss of its own, is to the step what one of more micro-batches is.
         batches = micro_batches * self.batch.parts
-        self.sizes = _Sizes(sample.tokens / max(1, count), sample.scale, pieces, batches)
+        self.sizes = Sizes(sample.tokens / max(1, count), sample.scale, pieces, batches)
         self._quantized: dict[tuple[str, str, int, int | None], Tensor] = {}
-        self._weight_errors = torch.stack([self.rounded("w", name, 1) for name in self._formats])
-        self._weight_errors.sub_(self.w).square_()
+        # Of the whole tensors that the sample is from, for scales that belong to a whole tensor.
+        self._amaxes = dict(zip(("x", "g"), sample.amaxes, strict=True)) if sample.is_part and sample.amaxes else {}
+        self._weight_errors = self._squared_weight_errors()
         # What eX meets: (n, O) x (O, I); and eG: (n, I) x (I, O).
         gradients = [self.g, *sample.grad_output_dot]
         self._g_w, *meets_x = product(torch.cat(gradients), self.w).split([count] * len(gradients))
@@ -186,11 +107,46 @@ class LayerSums:
         dots = zip(sample.x_dot, sample.grad_output_dot, strict=True)
         self._probes = [(self._met_by_weight(*dot), x, g) for dot, x, g in zip(dots, meets_x, meets_g, strict=True)]
 
+    def _squared_weight_errors(self) -> Tensor:
+        """Returns the kinds of errors of each format after the other, (kinds, O, I).
+
+        eW^2 where one quantized weight serves the forward and the grad_input GEMM. Else that of the forward GEMM, that
+        of grad_input, and the product of both errors.
+        """
+        kinds = {name: self._kinds_of_weight_errors(name) for name in self._formats}
+        found = self.w.new_empty(sum(map(len, kinds.values())), *self.w.shape)
+        for name, of_format in kinds.items():
+            errors = [found[kind] for kind in of_format]
+            for error, contracts in zip(errors[:2], (1, 0), strict=False):
+                torch.sub(self.rounded("w", name, contracts), self.w, out=error)
+            if len(errors) > 1:
+                torch.mul(*errors[:2], out=errors[2])
+            for error in errors[:2]:
+                error.square_()
+        return found
+
+    def _kinds_of_weight_errors(self, name: str) -> list[int]:
+        """Returns where these are in `_weight_errors`."""
+        sizes = [1 if FORMATS[other].shares_weight else 3 for other in self._formats]
+        index = self._formats.index(name)
+        first = sum(sizes[:index])
+        return list(range(first, first + sizes[index]))
+
+    def _on_weight(self, found: Tensor, name: str) -> Tensor:
+        """Returns a format's part of what `_met_by_weight` returned, (3, 2): forward, grad_input, both."""
+        kinds = found[self._kinds_of_weight_errors(name)]
+        if len(kinds) == 1:
+            return kinds[0]
+        forward, grad_input, (of_first, of_second, of_both) = kinds
+        # (a eW + b eW')^2 = a^2 eW^2 + b^2 eW'^2 + 2 a b eW eW', and 2 a b = (a + b)^2 - a^2 - b^2.
+        both = forward[0] + grad_input[1] + of_both - of_first - of_second
+        return torch.stack([forward[0], grad_input[1], both])
+
     def _met_by_weight(self, x_dot: Tensor, g_dot: Tensor) -> Tensor:
         """Returns what eW does along one probe's direction, in the forward GEMM, in grad_input and in both.
 
-        These two add before the square, since one quantized weight serves both. (Formats, 3, 2): what
-        `_Sizes.of_pieces` takes.
+        These two add before the square, since the weight's error is the same for all tokens. (Kinds of errors, 3, 2):
+        what `Sizes.of_pieces` takes.
         """
         x, x_dot = self._by_piece(self.x), self._by_piece(x_dot)
         channels = zip(
@@ -230,7 +186,7 @@ class LayerSums:
     def pending_weight_divergences(self, name: str, keys: tuple[int, int]) -> Pending[dict[str, Squares]]:
         """As `weight_divergences`, not waiting for the device."""
         is_random = FORMATS[name].gradient.stochastic
-        on_weight = [found[self._formats.index(name)] for found, _, _ in self._probes]
+        on_weight = [self._on_weight(found, name) for found, _, _ in self._probes]
         errors = torch._foreach_sub(
             [self.rounded("x", name, 1), self.rounded("g", name, 1, keys[0] if is_random else None)],
             [self.x, self.g],
@@ -246,12 +202,12 @@ class LayerSums:
         return Pending(sums, partial(_squares_of, self.sizes, len(self._probes), is_random))
 
     def _token_figures(self, products: Tensor) -> list[Tensor]:
-        """Returns what `_Sizes.of_tokens` takes the squares of, from errors times what they meet, (n, channels)."""
+        """Returns what `Sizes.of_tokens` takes the squares of, from errors times what they meet, (n, channels)."""
         channels = self._by_piece(products).sum(1)
         return [products, products.sum(1), channels, channels.sum(0)]
 
     def _grad_weight_sums(self, name: str, key: int | None) -> Tensor:
-        """Returns what `_Sizes.of_pieces` takes, for J (Q(G)^T Q(X) - G^T X), no derivative of the model needed."""
+        """Returns what `Sizes.of_pieces` takes, for J (Q(G)^T Q(X) - G^T X), no derivative of the model needed."""
         if self._pushforward is None:
             return self.w.new_zeros(2)
         g, x = self.rounded("g", name, 0, key), self.rounded("x", name, 0)
@@ -312,7 +268,8 @@ class LayerSums:
         """As `errors`, not waiting for the device."""
         operands = [getattr(self, operand) for operand, _ in _ACTIVATIONS]
         rounded = [self.rounded(operand, name, contracts) for operand, contracts in _ACTIVATIONS]
-        found = self.weight_error(name).sqrt_()[None], norms(torch._foreach_sub(rounded, operands)), self._norms
+        of_weight = torch.stack([self.weight_error(name, contracts) for contracts in (1, 0)]).sqrt_()
+        found = of_weight, norms(torch._foreach_sub(rounded, operands)), self._norms
         # From the sample to all tokens of the batch, and from there to the micro-batch: X has more rows by its tokens,
         # G also smaller ones, as a mean over more labels.
         ratio, batch = self.sizes.token_ratio, self.batch
@@ -325,16 +282,24 @@ class LayerSums:
         """Of W, X and G."""
         return norms([self.w, self.x, self.g])
 
-    def weight_error(self, name: str) -> Tensor:
-        """Returns |eW|^2."""
-        return self._weight_errors[self._formats.index(name)].sum()
+    def weight_error(self, name: str, contracts: int = 1) -> Tensor:
+        """Returns |eW|^2, of the weight as the GEMM sees it that contracts this dimension of it."""
+        kinds = self._kinds_of_weight_errors(name)
+        return self._weight_errors[kinds[1 if contracts == 0 and len(kinds) > 1 else 0]].sum()
 
     def rounded(self, operand: str, name: str, contracts: int, key: int | None = None) -> Tensor:
         """Returns "x", "g" or "w" as a GEMM sees it that contracts this dimension of it; each is rounded once."""
         at = (operand, name, contracts, key)
         if at not in self._quantized:
             self._quantized[at] = fake_quantize(
-                getattr(self, operand), FORMATS[name], _OPERANDS[operand], contracts, key
+                getattr(self, operand),
+                FORMATS[name],
+                _OPERANDS[operand],
+                contracts,
+                key,
+                0,
+                1,
+                self._amaxes.get(operand),
             )
         return self._quantized[at]
 
@@ -343,7 +308,7 @@ class LayerSums:
 _ACTIVATIONS = (("x", 1), ("x", 0), ("g", 1), ("g", 0))
 
 
-def _squares_of(sizes: _Sizes, probes: int, is_random: bool, figures: list[float]) -> dict[str, Squares]:
+def _squares_of(sizes: Sizes, probes: int, is_random: bool, figures: list[float]) -> dict[str, Squares]:
     """Returns what `LayerSums.weight_divergences` does, from its sums in their order."""
     left = iter(figures)
 
@@ -364,15 +329,15 @@ def _squares_of(sizes: _Sizes, probes: int, is_random: bool, figures: list[float
 
 
 def _errors_of(factors: dict[str, float], norms: list[float]) -> dict[str, tuple[float, float]]:
-    """Returns what `LayerSums.errors` does, from the norms of W's error, of `_ACTIVATIONS`' and of W, X and G."""
-    operands = ["w", *(operand for operand, _ in _ACTIVATIONS)]
+    """Returns what `LayerSums.errors` does, from the norms of W's errors, of `_ACTIVATIONS`' and of W, X and G."""
+    operands = ["w", "w", *(operand for operand, _ in _ACTIVATIONS)]
     of_operands = dict(zip(("w", "x", "g"), norms[len(operands) :], strict=True))
     pairs = []
     for operand, absolute in zip(operands, norms, strict=False):
         norm = of_operands[operand]
         pairs.append((absolute * factors.get(operand, 1.0), absolute / norm if norm > 0 else 0.0))
-    w, x_row, x_column, g_row, g_column = pairs
-    of_gemms = {"forward": (x_row, w), "grad_input": (g_row, w), "grad_weight": (g_column, x_column)}
+    w_row, w_column, x_row, x_column, g_row, g_column = pairs
+    of_gemms = {"forward": (x_row, w_row), "grad_input": (g_row, w_column), "grad_weight": (g_column, x_column)}
     sums = {gemm: (left[0] + right[0], left[1] + right[1]) for gemm, (left, right) in of_gemms.items()}
     return {**sums, LAYER: (sum(value[0] for value in sums.values()), sum(value[1] for value in sums.values()))}
 

@@ -53,7 +53,7 @@ def pooled(
     return result
 
 
-_NOTHING: dict[str, Any] = {"tokens": 0, "kept": 0, "energies": [0.0, 0.0]}
+_NOTHING: dict[str, Any] = {"tokens": 0, "kept": 0, "energies": [0.0, 0.0], "amaxes": None}
 
 
 def _note(sample: LayerSample, weight: float) -> dict[str, Any]:
@@ -63,6 +63,7 @@ def _note(sample: LayerSample, weight: float) -> dict[str, Any]:
         "kept": sample.x.shape[0],
         "probes": len(sample.x_dot),
         "energies": [energy * weight**2 for energy in sample.energies or (0.0, 0.0)],
+        "amaxes": sample.amaxes and [float(sample.amaxes[0]), float(sample.amaxes[1]) * weight],
     }
 
 
@@ -96,4 +97,7 @@ def _joined(received: Sequence[Tensor], notes: Sequence[Mapping[str, Any]], widt
         by_rank.append([part.view(-1, width) for part, width in zip(parts, widths, strict=True)])
     x, grad_output, *dots = (torch.cat(parts) for parts in zip(*by_rank, strict=True))
     every, sampled = (sum(column) for column in zip(*(note["energies"] for note in notes), strict=True))
-    return LayerSample(sum(note["tokens"] for note in notes), x, grad_output, dots[::2], dots[1::2], (every, sampled))
+    tokens, energies = sum(note["tokens"] for note in notes), (every, sampled)
+    known = [note["amaxes"] for note in notes if note["amaxes"]]
+    amaxes = tuple(x.new_tensor(max(column)) for column in zip(*known, strict=True)) if known else None
+    return LayerSample(tokens, x, grad_output, dots[::2], dots[1::2], energies, amaxes)  # type: ignore[arg-type]

@@ -50,6 +50,8 @@ class ProbeSettings:
     """|eps * d| / |W| over all swapped weights."""
     autocast: torch.dtype | None = None
     """Dtype of the passes' products, None for FP32. Rounding noise then needs a larger relative step."""
+    whole_amax: bool = False
+    """Measure the largest magnitudes of all tokens too, which scales of whole tensors follow."""
 
     @property
     def draws(self) -> list[Draw]:
@@ -90,8 +92,8 @@ def run_probe(
     layers = snip_linears(model)
     samples: dict[str, LayerSample] = {}
     losses: list[float] = []
-    every = tuple(tokens or (batch.tokens,))
-    plan = SamplePlan(settings.probe_tokens, settings.seed, settings.step, processes.data.rank, every)
+    every, rank = tuple(tokens or (batch.tokens,)), processes.data.rank
+    plan = SamplePlan(settings.probe_tokens, settings.seed, settings.step, rank, every, settings.whole_amax)
 
     def record(moved: Mapping[str, Tensor]) -> Recorder:
         recorder = Recorder(plan)
@@ -105,7 +107,8 @@ def run_probe(
         recorder = record({})
         energies = recorder.energies()
         for name, one in recorder.records.items():
-            samples[name] = LayerSample(one.tokens, one.x, one.grad_output, energies=energies[name])
+            amaxes = _pair(one.amaxes)
+            samples[name] = LayerSample(one.tokens, one.x, one.grad_output, energies=energies[name], amaxes=amaxes)
     for draw in draws:
         moved, epsilon = _move(layers, pullbacks, draw, settings.relative_step, processes)
         plus = record(moved)
@@ -171,13 +174,19 @@ def _combine(
     """
     energies = plus.energies()
     for name in [name for name in plus.records if name in minus.records]:
-        tokens, x_plus, grad_plus, _ = plus.records.pop(name)
-        _, x_minus, grad_minus, _ = minus.records.pop(name)
+        tokens, x_plus, grad_plus, _, amax_plus = plus.records.pop(name)
+        _, x_minus, grad_minus, _, amax_minus = minus.records.pop(name)
         if x_plus.shape != x_minus.shape:  # a router sent other tokens here; no derivative can be taken
             continue
         x_dot, grad_dot = ((p - m).div_(2 * epsilon) for p, m in ((x_plus, x_minus), (grad_plus, grad_minus)))
         if name not in samples:
             mean_x, mean_grad = x_plus.add_(x_minus).div_(2), grad_plus.add_(grad_minus).div_(2)
-            samples[name] = LayerSample(tokens, mean_x, mean_grad, energies=energies[name])
+            # Up to eps^2, as the means are.
+            amaxes = _pair(amax_plus.add_(amax_minus).div_(2))
+            samples[name] = LayerSample(tokens, mean_x, mean_grad, energies=energies[name], amaxes=amaxes)
         samples[name].x_dot.append(x_dot)
         samples[name].grad_output_dot.append(grad_dot)
+
+
+def _pair(amaxes: Tensor) -> tuple[Tensor, Tensor] | None:
+    return (amaxes[0], amaxes[1]) if len(amaxes) else None

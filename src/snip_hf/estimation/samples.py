@@ -34,6 +34,13 @@ class LayerSample:
     """(n, O) per probe"""
     energies: tuple[float, float] | None = None
     """sum_t |X_t|^2 |G_t|^2 of all tokens and of the sampled ones; None where it was not measured."""
+    amaxes: tuple[Tensor, Tensor] | None = None
+    """Largest magnitude of X and of G over all tokens, of one element each; None where it was not measured."""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the layer saw more tokens than these."""
+        return self.x.shape[0] < self.tokens
 
     @property
     def scale(self) -> float:
@@ -84,6 +91,8 @@ class _Record(NamedTuple):
     x: Tensor
     grad_output: Tensor
     energies: Tensor
+    amaxes: Tensor
+    """Largest magnitudes of X and G over all tokens, on the device; empty where no format asks for them."""
 
 
 class SamplePlan(NamedTuple):
@@ -95,6 +104,8 @@ class SamplePlan(NamedTuple):
     rank: int
     every: tuple[int, ...]
     """Rank -> tokens of its batch."""
+    whole_amax: bool = False
+    """Whether to measure the largest magnitudes of all tokens."""
 
     def kept(self, tokens: int) -> Tensor:
         """Returns the positions that this rank keeps, of a layer's tokens.
@@ -146,6 +157,7 @@ class Recorder:
             x[tokens].to(torch.float32),
             grad_output[tokens].to(torch.float32),
             torch.stack([energy.sum(), energy[tokens].sum()]),
+            torch.stack([_amax(x), _amax(grad_output)]) if self._plan.whole_amax else x.new_empty(0),
         )
         if name in self.records:  # a layer that is called twice shows its tokens one after the other
             before = self.records[name]
@@ -154,8 +166,13 @@ class Recorder:
                 torch.cat([before.x, record.x]),
                 torch.cat([before.grad_output, record.grad_output]),
                 before.energies + record.energies,
+                torch.maximum(before.amaxes, record.amaxes),
             )
         self.records[name] = record
+
+
+def _amax(x: Tensor) -> Tensor:
+    return x.abs().amax().to(torch.float32) if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
 @contextmanager

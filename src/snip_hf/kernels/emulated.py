@@ -32,14 +32,14 @@ _READS_ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
 @torch.library.custom_op("snip_hf::forward_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
 def forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
     """Returns x @ weight^T + bias, (..., O) for x (..., I), in x's dtype; the bias is added after the GEMM in FP32."""
-    fmt, _ = _read(state, "forward")
+    fmt, stream = _read(state, "forward")
     if not fmt.is_quantized:
         # x as it came: aten adds the bias inside the GEMM or after it, depending on x's dimensions and strides.
         y = torch.nn.functional.linear(x, weight, bias)
     else:
         # (T, I) x (I, O): contracts I
         left = fake_quantize(x.reshape(-1, x.shape[-1]), fmt, "activation", 1)
-        y_fp32 = _multiply(left, fake_quantize(weight, fmt, "weight", 1).t())
+        y_fp32 = _multiply(left, fake_quantize(weight, fmt, "weight", 1, *stream).t())
         if bias is not None:
             y_fp32 += bias.to(torch.float32)
         y = y_fp32.to(x.dtype)
@@ -56,7 +56,7 @@ def grad_input_gemm(grad_output: Tensor, weight: Tensor, state: Tensor) -> Tenso
         return grad_output.mm(weight)
     # (T, O) x (O, I): contracts O
     left = fake_quantize(grad_output, fmt, "gradient", 1, *stream)
-    return _multiply(left, fake_quantize(weight, fmt, "weight", 0)).to(grad_output.dtype)
+    return _multiply(left, fake_quantize(weight, fmt, "weight", 0, *stream)).to(grad_output.dtype)
 
 
 @torch.library.custom_op("snip_hf::grad_weight_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
@@ -92,7 +92,7 @@ def _multiply(left_fp32: Tensor, right_fp32: Tensor) -> Tensor:
 
 
 def _read(state: Tensor, gemm: str) -> tuple[NumberFormat, tuple[int, int, int]]:
-    """Returns the format of `gemm`, and for rounding its output gradient stochastically key, rank and ranks."""
+    """Returns the format of `gemm`, and key, rank and ranks for what it draws: rounding of G, noise on the weight."""
     *codes, key, rank, ranks = state.tolist()
     return format_of_code(codes[GEMMS.index(gemm)]), (key % 2**64, rank, ranks)
 

@@ -1,7 +1,8 @@
 """Rounding in one launch on a GPU: `fake_quantize`, as the estimate and the emulated GEMMs use it.
 
-Triton kernels run on NVIDIA GPUs from compute capability 8.0 on, torch's operations anywhere else. Both give the
-numbers of `numerics.rounding.fake_quantize_tiles` bit for bit; the kernel takes one launch instead of about twenty.
+Triton kernels run on NVIDIA GPUs from compute capability 8.0 on, for operands that are rounded in the large blocks with
+FP32 scales; torch's operations run for other operands and anywhere else. Both give the numbers of `numerics.rounding`
+bit for bit; the kernel takes one launch instead of about twenty.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def fake_quantize(
     key: int | None = None,
     rank: int = 0,
     ranks: int = 1,
+    amax: Tensor | None = None,
 ) -> Tensor:
     """Returns what a GEMM in a format sees of x, (R, C), in FP32: quantized, times its scales; x itself unquantized.
 
@@ -46,21 +48,30 @@ def fake_quantize(
         format: of the GEMM.
         operand: which of its operands x is (`gemms.OPERANDS`).
         contracts: the dimension of x that the GEMM contracts, 0 or 1.
-        key: of the random numbers of operands that are rounded stochastically; others, or without one, are rounded to
-            nearest.
+        key: of the random numbers of operands that are rounded stochastically or get noise; others, or without one,
+            are rounded to nearest.
         rank, ranks: as in `rounding.quantize_tiles`.
+        amax: as in `rounding.round_operand`.
     """
     if format.grid is None:
         return x.to(torch.float32)
     rule = format.operand(operand)
-    return fake_quantize_tiles(x, format.grid, rule.tile(contracts), key if rule.stochastic else None, rank, ranks)
+    if format.scale != "fp32" or format.rotation or not rule.is_plain:
+        with torch.no_grad():
+            return rounding.round_operand(x, format, operand, contracts, key, rank, ranks, amax)
+    grid, tile = rule.grid or format.grid, rule.tile(contracts)
+    return fake_quantize_tiles(x, grid, tile, key if rule.stochastic else None, rank, ranks)
 
 
 def fake_quantize_tiles(
     x: Tensor, grid: ElementGrid, tile: tuple[int, int], key: int | None = None, rank: int = 0, ranks: int = 1
 ) -> Tensor:
-    """As `rounding.fake_quantize_tiles`. The kernel takes tiles 1x128, 128x1 and 128x128."""
+    """As `rounding.fake_quantize_tiles`.
+
+    The kernel takes tiles 1x128, 128x1 and 128x128, and grids that have subnormals and mantissas.
+    """
     is_taken = x.dim() == 2 and x.numel() > 0 and x.dtype in _DTYPES and tile in _BLOCKS
+    is_taken = is_taken and grid.subnormals and grid.mantissa_bits > 0
     if not is_taken or not has_kernels(x.device):
         return rounding.fake_quantize_tiles(x, grid, tile, key, rank, ranks)
     return _by_kernel(x, grid, tile, key, rank, ranks)

@@ -3,61 +3,70 @@
 A plan names a format for each GEMM. The registry `FORMATS` holds what the names stand for; users add their own with
 `register_format`. Kernels, estimates, the integer program and figures loop over the formats of a run
 (`SnipConfig.formats`) and read what they need from the entries. The device tensors that kernels read hold a format's
-`code`, its place in the registry.
+`code`, its place in the registry. docs/formats.md has the table of what is built in.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..registry import Registry
-from .gemms import OPERANDS, TILE
+from .gemms import GEMMS, OPERANDS, TILE
+from .grids import E2M1 as E2M1
+from .grids import E2M3, E3M2, scale_grid
+from .grids import E4M3 as E4M3
+from .grids import E5M2 as E5M2
+from .grids import ElementGrid as ElementGrid
+from .grids import floats as floats
+from .grids import integers as integers
+from .rotation import LARGEST
 
-
-@dataclass(frozen=True)
-class ElementGrid:
-    """The values that one element can take, before its scale: a small floating-point format with a sign bit.
-
-    Values are `significand * 2**exponent` with `mantissa_bits` bits behind the point, subnormals included. Rounding
-    saturates: a magnitude above `max` becomes `max`. Infinity and NaN are outside the domain of rounding. Integers
-    -n..n are such a grid too (`integers`).
-    """
-
-    name: str
-    exponent_bits: int
-    mantissa_bits: int
-    min_exponent: int
-    """Exponent of the smallest normal number; below it the spacing stays constant (subnormals)."""
-    max: float
-    """Largest finite value."""
-
-
-def integers(largest: int) -> ElementGrid:
-    """Returns the grid of the integers -largest..largest: all of them are subnormals with the spacing 1."""
-    bits = largest.bit_length()
-    return ElementGrid(f"int{bits + 1}", 0, bits - 1, bits - 1, float(largest))
-
-
-# OCP Microscaling (MX) v1.0: FP4 E2M1; values 0, .5, 1, 1.5, 2, 3, 4, 6.
-E2M1 = ElementGrid("e2m1", exponent_bits=2, mantissa_bits=1, min_exponent=0, max=6.0)
-# OCP FP8 (arXiv:2209.05433): E4M3 without infinity ("fn"), and E5M2.
-E4M3 = ElementGrid("e4m3", exponent_bits=4, mantissa_bits=3, min_exponent=-6, max=448.0)
-E5M2 = ElementGrid("e5m2", exponent_bits=5, mantissa_bits=2, min_exponent=-14, max=57344.0)
+# Kind of scale -> how a block's scale follows from its largest magnitude; the first is the default.
+_E8M0 = "e8m0"
+_RULES = {"fp32": ("amax",), _E8M0: ("rceil", "ceil", "floor", "even")}
+_RULES_OF_A_GRID = ("nearest", "up")
+# Under these no element is above the grid's largest value, which would be cut off: a bias.
+_UNSATURATED = ("amax", "rceil", "ceil", "up")
+_MOST_BITS = 32
 
 
 @dataclass(frozen=True)
 class Operand:
     """How one operand of a GEMM is rounded."""
 
-    block: tuple[int, int]
-    """Elements that share a scale: across and along the contracted dimension."""
+    block: tuple[int, int] | None
+    """Elements that share a scale: across and along the contracted dimension. None: all elements of the tensor."""
     stochastic: bool = False
-    """Round up or down at random, without bias; otherwise to nearest, ties to even."""
+    """Round up or down at random, without bias; otherwise to nearest, ties to even. For gradients."""
+    grid: ElementGrid | None = None
+    """Values of an element; None: `NumberFormat.grid`."""
+    scale_rule: str | None = None
+    """None: `NumberFormat.scale_rule`."""
+    targets: tuple[float, ...] = ()
+    """What the largest magnitude of a block may become; each block takes the one with the smallest squared error, the
+    first of equal ones. (): the grid's largest value."""
+    noise: bool = False
+    """Add Gaussian noise of the variance that rounding would have, instead of rounding. For weights."""
+    quantized: bool = True
+    """False: the operand stays in the compute dtype."""
 
-    def tile(self, contracts: int) -> tuple[int, int]:
-        """Returns rows and columns of a block of a matrix whose dimension `contracts` (0 or 1) the GEMM contracts."""
+    def tile(self, contracts: int, shape: tuple[int, ...] = ()) -> tuple[int, int]:
+        """Returns rows and columns of a block of a matrix whose dimension `contracts` (0 or 1) the GEMM contracts.
+
+        Args:
+            contracts: 0 or 1.
+            shape: of the matrix, needed where the block is the whole of it.
+        """
+        if self.block is None:
+            rows, columns = shape
+            return rows, columns
         across, along = self.block
         return (across, along) if contracts == 1 else (along, across)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is rounded in blocks with one scale each, which is found from the largest magnitude alone."""
+        return self.block is not None and self.quantized and not self.targets and not self.noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +81,24 @@ class NumberFormat:
     grid: ElementGrid | None
     """None: the operands are not quantized, the GEMM runs in the compute dtype."""
     bits: int
-    """Bits of an element, without its share of the scale."""
+    """Bits of an element, without its share of the scale (`stored_bits` has it)."""
     activation: Operand = Operand((1, TILE))
     gradient: Operand = Operand((1, TILE))
     weight: Operand = Operand((TILE, TILE))
-    """One quantized weight serves the forward and the grad_input GEMM, so its blocks are square."""
+    """With square blocks one quantized weight serves the forward and the grad_input GEMM; with others each of the two
+    quantizes it for itself, along the dimension that it contracts."""
     scale: str = "fp32"
-    """Kind of the scales: "fp32"."""
-    scale_rule: str = "amax"
-    """How a block's scale is found: "amax", the block's largest magnitude / the grid's largest value."""
+    """Kind of the scales: "fp32", "e8m0" (powers of two), or "eYmZ", a floating-point format with Y exponent and Z
+    mantissa bits."""
+    scale_rule: str | None = None
+    """How a block's scale is found from its largest magnitude, amax (docs/formats.md). fp32: "amax". e8m0: "rceil"
+    (the default), "ceil", "floor" or "even". eYmZ: "nearest" (the default) or "up" (for stochastic operands)."""
+    tensor_scale: float | None = None
+    """With scales eYmZ: one more scale, FP32, for the whole tensor, such that a block with the tensor's largest
+    magnitude gets this block scale. None: no such scale."""
+    rotation: int = 0
+    """Size of the random Hadamard transform of both operands of the GEMMs in `rotated`; 0: none."""
+    rotated: tuple[str, ...] = ()
     speed: float
     """Rate of its GEMMs on a modelled machine whose FP8 has the rate 1 (ours; an idea, not a device)."""
     label: str
@@ -91,29 +109,108 @@ class NumberFormat:
     """In terminals, as `rich` writes it."""
 
     def __post_init__(self) -> None:
-        def refuse(field: str, expected: str) -> None:
-            raise ValueError(f"Format {self.name!r}: {field}={getattr(self, field)!r}; expected {expected}.")
-
         if not self.name or not all(part.isalnum() for part in self.name.split("-")):
-            refuse("name", "letters, digits and single hyphens")
-        if self.scale != "fp32":
-            refuse("scale", "'fp32'")
-        if self.scale_rule != "amax":
-            refuse("scale_rule", "'amax'")
-        if self.bits < 1:
-            refuse("bits", "at least 1")
+            self._refuse("name", "letters, digits and single hyphens")
+        if not 1 <= self.bits <= _MOST_BITS:
+            self._refuse("bits", f"1 to {_MOST_BITS}")
         if not self.speed > 0:
-            refuse("speed", "a rate above 0")
+            self._refuse("speed", "a rate above 0")
+        self._check_scales()
+        if self.rotation not in (0, *(2**power for power in range(1, LARGEST.bit_length()))):
+            self._refuse("rotation", f"0 or a power of two from 2 to {LARGEST}")
+        if bool(self.rotation) != bool(self.rotated) or not set(self.rotated) <= set(GEMMS):
+            self._refuse("rotated", f"some of {', '.join(GEMMS)} with a rotation, () without")
         for operand in OPERANDS:
-            if any(size < 1 or TILE % size for size in self.operand(operand).block):
-                refuse(operand, f"a block whose sides divide {TILE}, of which samples and padding are multiples")
-        if self.weight.block[0] != self.weight.block[1]:
-            refuse("weight", "a square block")
+            self._check_operand(operand, self.operand(operand))
+
+    def _refuse(self, field: str, expected: str) -> None:
+        raise ValueError(f"Format {self.name!r}: {field}={getattr(self, field)!r}; expected {expected}.")
+
+    def _check_scales(self) -> None:
+        try:
+            kind = scale_grid(self.scale)
+        except ValueError as error:
+            raise ValueError(f"Format {self.name!r}: scale: {error}") from None
+        rules = _RULES.get(self.scale, _RULES_OF_A_GRID)
+        if self.scale_rule not in (None, *rules):
+            self._refuse("scale_rule", f"one of {', '.join(rules)} for scale={self.scale!r}")
+        most = 0.0 if kind is None else kind.max
+        if self.tensor_scale is not None and not 0 < self.tensor_scale <= most:
+            self._refuse("tensor_scale", "None" if kind is None else f"None or above 0 and at most {most:g}")
+
+    def _check_operand(self, name: str, rule: Operand) -> None:
+        if rule.block is None:
+            if self.scale != "fp32":
+                self._refuse(name, "a block, since only FP32 scales serve a whole tensor")
+        elif any(size < 1 or TILE % size for size in rule.block):
+            self._refuse(name, f"a block whose sides divide {TILE}, of which samples and padding are multiples")
+        rules = _RULES.get(self.scale, _RULES_OF_A_GRID)
+        if rule.scale_rule not in (None, *rules):
+            self._refuse(name, f"scale_rule None or one of {', '.join(rules)} for scale={self.scale!r}")
+        if rule.stochastic and name != "gradient":
+            self._refuse(name, "stochastic=False: rounding at random is for gradients")
+        if rule.stochastic and self.rule_of(rule) not in _UNSATURATED:
+            unbiased = [how for how in rules if how in _UNSATURATED]
+            self._refuse(
+                name, f"scale_rule {' or '.join(unbiased)} with stochastic=True, since others cut elements off"
+            )
+        if rule.noise and (name != "weight" or rule.targets):
+            self._refuse(name, "noise=False: noise is for weights, without targets")
+        if rule.targets:
+            self._check_targets(name, rule)
+
+    def _check_targets(self, name: str, rule: Operand) -> None:
+        grid, kind = rule.grid or self.grid, scale_grid(self.scale)
+        if grid is None or self.scale == _E8M0 or rule.stochastic or rule.block is None:
+            self._refuse(name, "targets=(): they need blocks, rounding to nearest and scales that are no powers of two")
+        elif any(not 0 < target <= grid.max for target in rule.targets):
+            self._refuse(name, f"targets above 0 and at most {grid.max:g}, the grid's largest value")
+        elif kind and self.tensor_scale and self.tensor_scale * grid.max / min(rule.targets) > kind.max:
+            self._refuse(name, f"targets whose scales stay within {kind.max:g}; a smaller tensor_scale leaves room")
 
     def operand(self, name: str) -> Operand:
         """Returns `activation`, `gradient` or `weight` by name."""
         found: Operand = getattr(self, name)
         return found
+
+    def rule_of(self, operand: Operand) -> str:
+        """Returns how the scales of an operand are found: its own rule, the format's, or the default."""
+        of_a_grid = "up" if operand.stochastic else "nearest"
+        default = _RULES.get(self.scale, (of_a_grid,))[0]
+        return operand.scale_rule or self.scale_rule or default
+
+    def stored_bits(self, operand: str = "activation") -> float:
+        """Returns the bits that a value of an operand takes in memory, with its share of a block's scale."""
+        rule = self.operand(operand)
+        if self.grid is None or not rule.quantized:
+            return float(UNQUANTIZED.bits)
+        if rule.block is None:
+            return float(self.bits)
+        across, along = rule.block
+        if self.scale in _RULES:
+            scale_bits = 32 if self.scale == "fp32" else 8
+        else:  # with the sign that it does not use
+            kind = scale_grid(self.scale)
+            assert kind is not None
+            scale_bits = 1 + kind.exponent_bits + kind.mantissa_bits
+        return self.bits + scale_bits / (across * along)
+
+    @property
+    def shares_weight(self) -> bool:
+        """Whether one quantized weight serves the forward and the grad_input GEMM."""
+        block = self.weight.block
+        return (block is None or block[0] == block[1]) and not {"forward", "grad_input"} & set(self.rotated)
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether a part of a tensor is rounded otherwise than the whole is: it has another largest magnitude."""
+        is_whole = any(self.operand(name).block is None for name in OPERANDS)
+        return self.grid is not None and (is_whole or self.tensor_scale is not None)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether another seed gives other numbers."""
+        return any(self.operand(name).stochastic or self.operand(name).noise for name in OPERANDS)
 
     @property
     def code(self) -> int:
@@ -139,18 +236,103 @@ REFERENCE = FORMATS.register(
     NumberFormat(name="fp8", grid=E4M3, bits=8, speed=1.0, label="FP8", colour="#56b4e9", style="cyan")
 )
 """The format whose measured time is what a GEMM counts where time is the budget."""
-FORMATS.register(
+# Output gradients in 4 bits, and only these, are rounded stochastically (docs/method.md, section 1).
+_FP4 = FORMATS.register(
     NumberFormat(
         name="fp4",
         grid=E2M1,
         bits=4,
-        # Only these are rounded stochastically (docs/method.md, section 1).
         gradient=Operand((1, TILE), stochastic=True),
         speed=2.0,
         label="FP4",
         colour="#d55e00",
         style="bold red",
     )
+)
+
+
+def _variant(of: NumberFormat, name: str, label: str, colour: str, **changes: object) -> NumberFormat:
+    """Registers a built-in format that differs from another one by some fields."""
+    return FORMATS.register(replace(of, name=name, label=label, colour=colour, **changes))  # type: ignore[arg-type]
+
+
+# Older entries keep their places: device tensors hold them.
+_WHOLE = Operand(None)
+_FP8_TENSOR = _variant(
+    REFERENCE, "fp8-tensor", "FP8 tensor", "#0072b2", activation=_WHOLE, gradient=_WHOLE, weight=_WHOLE
+)
+_variant(_FP8_TENSOR, "fp8-tensor-e5m2", "FP8 tensor, E5M2 gradients", "#004c78", gradient=Operand(None, grid=E5M2))
+
+# OCP Microscaling (MX) v1.0; the rule of the scales is cuBLAS's (docs/formats.md says why not the specification's).
+_B32, _B32_RANDOM = Operand((1, 32)), Operand((1, 32), stochastic=True)
+_MXFP8 = _variant(
+    REFERENCE, "mxfp8", "MXFP8", "#009e73", scale=_E8M0, activation=_B32, gradient=_B32, weight=_B32, style="green"
+)
+_variant(_MXFP8, "mxfp6", "MXFP6", "#8c6bb1", grid=E3M2, bits=6, style="magenta")
+_variant(_MXFP8, "mxfp6-e2m3", "MXFP6 E2M3", "#6e4f9c", grid=E2M3, bits=6, style="magenta")
+_MXFP4 = _variant(
+    _MXFP8, "mxfp4", "MXFP4", "#e69f00", grid=E2M1, bits=4, gradient=_B32_RANDOM, speed=2.0, style="bold yellow"
+)
+_variant(_MXFP4, "mxfp4-32x32", "MXFP4 32x32", "#b37b00", weight=Operand((32, 32)))
+_BACKWARD = ("grad_input", "grad_weight")
+_variant(_MXFP4, "mxfp4-rht", "MXFP4 RHT", "#805800", rotation=128, rotated=_BACKWARD)
+
+# NVIDIA's FP4 (arXiv:2509.25149).
+_B16 = Operand((1, 16))
+_NVFP4 = _variant(
+    _FP4,
+    "nvfp4",
+    "NVFP4",
+    "#cc79a7",
+    scale=E4M3.name,
+    tensor_scale=E4M3.max,
+    activation=_B16,
+    gradient=Operand((1, 16), stochastic=True),
+    weight=Operand((16, 16)),
+    style="bold magenta",
+)
+_variant(_NVFP4, "nvfp4-1x16", "NVFP4 1x16", "#a8507f", weight=_B16)
+# Four over six (arXiv:2512.02010). A block whose largest magnitude becomes 4 has 1.5 times the scale, for which
+# 256 leaves room: 384 is an E4M3 value.
+_FOUR_SIX = (6.0, 4.0)
+_variant(
+    _NVFP4,
+    "nvfp4-46",
+    "NVFP4 4/6",
+    "#e3b1cb",
+    tensor_scale=256.0,
+    activation=Operand((1, 16), targets=_FOUR_SIX),
+    weight=Operand((16, 16), targets=_FOUR_SIX),
+)
+_variant(_NVFP4, "nvfp4-rht", "NVFP4 RHT16", "#84315f", weight=_B16, rotation=16, rotated=_BACKWARD)
+_variant(_NVFP4, "nvfp4-rht128", "NVFP4 RHT128", "#5c1d40", weight=_B16, rotation=128, rotated=_BACKWARD)
+
+_variant(REFERENCE, "int8", "INT8", "#f0e442", grid=integers(127))
+_variant(_FP4, "int4", "INT4", "#b8ad1c", grid=integers(7))
+# The grid of UFP4 (arXiv:2606.20381) in MX's blocks, so that nothing but the grid differs from MXFP4.
+_UFP4 = _variant(_MXFP4, "ufp4", "UFP4", "#7f7710", grid=integers(7))
+_variant(_UFP4, "ufp4-rht", "UFP4 RHT", "#5a540a", rotation=128, rotated=GEMMS)
+
+_variant(
+    _FP4,
+    "fp4-46",
+    "FP4 4/6",
+    "#f0a070",
+    activation=Operand((1, TILE), targets=_FOUR_SIX),
+    weight=Operand((TILE, TILE), targets=_FOUR_SIX),
+)
+# Pseudo-quantization training: Gaussian noise on the weights, everything else as it is.
+_KEPT = Operand((1, TILE), quantized=False)
+_variant(
+    _FP4,
+    "fp4-pqt",
+    "FP4 noise",
+    "#999999",
+    activation=_KEPT,
+    gradient=_KEPT,
+    weight=Operand((TILE, TILE), noise=True),
+    speed=UNQUANTIZED.speed,
+    style="dim",
 )
 
 

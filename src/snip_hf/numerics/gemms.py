@@ -21,3 +21,8 @@ TILE = 128
 ROW_TILE = (1, TILE)
 COLUMN_TILE = (TILE, 1)
 SQUARE_TILE = (TILE, TILE)
+
+
+def gemm_of(operand: str, contracts: int) -> str:
+    """Returns the GEMM that has this operand and contracts this dimension of it."""
+    return next(gemm for gemm, operands in CONTRACTIONS.items() if (operand, contracts) in operands)

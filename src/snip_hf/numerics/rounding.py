@@ -1,12 +1,14 @@
 """Rounding of a tensor to a format: pure functions, the reference for every other path.
 
-Legend: R rows, C columns of a 2-D tensor; a tile is a (tile_rows, tile_columns) block of it. Every tile has one FP32
-scale = amax / max(grid); elements are multiplied by the reciprocal of the scale, rounded to the format's grid, and
-multiplied by the scale again where a value is wanted. A last, shorter tile uses its own elements.
+Legend: R rows, C columns of a 2-D tensor; a tile is a (tile_rows, tile_columns) block of it. Every tile has one scale
+(`scales`; with FP32 scales amax / max(grid)). Elements are multiplied by the reciprocal of the scale, rounded to the
+format's grid, and multiplied by the scale again where a value is wanted. A last, shorter tile uses its own elements.
+`quantize_tiles` and `fake_quantize_tiles` are for FP32 scales, `round_operand` is for all formats.
 
 Edge cases: an all-zero tile stays zero. A tile that holds a NaN or an infinity comes out as NaN in full, never as a
-clipped number. Scales below the smallest normal FP32 number are raised to it, so that a tile of tiny values rounds
-towards zero instead of dividing by a subnormal number, which not every device can do.
+clipped number; where a scale belongs to the whole tensor, so does the whole tensor. FP32 scales below the smallest
+normal number are raised to it, so that a tile of tiny values rounds towards zero instead of dividing by a subnormal
+number, which not every device can do.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .formats import FORMATS, ElementGrid
-from .gemms import OPERANDS
-from .random_streams import stream_key, uniform
-
-_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
-_EXPONENT_MASK = 0x7F800000
+from .formats import FORMATS, ElementGrid, NumberFormat, Operand
+from .gemms import OPERANDS, gemm_of
+from .grid_rounding import round_to_grid as round_to_grid
+from .grid_rounding import spacing_of
+from .random_streams import normal, stream_key, uniform
+from .rotation import rotate, rotate_back
+from .scales import Scales, block_scales, fp32_scales
 
 
 @dataclass(frozen=True)
@@ -89,49 +92,133 @@ def quantize(x: Tensor, format: str, operand: str = "activation", seed: int | No
     fmt = FORMATS[FORMATS.checked(format, "format")]
     if operand not in OPERANDS:
         raise ValueError(f"operand={operand!r} is not known; expected one of {', '.join(OPERANDS)}.")
-    if fmt.grid is None:
-        return x.to(torch.float32)
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"quantize expects a 2-D floating-point tensor, got shape {tuple(x.shape)}, {x.dtype}.")
     rule = fmt.operand(operand)
-    if rule.stochastic and seed is None:
+    is_random = fmt.is_quantized and (rule.stochastic or rule.noise)
+    if is_random and seed is None:
         raise ValueError(f"Format {format!r} rounds a {operand} stochastically; give a seed.")
-    key = stream_key(seed, 0, 0, 0, 0) if rule.stochastic and seed is not None else None
-    return fake_quantize_tiles(x, fmt.grid, rule.tile(1), key)
+    key = stream_key(seed, 0, 0, 0, 0) if is_random and seed is not None else None
+    return round_operand(x, fmt, operand, 1, key)
+
+
+def round_operand(
+    x: Tensor,
+    format: NumberFormat,
+    operand: str,
+    contracts: int,
+    key: int | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+    amax: Tensor | None = None,
+) -> Tensor:
+    """Returns what a GEMM in a format sees of x, FP32: quantized, times its scales, rotated back.
+
+    Args:
+        x: (R, C).
+        format: of the GEMM.
+        operand: which of its operands x is (`gemms.OPERANDS`).
+        contracts: the dimension of x that the GEMM contracts, 0 or 1.
+        key: of the random numbers of operands that are rounded stochastically or get noise; without one they are
+            rounded to nearest.
+        rank, ranks: as in `quantize_tiles`, for gradients.
+        amax: the largest magnitude of the tensor that x is a part of, one element; None: x is the whole. Where the
+            GEMM's operands are rotated, x counts as the whole.
+    """
+    rule, x_fp32 = format.operand(operand), x.to(torch.float32)
+    if not format.is_quantized or not rule.quantized or x.numel() == 0:
+        return x_fp32
+    is_rotated = gemm_of(operand, contracts) in format.rotated
+    if is_rotated:
+        x_fp32, amax = rotate(x_fp32, format.rotation, contracts), None
+    tile = rule.tile(contracts, x.shape)
+    if rule.noise and key is not None:
+        found = _with_noise(x_fp32, format, rule, tile, amax, key)
+    else:
+        random = uniform(key, x.shape, x.device, rank, ranks) if rule.stochastic and key is not None else None
+        found = quantize_operand(x_fp32, format, rule, tile, amax, random).dequantize()
+    return rotate_back(found, format.rotation, contracts) if is_rotated else found
+
+
+def quantize_operand(
+    x_fp32: Tensor,
+    format: NumberFormat,
+    rule: Operand,
+    tile: tuple[int, int],
+    amax: Tensor | None = None,
+    random: Tensor | None = None,
+) -> Quantized:
+    """Quantizes by an operand's rule, without rotation; of several targets every tile takes the best.
+
+    Args:
+        x_fp32: (R, C), rotated if the GEMM's operands are.
+        format: of the GEMM.
+        rule: of the operand.
+        tile: rows and columns of a tile.
+        amax: as in `round_operand`.
+        random: as in `round_to_grid`.
+    """
+    grid = rule.grid or format.grid
+    assert grid is not None
+    candidates = []
+    for target in rule.targets or (grid.max,):
+        scales, factors = _scales(x_fp32, format, rule, tile, amax, target)
+        values = round_to_grid(_scale_tiles(x_fp32, factors, tile), grid, random)
+        candidates.append(Quantized(values, scales, tile))
+    best = candidates[0]
+    if len(candidates) > 1:
+        least = _squared_errors(best, x_fp32)
+        for other in candidates[1:]:
+            errors = _squared_errors(other, x_fp32)
+            is_better = errors < least
+            least = torch.where(is_better, errors, least)
+            values = torch.where(_spread(is_better, tile, x_fp32.shape), other.values, best.values)
+            best = Quantized(values, torch.where(is_better, other.scales, best.scales), tile)
+    return best
+
+
+def _squared_errors(quantized: Quantized, x_fp32: Tensor) -> Tensor:
+    """Returns every tile's sum of squared errors, in FP64, where the order of the sums does not decide."""
+    return _blocks((quantized.dequantize().double() - x_fp32.double()).square_(), quantized.tile).sum(dim=(1, 3))
+
+
+def _with_noise(
+    x_fp32: Tensor, format: NumberFormat, rule: Operand, tile: tuple[int, int], amax: Tensor | None, key: int
+) -> Tensor:
+    """Returns x plus Gaussian noise with the variance of rounding, a twelfth of the squared spacing."""
+    grid = rule.grid or format.grid
+    assert grid is not None
+    scales, factors = _scales(x_fp32, format, rule, tile, amax, grid.max)
+    scales = torch.where(tile_amax(x_fp32, tile) == 0, 0.0, scales)  # zeros stay zero
+    steps = _scale_tiles(spacing_of(_scale_tiles(x_fp32, factors, tile), grid), scales, tile)
+    return x_fp32 + steps * normal(key, x_fp32.shape, x_fp32.device) * 12**-0.5
+
+
+def _scales(
+    x_fp32: Tensor, format: NumberFormat, rule: Operand, tile: tuple[int, int], amax: Tensor | None, target: float
+) -> Scales:
+    """Returns the scales of x's tiles, (tiles along R, tiles along C)."""
+    of_tiles = tile_amax(x_fp32, tile) if rule.block is not None or amax is None else amax.view(1, 1)
+    if format.tensor_scale is not None and amax is None:
+        amax = of_tiles.amax()
+    return block_scales(of_tiles, format, rule, target, amax)
 
 
 def tile_scales(x_fp32: Tensor, grid: ElementGrid, tile: tuple[int, int]) -> Tensor:
     """Returns amax / max(grid) of every tile of x_fp32 (R, C), NaN where the tile holds a NaN or an infinity."""
+    return fp32_scales(tile_amax(x_fp32, tile), grid.max)
+
+
+def tile_amax(x_fp32: Tensor, tile: tuple[int, int]) -> Tensor:
+    """Returns the largest magnitude of every tile of x_fp32 (R, C), NaN where the tile holds a NaN."""
+    return _blocks(x_fp32.abs(), tile).amax(dim=(1, 3))  # keeps NaN
+
+
+def _blocks(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """Returns x (R, C), zeros behind its ends, as (tiles along R, rows, tiles along C, columns)."""
     rows, columns = tile
-    pad_columns, pad_rows = -x_fp32.shape[1] % columns, -x_fp32.shape[0] % rows
-    magnitude = torch.nn.functional.pad(x_fp32.abs(), (0, pad_columns, 0, pad_rows))
-    blocks = magnitude.view(magnitude.shape[0] // rows, rows, magnitude.shape[1] // columns, columns)
-    amax = blocks.amax(dim=(1, 3))  # keeps NaN
-    # The floor keeps an all-zero tile's scale above 0 (and its elements from 0 * inf = NaN).
-    # Divided by a tensor: by a Python number, CUDA multiplies by its rounded reciprocal, one bit off.
-    scales = (amax / amax.new_full((1,), grid.max)).clamp_min(_SMALLEST_NORMAL)
-    return torch.where(torch.isfinite(amax), scales, torch.nan)
-
-
-def round_to_grid(x: Tensor, grid: ElementGrid, random: Tensor | None = None) -> Tensor:
-    """Rounds every element to the grid, saturating; NaN stays NaN.
-
-    Args:
-        x: any shape, FP32.
-        grid: the values that an element can take.
-        random: None for nearest, ties to even. Otherwise numbers of x's shape as `uniform` gives them: x + (random -
-            1/2) * (spacing of the grid around x) is rounded to nearest, so that x goes to either neighbour with the
-            probability that keeps its mean.
-
-    Returns: x's shape, FP32.
-    """
-    # The spacing of the grid around x: 2**(exponent of x - mantissa bits), not below that of the subnormals. All of
-    # these are powers of two, so that dividing and multiplying by them is exact.
-    power = (x.view(torch.int32) & _EXPONENT_MASK).view(torch.float32)
-    spacing = power.clamp_min(2.0**grid.min_exponent).mul_(2.0**-grid.mantissa_bits)
-    steps = x / spacing
-    if random is not None:
-        steps += random - 0.5
-    rounded = steps.round_().copysign_(x)  # ties to even; copysign keeps the sign of what becomes 0
-    return rounded.mul_(spacing).clamp_(-grid.max, grid.max)
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
 
 
 def _scale_tiles(x: Tensor, factors: Tensor, tile: tuple[int, int]) -> Tensor:
@@ -140,5 +227,10 @@ def _scale_tiles(x: Tensor, factors: Tensor, tile: tuple[int, int]) -> Tensor:
     if x.shape[0] % rows == 0 and x.shape[1] % columns == 0:
         blocks = x.reshape(factors.shape[0], rows, factors.shape[1], columns)
         return (blocks * factors[:, None, :, None]).view(x.shape)
-    spread = factors.repeat_interleave(rows, 0)[: x.shape[0]].repeat_interleave(columns, 1)[:, : x.shape[1]]
-    return x * spread
+    return x * _spread(factors, tile, x.shape)
+
+
+def _spread(of_tiles: Tensor, tile: tuple[int, int], shape: torch.Size) -> Tensor:
+    """Returns every tile's entry at each of its elements."""
+    rows, columns = tile
+    return of_tiles.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]

@@ -1,0 +1,117 @@
+"""Grids of small numbers: the values that an element or a block's scale can take."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# Formats of users: as many bits as FP32 arithmetic rounds exactly.
+_MOST_EXPONENT_BITS, _MOST_MANTISSA_BITS = 8, 10
+_SCALE_KIND = re.compile(r"e([1-8])m([0-7])")
+
+
+@dataclass(frozen=True)
+class ElementGrid:
+    """The values that one element can take, before its scale: a small floating-point format with a sign bit.
+
+    Values are `significand * 2**exponent` with `mantissa_bits` bits behind the point, subnormals included. Rounding
+    saturates: a magnitude above `max` becomes `max`. Infinity and NaN are outside the domain of rounding. Integers
+    -n..n are such a grid too (`integers`).
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    min_exponent: int
+    """Exponent of the smallest normal number; below it the spacing stays constant (subnormals)."""
+    max: float
+    """Largest finite value."""
+    subnormals: bool = True
+    """False: between 0 and the smallest normal number there is nothing."""
+
+    @property
+    def smallest(self) -> float:
+        """The smallest value above 0."""
+        return 2.0 ** (self.min_exponent - self.mantissa_bits * self.subnormals)
+
+
+def integers(largest: int) -> ElementGrid:
+    """Returns the grid of the integers -largest..largest: all of them are subnormals with the spacing 1.
+
+    Raises:
+        ValueError: `largest` is not in 1..2047, whose integers take at most 12 bits.
+    """
+    if not 1 <= largest < 2 ** (_MOST_MANTISSA_BITS + 1):
+        raise ValueError(f"integers({largest!r}): expected 1 to {2 ** (_MOST_MANTISSA_BITS + 1) - 1}.")
+    bits = largest.bit_length()
+    return ElementGrid(f"int{bits + 1}", 0, bits - 1, bits - 1, float(largest))
+
+
+def floats(
+    exponent_bits: int,
+    mantissa_bits: int,
+    *,
+    subnormals: bool = True,
+    infinities: bool = False,
+    nans: bool = False,
+) -> ElementGrid:
+    """Returns the grid of a floating-point format with the bias 2**(exponent_bits - 1) - 1.
+
+    Args:
+        exponent_bits: 1 to 8.
+        mantissa_bits: 0 to 10.
+        subnormals: False: the lowest exponent stands for 0 alone.
+        infinities: True: the highest exponent is taken by infinity and NaN, as in IEEE 754 and E5M2.
+        nans: True: the largest number's code is taken by NaN, as in E4M3.
+
+    Raises:
+        ValueError: the bits are out of range, no number is left, or the largest one is beyond FP32.
+    """
+    name = f"e{exponent_bits}m{mantissa_bits}"
+    if not (1 <= exponent_bits <= _MOST_EXPONENT_BITS and 0 <= mantissa_bits <= _MOST_MANTISSA_BITS):
+        raise ValueError(
+            f"floats({exponent_bits!r}, {mantissa_bits!r}): expected 1 to {_MOST_EXPONENT_BITS} exponent bits and 0 to "
+            f"{_MOST_MANTISSA_BITS} mantissa bits."
+        )
+    bias = 2 ** (exponent_bits - 1) - 1
+    top, significand = 2**exponent_bits - 1, 2.0 - 2.0**-mantissa_bits
+    if infinities or (nans and mantissa_bits == 0):
+        top -= 1
+    elif nans:
+        significand -= 2.0**-mantissa_bits
+    if top == 0:  # nothing but subnormals
+        significand = 1.0 - 2.0**-mantissa_bits if subnormals else 0.0
+    largest = significand * 2.0 ** (max(top, 1) - bias)
+    if not 0 < largest < 2.0**128:
+        raise ValueError(
+            f"{name} with subnormals={subnormals}, infinities={infinities}, nans={nans} has the largest value "
+            f"{largest:g}; expected one above 0 that FP32 can hold. Reserve other codes, or take other bits."
+        )
+    return ElementGrid(name, exponent_bits, mantissa_bits, 1 - bias, largest, subnormals)
+
+
+# OCP Microscaling (MX) v1.0: FP4 E2M1 (values 0, .5, 1, 1.5, 2, 3, 4, 6), and both FP6.
+E2M1 = floats(2, 1)
+E2M3 = floats(2, 3)
+E3M2 = floats(3, 2)
+# OCP FP8 (arXiv:2209.05433): E4M3 without infinity ("fn"), and E5M2.
+E4M3 = floats(4, 3, nans=True)
+E5M2 = floats(5, 2, infinities=True)
+
+
+def scale_grid(kind: str) -> ElementGrid | None:
+    """Returns the grid of block scales of a kind "eYmZ"; None for "fp32" and "e8m0", which take no grid.
+
+    A sign is not used. "e4m3" and "e5m2" are OCP's; the others keep one code for NaN.
+
+    Raises:
+        ValueError: the kind is none of these.
+    """
+    if kind in ("fp32", "e8m0"):
+        return None
+    found = _SCALE_KIND.fullmatch(kind)
+    if found is None:
+        raise ValueError(f"{kind!r} is no kind of scales; expected 'fp32', 'e8m0' or 'eYmZ', e.g. 'e4m3'.")
+    if kind == E5M2.name:
+        return E5M2
+    return floats(int(found[1]), int(found[2]), nans=True)

@@ -1,0 +1,35 @@
+"""A run that chooses among five formats, GEMM by GEMM: it trains, goes on where it stopped, and reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiny_runs import SCHEDULE, differing, train, weights
+
+from snip_hf import SnipCallback, SnipConfig
+from snip_hf.layers.state import snip_linears
+from snip_hf.planning.plan import PrecisionPlan
+from snip_hf.records.events import read_divergence
+from snip_hf.reporting.run_report import run_report
+
+NAMES = ("nvfp4-rht", "mxfp4", "mxfp6", "fp8-tensor", "bf16")
+
+
+def test_five_formats_train_resume_to_the_bit_and_report(tmp_path: Path) -> None:
+    config = SnipConfig(**SCHEDULE, formats=NAMES, target_fp4_fraction=0.5, granularity="gemm")
+    whole = train(tmp_path / "whole", config, save_strategy="steps", save_steps=3)
+    plan = PrecisionPlan.load(tmp_path / "whole" / "snip" / "plan.json")
+    used = {name for row in plan.assignment.values() for name in row.values()}
+    assert used <= set(NAMES) and used & {"nvfp4-rht", "mxfp4"} and plan.fp4_fraction >= 0.5
+    assert {name: layer.formats for name, layer in snip_linears(whole.model).items()} == plan.to_dict()["assignment"]
+    _, records = read_divergence(tmp_path / "whole" / "snip" / "divergence-2.json")
+    assert {record["format"] for record in records} == set(NAMES) - {"bf16"}
+    # Finer formats disturb less: over all layers.
+    size = {name: sum(record["weight_divergence"] for record in records if record["format"] == name) for name in NAMES}
+    assert size["fp8-tensor"] < size["mxfp6"] < min(size["mxfp4"], size["nvfp4-rht"])
+    # Saved between a probe and the application of its plan.
+    checkpoint = tmp_path / "whole" / "checkpoint-3"
+    resumed = train(tmp_path / "resumed", callback=SnipCallback(config, resume=checkpoint), resume=checkpoint)
+    assert differing(weights(resumed.model), weights(whole.model)) == []
+    run_report(tmp_path / "whole")
+    assert (tmp_path / "whole" / "snip" / "plan.png").stat().st_size > 10_000

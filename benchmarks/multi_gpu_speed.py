@@ -25,17 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import probe_cost
-import speed
 import torch
 import torch.distributed as dist
 from shared.origin import origin_of
+from speed_parts import measuring, setting
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig, SnipController, convert_model
 
-MODELS = {**speed.MODELS, "small": (256, 768, 2, 4, 2)}
+MODELS = {**setting.MODELS, "small": (256, 768, 2, 4, 2)}
 RECIPES = ("BF16", "SNIP 75%")
 # Plans are applied so many steps after the probe, and steps are timed from so many steps after that on.
 DELAY, SETTLED = 2, 3
@@ -101,7 +101,7 @@ def work(options: argparse.Namespace) -> None:
         if int(os.environ["RANK"]) == 0:
             with options.output.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(row) + "\n")
-        speed.release(device)
+        measuring.release(device)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -121,12 +121,12 @@ def train(recipe: str, kind: str, options: argparse.Namespace, device: torch.dev
     second = 1 + config.refresh_every
     first_timed = second + DELAY + SETTLED
     refresh = sum(training.step(number, number in (second, second + DELAY)) for number in range(1, first_timed))
-    marks = [speed.mark(device)]
+    marks = [measuring.mark(device)]
     for number in range(first_timed, first_timed + options.steps):
         training.step(number)
-        marks.append(speed.mark(device))
+        marks.append(measuring.mark(device))
     probe_cost.wait(device)
-    median = statistics.median(map(speed.milliseconds_between, marks, marks[1:]))
+    median = statistics.median(map(measuring.milliseconds_between, marks, marks[1:]))
     return {
         "recipe": recipe,
         "step_ms": median,
@@ -134,7 +134,7 @@ def train(recipe: str, kind: str, options: argparse.Namespace, device: torch.dev
         "refresh_steps": round(1e3 * refresh / median, 2) if controller else None,
         "fp4_fraction": controller.plan.fp4_fraction if controller else None,
         "backend": controller.backend if controller else None,
-        "peak_gib": speed.peak(device) / 2**30,
+        "peak_gib": measuring.peak(device) / 2**30,
     }
 
 
@@ -142,7 +142,7 @@ def new_model(options: argparse.Namespace, device: torch.device) -> LlamaForCaus
     """Returns an untrained model of the shape that the options name."""
     hidden, inner, layers, heads, key_heads = MODELS[options.model]
     config = LlamaConfig(
-        vocab_size=speed.VOCABULARY,
+        vocab_size=setting.VOCABULARY,
         hidden_size=hidden,
         intermediate_size=inner,
         num_hidden_layers=layers,
@@ -159,7 +159,7 @@ def snip_config(options: argparse.Namespace) -> SnipConfig:
     """Returns 75% by GEMM with tied siblings, and a second refresh before the steps that are timed."""
     return SnipConfig(
         granularity="gemm",
-        ties=speed.TIES,
+        ties=setting.TIES,
         first_refresh=1,
         refresh_every=DELAY + SETTLED + options.steps,
         apply_delay=DELAY,
@@ -171,7 +171,7 @@ def snip_config(options: argparse.Namespace) -> SnipConfig:
 def batch_of_rank(options: argparse.Namespace, device: torch.device) -> dict[str, torch.Tensor]:
     """Returns random tokens, (rows, length), others in every process."""
     generator = torch.Generator(device).manual_seed(int(os.environ["RANK"]))
-    tokens = torch.randint(speed.VOCABULARY, (options.rows, options.length), device=device, generator=generator)
+    tokens = torch.randint(setting.VOCABULARY, (options.rows, options.length), device=device, generator=generator)
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -190,7 +190,7 @@ class Training:
         taken = 0.0
         if self.controller is not None:
             self.controller.capture(self.batch)
-        with speed.autocast(self.device):
+        with measuring.autocast(self.device):
             loss = self.model(**self.batch).loss
         loss.backward()
         if self.controller is not None:

@@ -6,6 +6,7 @@ import argparse
 import inspect
 import json
 import math
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ import speed
 import torch
 from scipy.stats import kendalltau, spearmanr
 from shared import agreement, small_models, texts
+from speed_parts import kernels, measuring, plan_changes, setting, tables, training_steps
 
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
 
 # --- agreement
@@ -382,19 +385,19 @@ def tiny_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes for a CPU, whose steps are not compiled to machine code."""
     tiny = (128, 384, 2, 2, 1)
     for name, value in {"MODELS": {"tiny": tiny}, "SMALL": tiny, "SMALL_BATCH": (2, 64), "VOCABULARY": 64}.items():
-        monkeypatch.setattr(speed, name, value)
-    monkeypatch.setattr(speed, "COMPILER", "eager")
-    monkeypatch.setattr(speed, "CHANGES", 3)
+        monkeypatch.setattr(setting, name, value)
+    monkeypatch.setattr(setting, "COMPILER", "eager")
+    monkeypatch.setattr(setting, "CHANGES", 3)
 
 
 def test_speeds_and_memory_are_in_those_of_bf16_first_and_last_with_as_many_micro_batches() -> None:
     figures = [("BF16", 1, 10.0, 4.0), ("BF16", 2, 30.0, 5.0), ("FP4", 1, 8.0, 3.0), ("BF16", 1, 14.0, 4.0)]
     names = ("recipe", "accumulation", "step_ms", "peak_gib")
     rows = [dict(zip(names, row, strict=True)) for row in figures]
-    compared = speed.compared([*rows, {"recipe": "other", "error": "no"}], "step_ms")
+    compared = measuring.compared([*rows, {"recipe": "other", "error": "no"}], "step_ms")
     assert [row.get("speedup") for row in compared] == pytest.approx([1.2, 1, 1.5, 12 / 14, None])
     assert [row.get("peak_ratio") for row in compared] == [1, 1, 0.75, 1, None]
-    assert "speedup" not in speed.compared(rows[2:3], "step_ms")[0]
+    assert "speedup" not in measuring.compared(rows[2:3], "step_ms")[0]
 
 
 def test_an_error_costs_the_rest_of_its_measurement_alone_and_nothing_begins_after_the_time_is_over() -> None:
@@ -403,12 +406,12 @@ def test_an_error_costs_the_rest_of_its_measurement_alone_and_nothing_begins_aft
         raise RuntimeError("no kernel")
 
     options = speed_options()
-    assert speed.guarded({"recipe": "a"}, measure, options) == [
+    assert measuring.guarded({"recipe": "a"}, measure, options) == [
         {"recipe": "a", "ms": 1.0},
         {"recipe": "a", "error": "RuntimeError: no kernel"},
     ]
     options.deadline = 0
-    assert speed.guarded({}, measure, options) == [{"error": "TimeoutError: not begun: --minutes are over"}]
+    assert measuring.guarded({}, measure, options) == [{"error": "TimeoutError: not begun: --minutes are over"}]
 
 
 def test_a_table_has_the_figures_and_below_it_what_failed() -> None:
@@ -426,7 +429,7 @@ def test_a_table_has_the_figures_and_below_it_what_failed() -> None:
 
 def test_quick_measures_less_and_what_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     full, quick = speed_options(), speed_options("--quick", "--linears", "256x384", "--parts", "linears", "kernels")
-    assert full.parts == list(speed.PARTS) == list(speed.TABLES) and quick.parts == ["linears", "kernels"]
+    assert full.parts == list(speed.PARTS) == list(tables.TABLES) and quick.parts == ["linears", "kernels"]
     assert set(quick.recipes) < set(full.recipes) and quick.linears == [(256, 384)]
     assert len(quick.channels) < len(full.channels) and quick.deadline < full.deadline
     with pytest.raises(SystemExit):
@@ -435,7 +438,7 @@ def test_quick_measures_less_and_what_is_not_known_is_refused(capsys: pytest.Cap
 
 
 def test_the_memory_bound_and_the_time_give_a_ratio() -> None:
-    figures = speed.timed_against(bound=0.02, taken=0.025, layouts="rows")
+    figures = kernels.timed_against(bound=0.02, taken=0.025, layouts="rows")
     assert figures == pytest.approx({"rows_us": 25, "rows_bound_us": 20, "rows_ratio": 1.25})
 
 
@@ -473,9 +476,10 @@ def test_plans_change_without_a_recompilation_and_layers_train_as_the_whole_mode
 
 
 def test_a_plan_is_drawn_for_each_gemm_and_tied_layers_share_it(tiny_speed: None) -> None:
-    training = speed.Training(speed.SMALL, (1, 8), "snip-hf FP4, ties", 0, torch.device("cpu"), backend="eager")
-    layers = speed.snip_linears(training.model)
-    speed.draw_plan(layers, speed.random.Random(1))
+    recipe, device = "snip-hf FP4, ties", torch.device("cpu")
+    training = training_steps.Training(setting.SMALL, (1, 8), recipe, 0, device, backend="eager")
+    layers = snip_linears(training.model)
+    plan_changes.draw_plan(layers, random.Random(1))
     formats = {name.removeprefix("model.layers."): layer.formats for name, layer in layers.items()}
     for one, other in (("0.self_attn.q_proj", "0.self_attn.v_proj"), ("1.mlp.gate_proj", "1.mlp.up_proj")):
         assert formats[one] == formats[other]
@@ -487,7 +491,7 @@ def test_the_whole_benchmark_prints_and_writes_what_runs_on_a_cpu(
     tiny_speed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(probe_cost, "SIZES", {"1B": (128, 384, 1, 2048, 0.5, 8, 256)})
-    monkeypatch.setattr(speed, "MODELS", {"TinyLlama-1.1B": speed.SMALL})
+    monkeypatch.setattr(setting, "MODELS", {"TinyLlama-1.1B": setting.SMALL})
     output = tmp_path / "speed.jsonl"
     options = ["--parts", "kernels", "gemms", "refresh", "linears", "--linears", "256x128", "--quick"]
     options += ["--recipes", "snip-hf FP4", "--rows", "2", "--length", "128", "--steps", "1", "--device", "cpu"]

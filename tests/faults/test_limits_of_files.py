@@ -50,7 +50,9 @@ class Decided:
                 for fmt in CHOICES
             ),
         )
-        seconds = {name: {gemm: dict.fromkeys(FORMATS, rng.random()) for gemm in GEMMS} for name in names}
+        seconds = {
+            name: {gemm: dict.fromkeys(("bf16", "fp8", "fp4"), rng.random()) for gemm in GEMMS} for name in names
+        }
         machine = Machine("NVIDIA H200", "2.11.0+cu130", "hopper", "bfloat16")
         self.plan = PrecisionPlan(
             {name: {gemm: rng.choice(CHOICES) for gemm in GEMMS} for name in names},

@@ -92,8 +92,10 @@ def run_probe(
     layers = snip_linears(model)
     samples: dict[str, LayerSample] = {}
     losses: list[float] = []
-    every, rank = tuple(tokens or (batch.tokens,)), processes.data.rank
-    plan = SamplePlan(settings.probe_tokens, settings.seed, settings.step, rank, every, settings.whole_amax)
+    every = tuple(tokens or (batch.tokens,))
+    plan = SamplePlan(
+        settings.probe_tokens, settings.seed, settings.step, processes.data.rank, every, settings.whole_amax
+    )
 
     def record(moved: Mapping[str, Tensor]) -> Recorder:
         recorder = Recorder(plan)

@@ -5,6 +5,7 @@ On CUDA, products run under BF16 autocast, on a CPU in FP32; what a plan quantiz
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from functools import partial
@@ -52,16 +53,19 @@ class Trainee:
     def save(self, path: Path) -> None:
         """Writes the state; the file is there as a whole or not at all."""
         parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        state: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
         unfinished = path.with_suffix(f".{time.time_ns()}")
-        torch.save({name: part.state_dict() for name, part in parts.items()}, unfinished)
+        torch.save(state | {"digest": _digest(self.model)}, unfinished)
         unfinished.replace(path)
 
-    def load(self, path: Path) -> None:
-        """Takes a state that `save` wrote. The model must not be swapped."""
+    def load(self, path: Path) -> str:
+        """Takes a state that `save` wrote, and returns what tells its weights from others. No layer may be swapped."""
         state = torch.load(path, map_location=self.device, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
+        digest: str = state["digest"]
+        return digest
 
     def step(self, number: int, sequences: np.ndarray[Any, Any], controller: SnipController | None) -> Tensor:
         """Does optimizer step `number` (from 1) and returns the training loss, on the device."""
@@ -147,6 +151,14 @@ def check_length(recipe: ForkRecipe, text: ForkText) -> None:
             f"The text has {len(text.train)} sequences; expected {needed} for {last} + {recipe.steps} steps of "
             f"{recipe.base.sequences}. Raise train_sequences, or lower forks.points or forks.steps."
         )
+
+
+def _digest(model: nn.Module) -> str:
+    """Returns what tells weights from others, down to the bit."""
+    hashed = hashlib.sha256()
+    for parameter in model.parameters():
+        hashed.update(parameter.detach().cpu().numpy().tobytes())
+    return hashed.hexdigest()[:12]
 
 
 def _order(text: ForkText, seed: int) -> np.ndarray[Any, Any]:

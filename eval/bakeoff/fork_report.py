@@ -134,13 +134,15 @@ def _cells(name: str, lines: Sequence[Row], others: Sequence[Row]) -> list[str]:
     found = {loss: Difference.of(differences(lines, others, loss)) for loss in LOSSES}
     main = found["held_out_plan"]
     diverged = sum(line["diverged"] for line in lines)
+    unpaired = 0 if lines is others else len(lines) - diverged - main.forks
+    notes = [f"{count} {what}" for count, what in ((diverged, "diverged"), (unpaired, "unpaired")) if count]
     share = float(np.mean([line["fp4_fraction"] for line in lines]))
     step_ms = float(np.median([1e3 * line["seconds"]["training"] / line["steps"] for line in lines]))
     is_self = lines is others
     return [
         name,
         f"{share:.1%}",
-        str(len(lines) if is_self else main.forks) + (f" ({diverged} diverged)" if diverged else ""),
+        str(len(lines) if is_self else main.forks) + (f" ({', '.join(notes)})" if notes else ""),
         *("0" if is_self else str(difference) for difference in found.values()),
         *("-" if is_self or math.isnan(figure) else f"{figure:.3f}" for figure in (main.deviation, main.error)),
         f"{step_ms:.0f}",
@@ -155,6 +157,7 @@ def _origin(lines: Sequence[Row]) -> str:
     return f"{len(forks)} forks of {len(bases)} bases; {', '.join(machines)}; commit {', '.join(commits)}."
 
 
-def _fork_key(line: Mapping[str, Any]) -> tuple[int, int, int]:
+def _fork_key(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns what two lines have in common if they are of one fork, the very weights of its start among it."""
     fork = line["fork"]
-    return fork["base_seed"], fork["point"], fork["data_seed"]
+    return fork["base_seed"], fork["point"], fork["data_seed"], line["state"]

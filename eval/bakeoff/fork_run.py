@@ -48,7 +48,7 @@ def run_fork(
     began = time.perf_counter()
     state, sequences = state_path(recipe, text, fork, folder), sequences_of(recipe, text, fork)
     trainee = Trainee(recipe, text, device, fork.base_seed)
-    trainee.load(state)
+    digest = trainee.load(state)
     plan = make_plan(trainee, contender.config(fork, recipe.backend), fork, sequences[0])
     if plan is not None:
         plan = _only(plan, GEMM_SETS[contender.gemms])
@@ -67,6 +67,7 @@ def run_fork(
         "held_out_high_precision": high_precision,
     }
     return {
+        "state": digest,
         "loss": {name: _finite(loss) for name, loss in found.items()},
         "training_curve": [_finite(loss) for loss in curve],
         "diverged": len(losses) < recipe.steps or not all(map(math.isfinite, (*losses, *found.values()))),

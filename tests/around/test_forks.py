@@ -280,6 +280,7 @@ def line(contender: str, data_seed: int, loss: float, diverged: bool = False) ->
     return {
         "contender": contender,
         "fork": asdict(Fork(base_seed=0, point=3, data_seed=data_seed)),
+        "state": "of the base",
         "loss": dict.fromkeys(("train", "held_out_plan", "held_out_high_precision"), None if diverged else loss),
         "diverged": diverged,
         "fp4_fraction": 0.0 if contender == "bf16" else 1.0,
@@ -323,6 +324,11 @@ def test_the_table_holds_what_was_computed_by_hand() -> None:
 def test_a_fork_that_diverged_is_counted_and_left_out() -> None:
     text = table([*LINES[:5], line("fp4", 1, 0.0, diverged=True)], "bf16")
     assert "| fp4 | 100.0% | 2 (1 diverged) | +2.000 ± 12.706 |" in text
+
+
+def test_forks_from_other_weights_are_no_pair() -> None:
+    text = table([*LINES[:5], LINES[5] | {"state": "of a base that was trained again"}], "bf16")
+    assert "| fp4 | 100.0% | 2 (1 unpaired) | +2.000 ± 12.706 |" in text
 
 
 def test_a_table_against_a_contender_without_lines_is_refused() -> None:

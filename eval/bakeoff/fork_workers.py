@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import platform
+import shlex
 import signal
 import sys
 import time
@@ -103,6 +104,7 @@ def work(index: int, job: Job, shared: Shared) -> None:
         except Exception:
             _report_failure(f"base of seed {seed}", shared)
             _next(shared.no_base)
+            continue
         print(f"base of seed {seed}: {time.time() - began:.0f} s", flush=True)
     longest = 0.0
     while (position := _next(shared.forks)) < len(job.todo) and os.getppid() == job.parent:
@@ -114,6 +116,8 @@ def work(index: int, job: Job, shared: Shared) -> None:
             found = run_fork(job.recipe, text, contender, fork, device, job.options.cache)
         except Exception:
             _report_failure(f"{contender.name}, {fork.name}", shared)
+            if not _is_usable(device):
+                return
             continue
         longest = max(longest, time.time() - began)
         line = _signed(job, name, text, device) | found
@@ -134,6 +138,16 @@ def _device(index: int, kind: str) -> torch.device:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it fills what is written anyway
     return device
+
+
+def _is_usable(device: torch.device) -> bool:
+    """Returns True if anything can still run here; after some CUDA errors nothing can, until the process ends."""
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        print(f"{device} is not usable any more; this worker ends.", file=sys.stderr, flush=True)
+        return False
+    return True
 
 
 def _next(counter: Any) -> int:
@@ -158,6 +172,12 @@ def _report_failure(what: str, shared: Shared) -> None:
     _next(shared.failed)
 
 
+def _command(options: argparse.Namespace) -> str:
+    """Returns what to type for these lines again, without what differs between machines: folders, files, time."""
+    overrides = ["--override", *options.override] if options.override else []
+    return shlex.join(["python", "-m", "eval.bakeoff.forks", "run", str(options.recipe), *overrides])
+
+
 def _signed(job: Job, name: str, text: ForkText, device: torch.device) -> dict[str, Any]:
     """Returns what a line says of its origin."""
     contender, fork = job.todo[name]
@@ -177,6 +197,6 @@ def _signed(job: Job, name: str, text: ForkText, device: torch.device) -> dict[s
         "processes_per_device": per_device,
         "torch": torch.__version__,
         "commit": job.options.commit or git_commit(),
-        "command": f"python -m eval.bakeoff.forks run {job.options.recipe}",
+        "command": _command(job.options),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }

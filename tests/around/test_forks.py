@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import random
 import subprocess
 import sys
@@ -245,6 +247,7 @@ def test_a_run_is_continued_and_reported(tmp_path: Path, capsys: pytest.CaptureF
         ("int4", 6),
     ]
     assert len({line["setting"] for line in lines}) == 1
+    assert {line["command"] for line in lines} == {f"python -m eval.bakeoff.forks run {recipe}"}
     output.write_text("".join(json.dumps(line) + "\n" for line in lines[:3]) + '{"id": ', encoding="utf-8")
     assert forks.main([*command[3:], "--list"]) == 0
     assert "4 forks, 3 of them done, 1 to do" in capsys.readouterr().out
@@ -263,9 +266,29 @@ def test_nothing_starts_that_would_end_too_late(based: tuple[ForkRecipe, ForkTex
         + ["cpu", "--cache", str(folder)]
     )
     todo = recipe.runs(read_text(options.text).digest)
-    job = fork_workers.Job(recipe, todo, [], options, 0.0, fork_workers.os.getppid())
+    job = fork_workers.Job(recipe, todo, [], options, 0.0, os.getppid())
     fork_workers.work(0, job, fork_workers.Shared())
     assert not (tmp_path / "lines").exists()
+
+
+def test_a_fork_that_fails_leaves_no_line_and_stops_no_other(
+    based: tuple[ForkRecipe, ForkText, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, text, folder = based
+
+    def run(recipe: ForkRecipe, text: ForkText, contender: Contender, *rest: Any) -> dict[str, Any]:
+        if contender.name == "bf16":
+            raise RuntimeError("no memory")
+        return {"loss": {}}
+
+    monkeypatch.setattr(fork_workers, "run_fork", run)
+    arguments = ["run", "recipe.yaml", "--text", str(folder / "text.npz"), "--output", str(tmp_path / "lines")]
+    options = forks._parser().parse_args([*arguments, "--device", "cpu", "--cache", str(folder)])
+    job = fork_workers.Job(recipe, recipe.runs(text.digest), [], options, math.inf, os.getppid())
+    shared = fork_workers.Shared()
+    fork_workers.work(0, job, shared)
+    assert shared.failed.value == 2
+    assert [line["contender"] for line in read_lines(tmp_path / "lines")] == ["fp8", "fp8"]
 
 
 def test_forks_run_where_datasets_lm_eval_and_mip_are_not_installed() -> None:

@@ -19,10 +19,13 @@ from .export_targets import TARGETS, Setting, Target
 class NotExpressible(ValueError):
     """A target cannot say what a plan says."""
 
-    def __init__(self, target: str, reasons: Mapping[str, str]) -> None:
+    def __init__(self, target: str, reasons: Mapping[str, str], nearest: bool) -> None:
         self.reasons = dict(reasons)
         """Layer, or module of the target -> why."""
-        super().__init__(f"The target {target!r} cannot express the plan: {len(reasons)} modules differ.")
+        advice = "" if nearest else " --nearest rounds what it can."
+        super().__init__(
+            f"The target {target!r} cannot express the plan: it lacks the above for {len(reasons)} modules.{advice}"
+        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def export_plan(
             reasons[module] = _reason(plan, there, layers, missing)
         chosen[module] = setting
     if reasons:
-        raise NotExpressible(target, reasons)
+        raise NotExpressible(target, reasons, nearest)
     exported = replace(
         plan,
         assignment={

@@ -46,8 +46,8 @@ class ExportedCheckpoint:
     """How a weight is stored -> the number of layers."""
     kept: Mapping[str, str]
     """Layer that is not quantized, though the plan has a low format for it -> why."""
-    bytes: tuple[int, int]
-    """Size of the weight files of the model that was given, and of the new ones."""
+    bytes: tuple[int, int, int]
+    """Size of the weight files of the model that was given, of its parameters in BF16, and of the new weight files."""
     perplexity: tuple[float, float] | None
     """Of the text, with BF16 weights and with the new ones; None: no text."""
 
@@ -77,10 +77,11 @@ def export_checkpoint(
     refuse_quantized(model)
     chosen, kept = _chosen(plan, model)
     if kept and not nearest:
-        raise NotExpressible("checkpoint", kept)
+        raise NotExpressible("checkpoint", kept, nearest)
     if not chosen:
         raise ValueError("No layer of the plan has a forward GEMM whose weights can be quantized.")
     before = None if passage is None else perplexity(model, passage)
+    in_bf16 = _DTYPE.itemsize * sum(parameter.numel() for parameter in model.parameters())
     del model
     output.parent.mkdir(parents=True, exist_ok=True)
     folder = output.with_name(f".{output.name}.{secrets.token_hex(8)}.tmp")
@@ -97,7 +98,7 @@ def export_checkpoint(
     for kind in chosen.values():
         kinds[kind.label] = kinds.get(kind.label, 0) + 1
     figures = None if before is None or after is None else (before, after)
-    return ExportedCheckpoint(kinds, kept, (_size(model_dir), _size(output)), figures)
+    return ExportedCheckpoint(kinds, kept, (_size(model_dir), in_bf16, _size(output)), figures)
 
 
 def perplexity(model: nn.Module, tokens: torch.Tensor) -> float:
@@ -142,10 +143,11 @@ def _chosen(plan: PrecisionPlan, model: nn.Module) -> tuple[dict[str, WeightKind
 
 def _unfit(module: nn.Module, kind: WeightKind | None) -> str | None:
     weight = module.get_parameter("weight")
-    if weight.shape != (getattr(module, "out_features", None), getattr(module, "in_features", None)):
+    shape = tuple(weight.shape)
+    if shape != (getattr(module, "out_features", 0), getattr(module, "in_features", 0)):
         return f"class {type(module).__name__}, which torchao does not convert"
-    if kind and any(size % multiple for size, multiple in zip(weight.shape, kind.multiples, strict=True)):
-        return f"its shape {tuple(weight.shape)} is not a multiple of {kind.multiples}, which {kind.label!r} needs"
+    if kind and any(size % multiple for size, multiple in zip(shape, kind.multiples, strict=True)):
+        return f"its shape {shape} is not a multiple of {kind.multiples}, which {kind.label!r} needs"
     return None
 
 

@@ -78,8 +78,11 @@ def report_checkpoint(plan: PrecisionPlan, arguments: argparse.Namespace) -> int
         print(f"  {len(done.kept)} layers stay in BF16, which the plan has in a low format:")
         for layer, reason in done.kept.items():
             print(f"    {printable(layer)}: {printable(reason)}")
-    before, after = done.bytes
-    print(f"Size of the weight files: {before:,} bytes before, {after:,} after ({after / max(before, 1):.3f}).")
+    given, in_bf16, after = done.bytes
+    print(
+        f"Size of the weights: {given:,} bytes as given, {in_bf16:,} in BF16, {after:,} quantized "
+        f"({after / in_bf16:.3f} of BF16)."
+    )
     if done.perplexity is not None:
         print(f"Perplexity of the text: {done.perplexity[0]:.4f} in BF16, {done.perplexity[1]:.4f} quantized.")
     return 0

@@ -172,6 +172,8 @@ class _Conversion:
     imports: tuple[str, ...]
     call: str
     """With `model` and `chosen`, the filter."""
+    multiple: int = 16
+    """In- and out-features are multiples of this."""
     takes_bias: bool = True
 
 
@@ -179,6 +181,13 @@ _QUANTIZE = "from torchao.quantization import quantize_"
 _FLOAT8 = "from torchao.float8 import Float8LinearConfig, convert_to_float8_training"
 _MX = "from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig"
 _NVFP4_FILE = "torchao.prototype.moe_training.nvfp4_training.nvfp4_training"
+
+
+def _mxfp8(arguments: str) -> _Conversion:
+    call = f"quantize_(model, MXFP8TrainingOpConfig({arguments}), chosen)"
+    return _Conversion((_MX, _QUANTIZE), call, multiple=32, takes_bias=False)
+
+
 _TORCHAO = (
     _everywhere(UNQUANTIZED.name, None),
     _everywhere(
@@ -186,6 +195,7 @@ _TORCHAO = (
         _Conversion(
             ("from torchao.prototype.blockwise_fp8_training.linear import Float8BlockwiseLinearConfig", _QUANTIZE),
             "quantize_(model, Float8BlockwiseLinearConfig(), chosen)",
+            multiple=128,
             takes_bias=False,
         ),
     ),
@@ -204,16 +214,17 @@ _TORCHAO = (
             "convert_to_float8_training(model, config=config, module_filter_fn=chosen)",
         ),
     ),
-    _everywhere("mxfp8", _Conversion((_MX, _QUANTIZE), "quantize_(model, MXFP8TrainingOpConfig(), chosen)", False)),
+    _everywhere("mxfp8", _mxfp8("")),
     Setting(
         ("mxfp8", "mxfp8", UNQUANTIZED.name),
-        _Conversion((_MX, _QUANTIZE), "quantize_(model, MXFP8TrainingOpConfig(wgrad_with_hp=True), chosen)", False),
+        _mxfp8("wgrad_with_hp=True"),
     ),
     _everywhere(
         "nvfp4",
         _Conversion(
             (f"from {_NVFP4_FILE} import NVFP4TrainingConfig", _QUANTIZE),
             "quantize_(model, NVFP4TrainingConfig(), chosen)",
+            multiple=128,
         ),
     ),
 )
@@ -233,19 +244,23 @@ Call `convert(model)` on the model as it was loaded: before the optimizer is mad
 LAYERS = {{
 {layers}
 }}
-WITHOUT_BIAS = {{{without_bias}}}
+# How to convert -> the number of which in- and out-features are multiples, and whether a layer may have a bias.
+LIMITS = {{{limits}}}
 
 
 def convert(model: nn.Module) -> None:
-    """Converts the layers in place; all of them or, where one of them cannot be, none."""
+    """Converts the layers in place, after a check of all of them."""
     modules = dict(model.named_modules())
     for how, names in LAYERS.items():
+        multiple, takes_bias = LIMITS[how]
         for name in names:
             module = modules.get(name)
             if not isinstance(module, nn.Linear):
                 raise ValueError(f"{{name}} is {{type(module).__name__}}, expected nn.Linear. Is it the plan's model?")
-            if how in WITHOUT_BIAS and module.bias is not None:
-                raise ValueError(f"{{name}} has a bias, which torchao does not support in this format.")
+            if module.in_features % multiple or module.out_features % multiple:
+                raise ValueError(f"{{name}} is {{module}}, expected multiples of {{multiple}}.")
+            if module.bias is not None and not takes_bias:
+                raise ValueError(f"{{name}} has a bias, which torchao drops or refuses in this format.")
     for how, names in LAYERS.items():
         how(model, lambda module, name, names=names: name in names)
 '''
@@ -271,7 +286,9 @@ def _write_torchao(modules: Mapping[str, Setting], outside: Sequence[str]) -> st
         layers="\n".join(
             f"    {names[setting.formats]}: {{\n{rows}    }}," for setting, rows in zip(used, lists, strict=True)
         ),
-        without_bias=", ".join(names[setting.formats] for setting in used if not setting.config.takes_bias),
+        limits=", ".join(
+            f"{names[setting.formats]}: ({setting.config.multiple}, {setting.config.takes_bias})" for setting in used
+        ),
     )
 
 
@@ -318,7 +335,7 @@ def _int4(group: int) -> Any:
     from torchao.quantization import IntxWeightOnlyConfig
     from torchao.quantization.granularity import PerGroup
 
-    return IntxWeightOnlyConfig(weight_dtype=getattr(torch, "int4"), granularity=PerGroup(group))
+    return IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(group))  # type: ignore[attr-defined]
 
 
 _ROWS = WeightKind("E4M3, a scale per row", partial(_float8, "PerRow"))

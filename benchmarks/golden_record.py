@@ -50,6 +50,7 @@ MEASURED = ("seconds", "memory_mib", "solver_version")
 # Parts of a configuration that a later version may add or rename; what they decide shows in the numbers.
 ASIDE = ("config", "schema_version")
 
+# Fields have the names of the first version, which `from_dict` takes in every later one.
 TRAININGS: dict[str, dict[str, Any]] = {
     "snip by layer": {},
     "snip by GEMM, two stages, taylor, horizon": {

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import cases
 import torch
+from shared.origin import origin_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="compile the ordinary step (default: eager)")
     parser.add_argument("--output", type=Path, help="JSONL file; lines are added")
     options = parser.parse_args()
-    source = cases.origin(options.device)
+    source = origin_of(options.device)
     print(", ".join(f"{name} {value}" for name, value in source.items()))
     found = []
     for size in options.sizes:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from data import collate, load_documents, load_tokenizer, pack
-from recipe import DataSection, TokenizerSection
+from parts.data import collate, load_documents, load_tokenizer, pack
+from parts.recipe import DataSection, TokenizerSection
 from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_schedule_with_warmup, set_seed
 
 from snip_hf import SnipConfig, SnipController, convert_model

@@ -20,13 +20,12 @@ import datasets
 import psutil
 import torch
 from accelerate import PartialState
-from data import Documents, collate, load_documents, load_tokenizer, pack
 from huggingface_hub import HfApi
-from recipe import EvalSection, ModelSection, Recipe, load_recipe, to_plain
+from parts.data import Documents, collate, load_documents, load_tokenizer, pack
+from parts.model import build_model
+from parts.recipe import EvalSection, Recipe, load_recipe, to_plain
 from rich.console import Console
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
@@ -123,37 +122,6 @@ def train_and_save(trainer: Trainer) -> dict[str, float]:
     trainer.save_model()
     trainer.save_state()
     return seconds
-
-
-def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Returns the model to train, in training precision, with a vocabulary that holds the tokenizer's.
-
-    Raises:
-        ValueError: an unknown field of the architecture's config, or a vocabulary smaller than the tokenizer's.
-    """
-    options = {"dtype": section.dtype}
-    if section.attn_implementation is not None:
-        options["attn_implementation"] = section.attn_implementation
-    if section.name_or_path is not None:
-        model = AutoModelForCausalLM.from_pretrained(section.name_or_path, **options)
-    else:
-        known = AutoConfig.for_model(section.model_type)
-        unknown = [key for key in section.config if not hasattr(known, key)]
-        if unknown:
-            names = ", ".join(sorted(known.to_dict()))
-            raise ValueError(
-                f"model.config: {unknown[0]!r} is no field of {section.model_type!r}; its fields are {names}."
-            )
-        follows = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(section.model_type, **(follows | section.config)), **options
-        )
-    if model.get_input_embeddings().weight.shape[0] < len(tokenizer):
-        raise ValueError(
-            f"The model has {model.get_input_embeddings().weight.shape[0]} embeddings, the tokenizer {len(tokenizer)} "
-            "tokens. Raise model.config.vocab_size, or give the model's own tokenizer."
-        )
-    return model
 
 
 def final_losses(trainer: Trainer, quantized: bool) -> dict[str, float]:

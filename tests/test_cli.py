@@ -313,6 +313,23 @@ def test_usage_exits_with_argparses_codes(arguments: list[str], code: int, capsy
     assert caught.value.code == code
 
 
+QUICK = """
+import contextlib, sys
+from snip_hf.cli import main
+
+for arguments in (["--help"], ["--version"], ["report"], ["solve", "there is none.json"]):
+    with contextlib.suppress(SystemExit):
+        main(arguments)
+heavy = ("snip_hf", "torch", "transformers", "accelerate")
+print(sorted(name for name in sys.modules if name.partition(".")[0] in heavy))
+"""
+
+
+def test_help_and_wrong_usage_wait_for_no_torch_and_load_no_registry() -> None:
+    done = subprocess.run([sys.executable, "-c", QUICK], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "['snip_hf', 'snip_hf.cli', 'snip_hf.json_io', 'snip_hf.text']"
+
+
 def test_the_module_runs_as_a_process_of_its_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "snip_hf.cli", "solve", write(tmp_path / "problem.json", PROBLEM)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

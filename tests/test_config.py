@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import copy
 import dataclasses
+import inspect
+import itertools
 import json
+import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from snip_hf.config import POLICIES, SnipConfig
+from snip_hf import config as config_module
+from snip_hf.config import POLICIES, RENAMED, SnipConfig, current_names
 from snip_hf.numerics.formats import FORMATS
+
+REPOSITORY = Path(__file__).parents[1]
 
 FIELDS = [field.name for field in dataclasses.fields(SnipConfig)]
 INTEGERS = [field.name for field in dataclasses.fields(SnipConfig) if "int" in str(field.type)]
@@ -23,9 +33,9 @@ OTHER: dict[str, Any] = {
     "stages": (("a.0", "a.1"), ("a.2",)),
     "ties": (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
     "skip_modules": ("*.down_proj", "model.layers.0.mlp.up_proj"),
-    "cost": "measured",
-    "cost_file": "times.json",
-    "cost_tokens": 4096,
+    "budget": "measured",
+    "timing_file": "times.json",
+    "timing_tokens": 4096,
     "start_format": "bf16",
     "first_refresh": 3,
     "refresh_every": 7,
@@ -36,12 +46,12 @@ OTHER: dict[str, Any] = {
     "probe_tokens": None,
     "probe_batch_tokens": None,
     "probe_memory_mib": 512,
-    "loss_form": "norm",
+    "loss_estimator": "norm",
     "policy": "random",
-    "plan": "plan.json",
+    "fixed_plan": "plan.json",
     "objective": "paper",
-    "loss_weight": 0.0,
-    "weight_weight": 2,
+    "loss_divergence_factor": 0.0,
+    "weight_divergence_factor": 2,
     "switching_cost": 0.25,
     "solver": "greedy",
     "solver_time_limit": 1,
@@ -60,18 +70,21 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         )
         for value in (-0.01, 1.01, 75, float("nan"), float("inf"))
     ),
-    ({"cost": "time"}, "cost='time' is not known; expected one of flops, measured."),
-    ({"cost_file": "a.json"}, "cost_file='a.json' is for cost='measured'; set that too."),
-    ({"cost_tokens": 16}, "cost_tokens=16 is for cost='measured'; set that too."),
+    ({"budget": "time"}, "budget='time' is not known; expected one of flops, measured."),
+    ({"timing_file": "a.json"}, "timing_file='a.json' is for budget='measured'; set that too."),
+    ({"timing_tokens": 16}, "timing_tokens=16 is for budget='measured'; set that too."),
     *(
-        ({"cost": "measured", "cost_tokens": value}, f"cost_tokens={value} is too small; expected None or at least 1.")
+        (
+            {"budget": "measured", "timing_tokens": value},
+            f"timing_tokens={value} is too small; expected None or at least 1.",
+        )
         for value in (0, -1)
     ),
     *(
         (
-            {"cost": "measured", "policy": policy},
-            f"cost='measured' with policy={policy!r} needs cost_tokens, the tokens of a micro-batch: its plan is made "
-            "before the first one is there. Set it to batch size times sequence length, e.g. 16384.",
+            {"budget": "measured", "policy": policy},
+            f"budget='measured' with policy={policy!r} needs timing_tokens, the tokens of a micro-batch: its plan is "
+            "made before the first one is there. Set it to batch size times sequence length, e.g. 16384.",
         )
         for policy in ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
     ),
@@ -118,7 +131,10 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"formats": ("fp4", "int9")}, f"Unknown format 'int9' for formats; expected one of {', '.join(FORMATS)}."),
     ({"objective": "sum"}, "objective='sum' is not known; expected one of additive, horizon, paper."),
-    ({"loss_form": "hessian"}, "loss_form='hessian' is not known; expected one of token-fisher, taylor, norm."),
+    (
+        {"loss_estimator": "hessian"},
+        "loss_estimator='hessian' is not known; expected one of token-fisher, taylor, norm.",
+    ),
     ({"solver": "gurobi"}, "solver='gurobi' is not known; expected one of auto, cbc, highs, greedy."),
     ({"backend": "blackwell"}, "backend='blackwell' is not known; expected one of auto, emulated, hopper."),
     ({"refresh_every": 0}, "refresh_every=0 is too small; expected at least 1."),
@@ -150,12 +166,12 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"probes": 10_001}, "probes=10001 is too large; expected at most 10000."),
     (
-        {"cost": "measured", "cost_tokens": 2**31},
-        "cost_tokens=2147483648 is too large; expected at most 2147483647.",
+        {"budget": "measured", "timing_tokens": 2**31},
+        "timing_tokens=2147483648 is too large; expected at most 2147483647.",
     ),
     *(
         ({name: value}, f"{name}={value!r} is too large; expected at most 1e+50.")
-        for name in ("loss_weight", "weight_weight", "switching_cost", "solver_gap")
+        for name in ("loss_divergence_factor", "weight_divergence_factor", "switching_cost", "solver_gap")
         for value in (1.1e50, 1e101)
     ),
     *(
@@ -180,12 +196,12 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"probe_tokens": 127}, "probe_tokens=127 is too small; expected None or at least 128 (one tile)."),
     *(
         ({name: value}, f"{name}={value!r} is not a finite number of at least 0.")
-        for name in ("loss_weight", "weight_weight", "switching_cost", "solver_gap")
+        for name in ("loss_divergence_factor", "weight_divergence_factor", "switching_cost", "solver_gap")
         for value in (-1, -0.5, float("inf"), float("nan"))
     ),
     (
-        {"loss_weight": 0, "weight_weight": 0.0},
-        "loss_weight and weight_weight are both 0; at least one must be above 0.",
+        {"loss_divergence_factor": 0, "weight_divergence_factor": 0.0},
+        "loss_divergence_factor and weight_divergence_factor are both 0; at least one must be above 0.",
     ),
     *(
         ({name: value}, f"{name}={value!r} is not a number of seconds above 0.")
@@ -204,12 +220,12 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("target_fp4_fraction", "0.75", "target_fp4_fraction='0.75' has type str; expected float."),
     ("target_fp4_fraction", None, "target_fp4_fraction=None has type NoneType; expected float."),
     ("target_fp4_fraction", True, "target_fp4_fraction=True has type bool; expected float."),
-    ("cost", None, "cost=None has type NoneType; expected str."),
-    ("cost_file", 1, "cost_file=1 has type int; expected str | None."),
-    ("cost_tokens", 4096.0, "cost_tokens=4096.0 has type float; expected int | None."),
+    ("budget", None, "budget=None has type NoneType; expected str."),
+    ("timing_file", 1, "timing_file=1 has type int; expected str | None."),
+    ("timing_tokens", 4096.0, "timing_tokens=4096.0 has type float; expected int | None."),
     ("granularity", None, "granularity=None has type NoneType; expected str."),
     ("policy", ["snip"], "policy=['snip'] has type list; expected str."),
-    ("plan", 3, "plan=3 has type int; expected str | None."),
+    ("fixed_plan", 3, "fixed_plan=3 has type int; expected str | None."),
     ("refresh_every", 10.0, "refresh_every=10.0 has type float; expected int | None."),
     ("first_refresh", True, "first_refresh=True has type bool; expected int."),
     ("apply_delay", "10", "apply_delay='10' has type str; expected int."),
@@ -224,9 +240,9 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("probe_tokens", 256.0, "probe_tokens=256.0 has type float; expected int | None."),
     ("probe_batch_tokens", "4096", "probe_batch_tokens='4096' has type str; expected int | None."),
     ("objective", 1, "objective=1 has type int; expected str."),
-    ("loss_form", None, "loss_form=None has type NoneType; expected str."),
-    ("loss_weight", "1", "loss_weight='1' has type str; expected float."),
-    ("weight_weight", [1.0], "weight_weight=[1.0] has type list; expected float."),
+    ("loss_estimator", None, "loss_estimator=None has type NoneType; expected str."),
+    ("loss_divergence_factor", "1", "loss_divergence_factor='1' has type str; expected float."),
+    ("weight_divergence_factor", [1.0], "weight_divergence_factor=[1.0] has type list; expected float."),
     ("skip_modules", "*.q_proj", "skip_modules='*.q_proj' has type str; expected tuple[str, ...]."),
     ("skip_modules", [3], "skip_modules: got [3]; expected a list of names."),
     ("ties", "q_proj", "ties='q_proj' has type str; expected tuple[tuple[str, ...], ...]."),
@@ -261,13 +277,13 @@ def test_a_value_of_the_wrong_type_is_refused_with_the_field_and_the_type(name: 
 def test_the_tables_above_leave_no_field_out() -> None:
     assert list(OTHER) == FIELDS
     assert {name for name, *_ in BAD_TYPES} == set(FIELDS)
-    free = {"plan", "skip_modules"}  # any string will do
+    free = {"fixed_plan", "skip_modules"}  # any string will do
     assert {name for values, _ in BAD_VALUES for name in values} == set(FIELDS) - free
 
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_field_survives_to_dict_json_and_from_dict(name: str) -> None:
-    needed = {"cost": "measured"} if name.startswith("cost_") else {}
+    needed = {"budget": "measured"} if name.startswith("timing_") else {}
     config = SnipConfig(**{"apply_delay": 1, **needed, name: OTHER[name]})
     assert config != SnipConfig(**needed)
     assert config != SnipConfig()
@@ -303,6 +319,102 @@ def test_from_dict_checks_values_too() -> None:
         SnipConfig.from_dict({"target_fp4_fraction": 2})
 
 
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_field_is_read_under_its_old_name_and_written_under_its_new_one(old: str, new: str) -> None:
+    needed = {"cost": "measured"} if old.startswith("cost_") else {}
+    config = SnipConfig.from_dict({**needed, old: OTHER[new]})
+    assert getattr(config, new) == OTHER[new]
+    assert list(config.to_dict()) == FIELDS
+    assert SnipConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_a_field_under_both_names_is_refused(old: str, new: str) -> None:
+    message = f"{old!r} is the old name of {new!r}, and both are given; expected {new!r} alone."
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        SnipConfig.from_dict({old: OTHER[new], new: OTHER[new]})
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_the_constructor_refuses_an_old_name_and_says_the_new_one(old: str, new: str) -> None:
+    message = f"SnipConfig has no field {old!r}; it is named {new!r} now."
+    for refused in (
+        lambda: SnipConfig(**{old: OTHER[new]}),
+        lambda: dataclasses.replace(SnipConfig(), **{old: OTHER[new]}),
+        lambda: SnipConfig.preset("gemm", **{old: OTHER[new]}),
+    ):
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+            refused()
+
+
+def test_old_names_lead_to_fields_and_are_none_themselves() -> None:
+    assert set(RENAMED.values()) <= set(FIELDS)
+    assert not RENAMED.keys() & set(FIELDS)
+    assert current_names({"plan": "a.json", "cost": "flops", "seed": 1, "of_tomorrow": 2}) == {
+        "fixed_plan": "a.json",
+        "budget": "flops",
+        "seed": 1,
+        "of_tomorrow": 2,
+    }
+
+
+def test_a_config_can_be_copied_and_pickled_and_shows_its_fields_as_its_signature() -> None:
+    config = SnipConfig(**OTHER)
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+    assert list(inspect.signature(SnipConfig).parameters) == FIELDS
+
+
+def test_presets_differ_from_the_default_in_what_their_page_says() -> None:
+    same_input = [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]
+    plain = SnipConfig().to_dict()
+    sets: dict[str, dict[str, Any]] = {
+        "layer": {},
+        "gemm": {"granularity": "gemm"},
+        "hopper": {"granularity": "gemm", "ties": same_input, "first_refresh": 200, "apply_delay": 20},
+        "paper": {"objective": "paper"},
+    }
+    assert {name: SnipConfig.preset(name).to_dict() for name in sets} == {
+        name: plain | values for name, values in sets.items()
+    }
+    page = (REPOSITORY / "docs" / "config.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| [^`|]*(`.*|nothing.*)$", page.partition("## Fields")[0], re.MULTILINE)
+    assert [name for name, _ in rows] == list(sets)
+    for name, row in rows:
+        assert all(f"`{field}" in row for field in sets[name])
+    recipe = yaml.safe_load((REPOSITORY / "recipes" / "hopper.yaml").read_text(encoding="utf-8"))
+    assert SnipConfig.from_dict(recipe["snip"]) == SnipConfig.preset("hopper")
+    assert SnipConfig.preset("hopper", ties=(), seed=3) == SnipConfig(
+        granularity="gemm", first_refresh=200, apply_delay=20, seed=3
+    )
+    with pytest.raises(ValueError, match=r"^Unknown preset 'gem'; expected one of paper, layer, gemm, hopper\.$"):
+        SnipConfig.preset("gem")
+
+
+def test_the_readme_shows_the_preset_that_is_the_best_known() -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    [shown] = re.findall(r"SnipCallback\((.*)\)\]\)$", text, re.MULTILINE)
+    assert eval(shown, {"SnipConfig": SnipConfig}) == SnipConfig.preset("gemm")
+
+
+def test_every_field_begins_with_a_sentence_of_one_line_which_its_page_repeats() -> None:
+    tree = ast.parse(Path(config_module.__file__).read_text(encoding="utf-8"))
+    [fields] = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SnipConfig"]
+    meanings = {}
+    for field, doc in itertools.pairwise(fields):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            assert isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant), field.target.id
+            meanings[field.target.id] = doc.value.value.splitlines()[0]
+    assert list(meanings) == FIELDS
+    assert [name for name, meaning in meanings.items() if not meaning.endswith(".")] == []
+    page = (REPOSITORY / "docs" / "config.md").read_text(encoding="utf-8")
+    defaults = {field.name: field.default for field in dataclasses.fields(SnipConfig)}
+    rows = [f"| `{name}` | `{defaults[name]!r}` | {meaning} |" for name, meaning in meanings.items()]
+    part = page.partition("## Fields")[2].partition("## Names of earlier versions")
+    assert [line for line in part[0].splitlines() if line.startswith("| `")] == rows
+    renamed = [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
+    assert [line for line in part[2].splitlines() if line.startswith("| `")] == renamed
+
+
 def test_a_config_is_frozen_and_takes_keywords_only() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         SnipConfig().seed = 1  # type: ignore[misc]
@@ -322,18 +434,24 @@ def test_the_ends_of_every_range_are_allowed() -> None:
     )
     assert config.apply_delay == config.refresh_every == 1
     for name in INTEGERS:
-        largest = {"probes": 10_000, "cost_tokens": 2**31 - 1}.get(name, 2**63 - 1)
-        needed = {"cost": "measured"} if name == "cost_tokens" else {"refresh_every": 2**63 - 1}
+        largest = {"probes": 10_000, "timing_tokens": 2**31 - 1}.get(name, 2**63 - 1)
+        needed = {"budget": "measured"} if name == "timing_tokens" else {"refresh_every": 2**63 - 1}
         assert getattr(SnipConfig(**needed | {name: largest}), name) == largest
-    SnipConfig(solver_time_limit=604800, rank_timeout=604800.0, loss_weight=1e50, solver_gap=1e50, switching_cost=1e50)
+    SnipConfig(
+        solver_time_limit=604800,
+        rank_timeout=604800.0,
+        loss_divergence_factor=1e50,
+        solver_gap=1e50,
+        switching_cost=1e50,
+    )
 
 
 def test_measured_cost_needs_no_number_of_tokens_where_nothing_or_a_probe_decides() -> None:
     rules = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent", "backward-first")
     for policy in POLICIES:
         by_rule, unit = policy in rules, "gemm" if policy == "backward-first" else "layer"
-        SnipConfig(cost="measured", policy=policy, granularity=unit, cost_tokens=1 if by_rule else None)
-        SnipConfig(cost="measured", policy=policy, plan="plan.json")
+        SnipConfig(budget="measured", policy=policy, granularity=unit, timing_tokens=1 if by_rule else None)
+        SnipConfig(budget="measured", policy=policy, fixed_plan="plan.json")
 
 
 def test_without_refreshes_any_delay_and_any_checks_are_allowed() -> None:
@@ -344,12 +462,12 @@ def test_without_refreshes_any_delay_and_any_checks_are_allowed() -> None:
 def test_the_defaults_are_those_of_the_contract() -> None:
     assert SnipConfig().to_dict() == {
         "target_fp4_fraction": 0.75,
-        "cost": "flops",
-        "cost_file": None,
-        "cost_tokens": None,
+        "budget": "flops",
+        "timing_file": None,
+        "timing_tokens": None,
         "granularity": "layer",
         "policy": "snip",
-        "plan": None,
+        "fixed_plan": None,
         "refresh_every": 500,
         "first_refresh": 100,
         "apply_delay": 10,
@@ -361,10 +479,10 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "probe_tokens": 1024,
         "probe_batch_tokens": 4096,
         "probe_memory_mib": None,
-        "loss_form": "token-fisher",
+        "loss_estimator": "token-fisher",
         "objective": "additive",
-        "loss_weight": 1.0,
-        "weight_weight": 1.0,
+        "loss_divergence_factor": 1.0,
+        "weight_divergence_factor": 1.0,
         "skip_modules": [],
         "ties": [],
         "stages": None,

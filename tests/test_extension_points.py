@@ -1,15 +1,14 @@
-"""What can be added to a run in one place each: a number format, a kernel backend, a policy.
+"""What can be added in one place each: a number format, a backend, a layer kind, a policy, a tracker of events.
 
-Each is added here, in a test of its own and below 40 lines, and takes part in a small training. The last tests count
-where the source names what is built in.
+Each is added here, in a test of its own and below 40 lines, and takes part in a small training.
+`test_names_in_one_place.py` looks for the names of what is built in.
 """
 
 from __future__ import annotations
 
-import ast
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,23 @@ import torch
 from small import tiny_llama, trained_tiny_lm
 from small import tokens as small_batch
 from tiny_runs import SCHEDULE, STEPS, Run, differing, history, train, weights, without_seconds
-from torch import Tensor
+from torch import Tensor, nn
+from torchao.quantization import quantize_
+from transformers import LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
 
-import snip_hf
 from snip_hf import (
     SnipCallback,
     SnipConfig,
     SnipController,
+    SnipLinearConfig,
     convert_model,
     estimate_divergence,
     formats,
     measure_divergence,
     quantize,
     register_format,
+    register_layer_kind,
     restore_model,
 )
 from snip_hf.config import POLICIES
@@ -39,6 +42,8 @@ from snip_hf.estimation import layer_sums
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.kernels.backend import BACKENDS, Backend, register_backend
 from snip_hf.kernels.emulated import EMULATED
+from snip_hf.layers.kinds import LAYER_KINDS, LayerKind
+from snip_hf.layers.layer import SnipLayer
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import FORMATS, NumberFormat, Operand, integers
 from snip_hf.numerics.gemms import GEMMS
@@ -46,7 +51,8 @@ from snip_hf.planning.plan import PrecisionPlan
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.policies.registry import Policy, register_policy
 from snip_hf.policies.setting import Setting
-from snip_hf.records.events import read_divergence
+from snip_hf.records.divergences import read_divergence
+from snip_hf.records.events import DriftCheck, Event, Refresh, Start
 from snip_hf.records.load import load_run
 from snip_hf.reporting.figures import plan_figure
 from snip_hf.reporting.run_report import run_report
@@ -54,7 +60,7 @@ from snip_hf.reporting.run_report import run_report
 
 @pytest.fixture(autouse=True)
 def nothing_stays_registered() -> Iterator[None]:
-    with FORMATS.restored(), BACKENDS.restored(), POLICIES.restored():
+    with FORMATS.restored(), BACKENDS.restored(), LAYER_KINDS.restored(), POLICIES.restored():
         yield
 
 
@@ -72,8 +78,8 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
-def go_on(folder: Path, config: SnipConfig, checkpoint: Path) -> Run:
-    return train(folder, callback=SnipCallback(config, resume=checkpoint), resume=checkpoint)
+def go_on(folder: Path, config: SnipConfig, checkpoint: Path, **options: Any) -> Run:
+    return train(folder, callback=SnipCallback(config, resume=checkpoint), resume=checkpoint, **options)
 
 
 def options_of(program: dict[str, Any]) -> set[tuple[str, ...]]:
@@ -301,6 +307,139 @@ def test_a_new_backend_runs_the_layers_of_a_run(tmp_path: Path) -> None:
     assert layer.snip_backend is copy.deepcopy(layer).snip_backend is BACKENDS["counting"]
 
 
+# ---------------------------------------------------------------------------------------------------------- layer kinds
+
+
+class SnipConv1D(SnipLayer, Conv1D):
+    """GPT-2's linear, which stores its weight as (I, O)."""
+
+    in_features = property(lambda self: self.nx)
+    out_features = property(lambda self: self.nf)
+
+    def matrices(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor.t(),)
+
+    def laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
+        return matrices[0].t()
+
+
+class Conv1DKind(LayerKind):
+    name = "conv1d"
+    layer = SnipConv1D
+    accepts = "transformers' Conv1D"
+
+    def knows(self, module: nn.Module) -> bool:
+        return isinstance(module, Conv1D)
+
+
+MLP = [f"model.layers.{block}.mlp.{part}" for block in (0, 1) for part in ("gate_proj", "up_proj", "down_proj")]
+
+
+def llama_of(kind: type[Conv1D] | type[nn.Linear]) -> LlamaForCausalLM:
+    """A tiny Llama with the same numbers in its MLPs' layers, which are of one class or of the other."""
+    model = tiny_llama(hidden=32, mlp_bias=True)
+    for name in MLP if kind is Conv1D else ():
+        linear = model.get_submodule(name)
+        layer = Conv1D(linear.out_features, linear.in_features)
+        layer.weight, layer.bias = nn.Parameter(linear.weight.detach().t().contiguous()), linear.bias
+        model.set_submodule(name, layer)
+    return model
+
+
+def as_linears(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.t() if name.removesuffix(".weight") in MLP else tensor for name, tensor in state.items()}
+
+
+def test_a_new_layer_kind_is_probed_planned_trained_saved_and_restored(tmp_path: Path) -> None:
+    register_layer_kind(Conv1DKind())
+    config = SnipConfig(**SCHEDULE, target_fp4_fraction=0.5, granularity="gemm")
+    run = train(tmp_path / "conv1d", config, model=llama_of(Conv1D), save_strategy="steps", save_steps=3)
+    assert set(MLP) < set(final_plan(run).assignment)
+    in_force = {name: layer.formats for name, layer in snip_linears(run.model).items()}
+    assert in_force == final_plan(run).to_dict()["assignment"]
+    assert {name for name in MLP if isinstance(run.model.get_submodule(name), SnipConv1D)} == set(MLP)
+    # As a model of linears with the same numbers is.
+    linears = train(tmp_path / "linear", config, model=llama_of(nn.Linear))
+    assert final_plan(linears).assignment == final_plan(run).assignment
+    for name, tensor in as_linears(weights(run.model)).items():
+        torch.testing.assert_close(tensor, weights(linears.model)[name], rtol=1e-3, atol=1e-5)
+    # Saved between a probe and the application of its plan, under the keys and in the layout of the plain model.
+    checkpoint = tmp_path / "conv1d" / "checkpoint-3"
+    plain = {name: tuple(tensor.shape) for name, tensor in llama_of(Conv1D).state_dict().items()}
+    assert {name: tuple(tensor.shape) for name, tensor in run.model.state_dict().items()} == plain
+    resumed = go_on(tmp_path / "resumed", config, checkpoint, model=llama_of(Conv1D))
+    assert differing(weights(resumed.model), weights(run.model)) == []
+    restore_model(run.model)
+    assert {type(run.model.get_submodule(name)) for name in MLP} == {Conv1D}
+
+
+def optimizer_after_two_steps(kind: type[torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+    trained = [parameter for name, parameter in model.named_parameters() if ".mlp." in name and parameter.dim() == 2]
+    optimizer = kind(trained, lr=1e-2)
+    for seed in (3, 4):
+        model(**small_batch(2, 16, 128, seed=seed)).loss.backward()
+        optimizer.step()
+        model.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        (torch.optim.AdamW, "snip"),
+        (torch.optim.SGD, "snip"),
+        (torch.optim.Adagrad, "snip"),
+        (torch.optim.Adafactor, "snip"),
+        (torch.optim.AdamW, "hessian-trace"),
+    ],
+)
+def test_divergences_do_not_depend_on_how_a_kind_stores_its_weight(
+    kind: type[torch.optim.Optimizer], policy: str
+) -> None:
+    register_layer_kind(Conv1DKind())
+    found = []
+    for layer in (Conv1D, nn.Linear):
+        model = llama_of(layer)
+        optimizer = optimizer_after_two_steps(kind, model)
+        config = SnipConfig(policy=policy, probe_tokens=None, probe_batch_tokens=None, loss_estimator="taylor")
+        found.append(estimate_divergence(model, small_batch(2, 16, 128), optimizer, config).rows)
+    assert len(found[0]) == 14 * 4 * 2
+    for one, other in zip(*found, strict=True):
+        assert one.loss_divergence == pytest.approx(other.loss_divergence, rel=1e-4, abs=1e-9), one
+        assert (one.absolute_error, one.relative_error) == pytest.approx((other.absolute_error, other.relative_error))
+        # Differences of passes multiply FP32's rounding by 1000.
+        size = other.weight_divergence
+        assert one.weight_divergence == pytest.approx(size, rel=1e-3), one
+        assert one.weight_bias**2 == pytest.approx(other.weight_bias**2, abs=2e-3 * size**2), one
+        assert one.criterion == (None if other.criterion is None else pytest.approx(other.criterion, rel=1e-2)), one
+
+
+def test_a_matrix_wise_optimizer_is_asked_for_its_update_of_the_weight_as_the_model_stores_it() -> None:
+    """Muon's steps are longer by the root of a parameter's rows / columns where it has more rows."""
+    register_layer_kind(Conv1DKind())
+    found = []
+    for kind in (Conv1D, nn.Linear):
+        model = llama_of(kind)
+        optimizer = torch.optim.Muon([model.get_submodule(name).weight for name in MLP])
+        config = SnipConfig(probe_tokens=None, probe_batch_tokens=None)
+        rows = estimate_divergence(model, small_batch(2, 16, 128), optimizer, config).rows
+        found.append([row for row in rows if row.gemm == "grad_weight" and row.layer in MLP])
+    assert len(found[0]) == 2 * len(MLP)
+    for conv, linear in zip(*found, strict=True):
+        longer, shorter = (linear, conv) if "down_proj" not in conv.layer else (conv, linear)
+        assert longer.weight_divergence == pytest.approx((80 / 32) ** 0.5 * shorter.weight_divergence, rel=1e-3)
+
+
+def test_a_module_that_no_kind_takes_is_refused_with_what_the_kinds_take() -> None:
+    register_layer_kind(Conv1DKind())
+    with pytest.raises(TypeError) as error:
+        quantize_(nn.Sequential(nn.LayerNorm(8)), SnipLinearConfig(), filter_fn=lambda _, name: name == "0")
+    assert str(error.value) == (
+        "Cannot quantize a LayerNorm; expected nn.Linear itself or FalconLinear; or transformers' Conv1D. Let the "
+        "filter pass only such modules."
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------- policies
 
 
@@ -340,57 +479,51 @@ def test_a_policy_has_either_prices_or_an_assignment() -> None:
             register_policy(Policy(name="x", **both))
 
 
-# ------------------------------------------------------------------------------------------------------------ one place
+# --------------------------------------------------------------------------------------------------- trackers of events
 
 
-SOURCE = Path(snip_hf.__file__).parent
-# Words that are names of something else there.
-OTHER_MEANINGS = {
-    "training/checks.py": {"fp8"},  # Accelerate's mixed_precision
-    "optimizers/deepspeed_zero.py": {"bf16"},  # DeepSpeed's
-    "planning/solver/ilp.py": {"greedy"},  # a solver
-    "planning/solver/process.py": {"greedy"},
-    "records/run_folder.py": {"snip"},  # a folder
-}
+class Shares:
+    """A tracker that draws the FP4 share over the steps."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.points: list[tuple[int, float | None]] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Start):
+            self.points.append((event.step, event.plan.fp4_fraction))
+        elif isinstance(event, Refresh) and event.applied_step is not None:
+            self.points.append((event.applied_step, event.fp4_fraction))
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [event.to_record() for event in self.events]
 
 
-def places(names: set[str]) -> dict[str, set[str]]:
-    """File of the source -> those of the names that are a whole string literal in it."""
-    found: dict[str, set[str]] = {}
-    for path in sorted(SOURCE.rglob("*.py")):
-        file = path.relative_to(SOURCE).as_posix()
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        literals = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        if here := (literals & names) - OTHER_MEANINGS.get(file, set()):
-            found[file] = here
-    return found
+def test_a_new_tracker_is_told_what_the_history_holds_also_after_resuming(tmp_path: Path) -> None:
+    config = SnipConfig(**SCHEDULE, refresh_on_drift=0.0, drift_every=3)
+    whole, rest = Shares(), Shares()
+    run = train(tmp_path, callback=SnipCallback(config, trackers=[whole]), save_strategy="steps", save_steps=7)
+    assert whole.lines == run.history
+    kinds = [Start, Refresh, DriftCheck, Refresh, DriftCheck, Refresh]
+    assert [(type(event), event.step) for event in whole.events] == list(zip(kinds, (0, 2, 5, 6, 9, 10), strict=True))
+    share = final_plan(run).fp4_fraction
+    assert [step for step, _ in whole.points] == [0, 4, 8, 12] and whole.points[-1] == (12, share)
+    # From a checkpoint in the middle of the second refresh on: nothing is told twice.
+    resumed = train(tmp_path, callback=SnipCallback(config, trackers=[rest]), resume=tmp_path / "checkpoint-7")
+    assert rest.lines == resumed.history[3:] and without_seconds(rest.lines) == without_seconds(whole.lines[3:])
 
 
-def test_formats_are_named_by_their_file_kernels_policies_and_presets_alone() -> None:
-    allowed = ("numerics/formats.py", "kernels/", "policies/", "config.py")
-    assert [file for file in places(set(FORMATS)) if not file.startswith(allowed)] == []
-    assert "numerics/formats.py" in places(set(FORMATS))
+def test_a_tracker_that_fails_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(event: Event) -> None:
+        raise RuntimeError("not today")
 
-
-def test_backends_are_named_in_kernels_alone() -> None:
-    found = places(set(BACKENDS))
-    assert found.pop("config.py") == {"hopper"}  # a preset
-    assert [file for file in found if not file.startswith("kernels/")] == []
-    assert set().union(*found.values()) == {"hopper", "emulated"}
-
-
-def test_policies_are_named_in_policies_and_as_defaults_alone() -> None:
-    found = places({name for name in POLICIES if name not in FORMATS})
-    assert [file for file in found if not file.startswith(("policies/", "config.py"))] == []
-    # The default; "greedy" is a solver there.
-    assert found["config.py"] == {"snip", "greedy"}
-    named = set().union(*found.values())
-    assert {"snip", "random", "fisher", "kl", "hessian-trace", "backward-first"} <= named
-
-
-def test_what_is_exempt_is_there() -> None:
-    for file, names in OTHER_MEANINGS.items():
-        literals = {
-            node.value for node in ast.walk(ast.parse((SOURCE / file).read_text())) if isinstance(node, ast.Constant)
-        }
-        assert names <= literals, file
+    config = SnipConfig(**SCHEDULE)
+    expected = train(tmp_path / "without", config, max_steps=5)
+    run = train(tmp_path / "with", callback=SnipCallback(config, trackers=[fail]), max_steps=5)
+    assert run.losses == expected.losses and without_seconds(run.history) == without_seconds(expected.history)
+    assert [message for message in caplog.messages if "tracker" in message] == [
+        f"snip-hf: a tracker failed at the {event} of step {step}, training goes on: RuntimeError('not today')"
+        for event, step in (("start event", 0), ("refresh event", 2))
+    ]

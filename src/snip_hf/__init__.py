@@ -34,6 +34,8 @@ read and applied again. `run_report` shows what a run did.
 Number formats are data too. `formats` maps their names to entries, `register_format` adds one of your own, and
 `quantize` rounds a tensor as a GEMM in a format sees it. `SnipConfig.formats` names what a run chooses from.
 
+Layers are `nn.Linear` at first; `register_layer_kind` adds other modules that multiply with a weight.
+
 Each folder of the package is one step of this story; its modules say more. Names are loaded when they are first asked
 for, so that `import snip_hf` is quick.
 """
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from .layers.convert import SnipLinearConfig as SnipLinearConfig
     from .layers.convert import convert_model as convert_model
     from .layers.convert import restore_model as restore_model
+    from .layers.kinds import register_layer_kind as register_layer_kind
     from .layers.linear import SnipLinear as SnipLinear
     from .numerics.formats import FORMATS as formats
     from .numerics.formats import register_format as register_format
@@ -79,6 +82,7 @@ _HOMES = {
     "measure_divergence": ("estimation.ground_truth", "measure_divergence"),
     "quantize": ("numerics.rounding", "quantize"),
     "register_format": ("numerics.formats", "register_format"),
+    "register_layer_kind": ("layers.kinds", "register_layer_kind"),
     "restore_model": ("layers.convert", "restore_model"),
     "run_report": ("reporting.run_report", "run_report"),
 }
@@ -98,6 +102,7 @@ __all__ = [
     "measure_divergence",
     "quantize",
     "register_format",
+    "register_layer_kind",
     "restore_model",
     "run_report",
 ]

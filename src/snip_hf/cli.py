@@ -1,6 +1,7 @@
 """The command line: `snip-hf solve`, `snip-hf inspect`, `snip-hf report`, `snip-hf export`.
 
 Exit codes: 0, 1 (the plan does not fit the model; no solution), 2 (bad input). An error is one sentence on stderr.
+Commands import what they need when they run, so that help and wrong usage do not wait for torch.
 """
 
 from __future__ import annotations
@@ -17,23 +18,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from rich.console import Console
-from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
-
-from .config import SnipConfig
-from .costs.flops import linear_flops
 from .json_io import MAX_DIGITS, open_regular, read_json, write_json_atomic
-from .layers.convert import convert_model
-from .planning.pipeline_model import MOST_COMPARISONS
-from .planning.plan import PrecisionPlan
-from .planning.solver.process import SolverError, SolverProcess
-from .records.events import read_divergence
-from .reporting.run_report import run_report
-from .reporting.tables import plan_table, print_cost, print_stages, say
 from .text import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import nn
+
+    from .planning.plan import PrecisionPlan
 
 # Longer lists of layers are cut: one mistake, such as another prefix, makes every layer a mismatch.
 _MOST_LISTED = 20
@@ -107,6 +101,9 @@ def _solve(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{arguments.problem} is not a usable problem: {error}") from error
     if not isinstance(problem, dict):
         raise ValueError(f"{arguments.problem} holds a {type(problem).__name__}, expected a JSON object with groups.")
+    from .planning.solver.process import SolverProcess
+    from .planning.solver.solution import SolverError
+
     try:
         with SolverProcess.start(problem) as process:
             result = process.result()
@@ -122,6 +119,11 @@ def _solve(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from .planning.plan import PrecisionPlan
+    from .reporting.tables import plan_table, print_cost, say
+
     plan = PrecisionPlan.load(arguments.plan)
     console = Console()
     console.print(plan_table(plan))
@@ -138,6 +140,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _inspect_stages(plan: PrecisionPlan, arguments: argparse.Namespace, console: Console) -> None:
     """Prints the stages, compared with one global constraint where the run's divergences lie beside the plan."""
+    from .records.divergences import read_divergence
+    from .reporting.tables import print_stages
+
     path = arguments.plan.parent / f"divergence-{plan.provenance.step}.json"
     try:
         records = read_divergence(path)[1]
@@ -150,6 +155,11 @@ def _inspect_stages(plan: PrecisionPlan, arguments: argparse.Namespace, console:
 
 def _compare(plan: PrecisionPlan, name: str) -> int:
     """Prints what does not fit between a plan and a model; returns 1 if anything does not."""
+    from .config import SnipConfig
+    from .costs.flops import linear_flops
+    from .layers.convert import convert_model
+    from .planning.pipeline_model import MOST_COMPARISONS
+
     model = _empty_model(name)
     # The plan's own config, because what was skipped then has to be skipped now.
     config = SnipConfig() if plan.provenance.config is None else SnipConfig.from_dict(plan.provenance.config)
@@ -182,7 +192,8 @@ def _compare(plan: PrecisionPlan, name: str) -> int:
 
 def _empty_model(name: str) -> nn.Module:
     """The causal LM `name`, built from its config on the meta device: layers without memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM  # Slow to import, and only needed here.
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         if Path(name).is_dir():
@@ -219,6 +230,8 @@ def _bounded_int(text: str) -> float:
 @contextmanager
 def _bounded_modules() -> Iterator[None]:
     """Inside, building more than so many modules is an error: configs name numbers of layers in many ways."""
+    from torch.nn.modules.module import register_module_module_registration_hook
+
     count = 0
 
     def note(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
@@ -278,6 +291,8 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from .reporting.run_report import run_report
+
     for path in run_report(arguments.run_dir, arguments.out, arguments.micro_batches):
         print(_path(path))
     return 0

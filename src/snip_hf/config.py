@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from .field_values import as_names, as_plain, check_bits, check_stages, check_ties, check_type
 from .kernels.backend import BACKENDS
 from .numerics.formats import FORMATS, UNQUANTIZED
 from .registry import Registry
@@ -19,17 +19,28 @@ POLICIES: Registry[Any] = Registry("policy", "snip_hf.policies")
 Granularity = Literal["layer", "gemm"]
 Budget = Literal["flops", "measured"]
 Objective = Literal["additive", "horizon", "paper"]
-LossForm = Literal["token-fisher", "taylor", "norm"]
+LossEstimator = Literal["token-fisher", "taylor", "norm"]
 Solver = Literal["auto", "cbc", "highs", "greedy"]
 _CHOICES = {
     "granularity": Granularity,
-    "cost": Budget,
+    "budget": Budget,
     "objective": Objective,
-    "loss_form": LossForm,
+    "loss_estimator": LossEstimator,
     "solver": Solver,
+}
+# Names of fields in files of earlier versions -> their names now.
+RENAMED = {
+    "cost": "budget",
+    "cost_file": "timing_file",
+    "cost_tokens": "timing_tokens",
+    "loss_form": "loss_estimator",
+    "loss_weight": "loss_divergence_factor",
+    "weight_weight": "weight_divergence_factor",
+    "plan": "fixed_plan",
 }
 # Linears that take the same input, in most families. Tied, they share a format and quantize their input once.
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# What each sets and why: docs/config.md.
 _PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"granularity": "layer", "objective": "paper"},
     "layer": {"granularity": "layer"},
@@ -38,30 +49,56 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }
 # Seconds: a week. Clocks and timers take more, but nobody waits longer for a plan or a rank.
 LONGEST_WAIT = 7 * 24 * 3600.0
-# Bits of the integers that files and random numbers are made of.
-_INTEGER_BITS = 63
-_AT_LEAST = {
-    "refresh_every": 1,
-    "first_refresh": 1,
-    "apply_delay": 0,
-    "drift_every": 1,
-    "probes": 1,
-    "seed": 0,
+# Least value, and what an error says was expected.
+_AT_LEAST: dict[str, tuple[int, str]] = {
+    "refresh_every": (1, "at least 1"),
+    "first_refresh": (1, "at least 1"),
+    "apply_delay": (0, "at least 0"),
+    "drift_every": (1, "at least 1"),
+    "probes": (1, "at least 1"),
+    "probe_tokens": (128, "None or at least 128 (one tile)"),
+    "probe_batch_tokens": (128, "None or at least 128 (one tile)"),
+    "probe_memory_mib": (1, "None or at least 1 (MiB)"),
+    "timing_tokens": (1, "None or at least 1"),
+    "stages": (1, "None, a number of at least 1, or lists of names"),
+    "seed": (0, "at least 0"),
 }
 _AT_MOST = {
     "probes": 10_000,
     # GEMMs of more rows are beyond 32-bit indices, and beyond any GPU's memory.
-    "cost_tokens": 2**31 - 1,
+    "timing_tokens": 2**31 - 1,
     # The solver takes costs up to 1e100, which are these times the divergences.
-    "loss_weight": 1e50,
-    "weight_weight": 1e50,
+    "loss_divergence_factor": 1e50,
+    "weight_divergence_factor": 1e50,
     "switching_cost": 1e50,
     "solver_gap": 1e50,
 }
 
 
+def current_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config's data with the names that the fields have now.
+
+    Raises:
+        ValueError: a field is there under its old name and its new one.
+    """
+    for old, new in RENAMED.items():
+        if old in config and new in config:
+            raise ValueError(f"{old!r} is the old name of {new!r}, and both are given; expected {new!r} alone.")
+    return {RENAMED.get(name, name): value for name, value in config.items()}
+
+
+class _Renamed:
+    """Tells who gives the constructor an old name what the new one is."""
+
+    def __new__(cls, *args: object, **values: object) -> Any:
+        for name in values:
+            if name in RENAMED:
+                raise TypeError(f"{cls.__name__} has no field {name!r}; it is named {RENAMED[name]!r} now.")
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True, kw_only=True)
-class SnipConfig:
+class SnipConfig(_Renamed):
     """Everything that decides how a run chooses and applies its precisions.
 
     Steps are optimizer steps, counted from 1. Every field is checked when the config is built.
@@ -74,49 +111,51 @@ class SnipConfig:
     # Target: what the plan must reach
 
     target_fp4_fraction: float = 0.75
-    """Least share of the linear FLOPs that the plan runs in formats of at most 4 bits, 0..1, in every stage. Of their
-    time where `cost` says so. Not a reduction of FLOPs."""
+    """Least share of the linear FLOPs that runs in formats of at most 4 bits, 0..1, in every stage.
+    With `budget="measured"` it is a share of their time. It is not a reduction of FLOPs."""
     formats: tuple[str, ...] = ("fp4", "fp8")
     """Formats that the plan chooses from for each GEMM, the least precise first (`snip_hf.formats`)."""
     granularity: Granularity = "layer"
-    """What shares a format: "layer", the three GEMMs of a linear (the paper); "gemm", each is decided by itself
-    (ours)."""
+    """What shares a format: "layer", the GEMMs of a linear (the paper); "gemm", each is decided by itself (ours)."""
     stages: int | tuple[tuple[str, ...], ...] | None = None
-    """Pipeline stages, each of which attains `target_fp4_fraction` by itself. None: the whole model is one. A number:
-    so many contiguous, equal runs of blocks. Or the layer names of each stage."""
+    """Pipeline stages, each of which attains `target_fp4_fraction` by itself.
+    None: the whole model is one. A number: so many contiguous, equal runs of blocks. Or the layer names of each."""
     ties: tuple[tuple[str, ...], ...] = ()
     """Sibling linears that share a format, by their last name, e.g. (("q_proj", "k_proj", "v_proj"),)."""
     skip_modules: tuple[str, ...] = ()
     """Exact names or globs (`fnmatch`, whole name) of linears that stay as they are."""
-    cost: Budget = "flops"
-    """What `target_fp4_fraction` is a share of: "flops", or "measured", the time that the linears' GEMMs take in FP8 on
-    this machine. By time, small and inefficient GEMMs count more (ours; docs/method.md, section 6)."""
-    cost_file: str | None = None
-    """File that keeps measured times. What it has for this GPU, torch and backend is not timed again. None: the run's
-    plan alone keeps them."""
-    cost_tokens: int | None = None
-    """Tokens of a micro-batch to time the GEMMs for. None: those of the first micro-batch that is probed. Policies
-    without a probe that aim at a share of time need the number."""
+    budget: Budget = "flops"
+    """What `target_fp4_fraction` is a share of: "flops", or "measured", the time of the linears' GEMMs.
+    It is measured in FP8 on this machine. By time, small and inefficient GEMMs count more (ours; docs/method.md,
+    section 6)."""
+    timing_file: str | None = None
+    """File that keeps measured times, for several runs.
+    What it has for this GPU, torch and backend is not timed again. None: the run's plan alone keeps them."""
+    timing_tokens: int | None = None
+    """Tokens of a micro-batch to time the GEMMs for.
+    None: those of the first micro-batch that is probed. Policies without a probe that aim at a share of time need the
+    number."""
 
     # Schedule: when the plan is made and applied
 
     start_format: str | None = None
-    """Format of every GEMM until the first plan is applied: one of `formats`, or "bf16" (not quantized). None: the most
-    precise of `formats`."""
+    """Format of every GEMM until the first plan is applied.
+    One of `formats`, or "bf16" (not quantized). None: the most precise of `formats`."""
     first_refresh: int = 100
-    """Step of the first probe. Adam's very first updates say nothing of how later ones answer to the gradient."""
+    """Step of the first probe.
+    Adam's very first updates say nothing of how later ones answer to the gradient."""
     refresh_every: int | None = 500
-    """Steps between two refreshes, counted from the last probe. An early one (`refresh_on_drift`) moves those after it.
-    How fast rankings age: docs/fidelity.md, section 6. None: the first plan stays, unless it drifts; a first refresh
-    that failed is tried again every `first_refresh` steps."""
+    """Steps between two refreshes, counted from the last probe.
+    An early one (`refresh_on_drift`) moves those after it. How fast rankings age: docs/fidelity.md, section 6. None:
+    the first plan stays, unless it drifts; a first refresh that failed is tried again every `first_refresh` steps."""
     apply_delay: int = 10
     """Steps between a probe and the application of its plan; the solver runs meanwhile. At most `refresh_every`."""
     refresh_on_drift: float | None = None
-    """Refresh early when the ranking of the layers has moved: when, at a cheap check, the rank correlation (Spearman)
-    of their costs with those behind the plan in force is below this, 0..1. None: never checks (ours)."""
+    """Rank correlation (Spearman), 0..1, below which the ranking of the layers has moved: refresh early (ours).
+    A cheap check compares the layers' prices with those behind the plan in force. None: never checks."""
     drift_every: int = 100
-    """Steps between two such checks, counted from the last probe. Each costs one FP32 forward-backward pass. There is
-    none while a plan waits for its application."""
+    """Steps between two checks of the ranking (`refresh_on_drift`), counted from the last probe.
+    Each costs one FP32 forward-backward pass. There is none while a plan waits for its application."""
 
     # Probe: what a refresh measures
 
@@ -125,29 +164,31 @@ class SnipConfig:
     probe_tokens: int | None = 1024
     """Tokens per layer that the probe keeps, in whole runs of 128, of all ranks together; None keeps all."""
     probe_batch_tokens: int | None = 4096
-    """Tokens that the probe's passes run on, of all ranks together: whole sequences, spread evenly over the
-    micro-batch, at least one per rank, which stand for all of it (ours). None: the whole micro-batch."""
+    """Tokens that the probe's passes run on, of all ranks together. None: the whole micro-batch.
+    They are whole sequences, spread evenly over the micro-batch, at least one per rank, and stand for all of it
+    (ours)."""
     probe_memory_mib: int | None = None
-    """Most MiB that a probe may hold beyond the model, activations not counted (`estimation.memory`). It then keeps
-    fewer tokens if it has to. None: no bound."""
-    loss_form: LossForm = "token-fisher"
-    """Estimator of the loss divergence. "token-fisher" (ours): curvature, which training does not take away. "taylor"
-    (ours): with the first-order effect of the weight's error, nearest to the loss's rise at this very step. "norm":
-    first order, from norms."""
+    """Most MiB that a probe may hold beyond the model, activations not counted (`estimation.memory`).
+    It then keeps fewer tokens if it has to. None: no bound."""
+    loss_estimator: LossEstimator = "token-fisher"
+    """Estimator of the loss divergence: "token-fisher", "taylor" or "norm".
+    "token-fisher" (ours): curvature, which training does not take away. "taylor" (ours): with the first-order effect
+    of the weight's error, nearest to the loss's rise at this very step. "norm": first order, from norms."""
 
     # Objective: who decides, and what for
 
     policy: str = "snip"
     """Who decides: "snip", or another registered policy (docs/policies.md)."""
-    plan: str | None = None
+    fixed_plan: str | None = None
     """Path of a plan file to apply before the first step and hold fixed; `policy` is then not asked."""
     objective: Objective = "additive"
-    """What the program minimises, from both divergences divided by their totals with everything in the least precise
-    format. "additive" (ours): dL + 0.1 dW^2, since independent errors add in squares. "horizon" (ours): the same with
-    dW^2 as it grows over 100 steps. "paper": Q = dL + dW."""
-    loss_weight: float = 1.0
+    """What the program minimises: "additive", "horizon" or "paper".
+    Both divergences are divided by their totals with everything in the least precise format. "additive" (ours):
+    dL + 0.1 dW^2, since independent errors add in squares. "horizon" (ours): the same with dW^2 as it grows over 100
+    steps. "paper": Q = dL + dW."""
+    loss_divergence_factor: float = 1.0
     """Multiplies the loss divergence's part of the objective."""
-    weight_weight: float = 1.0
+    weight_divergence_factor: float = 1.0
     """Multiplies the weight divergence's part of the objective."""
     switching_cost: float = 0.0
     """Added to the objective for the share of groups that change format against the plan in force."""
@@ -155,8 +196,8 @@ class SnipConfig:
     # Solver
 
     solver: Solver = "auto"
-    """Solver of the integer program: "cbc" (python-mip), "highs" (scipy), "greedy" (ours), or "auto", the first of them
-    that fits and is installed. A policy may name its own."""
+    """Solver of the integer program: "cbc" (python-mip), "highs" (scipy), "greedy" (ours), or "auto".
+    "auto" is the first of them that fits and is installed. A policy may name its own."""
     solver_time_limit: float = 60.0
     """Seconds after which the solver is stopped, at most 7 days."""
     solver_gap: float = 1e-4
@@ -165,36 +206,37 @@ class SnipConfig:
     # Run
 
     backend: str = "auto"
-    """Kernels: the name of a backend (docs/hopper.md), or "auto", the fastest that can run. The log says which one and
-    why."""
+    """Kernels: the name of a backend (docs/hopper.md), or "auto", the fastest that can run.
+    The log says which one and why."""
     rank_timeout: float = 600.0
-    """Seconds, beyond `solver_time_limit` and another 60, that a process waits for the others at most when they agree
-    on something, at most 7 days; then training ends with an error."""
+    """Seconds that a process waits for the others at most when they agree on something, at most 7 days.
+    They are beyond `solver_time_limit` and another 60. Then training ends with an error."""
     seed: int = 0
     """Seed of stochastic rounding, of the probe's directions and of the `random` policy."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             annotation = "str" if field.name in _CHOICES else str(field.type)
-            _check_type(field.name, getattr(self, field.name), annotation)
-            _check_bits(field.name, getattr(self, field.name))
+            check_type(field.name, getattr(self, field.name), annotation)
+            check_bits(field.name, getattr(self, field.name))
         closed = {name: get_args(choices) for name, choices in _CHOICES.items()}
         registered = {"policy": tuple(POLICIES), "backend": ("auto", *BACKENDS)}
         for name, choices in (closed | registered).items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; expected one of {', '.join(choices)}.")
-        for name, least in _AT_LEAST.items():
-            if getattr(self, name) is not None and getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)!r} is too small; expected at least {least}.")
+        for name, (least, expected) in _AT_LEAST.items():
+            if isinstance(getattr(self, name), int) and getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)!r} is too small; expected {expected}.")
         self._check_ranges()
         self._check_formats()
         self._check_share()
         POLICIES[self.policy].check(self)
-        object.__setattr__(self, "skip_modules", _as_names("skip_modules", self.skip_modules))
-        object.__setattr__(self, "ties", tuple(_as_names("ties", tie) for tie in self.ties))
+        object.__setattr__(self, "skip_modules", as_names("skip_modules", self.skip_modules))
+        object.__setattr__(self, "ties", tuple(as_names("ties", tie) for tie in self.ties))
         if not (self.stages is None or isinstance(self.stages, int)):
-            object.__setattr__(self, "stages", tuple(_as_names("stages", stage) for stage in self.stages))
-        self._check_lists()
+            object.__setattr__(self, "stages", tuple(as_names("stages", stage) for stage in self.stages))
+        check_ties(self.ties)
+        check_stages(self.stages)
 
     def _check_ranges(self) -> None:
         if not 0 <= self.target_fp4_fraction <= 1:
@@ -208,27 +250,17 @@ class SnipConfig:
                 "applied before the next probe. Lower apply_delay or raise refresh_every."
             )
         self._check_drift()
-        self._check_cost()
-        if self.probe_tokens is not None and self.probe_tokens < 128:
-            raise ValueError(
-                f"probe_tokens={self.probe_tokens} is too small; expected None or at least 128 (one tile)."
-            )
-        if self.probe_batch_tokens is not None and self.probe_batch_tokens < 128:
-            raise ValueError(
-                f"probe_batch_tokens={self.probe_batch_tokens} is too small; expected None or at least 128 (one tile)."
-            )
-        if self.probe_memory_mib is not None and self.probe_memory_mib < 1:
-            raise ValueError(
-                f"probe_memory_mib={self.probe_memory_mib} is too small; expected None or at least 1 (MiB)."
-            )
-        for name in ("loss_weight", "weight_weight", "switching_cost", "solver_gap"):
+        self._check_budget()
+        for name in ("loss_divergence_factor", "weight_divergence_factor", "switching_cost", "solver_gap"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a finite number of at least 0.")
         for name, most in _AT_MOST.items():
             if getattr(self, name) is not None and getattr(self, name) > most:
                 raise ValueError(f"{name}={getattr(self, name)!r} is too large; expected at most {most}.")
-        if self.loss_weight == self.weight_weight == 0:
-            raise ValueError("loss_weight and weight_weight are both 0; at least one must be above 0.")
+        if self.loss_divergence_factor == self.weight_divergence_factor == 0:
+            raise ValueError(
+                "loss_divergence_factor and weight_divergence_factor are both 0; at least one must be above 0."
+            )
         for name in ("solver_time_limit", "rank_timeout"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a number of seconds above 0.")
@@ -236,13 +268,9 @@ class SnipConfig:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is too long; expected at most {LONGEST_WAIT:g} seconds (7 days)."
                 )
-        if isinstance(self.stages, int) and self.stages < 1:
-            raise ValueError(
-                f"stages={self.stages} is too small; expected None, a number of at least 1, or lists of names."
-            )
 
     def _check_formats(self) -> None:
-        object.__setattr__(self, "formats", _as_names("formats", self.formats))
+        object.__setattr__(self, "formats", as_names("formats", self.formats))
         for name in self.formats:
             FORMATS.checked(name, "formats")
         bits = [FORMATS[name].bits for name in self.formats]
@@ -259,7 +287,7 @@ class SnipConfig:
 
     def _check_share(self) -> None:
         policy = POLICIES[self.policy]
-        if self.plan is not None or not policy.aims_at_share:
+        if self.fixed_plan is not None or not policy.aims_at_share:
             return
         if not FORMATS[self.least_precise].is_quantized:
             raise ValueError(
@@ -310,37 +338,26 @@ class SnipConfig:
                 f"(refresh_every={self.refresh_every}). Lower drift_every."
             )
 
-    def _check_cost(self) -> None:
-        if self.cost == "flops":
-            for name in ("cost_file", "cost_tokens"):
+    def _check_budget(self) -> None:
+        if self.budget == "flops":
+            for name in ("timing_file", "timing_tokens"):
                 if getattr(self, name) is not None:
-                    raise ValueError(f"{name}={getattr(self, name)!r} is for cost='measured'; set that too.")
-        if self.cost_tokens is not None and self.cost_tokens < 1:
-            raise ValueError(f"cost_tokens={self.cost_tokens} is too small; expected None or at least 1.")
+                    raise ValueError(f"{name}={getattr(self, name)!r} is for budget='measured'; set that too.")
         policy = POLICIES[self.policy]
-        by_rule = self.plan is None and policy.aims_at_share and not policy.needs_probe
-        if self.cost == "measured" and self.cost_tokens is None and by_rule:
+        by_rule = self.fixed_plan is None and policy.aims_at_share and not policy.needs_probe
+        if self.budget == "measured" and self.timing_tokens is None and by_rule:
             raise ValueError(
-                f"cost='measured' with policy={self.policy!r} needs cost_tokens, the tokens of a micro-batch: its "
+                f"budget='measured' with policy={self.policy!r} needs timing_tokens, the tokens of a micro-batch: its "
                 "plan is made before the first one is there. Set it to batch size times sequence length, e.g. 16384."
             )
 
-    def _check_lists(self) -> None:
-        counts = Counter(name for tie in self.ties for name in dict.fromkeys(tie))
-        for name, count in counts.items():
-            if count > 1:
-                raise ValueError(f"ties: {name!r} is in more than one tie; put all names that share a format into one.")
-        for index, stage in enumerate(() if isinstance(self.stages, int) else self.stages or ()):
-            if not stage:
-                raise ValueError(f"stages: stage {index} names no layer; expected at least one in every stage.")
-
     @classmethod
     def preset(cls, name: str, **changes: Any) -> SnipConfig:
-        """Builds a config from a named set of values.
+        """Builds a config from a named set of values (docs/config.md says why these).
 
-        "paper": by layer, Q = dL + dW, as far as the paper is known. "layer": the default. "gemm": the three GEMMs of a
-        linear apart. "hopper": as "gemm", with ties that
-        let linears of the same input quantize it once.
+        "layer": the default. "gemm": the three GEMMs of a linear apart, the best known for the loss. "hopper": as
+        "gemm", for an H100 or H200, with ties that let linears of the same input quantize it once. "paper": by layer,
+        Q = dL + dW, as far as the paper is known.
 
         Args:
             name: of the preset.
@@ -355,11 +372,12 @@ class SnipConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SnipConfig:
-        """Builds a config from plain YAML or JSON data (lists stand for tuples).
+        """Builds a config from plain YAML or JSON data (lists stand for tuples); takes old names of fields too.
 
         Raises:
-            ValueError: a key that is not a field.
+            ValueError: a key that is not a field, or a field under both its names.
         """
+        values = current_names(values)
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = [key for key in values if key not in known]
         if unknown:
@@ -368,36 +386,4 @@ class SnipConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data that `from_dict` and `json` take."""
-        return {field.name: _as_plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
-
-
-def _check_type(name: str, value: object, annotation: str) -> None:
-    """Raises TypeError unless value fits the field's annotation (numbers, strings, None; sequences for tuples)."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = (
-        ("None" in annotation and value is None)
-        or ("float" in annotation and is_number)
-        or ("int" in annotation and is_number and isinstance(value, int))
-        or (annotation.startswith("str") and isinstance(value, str))
-        or ("tuple" in annotation and isinstance(value, list | tuple))
-    )
-    if not fits:
-        raise TypeError(f"{name}={value!r} has type {type(value).__name__}; expected {annotation}.")
-
-
-def _check_bits(name: str, value: object) -> None:
-    """Raises ValueError if an integer is too large for what it ends up in, or even to be shown."""
-    if isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
-        # Python refuses to write out integers of thousands of digits.
-        shown = str(value) if value.bit_length() < 1000 else f"an integer of {value.bit_length()} bits"
-        raise ValueError(f"{name}={shown} is too large; expected less than 2**{_INTEGER_BITS}, in size.")
-
-
-def _as_names(field: str, names: object) -> tuple[str, ...]:
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{field}: got {names!r}; expected a list of names.")
-    return tuple(names)
-
-
-def _as_plain(value: Any) -> Any:
-    return [_as_plain(item) for item in value] if isinstance(value, tuple) else value
+        return {field.name: as_plain(getattr(self, field.name)) for field in dataclasses.fields(self)}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+WITHOUT_PROBE = "a policy that needs no probe, such as policy='layer-position'"
+"""What messages advise where a probe cannot work."""
+
 
 def printable(text: object, limit: int = 200) -> str:
     """Returns `str(text)` on one line, with every character that is not printable as its escape, such as \\u202e.

@@ -20,14 +20,16 @@ import pytest
 import torch
 import yaml
 
+from benchmarks.shared.json_lines import read_lines
+from eval.bakeoff import one_run, runner
+from eval.bakeoff.__main__ import _parser, main
+from eval.bakeoff.grid import Grid, Spec, load_grid
+from eval.bakeoff.lines import read_runs
+from eval.bakeoff.text import Text, load_text, prepare_text
+from eval.bakeoff.training import Run, _ends_above_its_lowest, count_spikes
+from snip_hf import SnipConfig
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "eval"), str(ROOT / "recipes")]
-
-import bakeoff  # noqa: E402
-from bakeoff_grid import Grid, Spec, load_grid  # noqa: E402
-from bakeoff_training import Run, Text, _ends_above_its_lowest, count_spikes  # noqa: E402
-
-from snip_hf import SnipConfig  # noqa: E402
 
 STEPS = 12
 SNIP = {"first_refresh": 3, "refresh_every": 4, "apply_delay": 1, "solver": "greedy"}
@@ -102,6 +104,18 @@ def test_a_setting_written_out_at_its_default_names_the_same_run(tmp_path: Path)
     assert grid.id_of(implicit) == grid.id_of(explicit)
 
 
+@pytest.mark.parametrize("name", ["bakeoff", "bakeoff-small"])
+def test_the_committed_lines_are_of_runs_of_their_grid(name: str) -> None:
+    lines = read_runs(ROOT / "eval" / "results" / f"{name}.jsonl")
+    runs = load_grid(ROOT / "recipes" / f"{name}.yaml").runs()
+    assert len(lines) > 30
+    assert {line["id"] for line in lines} <= runs.keys()
+    settings = ("policy", "objective", "loss_divergence_factor", "weight_divergence_factor", "refresh_every")
+    for line in lines:
+        spec = runs[line["id"]].to_dict()
+        assert [line["spec"][key] for key in settings] == [spec[key] for key in settings]
+
+
 def test_a_run_in_two_experiments_is_one_run(tmp_path: Path) -> None:
     entry = {"model": "tiny", "policy": "bf16", "seed": [0, 1]}
     grid = load_grid(write_grid(tmp_path, {"a": [entry], "b": [entry | {"seed": [1, 2]}]}))
@@ -111,8 +125,13 @@ def test_a_run_in_two_experiments_is_one_run(tmp_path: Path) -> None:
 
 
 def test_rules_count_cost_as_snip_does(tmp_path: Path) -> None:
-    measured = {"model": "tiny", "cost": "measured", "cost_tokens": 128, "policy": ["snip", "layer-position", "bf16"]}
-    found = [(spec.snip.cost, spec.snip.cost_tokens) for spec in specs(tmp_path, measured)]
+    measured = {
+        "model": "tiny",
+        "budget": "measured",
+        "timing_tokens": 128,
+        "policy": ["snip", "layer-position", "bf16"],
+    }
+    found = [(spec.snip.budget, spec.snip.timing_tokens) for spec in specs(tmp_path, measured)]
     assert found == [("measured", 128), ("measured", 128), ("flops", None)]
 
 
@@ -157,6 +176,12 @@ def test_experiments_that_are_not_asked_for_or_null_are_not_looked_at(tmp_path: 
     assert len(load_grid(path, only=["right"]).runs()) == len(load_grid(path, ["experiments.wrong=null"]).runs()) == 1
 
 
+@pytest.mark.parametrize("name", ["bakeoff", "bakeoff-small"])
+def test_committed_lines_are_those_of_runs_of_the_committed_grids(name: str) -> None:
+    ids = {line["id"] for line in read_lines(ROOT / "eval" / "results" / f"{name}.jsonl")}
+    assert ids and ids <= load_grid(ROOT / "recipes" / f"{name}.yaml").runs().keys()
+
+
 @pytest.mark.parametrize("name", ["bakeoff.yaml", "bakeoff-small.yaml"])
 def test_the_recipes_are_grids(name: str) -> None:
     grid = load_grid(ROOT / "recipes" / name)
@@ -168,8 +193,8 @@ def test_the_recipes_are_grids(name: str) -> None:
 
 
 def text_of(grid: Grid, folder: Path) -> Text:
-    bakeoff.prepare_text(grid, folder)
-    return bakeoff.load_text(grid, folder)
+    prepare_text(grid, folder)
+    return load_text(grid, folder)
 
 
 @pytest.fixture(scope="module")
@@ -296,21 +321,22 @@ def test_spikes_are_jumps_far_above_the_steps_before() -> None:
 
 
 def command(folder: Path, path: Path, *more: str) -> int:
-    return bakeoff.main(
+    return main(
         ["run", str(path), "--output", str(folder / "runs.jsonl"), "--cache", str(folder / "cache"), *more]
     )
 
 
+@pytest.mark.slow
 def test_an_interrupted_bake_off_goes_on_with_what_is_missing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": ["bf16", "uniform-fp4"], "seed": [0, 1]}]})
     assert command(tmp_path, grid, "--commit", "abc", "--workers", "2") == 0
     output = tmp_path / "runs.jsonl"
-    lines = bakeoff.read_lines(output)
+    lines = read_lines(output)
     assert sorted(line["label"] for line in lines) == ["bf16", "bf16", "uniform-fp4", "uniform-fp4"]
     assert {line["commit"] for line in lines} == {"abc"} and lines[0]["device"]
-    assert {line["command"] for line in lines} == {f"python eval/bakeoff.py run {grid} --output runs/grid.jsonl"}
+    assert {line["command"] for line in lines} == {f"python -m eval.bakeoff run {grid} --output runs/grid.jsonl"}
     assert sorted(line["id"] for line in lines) == sorted(load_grid(grid).runs())
     kept = output.read_text(encoding="utf-8").splitlines(keepends=True)
     output.write_text("".join(kept[:3]) + kept[3][:50], encoding="utf-8")
@@ -318,11 +344,11 @@ def test_an_interrupted_bake_off_goes_on_with_what_is_missing(
     assert command(tmp_path, grid) == 0
     assert "4 runs, 3 of them done, 1 to do" in (out := capfd.readouterr().out)
     assert "0 runs failed, 0 have no line yet" in out
-    again = bakeoff.read_lines(output)
+    again = read_lines(output)
     assert [line["id"] for line in again] == [line["id"] for line in lines]
     assert again[3]["loss"] == lines[3]["loss"]
     assert command(tmp_path, grid) == 0
-    assert bakeoff.read_lines(output) == again
+    assert read_lines(output) == again
 
 
 def test_a_run_that_fails_is_reported_and_the_others_are_trained(
@@ -336,9 +362,10 @@ def test_a_run_that_fails_is_reported_and_the_others_are_trained(
     found = capfd.readouterr()
     assert "uniform-fp8" in found.err and "Traceback" in found.err
     assert "1 runs failed, 1 have no line yet" in found.out
-    assert [line["label"] for line in bakeoff.read_lines(tmp_path / "runs.jsonl")] == ["bf16"]
+    assert [line["label"] for line in read_lines(tmp_path / "runs.jsonl")] == ["bf16"]
 
 
+@pytest.mark.slow
 def test_no_run_is_started_after_the_time_given(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": "bf16", "seed": [0, 1]}]})
     assert command(tmp_path, grid, "--minutes", "0") == 0
@@ -349,15 +376,15 @@ def test_a_report_on_lines_that_are_not_there_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": "bf16"}]})
-    assert bakeoff.main(["report", str(grid), str(tmp_path / "typo.jsonl"), "--output", str(tmp_path / "out")]) == 1
+    assert main(["report", str(grid), str(tmp_path / "typo.jsonl"), "--output", str(tmp_path / "out")]) == 1
     assert "typo.jsonl does not exist" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_a_report_on_lines_of_other_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": "bf16"}]})
-    (tmp_path / "other.jsonl").write_text('{"id": "x"}\n', encoding="utf-8")
-    assert bakeoff.main(["report", str(grid), str(tmp_path / "other.jsonl"), "--output", str(tmp_path / "out")]) == 1
+    (tmp_path / "other.jsonl").write_text('{"id": "x", "spec": {}}\n', encoding="utf-8")
+    assert main(["report", str(grid), str(tmp_path / "other.jsonl"), "--output", str(tmp_path / "out")]) == 1
     assert "None of the 1 lines is of a run of" in capsys.readouterr().err
 
 
@@ -379,24 +406,26 @@ def test_benchmarks_that_cannot_run_are_refused_before_anything_is_trained(
     assert not (tmp_path / "runs.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     grid = write_grid(tmp_path, {"shares": [{"model": "tiny", "policy": "bf16", "seed": list(range(50))}]})
     output = tmp_path / "runs.jsonl"
     arguments = ["run", str(grid), "--output", str(output), "--cache", str(tmp_path / "cache")]
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "eval" / "bakeoff.py"), *arguments],
+        [sys.executable, "-m", "eval.bakeoff", *arguments],
+        cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 120
-    while len(bakeoff.read_lines(output)) < 2 and time.monotonic() < deadline:
+    while len(read_lines(output)) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     workers = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
     assert process.wait(timeout=60) == 128 + signal.SIGTERM
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert workers and not alive
-    assert 2 <= len(bakeoff.read_lines(output)) < 50
+    assert 2 <= len(read_lines(output)) < 50
 
 
 def test_a_wrong_grid_ends_with_its_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -408,13 +437,13 @@ def test_a_wrong_grid_ends_with_its_message(tmp_path: Path, capsys: pytest.Captu
 def test_scores_leave_out_the_members_of_groups_and_their_failure_costs_no_run(
     tiny: tuple[Grid, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    score = dict.fromkeys(bakeoff._SCORE_FIELDS, 1) | {"group": None, "task": "mmlu", "versions": {}}
-    run, options = run_of(tiny, "bf16"), bakeoff._parser().parse_args(["run", "g", "--output", "o"])
-    monkeypatch.setattr(bakeoff, "evaluate", lambda *_, **__: [score, score | {"group": "mmlu", "task": "mmlu_law"}])
-    assert bakeoff._benchmarks(run, tiny[0], options) == [
+    score = dict.fromkeys(one_run._SCORE_FIELDS, 1) | {"group": None, "task": "mmlu", "versions": {}}
+    run, options = run_of(tiny, "bf16"), _parser().parse_args(["run", "g", "--output", "o"])
+    monkeypatch.setattr(one_run, "evaluate", lambda *_, **__: [score, score | {"group": "mmlu", "task": "mmlu_law"}])
+    assert one_run._benchmarks(run, tiny[0], options) == [
         {name: value for name, value in score.items() if name != "versions"}
     ]
-    monkeypatch.setattr(bakeoff, "evaluate", lambda *_, **__: 1 / 0)
-    assert bakeoff._benchmarks(run, tiny[0], options) is None
+    monkeypatch.setattr(one_run, "evaluate", lambda *_, **__: 1 / 0)
+    assert one_run._benchmarks(run, tiny[0], options) is None
     assert "benchmarks of bf16: failed" in capsys.readouterr().err
-    assert not bakeoff._is_done({"benchmarks": None}, benchmarked=True)
+    assert not runner._is_done({"benchmarks": None}, benchmarked=True)

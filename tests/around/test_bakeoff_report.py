@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,14 @@ from matplotlib.lines import Line2D
 from scipy.stats import t as student_t
 from scipy.stats import ttest_rel
 
-EVAL = Path(__file__).resolve().parents[2] / "eval"
-sys.path.insert(0, str(EVAL))
-
-import bakeoff_figures  # noqa: E402
-import bakeoff_plans as plans_of  # noqa: E402
-import bakeoff_report  # noqa: E402
-import bakeoff_stats as stats  # noqa: E402
-import bakeoff_tables as tables  # noqa: E402
+from eval.bakeoff import figures, report, tables
+from eval.bakeoff.contenders import Contender, contenders
+from eval.bakeoff.gaps import ARITHMETICS, diverged, with_gaps
+from eval.bakeoff.linear_model import GapModel
+from eval.bakeoff.lines import latest
+from eval.bakeoff.plans import changed_per_refresh, decided_plans, fp4_over_run, hamming, total_drift
+from eval.bakeoff.ranking import beating_snip, pooled_comparisons, static_beating_refreshed
+from eval.bakeoff.significance import PairedComparison, compare
 
 Row = dict[str, Any]
 BF16_LOSSES = {0: 4.0, 1: 4.1, 2: 4.2, 3: 4.3}
@@ -39,12 +38,12 @@ def a_line(label: str = "snip, gemm", gap: float | None = 0.5, seed: int = 0, **
     spec: Row = {
         "model": "30M", "policy": policy, "granularity": "gemm" if with_share else None,
         "share": 0.75 if with_share else None, "seed": seed, "refresh_every": 100 if policy == "snip" else None,
-        "objective": "additive", "loss_weight": 1.0, "weight_weight": 1.0, "switching_cost": 0.0,
+        "objective": "additive", "loss_divergence_factor": 1.0, "weight_divergence_factor": 1.0, "switching_cost": 0.0,
         "learning_rate": 0.002, "start_step": 0, "steps": 400,
     }  # fmt: skip
     spec |= {name: value for name, value in changes.items() if name in spec}
     factor = None if gap is None else 1 + gap / 100
-    loss = dict.fromkeys(stats.ARITHMETICS, None if factor is None else BF16_LOSSES[seed] * factor)
+    loss = dict.fromkeys(ARITHMETICS, None if factor is None else BF16_LOSSES[seed] * factor)
     letter = {"bf16": "b", "uniform-fp8": "8", "uniform-fp4": "4"}
     plans = [{"step": 0, "formats": letter.get(policy, "8") * 3 * len(LAYERS)}]
     if with_share:
@@ -71,7 +70,7 @@ def of_seeds(label: str, gaps: list[float | None], **changes: Any) -> list[Row]:
 
 
 def paired(lines: list[Row]) -> list[Row]:
-    return list(stats.with_gaps(lines).values())
+    return list(with_gaps(lines).values())
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -86,10 +85,10 @@ def row_of(text: str, name: str, column: int = 1) -> dict[str, str]:
     return dict(zip(rows[0], next(row for row in rows if row[column] == name), strict=True))
 
 
-def comparison(first: list[float | None], second: list[float | None]) -> stats.PairedComparison:
+def comparison(first: list[float | None], second: list[float | None]) -> PairedComparison:
     lines = paired([*bf16_lines(), *of_seeds("snip, gemm", first), *of_seeds("random, gemm", second)])
-    group = {one.name: one for one in stats.contenders(lines)}
-    return stats.compare(group["snip, gemm"].gaps(), group["random, gemm"].gaps())
+    group = {one.name: one for one in contenders(lines)}
+    return compare(group["snip, gemm"].gaps(), group["random, gemm"].gaps())
 
 
 def test_gap_is_the_percentage_above_the_bf16_run_of_the_same_seed() -> None:
@@ -138,16 +137,16 @@ def test_equal_and_constantly_different_gaps_have_a_p_value() -> None:
     assert comparison([0.1, 0.2, 0.3], [0.1, 0.2, 0.3]).p == 1.0
     bf16 = [a_line("bf16", 0.0, seed, loss={"plan": 4.0, "high_precision": 4.0}) for seed in range(3)]
     runs = [a_line("snip, gemm", 0.0, seed, loss={"plan": 5.0, "high_precision": 5.0}) for seed in range(3)]
-    one, other = stats.contenders(paired([*bf16, *runs]))
-    assert stats.compare(other.gaps(), one.gaps()).p == 0.0
+    one, other = contenders(paired([*bf16, *runs]))
+    assert compare(other.gaps(), one.gaps()).p == 0.0
 
 
-def layout_of(gaps: dict[tuple[str, float], dict[int, float]]) -> tuple[stats.GapModel, dict[Any, stats.Contender]]:
+def layout_of(gaps: dict[tuple[str, float], dict[int, float]]) -> tuple[GapModel, dict[Any, Contender]]:
     """The model of (label, share) -> seed -> gap, and its contenders by label and share."""
     runs = [a_line(label, gap, seed, share=share) for (label, share), own in gaps.items() for seed, gap in own.items()]
     lines = paired([*bf16_lines(), *runs])
-    points = [point for point in stats.contenders(lines) if point.spec["policy"] != "bf16"]
-    return stats.GapModel(lines), {(point.name, point.spec["share"]): point for point in points}
+    points = [point for point in contenders(lines) if point.spec["policy"] != "bf16"]
+    return GapModel(lines), {(point.name, point.spec["share"]): point for point in points}
 
 
 UNBALANCED: dict[tuple[str, float], dict[int, float]] = {
@@ -281,8 +280,8 @@ def test_equal_runs_have_a_p_value() -> None:
 def test_learning_rates_are_models_of_their_own() -> None:
     lines = paired([*of_seeds("snip, gemm", [0.1, 0.2]), *of_seeds("snip, gemm", [0.1, 0.2], learning_rate=0.004)])
     lines = [line | {"gap": {"plan": 0.1, "high_precision": 0.1}} for line in lines]
-    one, other = stats.contenders(lines)
-    assert len(stats.GapModel(lines).layouts) == 2 and stats.GapModel(lines).compare(one, other) is None
+    one, other = contenders(lines)
+    assert len(GapModel(lines).layouts) == 2 and GapModel(lines).compare(one, other) is None
 
 
 def test_diverged_runs_are_counted_but_in_no_mean_and_rank_last() -> None:
@@ -297,7 +296,7 @@ def test_diverged_runs_are_counted_but_in_no_mean_and_rank_last() -> None:
 
 def test_bf16_spread_is_the_standard_deviation_over_the_mean() -> None:
     lines = paired([*bf16_lines(), *of_seeds("snip, gemm", [0.1, 0.2, 0.3])])
-    text = tables.noise_text(lines, stats.GapModel(lines))
+    text = tables.noise_text(lines, GapModel(lines))
     assert "- 30M, learning rate 0.002, 400 steps." in text
     assert f"{100 * np.std([4.0, 4.1, 4.2], ddof=1) / 4.1:.2f}% of 4.1000 over 3 seeds" in text
 
@@ -318,15 +317,15 @@ def test_fp4_share_over_the_run_is_the_mean_over_steps_since_the_start() -> None
     plans = [(0, 0.0), (50, 0.8), (150, 0.6)]  # of 400 steps: 50 at 0, 100 at 0.8, 250 at 0.6
     known = [{"step": step, "fp4_fraction": share, "formats": "888"} for step, share in plans]
     steps = [0.0] * 50 + [0.8] * 100 + [0.6] * 250
-    assert plans_of.fp4_over_run(a_line(plans=known)) == pytest.approx(np.mean(steps))
+    assert fp4_over_run(a_line(plans=known)) == pytest.approx(np.mean(steps))
     late = [{"step": 200, "fp4_fraction": 0.0}, {"step": 250, "fp4_fraction": 0.8}]
-    assert plans_of.fp4_over_run(a_line(start_step=200, plans=late)) == pytest.approx(0.6)
-    assert plans_of.fp4_over_run(a_line("bf16", plans=[])) is None
+    assert fp4_over_run(a_line(start_step=200, plans=late)) == pytest.approx(0.6)
+    assert fp4_over_run(a_line("bf16", plans=[])) is None
     text = tables.gap_table(paired([*bf16_lines(), a_line(plans=known), a_line("random, gemm")]))
     assert row_of(text, "snip, gemm")["FP4 share over the run"] == f"{100 * np.mean(steps):.2f}%"
     assert row_of(text, "random, gemm")["FP4 share over the run"] == "-"  # Its plans' shares are not known.
     assert (
-        row_of(bakeoff_report.cost_table(paired([a_line(plans=known)])), "snip, gemm")["FP4 share over the run"]
+        row_of(report.cost_table(paired([a_line(plans=known)])), "snip, gemm")["FP4 share over the run"]
         == f"{100 * np.mean(steps):.2f}%"
     )
 
@@ -340,12 +339,12 @@ def test_pooled_comparison_is_scipys_paired_test_over_all_shares_and_models() ->
             lines += of_seeds(label, own, share=share, model=model)
     lines += [*of_seeds("fisher, gemm", [0.0, 0.1]), *of_seeds("uniform-fp4", [1.0, 1.0, 1.0])]
     first, second = [0.4, 0.4, 0.5, 0.9, 0.7], [0.1, 0.2, 0.3, 0.5, 0.2]
-    [(_, _, found), (_, _, few)] = stats.pooled_comparisons(paired(lines))
+    [(_, _, found), (_, _, few)] = pooled_comparisons(paired(lines))
     assert found.p == pytest.approx(ttest_rel(first, second).pvalue)
     assert (found.pairs, found.difference) == (5, pytest.approx(np.mean(first) - np.mean(second)))
     assert found.deviation == pytest.approx(np.std(np.subtract(first, second), ddof=1))
     assert (few.pairs, few.p) == (2, None)
-    text = bakeoff_report.pooled_table(paired(lines))
+    text = report.pooled_table(paired(lines))
     row = row_of(text, "random, gemm")
     assert row["difference"] == f"{found.difference:+.2f} ± {found.deviation:.2f}" and row["pairs"] == "5"
     assert row["verdict"] == f"SNIP lower (p = {found.p:.3f})"
@@ -356,7 +355,7 @@ def test_pooled_comparison_is_scipys_paired_test_over_all_shares_and_models() ->
 def test_pooled_verdict_says_when_snip_is_higher_or_no_different() -> None:
     lines = [*bf16_lines(), *of_seeds("snip, layer", [0.5, 0.6, 0.7])]
     lines += of_seeds("fisher, layer", [0.1, 0.21, 0.32]) + of_seeds("greedy, layer", [0.7, 0.6, 0.5])
-    text = bakeoff_report.pooled_table(paired(lines))
+    text = report.pooled_table(paired(lines))
     assert row_of(text, "fisher, layer")["verdict"].startswith("SNIP higher (p ")
     assert row_of(text, "greedy, layer")["verdict"] == "within noise (p = 1.000)"
 
@@ -371,7 +370,7 @@ def test_settings_that_a_table_does_not_show_become_part_of_the_name() -> None:
 
 def test_runs_of_one_spec_and_seed_are_refused() -> None:
     with pytest.raises(ValueError, match="Runs 'one' and 'two' of 'snip, gemm' have the same spec"):
-        stats.contenders([a_line(id="one"), a_line(id="two")])
+        contenders([a_line(id="one"), a_line(id="two")])
 
 
 def test_drift_of_plans_matches_a_count_by_hand() -> None:
@@ -379,23 +378,23 @@ def test_drift_of_plans_matches_a_count_by_hand() -> None:
     line = a_line(
         plans=[{"step": step, "formats": formats} for step, formats in enumerate(plans)], refresh_seconds=[0.5] * 4
     )
-    assert plans_of.decided_plans(line) == plans[1:]
-    assert plans_of.hamming("448888", "484888") == pytest.approx(2 / 6)
+    assert decided_plans(line) == plans[1:]
+    assert hamming("448888", "484888") == pytest.approx(2 / 6)
     # Four refreshes, three after the first, one of which kept the plan.
-    assert plans_of.changed_per_refresh(line) == pytest.approx((2 / 6 + 1 / 6) / 3)
-    assert plans_of.total_drift(line) == pytest.approx(3 / 6)
+    assert changed_per_refresh(line) == pytest.approx((2 / 6 + 1 / 6) / 3)
+    assert total_drift(line) == pytest.approx(3 / 6)
     row = row_of(tables.frequency_table(paired([*bf16_lines(), line])), "snip, gemm")
     assert (row["refreshes"], row["changed per refresh"], row["first to last plan"]) == ("4.0", "16.7%", "50.0%")
 
 
 def test_a_plan_made_once_has_no_change_per_refresh() -> None:
-    assert plans_of.changed_per_refresh(a_line()) is None and plans_of.total_drift(a_line()) == 0.0
-    assert plans_of.total_drift(a_line("uniform-fp8")) is None
+    assert changed_per_refresh(a_line()) is None and total_drift(a_line()) == 0.0
+    assert total_drift(a_line("uniform-fp8")) is None
 
 
 def test_plans_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError):
-        plans_of.hamming("444", "4444")
+        hamming("444", "4444")
 
 
 @pytest.mark.parametrize(
@@ -410,7 +409,7 @@ def test_plans_of_different_lengths_are_refused() -> None:
 def test_modelled_times_are_those_of_the_peak_rates(label: str, fraction: float, times: tuple[float, float]) -> None:
     line = a_line(label)
     assert line["fp4_fraction"] == fraction
-    assert bakeoff_report.modelled_times(line) == pytest.approx(times)
+    assert report.modelled_times(line) == pytest.approx(times)
     # The same from rates: BF16 1, FP8 2, FP4 4.
     if label != "bf16":
         assert times[1] == pytest.approx((1 - fraction) / 2 + fraction / 4) and times[0] == 2 * times[1]
@@ -418,16 +417,16 @@ def test_modelled_times_are_those_of_the_peak_rates(label: str, fraction: float,
 
 def test_cost_of_a_refresh_is_given_in_steps_and_as_share_of_the_run() -> None:
     line = a_line(refresh_seconds=[0.4, 0.6])
-    row = row_of(bakeoff_report.cost_table(paired([line])), "snip, gemm")
+    row = row_of(report.cost_table(paired([line])), "snip, gemm")
     assert (row["s per refresh"], row["refresh in steps"]) == ("0.50", "25.0")
     assert row["refreshes' share of run"] == "10.0%"
-    bare = row_of(bakeoff_report.cost_table(paired([a_line("bf16", plans=[], step_ms=None, backend=None)])), "bf16")
+    bare = row_of(report.cost_table(paired([a_line("bf16", plans=[], step_ms=None, backend=None)])), "bf16")
     assert (bare["step ms"], bare["of BF16's time"], bare["measured on"]) == ("-", "1.000", "GPU, torch, 1 per device")
 
 
 def test_times_beside_other_processes_are_left_out_of_the_costs() -> None:
     shared = a_line(refresh_seconds=[0.4, 0.6], processes_per_device=4)
-    text = bakeoff_report.cost_table(paired([shared, a_line("random, gemm")]))
+    text = report.cost_table(paired([shared, a_line("random, gemm")]))
     row = row_of(text, "snip, gemm")
     for name in ("step ms", "tokens/s", "refresh in steps", "refreshes' share of run"):
         assert row[name] == "-"
@@ -477,12 +476,12 @@ def beaten_lines() -> list[Row]:
 
 def test_what_beats_snip_needs_the_same_or_a_higher_share_and_a_significant_difference() -> None:
     lines = paired([*beaten_lines(), *of_seeds("uniform-fp4", [0.1, 0.1, 0.1])])
-    found = stats.beating_snip(lines)
+    found = beating_snip(lines)
     assert [(point.name, contrast.beyond_noise) for point, _, contrast in found] == [
         ("higher, gemm", True),
         ("slightly, gemm", False),
     ]
-    text = bakeoff_report.beaten_text(lines)
+    text = report.beaten_text(lines)
     sure, unsure = (contrast for _, _, contrast in found)
     line = f"- 30M: higher, gemm at 80% against snip, gemm at 75%: -0.30 points, {sure.verdict()}"
     assert line in text.splitlines() and sure.verdict().startswith("better (p ")
@@ -496,12 +495,12 @@ def test_what_beats_snip_needs_the_same_or_a_higher_share_and_a_significant_diff
 def test_static_snip_may_be_beaten_and_is_itself_held_against_refreshed_snip() -> None:
     static = of_seeds("static snip, gemm", [0.36, 0.42, 0.46], policy="snip", refresh_every=None)
     lines = paired([*beaten_lines(), *static])
-    beaten = {(point.name, other.name) for point, other, _ in stats.beating_snip(lines)}
+    beaten = {(point.name, other.name) for point, other, _ in beating_snip(lines)}
     assert ("higher, gemm", "static snip, gemm") in beaten and "static snip, gemm" not in {one for one, _ in beaten}
-    [(point, other, contrast)] = stats.static_beating_refreshed(lines)
+    [(point, other, contrast)] = static_beating_refreshed(lines)
     assert (point.name, other.name, contrast.beyond_noise) == ("static snip, gemm", "snip, gemm", True)
-    assert contrast == stats.GapModel(lines).compare(point, other)  # the noise is that of all contenders
-    assert "Points of static SNIP that beat refreshed SNIP beyond noise" in bakeoff_report.beaten_text(lines)
+    assert contrast == GapModel(lines).compare(point, other)  # the noise is that of all contenders
+    assert "Points of static SNIP that beat refreshed SNIP beyond noise" in report.beaten_text(lines)
 
 
 def test_only_the_largest_differences_within_noise_are_named() -> None:
@@ -509,11 +508,11 @@ def test_only_the_largest_differences_within_noise_are_named() -> None:
     for number in range(10):
         gaps = [0.05 * number, 0.5, 0.2] if number % 2 else [0.5, 0.05 * number, 0.2]
         lines += of_seeds(f"policy-{number}, gemm", list(gaps))
-    found = stats.beating_snip(paired(lines))
+    found = beating_snip(paired(lines))
     differences = [contrast.difference for _, _, contrast in found]
     unsure = [contrast.difference for _, _, contrast in found if not contrast.beyond_noise]
     assert differences == sorted(differences) and len(unsure) > 8
-    text = bakeoff_report.beaten_text(paired(lines))
+    text = report.beaten_text(paired(lines))
     [named] = [line for line in text.splitlines() if line.startswith("Lower, within noise")]
     assert f"{len(unsure)} pairs of points; the largest differences: " in named and named.count(" at 75% against ") == 8
 
@@ -523,7 +522,7 @@ def test_readme_table_has_a_row_per_contender_with_enough_seeds() -> None:
     lines += of_seeds("snip, gemm", [0.1, 0.2, 0.3]) + of_seeds("snip, gemm", [0.4], model="110M", parameters=4000)
     lines += of_seeds("snip, gemm", [0.7, 0.8, 0.9], share=0.5) + of_seeds("few, gemm", [0.1, 0.1])
     lines += of_seeds("random, gemm", [0.1, 0.1, 0.1], share=0.8) + of_seeds("uniform-fp8", [5.0])
-    text = bakeoff_report.readme_table(paired(lines))
+    text = report.readme_table(paired(lines))
     rows = rows_of(text)
     # Nobody was run at 80% of the larger model.
     assert rows[0] == ["contender", "30M, 75%", "30M, 80%", "110M, 75%", "commit", "command"]
@@ -539,7 +538,7 @@ def test_readme_rows_are_in_the_order_of_the_gap_without_the_seeds_luck() -> Non
     lines = [*bf16_lines(), *of_seeds("snip, gemm", [0.1, 0.5, 0.9]), *of_seeds("random, gemm", [None, 0.45, 0.86])]
     lines += of_seeds("kl, gemm", [0.3, 0.71, 1.1])
     more = [a_line("bf16", 0.0, 3), a_line("random, gemm", 1.2, 3), a_line("kl, gemm", 1.46, 3)]
-    rows = rows_of(bakeoff_report.readme_table(paired([*lines, *more])))
+    rows = rows_of(report.readme_table(paired([*lines, *more])))
     means = [float(row[1].split("%")[0]) for row in rows[2:]]
     # Random was run at the dearer seeds only: its mean is higher than SNIP's, its contrast lower.
     assert [row[0] for row in rows[2:]] == ["random, gemm", "snip, gemm", "kl, gemm"] and means[0] > means[1]
@@ -549,14 +548,14 @@ def test_readme_table_says_how_many_runs_diverged() -> None:
     lines = [*bf16_lines(), *of_seeds("snip, gemm", [0.1, 0.2, 0.3])]
     lines += of_seeds("snip, gemm", [0.1, None, 0.3], share=0.8)
     lines += of_seeds("uniform-fp4", [None, None, None])
-    text = bakeoff_report.readme_table(paired(lines))
+    text = report.readme_table(paired(lines))
     assert row_of(text, "snip, gemm", column=0)["30M, 80%"] == "+0.20% ± 0.14 (2 + 1 diverged)"
     assert row_of(text, "uniform-fp4 (100% FP4)", column=0)["30M, 75%"] == "3 diverged"
 
 
 def test_cost_table_is_of_one_target_share_and_of_what_has_none() -> None:
     lines = [*bf16_lines(), a_line(), a_line("random, gemm", share=0.8), a_line("uniform-fp8")]
-    rows = rows_of(bakeoff_report.cost_table(paired(lines)))
+    rows = rows_of(report.cost_table(paired(lines)))
     assert [row[1] for row in rows[2:]] == ["snip, gemm", "bf16", "uniform-fp8"]
 
 
@@ -565,10 +564,10 @@ def test_bars_in_cells_do_not_end_them() -> None:
 
 
 def test_the_last_line_of_an_id_wins_and_other_schemas_are_refused() -> None:
-    found = stats.latest([a_line(id="x", spikes=1), a_line(id="x", spikes=2)])
+    found = latest([a_line(id="x", spikes=1), a_line(id="x", spikes=2)])
     assert [line["spikes"] for line in found.values()] == [2]
     with pytest.raises(ValueError, match="run 'x' has schema_version 2, expected 1"):
-        stats.latest([a_line(id="x", schema_version=2)])
+        latest([a_line(id="x", schema_version=2)])
 
 
 def grid() -> tuple[list[Row], dict[str, list[str]]]:
@@ -596,7 +595,7 @@ def test_report_names_missing_runs_and_leaves_lines_of_other_grids_out(tmp_path:
     lines, experiments = grid()
     experiments["sizes"] += [f"later-{number}" for number in range(9)]
     experiments["shares"] += experiments["shares"][:2]  # the same run named twice counts once
-    bakeoff_report.write_report(lines, experiments, tmp_path)
+    report.write_report(lines, experiments, tmp_path)
     text = (tmp_path / "tables.md").read_text(encoding="utf-8")
     row = row_of(text, "shares", column=0)
     assert (row["runs in the grid"], row["with a line"], row["missing"]) == ("25", "24", "1")
@@ -612,7 +611,7 @@ def test_report_names_missing_runs_and_leaves_lines_of_other_grids_out(tmp_path:
 
 def test_report_writes_figures_that_show_something(tmp_path: Path) -> None:
     lines, experiments = grid()
-    written = bakeoff_report.write_report(lines, experiments, tmp_path)
+    written = report.write_report(lines, experiments, tmp_path)
     names = ["tables.md", "pareto.png", "loss_curves.png", "plan.png", "stability.png", "frequency.png"]
     assert [path.name for path in written] == names
     for path in written[1:]:
@@ -623,7 +622,7 @@ def test_report_writes_figures_that_show_something(tmp_path: Path) -> None:
 
 
 def test_report_of_experiments_without_lines_says_so_and_draws_nothing(tmp_path: Path) -> None:
-    written = bakeoff_report.write_report([], {"shares": ["a", "b"], "own": []}, tmp_path)
+    written = report.write_report([], {"shares": ["a", "b"], "own": []}, tmp_path)
     assert [path.name for path in written] == ["tables.md"]
     text = written[0].read_text(encoding="utf-8")
     assert row_of(text, "shares", column=0)["ids missing"] == "`a`, `b`"
@@ -637,7 +636,7 @@ def test_loss_curves_are_differences_over_common_steps() -> None:
         for seed in (0, 1)
     ]
     lines = paired([*bf16, *runs, a_line("snip, gemm", None, 2)])
-    figure = bakeoff_figures.loss_figure(lines, ["snip, gemm"])
+    figure = figures.loss_figure(lines, ["snip, gemm"])
     assert figure is not None
     [curve] = [line for line in figure.axes[0].get_lines() if line.get_label() == "snip, gemm"]
     assert np.asarray(curve.get_xdata()).tolist() == [200, 400]
@@ -648,7 +647,7 @@ def test_pareto_points_are_gaps_and_what_is_far_off_is_named() -> None:
     lines = [*bf16_lines(), *of_seeds("uniform-fp4", [9.0, 9.0, 9.0])]
     for share, gap in ((0.5, 0.2), (0.75, 0.4), (0.8, 0.5)):
         lines += of_seeds("snip, gemm", [gap - 0.1, gap, gap + 0.1], share=share)
-    figure = bakeoff_figures.pareto_figure(paired(lines), ["snip, gemm", "uniform-fp4"])
+    figure = figures.pareto_figure(paired(lines), ["snip, gemm", "uniform-fp4"])
     assert figure is not None
     [panel] = figure.axes
     bars = next(bar for bar in panel.containers if bar.get_label() == "snip, gemm")
@@ -674,10 +673,10 @@ def many_contenders() -> list[Row]:
 
 def test_figures_show_the_uniform_formats_and_the_contenders_with_most_runs() -> None:
     lines = many_contenders()
-    order = bakeoff_figures.main_contenders(lines)
+    order = figures.main_contenders(lines)
     assert len(order) == 12 and order[0] == "snip, gemm" and order[-2:] == ["uniform-fp4", "uniform-fp8"]
     assert "policy-0, gemm" in order and "once, gemm" not in order
-    for figure in (bakeoff_figures.pareto_figure(lines, order), bakeoff_figures.loss_figure(lines, order)):
+    for figure in (figures.pareto_figure(lines, order), figures.loss_figure(lines, order)):
         assert figure is not None
         handles, labels = figure.axes[0].get_legend_handles_labels()
         shown = [handle[0] if isinstance(handle, ErrorbarContainer) else handle for handle in handles]
@@ -690,12 +689,12 @@ def test_figures_show_the_uniform_formats_and_the_contenders_with_most_runs() ->
 def test_legends_lie_inside_their_figures() -> None:
     lines = many_contenders()
     labels = sorted({line["label"] for line in lines})
-    figures = [
-        bakeoff_figures.pareto_figure(lines, labels),
-        bakeoff_figures.loss_figure(lines, labels),
-        bakeoff_figures.stability_figure([*lines, *paired(of_seeds("snip, gemm", [0.5], learning_rate=0.004))], []),
+    drawn = [
+        figures.pareto_figure(lines, labels),
+        figures.loss_figure(lines, labels),
+        figures.stability_figure([*lines, *paired(of_seeds("snip, gemm", [0.5], learning_rate=0.004))], []),
     ]
-    for figure in figures:
+    for figure in drawn:
         assert figure is not None
         FigureCanvasAgg(figure).draw()
         [legend] = figure.legends
@@ -706,7 +705,7 @@ def test_legends_lie_inside_their_figures() -> None:
 
 def test_a_ring_marks_the_points_that_beat_snip() -> None:
     lines = paired(beaten_lines())
-    figure = bakeoff_figures.pareto_figure(lines, ["snip, gemm", "higher, gemm", "slightly, gemm"])
+    figure = figures.pareto_figure(lines, ["snip, gemm", "higher, gemm", "slightly, gemm"])
     assert figure is not None
     rings = [ring for ring in figure.axes[0].collections if str(ring.get_label()).startswith("beats")]
     heights = [height for ring in rings for _, height in np.asarray(ring.get_offsets())]
@@ -717,7 +716,7 @@ def test_pareto_shows_adjusted_gaps_with_their_standard_errors() -> None:
     gaps = {key: own for key, own in UNBALANCED.items() if key[1] == 0.75}
     model, points = layout_of(gaps)
     lines = [run for point in points.values() for run in point.runs]
-    figure = bakeoff_figures.pareto_figure(lines, [label for label, _ in gaps])
+    figure = figures.pareto_figure(lines, [label for label, _ in gaps])
     assert figure is not None and "bars: standard error" in str(figure.get_suptitle())
     bars = {bar.get_label(): bar for bar in figure.axes[0].containers}
     for (label, _), point in points.items():
@@ -731,7 +730,7 @@ def test_frequency_axis_ends_with_the_plan_that_is_made_once() -> None:
     lines = [*bf16_lines()]
     for every, gap in ((None, 0.4), (500, 0.3), (50, 0.2)):
         lines += of_seeds("snip, gemm", [gap, gap, gap], refresh_every=every)
-    figure = bakeoff_figures.frequency_figure(paired(lines), [])
+    figure = figures.frequency_figure(paired(lines), [])
     assert figure is not None
     [panel] = figure.axes
     assert [label.get_text() for label in panel.get_xticklabels()] == ["50", "500", "once"]
@@ -741,7 +740,7 @@ def test_frequency_axis_ends_with_the_plan_that_is_made_once() -> None:
 def test_plan_figure_shows_each_gemm_of_each_layer() -> None:
     first, second = "488" + "848" + "884" + "444", "888" * 3 + "444"
     line = a_line(plans=[{"step": 0, "formats": first}, {"step": 100, "formats": second}])
-    figure = bakeoff_figures.plan_figure([a_line("random, gemm"), line])
+    figure = figures.plan_figure([a_line("random, gemm"), line])
     assert figure is not None
     fp8, fp4 = 1, 2
     for column, panel in enumerate(figure.axes):
@@ -755,7 +754,7 @@ def test_text_between_markers_is_replaced_and_the_rest_stays(tmp_path: Path) -> 
     path = tmp_path / "results.md"
     path.write_text("a\n<!-- bakeoff:x -->\nold\n<!-- /bakeoff:x -->\nb\n", encoding="utf-8")
     for text in ("new", "newer"):
-        bakeoff_report.replace_between(path, "bakeoff:x", text)
+        report.replace_between(path, "bakeoff:x", text)
         expected = f"a\n<!-- bakeoff:x -->\n{text}\n<!-- /bakeoff:x -->\nb\n"
         assert path.read_text(encoding="utf-8") == expected
 
@@ -774,15 +773,25 @@ def test_missing_or_misplaced_markers_are_refused_by_name(tmp_path: Path, conten
     path = tmp_path / "results.md"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=r"results\.md has .* '<!-- bakeoff:x -->'"):
-        bakeoff_report.replace_between(path, "bakeoff:x", "new")
+        report.replace_between(path, "bakeoff:x", "new")
     assert path.read_text(encoding="utf-8") == content
+
+
+def test_lines_of_reports_are_broken_at_120_characters_and_tables_are_not() -> None:
+    row = "| " + "x" * 150 + " |"
+    item = "- " + "word " * 30 + "end"
+    text = report.wrapped(f"{row}\n\n{item}\n" + "a " * 59 + "b - c >= d")
+    assert text.split("\n") == [
+        row, "", "- " + "word " * 22 + "word", "  " + "word " * 7 + "end", "a " * 58 + "a", "b - c >= d",
+    ]  # fmt: skip
+
 
 
 def test_report_fills_the_markers_of_documents(tmp_path: Path) -> None:
     lines, experiments = grid()
     page = tmp_path / "README.md"
     page.write_text("<!-- bakeoff:readme -->\n<!-- /bakeoff:readme -->\n", encoding="utf-8")
-    assert page in bakeoff_report.write_report(lines, experiments, tmp_path / "out", docs=[page])
+    assert page in report.write_report(lines, experiments, tmp_path / "out", docs=[page])
     assert row_of(page.read_text(encoding="utf-8"), "snip, gemm", column=0)["110M, 75%"] == "+0.22% ± 0.03 (3)"
 
 
@@ -791,16 +800,16 @@ def test_grids_fill_their_own_markers_of_one_document(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     other = "<!-- bakeoff:readme -->\nold\n<!-- /bakeoff:readme -->\n"
     page.write_text(other + "<!-- small:runs -->\n<!-- /small:runs -->\n", encoding="utf-8")
-    bakeoff_report.write_report(lines, experiments, tmp_path / "out", docs=[page], prefix="small")
+    report.write_report(lines, experiments, tmp_path / "out", docs=[page], prefix="small")
     text = page.read_text(encoding="utf-8")
     assert text.startswith(other + "<!-- small:runs -->\nA run can be in several experiments.")
     with pytest.raises(ValueError, match="has no marker '<!-- large:NAME -->'"):
-        bakeoff_report.write_report(lines, experiments, tmp_path / "out", docs=[page], prefix="large")
+        report.write_report(lines, experiments, tmp_path / "out", docs=[page], prefix="large")
 
 
 def test_origin_gives_the_command_as_it_was() -> None:
     lines = [a_line(command="python a --b 'c|d'"), a_line(seed=1, command="python a --b 'c|d'")]
-    assert "| 2 | 0123456789-dirty | GPU | hopper | 2.11.0 | `python a --b 'c\\|d'` |" in bakeoff_report.origin_table(
+    assert "| 2 | 0123456789-dirty | GPU | hopper | 2.11.0 | `python a --b 'c\\|d'` |" in report.origin_table(
         lines
     )
 
@@ -814,9 +823,9 @@ def test_documents_are_checked_before_anything_is_written(tmp_path: Path, conten
     page = tmp_path / "README.md"
     page.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
-        bakeoff_report.write_report(lines, experiments, tmp_path / "out", docs=[page])
+        report.write_report(lines, experiments, tmp_path / "out", docs=[page])
     assert not (tmp_path / "out").exists()
 
 
 def test_a_loss_that_is_no_number_counts_as_diverged() -> None:
-    assert stats.diverged(a_line(loss=None)) and stats.diverged(a_line(loss={"plan": math.nan}))
+    assert diverged(a_line(loss=None)) and diverged(a_line(loss={"plan": math.nan}))

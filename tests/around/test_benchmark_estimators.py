@@ -12,19 +12,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cases
-import estimators
-import fidelity
-import fidelity_report
+import estimate_fidelity
+import estimate_fidelity_report
 import pytest
 import torch
 from rounded import fake_quantize
+from shared import loss_estimators, small_models, weight_estimators
 from small import relative_error, text, tiny_llama, tiny_lm, tokens
 from torch import Tensor, nn
 
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
-from snip_hf.estimation.probe import run_probe
+from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.layers.convert import convert_model
 from snip_hf.numerics.formats import FORMATS
@@ -36,7 +35,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 UNQUANTIZED = SnipConfig(probe_tokens=None, start_format="bf16")
 
 
-def point_of(model: nn.Module, batch: dict[str, Tensor], steps: int = 0) -> estimators.Point:
+def point_of(model: nn.Module, batch: dict[str, Tensor], steps: int = 0) -> weight_estimators.Point:
     """The point of a converted copy of the model, after so many steps of AdamW on the batch."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -45,7 +44,7 @@ def point_of(model: nn.Module, batch: dict[str, Tensor], steps: int = 0) -> esti
         optimizer.step()
         optimizer.zero_grad()
     convert_model(model, UNQUANTIZED)
-    return estimators.Point.of(model, batch, optimizer, UNQUANTIZED)
+    return weight_estimators.Point.of(model, batch, optimizer, UNQUANTIZED)
 
 
 # --- traces
@@ -84,9 +83,9 @@ def curved() -> tuple[nn.Module, dict[str, Tensor], dict[tuple[str, str], Tensor
 def test_hessian_traces_are_products_with_the_exact_hessian(curved: Any) -> None:
     model, batch, blocks = curved
     point = point_of(model, batch)
-    _, directions = point.probe(lambda _, z: torch.sign(z), estimators.PROBES)
+    _, directions = point.probe(lambda _, z: torch.sign(z), weight_estimators.PROBES)
     assert {len(found) for found in directions.values()} == {4}
-    traces = estimators.hessian_traces(point)
+    traces = weight_estimators.hessian_traces(point)
     assert set(traces) == set(LAYERS)
     for name in LAYERS:
         products = [
@@ -101,8 +100,8 @@ def test_hessian_traces_are_products_with_the_exact_hessian(curved: Any) -> None
 def test_hessian_traces_average_to_the_trace_of_each_block(curved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, blocks = curved
     probes = 400
-    monkeypatch.setattr(estimators, "PROBES", probes)
-    traces = estimators.hessian_traces(point_of(model, batch))
+    monkeypatch.setattr(weight_estimators, "PROBES", probes)
+    traces = weight_estimators.hessian_traces(point_of(model, batch))
     for name in LAYERS:
         own, trace = blocks[name, name], float(blocks[name, name].trace())
         # Of z^T H z with z = -1 or 1 (Hutchinson 1990), and of z^T B y with another layer's y.
@@ -115,8 +114,8 @@ def test_hessian_traces_average_to_the_trace_of_each_block(curved: Any, monkeypa
 
 def test_fisher_traces_are_the_mean_squared_gradients_of_single_tokens() -> None:
     model, batch = tiny_lm(), tokens(rows=7, length=1)  # one token per sequence: no token acts on another
-    probe = run_probe(point_of(model, batch).model, Batch.of(batch), {}, 0)
-    traces = estimators.fisher_traces(probe)
+    probe = run_probe(point_of(model, batch).model, Batch.of(batch), {}, ProbeSettings(probes=0))
+    traces = weight_estimators.fisher_traces(probe)
     for name in LAYERS:
         weight, squares = model.get_submodule(name).weight, []
         for row in range(7):
@@ -133,11 +132,11 @@ KEPT = {48: [0, 1, 2, 3, 4, 5], 16: [0, 5], 24: [0, 2, 5]}
 
 
 @pytest.fixture(scope="module")
-def losses() -> tuple[nn.Module, estimators.Point, dict[str, dict[tuple[str, str], float]]]:
+def losses() -> tuple[nn.Module, weight_estimators.Point, dict[str, dict[tuple[str, str], float]]]:
     """A model, its point after three steps, and the loss estimates of that point."""
     model, batch = tiny_llama(hidden=16, layers=1), text(ROWS, LENGTH)
     point = point_of(model, batch, steps=3)
-    return model, point, estimators.loss_estimates(point, (*KEPT, 96), LENGTH)
+    return model, point, loss_estimators.loss_estimates(point, (*KEPT, 96), LENGTH)
 
 
 def along(sample: LayerSample, weight: Tensor, fmt: str) -> list[float]:
@@ -172,7 +171,7 @@ def written_out(a: list[float], count: int) -> dict[str, float]:
 @pytest.mark.parametrize("count", KEPT)
 def test_first_and_second_order_loss_figures_are_those_of_loops_over_tokens(losses: Any, count: int) -> None:
     _, point, tables = losses
-    samples = run_probe(point.model, point.batch, {}, 0).layers
+    samples = run_probe(point.model, point.batch, {}, ProbeSettings(probes=0)).layers
     assert len(samples) == 7
     for name, sample in samples.items():
         weight, kept = point.weight(name), [row * LENGTH + t for row in KEPT[count] for t in range(LENGTH)]
@@ -198,7 +197,7 @@ def test_samples_beyond_the_micro_batch_are_left_out_and_hessians_take_all_of_it
     _, point, tables = losses
     assert {int(name.rpartition("/")[2]) for name in tables} == set(KEPT)
     assert [name for name in tables if name.startswith("hessian")] == ["hessian-error/48"]
-    traces = estimators.hessian_traces(point)
+    traces = weight_estimators.hessian_traces(point)
     for (name, fmt), value in tables["hessian-error/48"].items():
         error = fake_quantize(point.weight(name), FORMATS[fmt], SQUARE_TILE) - point.weight(name)
         assert value * point.loss == pytest.approx(traces[name] * float(error.square().mean()) / 2, rel=1e-5)
@@ -206,7 +205,7 @@ def test_samples_beyond_the_micro_batch_are_left_out_and_hessians_take_all_of_it
 
 def test_the_first_order_is_the_slope_of_the_loss_along_the_error() -> None:
     model, batch = tiny_lm(), tokens(rows=4, length=8)
-    probe = run_probe(point_of(model, batch).model, Batch.of(batch), {}, 0)
+    probe = run_probe(point_of(model, batch).model, Batch.of(batch), {}, ProbeSettings(probes=0))
     exact = copy.deepcopy(model).double()
     for name in LAYERS:
         sample, weight = probe.layers[name], model.get_submodule(name).weight.detach()
@@ -219,18 +218,18 @@ def test_the_first_order_is_the_slope_of_the_loss_along_the_error() -> None:
         )
         slope = torch.autograd.grad(exact(**batch)["loss"], share)[0]
         handle.remove()
-        a = estimators._along(sample, weight, "fp4")
-        figures = estimators._of_tokens({"own": a, "drawn": a}, 32, 8)
+        a = loss_estimators._along(sample, weight, "fp4")
+        figures = loss_estimators._of_tokens({"own": a, "drawn": a}, 32, 8)
         assert figures["first-order"] == pytest.approx(float(slope), rel=1e-3)
 
 
 def test_drawn_labels_are_the_models_own_and_make_the_true_fisher(losses: Any) -> None:
     _, point, tables = losses
-    drawn = estimators._own_labels(point)
+    drawn = loss_estimators._own_labels(point)
     ids = point.inputs["input_ids"]
     assert torch.equal(drawn["input_ids"], ids) and torch.equal(drawn["labels"][:, 0], ids[:, 0])
     assert not torch.equal(drawn["labels"], ids)
-    samples = run_probe(point.model, Batch.of(drawn), {}, 0).layers
+    samples = run_probe(point.model, Batch.of(drawn), {}, ProbeSettings(probes=0)).layers
     for name, sample in samples.items():
         for fmt in SnipConfig().formats[::-1]:
             wanted = written_out(along(sample, point.weight(name), fmt), 24)
@@ -243,7 +242,7 @@ def test_a_model_that_is_sure_draws_what_it_is_sure_of() -> None:
     model, batch = tiny_llama(hidden=16, layers=1), text(2, 12)
     with torch.no_grad():
         model.lm_head.weight.mul_(1e5)
-    drawn = estimators._own_labels(point_of(model, batch))["labels"]
+    drawn = loss_estimators._own_labels(point_of(model, batch))["labels"]
     with torch.no_grad():
         assert torch.equal(drawn[:, 1:], model(input_ids=batch["input_ids"]).logits[:, :-1].argmax(-1))
 
@@ -251,7 +250,7 @@ def test_a_model_that_is_sure_draws_what_it_is_sure_of() -> None:
 def test_the_measured_kl_is_that_of_a_model_whose_linear_sees_rounded_operands() -> None:
     model, batch = tiny_llama(hidden=16, layers=1), text(ROWS, LENGTH)
     point = point_of(model, batch)
-    found = estimators.measured_kl(point)
+    found = loss_estimators.measured_kl(point)
     assert len(found) == 7 * len(SnipConfig().formats[::-1])
     ids = batch["input_ids"]
     with torch.no_grad():
@@ -279,7 +278,7 @@ def test_the_measured_kl_is_that_of_a_model_whose_linear_sees_rounded_operands()
     [
         (lambda p: torch.optim.AdamW(p, lr=1e-3), 3, 1e-5),
         (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9), 100, 1e-4),
-        (lambda p: cases.Lion(p, lr=1e-4), 1000, 1e-3),
+        (lambda p: small_models.Lion(p, lr=1e-4), 1000, 1e-3),
     ],
 )
 def test_the_running_mean_of_a_gradient_that_stays_is_that_gradient(make: Any, steps: int, rel: float) -> None:
@@ -287,11 +286,11 @@ def test_the_running_mean_of_a_gradient_that_stays_is_that_gradient(make: Any, s
     gradient = torch.arange(1.0, 7).view(2, 3)
     optimizer = make([layer.weight])
     point: Any = SimpleNamespace(layers={"a": layer}, optimizer=optimizer)
-    assert estimators.running_mean(point, "a") is None
+    assert loss_estimators.running_mean(point, "a") is None
     for _ in range(steps):
         layer.weight.grad = gradient.clone()
         optimizer.step()
-    found = estimators.running_mean(point, "a")
+    found = loss_estimators.running_mean(point, "a")
     assert found is not None and relative_error(found, gradient) < rel
 
 
@@ -301,7 +300,7 @@ def test_without_a_momentum_there_is_no_running_mean() -> None:
     layer.weight.grad = torch.ones(2, 3)
     optimizer.step()
     point: Any = SimpleNamespace(layers={"a": layer}, optimizer=optimizer)
-    assert estimators.running_mean(point, "a") is None
+    assert loss_estimators.running_mean(point, "a") is None
 
 
 # --- fidelity
@@ -323,8 +322,8 @@ def test_a_case_is_measured_once_and_reported(
     }
     options |= {"gemms": "layer", "device": "cpu", "text": tmp_path / "text.txt", "output": output}
     arguments = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-    monkeypatch.setattr(sys, "argv", ["fidelity.py", *arguments])
-    fidelity.main()
+    monkeypatch.setattr(sys, "argv", ["estimate_fidelity.py", *arguments])
+    estimate_fidelity.main()
     lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert {line["case"] for line in lines} == {"llama:adamw:1"}
     assert {line["kind"] for line in lines} == {"raw", "weight", "weight-truth", "loss", "loss-truth", "case"}
@@ -345,13 +344,13 @@ def test_a_case_is_measured_once_and_reported(
     assert (last["tokens"], last["draws"], last["held_out"]) == (256, 2, 2)
 
     # A second run finds the case there.
-    fidelity.main()
+    estimate_fidelity.main()
     assert "0 of 1 cases to do" in capsys.readouterr().out
     assert len(output.read_text(encoding="utf-8").splitlines()) == len(lines)
 
     report = tmp_path / "report.md"
-    monkeypatch.setattr(sys, "argv", ["fidelity_report.py", str(output), "--output", str(report)])
-    fidelity_report.main()
+    monkeypatch.setattr(sys, "argv", ["estimate_fidelity_report.py", str(output), "--output", str(report)])
+    estimate_fidelity_report.main()
     assert_reported(report.read_text(encoding="utf-8"), lines)
 
 

@@ -6,24 +6,27 @@ import argparse
 import inspect
 import json
 import math
+import random
 import sys
 from pathlib import Path
 from typing import Any
 
-import agreement
-import cases
-import horizon
-import horizon_report
 import numpy as np
-import phase_shift
+import plan_damage
+import plan_damage_arms
+import plan_damage_report
+import probe_aging
 import probe_cost
 import pytest
 import speed
 import torch
 from scipy.stats import kendalltau, spearmanr
+from shared import agreement, small_models, texts
+from speed_parts import kernels, measuring, plan_changes, setting, tables, training_steps
 
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
 
 # --- agreement
@@ -117,11 +120,11 @@ def sequences(part: torch.Tensor) -> list[tuple[int, ...]]:
 
 
 def test_train_and_held_out_share_no_sequence_and_are_the_whole_text(text_file: Path) -> None:
-    text = cases.load_text(text_file, "cpu", held_out=0.25)
+    text = texts.load_text(text_file, "cpu", held_out=0.25)
     train, held_out = sequences(text.train), sequences(text.held_out)
     assert len(held_out) == pytest.approx(len(train) / 3, abs=2)
     assert len(held_out) > 10 and not set(train) & set(held_out)
-    ids = cases.token_ids(text_file).astype(int).tolist()
+    ids = texts.token_ids(text_file).astype(int).tolist()
     whole = [tuple(ids[start : start + 256]) for start in range(0, len(ids) - 255, 256)]
     assert sorted(train + held_out) == sorted(whole)
     # Shuffled: held out is not the text's end.
@@ -129,15 +132,15 @@ def test_train_and_held_out_share_no_sequence_and_are_the_whole_text(text_file: 
 
 
 def test_a_text_is_the_same_each_time_and_from_its_token_ids(text_file: Path, tmp_path: Path) -> None:
-    text = cases.load_text(text_file, "cpu")
-    np.save(tmp_path / "ids.npy", cases.token_ids(text_file))
+    text = texts.load_text(text_file, "cpu")
+    np.save(tmp_path / "ids.npy", texts.token_ids(text_file))
     for path in (text_file, tmp_path / "ids.npy"):
-        again = cases.load_text(path, "cpu")
+        again = texts.load_text(path, "cpu")
         assert torch.equal(again.train, text.train) and torch.equal(again.held_out, text.held_out)
 
 
 def test_batches_go_through_the_sequences_in_order_and_start_again(text_file: Path) -> None:
-    text = cases.load_text(text_file, "cpu")
+    text = texts.load_text(text_file, "cpu")
     for held_out, part in ((False, text.train), (True, text.held_out)):
         taken = torch.cat([text.batch(index, 4, held_out)["input_ids"] for index in range(len(part))])
         assert torch.equal(taken, part.repeat(4, 1))
@@ -163,15 +166,15 @@ def table(layers: int = 5) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("objective", horizon.OBJECTIVES)
+@pytest.mark.parametrize("objective", plan_damage_arms.OBJECTIVES)
 def test_an_objective_costs_the_sum_of_its_weights_with_everything_in_fp4(objective: str) -> None:
     rows = table()
     for row in rows:
         row |= {"loss_divergence": abs(row["loss_divergence"])}
-    costs = horizon.costs(rows, objective)
+    costs = plan_damage_arms.costs(rows, objective)
     assert len(costs) == len(rows)
     all_in_fp4 = sum(cost for (_, gemm, fmt), cost in costs.items() if (gemm, fmt) == (LAYER, "fp4"))
-    assert all_in_fp4 == pytest.approx(sum(horizon.OBJECTIVES[objective].values()))
+    assert all_in_fp4 == pytest.approx(sum(plan_damage_arms.OBJECTIVES[objective].values()))
 
 
 def test_costs_are_in_units_of_the_sizes_of_the_layers_in_fp4() -> None:
@@ -180,7 +183,7 @@ def test_costs_are_in_units_of_the_sizes_of_the_layers_in_fp4() -> None:
     assert min(row["loss_divergence"] for row in whole) < 0
     loss = sum(abs(row["loss_divergence"]) for row in whole)
     weight = sum(row["weight_divergence"] ** 2 for row in whole)
-    costs = horizon.costs(rows, "loss+weight^2")
+    costs = plan_damage_arms.costs(rows, "loss+weight^2")
     for row in rows:
         wanted = row["loss_divergence"] / loss + row["weight_divergence"] ** 2 / weight
         assert costs[row["layer"], row["gemm"], row["format"]] == pytest.approx(wanted)
@@ -189,34 +192,34 @@ def test_costs_are_in_units_of_the_sizes_of_the_layers_in_fp4() -> None:
 def test_a_part_that_repeats_grows_with_the_steps_and_a_random_one_with_their_root() -> None:
     drawn_anew, repeated = ({"weight_divergence": 2.0, "weight_bias": bias} for bias in (0.0, 2.0))
     for steps in (10, 100, 1000):
-        figure = horizon.TERMS[f"horizon-{steps}"]
+        figure = plan_damage_arms.TERMS[f"horizon-{steps}"]
         assert figure(drawn_anew) == pytest.approx(2 * steps**0.5)
         assert figure(repeated) == pytest.approx(2 * steps)
-        assert horizon.TERMS[f"horizon-{steps}^2"](repeated) == pytest.approx((2 * steps) ** 2)
+        assert plan_damage_arms.TERMS[f"horizon-{steps}^2"](repeated) == pytest.approx((2 * steps) ** 2)
 
 
 def test_objectives_whose_columns_are_missing_are_not_available() -> None:
     rows = table()
-    assert set(horizon.available(rows)) == set(horizon.OBJECTIVES)
+    assert set(plan_damage_arms.available(rows)) == set(plan_damage_arms.OBJECTIVES)
     measured = [{**row, "weight_bias": None} for row in rows]
     for row in measured:
         del row["loss_taylor"]
-    left = horizon.available(measured)
+    left = plan_damage_arms.available(measured)
     assert {"paper", "loss", "weight", "weight^2", "absolute-error", "loss+weight^2"} <= set(left)
     assert not [name for name in left if "bias" in name or "horizon" in name or "taylor" in name]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's, under which torchao's optimizers step
-@pytest.mark.parametrize("optimizer", cases.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", small_models.OPTIMIZERS)
 def test_a_state_that_was_saved_is_read_as_data_and_goes_on_the_same(optimizer: str, tmp_path: Path) -> None:
     shape = {"family": "llama", "optimizer": optimizer, "rows": 1, "seed": 0, "hidden": 32, "blocks": 1}
     options = argparse.Namespace(**shape, state_file=tmp_path / "state.pt")
-    ids = torch.arange(4 * cases.LENGTH).view(4, cases.LENGTH) % cases.VOCABULARY
-    text = cases.Text(ids, ids)
-    state = horizon.new_state(options, "cpu")
+    ids = torch.arange(4 * texts.LENGTH).view(4, texts.LENGTH) % texts.VOCABULARY
+    text = texts.Text(ids, ids)
+    state = plan_damage.new_state(options, "cpu")
     state.train(text, 2)
-    horizon.save_state(options, state)
-    loaded = horizon.load_state(options, "cpu")
+    plan_damage.save_state(options, state)
+    loaded = plan_damage.load_state(options, "cpu")
     assert loaded.step == 2
     for each in (state, loaded):
         each.train(text, 1)
@@ -229,18 +232,19 @@ def test_a_state_that_was_saved_is_read_as_data_and_goes_on_the_same(optimizer: 
 FP4, FP8, HIGH = (dict.fromkeys(GEMMS, fmt) for fmt in ("fp4", "fp8", "bf16"))
 
 
-def run_of(arms: dict[str, dict[str, Any]], losses: dict[tuple[str, int, int], float]) -> horizon_report.Case:
+def run_of(arms: dict[str, dict[str, Any]], losses: dict[tuple[str, int, int], float]) -> plan_damage_report.Case:
     """A run of (arm, repeat, K) -> held-out loss under the plan; what an arm does not name is its default."""
     default = {"kind": "layer", "assignment": {}, "granularity": "layer", "same_as": None}
     lines: dict[tuple[str, int, int], dict[str, Any]] = {key: {"loss_plan": loss} for key, loss in losses.items()}
-    return horizon_report.Case("run", [], {name: {**default, **arm, "name": name} for name, arm in arms.items()}, lines)
+    arms = {name: {**default, **arm, "name": name} for name, arm in arms.items()}
+    return plan_damage_report.Case("run", [], arms, lines)
 
 
 def test_the_sum_of_singles_takes_the_arms_that_quantize_each_group_alone() -> None:
     flops = {layer: dict.fromkeys(GEMMS, 1.0) for layer in ("a", "b", "c")}
     kinds = argparse.Namespace(kinds=("layer", "gemm", "layer-fp8", "gemm-fp8"), plans=0, objectives=())
     # Damages by name, as the arms of a run are named, so that every sum tells what it is made of.
-    value = {arm.name: 2.0**index for index, arm in enumerate(horizon.make_arms(flops, [], kinds))}
+    value = {arm.name: 2.0**index for index, arm in enumerate(plan_damage_arms.make_arms(flops, [], kinds))}
     mixed = {"forward": "fp4", "grad_input": "fp8", "grad_weight": "bf16"}
     case = run_of(
         {"layers": {"assignment": {"a": FP4, "b": FP8, "c": HIGH}}, "gemms": {"assignment": {"a": mixed, "b": HIGH}}},
@@ -248,7 +252,7 @@ def test_the_sum_of_singles_takes_the_arms_that_quantize_each_group_alone() -> N
     )
 
     def summed(arm: str, granularity: str, fp4_alone: bool) -> float | None:
-        return horizon_report._sum_of_singles(case, arm, granularity, value.get, fp4_alone)
+        return plan_damage_report._sum_of_singles(case, arm, granularity, value.get, fp4_alone)
 
     assert summed("layers", "layer", False) == value["layer:a"] + value["layer-fp8:b"]
     assert summed("layers", "layer", True) == value["layer:a"]
@@ -260,12 +264,12 @@ def test_the_sum_of_singles_takes_the_arms_that_quantize_each_group_alone() -> N
 
 def test_sums_and_joint_damages_agree_by_their_correlation_and_their_ratio() -> None:
     sums = np.array([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert horizon_report._agreement(np.stack([sums, 3 * sums], 1)) == "1.00; 3.00"
+    assert plan_damage_report._agreement(np.stack([sums, 3 * sums], 1)) == "1.00; 3.00"
     # Deviations (-2 .. 2) and (-1, -3, 1, 1, 2) from the mean: r^2 = (2 + 3 + 0 + 1 + 4)^2 / (10 * 16).
-    assert horizon_report._agreement(np.stack([sums, [2, 0, 4, 4, 5]], 1)) == "0.62; 1.00"
-    assert horizon_report._agreement(np.stack([sums, 3 * sums], 1)[:3]) == "-; 3.00"
-    assert horizon_report._agreement(np.stack([0 * sums + 2, sums], 1)) == "-; 1.50"
-    assert horizon_report._agreement(np.empty((0, 2))) == "-"
+    assert plan_damage_report._agreement(np.stack([sums, [2, 0, 4, 4, 5]], 1)) == "0.62; 1.00"
+    assert plan_damage_report._agreement(np.stack([sums, 3 * sums], 1)[:3]) == "-; 3.00"
+    assert plan_damage_report._agreement(np.stack([0 * sums + 2, sums], 1)) == "-; 1.50"
+    assert plan_damage_report._agreement(np.empty((0, 2))) == "-"
 
 
 def test_the_additivity_of_one_step_figures_is_that_of_the_singles() -> None:
@@ -276,7 +280,7 @@ def test_the_additivity_of_one_step_figures_is_that_of_the_singles() -> None:
     case = run_of(arms, {})
     for name, value in {**single, "share-100-layer-0": 5.0, "share-50-layer-0": 8.0}.items():
         case.lines[name, 0, 0] = {"one_step_weight": value, "one_step_loss": None}
-    rows = (horizon_report.additivity(case) or "").splitlines()
+    rows = (plan_damage_report.additivity(case) or "").splitlines()
     assert rows[2:] == [
         "| layer: weight | - | -; 2.00 | - | -; 0.71 |",
         "| layer: weight^2 | - | -; 6.40 | - | -; 1.00 |",  # 64 / (9 + 1), 25 / (9 + 16)
@@ -295,12 +299,12 @@ def test_a_plans_regret_is_to_the_best_random_plan_of_the_same_repeats() -> None
     losses = {(arm, repeat, 10): 3.0 + repeat + found[repeat] for arm, found in damages.items() for repeat in (0, 1)}
     losses |= {("random-layer-2", 0, 10): 2.9, ("early", 0, 10): 3.5}  # measured in one repeat of two
     case = run_of(arms, losses)
-    assert (horizon_report.regrets(case, "layer", "loss_plan") or "").splitlines()[2:] == [
+    assert (plan_damage_report.regrets(case, "layer", "loss_plan") or "").splitlines()[2:] == [
         "| mine | 2 of 3; 300.0 (+100.0) |",
         "| early | 3 of 4; 500.0 (+600.0) |",
         "| best, median random plan | -100.0, 200.0 |",
     ]
-    assert horizon_report.regrets(case, "gemm", "loss_plan") is None  # there is no random plan to compare with
+    assert plan_damage_report.regrets(case, "gemm", "loss_plan") is None  # there is no random plan to compare with
     # Whole tables keep the arms that were measured in all repeats of the most.
     kept, table = case.table([*damages, "random-layer-2"], 10, "loss_plan")
     assert kept == list(damages) and table == pytest.approx(np.array(list(damages.values())))
@@ -309,10 +313,10 @@ def test_a_plans_regret_is_to_the_best_random_plan_of_the_same_repeats() -> None
 def test_the_reliability_of_repeats_and_rank_correlations_are_those_of_scipy() -> None:
     one, other = two_figures(8)
     rho = spearmanr(one, other).statistic
-    assert horizon_report.spearman(one, other) == pytest.approx(rho)
-    assert horizon_report.reliability(np.stack([one, other], 1)) == f"{2 * rho / (1 + rho):.2f}"
+    assert plan_damage_report.spearman(one, other) == pytest.approx(rho)
+    assert plan_damage_report.reliability(np.stack([one, other], 1)) == f"{2 * rho / (1 + rho):.2f}"
     holed = np.append(one, np.nan)
-    assert horizon_report.correlation(holed, np.append(other, 7.0)).startswith(f"{rho:.2f} (")
+    assert plan_damage_report.correlation(holed, np.append(other, 7.0)).startswith(f"{rho:.2f} (")
 
 
 # --- scripts
@@ -325,12 +329,12 @@ def test_a_phase_shift_is_measured_on_a_cpu_without_the_fused_kernel(
     monkeypatch.setitem(sys.modules, "fused", None)  # importing it would fail, as where there is no Triton
     options = {"text": text_file, "other_text": None, "device": "cpu", "rows": 1, "blocks": 1, "fused": False}
     output = tmp_path / "phase.jsonl"
-    phase_shift.run(argparse.Namespace(**options, early=2, late=2, ages=[0, 1], output=output), "early", 0)
+    probe_aging.run(argparse.Namespace(**options, early=2, late=2, ages=[0, 1], output=output), "early", 0)
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(line["step"], line["age"]) for line in lines] == [(2, 0), (2, 1)]
     assert lines[0]["old_with_new_weight"] == lines[0]["cheap_check"] == pytest.approx(1)
     assert lines[1]["loss"] != lines[0]["loss"]
-    assert "| early | 2 | 0 | " in phase_shift.report(lines)
+    assert "| early | 2 | 0 | " in probe_aging.report(lines)
 
 
 def test_the_cost_of_a_probe_is_measured_in_steps(
@@ -381,19 +385,19 @@ def tiny_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes for a CPU, whose steps are not compiled to machine code."""
     tiny = (128, 384, 2, 2, 1)
     for name, value in {"MODELS": {"tiny": tiny}, "SMALL": tiny, "SMALL_BATCH": (2, 64), "VOCABULARY": 64}.items():
-        monkeypatch.setattr(speed, name, value)
-    monkeypatch.setattr(speed, "COMPILER", "eager")
-    monkeypatch.setattr(speed, "CHANGES", 3)
+        monkeypatch.setattr(setting, name, value)
+    monkeypatch.setattr(setting, "COMPILER", "eager")
+    monkeypatch.setattr(setting, "CHANGES", 3)
 
 
 def test_speeds_and_memory_are_in_those_of_bf16_first_and_last_with_as_many_micro_batches() -> None:
     figures = [("BF16", 1, 10.0, 4.0), ("BF16", 2, 30.0, 5.0), ("FP4", 1, 8.0, 3.0), ("BF16", 1, 14.0, 4.0)]
     names = ("recipe", "accumulation", "step_ms", "peak_gib")
     rows = [dict(zip(names, row, strict=True)) for row in figures]
-    compared = speed.compared([*rows, {"recipe": "other", "error": "no"}], "step_ms")
+    compared = measuring.compared([*rows, {"recipe": "other", "error": "no"}], "step_ms")
     assert [row.get("speedup") for row in compared] == pytest.approx([1.2, 1, 1.5, 12 / 14, None])
     assert [row.get("peak_ratio") for row in compared] == [1, 1, 0.75, 1, None]
-    assert "speedup" not in speed.compared(rows[2:3], "step_ms")[0]
+    assert "speedup" not in measuring.compared(rows[2:3], "step_ms")[0]
 
 
 def test_an_error_costs_the_rest_of_its_measurement_alone_and_nothing_begins_after_the_time_is_over() -> None:
@@ -402,12 +406,12 @@ def test_an_error_costs_the_rest_of_its_measurement_alone_and_nothing_begins_aft
         raise RuntimeError("no kernel")
 
     options = speed_options()
-    assert speed.guarded({"recipe": "a"}, measure, options) == [
+    assert measuring.guarded({"recipe": "a"}, measure, options) == [
         {"recipe": "a", "ms": 1.0},
         {"recipe": "a", "error": "RuntimeError: no kernel"},
     ]
     options.deadline = 0
-    assert speed.guarded({}, measure, options) == [{"error": "TimeoutError: not begun: --minutes are over"}]
+    assert measuring.guarded({}, measure, options) == [{"error": "TimeoutError: not begun: --minutes are over"}]
 
 
 def test_a_table_has_the_figures_and_below_it_what_failed() -> None:
@@ -425,7 +429,7 @@ def test_a_table_has_the_figures_and_below_it_what_failed() -> None:
 
 def test_quick_measures_less_and_what_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     full, quick = speed_options(), speed_options("--quick", "--linears", "256x384", "--parts", "linears", "kernels")
-    assert full.parts == list(speed.PARTS) == list(speed.TABLES) and quick.parts == ["linears", "kernels"]
+    assert full.parts == list(speed.PARTS) == list(tables.TABLES) and quick.parts == ["linears", "kernels"]
     assert set(quick.recipes) < set(full.recipes) and quick.linears == [(256, 384)]
     assert len(quick.channels) < len(full.channels) and quick.deadline < full.deadline
     with pytest.raises(SystemExit):
@@ -434,7 +438,7 @@ def test_quick_measures_less_and_what_is_not_known_is_refused(capsys: pytest.Cap
 
 
 def test_the_memory_bound_and_the_time_give_a_ratio() -> None:
-    figures = speed.timed_against(bound=0.02, taken=0.025, layouts="rows")
+    figures = kernels.timed_against(bound=0.02, taken=0.025, layouts="rows")
     assert figures == pytest.approx({"rows_us": 25, "rows_bound_us": 20, "rows_ratio": 1.25})
 
 
@@ -472,9 +476,10 @@ def test_plans_change_without_a_recompilation_and_layers_train_as_the_whole_mode
 
 
 def test_a_plan_is_drawn_for_each_gemm_and_tied_layers_share_it(tiny_speed: None) -> None:
-    training = speed.Training(speed.SMALL, (1, 8), "snip-hf FP4, ties", 0, torch.device("cpu"), backend="eager")
-    layers = speed.snip_linears(training.model)
-    speed.draw_plan(layers, speed.random.Random(1))
+    recipe, device = "snip-hf FP4, ties", torch.device("cpu")
+    training = training_steps.Training(setting.SMALL, (1, 8), recipe, 0, device, backend="eager")
+    layers = snip_linears(training.model)
+    plan_changes.draw_plan(layers, random.Random(1))
     formats = {name.removeprefix("model.layers."): layer.formats for name, layer in layers.items()}
     for one, other in (("0.self_attn.q_proj", "0.self_attn.v_proj"), ("1.mlp.gate_proj", "1.mlp.up_proj")):
         assert formats[one] == formats[other]
@@ -486,7 +491,7 @@ def test_the_whole_benchmark_prints_and_writes_what_runs_on_a_cpu(
     tiny_speed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(probe_cost, "SIZES", {"1B": (128, 384, 1, 2048, 0.5, 8, 256)})
-    monkeypatch.setattr(speed, "MODELS", {"TinyLlama-1.1B": speed.SMALL})
+    monkeypatch.setattr(setting, "MODELS", {"TinyLlama-1.1B": setting.SMALL})
     output = tmp_path / "speed.jsonl"
     options = ["--parts", "kernels", "gemms", "refresh", "linears", "--linears", "256x128", "--quick"]
     options += ["--recipes", "snip-hf FP4", "--rows", "2", "--length", "128", "--steps", "1", "--device", "cpu"]

@@ -14,15 +14,16 @@ from typing import Any
 
 import datasets
 import pytest
+import run
 import torch
+from scoring import evaluate as scoring
+from scoring import local_tasks, rows
+from scoring.local_tasks import EvaluationError
+from scoring.models import load_model, use_plan
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 EVAL = Path(__file__).resolve().parents[2] / "eval"
-sys.path.insert(0, str(EVAL))
-
-import local_tasks  # noqa: E402
-import run  # noqa: E402
 
 Row = dict[str, Any]
 END = "<|endoftext|>"
@@ -157,7 +158,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(model_dir: Path) -> tuple[Any, Any]:
-    return run.load_model(str(model_dir), "cpu")
+    return load_model(str(model_dir), "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +217,7 @@ def test_mmlu_few_shot_examples_are_the_first_dev_rows_in_the_stock_format(data:
 def test_accuracies_match_likelihoods_computed_by_hand(
     data: Path, loaded: tuple[Any, Any], likelihood: Callable[[str, str], float]
 ) -> None:
-    [row] = run.evaluate(*loaded, ["arc_challenge"], data, batch_size=3)
+    [row] = scoring.evaluate(*loaded, ["arc_challenge"], data, scoring.Settings(batch_size=3))
     hits, normalised_hits = [], []
     for line in (data / "arc/ARC-Challenge-test.jsonl").read_text(encoding="utf-8").splitlines():
         doc = json.loads(line)
@@ -236,7 +237,7 @@ def test_accuracies_match_likelihoods_computed_by_hand(
 def test_perplexities_match_likelihoods_computed_by_hand(
     data: Path, loaded: tuple[Any, Any], likelihood: Callable[[str, str], float]
 ) -> None:
-    lambada, wikitext = run.evaluate(*loaded, ["lambada_openai", "wikitext"], data)
+    lambada, wikitext = scoring.evaluate(*loaded, ["lambada_openai", "wikitext"], data)
     docs = [("He saw a light and then the", " light")]
     docs += [("the 0 light and the", " light"), ("the 1 light and the", " cube")]
     mean = sum(likelihood(*doc) for doc in docs) / len(docs)
@@ -252,7 +253,7 @@ def test_perplexities_match_likelihoods_computed_by_hand(
 def test_mmlu_gives_57_subjects_and_groups_weighted_by_documents(
     data: Path, loaded: tuple[Any, Any], likelihood: Callable[[str, str], float]
 ) -> None:
-    rows = run.evaluate(*loaded, ["mmlu"], data)
+    rows = scoring.evaluate(*loaded, ["mmlu"], data)
     by_name = {row["task"]: row for row in rows}
     assert [row["task"] for row in rows[:2]] == ["mmlu", "mmlu_stem"] and len(rows) == 1 + 4 + 57
     correct = {}
@@ -319,9 +320,7 @@ def test_commit_is_that_of_the_checkout() -> None:
     head = subprocess.run(["git", "-C", str(EVAL), "rev-parse", "HEAD"], capture_output=True, text=True)
     if head.returncode or not (EVAL.parent / ".git").exists():
         pytest.skip("not in a git checkout with a commit")
-    import results
-
-    commit = results.git_commit()
+    commit = rows.git_commit()
     assert commit is not None and commit.removesuffix("-dirty") == head.stdout.strip()
 
 
@@ -339,11 +338,11 @@ def test_command_starts_without_the_package_or_heavy_imports() -> None:
 def test_local_data_switch_the_hub_off_before_the_libraries_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.delenv(name)
-    run.set_environment(None, model_is_local=True)
+    scoring.set_environment(None, model_is_local=True)
     assert "HF_DATASETS_OFFLINE" not in os.environ and "HF_HUB_OFFLINE" not in os.environ
-    run.set_environment("x", model_is_local=False)
+    scoring.set_environment("x", model_is_local=False)
     assert os.environ["HF_DATASETS_OFFLINE"] == "1" and "HF_HUB_OFFLINE" not in os.environ, "the model is on the Hub"
-    run.set_environment("x", model_is_local=True)
+    scoring.set_environment("x", model_is_local=True)
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
@@ -355,8 +354,8 @@ def test_hub_out_of_reach_names_both_ways_out(loaded: tuple[Any, Any], monkeypat
         raise ConnectionError("Couldn't reach the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(run.EvaluationError, match=r"arc_easy.*--data-dir DIR.*connect to the Hub once.*HF_HOME"):
-        run.evaluate(*loaded, ["arc_easy"])
+    with pytest.raises(EvaluationError, match=r"arc_easy.*--data-dir DIR.*connect to the Hub once.*HF_HOME"):
+        scoring.evaluate(*loaded, ["arc_easy"])
     assert asked == [("allenai/ai2_arc", "ARC-Easy")], "the stock data are the default"
 
 
@@ -372,18 +371,18 @@ def test_hub_out_of_reach_names_both_ways_out(loaded: tuple[Any, Any], monkeypat
 def test_tasks_that_cannot_be_run_say_why(
     tasks: str, num_fewshot: int | None, message: str, data: Path, loaded: tuple[Any, Any]
 ) -> None:
-    with pytest.raises(run.EvaluationError, match=message):
-        run.evaluate(*loaded, tasks.split(","), data, num_fewshot=num_fewshot)
+    with pytest.raises(EvaluationError, match=message):
+        scoring.evaluate(*loaded, tasks.split(","), data, scoring.Settings(num_fewshot=num_fewshot))
 
 
 def test_missing_and_malformed_files_are_named(tmp_path: Path, loaded: tuple[Any, Any]) -> None:
-    with pytest.raises(run.EvaluationError, match=r"piqa: .*piqa_validation.jsonl does not exist"):
-        run.evaluate(*loaded, ["piqa"], tmp_path)
+    with pytest.raises(EvaluationError, match=r"piqa: .*piqa_validation.jsonl does not exist"):
+        scoring.evaluate(*loaded, ["piqa"], tmp_path)
     _write_lines(tmp_path / "piqa/piqa_validation.jsonl", [HUB_AND_LOCAL["piqa"][2], {"query": "Question: x"}])
-    with pytest.raises(run.EvaluationError, match=r"piqa_validation.jsonl, row 2: KeyError\('choices'\)"):
-        run.evaluate(*loaded, ["piqa"], tmp_path)
-    with pytest.raises(run.EvaluationError, match=r"--data-dir .*nowhere is not a folder"):
-        run.evaluate(*loaded, ["piqa"], tmp_path / "nowhere")
+    with pytest.raises(EvaluationError, match=r"piqa_validation.jsonl, row 2: KeyError\('choices'\)"):
+        scoring.evaluate(*loaded, ["piqa"], tmp_path)
+    with pytest.raises(EvaluationError, match=r"--data-dir .*nowhere is not a folder"):
+        scoring.evaluate(*loaded, ["piqa"], tmp_path / "nowhere")
 
 
 def test_command_reports_a_model_that_cannot_be_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -399,7 +398,7 @@ def saved_plan(model_dir: Path, tmp_path: Path) -> Callable[[str], Path]:
     from snip_hf.layers.convert import convert_model
     from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
-    model, _ = run.load_model(str(model_dir), "cpu")
+    model, _ = load_model(str(model_dir), "cpu")
     convert_model(model, SnipConfig(skip_modules=("*.down_proj",)))
     flops = linear_flops(model)
     provenance = PlanProvenance(step=0, policy="test", config={"skip_modules": ["*.down_proj"]})
@@ -429,8 +428,8 @@ def test_plan_arithmetic_runs_the_planned_layers_quantized_and_no_others(
     in_fp4 = perplexity("--arithmetic", "plan", "--plan", str(saved_plan("fp4")))
     assert abs(math.log(in_fp4 / usual)) > 1e-3
     assert perplexity("--arithmetic", "plan", "--plan", str(saved_plan("bf16"))) == pytest.approx(usual, rel=1e-5)
-    model, _ = run.load_model(str(model_dir), "cpu")
-    run.use_plan(model, str(model_dir), str(saved_plan("fp4")))
+    model, _ = load_model(str(model_dir), "cpu")
+    use_plan(model, str(model_dir), str(saved_plan("fp4")))
     linears = snip_linears(model)
     assert len(linears) == 2 * 6 and all(linear.formats["forward"] == "fp4" for linear in linears.values())
 
@@ -438,21 +437,21 @@ def test_plan_arithmetic_runs_the_planned_layers_quantized_and_no_others(
 def test_plan_is_found_in_the_models_folder(
     model_dir: Path, saved_plan: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, _ = run.load_model(str(model_dir), "cpu")
-    with pytest.raises(run.EvaluationError, match=r"--arithmetic plan: .*plan.json.*with --plan PATH"):
-        run.use_plan(model, str(model_dir), None)
+    model, _ = load_model(str(model_dir), "cpu")
+    with pytest.raises(EvaluationError, match=r"--arithmetic plan: .*plan.json.*with --plan PATH"):
+        use_plan(model, str(model_dir), None)
     (model_dir / "snip").mkdir()
     target = model_dir / "snip/plan.json"
     saved_plan("fp8").rename(target)
-    assert run.use_plan(model, str(model_dir), None) == str(target)
+    assert use_plan(model, str(model_dir), None) == str(target)
 
 
 def test_plan_of_another_model_is_refused(model_dir: Path, saved_plan: Callable[[str], Path]) -> None:
     path = saved_plan("fp4")
     path.write_text(path.read_text(encoding="utf-8").replace("layers.1.", "layers.7."), encoding="utf-8")
-    model, _ = run.load_model(str(model_dir), "cpu")
-    with pytest.raises(run.EvaluationError, match=r"no entry for layer 'model.layers.1.*with --plan PATH"):
-        run.use_plan(model, str(model_dir), str(path))
+    model, _ = load_model(str(model_dir), "cpu")
+    with pytest.raises(EvaluationError, match=r"no entry for layer 'model.layers.1.*with --plan PATH"):
+        use_plan(model, str(model_dir), str(path))
 
 
 def test_real_files_give_every_document_of_every_task(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Do recipes load, hold out, pack and train what they say? (recipes/recipe.py, data.py, pretrain.py)"""
+"""Do recipes load, hold out, pack and train what they say? (recipes/parts, recipes/pretrain.py)"""
 
 from __future__ import annotations
 
@@ -8,24 +8,21 @@ import json
 import random
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pretrain
 import pyarrow.parquet
 import pytest
 import torch
+from parts import data
+from parts.recipe import DataSection, Recipe, TokenizerSection, load_recipe, to_plain
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from snip_hf import PrecisionPlan, SnipConfig, convert_model
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-sys.path.insert(0, str(RECIPES))
-
-import data  # noqa: E402
-import pretrain  # noqa: E402
-from recipe import DataSection, Recipe, TokenizerSection, load_recipe, to_plain  # noqa: E402
 
 WORDS = [f"{a}{b}" for a, b in itertools.product(["ba", "co", "du", "élan", "fi"], ["n", "rt", "ss", "x9", "_"])]
 QUICKSTART = RECIPES / "quickstart.yaml"

@@ -28,9 +28,8 @@ from snip_hf.costs.flops import linear_flops
 from snip_hf.costs.gemm_timing import GemmShape, Machine, read_times
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
-from snip_hf.parallel.ranks import Processes, Ranks
+from snip_hf.parallel.ranks import Ranks
 from snip_hf.planning.plan import PlanProvenance
-from snip_hf.training import controller as controller_module
 from snip_hf.training import preparation as preparation_module
 
 measure_cost = partial(budget.measure_cost, formats=SnipConfig().formats)
@@ -267,7 +266,7 @@ class Loop:
     def __init__(self, folder: Path | None = None, **config: Any) -> None:
         self.model = tiny_llama(hidden=32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        settings = {**SCHEDULE, "cost": "measured", **config}
+        settings = {**SCHEDULE, "budget": "measured", **config}
         self.controller = SnipController(self.model, self.optimizer, SnipConfig(**settings), output_dir=folder)
         self.step = 0
 
@@ -294,11 +293,11 @@ def test_one_rank_measures_for_all_that_hold_the_same_layers(monkeypatch: pytest
         return measure_cost(model, tokens, backend, path, timer=made_up, formats=formats)
 
     monkeypatch.setattr(preparation_module, "measure_cost", note)
-    monkeypatch.setattr(controller_module, "find_processes", lambda *_: Processes(data=own.ranks, everyone=own.ranks))
+    monkeypatch.setattr(Ranks, "of_all", lambda timeout: own.ranks)
 
     def work(ranks: Ranks) -> PrecisionPlan:
         own.ranks = ranks
-        return Loop(policy="layer-type", cost_tokens=48).controller.plan
+        return Loop(policy="layer-type", timing_tokens=48).controller.plan
 
     one, two, three = on_ranks(3, work)
     assert asked == [0]
@@ -368,7 +367,7 @@ def test_a_probing_policy_measures_at_its_first_refresh_for_the_tokens_of_its_mi
 
 
 def test_a_number_of_tokens_in_the_config_is_what_is_measured(timer: list[GemmShape]) -> None:
-    loop = Loop(cost_tokens=4096).run(2)
+    loop = Loop(timing_tokens=4096).run(2)
     assert {shape.tokens for shape in timer} == {4096}
     assert loop.controller.plan.measured is not None and loop.controller.plan.measured.tokens == 4096
     loop.controller.close()
@@ -376,7 +375,7 @@ def test_a_number_of_tokens_in_the_config_is_what_is_measured(timer: list[GemmSh
 
 @pytest.mark.parametrize("policy", ["random", "layer-type", "layer-position"])
 def test_a_rule_measures_before_the_first_step(policy: str, timer: list[GemmShape], tmp_path: Path) -> None:
-    loop = Loop(tmp_path, policy=policy, cost_tokens=128, target_fp4_fraction=0.5, granularity="gemm")
+    loop = Loop(tmp_path, policy=policy, timing_tokens=128, target_fp4_fraction=0.5, granularity="gemm")
     assert {shape.tokens for shape in timer} == {128}
     plan = loop.controller.plan
     assert plan.fp4_time_fraction == pytest.approx(attained(plan, 128))
@@ -389,7 +388,7 @@ def test_policies_that_share_out_nothing_measure_nothing(timer: list[GemmShape],
     plan = Loop(policy="uniform-fp4").controller.plan
     assert plan.measured is None
     plan.save(tmp_path / "plan.json")
-    assert Loop(plan=str(tmp_path / "plan.json"), cost_tokens=3).controller.plan == plan
+    assert Loop(fixed_plan=str(tmp_path / "plan.json"), timing_tokens=3).controller.plan == plan
     assert timer == []
 
 
@@ -406,7 +405,7 @@ def test_a_resumed_run_decides_by_the_times_of_the_run_before(
                 raise AssertionError("timed again")
 
             patch.setattr(gemm_timing_module, "time_gemm", fails)
-            second = Loop(cost_file=str(tmp_path / "other.json"))
+            second = Loop(timing_file=str(tmp_path / "other.json"))
             second.model.load_state_dict(first.model.state_dict())
             second.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
             second.controller.load_state_dict(state)
@@ -420,25 +419,27 @@ def test_a_resumed_run_decides_by_the_times_of_the_run_before(
 
 
 def test_a_state_from_before_there_was_a_choice_of_cost_is_read_as_by_flops(timer: list[GemmShape]) -> None:
-    first = Loop(cost="flops").run(5)
+    first = Loop(budget="flops").run(5)
     state = json.loads(json.dumps(first.controller.state_dict()))
-    for field in ("cost", "cost_file", "cost_tokens"):
+    for field in ("budget", "timing_file", "timing_tokens"):
         del state["config"][field]
-    second = Loop(cost="flops")
+    second = Loop(budget="flops")
     second.controller.load_state_dict(state)
     assert second.controller.plan == first.controller.plan
-    with pytest.raises(ValueError, match=r"^The checkpoint was trained with cost='flops', this run asks for cost='me"):
+    with pytest.raises(
+        ValueError, match=r"^The checkpoint was trained with budget='flops', this run asks for budget='me"
+    ):
         Loop().controller.load_state_dict(state)
 
 
 def test_runs_share_a_file_of_times(timer: list[GemmShape], tmp_path: Path) -> None:
     path = tmp_path / "times" / "gemm.json"
-    first = Loop(cost_file=str(path)).run(2)
+    first = Loop(timing_file=str(path)).run(2)
     count = len(timer)
-    second = Loop(cost_file=str(path)).run(2)
+    second = Loop(timing_file=str(path)).run(2)
     assert len(timer) == count == 3 * len(read_times(path))
     assert second.controller.plan == first.controller.plan
-    Loop(cost_file=str(path), cost_tokens=49).run(2).controller.close()
+    Loop(timing_file=str(path), timing_tokens=49).run(2).controller.close()
     assert len(timer) == 2 * count
     for loop in (first, second):
         loop.controller.close()
@@ -448,7 +449,7 @@ def test_a_damaged_file_is_refused_before_training(timer: list[GemmShape], tmp_p
     path = tmp_path / "times.json"
     path.write_text("{")
     with pytest.raises(ValueError, match=f"^{path} is not a usable file of GEMM times: it is not valid JSON"):
-        Loop(cost_file=str(path))
+        Loop(timing_file=str(path))
 
 
 def test_a_measurement_that_fails_costs_the_refresh_and_is_tried_again(

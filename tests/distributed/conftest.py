@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_cases import SHARED
 from rank_processes import assert_succeeded, launch_ranks, start_ranks
-from trainings import train
-
-RunsByRank = list[dict[str, dict[str, Any]]]
+from rank_runs import OneOfTwo, OneProcess, found_by
 
 
 @pytest.fixture(scope="session")
-def two(tmp_path_factory: pytest.TempPathFactory) -> RunsByRank:
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[OneOfTwo]:
     """Returns rank -> name -> what two ranks found."""
-    return _trained("two", 2, tmp_path_factory.mktemp("two"))
+    folder = tmp_path_factory.mktemp("two")
+    return [OneOfTwo(rank, folder) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="session")
-def three(tmp_path_factory: pytest.TempPathFactory) -> RunsByRank:
-    return _trained("three", 3, tmp_path_factory.mktemp("three"))
-
-
-def _trained(group: str, ranks: int, folder: Path) -> RunsByRank:
-    launch_ranks("run_trainings.py", folder, group, folder=folder, ranks=ranks)
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(ranks)]
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("three")
+    launch_ranks("run_trainings.py", folder, "three", folder=folder, ranks=3)
+    return [found_by(rank, folder) for rank in range(3)]
 
 
 @pytest.fixture(scope="session")
-def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def one(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
     """Returns name -> what one process found that has all the data."""
-    folder = tmp_path_factory.mktemp("one")
-    return {name: asdict(train(training, folder / name)) for name, training in SHARED.items()}
+    return OneProcess(tmp_path_factory.mktemp("one"))
 
 
 @pytest.fixture(scope="session")

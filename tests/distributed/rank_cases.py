@@ -51,8 +51,15 @@ JUDGED = {
     for policy in ("fisher", "hessian-trace", "greedy", "kl")
     for wrapper in ("ddp", "fsdp2")
 }
+_OF_TWO = SHARED | SHARDED | TRACELESS
+# One of each kind; the others are looked at by slow tests.
+_QUICK = (
+    *["sgd-gemm-accumulated-clipped", "uneven-labels", "fp4"],
+    *["fsdp2-sgd-gemm-accumulated-clipped", "ddp-with", "ddp-without"],
+)
 CASES = {
-    "two": SHARED | SHARDED | TRACELESS,
+    "two": {name: _OF_TWO[name] for name in _QUICK},
+    "more": {name: training for name, training in _OF_TWO.items() if name not in _QUICK},
     "three": {"adamw": replace(SHARED["adamw"], steps=6)},
     "judged": JUDGED,
 }

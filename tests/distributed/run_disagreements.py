@@ -20,17 +20,18 @@ from small import text, tiny_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import snip_hf.parallel.pipeline
-import snip_hf.parallel.ranks
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model
 from snip_hf.costs.flops import linear_flops
 from snip_hf.layers.convert import restore_model
 from snip_hf.layers.state import snip_linears
+from snip_hf.parallel.ranks import Ranks
 from snip_hf.planning.plan import PlanProvenance
 from snip_hf.training.fingerprint import weights_fingerprint
+from snip_hf.training.refresh import Solving
 
 BOUND = 3.0
 QUICK: dict[str, Any] = {"rank_timeout": 1.0, "solver_time_limit": 2.0, "solver": "greedy", "probe_tokens": None}
+SOLVING = Solving(rank_grace=0.0)
 CONFIG = SnipConfig(first_refresh=2, apply_delay=0, **QUICK)
 
 
@@ -39,12 +40,12 @@ def controller(config: SnipConfig = CONFIG, frozen: str | None = None, **options
     if frozen is not None:
         model.get_submodule(frozen).weight.requires_grad_(False)
     kind = options.pop("optimizer", torch.optim.SGD)
-    return SnipController(model, kind(model.parameters(), lr=0.1), config, **options)
+    return SnipController(model, kind(model.parameters(), lr=0.1), config, solving=SOLVING, **options)
 
 
 def controller_of(layers: int) -> SnipController:
     model = tiny_llama(hidden=32, layers=layers)
-    return SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1), CONFIG)
+    return SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1), CONFIG, solving=SOLVING)
 
 
 def plans(folder: Path) -> SnipController:
@@ -59,7 +60,7 @@ def plans(folder: Path) -> SnipController:
     before = os.getcwd()
     os.chdir(own)
     try:
-        return controller(SnipConfig(plan="plan.json", **QUICK))
+        return controller(SnipConfig(fixed_plan="plan.json", **QUICK))
     finally:
         os.chdir(before)
 
@@ -128,8 +129,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    snip_hf.training.preparation._SOLVER_GRACE = 0.0
-    snip_hf.parallel.ranks._SAYS_AFTER = 0.5
+    Ranks.says_after = 0.5
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

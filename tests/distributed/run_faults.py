@@ -29,19 +29,18 @@ from rank_processes import free_port
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import snip_hf.estimation.divergence
-import snip_hf.parallel.pipeline
-import snip_hf.records.run_folder
-import snip_hf.training.preparation
 from snip_hf import SnipConfig
+from snip_hf.estimation import divergence, optimizer_step
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import RankError
+from snip_hf.planning.solver import ilp
 from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.records import run_folder
 from snip_hf.training.refresh import Refresher, Solving
 
 STEPS = 8
 # Training waits for a solver no longer than the solver's own limit.
-_SOLVING = Solving(grace=0.0)
+_SOLVING = Solving(grace=0.0, rank_grace=0.0)
 # Refreshes at steps 2 and 6, applied after steps 4 and 8; or at step 6 only.
 PATIENT = replace(CONFIG, rank_timeout=30.0, solver_time_limit=30.0)
 WITHOUT_FIRST = replace(PATIENT, first_refresh=6)
@@ -131,16 +130,16 @@ def not_captured(loop: Loop, step: int = 2) -> Iterator[None]:
 
 
 @contextmanager
-def out_of_memory(loop: Loop, name: str, rank: int = 1) -> Iterator[None]:
+def out_of_memory(loop: Loop, name: str, rank: int = 1, owner: Any = divergence) -> Iterator[None]:
     """A function of the estimate fails on one rank at step 2, as on a device without memory."""
-    original = vars(snip_hf.estimation.divergence)[name]
+    original = vars(owner)[name]
 
     def fails(*args: Any, **kwargs: Any) -> Any:
         if loop.rank == rank and loop.at == 2:
             raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
         return original(*args, **kwargs)
 
-    with replaced(snip_hf.estimation.divergence, name, fails):
+    with replaced(owner, name, fails):
         yield
 
 
@@ -179,7 +178,7 @@ def full_disk(loop: Loop) -> Iterator[None]:
 
     with ExitStack() as stack:
         for name in ("append_json_line", "write_json_atomic"):
-            stack.enter_context(replaced(snip_hf.records.run_folder, name, fails))
+            stack.enter_context(replaced(run_folder, name, fails))
         yield
 
 
@@ -213,12 +212,17 @@ FAULTS: dict[str, Fault] = {
 SURVIVED |= {
     f"{wrapper} {name}": (wrapper, PATIENT, fault) for name, fault in FAULTS.items() for wrapper in ("ddp", "fsdp2")
 }
+_NO_PUSHFORWARD = partial(out_of_memory, name="pushforward", owner=optimizer_step.RelativeUpdates)
 _hung = (replace(PATIENT, solver_time_limit=5.0), partial(solver, program=_HANGING))
 SURVIVED |= {f"{wrapper} solver hangs": (wrapper, *_hung) for wrapper in ("ddp", "fsdp2")}
 SURVIVED |= {
     "ddp out of memory in the probe": ("ddp", PATIENT, partial(out_of_memory, name="run_probe")),
-    "ddp out of memory before the probe": ("ddp", PATIENT, partial(out_of_memory, name="squares")),
-    "ddp out of memory after the probe": ("ddp", PATIENT, partial(out_of_memory, name="_pushforward")),
+    "ddp out of memory before the probe": (
+        "ddp",
+        PATIENT,
+        partial(out_of_memory, name="squares", owner=optimizer_step),
+    ),
+    "ddp out of memory after the probe": ("ddp", PATIENT, _NO_PUSHFORWARD),
     "ddp not captured when a plan is due": ("ddp", LATE, partial(not_captured, step=6)),
     "ddp solver killed": ("ddp", PATIENT, partial(solver, program="import os; os.kill(os.getpid(), 9)")),
     "ddp solver prints garbage": ("ddp", PATIENT, partial(solver, program="print('Welcome to the CBC MILP Solver')")),
@@ -272,10 +276,10 @@ def stop(*args: Any, **kwargs: Any) -> None:
 
 # Group -> the rank it strikes, how, and where in a refresh that is applied in its own step.
 ENDED: dict[str, tuple[int, Callable[..., None], Any, str]] = {
-    "rank 1 is killed in the probe": (1, die, snip_hf.estimation.divergence, "run_probe"),
-    "rank 1 is killed before the exchange": (1, die, snip_hf.estimation.divergence, "pooled"),
+    "rank 1 is killed in the probe": (1, die, divergence, "run_probe"),
+    "rank 1 is killed before the exchange": (1, die, divergence, "pooled"),
     "rank 1 is killed before the plan": (1, die, Refresher, "_apply"),
-    "rank 1 stops in the probe": (1, stop, snip_hf.estimation.divergence, "run_probe"),
+    "rank 1 stops in the probe": (1, stop, divergence, "run_probe"),
     "rank 1 stops before the plan": (1, stop, Refresher, "_apply"),
     "rank 0 is killed while others wait for the plan": (0, die, SolverProcess, "result"),
 }
@@ -313,7 +317,7 @@ def _noting_solver(folder: Path) -> Iterator[None]:
 
 def _hanging(folder: Path) -> list[str]:
     """Returns the command of `ilp.py`, but that it never finds a solution."""
-    source = Path(snip_hf.planning.solver.process.ilp.__file__).parent
+    source = Path(ilp.__file__).parent
     program = folder / "hanging.py"
     program.write_text(
         f"import sys, time\nsys.path.insert(0, {str(source)!r})\nimport ilp\n"
@@ -414,7 +418,6 @@ def _fork(folder: Path, work: Callable[[Path], None]) -> _Group:
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    snip_hf.training.preparation._SOLVER_GRACE = 0.0
     parent, ended = os.getpid(), {}
     for wave in WAVES:
         groups: dict[str, _Group] = {}

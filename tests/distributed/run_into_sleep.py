@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from small import text, tiny_llama
 
-import snip_hf.estimation.divergence
-import snip_hf.parallel.pipeline
 from snip_hf import SnipConfig, SnipController
+from snip_hf.estimation import divergence
 from snip_hf.parallel.ranks import RankError, Ranks
 from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.training.refresh import Solving
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "probe": (snip_hf.estimation.divergence, "run_probe"),
+    "probe": (divergence, "run_probe"),
     "exchange": (Ranks, "all_to_all"),
     "solver": (SolverProcess, "result"),
 }
@@ -37,11 +37,10 @@ def main() -> None:
     folder, sleeper, where = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    snip_hf.training.preparation._SOLVER_GRACE = 0.0
     model = tiny_llama(hidden=32, layers=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = SnipConfig(first_refresh=1, apply_delay=0, rank_timeout=2.0, solver_time_limit=4.0)
-    controller = SnipController(model, optimizer, config)
+    controller = SnipController(model, optimizer, config, solving=Solving(rank_grace=0.0))
     batch = text(2, 128, rank)
     controller.capture(batch)
     model(**batch).loss.backward()

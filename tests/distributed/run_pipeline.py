@@ -16,17 +16,21 @@ from pipeline import Training
 from pipeline_case import CHUNKS, CONFIG, LAST, ROWS, STAGES, STEPS, batch_of
 from torch import Tensor
 
-import snip_hf.parallel.pipeline
 from snip_hf import SnipConfig, SnipController
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.pipeline import Pipeline
+from snip_hf.training.refresh import Solving
 
 
-def train(training: Training, config: SnipConfig, folder: Path | None, steps: int) -> tuple[SnipController, list[Any]]:
+def train(
+    training: Training, config: SnipConfig, folder: Path | None, steps: int, solving: Solving | None = None
+) -> tuple[SnipController, list[Any]]:
     """Returns the controller and the losses, None where they are not known."""
     parameters = [parameter for part in training.parts for parameter in part.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    controller = SnipController(training.parts, optimizer, config, output_dir=folder, pipeline=Pipeline(training.run))
+    controller = SnipController(
+        training.parts, optimizer, config, output_dir=folder, pipeline=Pipeline(training.run), solving=solving
+    )
     losses = []
     for step in range(1, steps + 1):
         batch = batch_of(step)
@@ -83,9 +87,8 @@ def main() -> None:
     found["chunks"] = {fmt: chunk_gradients(training, fmt) for fmt in ("fp8", "fp4")}
     # Names of one block, which one process has alone.
     skipping = SnipConfig(**CONFIG, skip_modules=("model.layers.7.*",), rank_timeout=5, solver_time_limit=5)
-    snip_hf.training.preparation._SOLVER_GRACE = 5.0
     try:
-        controller, _ = train(training, skipping, None, 2)
+        controller, _ = train(training, skipping, None, 2, Solving(rank_grace=5.0))
         found["skipping"] = list(controller.plan.assignment)
     except Exception as error:
         found["skipping"] = f"{type(error).__name__}: {error}"

@@ -15,13 +15,14 @@ import pytest
 import torch
 from comparing import LOSS, WEIGHT, distance, errors, share_below
 from rank_cases import SHARED
+from rank_runs import some_slow
 
 Runs = dict[str, dict[str, Any]]
 PLANNED = [name for name in SHARED if not name.startswith("fp4")]
 ADAMW = [name for name in PLANNED if not name.startswith("sgd")]
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", some_slow(PLANNED))
 def test_all_ranks_have_the_same_plan_and_weights_to_the_bit(two: list[Runs], name: str) -> None:
     first, second = (found[name] for found in two)
     for what in ("plans", "losses", "clip_factors"):
@@ -31,7 +32,7 @@ def test_all_ranks_have_the_same_plan_and_weights_to_the_bit(two: list[Runs], na
     assert second["history"] == []  # the first one writes
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", some_slow(PLANNED))
 def test_every_plan_is_that_of_one_process(one: Runs, two: list[Runs], name: str) -> None:
     assert two[0][name]["plans"] == one[name]["plans"]
     ours, theirs = ([(line["step"], line.get("status")) for line in run[name]["history"]] for run in (two[0], one))
@@ -40,12 +41,13 @@ def test_every_plan_is_that_of_one_process(one: Runs, two: list[Runs], name: str
         assert len({str(plan) for plan in one[name]["plans"]}) > 1
 
 
+@pytest.mark.slow
 def test_at_least_two_plans_of_a_run_follow_each_other(one: Runs) -> None:
     assert len({str(plan) for plan in one["adamw"]["plans"]}) >= 3
     assert [line["status"] for line in one["adamw"]["history"][1:]] == ["applied"] * 3
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", some_slow(PLANNED))
 def test_losses_are_those_of_one_process(one: Runs, two: list[Runs], name: str) -> None:
     ours, theirs = two[0][name]["losses"], one[name]["losses"]
     # Before anything was rounded otherwise; then up to flips, which Adam multiplies where gradients are nearly zero.
@@ -53,7 +55,7 @@ def test_losses_are_those_of_one_process(one: Runs, two: list[Runs], name: str) 
     assert ours == pytest.approx(theirs, rel=3e-4 if SHARED[name].eps == 1e-8 else 2e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in PLANNED if name != "ragged"])
+@pytest.mark.parametrize("name", some_slow(name for name in PLANNED if name != "ragged"))
 def test_the_table_of_equal_weights_is_that_of_one_process(one: Runs, two: list[Runs], name: str) -> None:
     ours, theirs = two[0][name]["tables"][1], one[name]["tables"][1]
     assert list(ours) == list(theirs)
@@ -68,7 +70,7 @@ def test_the_table_of_equal_weights_is_that_of_one_process(one: Runs, two: list[
         assert max(on_weight) < 1e-3
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd-gemm-accumulated-clipped"])
+@pytest.mark.parametrize("name", some_slow(["adamw", "sgd-gemm-accumulated-clipped"]))
 def test_later_tables_are_those_of_one_process_up_to_flips_and_noise(one: Runs, two: list[Runs], name: str) -> None:
     assert len(one[name]["tables"]) > 1
     for step, theirs in one[name]["tables"].items():
@@ -76,6 +78,7 @@ def test_later_tables_are_those_of_one_process_up_to_flips_and_noise(one: Runs, 
             assert max(errors(two[0][name]["tables"][step], theirs, column)) < 0.05
 
 
+@pytest.mark.slow
 def test_ranks_with_shorter_sequences_find_what_one_process_finds_with_padding(one: Runs, two: list[Runs]) -> None:
     ours, theirs = two[0]["ragged"], one["ragged"]
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
@@ -98,6 +101,7 @@ def test_ranks_clip_by_the_factor_of_one_process(one: Runs, two: list[Runs]) -> 
     assert sorted(ours["clip_factors"]) == pytest.approx(sorted(expected), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_checks_of_the_ranking_come_to_the_same_correlations_and_refresh_at_the_same_steps(
     one: Runs, two: list[Runs]
 ) -> None:
@@ -117,6 +121,7 @@ def test_under_fp4_the_ranks_draw_together_the_random_numbers_of_one_process(one
     assert distance(one["fp4-seed-1"]["gradients"], theirs) > 1e-2
 
 
+@pytest.mark.slow
 def test_three_ranks_plan_and_lose_as_one_process(one: Runs, three: list[Runs]) -> None:
     """Thirds are no powers of two: gradients differ in their last bits from the first step on."""
     ours, theirs = three[0]["adamw"], one["adamw"]

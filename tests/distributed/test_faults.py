@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import alive, wait_until
 from rank_processes import assert_succeeded, start_ranks
 from run_faults import BOUND, ENDED, FAULTS, KILLED, POISONS, SURVIVED
-from test_solver import alive, wait_until
 
 from snip_hf.parallel.ranks import RankError
 
+pytestmark = pytest.mark.slow
 # Seconds beyond the bound for what comes before and after the wait on a busy machine, where all groups run at once.
 SLACK = 15.0
 Found = dict[str, list[dict[str, Any]]]

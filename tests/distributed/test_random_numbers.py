@@ -33,6 +33,7 @@ def test_ddp_which_broadcasts_buffers_leaves_the_layers_states_alone(two: list[d
     assert keys[0] == keys[1]
 
 
+@pytest.mark.slow
 def test_weights_that_all_ranks_have_stay_the_same_to_the_bit_under_fp4(two: list[dict[str, Any]]) -> None:
     first, second = (found["adamw"] for found in two)
     assert sum("fp4" in row.values() for row in first["plans"][2].values()) >= 5  # seven more steps follow

@@ -12,6 +12,7 @@ from rank_cases import JUDGED
 from rank_processes import launch_ranks
 from trainings import train
 
+pytestmark = pytest.mark.slow
 Runs = dict[str, dict[str, Any]]
 
 

@@ -24,8 +24,11 @@ from tiny_runs import differing, one_thread
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-# DCP says so whenever one process reads by itself.
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+pytestmark = [
+    pytest.mark.slow,
+    # DCP says so whenever one process reads by itself.
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
+]
 
 Found = dict[str, dict[str, Any]]
 

@@ -86,51 +86,19 @@ def train(training: Training, folder: Path) -> Found:
         folder: gets the `snip/` folder.
     """
     accelerator = _accelerator(training.wrapper)
-    rank, ranks = accelerator.process_index, accelerator.num_processes
-    options = {"attention_dropout": training.dropout}
-    model: nn.Module = tiny_llama(hidden=32, layers=2, **options)
-    if training.optimizer == "sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    else:
-        optimizer = adamw_after(model, 2 if training.optimizer == "warm" else 0, rows=2, length=LENGTH)
-        optimizer.param_groups[0]["eps"] = training.eps
-    model.train()
-    config = None if training.config is None else SnipConfig(**training.config)
-    if config is not None:
-        convert_model(model, config)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer, controller = _prepared(training, accelerator, folder)
     found = Found()
-    controller = None
-    if config is not None:
-        solving = Solving() if training.solves else Solving(start=_no_solver)
-        controller = SnipController(model, optimizer, config, accelerator, folder, solving=solving)
-    torch.manual_seed(7 + rank)
+    torch.manual_seed(7 + accelerator.process_index)
     with _clip_factors_noted(found):
         for step in range(1, training.steps + 1):
-            batches = [_batch(training, index, 0, 1) for index in _indices(training, step)]
-            labelled = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
-            total = torch.zeros(())
-            for number, index in enumerate(_indices(training, step)):
-                batch = _batch(training, index, rank, ranks)
-                inputs = {**batch, "num_items_in_batch": labelled}
-                if controller is not None:
-                    controller.capture(inputs)
-                is_last = number == training.micro_batches - 1
-                with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
-                    # The sum over the rank's tokens by the number of all ranks'; DDP and FSDP2 average over the ranks.
-                    loss = model(**inputs).loss
-                    accelerator.backward(loss * ranks)
-                total += loss.detach()
-            if ranks > 1:
-                dist.all_reduce(total)
-            found.losses.append(float(total))
+            found.losses.append(_backward(training, step, model, controller, accelerator))
             if training.clip is not None:
                 norm = accelerator.clip_grad_norm_(model.parameters(), training.clip)
                 found.norms.append(float(_whole(norm)))
             hooks = _hooks(model)
             if controller is not None:
                 controller.before_optimizer_step(step)
-            if training.wrapper == "fsdp2" and ranks > 1:
+            if training.wrapper == "fsdp2" and accelerator.num_processes > 1:
                 found.sharding.append({**_sharding(model), "hooks_kept": hooks == _hooks(model)})
             if step == training.steps:
                 found.gradients = {name: _whole(p.grad).clone() for name, p in _named(model) if p.grad is not None}
@@ -141,15 +109,60 @@ def train(training: Training, folder: Path) -> Found:
                 found.plans.append({name: dict(row) for name, row in controller.plan.assignment.items()})
     if controller is not None:
         controller.close()
+        if accelerator.is_main_process:
+            found.history, found.probe_losses, found.tables = read_run(folder / "snip")
+    _note_weights(found, model, optimizer)
+    return found
+
+
+def _prepared(training: Training, accelerator: Accelerator, folder: Path) -> tuple[nn.Module, Any, Any]:
+    """Returns model, optimizer and controller, which is None without snip-hf."""
+    model: nn.Module = tiny_llama(hidden=32, layers=2, attention_dropout=training.dropout)
+    if training.optimizer == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    else:
+        optimizer = adamw_after(model, 2 if training.optimizer == "warm" else 0, rows=2, length=LENGTH)
+        optimizer.param_groups[0]["eps"] = training.eps
+    model.train()
+    if training.config is None:
+        return *accelerator.prepare(model, optimizer), None
+    config = SnipConfig(**training.config)
+    convert_model(model, config)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    solving = Solving() if training.solves else Solving(start=_no_solver)
+    return model, optimizer, SnipController(model, optimizer, config, accelerator, folder, solving=solving)
+
+
+def _backward(
+    training: Training, step: int, model: nn.Module, controller: SnipController | None, accelerator: Accelerator
+) -> float:
+    """Runs the micro-batches of a step, forward and backward; returns the loss of all ranks."""
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    batches = [_batch(training, index, 0, 1) for index in _indices(training, step)]
+    labelled = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    total = torch.zeros(())
+    for number, index in enumerate(_indices(training, step)):
+        inputs = {**_batch(training, index, rank, ranks), "num_items_in_batch": labelled}
+        if controller is not None:
+            controller.capture(inputs)
+        is_last = number == training.micro_batches - 1
+        with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
+            # The sum over the rank's tokens by the number of all ranks'; DDP and FSDP2 average over the ranks.
+            loss = model(**inputs).loss
+            accelerator.backward(loss * ranks)
+        total += loss.detach()
+    if ranks > 1:
+        dist.all_reduce(total)
+    return float(total)
+
+
+def _note_weights(found: Found, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for name, parameter in _named(model):
-        found.weights[name] = _whole(parameter.detach()).clone()
         own = parameter.detach()
+        found.weights[name] = _whole(own).clone()
         found.own_weights[name] = (own.to_local() if isinstance(own, DTensor) else own).clone()
         for key, value in optimizer.state[parameter].items():
             found.state[f"{name} {key}"] = _whole(torch.as_tensor(value).detach()).clone()
-    if controller is not None and rank == 0:
-        found.history, found.probe_losses, found.tables = read_run(folder / "snip")
-    return found
 
 
 def _indices(training: Training, step: int) -> range:

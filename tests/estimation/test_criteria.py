@@ -22,7 +22,8 @@ from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.criterion import LayerCriterion
 from snip_hf.estimation.divergence import divergences_at, estimate_divergence
 from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes
-from snip_hf.estimation.probe import random_direction, run_probe
+from snip_hf.estimation.optimizer_step import OptimizerStep
+from snip_hf.estimation.probe import ProbeSettings, random_direction, run_probe
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.convert import convert_model
@@ -187,7 +188,7 @@ def estimated_traces(
     found: dict[str, list[float]] = {name: [] for name in layers}
     for seed in range(seeds):
         same: dict[str, Callable[[Tensor], Tensor]] = {name: lambda z: z for name in layers}
-        probe = run_probe(model, Batch.of(inputs), same, probes, kept, seed, 5)
+        probe = run_probe(model, Batch.of(inputs), same, ProbeSettings(probes, kept, seed, 5))
         for name, sample in probe.layers.items():
             draws = [(seed, 5, index) for index in range(probes)]
             directions = [random_direction(name, layers[name].weight, draw) for draw in draws]
@@ -279,8 +280,7 @@ def table_at(policy: str, inputs: dict[str, Tensor], kept: int | None = None, se
     config = SnipConfig(policy=policy, probe_tokens=kept, seed=seed)
     batch = Batch.of(inputs)
     part = batch.part(None if kept else batch.tokens // 2)
-    sizes = {"labelled": batch.labelled, "micro_batch_tokens": batch.tokens}
-    return divergences_at(model, part, {}, {}, config, **sizes)
+    return divergences_at(model, part, OptimizerStep({}, {}), config)
 
 
 def test_four_policies_bring_their_own_criterion() -> None:
@@ -296,7 +296,7 @@ def test_half_of_a_micro_batch_stands_for_a_whole_whose_other_half_is_the_same(p
     adamw_after(model, steps=4)
     convert_model(model, SnipConfig())
     config = SnipConfig(policy=policy, probe_tokens=None)
-    whole = divergences_at(model, Batch.of(twice), {}, {}, config)
+    whole = divergences_at(model, Batch.of(twice), OptimizerStep({}, {}), config)
     largest = max(row.criterion or 0.0 for row in whole.rows)
     assert largest > 0
     for a, b in zip(part.rows, whole.rows, strict=True):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow
 from small import adamw_after, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
 from sums_of_layer import LayerSums
 from thread_ranks import on_ranks
@@ -23,7 +24,8 @@ from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import divergences_at, estimate_divergence, gradients_of, weights_of
 from snip_hf.estimation.ground_truth import measure_divergence
 from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes
-from snip_hf.estimation.probe import Probe, run_probe
+from snip_hf.estimation.optimizer_step import OptimizerStep
+from snip_hf.estimation.probe import Probe, ProbeSettings, run_probe
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
@@ -98,6 +100,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_under_other_optimizers_it_is_right_to_a_tenth(kind: str) -> None:
     """Two batches, since the worst tenth of one batch's 14 layers is a layer and a half."""
@@ -164,7 +167,7 @@ def test_quantizing_a_layer_changes_no_update_through_the_grad_input_of_the_firs
 
 
 def with_probe(
-    inputs: dict[str, Tensor], config: SnipConfig, **options: Any
+    inputs: dict[str, Tensor], config: SnipConfig, step: int = 0, **options: Any
 ) -> tuple[DivergenceTable, dict[str, layer_sums.LayerSums], Probe]:
     """Rows of `divergences_at`, and every layer's sums from a probe and an optimizer's derivative of its own."""
     model = tiny_lm()
@@ -174,12 +177,13 @@ def with_probe(
     gradients = {name: torch.randn(weight.shape, generator=generator) for name, weight in weights.items()}
     optimizer = torch.optim.AdamW(weights.values(), lr=0.1, betas=(0.5, 0.5), eps=0.5)
     answers = responses(optimizer, weights)
-    table = divergences_at(model, Batch.of(inputs), answers, gradients, config, **options)
+    table = divergences_at(model, Batch.of(inputs), OptimizerStep(gradients, answers, **options), config, step)
     # The first step of Adam with betas of 0.5, differentiated: d/dg of lr g / (|g| + eps).
     slopes = {name: 0.1 * 0.5 / (g.abs() + 0.5) ** 2 / weights[name].detach().norm() for name, g in gradients.items()}
-    step = options.get("step", 0)
     pulls = {name: slope.mul for name, slope in slopes.items()}
-    probe = run_probe(model, Batch.of(inputs), pulls, config.probes, config.probe_tokens, config.seed, step)
+    probe = run_probe(
+        model, Batch.of(inputs), pulls, ProbeSettings(config.probes, config.probe_tokens, config.seed, step)
+    )
     sizes = BatchSizes.complete(Batch.of(inputs).tokens, Batch.of(inputs).labelled)
     terms = {
         name: LayerSums(sample, weights[name].detach(), pulls[name], options.get("micro_batches", 1), sizes)
@@ -193,11 +197,11 @@ def with_probe(
     [
         (SnipConfig(probe_tokens=None), {}),
         (SnipConfig(probe_tokens=None, probes=3, seed=4), {"step": 7}),
-        (SnipConfig(probe_tokens=128, loss_form="norm"), {"step": 2}),
+        (SnipConfig(probe_tokens=128, loss_estimator="norm"), {"step": 2}),
         (SnipConfig(probe_tokens=None), {"micro_batches": 4}),
         (
-            SnipConfig(probe_tokens=128, probes=2, loss_form="token-fisher"),
-            {"micro_batches": 8, "gradient_scale": 0.25},
+            SnipConfig(probe_tokens=128, probes=2, loss_estimator="token-fisher"),
+            {"micro_batches": 8, "clip_factor": 0.25},
         ),
     ],
 )
@@ -206,7 +210,7 @@ def test_rows_are_the_sums_of_the_layers_under_the_optimizer_s_derivative(
 ) -> None:
     """`estimation/test_layer_sums.py` compares the sums with the formulas."""
     table, terms, probe = with_probe(tokens(rows=2, length=150), config, **options)
-    scale, step = options.get("gradient_scale", 1.0), options.get("step", 0)
+    scale, step = options.get("clip_factor", 1.0), options.get("step", 0)
     rows = {(row.layer, row.gemm, row.format): row for row in table.rows}
     assert len(rows) == len(table.rows)
     assert set(rows) == {(layer, gemm, fmt) for layer in LAYERS for fmt in SnipConfig().formats[::-1] for gemm in ROWS}
@@ -216,7 +220,7 @@ def test_rows_are_the_sums_of_the_layers_under_the_optimizer_s_derivative(
         keys = tuple(stream_key(config.seed, step, 0, zlib.crc32(layer.encode()), operand) for operand in (3, 4))
         for fmt in SnipConfig().formats[::-1]:
             squares, errors = terms[layer].weight_divergences(fmt, keys), terms[layer].errors(fmt)
-            loss = terms[layer].loss_divergence(fmt, config.loss_form) / probe.loss
+            loss = terms[layer].loss_divergence(fmt, config.loss_estimator) / probe.loss
             largest = max(square.step for square in squares.values())
             for gemm in ROWS:
                 row = rows[layer, gemm, fmt]
@@ -259,7 +263,7 @@ def test_directions_are_pulled_back_and_errors_pushed_forward() -> None:
     weights = {name: layer.weight.detach() for name, layer in snip_linears(model).items()}
     gradients = {name: torch.full(weight.shape, 2.0) for name, weight in weights.items()}
     answers: dict[str, Any] = {name: Mixing(weight.shape, seed) for seed, (name, weight) in enumerate(weights.items())}
-    found = weight_divergences(divergences_at(model, Batch.of(inputs), answers, gradients, config))
+    found = weight_divergences(divergences_at(model, Batch.of(inputs), OptimizerStep(gradients, answers), config))
 
     def pull(name: str) -> Callable[[Tensor], Tensor]:
         left, right = answers[name].left.t(), answers[name].right.t()
@@ -337,7 +341,9 @@ def test_some_sequences_give_nearly_the_divergences_of_the_whole_micro_batch() -
 # -------------------------------------------------------------------------------------------------------- several ranks
 
 
-def over_ranks(size: int, config: SnipConfig, inputs: dict[str, Tensor], **options: Any) -> list[DivergenceTable]:
+def over_ranks(
+    size: int, config: SnipConfig, inputs: dict[str, Tensor], probes: int | None = None, **options: Any
+) -> list[DivergenceTable]:
     """Rank -> the table of a step whose micro-batch they share; one rank has all of it."""
     model = tiny_llama(hidden=32, layers=1)
     # At the first step of Adam single elements with hardly any gradient would decide everything.
@@ -354,27 +360,24 @@ def over_ranks(size: int, config: SnipConfig, inputs: dict[str, Tensor], **optio
         return divergences_at(
             copy.deepcopy(model),
             batch.part(None if config.probe_batch_tokens is None else config.probe_batch_tokens // size),
-            answers,
-            gradients,
+            OptimizerStep(gradients, answers, **options),
             config,
             step=3,
-            labelled=batch.labelled,
-            micro_batch_tokens=batch.tokens,
+            probes=probes,
             processes=Processes(data=ranks, everyone=ranks),
-            **options,
         )
 
     return on_ranks(size, work)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, slow(4)])
 @pytest.mark.parametrize(
     ("config", "options"),
     [
         (SnipConfig(probe_tokens=None, probes=2), {}),
-        (SnipConfig(probe_tokens=512, loss_form="token-fisher"), {"micro_batches": 4, "gradient_scale": 0.25}),
-        (SnipConfig(probe_tokens=256, probe_batch_tokens=512, loss_form="taylor"), {"gradient_scale": 0.5}),
-        (SnipConfig(probe_tokens=512, loss_form="norm"), {"probes": 0}),
+        (SnipConfig(probe_tokens=512, loss_estimator="token-fisher"), {"micro_batches": 4, "clip_factor": 0.25}),
+        (SnipConfig(probe_tokens=256, probe_batch_tokens=512, loss_estimator="taylor"), {"clip_factor": 0.5}),
+        (SnipConfig(probe_tokens=512, loss_estimator="norm"), {"probes": 0}),
         *((SnipConfig(policy=policy, probe_tokens=512, probes=2), {}) for policy in CRITERIA),
     ],
 )
@@ -416,7 +419,9 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_refused_by_all() -> None:
         part = {name: value[2 * ranks.rank : 2 * ranks.rank + 2] for name, value in inputs.items()}
         processes = Processes(data=ranks, everyone=ranks)
         with pytest.raises(ValueError) as error:
-            divergences_at(copy.deepcopy(model), Batch.of(part), {}, {}, SnipConfig(), processes=processes)
+            divergences_at(
+                copy.deepcopy(model), Batch.of(part), OptimizerStep({}, {}), SnipConfig(), processes=processes
+            )
         return str(error.value)
 
     text_of_it = "The loss of the probed micro-batch is nan; expected a finite number."
@@ -428,7 +433,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_refused_by_all() -> None:
 
 def test_clipping_scales_the_weight_divergence_and_leaves_the_loss_alone() -> None:
     inputs, config = tokens(rows=2, length=60), SnipConfig()
-    plain, clipped = (with_probe(inputs, config, gradient_scale=scale)[0] for scale in (1.0, 0.3))
+    plain, clipped = (with_probe(inputs, config, clip_factor=scale)[0] for scale in (1.0, 0.3))
     assert any(row.weight_bias for row in plain.rows)
     for a, b in zip(plain.rows, clipped.rows, strict=True):
         assert b.weight_divergence == pytest.approx(0.3 * a.weight_divergence, rel=1e-6)

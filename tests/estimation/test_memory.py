@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow
 from small import text, tiny_llama, tiny_lm, tokens
 from tiny_runs import FAST, SCHEDULE, history, noted_divergences
 from torch import nn
@@ -20,7 +21,7 @@ from snip_hf.estimation import probe as probe_module
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.memory import bounded, kept_tokens, measured_peak, probe_memory
 from snip_hf.estimation.passes import run_pass
-from snip_hf.estimation.probe import run_probe
+from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.layers.state import snip_linears
 
 MIB = 2**20
@@ -31,7 +32,7 @@ def halved(z: torch.Tensor) -> torch.Tensor:
 
 
 def probe(model: nn.Module, probes: int, kept: int | None, batch: Batch) -> None:
-    run_probe(model, batch, dict.fromkeys(trained(model), halved), probes, kept)
+    run_probe(model, batch, dict.fromkeys(trained(model), halved), ProbeSettings(probes, kept))
 
 
 def trained(model: nn.Module) -> list[str]:
@@ -73,7 +74,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("probes", "kept"), [(1, None), (1, 128), (2, None), (3, 256)])
+@pytest.mark.parametrize(("probes", "kept"), [slow(1, None), (1, 128), slow(2, None), slow(3, 256)])
 def test_a_probe_holds_what_is_predicted_beyond_the_activations_of_a_pass(
     case: str, probes: int, kept: int | None
 ) -> None:
@@ -117,7 +118,7 @@ def test_a_pass_without_directions_holds_one_side_only() -> None:
     model, batch = llama(), Batch.of(text(2, 256))
     one_side = probe_memory(model, 0, 512) - probe_memory(model, 0, 0)
     assert one_side == pytest.approx((probe_memory(model, 1, 512) - probe_memory(model, 1, 0)) / 2)
-    taken = peak_mib(lambda: run_probe(model, batch, {}, 0))
+    taken = peak_mib(lambda: run_probe(model, batch, {}, ProbeSettings(probes=0)))
     assert (
         probe_memory(model, 0, 512) < taken < probe_memory(model, 0, 512) + peak_mib(lambda: run_pass(model, batch, {}))
     )
@@ -171,7 +172,7 @@ def test_what_the_probe_keeps_of_a_micro_batch_is_what_is_said() -> None:
     for wanted in (None, 128, 200, 256, 300):
         for length in (9, 100, 128, 129, 256, 300):
             config = SnipConfig(probe_tokens=wanted)
-            found = run_probe(model, Batch.of(tokens(1, length)), {}, 0, wanted)
+            found = run_probe(model, Batch.of(tokens(1, length)), {}, ProbeSettings(0, wanted))
             assert {sample.x.shape[0] for sample in found.layers.values()} == {kept_tokens(config, length)}
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.pooling import pooled
-from snip_hf.estimation.probe import run_probe
+from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
@@ -151,15 +151,15 @@ def test_what_the_ranks_probe_of_their_parts_is_together_what_one_probes_of_the_
     model, inputs = build(), tokens(rows=4, length=256)  # runs of 128: 8
     convert_model(model, SnipConfig())
     pullbacks = {name: torch.ones_like(layer.weight).mul for name, layer in snip_linears(model).items()}
-    options = {"probes": 2, "probe_tokens": probe_tokens, "seed": 1, "step": 5}
-    whole = run_probe(model, Batch.of(inputs), pullbacks, **options)
+    settings = ProbeSettings(probes=2, probe_tokens=probe_tokens, seed=1, step=5)
+    whole = run_probe(model, Batch.of(inputs), pullbacks, settings)
 
     def work(ranks: Ranks) -> tuple[float, Samples]:
         processes = Processes(data=ranks, everyone=ranks)
         own = copy.deepcopy(model)
         part = Batch.of(of_rank(inputs, ranks.rank, size))
         every = ranks.gather(part.tokens)
-        probe = run_probe(own, part, pullbacks, processes=processes, tokens=every, **options)
+        probe = run_probe(own, part, pullbacks, settings, processes, every)
         return probe.loss, pooled(probe.layers, 1 / size, snip_linears(own), ranks)
 
     results = on_ranks(size, work)

@@ -21,7 +21,7 @@ from snip_hf.estimation import probe as probe_module
 from snip_hf.estimation import samples as samples_module
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.passes import per_query_head, run_forward, run_pass
-from snip_hf.estimation.probe import Probe, run_probe
+from snip_hf.estimation.probe import Probe, ProbeSettings, run_probe
 from snip_hf.estimation.products import split_product
 from snip_hf.estimation.samples import SamplePlan
 from snip_hf.layers.convert import convert_model
@@ -63,7 +63,7 @@ def probed(
     with monkeypatch.context() if monkeypatch else contextlib.nullcontext() as patch:
         if patch:
             patch.setattr(torch, "randn", watch)
-        probe = run_probe(converted, Batch.of(inputs), pullbacks_of(sensitivity), **options)
+        probe = run_probe(converted, Batch.of(inputs), pullbacks_of(sensitivity), ProbeSettings(**options))
     rounds = [drawn[start : start + len(sensitivity)] for start in range(0, len(drawn), len(sensitivity))]
     directions = [{name: d * z for (name, d), z in zip(sensitivity.items(), zs, strict=True)} for zs in rounds]
     return probe, directions
@@ -145,9 +145,9 @@ def test_without_probes_or_directions_one_pass_shows_x_and_g_and_no_derivatives(
     convert_model(model, SnipConfig())
     calls = watched(model.embed, type)
     if nothing == "probes":
-        probe = run_probe(model, Batch.of(inputs), pullbacks_of(sensitivity_of(model)), probes=0)
+        probe = run_probe(model, Batch.of(inputs), pullbacks_of(sensitivity_of(model)), ProbeSettings(probes=0))
     else:
-        probe = run_probe(model, Batch.of(inputs), {}, probes=3)
+        probe = run_probe(model, Batch.of(inputs), {}, ProbeSettings(probes=3))
     assert len(calls()) == 1
     assert probe.loss == loss
     assert set(probe.layers) == set(LAYERS)

@@ -16,8 +16,9 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.hook_source import Finding
 from snip_hf.estimation.passes import run_pass
-from snip_hf.estimation.user_hooks import Finding, judge
+from snip_hf.estimation.user_hooks import judge
 from snip_hf.layers.convert import convert_model
 from snip_hf.python_state import Kept
 
@@ -288,6 +289,7 @@ def test_what_a_list_of_unknown_kind_takes_in_is_left_out_with_a_doubt() -> None
 def test_the_log_names_once_what_it_cannot_tell_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     model, batch = tiny_lm(), Batch.of(tokens())
     convert_model(model, SnipConfig())
+    caplog.clear()
     model.layers[1].norm.register_forward_hook(notes_a_penalty)
     model.layers[1].norm.register_forward_hook(returns_another_output)
     model.layers[1].down.register_forward_pre_hook(moves_the_module)
@@ -296,7 +298,7 @@ def test_the_log_names_once_what_it_cannot_tell_and_nothing_else(caplog: pytest.
         run_pass(model, batch, {})
     assert caplog.messages == [
         "snip-hf: the code of hook moves_the_module of module 'layers.1.down' does not tell whether it changes what "
-        "the model computes (it calls to() of a module). The probe's passes run it. A hook that returns nothing and "
-        "only reads its arguments is left out; one that returns its result by name acts."
+        "the model computes (it calls to() of a module). The probe's passes run it. To have it left out, "
+        "return nothing and only read its arguments; to have it act, assign its result to a variable and return that."
     ]
     SEEN.clear()

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import ast
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fault_runs import CONFIG, SHORT, first_start
+from sources import SOURCES, names
 from tiny_runs import SCHEDULE, Run, differing, train, weights, without_seconds
 from transformers import TrainerCallback
 
-import snip_hf
 from snip_hf import SnipCallback, SnipConfig
-from snip_hf.planning.solver.process import SolverError, SolverProcess
+from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.planning.solver.solution import SolverError
 from snip_hf.training.refresh import Solving
 
-SOURCES = sorted(Path(snip_hf.__file__).parent.rglob("*.py"))
 # The wall clock's names; monotonic and perf_counter go on evenly whatever is done to it.
 WALL_CLOCK = {f"time.{name}" for name in ("time", "time_ns", "localtime", "gmtime", "ctime", "strftime", "asctime")}
 
@@ -71,21 +70,6 @@ def test_the_limit_of_a_solver_is_one_of_the_monotonic_clock(monkeypatch: pytest
     monkeypatch.undo()
     with pytest.raises(SolverError, match="ran past its limit of 90 s"):
         process.result()
-
-
-def names(tree: ast.AST, wanted: Callable[[str], bool]) -> list[str]:
-    """The dotted names that a module uses or imports, of those that are wanted."""
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            found.append(f"{node.value.id}.{node.attr}")
-        elif isinstance(node, ast.Name):
-            found.append(node.id)
-        elif isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-    return [name for name in found if wanted(name)]
 
 
 def test_no_module_reads_the_wall_clock() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fault_runs import CONFIG
+from slow_cases import slow
 from small import tiny_llama
 from tiny_runs import Run, differing, train, weights
 from transformers import TrainerCallback
@@ -102,7 +103,7 @@ def test_a_run_without_a_probe_takes_its_plan_from_its_configuration_and_not_fro
     train(tmp_path, config, resume=tmp_path / "checkpoint-1", max_steps=2)
 
 
-@pytest.mark.parametrize("damaged", [{}, {"run": 3}, [], "run", None])
+@pytest.mark.parametrize("damaged", [slow({}), {"run": 3}, slow([]), slow("run"), slow(None)])
 def test_a_damaged_mark_in_the_trainers_state_is_refused_by_the_name_of_its_file(
     damaged: Any, copies: tuple[Run, Run], tmp_path: Path
 ) -> None:

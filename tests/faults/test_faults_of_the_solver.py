@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 from fault_runs import CONFIG, SHORT, assert_cost_only_the_first_refresh, children, first_start
-from test_solver import members, wait_until
+from processes import members, wait_until
+from slow_cases import slow_but
 from tiny_runs import SCHEDULE, Run, differing, train, weights, without_seconds
 from transformers import TrainerCallback
 
@@ -105,7 +106,9 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], SolverProcess], str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", slow_but(FAULTS, "killed as the OOM killer does", "printing garbage", "CBC is missing")
+)
 def test_a_solver_that_fails_costs_one_refresh_and_no_loss_changes(
     fault: str,
     without_first: Run,

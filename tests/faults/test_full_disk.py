@@ -121,10 +121,10 @@ def test_a_disk_that_is_really_full_costs_no_loss_either(tmp_path: Path) -> None
 
 def test_a_history_line_that_half_fitted_does_not_spoil_the_next(tmp_path: Path) -> None:
     """The disk fills up in the middle of a line and is emptied again before the next."""
-    from snip_hf import json_io as jsonfiles
+    from snip_hf import json_io
 
     path = tmp_path / "history.jsonl"
-    jsonfiles.append_json_line(path, {"event": "start"})
+    json_io.append_json_line(path, {"event": "start"})
     write = os.write
     sizes = [5, 5]
 
@@ -136,6 +136,6 @@ def test_a_history_line_that_half_fitted_does_not_spoil_the_next(tmp_path: Path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "write", some)
         with pytest.raises(OSError, match="No space left"):
-            jsonfiles.append_json_line(path, {"event": "refresh", "step": 2})
-    jsonfiles.append_json_line(path, {"event": "refresh", "step": 6})
+            json_io.append_json_line(path, {"event": "refresh", "step": 2})
+    json_io.append_json_line(path, {"event": "refresh", "step": 6})
     assert path.read_text() == '{"event": "start"}\n{"event": "refresh", "step": 6}\n'

@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 import torch
+from events import refresh_event, start_event
 from fault_runs import CONFIG, damaged, mutated
-from test_solver import make_problem
+from small_problem import make_problem
 from tiny_runs import Run, model_with_dropout
 
 from snip_hf import PrecisionPlan, SnipController
@@ -29,7 +30,8 @@ from snip_hf.json_io import MAX_JSON_BYTES, append_json_line, parse_json, read_j
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance
 from snip_hf.planning.solver import ilp
-from snip_hf.planning.solver.process import SolverError, SolverProcess, SolverResult, check_solution
+from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.planning.solver.solution import SolverError, SolverResult, check_solution
 from snip_hf.records.run_folder import RunFolder
 
 # Seconds that one file of a few kB may take on a busy machine; most take a millisecond.
@@ -303,10 +305,10 @@ def test_a_history_that_is_no_file_costs_the_record_and_is_not_waited_for(
         path.symlink_to("/dev/full" if kind == "device" else path)
     folder = RunFolder(tmp_path)
     with in_time():
-        folder.append({"event": "start", "step": 0})
+        folder.append(start_event())
     assert len(caplog.messages) == 1
     with in_time():
-        folder.cut(3, None, {"event": "start", "step": 0})
+        folder.cut(3, None, start_event())
     assert len(caplog.messages) == 2
     assert all("training goes on" in message for message in caplog.messages)
 
@@ -328,7 +330,7 @@ def test_a_spoiled_history_keeps_its_good_lines_on_resume(tmp_path: Path) -> Non
             lines.insert(rng.randrange(len(lines) + 1), line)
         path.write_bytes(b"\n".join([json.dumps(start).encode(), *lines]) + b'\n{"event": "refr')
         with in_time():
-            RunFolder(tmp_path).cut(8, None, start)
+            RunFolder(tmp_path).cut(8, None, start_event())
         assert [json.loads(line) for line in path.read_text().splitlines()] == [start, *good[:2]]
 
 
@@ -336,8 +338,9 @@ def test_a_number_that_is_not_finite_costs_the_line_and_is_never_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = RunFolder(tmp_path)
-    folder.append({"event": "start", "step": 0})
-    folder.append({"event": "refresh", "loss": float("nan")})
+    folder.append(start_event())
+    folder.append(refresh_event(2, loss=float("nan")))
     assert len(caplog.messages) == 1
     append_json_line(tmp_path / "snip" / "history.jsonl", {"event": "refresh"})
-    assert (tmp_path / "snip" / "history.jsonl").read_text() == '{"event": "start", "step": 0}\n{"event": "refresh"}\n'
+    first = json.dumps(start_event().to_record())
+    assert (tmp_path / "snip" / "history.jsonl").read_text() == first + '\n{"event": "refresh"}\n'

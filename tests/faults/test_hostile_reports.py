@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_run_report import random_assignments, write_checks, write_divergence, write_losses, write_run
+from written_runs import random_assignments, write_checks, write_divergence, write_losses, write_run
 
 from snip_hf import cli
 from snip_hf.cli import main
 from snip_hf.config import LONGEST_WAIT
 from snip_hf.numerics.gemms import GEMMS
-from snip_hf.records import events as records
+from snip_hf.records import events
+from snip_hf.records import history as history_module
 from snip_hf.reporting import run_report as report
 
 # Seconds that a report without figures may take on a busy machine; most take a hundredth.
@@ -298,11 +299,11 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
 REPORTED: dict[str, tuple[Spoil, str]] = {
     "nothing spoiled": (lambda folder: None, "Why (probe of step 300"),
     "a config of other types": (
-        config(granularity=[1], target_fp4_fraction={}, first_refresh=[[]], cost=3, plan=None),
+        config(granularity=[1], target_fp4_fraction={}, first_refresh=[[]], budget=3, fixed_plan=None),
         "There is no table of reasons: target_fp4_fraction=",
     ),
     "a config of another version": (config(of_tomorrow=1), "There is no table of reasons: Unknown SnipConfig field"),
-    "a config whose plan is a list": (config(plan=["x"]), "Plan file a list of 1, held fixed"),
+    "a config whose plan is a list": (config(fixed_plan=["x"]), "Plan file a list of 1, held fixed"),
     "a config with 100,000 ties": (config(ties=[[f"a{n}"] for n in range(10**5)]), "Why (probe of step 300"),
     "a config with too many ties": (many_ties, "There is no table of reasons: ties has 5,001 names"),
     "a config with endless solving": (config(solver_time_limit=1e101), ""),
@@ -437,8 +438,8 @@ DRAWN = (
 def test_a_report_of_a_hostile_folder_is_one_sentence_or_a_report_with_notes(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "_MOST_LINES", 120_000)
-    monkeypatch.setattr(records, "_MOST_LAYERS", 5000)
+    monkeypatch.setattr(history_module, "_MOST_LINES", 120_000)
+    monkeypatch.setattr(events, "_MOST_LAYERS", 5000)
     if case not in DRAWN:
         monkeypatch.setattr(report, "write_figures", lambda run, out: [])
     good_run(tmp_path)
@@ -655,6 +656,7 @@ def test_paths_of_any_characters_are_printed_escaped(tmp_path: Path, capsys: pyt
 
 MEMORY = """
 import resource, sys
+import snip_hf.reporting.run_report
 from snip_hf.cli import main
 
 def peak():  # in MiB

@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_solver import make_problem
+from small_problem import make_problem
 from tiny_runs import SCHEDULE, train
 
 from snip_hf import SnipConfig
+from snip_hf.config import POLICIES
 from snip_hf.layers.state import snip_linears
 from snip_hf.planning.solver import ilp
 from snip_hf.planning.solver import process as solver
-from snip_hf.planning.solver.process import SolverError, SolverProcess, import_paths
+from snip_hf.planning.solver.process import SolverProcess, import_paths
+from snip_hf.planning.solver.solution import SolverError
+from snip_hf.policies.registry import Policy, register_policy
 
 SHORT = {"max_steps": 4}
 RUN_ILP = f"import runpy; runpy.run_path({ilp.__file__!r}, run_name='__main__')"
@@ -141,6 +144,15 @@ def test_a_solver_that_is_not_there_is_refused_before_training(
     with pytest.raises(ValueError, match=f"solver: '{name}' needs {package}, which is not installed .* Install it, or"):
         train(tmp_path, SnipConfig(**SCHEDULE | {"solver": name}), **SHORT)
     assert not (tmp_path / "snip").exists()
+
+
+def test_the_solver_that_a_policy_asks_for_is_the_one_that_is_tried_out(
+    with_command: Callable[[list[str]], None],
+) -> None:
+    with_command(WITHOUT_BOTH)
+    with POLICIES.restored(), pytest.raises(ValueError, match="solver: 'highs' needs scipy, which is not installed"):
+        register_policy(Policy(name="exact", cost=lambda config, table: lambda row: row.flops, solver="highs"))
+        solver.check_solver(SnipConfig(policy="exact", solver="greedy"), logging.getLogger("snip_hf"))
 
 
 @pytest.mark.parametrize(

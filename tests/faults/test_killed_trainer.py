@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from fault_runs import CONFIG, SAVING, SHORT, in_a_process
-from test_solver import alive, members, wait_until
+from processes import alive, members, wait_until
 from tiny_runs import Run, differing, train, weights, without_seconds
 
 from snip_hf.planning.solver import ilp

@@ -14,23 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from events import start_event
 from fault_runs import in_a_process
 from huggingface_hub.utils import filter_repo_objects
 
-from snip_hf import json_io as jsonfiles
+from snip_hf import json_io
 from snip_hf.json_io import append_json_line, read_json, remove_temporaries, write_json_atomic
 
 # The module alone, so that a process takes milliseconds and not seconds to start.
 ALONE = f"""
 import importlib.util, os, sys
-spec = importlib.util.spec_from_file_location("jsonfiles", {jsonfiles.__file__!r})
-jsonfiles = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(jsonfiles)
+spec = importlib.util.spec_from_file_location("json_io", {json_io.__file__!r})
+json_io = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(json_io)
 path = sys.argv[1]
 def document(number): return {{"number": number, "text": str(number) * 20000}}
 """
-WRITE = "number = 0\nwhile True:\n    number += 1\n    jsonfiles.write_json_atomic(path, document(number))\n"
-APPEND = "number = 0\nwhile True:\n    number += 1\n    jsonfiles.append_json_line(path, document(number))\n"
+WRITE = "number = 0\nwhile True:\n    number += 1\n    json_io.write_json_atomic(path, document(number))\n"
+APPEND = "number = 0\nwhile True:\n    number += 1\n    json_io.append_json_line(path, document(number))\n"
 CALLS = ["open", "write", "flush", "fsync", "replace"]
 
 
@@ -83,23 +84,23 @@ def test_a_process_killed_at_any_instant_leaves_whole_lines_and_at_most_one_brok
 
 # The process ends at the call, before or after it has done its work, without a word to anybody.
 DYING = """
-jsonfiles.write_json_atomic(path, document(1))
+json_io.write_json_atomic(path, document(1))
 call, when = sys.argv[2:]
 def dying(real):
     def die(*args, **kwargs):
         if when == "after": real(*args, **kwargs)
         os._exit(9)
     return die
-if call == "open": jsonfiles.open = dying(open)
+if call == "open": json_io.open = dying(open)
 elif call in ("write", "flush"):
     class File:
         def __init__(self, *args): self.file = open(*args)
         def __enter__(self): return self
         def __exit__(self, *exception): self.file.close()
         def __getattr__(self, name): return (dying if name == call else (lambda real: real))(getattr(self.file, name))
-    jsonfiles.open = File
+    json_io.open = File
 else: setattr(os, call, dying(getattr(os, call)))
-jsonfiles.write_json_atomic(path, document(2))
+json_io.write_json_atomic(path, document(2))
 """
 
 
@@ -143,7 +144,7 @@ def test_a_call_that_fails_leaves_the_old_file_and_nothing_else(
         monkeypatch.setattr(os, call, fail)
     else:
         opened = fail if call == "open" else lambda *args: _File(open(*args), call, fail)  # noqa: SIM115
-        monkeypatch.setattr(jsonfiles, "open", opened, raising=False)
+        monkeypatch.setattr(json_io, "open", opened, raising=False)
     with pytest.raises(OSError) as caught:
         write_json_atomic(path, {"number": 2})
     assert caught.value.errno == code
@@ -209,6 +210,7 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 from snip_hf.estimation.table import DivergenceTable
 from divergence_files import records_of
+from events import refresh_event, start_event
 from snip_hf.records.run_folder import RunFolder
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 top = Path(sys.argv[1])
@@ -221,7 +223,7 @@ plans = [
 class Table:
     loss = 1.0
     def to_records(self): return [{"layer": "a" * 100, "number": n} for n in range(300)]
-start = {"event": "start", "step": 0, "text": "x" * 20000}
+start = start_event(plans[0])
 rng = random.Random(2)
 for number in range(int(sys.argv[2])):
     output = top / str(number)
@@ -232,7 +234,7 @@ for number in range(int(sys.argv[2])):
         for step in range(1, 10**6):
             folder.write_divergences(step, Table())
             folder.save_plan(plans[step % 2])
-            folder.append({"event": "refresh", "step": step, "decided_step": step, "text": "y" * 20000})
+            folder.append(refresh_event(step, reason="y" * 20000))
             if step % 3 == 0:
                 folder.cut(step - 1, None, start)
     snip = output / "snip"
@@ -247,9 +249,9 @@ for number in range(int(sys.argv[2])):
     folder = RunFolder(output)
     folder.cut(10**9, None, start)
     lines = [json.loads(line) for line in (snip / "history.jsonl").read_text().splitlines()]
-    assert lines[0] == start
+    assert lines[0] == start.to_record()
     steps = [line["step"] for line in lines[1:]]
-    assert steps == sorted(steps) and all(line["text"] == "y" * 20000 for line in lines[1:])
+    assert steps == sorted(steps) and all(line["reason"] == "y" * 20000 for line in lines[1:])
     assert not list(snip.glob(".*")), list(snip.iterdir())
     folder.clear()
     assert {path.name for path in snip.iterdir()} <= {"plan.json"}
@@ -264,7 +266,7 @@ def test_a_run_folder_is_readable_whenever_its_run_was_killed(tmp_path: Path) ->
 def test_what_a_killed_write_left_is_removed_by_the_next_run_of_the_folder(tmp_path: Path) -> None:
     from snip_hf.records.run_folder import RunFolder
 
-    for begin in (lambda folder: folder.clear(), lambda folder: folder.cut(1, None, {"event": "start", "step": 0})):
+    for begin in (lambda folder: folder.clear(), lambda folder: folder.cut(1, None, start_event())):
         (tmp_path / "snip").mkdir(exist_ok=True)
         (tmp_path / "snip" / ".plan.json.0123456789abcdef.tmp").write_text("half a pl")
         begin(RunFolder(tmp_path))

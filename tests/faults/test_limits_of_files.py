@@ -22,7 +22,8 @@ from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.planning.program import problem
 from snip_hf.policies.setting import Setting, find_stages
-from snip_hf.records.events import read_divergence
+from snip_hf.records.divergences import read_divergence
+from snip_hf.records.events import RefreshBegun
 from snip_hf.records.run_folder import RunFolder
 from snip_hf.training.checkpoint import PendingRefresh
 
@@ -49,7 +50,9 @@ class Decided:
                 for fmt in CHOICES
             ),
         )
-        seconds = {name: {gemm: dict.fromkeys(FORMATS, rng.random()) for gemm in GEMMS} for name in names}
+        seconds = {
+            name: {gemm: dict.fromkeys(("bf16", "fp8", "fp4"), rng.random()) for gemm in GEMMS} for name in names
+        }
         machine = Machine("NVIDIA H200", "2.11.0+cu130", "hopper", "bfloat16")
         self.plan = PrecisionPlan(
             {name: {gemm: rng.choice(CHOICES) for gemm in GEMMS} for name in names},
@@ -59,7 +62,7 @@ class Decided:
             MeasuredCost(machine=machine, tokens=16384, seconds=seconds),
         )
         program = problem(setting, self.table, self.plan.assignment)
-        pending = PendingRefresh(40, 50, program, {"event": "refresh"}, {name: rng.random() for name in names})
+        pending = PendingRefresh(40, 50, program, RefreshBegun(step=40), {name: rng.random() for name in names})
         self.state = {"step": 41, "plan": self.plan.to_dict(), "pending": pending.to_dict(), "ranking": pending.ranking}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow
 from small import TinyLM, adamw_after, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
 from tiny_runs import FAST, SCHEDULE, differing, model_with_dropout, train, weights, without_seconds
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import estimate_divergence
 from snip_hf.estimation.ground_truth import measure_assignment, measure_divergence
 from snip_hf.estimation.passes import run_pass
-from snip_hf.estimation.probe import run_probe
+from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
@@ -121,7 +122,7 @@ def test_aliases_leave_divergences_and_parameters_as_they_are(action: Any) -> No
 
 
 @pytest.mark.parametrize("has_alias", [False, True])
-@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("reentrant", [slow(None), slow(False), True])
 def test_a_block_that_runs_three_times_and_has_two_names_trains_on(has_alias: bool, reentrant: bool | None) -> None:
     def losses(probes: bool) -> list[float]:
         with torch.random.fork_rng():
@@ -151,7 +152,8 @@ def test_every_way_to_probe_leaves_an_aliased_model_alone() -> None:
     convert_model(model, SnipConfig())
     state, batch = State(model), text(2, 8)
     layers = snip_linears(model)
-    run_probe(model, Batch.of(batch), {name: torch.ones_like(layer.weight).mul for name, layer in layers.items()}, 2)
+    pullbacks = {name: torch.ones_like(layer.weight).mul for name, layer in layers.items()}
+    run_probe(model, Batch.of(batch), pullbacks, ProbeSettings(probes=2))
     measure_assignment(model, batch, optimizer, [{name: {"forward": "fp4"} for name in layers}], draws=1)
     state.assert_unchanged()
 

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from test_clock_jumps import SOURCES, names
+from sources import SOURCES, names
 
 # Modules whose loading runs what the file says, and calls that run text.
 MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "code", "codeop", "runpy"}

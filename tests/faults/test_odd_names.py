@@ -102,12 +102,12 @@ def test_a_folder_of_an_odd_name_takes_a_run_and_its_resumption(tmp_path: Path, 
 def test_a_folder_whose_name_is_no_utf8_takes_a_run_and_a_plan(tmp_path: Path, logged: io.TextIOWrapper) -> None:
     """Checkpoints of the weights it does not take: safetensors refuses such a path."""
     folder = tmp_path / SURROGATE
-    config = SnipConfig(**SCHEDULE, cost="measured", cost_file=str(folder / "times.json"))
+    config = SnipConfig(**SCHEDULE, budget="measured", timing_file=str(folder / "times.json"))
     run = train(folder, config, **SHORT)
     assert [line["status"] for line in run.refreshes] == ["applied", "applied"]
     assert (folder / "times.json").is_file()
     plan = folder / "snip" / "plan.json"
-    held = train(folder, SnipConfig(plan=str(plan)), max_steps=2)
+    held = train(folder, SnipConfig(fixed_plan=str(plan)), max_steps=2)
     assert held.callback.controller.plan.assignment == run.callback.controller.plan.assignment
     assert held.history[0]["config"]["plan"] == str(plan)
     assert any("moved what an earlier run recorded" in line and r"caf\udce9" in line for line in lines(logged))

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from own_loop import Loop
+from slow_cases import slow
 from small import text, tiny_llama
-from test_controller import Loop
 from tiny_runs import FAST, SCHEDULE, arguments, data, differing, history, one_thread, weights
 from torch import nn
 from transformers import Trainer, TrainerCallback
@@ -298,7 +299,7 @@ CHANGES = {"replaced": (_replace, "Linear"), "wrapped": (_wrap, "Adapted"), "res
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("after", [3, 4])
+@pytest.mark.parametrize("after", [slow(3), 4])
 def test_layers_that_were_replaced_or_wrapped_keep_the_plan_and_are_named(
     change: str, after: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from events import refresh_event, small_plan, start_event
 from fault_runs import CONFIG, SAVING, SHORT
 from tiny_runs import SCHEDULE, Run, history, model_with_dropout, train
 from transformers import TrainerCallback
@@ -25,7 +26,6 @@ from transformers import TrainerCallback
 from snip_hf import SnipConfig, SnipController
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.json_io import append_json_line, write_json_atomic
-from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.records import lock
 from snip_hf.records import lock as lock_module
 from snip_hf.records import run_folder as run_folder_module
@@ -35,14 +35,9 @@ from snip_hf.records.run_folder import RunFolder
 from snip_hf.training import controller as controller_module
 from snip_hf.training import gradient_source
 
-START = {"event": "start", "step": 0}
+START = start_event()
 TABLE = DivergenceTable(1.0, (Divergence("a", "layer", "fp4", 1.0, 1.0, 1.0),))
-PLAN = PrecisionPlan.uniform(
-    {"a": dict.fromkeys(("forward", "grad_input", "grad_weight"), 1.0)},
-    "fp4",
-    [["a"]],
-    PlanProvenance(step=0, policy="snip"),
-)
+PLAN = small_plan()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -224,14 +219,14 @@ def test_a_run_of_the_same_process_that_was_not_closed_is_replaced_and_records_n
     second.hold()
     record(second)
     before = contents(tmp_path)
-    first.append({"event": "refresh", "step": 2})
+    first.append(refresh_event(2))
     first.save_plan(PLAN)
     first.clear()
     first.release()
     assert contents(tmp_path) == before
     (message,) = caplog.messages
     assert message.startswith(f"snip-hf: {tmp_path / 'snip'} belongs to a later run of this process")
-    second.append({"event": "refresh", "step": 2})
+    second.append(refresh_event(2))
     assert [line["event"] for line in history(tmp_path)] == ["start", "refresh"]
     assert held_by(tmp_path) == US
 
@@ -339,7 +334,7 @@ def test_a_run_that_changes_to_another_folder_goes_on_with_its_record_and_its_ti
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    config = SnipConfig(**SCHEDULE, cost="measured", cost_file="times.json")
+    config = SnipConfig(**SCHEDULE, budget="measured", timing_file="times.json")
     train(Path("out"), config, callbacks=[_ChangeFolder(tmp_path / "there")], **SHORT)
     assert Path.cwd() == tmp_path / "there"
     assert list(Path.cwd().iterdir()) == []
@@ -384,7 +379,7 @@ def test_permissions_of_files_that_are_replaced_stay(mode: int, tmp_path: Path) 
     for name in names:
         (snip / name).chmod(mode)
     folder.save_plan(PLAN)
-    folder.append({"event": "refresh", "step": 9})
+    folder.append(refresh_event(9))
     folder.cut(8, None, START)
     assert modes(snip) == {mode}
     record(RunFolder(tmp_path))
@@ -399,7 +394,7 @@ def test_permissions_of_files_that_are_replaced_stay(mode: int, tmp_path: Path) 
 def test_links_are_neither_written_through_nor_replaced(
     target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "victim").write_text(json.dumps(START) + "\n")
+    (tmp_path / "victim").write_text(json.dumps(START.to_record()) + "\n")
     snip = tmp_path / "out" / "snip"
     snip.mkdir(parents=True)
     names = ("plan.json", "history.jsonl", "divergence-2.json", "state.json")
@@ -413,7 +408,7 @@ def test_links_are_neither_written_through_nor_replaced(
         append_json_line(snip / "history.jsonl", {})
     assert sorted(path.name for path in snip.iterdir()) == sorted(names)
     assert all((snip / name).is_symlink() for name in names)
-    assert (tmp_path / "victim").read_text() == json.dumps(START) + "\n"
+    assert (tmp_path / "victim").read_text() == json.dumps(START.to_record()) + "\n"
     assert not (tmp_path / "nothing").exists()
     assert len(caplog.messages) == 4 and all("could not write" in message for message in caplog.messages)
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from fault_runs import CONFIG, children
+from slow_cases import slow
 from small import text, tiny_llama
 from tiny_runs import Run, arguments, data, differing, one_thread, train, weights, without_seconds
 from torch import Tensor, nn
@@ -319,7 +320,7 @@ def fail(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("event", ["on_substep_end", "on_step_end"])
-@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("is_kept", [slow(True), False])
 def test_restore_model_removes_what_a_failed_run_left(is_kept: bool, event: str, policy: str, tmp_path: Path) -> None:
     model, before = tiny_llama(hidden=32), children()
     config = SnipConfig(policy=policy, first_refresh=1, solver="greedy")
@@ -342,7 +343,9 @@ def test_restore_model_removes_what_a_failed_run_left(is_kept: bool, event: str,
     copy.deepcopy(model).train()(**text(2, 16)).loss.backward()
 
 
-@pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end"])
+@pytest.mark.parametrize(
+    "event", [slow("on_step_begin"), "on_substep_end", slow("on_pre_optimizer_step"), "on_step_end"]
+)
 def test_a_run_whose_model_is_restored_goes_on_without_snip_and_says_so_once(
     event: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -404,7 +407,7 @@ INNER: dict[str, Callable[[], SnipCallback | None]] = {
 }
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [slow(False), True])
 @pytest.mark.parametrize("kind", INNER)
 def test_a_run_goes_on_with_its_plan_and_its_schedule_after_one_inside_it(
     kind: str, fails: bool, quiet: dict[str, tuple[Run, Any]], tmp_path: Path

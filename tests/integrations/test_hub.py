@@ -16,22 +16,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pushing_runs
 import pytest
-import torch
 import yaml
+from events import refresh_event, start_event
 from hub_server import TOKEN, USER, Hub, Repository
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from snip_hf import SnipCallback, SnipConfig
-from snip_hf.integrations.hub import keep_model_card, model_card_section, model_tags, prepare_push, tag_model
+from snip_hf.integrations.hub import model_card_section, model_tags, prepare_push, tag_model
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
+from snip_hf.records.events import Event
 
 TAGS = ["snip-hf", "fp4", "fp8", "mixed-precision-training"]
-APPLIED = {"event": "refresh", "status": "applied"}
-KEPT = {"event": "refresh", "status": "kept"}
-PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
+START = start_event()
+APPLIED = refresh_event(2, applied_step=4, reason=None)
+KEPT = refresh_event(6)
 
 
 def plan(*formats: str, policy: str = "snip", target: float | None = 0.5, stages: int = 1) -> PrecisionPlan:
@@ -45,68 +45,16 @@ def plan(*formats: str, policy: str = "snip", target: float | None = 0.5, stages
     )
 
 
-def write_run(output_dir: Path, plan: PrecisionPlan, *events: dict[str, Any]) -> None:
+def write_run(output_dir: Path, plan: PrecisionPlan, *events: Event) -> None:
     folder = output_dir / "snip"
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(folder / "plan.json")
-    (folder / "history.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (folder / "history.jsonl").write_text("".join(json.dumps(event.to_record()) + "\n" for event in events))
 
 
 def metadata(card: bytes | str) -> dict[str, Any]:
     text = card.decode() if isinstance(card, bytes) else card
     return yaml.safe_load(text.split("---\n")[1])
-
-
-def train_and_push(folder: str) -> None:
-    """The other process: one run for each way to push. Prints what only it can know, as JSON."""
-    run(f"{folder}/every-save", hub_strategy="every_save")
-    run(f"{folder}/last-checkpoint", hub_strategy="checkpoint")
-    trainer = run(f"{folder}/at-the-end", hub_strategy="end")
-    trainer.push_to_hub(tags="mine")
-    refused = run(f"{folder}/read-only", hub_strategy="every_save")
-    try:
-        refused.push_to_hub()
-    except Exception as raised:
-        error = str(raised)
-    trainer = run(f"{folder}/kept-card", hub_strategy="end")
-    keep_model_card(trainer)
-    trainer.push_to_hub()
-    trainer.push_to_hub()
-    model = LlamaForCausalLM.from_pretrained(f"{USER}/kept-card", token=TOKEN)
-    pairs = zip(model.parameters(), trainer.model.parameters(), strict=True)
-    same = all(torch.equal(pushed, trained) for pushed, trained in pairs)
-    print(json.dumps({"same weights": same, "refused at step": refused.state.global_step, "error": error}))
-
-
-def run(output_dir: str, **arguments: Any) -> Trainer:
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    tokens = list(range(8))
-    # One refresh: probe at step 1, applied after step 2, which is when the checkpoint is saved and pushed.
-    snip = SnipConfig(target_fp4_fraction=0.5, first_refresh=1, apply_delay=1, solver="greedy")
-    figure = Path(output_dir) / "snip" / "plan.png"
-    figure.parent.mkdir(parents=True)
-    figure.write_bytes(PNG)
-    trainer = Trainer(
-        LlamaForCausalLM(config),
-        TrainingArguments(
-            output_dir=output_dir,
-            max_steps=2,
-            # One push: a second save would change files under the first one's upload, which runs in the background.
-            save_steps=2,
-            per_device_train_batch_size=1,
-            push_to_hub=True,
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            **arguments,
-        ),
-        train_dataset=[{"input_ids": tokens, "labels": tokens}] * 2,
-        callbacks=[SnipCallback(snip)],
-    )
-    trainer.train()
-    return trainer
 
 
 def in_other_process(folder: Path, endpoint: str) -> subprocess.CompletedProcess[str]:
@@ -122,7 +70,7 @@ def in_other_process(folder: Path, endpoint: str) -> subprocess.CompletedProcess
         "no_proxy": "127.0.0.1",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    command = [sys.executable, "-c", f"import test_hub; test_hub.train_and_push({str(folder)!r})"]
+    command = [sys.executable, pushing_runs.__file__, str(folder)]
     return subprocess.run(command, env=kept | settings, capture_output=True, text=True, timeout=240)
 
 
@@ -219,7 +167,7 @@ def test_an_unreachable_hub_stops_the_run_before_the_first_step(tmp_path: Path) 
 
 
 def test_section_tells_policy_target_share_refreshes_arithmetic_and_source() -> None:
-    text = model_card_section(plan("fp4", "fp4", "fp8"), [{"event": "start"}, APPLIED, KEPT, APPLIED], emulated=True)
+    text = model_card_section(plan("fp4", "fp4", "fp8"), [START, APPLIED, KEPT, APPLIED], emulated=True)
     assert "| policy | `snip` |" in text
     assert "| target | at least 50.0% of the linear FLOPs in FP4 |" in text
     assert "| 66.7% of the linear FLOPs in FP4 (not a reduction of FLOPs) |" in text
@@ -271,7 +219,7 @@ def test_tagging_twice_adds_each_tag_once_and_leaves_the_class_alone() -> None:
 
 
 def test_a_card_that_the_user_wrote_keeps_its_text_and_metadata(tmp_path: Path) -> None:
-    write_run(tmp_path, plan("fp4", "fp8"), {"event": "start"})
+    write_run(tmp_path, plan("fp4", "fp8"), START)
     (tmp_path / "README.md").write_text("---\nlicense: mit\ntags:\n- poetry\n---\n\n# Mine\n\nBackslash \\1, über.\n")
     model = nn.Linear(2, 2)
     for _ in range(2):
@@ -284,11 +232,11 @@ def test_a_card_that_the_user_wrote_keeps_its_text_and_metadata(tmp_path: Path) 
 
 
 def test_text_below_the_section_stays_where_it_is(tmp_path: Path) -> None:
-    write_run(tmp_path, plan("fp4", "fp8"), {"event": "start"})
+    write_run(tmp_path, plan("fp4", "fp8"), START)
     prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
     with open(tmp_path / "README.md", "a") as file:
         file.write("\n## Below\n")
-    write_run(tmp_path, plan("fp4", "fp8"), {"event": "start"}, APPLIED)
+    write_run(tmp_path, plan("fp4", "fp8"), START, APPLIED)
     prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
     card = (tmp_path / "README.md").read_text()
     assert card.endswith("\n## Below\n") and "1 applied of 1" in card and "0 applied of 0" not in card
@@ -309,7 +257,7 @@ def test_a_policy_from_elsewhere_is_code_in_one_cell_of_the_card(policy: str, sh
 
 def test_the_name_of_the_folder_is_text_in_the_title_of_a_card(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"my_run <b>[x](y)`\xe2\x80\xae\xff")
-    write_run(folder, plan("fp4"), {"event": "start"})
+    write_run(folder, plan("fp4"), START)
     prepare_push(folder, nn.Linear(2, 2), emulated=True)
     title = "# my_run \\<b\\>\\[x\\](y)\\`\\\\u202e\\\\udcff"
     assert title in (folder / "README.md").read_text().splitlines()
@@ -320,7 +268,7 @@ def test_the_name_of_the_folder_is_text_in_the_title_of_a_card(tmp_path: Path) -
 def test_what_is_no_card_or_no_history_gives_a_warning_and_is_not_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, kind: str
 ) -> None:
-    write_run(tmp_path, plan("fp4"), {"event": "start"})
+    write_run(tmp_path, plan("fp4"), START)
     path = tmp_path / name
     path.unlink(missing_ok=True)
     if kind == "pipe":
@@ -335,7 +283,7 @@ def test_what_is_no_card_or_no_history_gives_a_warning_and_is_not_waited_for(
 
 
 def test_a_card_whose_tags_are_one_word_keeps_it_beside_ours(tmp_path: Path) -> None:
-    write_run(tmp_path, plan("fp4"), {"event": "start"})
+    write_run(tmp_path, plan("fp4"), START)
     (tmp_path / "README.md").write_text("---\ntags: poetry\n---\n")
     prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
     assert metadata((tmp_path / "README.md").read_text())["tags"] == ["poetry", *model_tags(plan("fp4"))]
@@ -345,8 +293,8 @@ def test_a_card_whose_tags_are_one_word_keeps_it_beside_ours(tmp_path: Path) -> 
     ("file", "content", "message"),
     [
         ("snip/plan.json", '{"kind": ', "plan.json is not a usable precision plan"),
-        ("snip/history.jsonl", '{"event": "start"}\n{"event": "ref', "history.jsonl, line 2: it is not valid JSON"),
-        ("snip/history.jsonl", "{}\n[1]\n", "history.jsonl, line 2: got list, expected a JSON object."),
+        ("snip/history.jsonl", json.dumps(START.to_record()) + '\n{"event": "ref', "history: it is not valid JSON"),
+        ("snip/history.jsonl", json.dumps(START.to_record()) + "\n[1]\n", "Line 2 of"),
         ("README.md", "---\ntags: [unclosed\n---\n\n# Mine\n", "while parsing a flow sequence"),
         ("README.md", "---\ntags: 7\n---\n", "the metadata of README.md cannot be read: 'int' object"),
         ("README.md", "---\n- a list\n---\n\n# Mine\n", "metadata block should be a dict"),
@@ -355,7 +303,7 @@ def test_a_card_whose_tags_are_one_word_keeps_it_beside_ours(tmp_path: Path) -> 
 def test_a_broken_file_gives_a_warning_and_leaves_the_card(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, content: str, message: str
 ) -> None:
-    write_run(tmp_path, plan("fp4", "fp8"), {"event": "start"})
+    write_run(tmp_path, plan("fp4", "fp8"), START)
     (tmp_path / "README.md").write_text("# Mine\n")
     (tmp_path / file).write_text(content)
     card = (tmp_path / "README.md").read_text()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pretrain
 import psutil
 import pytest
 import torch
@@ -25,6 +26,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 from divergence_files import records_of
+from parts.recipe import load_recipe
 from safetensors.torch import load_file
 from tiny_runs import history, without_seconds
 from transformers import AutoModelForCausalLM
@@ -33,10 +35,6 @@ from snip_hf import PrecisionPlan
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CONFIGS = RECIPES / "accelerate"
-sys.path.insert(0, str(RECIPES))
-
-import pretrain  # noqa: E402
-from recipe import load_recipe  # noqa: E402
 
 # Seconds; alone on two cores a launch takes 7 to 10, most of them for imports.
 LIMIT = 240
@@ -204,6 +202,7 @@ def test_two_processes_train_refresh_save_and_report_once(two: tuple[Path, str])
     assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == result["parameters"]
 
 
+@pytest.mark.slow
 def test_one_process_with_twice_the_batch_has_the_losses_and_the_plan_of_two(
     two: tuple[Path, str], recipe: Path, tmp_path: Path
 ) -> None:
@@ -224,6 +223,7 @@ def test_one_process_with_twice_the_batch_has_the_losses_and_the_plan_of_two(
         assert one[step] == pytest.approx(both[step], rel=2e-3)
 
 
+@pytest.mark.slow
 def test_two_processes_resumed_are_the_uninterrupted_run_to_the_bit(
     two: tuple[Path, str], recipe: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -236,6 +236,7 @@ def test_two_processes_resumed_are_the_uninterrupted_run_to_the_bit(
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
 
 
+@pytest.mark.slow
 def test_plan_and_schedule_go_on_when_the_number_of_processes_changes(
     two: tuple[Path, str], recipe: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -269,6 +270,7 @@ def _steps(printed: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)", printed, re.MULTILINE)}
 
 
+@pytest.mark.slow
 def test_the_loop_trains_under_two_processes_and_goes_on_in_one(cache: Path, tmp_path: Path) -> None:
     whole = _steps(launch(cache, "ddp", "accelerate_loop.py", str(tmp_path / "two"), "--batch", "2"))
     assert list(whole) == list(range(1, 41))

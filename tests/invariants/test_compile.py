@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch._inductor.config
 from models import CONFIGS, batch
+from slow_cases import slow_but
 from small import checkpoint_activations, relative_error, text, tiny_llama
 from tiny_runs import SCHEDULE, Run, arguments, data, differing, one_thread, train, weights, without_seconds
 from torch import Tensor, nn
@@ -251,7 +252,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but(WAYS, "in place"))
 def test_a_compiled_run_refreshes_without_a_graph_break_or_a_recompilation(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow_but
 from tiny_runs import SCHEDULE, Run, differing, model_with_dropout, one_thread, solve_with, train, weights
 from torch import Tensor, nn
 from transformers import TrainerCallback
@@ -122,7 +123,7 @@ def full(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, run
 
 
-@pytest.mark.parametrize("step", [1, 3, 6])
+@pytest.mark.parametrize("step", slow_but([1, 3, 6], 3))
 def test_resuming_gives_the_uninterrupted_run(full: tuple[str, Run], step: int, tmp_path: Path) -> None:
     kind, expected = full
     shutil.copytree(expected.folder / "snip", tmp_path / "snip")

@@ -25,6 +25,7 @@ from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import converted, divergences_at, estimate_divergence
 from snip_hf.estimation.ground_truth import measure_divergence
 from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.optimizer_step import OptimizerStep
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import ROW_TILE, SQUARE_TILE
@@ -118,7 +119,7 @@ def masked(labels: Tensor, share: float) -> Tensor:
 
 
 def config_of(form: str) -> SnipConfig:
-    options = {"policy": "fisher"} if form == "fisher" else {"loss_form": form}
+    options = {"policy": "fisher"} if form == "fisher" else {"loss_estimator": form}
     return SnipConfig(probe_tokens=None, probe_batch_tokens=None, **options)
 
 
@@ -134,16 +135,7 @@ def table_of(model: nn.Module, inputs: Inputs, form: str, part: int | None = Non
     """From one pass without derivatives: X and G themselves."""
     config, batch, gradients = config_of(form), Batch.of(inputs), gradients_in(model, inputs)
     with converted(model, config):
-        return divergences_at(
-            model,
-            batch.part(part),
-            {},
-            gradients,
-            config,
-            probes=0,
-            labelled=batch.labelled,
-            micro_batch_tokens=batch.tokens,
-        )
+        return divergences_at(model, batch.part(part), OptimizerStep(gradients, {}), config, probes=0)
 
 
 def figures_in(table: DivergenceTable, form: str) -> Figures:
@@ -311,7 +303,8 @@ def test_under_masks_token_fisher_is_the_measured_rise_of_a_trained_llama() -> N
             masked = other.index_fill(1, torch.arange(start), -100)
             config = config_of("token-fisher")
             with converted(model, config):
-                table = divergences_at(model, Batch.of({"input_ids": one, "labels": masked}), {}, {}, config, probes=0)
+                batch = Batch.of({"input_ids": one, "labels": masked})
+                table = divergences_at(model, batch, OptimizerStep({}, {}), config, probes=0)
             for (name, fmt), value in figures_in(table, "token-fisher").items():
                 if fmt == "fp4":
                     sums[name] += value / len(ids)
@@ -452,7 +445,7 @@ def test_ranks_with_different_numbers_of_labels_have_together_the_figures_of_one
         mine = Batch.of({name: value[2 * ranks.rank : 2 * ranks.rank + 2] for name, value in inputs.items()})
         model, processes = pointwise(2), Processes(data=ranks, everyone=ranks)
         with converted(model, config):
-            return divergences_at(model, mine, {}, gradients, config, probes=0, processes=processes)
+            return divergences_at(model, mine, OptimizerStep(gradients, {}), config, probes=0, processes=processes)
 
     for table in on_ranks(3, work):
         assert figures_in(table, form) == pytest.approx(wanted, rel=1e-5)

@@ -20,8 +20,9 @@ from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import divergences_at, estimate_divergence
 from snip_hf.estimation.ground_truth import measure_assignment, measure_divergence, measure_loss
+from snip_hf.estimation.optimizer_step import OptimizerStep
 from snip_hf.estimation.passes import run_forward
-from snip_hf.estimation.probe import run_probe
+from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import set_step, snip_linears
 from snip_hf.optimizers.response import responses
@@ -131,7 +132,7 @@ def probe_alone(
     model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None, probes: int = 2, **options: Any
 ) -> None:
     pullbacks = {name: torch.ones_like(layer.weight).mul for name, layer in snip_linears(model).items()}
-    run_probe(model, Batch.of(inputs), pullbacks, probes, probe_tokens=128, **options)
+    run_probe(model, Batch.of(inputs), pullbacks, ProbeSettings(probes, probe_tokens=128, **options))
 
 
 def forward_alone(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:
@@ -141,7 +142,8 @@ def forward_alone(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optim
 def refresh(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:
     weights = {name: layer.weight for name, layer in snip_linears(model).items()}
     gradients = {name: torch.ones_like(weight) for name, weight in weights.items()}
-    divergences_at(model, Batch.of(inputs), responses(optimizer, weights), gradients, CONFIG, step=3, micro_batches=2)
+    optimizer_step = OptimizerStep(gradients, responses(optimizer, weights), micro_batches=2)
+    divergences_at(model, Batch.of(inputs), optimizer_step, CONFIG, step=3)
 
 
 def estimate(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:

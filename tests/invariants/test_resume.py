@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from slow_cases import slow_but
 from tiny_runs import (
     SCHEDULE,
     STEPS,
@@ -28,7 +29,7 @@ from tiny_runs import (
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from snip_hf import PrecisionPlan, SnipCallback, SnipConfig
-from snip_hf.integrations import trainer as trainer_module
+from snip_hf.integrations import state_files
 from snip_hf.layers.state import snip_linears
 from snip_hf.planning.solver import process as process_module
 
@@ -71,7 +72,7 @@ def assert_same_states(resumed: Run, full: Run, steps: range) -> None:
         assert without_seconds(state(resumed.folder, step)) == without_seconds(state(full.folder, step))
 
 
-@pytest.mark.parametrize("step", range(1, STEPS))
+@pytest.mark.parametrize("step", slow_but(range(1, STEPS), 3, 5, 8))
 def test_resuming_after_any_step_gives_the_uninterrupted_run(full: Run, step: int, tmp_path: Path) -> None:
     checkpoint = interrupted(full, step, tmp_path)
     resumed = train(tmp_path, CONFIG, resume=checkpoint, **SAVING)
@@ -120,7 +121,7 @@ def drifting(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-@pytest.mark.parametrize("step", range(1, STEPS))
+@pytest.mark.parametrize("step", slow_but(range(1, STEPS), 4, 7))
 def test_resuming_between_checks_and_early_refreshes_gives_the_uninterrupted_run(
     drifting: Run, step: int, tmp_path: Path
 ) -> None:
@@ -235,7 +236,9 @@ def test_a_checkpoint_trained_without_snip_is_continued_with_it(
         "taken for a checkpoint trained without SNIP, the plan starts anew. If the checkpoint lies elsewhere, name "
         "its folder in SnipCallback(resume=...)."
     )
-    assert [record.message for record in caplog.records if record.name == "snip_hf.integrations.trainer"] == [expected]
+    assert [record.message for record in caplog.records if record.name == "snip_hf.integrations.state_files"] == [
+        expected
+    ]
     start, *refreshes = resumed.history
     assert (start["step"], {fmt for formats in start["plan"].values() for fmt in formats.values()}) == (5, {"fp8"})
     assert [(line["step"], line["applied_step"]) for line in refreshes] == [(6, 8), (10, 12)]
@@ -373,7 +376,7 @@ def test_a_state_that_cannot_be_written_costs_a_warning_and_not_the_run(
     def full_disk(path: Path, document: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trainer_module, "write_json_atomic", full_disk)
+    monkeypatch.setattr(state_files, "write_json_atomic", full_disk)
     run = train(tmp_path, CONFIG, max_steps=1, **SAVING)
     assert len(run.losses) == 1
     path = tmp_path / "checkpoint-1" / "snip_state.json"
@@ -451,6 +454,7 @@ def test_the_best_model_at_the_end_has_its_plan_in_its_checkpoint_and_the_record
         assert run.trainer.evaluate()["eval_loss"] == run.trainer.state.best_metric
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_the_oldest_checkpoint_that_rotation_left(full: Run, tmp_path: Path) -> None:
     stopped = train(tmp_path, CONFIG, callbacks=[_Power(7, True)], save_total_limit=3, **SAVING)
     assert len(stopped.losses) == 7
@@ -462,6 +466,7 @@ def test_a_run_resumes_from_the_oldest_checkpoint_that_rotation_left(full: Run, 
     assert without_seconds(resumed.history) == without_seconds(full.history)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_as_the_hub_hands_it_out_with_its_weights_in_parts_goes_on(full: Run, tmp_path: Path) -> None:
     """A folder of any name, in which every file is a link; the weights are in several files with an index."""
     blobs, folder = shutil.copytree(full.folder / "checkpoint-7", tmp_path / "blobs"), tmp_path / "snapshots" / "0f1e2d"

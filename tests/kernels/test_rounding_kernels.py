@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from slow_cases import slow
 from torch import Tensor
 
 from snip_hf.estimation.layer_sums import LayerSums
@@ -187,8 +188,8 @@ def test_it_does_for_every_shape_and_key(tile: tuple[int, int], shape: tuple[int
     assert_same_bits(run("fake_quantize_tiles", x, E2M1, tile, key), by_key)
 
 
-@pytest.mark.parametrize(("rank", "ranks"), [(0, 2), (1, 2), (6, 7), (2**20, 2**21)])
-@pytest.mark.parametrize("shape", [(3, 130), (5, 129), (128, 128), (257, 40)])
+@pytest.mark.parametrize(("rank", "ranks"), [slow(0, 2), (1, 2), (6, 7), slow(2**20, 2**21)])
+@pytest.mark.parametrize("shape", [slow((3, 130)), (5, 129), slow((128, 128)), (257, 40)])
 @pytest.mark.parametrize("tile", TILES)
 def test_it_does_on_every_rank(tile: tuple[int, int], shape: tuple[int, int], rank: int, ranks: int, run: Run) -> None:
     x = random(shape) + 0.01

@@ -9,16 +9,16 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import cases as reference
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from shared import small_models as reference
 from torch import Tensor, nn, optim
 from torch.optim import SGD, Adam, AdamW
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from snip_hf.optimizers import rules as optimizer_rules
+from snip_hf.optimizers import rules
 from snip_hf.optimizers.response import Response, check_optimizer, responses
 from snip_hf.optimizers.rules import Situation, own_step
 
@@ -234,8 +234,8 @@ def test_the_other_ways_to_differentiate_work_on_cuda_too(rule: str) -> None:
 
 def test_the_way_in_which_an_optimizer_is_differentiated_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     ways = {"analytic": ANALYTIC, "numerical": NUMERICAL, "autograd": {**AUTOGRAD, **MUON, "Lion": LION}}
-    for way, rules in ways.items():
-        for rule in rules.values():
+    for way, known in ways.items():
+        for rule in known.values():
             caplog.clear()
             parameters, optimizer = trained(rule, 0)
             with caplog.at_level(logging.INFO):
@@ -390,7 +390,7 @@ def test_no_optimizer_means_plain_sgd_with_learning_rate_1() -> None:
 
 
 def test_lion_without_smoothing_is_the_real_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_rules, "LION_SMOOTHING", 1e-9)
+    monkeypatch.setattr(rules, "LION_SMOOTHING", 1e-9)
     for steps in (0, 3):
         parameters, optimizer = trained(LION, steps)
         real = real_update(LION, parameters, optimizer, draw(55), torch.float32)
@@ -502,7 +502,7 @@ def check_own_differences(parameters: Parameters, optimizer: optim.Optimizer, st
         index = list(parameters).index(name)
         state = {key: value.double() for key, value in optimizer.state.get(parameters[name], {}).items()}
         at = Situation(optimizer.param_groups[index], state, parameters[name].detach().double())
-        rule = optimizer_rules.AUTOGRAD[optimizer_rules.rule_name(type(optimizer))]
+        rule = rules.AUTOGRAD[rules.rule_name(type(optimizer))]
         ends = [rule(at, gradient.double() + sign * step * tangent)[0] for sign in (1, -1)]
         difference = (ends[0] - ends[1]) / (2 * step)
         forward = answer.pushforward(gradient, tangent)

@@ -17,6 +17,7 @@ from snip_hf.costs.flops import linear_flops
 from snip_hf.estimation import probe as probe_module
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import divergences_at, gradients_of, weights_of
+from snip_hf.estimation.optimizer_step import OptimizerStep
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.state import snip_linears
 from snip_hf.optimizers.response import responses
@@ -76,12 +77,9 @@ def situation() -> dict[str, Any]:
     return {
         "model": model,
         "batch": batch,
-        "answers": responses(optimizer, weights_of(layers)),
-        "gradients": gradients,
+        "optimizer_step": OptimizerStep(gradients, responses(optimizer, weights_of(layers)), 0.5, micro_batches=3),
         "config": SnipConfig(probe_tokens=128),
         "step": 7,
-        "gradient_scale": 0.5,
-        "micro_batches": 3,
     }
 
 
@@ -137,7 +135,7 @@ def test_the_ranking_is_the_policys_cost_of_what_a_check_sees(situation: dict[st
     expected = {
         layer: losses[layer] / sum(losses.values()) + 2 * weights[layer] / sum(weights.values()) for layer in layers
     }
-    asked: dict[str, Any] = {"objective": "paper", "weight_weight": 2.0}
+    asked: dict[str, Any] = {"objective": "paper", "weight_divergence_factor": 2.0}
     for options in ({}, {"granularity": "gemm"}, {"switching_cost": 9.0}, {"ties": (("q_proj", "k_proj"),)}):
         assert ranking(setting(situation["model"], **asked, **options), full) == pytest.approx(expected)
     for policy, error in (("min-abs-err", "absolute_error"), ("min-rel-err", "relative_error")):

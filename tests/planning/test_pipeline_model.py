@@ -2,66 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pytest
+from two_stages import ERRORS, FLOPS, STAGES, measured, plan, table
 
-from snip_hf.config import SnipConfig
-from snip_hf.costs.budget import MeasuredCost
-from snip_hf.costs.gemm_timing import Machine
-from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.pipeline_model import PipelineTimes, StageTimes, compare_constraints, pipeline_times
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
-
-# Stage 0 holds a and c, stage 1 b and d; FLOPs of a whole layer: 30, 10, 20, 40.
-FLOPS = {
-    "a": {"forward": 10.0, "grad_input": 10.0, "grad_weight": 10.0},
-    "b": {"forward": 5.0, "grad_input": 5.0, "grad_weight": 0.0},
-    "c": {"forward": 5.0, "grad_input": 5.0, "grad_weight": 10.0},
-    "d": {"forward": 10.0, "grad_input": 10.0, "grad_weight": 20.0},
-}
-STAGES = (("a", "c"), ("b", "d"))
-# What each layer costs in FP4; FP8 costs nothing.
-ERRORS = {"a": 1.0, "b": 5.0, "c": 2.0, "d": 9.0}
-
-
-def plan(in_fp4: str, config: Mapping[str, Any] | None = None, **changes: Any) -> PrecisionPlan:
-    """The plan with these layers in FP4, made by minimum absolute error unless `config` says otherwise."""
-    values = SnipConfig(policy="min-abs-err", target_fp4_fraction=0.2).to_dict() | dict(config or {})
-    provenance = PlanProvenance(step=10, policy=values["policy"], config=values)
-    assignment = {layer: dict.fromkeys(GEMMS, "fp4" if layer in in_fp4 else "fp8") for layer in FLOPS}
-    return dataclasses.replace(PrecisionPlan(assignment, FLOPS, STAGES, provenance), **changes)
-
-
-def table(errors: Mapping[str, float], gemms: Sequence[str] = ("layer",)) -> DivergenceTable:
-    rows = [
-        Divergence(layer, gemm, fmt, 0.0, 0.0, 1.0, absolute_error=error * (fmt == "fp4"))
-        for layer, error in errors.items()
-        for gemm in gemms
-        for fmt in ("fp8", "fp4")
-    ]
-    return DivergenceTable(0.0, tuple(rows))
-
-
-def measured(fp8: Mapping[str, float]) -> MeasuredCost:
-    """Every GEMM takes as long as its layer is given in FP8, twice that in BF16 and 0.8 of it in FP4."""
-    seconds = {
-        layer: {
-            gemm: {
-                "bf16": 2 * fp8[layer] * (FLOPS[layer][gemm] > 0),
-                "fp8": fp8[layer] * (FLOPS[layer][gemm] > 0),
-                "fp4": 0.8 * fp8[layer] * (FLOPS[layer][gemm] > 0),
-            }
-            for gemm in GEMMS
-        }
-        for layer in FLOPS
-    }
-    return MeasuredCost(machine=Machine("a GPU", "2.11.0", "hopper", "bfloat16"), tokens=512, seconds=seconds)
 
 
 def pipeline(times: Sequence[float], micro_batches: int) -> PipelineTimes:
@@ -205,7 +155,7 @@ def test_the_gemms_of_a_layer_are_chosen_apart_at_granularity_gemm() -> None:
 def test_the_global_target_is_a_share_of_the_measured_time_where_that_was_the_target() -> None:
     # Times in FP8: 30, 2, 3 and 3 s of 38 s. c alone has a fifth of the FLOPs, and 3 / 38 of the time.
     errors = {"a": 5.0, "b": 9.0, "c": 1.0, "d": 9.0}
-    by_time = plan("ab", {"cost": "measured"}, measured=measured({"a": 10.0, "b": 1.0, "c": 1.0, "d": 1.0}))
+    by_time = plan("ab", {"budget": "measured"}, measured=measured({"a": 10.0, "b": 1.0, "c": 1.0, "d": 1.0}))
     assert compare_constraints(plan("ab"), table(errors)).single_objective == pytest.approx(1.0)
     assert compare_constraints(by_time, table(errors)).single_objective == pytest.approx(5.0)
 
@@ -227,7 +177,7 @@ def test_a_switching_cost_counts_changes_from_the_plan_before() -> None:
         (plan("ab", provenance=PlanProvenance(step=1, policy="snip")), "the plan does not say under which config"),
         (plan("ab", {"policy": "layer-type"}), "policy 'layer-type' decides without divergences."),
         (plan("ab", {"plan": "plan.json"}), "a plan file was held without divergences."),
-        (plan("ab", {"cost": "measured"}), "the times that the plan was decided by are not known"),
+        (plan("ab", {"budget": "measured"}), "the times that the plan was decided by are not known"),
         (PrecisionPlan.uniform(FLOPS, "bf16", STAGES, plan("a").provenance), "the plan was not decided by layer "),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
@@ -15,19 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import alive, members, wait_until
+from small_problem import make_problem
 
 from snip_hf.planning.solver import ilp
 from snip_hf.planning.solver import process as process_module
-from snip_hf.planning.solver.process import SolverError, SolverProcess, SolverResult, check_solution
-
-
-def make_problem(**fields: Any) -> dict[str, Any]:
-    def group(name: str, cost: float) -> dict[str, Any]:
-        options = [{"name": "fp8", "cost": 1.0, "weight": 0.0}, {"name": "fp4", "cost": cost, "weight": 0.5}]
-        return {"name": name, "options": options}
-
-    constraints = [{"name": "stage 0", "groups": None, "minimum": 0.5}]
-    return {"groups": [group("a", 4.0), group("b", 3.0)], "constraints": constraints, **fields}
+from snip_hf.planning.solver.process import SolverProcess
+from snip_hf.planning.solver.solution import SolverError, SolverResult, check_solution
 
 
 def python(program: str) -> list[str]:
@@ -43,22 +36,6 @@ def failure(command: list[str] | None, problem: dict[str, Any] | None = None, **
         assert again.value is caught.value
         assert process.poll()
     return caught.value
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs (a zombie does not)."""
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition: Any, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("solver", ["cbc", "highs", "greedy"])
@@ -303,16 +280,6 @@ def test_what_a_solver_that_has_ended_left_behind_is_killed(end: str, tmp_path: 
     wait_until(process.poll)  # nobody reads its answer
     wait_until(lambda: not alive(int(pid.read_text())), 2.0)
     assert members(process._process.pid) == []
-
-
-def members(group: int) -> list[int]:
-    """The processes of a process group, without zombies."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            found += [int(stat.parent.name)] if fields[0] != "Z" and int(fields[2]) == group else []
-    return found
 
 
 def test_a_solver_that_nobody_asks_for_ends_at_its_limit_with_what_it_started() -> None:

@@ -12,6 +12,7 @@ from stored_runs import IDLE, PENDING, RUNS, stored_model
 
 from snip_hf import PrecisionPlan, SnipConfig
 from snip_hf.cli import main
+from snip_hf.config import current_names
 from snip_hf.costs.gemm_timing import read_times
 from snip_hf.json_io import read_json
 from snip_hf.layers.convert import convert_model
@@ -31,7 +32,7 @@ def resumed(run: Path, step: int, folder: Path, monkeypatch: pytest.MonkeyPatch)
     """A controller of the run's model that continues from the stored state of a step, in a copy of the run's folder."""
     shutil.copytree(run / "snip", folder / "snip")
     shutil.copy(run.parent / "times.json", folder)
-    monkeypatch.chdir(folder)  # where the cost_file of the configuration is looked for
+    monkeypatch.chdir(folder)  # where the timing_file of the configuration is looked for
     state = read_json(run / f"checkpoint-{step}" / "snip_state.json")
     model = stored_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -62,7 +63,7 @@ def test_a_stored_plan_can_be_held_from_the_first_step(run: Path) -> None:
     path = run / "snip" / "plan.json"
     model = stored_model()
     optimizer = torch.optim.AdamW(model.parameters())
-    controller = SnipController(model, optimizer, SnipConfig(plan=str(path)))
+    controller = SnipController(model, optimizer, SnipConfig(fixed_plan=str(path)))
     try:
         assert formats(model) == json.loads(path.read_text())["assignment"]
     finally:
@@ -79,8 +80,8 @@ def test_a_stored_state_between_two_refreshes_resumes(
         assert controller.step == IDLE
         assert formats(controller.model) == stored["plan"]["assignment"]
         again = json.loads(json.dumps(controller.state_dict()))
-        # Fields that a later version adds to the configuration have their defaults.
-        expected = stored | {"config": SnipConfig().to_dict() | stored["config"]}
+        # Fields that a later version adds to the configuration have their defaults, those it renames their new names.
+        expected = stored | {"config": SnipConfig().to_dict() | current_names(stored["config"])}
         assert {key: again.get(key) for key in expected.keys() - {"run"}} == {
             key: expected[key] for key in expected.keys() - {"run"}
         }
@@ -114,6 +115,8 @@ def test_a_stored_state_in_the_middle_of_a_refresh_ends_it_as_the_stored_run_did
 def test_a_stored_run_reads_back_and_is_reported(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     read = load_run(run)
     assert read.notes == []
+    # Fields that were added since are not in the file, those that were renamed have their new names.
+    assert SnipConfig().to_dict() | dict(read.config) == RUNS[run.name].to_dict()
     assert [refresh.applied_step for refresh in read.refreshes] == [4, 8]
     assert list(read.losses) == list(range(1, 9))
     for step, records in read.divergences.items():
@@ -122,7 +125,9 @@ def test_a_stored_run_reads_back_and_is_reported(run: Path, tmp_path: Path, caps
     shutil.copytree(run, tmp_path / "run")
     assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path)]) == 0
     assert main(["inspect", str(run / "snip" / "plan.json")]) == 0
-    assert capsys.readouterr().err == ""
+    shown = capsys.readouterr()
+    assert ("of the measured time" in " ".join(shown.out.split())) == (RUNS[run.name].budget == "measured")
+    assert shown.err == ""
 
 
 @pytest.mark.parametrize("path", sorted(DATA.glob("*/times.json")), ids=lambda path: path.parent.name)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 from rich.console import Console
+from written_runs import KINDS, random_assignments, write_checks, write_divergence, write_losses, write_run
 
 from snip_hf.costs.budget import MeasuredCost
 from snip_hf.costs.gemm_timing import Machine
@@ -23,88 +24,6 @@ from snip_hf.records.load import load_run
 from snip_hf.reporting.figures import divergence_figure, plan_figure, write_figures
 from snip_hf.reporting.run_report import print_report, run_report
 from snip_hf.reporting.tables import stage_table
-
-Assignment = dict[str, dict[str, str]]
-KINDS = ("self_attn.q_proj", "mlp.down_proj")
-
-
-def random_assignments(count: int, blocks: int = 3, granularity: str = "gemm", seed: int = 0) -> list[Assignment]:
-    rng = random.Random(seed)
-
-    def formats() -> dict[str, str]:
-        picked = [rng.choice(("fp8", "fp4")) for _ in GEMMS]
-        return dict(zip(GEMMS, picked if granularity == "gemm" else picked[:1] * 3, strict=True))
-
-    return [{f"model.layers.{b}.{k}": formats() for b in range(blocks) for k in KINDS} for _ in range(count)]
-
-
-def write_run(folder: Path, assignments: list[Assignment], kept: tuple[int, ...] = (), every: int = 100) -> None:
-    """A run under assignments[0] at the start and assignments[i] after step `every * i + 10`, but for those kept."""
-    snip = folder / "snip"
-    snip.mkdir(parents=True)
-    layers = list(assignments[0])
-    flops = {layer: dict.fromkeys(GEMMS, 1.0 + row % 2) for row, layer in enumerate(layers)}
-    config = {"policy": "snip", "granularity": "gemm", "target_fp4_fraction": 0.5, "first_refresh": every}
-    start = {"event": "start", "step": 0, "config": config, "plan": assignments[0], "flops": flops}
-    lines: list[dict[str, Any]] = [{**start, "stages": [layers], "model_name": "tiny"}]
-    now = assignments[0]
-    for index, new in list(enumerate(assignments))[1:]:
-        applied = index not in kept
-        cells = [
-            (layer, gemm) for layer in layers for gemm in GEMMS if applied and now[layer][gemm] != new[layer][gemm]
-        ]
-        lines.append(
-            {
-                "event": "refresh",
-                "step": every * index,
-                "applied_step": every * index + 10 if applied else None,
-                "status": "applied" if applied else "kept",
-                "reason": None if applied else "The solver [cbc] was killed after 60 s.",
-                "fp4_fraction": 0.5,
-                "stage_fp4_fractions": [0.5],
-                "changes": {f"{layer}:{gemm}": [now[layer][gemm], new[layer][gemm]] for layer, gemm in cells},
-                "layers_changed": len({layer for layer, _ in cells}),
-                "objective": 12.345678 if applied else None,
-                "bound": 12.3,
-                "gap": 0.00367 if applied else None,
-                "solver": "cbc",
-                "solver_version": "2.10",
-                "seconds": {"probe": 1.25, "divergence": 0.5, "solver": 3.0, "waited": 0.0},
-                "loss": 4.0,
-                "divergence": {},
-            }
-        )
-        now = new if applied else now
-    (snip / "history.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    PrecisionPlan(now, flops, (tuple(layers),), PlanProvenance(step=0, policy="snip")).save(snip / "plan.json")
-
-
-def write_divergence(folder: Path, step: int, values: dict[tuple[str, str], tuple[float, float]]) -> None:
-    records = [
-        {
-            "layer": layer,
-            "gemm": gemm,
-            "format": name,
-            "loss_divergence": loss,
-            "weight_divergence": weight,
-            "flops": 1.0,
-        }
-        for (layer, gemm), (loss, weight) in values.items()
-        for name, loss, weight in (("fp4", loss, weight), ("fp8", loss / 100, weight / 10))
-    ]
-    document = {"schema_version": 1, "step": step, "loss": 4.0, "records": records}
-    (folder / "snip" / f"divergence-{step}.json").write_text(json.dumps(document))
-
-
-def write_losses(path: Path, steps: int) -> None:
-    """Training losses 10 - step / 100 at every tenth step, validation losses 20 - step / 100 at every fiftieth."""
-    log: list[dict[str, float]] = []
-    for step in range(10, steps + 1, 10):
-        log.append({"step": step, "loss": 10 - step / 100, "grad_norm": 1.0})
-        if step % 50 == 0:
-            log.append({"step": step, "eval_loss": 20 - step / 100, "eval_runtime": 1.0})
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"global_step": steps, "log_history": log}))
 
 
 def printed(folder: Path) -> str:
@@ -149,17 +68,6 @@ def test_a_refresh_that_failed_before_its_probe_has_a_line_without_figures(tmp_p
     assert ["100", "kept", "0.0000", "0", "-", "-", "-", "-", "-"] in rows(text)
     assert "Step 200: plan kept. ValueError: the loss is NaN.\n" in text
     assert write_figures(load_run(tmp_path)) == [tmp_path / "snip" / "plan.png"]
-
-
-def write_checks(folder: Path, count: int, **last: Any) -> None:
-    """Checks at steps 10, 20, ... with rank correlations that fall from 1 by a thousandth each."""
-    lines = [
-        {"event": "drift", "step": 10 * n, "correlation": 1 - n / 1000, "refresh": n % 7 == 0, "reason": None}
-        for n in range(1, count + 1)
-    ]
-    lines[-1] |= last
-    with open(folder / "snip" / "history.jsonl", "a") as file:
-        file.writelines(json.dumps(line | {"seconds": 0.5}) + "\n" for line in lines)
 
 
 def test_the_checks_are_printed_with_their_correlations_and_the_early_refreshes(tmp_path: Path) -> None:
@@ -446,7 +354,7 @@ def write_measured_run(folder: Path, keep_times: bool = True) -> PrecisionPlan:
     path = folder / "snip" / "history.jsonl"
     start, *rest = path.read_text().splitlines(keepends=True)
     record = json.loads(start)
-    record["config"] |= {"cost": "measured", "granularity": "layer"}
+    record["config"] |= {"budget": "measured", "granularity": "layer"}
     record["flops"] = {layer: dict.fromkeys(GEMMS, 1.0 + row % 2) for row, layer in enumerate(layers)}
     path.write_text("".join([json.dumps(record) + "\n", *rest]))
     seconds = {}
@@ -538,7 +446,7 @@ def write_staged_run(folder: Path, **config: Any) -> None:
     path = folder / "snip" / "history.jsonl"
     start, *rest = path.read_text().splitlines(keepends=True)
     record = json.loads(start) | {"stages": stages}
-    record["config"] |= {"granularity": "layer", "target_fp4_fraction": 0.3, "loss_weight": 1.0, **config}
+    record["config"] |= {"granularity": "layer", "target_fp4_fraction": 0.3, "loss_divergence_factor": 1.0, **config}
     path.write_text("".join([json.dumps(record) + "\n", *rest]))
     provenance = PlanProvenance(step=100, policy="snip", granularity="layer", config=record["config"])
     PrecisionPlan(new, record["flops"], stages, provenance).save(folder / "snip" / "plan.json")

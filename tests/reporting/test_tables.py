@@ -1,4 +1,4 @@
-"""Do the tables of stages and pipeline show hand-computed numbers, and a sentence where there is no comparison?"""
+"""Do tables tell formats apart, show hand-computed numbers, and a sentence where there is no comparison?"""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from test_pipeline_model import ERRORS, FLOPS, STAGES, measured, plan, table
+from two_stages import ERRORS, FLOPS, STAGES, measured, plan, table
 
 from snip_hf.costs.gemm_timing import Machine
+from snip_hf.numerics.formats import FORMATS, NumberFormat, integers, register_format
+from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning import pipeline_model as stages
-from snip_hf.planning.plan import PrecisionPlan
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.planning.solver.process import SolverProcess
-from snip_hf.reporting.tables import print_stages
+from snip_hf.reporting.tables import plan_table, print_stages
 
 
 def printed(made: PrecisionPlan, **arguments: Any) -> str:
@@ -30,6 +32,35 @@ def joined(text: str) -> str:
 
 def rows(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
+
+
+def printed_plan(*formats: str) -> str:
+    """The table of a plan of one block, whose layers' three GEMMs have these formats, three by three."""
+    layers = [f"h.0.{letter}" for letter in "abcdef"[: len(formats) // 3]]
+    chosen = iter(formats)
+    assignment = {layer: {gemm: next(chosen) for gemm in GEMMS} for layer in layers}
+    flops = {layer: dict.fromkeys(GEMMS, 1) for layer in layers}
+    made = PrecisionPlan(assignment, flops, (tuple(layers),), PlanProvenance(step=0, policy="snip"))
+    text = io.StringIO()
+    Console(file=text, width=110).print(plan_table(made))
+    return text.getvalue()
+
+
+def test_the_gemms_of_a_layer_are_shown_by_bits_where_these_differ() -> None:
+    text = printed_plan("fp4", "fp8", "bf16", "fp8", "fp8", "fp8")
+    assert ["0", "4/8/16", "fp8"] in rows(text)
+    assert "grad_weight,4:fp4,8:fp8,16:bf16)" in "".join(text.split())  # the title is wrapped to the table's width
+
+
+def test_formats_of_the_same_bits_are_told_apart_by_letters_of_their_names() -> None:
+    with FORMATS.restored():
+        for name in ("int4", "mxfp4", "mxint4", "fp4-rotated"):
+            register_format(NumberFormat(name=name, grid=integers(7), bits=4, speed=2.0, label=name, colour="#000000"))
+        assert ["0", "f4/i4/f8"] in rows(printed_plan("fp4", "int4", "fp8"))
+        text = printed_plan("mxfp4", "mxint4", "fp8", "mxint4", "mxint4", "mxint4")
+        assert ["0", "mxf4/mxi4/fp8", "mxint4"] in rows(text)
+        assert "grad_weight,mxf4:mxfp4,mxi4:mxint4,fp8:fp8)" in "".join(text.split())
+        assert ["0", "fp4/fp44/bf16"] in rows(printed_plan("fp4", "fp4-rotated", "bf16"))
 
 
 def test_stages_pipeline_and_saving_are_those_computed_by_hand() -> None:

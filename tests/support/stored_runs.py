@@ -20,7 +20,7 @@ from snip_hf import SnipConfig
 IDLE, PENDING = 5, 6
 RUNS = {
     "layer": SnipConfig(**SCHEDULE, stages=2, refresh_on_drift=0.5, drift_every=3, target_fp4_fraction=0.5),
-    "gemm": SnipConfig(**SCHEDULE, granularity="gemm", cost="measured", cost_file="times.json"),
+    "gemm": SnipConfig(**SCHEDULE, granularity="gemm", budget="measured", timing_file="times.json"),
 }
 
 

@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ParallelismConfig
+from own_loop import CONFIG, Loop
 from small import text, tiny_llama
 from tiny_runs import (
     FAST,
@@ -24,7 +24,6 @@ from tiny_runs import (
     differing,
     history,
     noted_divergences,
-    one_thread,
     solve_with,
     weights,
     without_seconds,
@@ -45,78 +44,12 @@ from snip_hf.planning.solver import process as process_module
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.policies.setting import Setting
 from snip_hf.records import run_folder as run_folder_module
-from snip_hf.records.events import read_divergence
+from snip_hf.records.divergences import read_divergence
 from snip_hf.training import drift_check, step_probe
 from snip_hf.training.checks import check_launch
 from snip_hf.training.refresh import Solving, start_solver
 
-CONFIG = SnipConfig(**SCHEDULE)
 SLEEP = "import time; time.sleep(60)"
-
-
-class Loop:
-    """A training loop without Trainer: AdamW, two micro-batches a step, clipping; with or without Accelerate."""
-
-    def __init__(
-        self,
-        config: SnipConfig | None = CONFIG,
-        folder: Path | None = None,
-        accelerator: Accelerator | None = None,
-        accumulation: int = 2,
-        max_norm: float = 0.5,
-        dropout: float = 0.1,
-        solving: Solving | None = None,
-    ) -> None:
-        self.model: Any = tiny_llama(hidden=32, attention_dropout=dropout)
-        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.accelerator, self.accumulation, self.max_norm = accelerator, accumulation, max_norm
-        if accelerator is not None:
-            self.model, self.optimizer = accelerator.prepare(self.model, self.optimizer)
-        self.controller = None
-        if config is not None:
-            self.controller = SnipController(self.model, self.optimizer, config, accelerator, folder, solving=solving)
-        self.step = 0
-        self.losses: list[float] = []
-        torch.manual_seed(0)
-
-    def run(self, until: int) -> Loop:
-        with one_thread():
-            while self.step < until:
-                self.one_step()
-        return self
-
-    def one_step(self) -> None:
-        self.step += 1
-        for micro_batch in range(self.accumulation):
-            batch = self.batch(self.accumulation * self.step + micro_batch)
-            if self.controller is not None:
-                self.controller.capture(batch)
-            with nullcontext() if self.accelerator is None else self.accelerator.accumulate(self.model):
-                loss = self.model(**batch)["loss"]
-                self.losses.append(loss.item())
-                if self.accelerator is None:
-                    (loss / self.accumulation).backward()
-                else:
-                    self.accelerator.backward(loss)
-        self.clip()
-        if self.controller is not None:
-            self.controller.before_optimizer_step(self.step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.controller is not None:
-            self.controller.after_step(self.step)
-
-    def batch(self, index: int) -> dict[str, Tensor]:
-        return text(2, 24, index=index)
-
-    def clip(self) -> None:
-        if self.accelerator is None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
-        else:
-            self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_norm)
-
-    def formats(self) -> dict[str, dict[str, str]]:
-        return {name: layer.formats for name, layer in snip_linears(self.model).items()}
 
 
 @pytest.fixture
@@ -339,8 +272,8 @@ def test_the_divergences_are_told_what_clipping_multiplied_the_gradients_by(
     loop.run(2)
     loop.controller.close()
     (call,) = calls
-    assert call["gradient_scale"] == pytest.approx(min(1.0, max_norm / norms[1]), rel=1e-5)
-    assert call["micro_batches"] == accumulation
+    assert call["optimizer_step"].clip_factor == pytest.approx(min(1.0, max_norm / norms[1]), rel=1e-5)
+    assert call["optimizer_step"].micro_batches == accumulation
 
 
 def test_the_divergences_are_told_the_tokens_and_labels_of_the_whole_micro_batch(
@@ -359,7 +292,7 @@ def test_the_divergences_are_told_the_tokens_and_labels_of_the_whole_micro_batch
     loop.run(2)
     loop.controller.close()
     (call,) = calls
-    assert (call["micro_batch_tokens"], call["labelled"]) == (8 * 24, 7 * 23 + 12)
+    assert call["batch"].micro_batch == (8 * 24, 7 * 23 + 12)
 
 
 # ------------------------------------------------------------------------------------- checks between two refreshes
@@ -672,7 +605,7 @@ def test_launches_under_which_nothing_can_be_probed_are_refused_even_in_one_proc
             "plan file or policy='layer-position'."
         )
         check_launch(SnipConfig(policy="random"), accelerator)
-        check_launch(SnipConfig(plan="plan.json"), accelerator)
+        check_launch(SnipConfig(fixed_plan="plan.json"), accelerator)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -756,19 +689,19 @@ def test_a_policy_without_a_probe_takes_any_batch() -> None:
 def test_a_plan_file_is_held_fixed_and_that_of_another_model_is_refused(tmp_path: Path) -> None:
     loop = Loop(folder=tmp_path).run(4)
     path = tmp_path / "snip" / "plan.json"
-    fixed = Loop(SnipConfig(plan=str(path), **SCHEDULE))
+    fixed = Loop(SnipConfig(fixed_plan=str(path), **SCHEDULE))
     assert fixed.formats() == loop.formats()
     assert fixed.run(7).formats() == loop.formats()
 
     other = tiny_llama(hidden=32, layers=3)
-    message = refusal(lambda: SnipController(other, None, SnipConfig(plan=str(path))))
+    message = refusal(lambda: SnipController(other, None, SnipConfig(fixed_plan=str(path))))
     assert message == (
-        f"plan={str(path)!r} does not fit the model: The plan has no entry for layer "
+        f"fixed_plan={str(path)!r} does not fit the model: The plan has no entry for layer "
         "'model.layers.2.self_attn.q_proj' (it names 14 layers, e.g. 'model.layers.0.self_attn.q_proj'). Was it "
         "made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
     )
     path.write_bytes(path.read_bytes()[:500])
-    message = refusal(lambda: Loop(SnipConfig(plan=str(path))))
+    message = refusal(lambda: Loop(SnipConfig(fixed_plan=str(path))))
     assert message.startswith(f"{path} is not a usable precision plan: it is not valid JSON, perhaps truncated (line ")
 
 
@@ -784,7 +717,7 @@ def test_the_share_of_a_plan_file_is_that_of_the_models_flops_whatever_the_file_
     path.write_text(json.dumps(document))
     assert PrecisionPlan.load(path).fp4_fraction > 0.999
     caplog.set_level("INFO", "snip_hf")
-    held = Loop(SnipConfig(plan=str(path)), tmp_path / "held").run(1).controller
+    held = Loop(SnipConfig(fixed_plan=str(path)), tmp_path / "held").run(1).controller
     assert held.plan.fp4_fraction == plan.fp4_fraction
     assert f"policy snip, {plan.fp4_fraction:.1%} of the linear FLOPs in FP4" in caplog.text
     (start,) = history(tmp_path / "held")
@@ -796,8 +729,8 @@ def test_a_plan_file_for_layers_of_another_size_is_refused_by_its_name(tmp_path:
     document["flops"]["model.layers.0.mlp.up_proj"]["forward"] = 1.0
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(document))
-    assert refusal(lambda: Loop(SnipConfig(plan=str(path)))) == (
-        f"plan={str(path)!r} does not fit the model: The plan is for a layer 'model.layers.0.mlp.up_proj' of 1 "
+    assert refusal(lambda: Loop(SnipConfig(fixed_plan=str(path)))) == (
+        f"fixed_plan={str(path)!r} does not fit the model: The plan is for a layer 'model.layers.0.mlp.up_proj' of 1 "
         "FLOPs per token, the model's has 5120. Was it made for another model? Run `snip-hf inspect PLAN --model "
         "MODEL` to compare."
     )

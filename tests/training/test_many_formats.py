@@ -9,7 +9,7 @@ from tiny_runs import SCHEDULE, differing, train, weights
 from snip_hf import SnipCallback, SnipConfig
 from snip_hf.layers.state import snip_linears
 from snip_hf.planning.plan import PrecisionPlan
-from snip_hf.records.events import read_divergence
+from snip_hf.records.divergences import read_divergence
 from snip_hf.reporting.run_report import run_report
 
 NAMES = ("nvfp4-rht", "mxfp4", "mxfp6", "fp8-tensor", "bf16")

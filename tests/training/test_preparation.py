@@ -12,10 +12,9 @@ from torch import nn
 
 from snip_hf import SnipConfig, SnipController, convert_model
 from snip_hf.estimation.batch import Batch
-from snip_hf.estimation.probe import run_probe
+from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.layers.selection import skip_reasons
 from snip_hf.parallel.ranks import Processes, Ranks
-from snip_hf.training import controller as controller_module
 from snip_hf.training.checks import check_model, check_parts
 
 LOG = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ def test_passes_of_a_pipeline_under_autocast_are_refused() -> None:
             return model(**kwargs).loss
 
     with pytest.raises(ValueError, match=r"leave autocast out of what Pipeline\.run does"):
-        run_probe(model, Batch.of({"input_ids": tokens, "labels": tokens}), {}, 0, processes=Processes(run=run))
+        run_probe(model, Batch.of({"input_ids": tokens, "labels": tokens}), {}, ProbeSettings(0), Processes(run=run))
 
 
 def test_fsdp_1_is_refused() -> None:
@@ -70,7 +69,7 @@ class OtherConfig(Ranks):
 
 
 def test_another_configuration_on_another_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller_module, "find_processes", lambda *_: Processes(everyone=OtherConfig()))
+    monkeypatch.setattr(Ranks, "of_all", lambda timeout: OtherConfig())
     model = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match=r"not that of rank 1: they differ in seed\. Expected the same SnipConfig"):

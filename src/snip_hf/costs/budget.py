@@ -34,11 +34,11 @@ class MeasuredCost:
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Those that were timed, the same for every GEMM."""
+        """The formats that were timed, the same for every GEMM."""
         return tuple(next(iter(self.seconds.values()))[GEMMS[0]])
 
     def total(self, format: str) -> float:
-        """Seconds of all GEMMs in one format."""
+        """Returns the seconds of all GEMMs in one format."""
         return math.fsum(seconds[format] for row in self.seconds.values() for seconds in row.values())
 
     def to_dict(self) -> dict[str, object]:
@@ -103,8 +103,8 @@ def measure_cost(
 def predicted_times(flops: Weights, measured: MeasuredCost | None) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
     """Returns layer -> GEMM -> format -> time for one micro-batch.
 
-    In seconds where measured. Otherwise by `NumberFormat.speed`, and 1 is the time that all of these linears take in
-    the reference format.
+    Measured times are in seconds. Modelled ones come from `NumberFormat.speed`; their unit is the time that all of
+    these linears take in the reference format.
     """
     if measured is not None:
         return measured.seconds

@@ -88,13 +88,13 @@ def gemm_times(
     """Returns the seconds of each shape in every format of the run; equal shapes are timed once.
 
     Args:
-        shapes: of the GEMMs.
-        backend: whose kernels to time.
-        device: to time them on.
+        shapes: the shapes of the GEMMs.
+        backend: the backend whose kernels are timed.
+        device: the device that they run on.
         path: a file of times; what it has for this machine is not timed again, what is new is added to it. A file that
             cannot be written costs a warning.
         timer: times one GEMM in one format; None: `time_gemm`.
-        formats: of the run; `timed_formats` says which are timed.
+        formats: the run's formats; `timed_formats` says which are timed.
 
     Raises:
         ValueError: as `read_times`.
@@ -119,7 +119,7 @@ def gemm_times(
 
 
 def timed_formats(formats: Sequence[str]) -> tuple[str, ...]:
-    """Returns what is timed for a run in these formats: they, the reference, and no quantization, as registered."""
+    """Returns the formats that are timed for a run in these: its own, the reference and the unquantized ones."""
     return tuple(
         name for name, fmt in FORMATS.items() if name in formats or name == REFERENCE.name or not fmt.is_quantized
     )
@@ -128,8 +128,8 @@ def timed_formats(formats: Sequence[str]) -> tuple[str, ...]:
 def time_gemm(backend: str, device: torch.device, shape: GemmShape, format: str) -> float:
     """Returns the median seconds of one GEMM in one format: both operands' quantization and the product.
 
-    On a GPU the GEMM's own time there (events), operands coming from memory and not from its cache, as after the
-    layers between; on a CPU wall-clock time. Generators of the process are left alone.
+    On a GPU this is the GEMM's own time, from events, with operands read from memory and not from the cache: in
+    training, other layers run in between. On a CPU it is wall-clock time. The process's generators are left alone.
     """
     call = _prepared(backend, device, shape, format)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
@@ -140,10 +140,10 @@ def time_gemm(backend: str, device: torch.device, shape: GemmShape, format: str)
 
 
 def read_times(path: str | os.PathLike[str]) -> Times:
-    """Returns what a file of `write_times` holds, of whatever machines; nothing if there is no such file.
+    """Returns the times in a file that `write_times` wrote, of all machines in it; nothing if there is no file.
 
     Raises:
-        ValueError: it cannot be read, or is not exactly such a file. It may be anything, so nobody writes over it.
+        ValueError: it cannot be read, or is not exactly such a file. It may be anything, so it is not written over.
     """
     if not Path(path).exists():
         return {}
@@ -158,12 +158,12 @@ def read_times(path: str | os.PathLike[str]) -> Times:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{printable(path, 1000)} is not a usable file of GEMM times: {error} Remove it, or name another as "
-            "cost_file; what is missing is timed anew."
+            "timing_file; what is missing is timed anew."
         ) from error
 
 
 def write_times(path: str | os.PathLike[str], times: Mapping[tuple[Machine, GemmShape], Seconds]) -> None:
-    """Writes times in one stroke, with the folder if need be; raises OSError if that fails."""
+    """Writes times atomically and creates the folder if it is missing; raises OSError if that fails."""
     rows = [asdict(machine) | asdict(shape) | {"seconds": seconds} for (machine, shape), seconds in times.items()]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_json_atomic(path, {"schema_version": SCHEMA_VERSION, "kind": KIND, "times": rows})

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..numerics.random_state import RandomState
+from ..text import WITHOUT_PROBE
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +28,21 @@ _BY_SEQUENCE = {
 _NO_LABEL = -100
 
 
+class BatchCounts(NamedTuple):
+    """How many tokens a batch has, and how many of them have a label (`Batch.labelled`)."""
+
+    tokens: int
+    labelled: int
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch as the model's forward takes it, and the generators' state with which it was first run."""
 
     kwargs: Mapping[str, Any]
     random_state: RandomState
+    cut_from: BatchCounts | None = None
+    """Counts of the micro-batch that this is a part of (`part`); None: it is a whole one."""
 
     @classmethod
     def of(cls, kwargs: Mapping[str, Any]) -> Batch:
@@ -47,8 +57,7 @@ class Batch:
             raise ValueError(
                 f"The batch has no labels (its keys are {', '.join(kwargs) or 'none'}), so the model gives no loss to "
                 "probe. Expected a causal LM batch with `labels`. Label smoothing and a custom compute_loss_func "
-                "take them away: turn these off, or use a policy that needs no probe, such as "
-                "policy='layer-position'."
+                f"take them away: turn these off, or use {WITHOUT_PROBE}."
             )
         return cls({key: value for key, value in kwargs.items() if key != "num_items_in_batch"}, RandomState.now())
 
@@ -77,7 +86,16 @@ class Batch:
             else value
             for name, value in self.kwargs.items()
         }
-        return Batch(cut, self.random_state)
+        return replace(self, kwargs=cut, cut_from=self.micro_batch)
+
+    @property
+    def counts(self) -> BatchCounts:
+        return BatchCounts(self.tokens, self.labelled)
+
+    @property
+    def micro_batch(self) -> BatchCounts:
+        """Counts of the micro-batch that this is, or is a part of."""
+        return self.cut_from or self.counts
 
     @property
     def tokens(self) -> int:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,24 +19,25 @@ from torch import Tensor, nn
 from ..config import POLICIES, SnipConfig
 from ..costs.flops import linear_flops
 from ..layers.convert import convert_model, restore_model
-from ..layers.linear import SnipLinear
+from ..layers.layer import SnipLayer
 from ..layers.state import snip_linears
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
-from ..optimizers.response import ElementwiseResponse, Response, responses
+from ..optimizers.response import responses
 from ..parallel.ranks import Attempt, Processes
-from ..parallel.sharding import is_sharded, own_part, sharded_as, squares, whole, with_own_part
+from ..parallel.sharding import is_sharded, whole
 from .batch import Batch
 from .criterion import LayerCriterion
-from .gradient_scale import unscaled
 from .layer_sums import LAYER, ROWS, BatchSizes, LayerSums, Pending, Squares, read_all
+from .loss_scale import without_loss_scale
+from .optimizer_step import OptimizerStep, Pushforward, RelativeUpdates, of_matrix
 from .passes import run_pass
 from .pooling import pooled
-from .probe import random_direction, run_probe
+from .probe import Probe, ProbeSettings, random_direction, run_probe
+from .samples import LayerSample
 from .table import Divergence, DivergenceTable
 
-Pushforward = Callable[[Tensor], Tensor] | Tensor
 # The estimate's own streams of random rounding: other numbers than those of the training step.
 _OPERANDS = (len(GEMMS), len(GEMMS) + 1)
 
@@ -54,7 +54,8 @@ def estimate_divergence(
         model: a causal LM without wrappers, converted or not; it is left as it was.
         batch: keyword arguments of its forward, with labels.
         optimizer: the optimizer, in the state before its next step; None means plain SGD with learning rate 1.
-        config: `probes`, `probe_tokens`, `probe_batch_tokens`, `loss_form`, `seed` and the choice of layers are used.
+        config: `probes`, `probe_tokens`, `probe_batch_tokens`, `loss_estimator`, `seed` and the choice of layers are
+            used.
 
     Raises:
         ValueError: the batch has no labels, or the loss is not finite.
@@ -66,30 +67,17 @@ def estimate_divergence(
         answers = responses(optimizer, weights_of(layers))
         _, gradients = gradients_of(model, captured, layers)
         part = captured.part(config.probe_batch_tokens)
-        return divergences_at(
-            model,
-            part,
-            answers,
-            gradients,
-            config,
-            labelled=captured.labelled,
-            micro_batch_tokens=captured.tokens,
-        )
+        return divergences_at(model, part, OptimizerStep(gradients, answers), config)
 
 
 def divergences_at(
     model: nn.Module,
     batch: Batch,
-    answers: Mapping[str, Response],
-    gradients: Mapping[str, Tensor],
+    optimizer_step: OptimizerStep,
     config: SnipConfig,
     step: int = 0,
-    gradient_scale: float = 1.0,
-    micro_batches: int = 1,
     probes: int | None = None,
-    labelled: int | None = None,
     processes: Processes | None = None,
-    micro_batch_tokens: int | None = None,
 ) -> DivergenceTable:
     """Probes a converted model and estimates all divergences of one optimizer step.
 
@@ -103,101 +91,122 @@ def divergences_at(
     Args:
         model: a converted model, without wrappers; its weights may be sharded by FSDP2.
         batch: the step's micro-batch to probe, or a `part` of it.
-        answers: layer -> the optimizer's response (`optimizers.responses`).
-        gradients: layer -> the gradient that the optimizer is about to use, (O, I), sharded as the weight is.
+        optimizer_step: the step.
         config: as in `estimate_divergence`.
-        step: decides, with `config.seed`, all random draws.
-        gradient_scale: what clipping multiplied the gradients by.
-        micro_batches: micro-batches of the step; their errors are independent except for that of the weights.
+        step: its number; decides, with `config.seed`, all random draws.
         probes: in place of `config.probes`. 0 takes one pass and no derivatives: of the weight divergence only the part
             of grad_weight is then known, also in the layers' rows.
-        labelled: tokens with a label of the whole micro-batch that `batch` is a part of; None: it is the whole one.
         processes: those that work together; None: this one is alone.
-        micro_batch_tokens: all tokens of the whole micro-batch; None as for `labelled`.
 
     Raises:
         ValueError: the loss of the micro-batch is not finite; on one rank is enough.
         RankError: another process did not answer.
     """
-    processes = processes or Processes()
-    layers = snip_linears(model)
-    own = [batch.tokens, batch.labelled, micro_batch_tokens or batch.tokens, labelled or batch.labelled]
-    counts = list(zip(*processes.data.gather(own), strict=True))
-    tokens, kept, sizes = counts[0], counts[1], BatchSizes(*map(sum, counts))
-    norms: dict[str, float] = {}
-    probe, attempt = None, Attempt()
     count = config.probes if probes is None else probes
-    kind: type[LayerCriterion] = POLICIES[config.policy].criterion
-    by_trace = kind.along_noise
-    with attempt:
-        moving = [name for name in answers if name in gradients]
-        found = [square**0.5 for square in squares([layers[name].weight.detach() for name in moving])]
-        # Not of a weight initialised with zeros: no update of it is small or large against it.
-        norms |= {name: norm for name, norm in zip(moving, found, strict=True) if norm != 0}
-        pullbacks: dict[str, Callable[[Tensor], Tensor]] = (
-            dict.fromkeys(layers, _same)
-            if by_trace
-            else {name: partial(_pulled, answers[name], gradients, name, norm) for name, norm in norms.items()}
+    whole_amax = any(FORMATS[name].has_tensor_scale for name in config.quantized_formats)
+    settings = ProbeSettings(count, config.probe_tokens, config.seed, step, whole_amax=whole_amax)
+    return _Estimate(model, batch, optimizer_step, config, settings, processes or Processes()).table()
+
+
+class _WholeLayer(NamedTuple):
+    """A layer that this rank owns, with nothing of it sharded any more."""
+
+    name: str
+    weight: Tensor
+    gradient: Tensor | None
+    """Where the loss's form needs it."""
+    pushforward: Pushforward | None
+
+
+class _Estimate:
+    """The estimate of one optimizer step; arguments as in `divergences_at`. Collective from the beginning."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        optimizer_step: OptimizerStep,
+        config: SnipConfig,
+        settings: ProbeSettings,
+        processes: Processes,
+    ) -> None:
+        self._model, self._batch, self._optimizer_step = model, batch, optimizer_step
+        self._config, self._settings, self._processes = config, settings, processes
+        self._layers = snip_linears(model)
+        self._criterion: type[LayerCriterion] = POLICIES[config.policy].criterion
+        self._attempt = Attempt()
+        counts = list(zip(*processes.data.gather([*batch.counts, *batch.micro_batch]), strict=True))
+        self._tokens, self._labelled = counts[0], counts[1]
+        self._sizes = BatchSizes(*map(sum, counts))
+
+    def table(self) -> DivergenceTable:
+        """Returns the table, the same on all ranks."""
+        processes, found = self._processes, None
+        with self._attempt:
+            found = self._probe()
+        loss = _agreed_loss(None if found is None else found[1].loss, self._attempt, self._labelled, processes)
+        assert found is not None
+        updates, probe = found
+        samples = pooled(probe.layers, self._batch.labelled / self._sizes.labelled, self._layers, processes.data)
+        clip_factor = self._optimizer_step.clip_factor
+        if POLICIES[self._config.policy].weighs_updates:
+            gradients, trained = self._optimizer_step.gradients, list(updates.norms)
+            clip_factor = without_loss_scale(clip_factor, samples, gradients, trained, processes.data, self._attempt)
+        sums: list[_Sums] = []
+        with self._attempt:
+            for layer in self._whole_layers(samples, updates):
+                with self._attempt:  # the others go on gathering what is sharded, and so does this rank
+                    sums += self._sums(layer, samples[layer.name], clip_factor)
+        rows: list[Divergence] = []
+        with self._attempt:
+            rows = _rows(sums, linear_flops(self._model), loss, clip_factor)
+        processes.everyone.agree(self._attempt.error)
+        return DivergenceTable(loss, _of_all(rows, self._layers, processes))
+
+    def _probe(self) -> tuple[RelativeUpdates, Probe]:
+        updates = RelativeUpdates.of(self._optimizer_step, self._layers)
+        along_noise = self._criterion.along_noise
+        pullbacks = dict.fromkeys(self._layers, _same) if along_noise else updates.pullbacks()
+        return updates, run_probe(self._model, self._batch, pullbacks, self._settings, self._processes, self._tokens)
+
+    def _whole_layers(self, owned: Container[str], updates: RelativeUpdates) -> Iterator[_WholeLayer]:
+        """Gives each layer that this rank owns.
+
+        All are given as matrices (O, I). What is sharded is made whole, by all ranks together, one layer at a time.
+        """
+        responses, gradients = self._optimizer_step.responses, self._optimizer_step.gradients
+        for name, layer in self._layers.items():
+            is_spread = is_sharded(layer.weight) or (name in responses and responses[name].is_spread)
+            if name not in owned and not is_spread:
+                continue
+            weight = whole(layer.weight.detach())
+            needs_gradient = self._config.loss_estimator == "taylor" and name in gradients
+            gradient = whole(gradients[name]) if needs_gradient else None
+            pushforward = updates.pushforward(name)
+            if name in owned:
+                (matrix,) = layer.matrices(weight)
+                of_gradient = None if gradient is None else layer.matrices(gradient)[0]
+                push = None if pushforward is None else of_matrix(pushforward, layer)
+                yield _WholeLayer(name, matrix, of_gradient, push)
+
+    def _sums(self, layer: _WholeLayer, sample: LayerSample, clip_factor: float) -> Iterator[_Sums]:
+        """Sets the sums of one layer under way, for each format."""
+        trace, formats = None, self._config.quantized_formats
+        if self._criterion.along_noise:
+            directions = [random_direction(layer.name, layer.weight, draw) for draw in self._settings.draws]
+            trace = self._criterion.trace_of(layer.name, sample, directions)
+            sample = replace(sample, x_dot=[], grad_output_dot=[])
+        layer_sums = LayerSums(
+            sample,
+            layer.weight,
+            layer.pushforward,
+            self._optimizer_step.micro_batches,
+            self._sizes,
+            formats=formats,
         )
-        probe = run_probe(
-            model,
-            batch,
-            pullbacks,
-            count,
-            config.probe_tokens,
-            config.seed,
-            step,
-            processes=processes,
-            tokens=tokens,
-            whole_amax=any(FORMATS[name].has_tensor_scale for name in config.quantized_formats),
-        )
-    loss = _agreed_loss(None if probe is None else probe.loss, attempt, kept, processes)
-    assert probe is not None
-    samples = pooled(probe.layers, batch.labelled / sizes.labelled, layers, processes.data)
-    quantized = config.quantized_formats
-    sums: list[_Sums] = []
-    if POLICIES[config.policy].weighs_updates:
-        gradient_scale = unscaled(gradient_scale, samples, gradients, list(norms), processes.data, attempt)
-    with attempt:
-        for name, weight, gradient, pushforward in _gathered(layers, samples, answers, gradients, norms, config):
-            with attempt:  # the others go on gathering what is sharded, and so does this rank
-                sample, trace = samples[name], None
-                if by_trace:
-                    draws = ((config.seed, step, index) for index in range(count))
-                    trace = kind.trace_of(name, sample, [random_direction(name, weight, draw) for draw in draws])
-                    sample = replace(sample, x_dot=[], grad_output_dot=[])
-                layer_sums = LayerSums(sample, weight, pushforward, micro_batches, sizes, formats=quantized)
-                unclipped = None if gradient is None else gradient.to(torch.float32) / (gradient_scale or 1.0)
-                criterion = kind(layer_sums, trace)
-                sums += _start_sums(name, layer_sums, criterion, config, step, unclipped, quantized)
-    rows: list[Divergence] = []
-    with attempt:
-        rows = _rows(sums, linear_flops(model), loss, gradient_scale)
-    processes.everyone.agree(attempt.error)
-    return DivergenceTable(loss, _of_all(rows, layers, processes))
-
-
-def _gathered(
-    layers: Mapping[str, SnipLinear],
-    owned: Container[str],
-    answers: Mapping[str, Response],
-    gradients: Mapping[str, Tensor],
-    norms: Mapping[str, float],
-    config: SnipConfig,
-) -> Iterator[tuple[str, Tensor, Tensor | None, Pushforward | None]]:
-    """Gives name, weight, gradient (where the loss's form needs it) and pushforward of each layer that this rank owns.
-
-    What is sharded is made whole, by all ranks together, one layer at a time.
-    """
-    for name, layer in layers.items():
-        is_spread = is_sharded(layer.weight) or (name in answers and answers[name].is_spread)
-        if name not in owned and not is_spread:
-            continue
-        weight = whole(layer.weight.detach())
-        gradient = whole(gradients[name]) if config.loss_form == "taylor" and name in gradients else None
-        pushforward = _pushforward(answers[name], gradients[name], norms[name]) if name in norms else None
-        if name in owned:
-            yield name, weight, gradient, pushforward
+        unclipped = None if layer.gradient is None else layer.gradient.to(torch.float32) / (clip_factor or 1.0)
+        criterion = self._criterion(layer_sums, trace)
+        return _start_sums(layer.name, layer_sums, criterion, self._config, self._settings.step, unclipped, formats)
 
 
 def _start_sums(
@@ -214,12 +223,12 @@ def _start_sums(
     row_key, column_key = (stream_key(config.seed, step, 0, layer_key, operand) for operand in _OPERANDS)
     for fmt in formats:
         of_rows = layer_sums.pending_weight_divergences(fmt, (row_key, column_key))
-        rise = layer_sums.pending_loss_divergence(fmt, config.loss_form, gradient)
+        rise = layer_sums.pending_loss_divergence(fmt, config.loss_estimator, gradient)
         yield _Sums(name, fmt, of_rows, rise, layer_sums.pending_errors(fmt), criterion.pending_rows(fmt))
 
 
 def _rows(
-    sums: Sequence[_Sums], flops: Mapping[str, Mapping[str, float]], loss: float, gradient_scale: float
+    sums: Sequence[_Sums], flops: Mapping[str, Mapping[str, float]], loss: float, clip_factor: float
 ) -> list[Divergence]:
     """Waits for all sums, once, and returns what they mean."""
     parts = zip(*(read_all(part) for part in zip(*(one[2:] for one in sums), strict=True)), strict=True)
@@ -232,9 +241,9 @@ def _rows(
                     gemm,
                     fmt,
                     rise / loss if gemm in ("forward", LAYER) else 0.0,
-                    gradient_scale * _root(of_rows[gemm].step),
+                    clip_factor * _root(of_rows[gemm].step),
                     sum(flops[name].values()) if gemm == LAYER else flops[name][gemm],
-                    gradient_scale * _root(of_rows[gemm].bias),
+                    clip_factor * _root(of_rows[gemm].bias),
                     absolute_error=errors[gemm][0],
                     relative_error=errors[gemm][1],
                     criterion=criterion[gemm],
@@ -263,7 +272,7 @@ def _agreed_loss(own: float | None, attempt: Attempt, labelled: Sequence[int], p
 
 
 def _of_all(
-    rows: Sequence[Divergence], layers: Mapping[str, SnipLinear], processes: Processes
+    rows: Sequence[Divergence], layers: Mapping[str, SnipLayer], processes: Processes
 ) -> tuple[Divergence, ...]:
     """Returns the rows of all ranks, each once, in the model's order, which stages of a pipeline continue."""
     if processes.everyone.size == 1:
@@ -291,53 +300,25 @@ def _root(square: float) -> float:
     return math.sqrt(square) if square > 0 or math.isnan(square) else 0.0
 
 
-def _pulled(answer: Response, gradients: Mapping[str, Tensor], name: str, norm: float, tensor: Tensor) -> Tensor:
-    """Returns J^T tensor relative to the weight's norm, sharded as the weight is, or whole."""
-    gradient, own = gradients[name], answer.of_own_part()
-    if own is None:
-        return _relative(answer.gathered().pullback, whole(gradient), norm, tensor)
-    part = own_part(sharded_as(tensor, gradient))
-    return with_own_part(_relative(own.pullback, own_part(gradient), norm, part), gradient)
-
-
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _relative(product: Callable[[Tensor, Tensor], Tensor], gradient: Tensor, norm: float, tensor: Tensor) -> Tensor:
-    """Returns a product with the optimizer's derivative at `gradient`, relative to the weight's norm."""
-    return product(gradient.to(torch.float32), tensor) / norm
-
-
-def _pushforward(answer: Response, gradient: Tensor, norm: float) -> Pushforward:
-    """Returns how a gradient's change changes the update, relative to the weight's norm, as `LayerSums` takes it."""
-    own = answer.of_own_part()
-    if own is not None:
-        # The factors of a diagonal derivative are worked out once instead of for every product with it, and by each
-        # rank for its part.
-        part = own_part(gradient)
-        factors = _relative(own.pushforward, part, norm, part.new_ones(()).expand_as(part))
-        return whole(with_own_part(factors, gradient))
-    answer, gradient = answer.gathered(), whole(gradient)
-    push = partial(_relative, answer.pushforward, gradient, norm)
-    return push(gradient.new_ones(()).expand_as(gradient)) if isinstance(answer, ElementwiseResponse) else push
-
-
-def gradients_of(model: nn.Module, batch: Batch, layers: Mapping[str, SnipLinear]) -> tuple[float, dict[str, Tensor]]:
+def gradients_of(model: nn.Module, batch: Batch, layers: Mapping[str, SnipLayer]) -> tuple[float, dict[str, Tensor]]:
     """Returns the loss and the swapped layers' FP32 gradients under the formats that the layers hold now."""
     leaves = {
         name: layer.weight.detach().to(torch.float32, copy=True).requires_grad_() for name, layer in layers.items()
     }
-    loss = run_pass(model, batch, {f"{name}.weight": leaf for name, leaf in leaves.items()})
+    loss = run_pass(model, batch, {layers[name].weight_name(name): leaf for name, leaf in leaves.items()})
     return float(loss), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
-def weights_of(layers: Mapping[str, SnipLinear]) -> dict[str, Tensor]:
+def weights_of(layers: Mapping[str, SnipLayer]) -> dict[str, Tensor]:
     return {name: layer.weight for name, layer in layers.items()}
 
 
 @contextmanager
-def converted(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, SnipLinear]]:
+def converted(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, SnipLayer]]:
     """Gives the model's swapped layers, and swaps them only for the time of the context if they were not."""
     was_converted = bool(snip_linears(model))
     if not was_converted:

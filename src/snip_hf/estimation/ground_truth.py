@@ -3,8 +3,8 @@
 Layers are quantized, the model's gradients and the optimizer's next updates are compared with those in high precision,
 on FP32 copies of the weights and without a trace in the model or the optimizer (see `probe`).
 
-An update is `optimizers.Response.update`. For Lion (smoothed sign) and Muon (FP32 Newton-Schulz) that is a model of the
-real step; docs/limitations.md says how far it is from it.
+An update is `optimizers.response.Response.update`. For Lion (smoothed sign) and Muon (FP32 Newton-Schulz) that is a
+model of the real step; docs/limitations.md says how far it is from it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..config import SnipConfig
 from ..costs.flops import linear_flops
-from ..layers.linear import SnipLinear
+from ..layers.layer import SnipLayer
 from ..layers.state import set_step
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from ..numerics.gemms import GEMMS
@@ -128,7 +128,7 @@ class _Measurement:
     """The state in high precision that every quantized pass is compared with."""
 
     def __init__(
-        self, model: nn.Module, batch: Batch, optimizer: Any, config: SnipConfig, layers: dict[str, SnipLinear]
+        self, model: nn.Module, batch: Batch, optimizer: Any, config: SnipConfig, layers: dict[str, SnipLayer]
     ) -> None:
         self._model, self._batch, self._config, self.layers = model, batch, config, layers
         self._answers: dict[str, Response] = responses(optimizer, weights_of(layers))
@@ -174,7 +174,7 @@ class _Measurement:
 
 
 @contextmanager
-def _high_precision(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, SnipLinear]]:
+def _high_precision(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, SnipLayer]]:
     """Gives the swapped layers, all of them unquantized for the time of the context."""
     with converted(model, config) as layers:
         in_force = {name: (layer.formats, layer.snip_state.clone()) for name, layer in layers.items()}
@@ -190,7 +190,7 @@ def _high_precision(model: nn.Module, config: SnipConfig) -> Iterator[dict[str, 
 
 
 @contextmanager
-def _assigned(layers: Mapping[str, SnipLinear], assignment: Assignment) -> Iterator[None]:
+def _assigned(layers: Mapping[str, SnipLayer], assignment: Assignment) -> Iterator[None]:
     """Puts some formats in force for the time of the context; before and after all are unquantized."""
     try:
         for name, formats in assignment.items():

@@ -21,6 +21,7 @@ from ..config import SnipConfig
 from ..layers.state import snip_linears
 from ..numerics.gemms import TILE
 from ..parallel.sharding import own_part
+from ..text import WITHOUT_PROBE
 from .passes import frozen_in_a_pass
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,8 @@ def probe_memory(model: nn.Module, probes: int, tokens: int) -> float:
 
     Args:
         model: a converted model, without wrappers. Every layer is taken to run once per pass.
-        probes: as there.
-        tokens: kept per layer.
+        probes: number of probes, as in `ProbeSettings`.
+        tokens: tokens kept per layer.
     """
     layers = snip_linears(model)
     moved = {id(layer.weight) for layer in layers.values() if layer.weight.requires_grad and probes > 0}
@@ -60,7 +61,7 @@ def bounded(config: SnipConfig, model: nn.Module) -> SnipConfig:
     """Returns the config with as many `probe_tokens` as `probe_memory_mib` allows, in whole runs of 128.
 
     Raises:
-        ValueError: the bound holds not even 128 tokens.
+        ValueError: the bound is too small for 128 tokens.
     """
     bound = config.probe_memory_mib
     if bound is None:
@@ -70,7 +71,7 @@ def bounded(config: SnipConfig, model: nn.Module) -> SnipConfig:
         raise ValueError(
             f"probe_memory_mib={bound} is too small: 128 tokens per layer and the FP32 copies of this model's weights "
             f"take {math.ceil(least)} MiB ({math.ceil(fixed)} without the tokens). Raise it to at least "
-            f"{math.ceil(least)}, set it to None, or use a policy that needs no probe, such as policy='layer-position'."
+            f"{math.ceil(least)}, set it to None, or use {WITHOUT_PROBE}."
         )
     fitting = int((bound - fixed) / (least - fixed)) * TILE
     if config.probe_tokens is not None and config.probe_tokens <= fitting:
@@ -87,7 +88,7 @@ def bounded(config: SnipConfig, model: nn.Module) -> SnipConfig:
 def kept_tokens(config: SnipConfig, tokens: int, ranks: int = 1) -> int:
     """Returns how many tokens per layer a rank holds at most, of the tokens that its part of the probe runs on.
 
-    With several, each keeps its part, and gets those of the others for the layers that it owns.
+    With several ranks, each keeps its own part, and receives the others' parts for the layers that it owns.
     """
     if ranks > 1:
         own = tokens if config.probe_tokens is None else min(tokens, math.ceil(config.probe_tokens / ranks))

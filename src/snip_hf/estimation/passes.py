@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layers.kinds import known_weights
 from ..layers.state import plain_name, snip_linears
 from ..numerics.random_state import RandomState
 from ..parallel.sharding import whole, without_sharding_hooks
 from ..python_state import Kept, Shared
+from ..text import WITHOUT_PROBE
 from .batch import Batch
 from .user_hooks import leave_out_global_observers, leave_out_observers
 
@@ -31,13 +33,13 @@ def run_pass(
     Args:
         model: a model without wrappers.
         batch: the micro-batch; the generators start from its state.
-        weights: parameter name (`linear.plain_name`) -> the tensor to use instead; gradients go to its `.grad` if it
-            requires them. Parameters that are not named are used as detached FP32 copies. Of sharded parameters these
-            are whole, but for the weights of swapped layers: each gathers its own when it runs.
+        weights: parameter name (`layers.state.plain_name`) -> the tensor to use instead; gradients go to its `.grad` if
+            it requires them. Parameters that are not named are used as detached FP32 copies. Of sharded parameters
+            these are whole, but for the weights of swapped layers: each gathers its own when it runs.
         autocast: dtype of autocast, None for none.
         backward: whether to run the backward pass.
-        run: runs the batch forward and backward instead and returns its loss, None if that is known elsewhere (the
-            returned tensor is then NaN); for a model that is only a part.
+        run: for a model that is only a part: runs the batch forward and backward instead and returns its loss, or None
+            if another process knows it (the returned tensor is then NaN).
     """
     before = RandomState.now()
     try:
@@ -91,17 +93,16 @@ def _stand_in(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def frozen_in_a_pass(model: nn.Module) -> set[int]:
-    """Returns the ids of the parameters that get no gradient in `run_pass`: weights of linears."""
-    # Not `module.weight`: what parametrizes a weight may write to its buffers when it is asked for.
-    linears = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Linear)}
+    """Returns the ids of the parameters that get no gradient in `run_pass`: weights of layers of known kinds."""
+    known = {id(weight) for module in model.modules() for weight in known_weights(module)}
     # An embedding that is tied to the output head is an embedding: it may be all that precedes the first layer.
-    return linears - {
+    return known - {
         id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Embedding)
     }
 
 
 def run_forward(model: nn.Module, batch: Batch) -> float:
-    """Returns the loss of one FP32 forward pass under the formats in force; as traceless as `run_pass`."""
+    """Returns the loss of one FP32 forward pass under the formats in force; it leaves no trace, as `run_pass`."""
     return float(run_pass(model, batch, {}, backward=False))
 
 
@@ -130,7 +131,7 @@ def _everything_kept(model: nn.Module) -> Iterator[None]:
             raise RuntimeError(
                 f"A pass of the probe wrote to the parameter {plain_name(name)!r} in place; expected a forward pass "
                 "that leaves parameters alone. Let the forward of its module, or a hook, work on a copy of it, or use "
-                "a policy that needs no probe, such as policy='layer-position'."
+                f"{WITHOUT_PROBE}."
             )
 
 
@@ -141,7 +142,7 @@ def _version(parameter: Tensor) -> int:
 
 @contextmanager
 def _patched_torch(model: nn.Module) -> Iterator[None]:
-    """Replaces, in torch itself, what the passes cannot have as it is."""
+    """Patches torch for the passes: global hooks, compiled layers and attention."""
     kept = Kept()
     try:
         leave_out_global_observers(model, kept)

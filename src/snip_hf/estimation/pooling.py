@@ -11,14 +11,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ..layers.layer import SnipLayer
 from ..parallel.ranks import Attempt, Ranks
 from .samples import LayerSample
 
 
 def pooled(
-    samples: dict[str, LayerSample], weight: float, layers: Mapping[str, nn.Linear], ranks: Ranks
+    samples: dict[str, LayerSample], weight: float, layers: Mapping[str, SnipLayer], ranks: Ranks
 ) -> dict[str, LayerSample]:
     """Returns the samples of the layers that this rank owns, with the tokens of all ranks, in the order of the ranks.
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..layers.linear import SnipLinear
+from ..layers.layer import SnipLayer
 from ..layers.state import snip_linears
 from ..numerics.random_streams import stream_key
 from ..parallel.ranks import Processes
@@ -30,6 +30,33 @@ from .samples import LayerSample, Recorder, SamplePlan, recording
 
 # |eps * d| / |W| over all swapped weights: small enough for first order, large enough for FP32 (section 3 there).
 RELATIVE_STEP = 1e-3
+
+Draw = tuple[int, int, int]
+"""Seed, step and index of a probe: what decides its random direction."""
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """How a probe goes: how often, at how many tokens, along which random directions, how far."""
+
+    probes: int = 1
+    """Number of independent directions; 0 runs one pass and takes no derivatives."""
+    probe_tokens: int | None = None
+    """Tokens kept per layer, in whole runs of 128, by all data ranks together; None keeps all."""
+    seed: int = 0
+    """Decides, with `step`, the directions and the sampled tokens."""
+    step: int = 0
+    relative_step: float = RELATIVE_STEP
+    """|eps * d| / |W| over all swapped weights."""
+    autocast: torch.dtype | None = None
+    """Dtype of the passes' products, None for FP32. Rounding noise then needs a larger relative step."""
+    whole_amax: bool = False
+    """Measure the largest magnitudes of all tokens too, which scales of whole tensors follow."""
+
+    @property
+    def draws(self) -> list[Draw]:
+        """Probe -> what decides its direction."""
+        return [(self.seed, self.step, index) for index in range(self.probes)]
 
 
 @dataclass(frozen=True)
@@ -44,15 +71,9 @@ def run_probe(
     model: nn.Module,
     batch: Batch,
     pullbacks: Mapping[str, Callable[[Tensor], Tensor]],
-    probes: int = 1,
-    probe_tokens: int | None = None,
-    seed: int = 0,
-    step: int = 0,
-    relative_step: float = RELATIVE_STEP,
-    autocast: torch.dtype | None = None,
+    settings: ProbeSettings | None = None,
     processes: Processes | None = None,
     tokens: Sequence[int] | None = None,
-    whole_amax: bool = False,
 ) -> Probe:
     """Probes every swapped layer of the model; `probes` times two forward-backward passes.
 
@@ -61,40 +82,40 @@ def run_probe(
     Args:
         model: a converted model, without wrappers.
         batch: the micro-batch to run.
-        pullbacks: layer -> what makes a direction (O, I) of z ~ N(0, 1) (O, I). Layers without an entry stay put.
-        probes: number of independent directions; 0 runs one pass and takes no derivatives.
-        probe_tokens: tokens kept per layer, in whole runs of 128, by all data ranks together; None keeps all.
-        seed: with `step`, decides the directions and the sampled tokens.
-        step: see seed.
-        relative_step: |eps * d| / |W| over all swapped weights.
-        autocast: dtype of the passes' products, None for FP32. Rounding noise then needs a larger relative step.
+        pullbacks: layer -> what makes a direction of z ~ N(0, 1), both laid out as the weight. Layers without an entry
+            stay put.
+        settings: how the probe goes; None: all defaults.
         processes: those that probe together; the samples are this process's own. None: it is alone.
         tokens: data rank -> tokens of its batch.
-        whole_amax: measure the largest magnitudes of all tokens too, which scales of whole tensors follow.
     """
-    processes = processes or Processes()
+    settings, processes = settings or ProbeSettings(), processes or Processes()
     layers = snip_linears(model)
     samples: dict[str, LayerSample] = {}
     losses: list[float] = []
-    plan = SamplePlan(probe_tokens, seed, step, processes.data.rank, tuple(tokens or (batch.tokens,)), whole_amax)
+    every = tuple(tokens or (batch.tokens,))
+    plan = SamplePlan(
+        settings.probe_tokens, settings.seed, settings.step, processes.data.rank, every, settings.whole_amax
+    )
 
-    def record(weights: Mapping[str, Tensor]) -> Recorder:
+    def record(moved: Mapping[str, Tensor]) -> Recorder:
         recorder = Recorder(plan)
-        with recording(layers, recorder, autocast is not None):
-            losses.append(float(run_pass(model, batch, weights, autocast, True, processes.run)))
+        with recording(layers, recorder, settings.autocast is not None):
+            weights = {layers[name].weight_name(name): weight for name, weight in moved.items()}
+            losses.append(float(run_pass(model, batch, weights, settings.autocast, True, processes.run)))
         return recorder
 
-    if probes == 0 or not pullbacks:
+    draws = settings.draws if pullbacks else []
+    if not draws:
         recorder = record({})
         energies = recorder.energies()
         for name, one in recorder.records.items():
             amaxes = _pair(one.amaxes)
             samples[name] = LayerSample(one.tokens, one.x, one.grad_output, energies=energies[name], amaxes=amaxes)
-    for index in range(probes if pullbacks else 0):
-        moved, epsilon = _move(layers, pullbacks, (seed, step, index), relative_step, processes)
+    for draw in draws:
+        moved, epsilon = _move(layers, pullbacks, draw, settings.relative_step, processes)
         plus = record(moved)
         for name, weight in moved.items():  # from W + eps * d to W - eps * d, in place
-            weight.neg_().add_(layers[name.removesuffix(".weight")].weight.detach(), alpha=2.0)
+            weight.neg_().add_(layers[name].weight.detach(), alpha=2.0)
         minus = record(moved)
         del moved
         _combine(samples, plus, minus, epsilon)
@@ -102,13 +123,13 @@ def run_probe(
 
 
 def _move(
-    layers: Mapping[str, SnipLinear],
+    layers: Mapping[str, SnipLayer],
     pullbacks: Mapping[str, Callable[[Tensor], Tensor]],
-    draw: tuple[int, int, int],
+    draw: Draw,
     relative_step: float,
     processes: Processes,
 ) -> tuple[dict[str, Tensor], float]:
-    """Returns parameter name -> W + eps * d in FP32 for the random direction of this draw, and eps.
+    """Returns layer -> W + eps * d, laid out as the weight, in FP32 for the random direction of this draw, and eps.
 
     Every layer's numbers are those of its name: which other layers a process holds makes no difference. Sharded
     weights move in place on their shards.
@@ -116,24 +137,26 @@ def _move(
     moved: dict[str, Tensor] = {}
     for name, pullback in pullbacks.items():
         weight = layers[name].weight.detach()
-        direction = pullback(random_direction(name, weight, draw))
-        moved[f"{name}.weight"] = sharded_as(direction, weight)
+        # Drawn as a matrix, since the derivatives of samples and the traces are along it.
+        noise = random_direction(name, layers[name].matrix, draw)
+        direction = pullback(layers[name].laid_out([noise]))
+        moved[name] = sharded_as(direction, weight)
     sizes = [sum(squares(tensors)) for tensors in ([layers[name].weight for name in pullbacks], list(moved.values()))]
     totals = processes.pipeline.gather(sizes)
     weights, moves = (sum(column) for column in zip(*totals, strict=True))
     epsilon = relative_step * (weights / moves) ** 0.5 if moves > 0 else 1.0
     for name, direction in moved.items():
-        direction.mul_(epsilon).add_(layers[name.removesuffix(".weight")].weight.detach())
+        direction.mul_(epsilon).add_(layers[name].weight.detach())
     return moved, epsilon
 
 
-def random_direction(name: str, weight: Tensor, draw: tuple[int, int, int]) -> Tensor:
+def random_direction(name: str, weight: Tensor, draw: Draw) -> Tensor:
     """Returns the z ~ N(0, 1) of a layer, (O, I), FP32, whole: the same numbers whenever it is drawn.
 
     Args:
         name: of the layer.
-        weight: gives shape and device.
-        draw: seed, step and index of the probe.
+        weight: of the layer as a matrix (O, I); gives shape and device.
+        draw: what decides the numbers, with the name.
     """
     generator = torch.Generator(weight.device).manual_seed(
         stream_key(*draw, zlib.crc32(name.encode(errors="surrogatepass")), 0) >> 1

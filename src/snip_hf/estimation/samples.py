@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layers.linear import SnipLinear
+from ..layers.layer import SnipLayer
 from ..numerics.gemms import TILE
 from ..numerics.random_streams import stream_key
 from ..parallel.sharding import whole
@@ -23,7 +23,7 @@ class LayerSample:
     """What one layer showed on the sampled tokens, FP32, for the mean loss of the micro-batch."""
 
     tokens: int
-    """T: all tokens that passed through the layer."""
+    """T: all tokens that the layer's matrix has seen."""
     x: Tensor
     """(n, I)"""
     grad_output: Tensor
@@ -108,7 +108,7 @@ class SamplePlan(NamedTuple):
     """Whether to measure the largest magnitudes of all tokens."""
 
     def kept(self, tokens: int) -> Tensor:
-        """Returns the positions of what this rank keeps of so many tokens.
+        """Returns the positions that this rank keeps, of a layer's tokens.
 
         The ranks together keep what one process would of all their tokens, one rank's after the other's, if these are
         whole runs of 128.
@@ -176,15 +176,15 @@ def _amax(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def recording(layers: Mapping[str, SnipLinear], recorder: Recorder, autocast: bool) -> Iterator[None]:
+def recording(layers: Mapping[str, SnipLayer], recorder: Recorder, autocast: bool) -> Iterator[None]:
     """Lets every layer compute through `_RecordedLinear` for the time of the context."""
 
-    def recorded(name: str) -> Callable[[SnipLinear, Tensor], Tensor]:
-        def forward(layer: SnipLinear, input: Tensor) -> Tensor:
+    def recorded(name: str) -> Callable[[SnipLayer, Tensor], Tensor]:
+        def forward(layer: SnipLayer, input: Tensor) -> Tensor:
             if not autocast and torch.is_autocast_enabled(input.device.type):
                 raise ValueError("The probe's passes run in FP32; leave autocast out of what Pipeline.run does.")
             x = input.reshape(-1, input.shape[-1])
-            y: Tensor = _RecordedLinear.apply(x, layer.weight, layer.bias, name, recorder)
+            y: Tensor = _RecordedLinear.apply(x, layer.matrix, layer.bias, name, recorder)
             return y.view(*input.shape[:-1], layer.out_features)
 
         return forward

@@ -29,7 +29,7 @@ class Divergence:
     relative_error: float | None = None
     """The same, each error divided by its operand's Frobenius norm."""
     criterion: float | None = None
-    """What the policy's own criterion gives (`criteria`); None where the policy has none."""
+    """What the policy's own criterion gives (`criterion`); None where the policy has none."""
 
 
 @dataclass(frozen=True)

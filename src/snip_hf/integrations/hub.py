@@ -26,7 +26,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +35,11 @@ from huggingface_hub import ModelCard
 from torch import nn
 
 from ..config import POLICIES
-from ..json_io import open_regular, parse_json
+from ..json_io import open_regular
 from ..numerics.formats import FORMATS
 from ..planning.plan import PrecisionPlan
-from ..records.events import history_lines
+from ..records.events import Event, Refresh
+from ..records.history import read_history
 from ..records.run_folder import FOLDER
 from ..text import printable
 
@@ -53,7 +54,6 @@ _SECTION = re.compile(re.escape(_BEGIN) + r".*?" + re.escape(_END), re.DOTALL)
 # Characters of a name and of a message, and bytes of a model card.
 _NAME, _MESSAGE, _MOST_BYTES = 60, 1000, 2**24
 _NOT_CODE = str.maketrans("", "", "`|")
-# These policies fix the formats and do not look at the target.
 
 
 def prepare_push(output_dir: str | os.PathLike[str], model: nn.Module, *, emulated: bool) -> None:
@@ -72,7 +72,7 @@ def prepare_push(output_dir: str | os.PathLike[str], model: nn.Module, *, emulat
     with _warning_instead_of_error():
         plan = PrecisionPlan.load(output_dir / FOLDER / "plan.json")
         tag_model(model, plan)
-        history = _read_history(output_dir / FOLDER / "history.jsonl")
+        history = read_history(output_dir / FOLDER / "history.jsonl")
         section = model_card_section(plan, history, emulated=emulated)
         _write(output_dir, "snip/README.md", section)
         _put_section_into_card(output_dir, model_tags(plan))
@@ -115,21 +115,21 @@ def model_tags(plan: PrecisionPlan) -> list[str]:
     return ["snip-hf", *low, *(["mixed-precision-training"] if low else [])]
 
 
-def model_card_section(plan: PrecisionPlan, history: Iterable[Mapping[str, Any]], *, emulated: bool) -> str:
+def model_card_section(plan: PrecisionPlan, history: Iterable[Event], *, emulated: bool) -> str:
     """Markdown section on how a model was trained, for a reader who has never heard of SNIP.
 
     Args:
         plan: the plan in force.
-        history: the events of `history.jsonl`.
+        history: the events of the run.
         emulated: True if FP8 and FP4 were emulated.
     """
-    refreshes = [event for event in history if event.get("event") == "refresh"]
-    applied = sum(event.get("status") == "applied" for event in refreshes)
+    # Not kept: a history may be long.
+    are_applied = [event.applied_step is not None for event in history if isinstance(event, Refresh)]
     rows = {
         "policy": _as_code(plan.provenance.policy),
         "target": _target(plan),
         "attained by the plan in force": _attained(plan),
-        "refreshes of the plan": f"{applied} applied of {len(refreshes)}",
+        "refreshes of the plan": f"{sum(are_applied)} applied of {len(are_applied)}",
         "arithmetic": _EMULATED if emulated else _NATIVE,
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
@@ -172,20 +172,6 @@ def _attained(plan: PrecisionPlan) -> str:
     if len(plan.stages) == 1:
         return text
     return f"{text}; {min(plan.stage_fp4_fractions):.1%} or more in each of {len(plan.stages)} stages"
-
-
-def _read_history(path: Path) -> list[dict[str, Any]]:
-    """The events of a `history.jsonl`; raises a ValueError that names the line if one is no JSON object."""
-    events = []
-    for number, line, _ in history_lines(path):
-        try:
-            event = parse_json(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-        if not isinstance(event, dict):
-            raise ValueError(f"{path}, line {number}: got {type(event).__name__}, expected a JSON object.")
-        events.append({key: event.get(key) for key in ("event", "status")})
-    return events
 
 
 def _read_text(path: Path) -> str:

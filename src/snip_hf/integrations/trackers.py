@@ -6,9 +6,12 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback, rewrite_logs
+
+from ..planning.plan import PrecisionPlan
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +23,24 @@ class Trackers:
         self._failed: set[str] = set()
         self._end: Callable[[], None] | None = None
         self._tensorboard: TensorBoardCallback | None = None
+
+    def add(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None,
+        plan: PrecisionPlan,
+    ) -> None:
+        """Adds the FP4 share to logs with a loss, to the last entry of `state.log_history`, and to the trackers."""
+        if logs is None or "loss" not in logs:
+            return
+        figures = {"fp4_share": round(plan.fp4_fraction, 4)}
+        logs.update(figures)
+        last = state.log_history[-1] if state.log_history else {}
+        if "loss" in last and last.get("step") == state.global_step:
+            last.update(figures)
+        self.log(args, state, control, figures)
 
     def log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, figures: Mapping[str, float]

@@ -18,15 +18,19 @@ from ..registry import Registry
 
 
 class Layer(Protocol):
-    """What a backend sees of a layer; `layers.linear.SnipLinear` is one."""
+    """What a backend sees of a layer; `layers.layer.SnipLayer` is one."""
 
     weight: Any
+    """The parameter as the model stores it, perhaps transposed or sharded; `matrix` is what is multiplied with."""
     bias: Any
     training: bool
     snip_state: Tensor
     snip_backend: Backend
     snip_cache: Any
     """The backend's own; None until it is put there."""
+
+    @property
+    def matrix(self) -> Tensor: ...
 
     @property
     def formats(self) -> dict[str, str]: ...
@@ -51,10 +55,10 @@ class Backend(ABC):
 
     @abstractmethod
     def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
-        """Returns x @ weight^T + bias, (..., O), differentiable, each GEMM in the format that the layer's state names.
+        """Returns x @ matrix^T + bias, (..., O), differentiable, each GEMM in the format that the layer's state names.
 
         Args:
-            layer: gives weight and state.
+            layer: gives the weight as a matrix (O, I), and the state.
             input: (..., I), as the layer got it.
             x: `input` in the compute dtype.
             bias: in the compute dtype, or None.

@@ -133,7 +133,8 @@ class Emulated(Backend):
         return True
 
     def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
-        y: Tensor = _ThreeGemms.apply(x, layer.weight.to(x.dtype) if casts else layer.weight, bias, layer.snip_state)
+        weight = layer.matrix
+        y: Tensor = _ThreeGemms.apply(x, weight.to(x.dtype) if casts else weight, bias, layer.snip_state)
         return y
 
     def gemm_call(

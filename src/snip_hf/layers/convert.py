@@ -1,4 +1,4 @@
-"""Conversion of a model: swaps its linears for `SnipLinear` in place, and back."""
+"""Conversion of a model: swaps its linears, and layers of other kinds, for a `SnipLayer` in place, and back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import fnmatch
 import logging
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +17,10 @@ from ..kernels.backend import BACKENDS, Backend, select_backend
 from ..numerics.formats import FORMATS, REFERENCE, check_format
 from ..numerics.gemms import GEMMS
 from .coverage import Coverage, find_coverage
-from .linear import STATE, SnipLinear
+from .kinds import LAYER_KINDS, kind_of
+from .layer import STATE, SnipLayer
 from .run_hooks import end_runs
-from .selection import KNOWN_SUBCLASSES, LEFT_OUT, head_of, is_linear, refuse_quantized, skip_reasons, summary
+from .selection import LEFT_OUT, head_of, refuse_quantized, skip_reasons, summary
 from .state import plain_name, set_step, snip_linears
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
 @dataclass
 class SnipLinearConfig(AOBaseConfig):
-    """For torchao's `quantize_(model, SnipLinearConfig(...), filter_fn)`: swaps every linear that the filter passes.
+    """For torchao's `quantize_(model, SnipLinearConfig(...), filter_fn)`: swaps every layer that the filter passes.
 
     `quantize_` tells no names and knows no steps: until `convert_model` names the layers and a `SnipController` counts
     the steps, all layers round stochastically with the same random numbers in every step.
@@ -76,26 +77,23 @@ class SnipLinearConfig(AOBaseConfig):
 
 @register_quantize_module_handler(SnipLinearConfig)
 def _swap(module: nn.Module, config: SnipLinearConfig) -> nn.Module:
-    """Turns an nn.Linear into a SnipLinear in place and returns it; every layer's key is 0 until it is named."""
-    if isinstance(module, SnipLinear):
+    """Swaps a module in place and returns it; the key of every layer is 0 until it is named."""
+    if any(isinstance(part, SnipLayer) for part in module.modules()):
         return module
-    if not is_linear(module):
+    kind = kind_of(module)
+    if kind is None or kind.refuses(module) is not None:
         raise TypeError(
-            f"Cannot quantize a {type(module).__name__}; expected nn.Linear itself or {', '.join(KNOWN_SUBCLASSES)}. "
-            "Let the filter pass only such modules."
+            f"Cannot quantize a {type(module).__name__}; expected "
+            f"{'; or '.join(kind.accepts for kind in LAYER_KINDS.values())}. Let the filter pass only such modules."
         )
-    assert isinstance(module, nn.Linear)
-    original_class, device = type(module), module.weight.device
-    module.__class__ = SnipLinear
-    assert isinstance(module, SnipLinear)
-    module.snip_original_class = original_class
-    module.snip_recorder = None
-    start = FORMATS[config.start_format]
-    state = torch.tensor([*[start.code] * len(GEMMS), 0, 0, 1], device=device)
-    module.register_buffer(STATE, state, persistent=False)
-    module.snip_key = 0
-    set_step({"": module}, config.seed, 0, 0)
-    module.use_backend(_backend_now(config.backend, device, [start.name, *config.formats]))
+    for layer in kind.swap(module):
+        layer.snip_recorder = None
+        start, device = FORMATS[config.start_format], layer.weight.device
+        state = torch.tensor([*[start.code] * len(GEMMS), 0, 0, 1], device=device)
+        layer.register_buffer(STATE, state, persistent=False)
+        layer.snip_key = 0
+        set_step({"": layer}, config.seed, 0, 0)
+        layer.use_backend(_backend_now(config.backend, device, [start.name, *config.formats]))
     return module
 
 
@@ -108,10 +106,11 @@ def _backend_now(requested: str, device: torch.device, formats: list[str]) -> Ba
 def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     """Swaps the linears inside the transformer blocks for `SnipLinear`, in place.
 
-    Replaces every `nn.Linear` (not subclasses) inside a numbered block (`....layers.3....`), except the output head,
-    adapters' small matrices and what `config.skip_modules` names. Everything starts in `config.start_format`. The log
-    names what is swapped, what is skipped and why, and every other weight matrix that the plan does not cover
-    (`coverage`). Layers swapped before stay as they are, or are restored if this config skips them.
+    Replaces every `nn.Linear` (not subclasses), and every module of a kind that was added by `register_layer_kind`,
+    inside a numbered block (`....layers.3....`), except the output head, adapters' small matrices and what
+    `config.skip_modules` names. Everything starts in `config.start_format`. The log names what is swapped, what is
+    skipped and why, and every other weight matrix that the plan does not cover (`coverage`). Layers swapped before stay
+    as they are, or are restored if this config skips them.
 
     Returns: the exact names of all swapped layers, in the model's order.
 
@@ -124,14 +123,7 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     chosen = [name for name, reason in reasons.items() if reason is None]
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     if not chosen:
-        kinds = sorted(
-            {type(module).__name__ for module in model.modules() if getattr(module, "weight", None) is not None}
-        )
-        raise ValueError(
-            f"No layer of {type(model).__name__} can be swapped: {len(skipped)} linears are skipped "
-            f"({summary(skipped)}); modules with weights are of the classes {', '.join(kinds) or 'none'}. "
-            "Expected at least one nn.Linear inside a numbered block; check skip_modules."
-        )
+        raise _nothing_left(model, skipped)
     for pattern in config.skip_modules:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in reasons):
             raise ValueError(
@@ -140,21 +132,40 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
             )
     modules = {plain_name(name): module for name, module in model.named_modules()}
     wanted = {id(modules[name]) for name in chosen}
+    kept = {id(part) for name in chosen for part in modules[name].modules()}
     before = snip_linears(model)
     for layer in before.values():
-        if id(layer) not in wanted:
-            _restore(layer)
+        if id(layer) not in kept:
+            layer.restore()
     quantize_(
         model,
         SnipLinearConfig(config.format_at_start, config.seed, config.backend, config.formats),
         filter_fn=lambda module, name: id(module) in wanted,
     )
     layers = snip_linears(model)
-    for name in chosen:
+    for name, layer in layers.items():
         # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone.
-        layers[name].snip_key = zlib.crc32(name.encode(errors="surrogatepass"))
+        layer.snip_key = zlib.crc32(name.encode(errors="surrogatepass"))
     set_step({name: layer for name, layer in layers.items() if name not in before}, config.seed, 0, 0)
-    asked = BACKENDS.get(config.backend)
+    _warn_of_backend(config.backend, layers)
+    _keep_ddp_out(model)
+    if before.keys() != layers.keys():
+        logger.info("snip-hf swapped %d linear layers; skipped %d (%s).", len(layers), len(skipped), summary(skipped))
+        _log_coverage(coverage(model, config))
+    return list(layers)
+
+
+def _nothing_left(model: nn.Module, skipped: Mapping[str, str]) -> ValueError:
+    kinds = sorted({type(module).__name__ for module in model.modules() if getattr(module, "weight", None) is not None})
+    return ValueError(
+        f"No layer of {type(model).__name__} can be swapped: {len(skipped)} linears are skipped "
+        f"({summary(skipped)}); modules with weights are of the classes {', '.join(kinds) or 'none'}. "
+        "Expected at least one nn.Linear inside a numbered block; check skip_modules."
+    )
+
+
+def _warn_of_backend(requested: str, layers: Mapping[str, SnipLayer]) -> None:
+    asked = BACKENDS.get(requested)
     if asked is not None and any(layer.snip_backend is not asked for layer in layers.values()):
         logger.warning(
             "snip-hf: backend=%r cannot run where the model is now (%s); its layers are emulated until a controller "
@@ -162,11 +173,6 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
             asked.name,
             asked.lacks(next(iter(layers.values())).weight.device),
         )
-    _keep_ddp_out(model)
-    if before.keys() != layers.keys():
-        logger.info("snip-hf swapped %d linear layers; skipped %d (%s).", len(chosen), len(skipped), summary(skipped))
-        _log_coverage(coverage(model, config))
-    return chosen
 
 
 def coverage(model: nn.Module, config: SnipConfig) -> Coverage:
@@ -189,13 +195,13 @@ def _log_coverage(found: Coverage) -> None:
 
 
 def restore_model(model: nn.Module) -> None:
-    """Undoes `convert_model`: every `SnipLinear` becomes again the class that it was.
+    """Undoes `convert_model`: every `SnipLayer` becomes again of the class that it was.
 
     Ends the run that an error left on the model, and removes its hooks.
     """
     end_runs(model)
     for layer in snip_linears(model).values():
-        _restore(layer)
+        layer.restore()
     _keep_ddp_out(model)
 
 
@@ -207,11 +213,3 @@ def _keep_ddp_out(model: nn.Module) -> None:
         vars(model).pop(_DDP_IGNORES, None)
     elif getattr(model, _DDP_IGNORES, None) != ignored + states:
         setattr(model, _DDP_IGNORES, ignored + states)
-
-
-def _restore(layer: SnipLinear) -> None:
-    del layer._buffers["snip_state"]
-    layer._non_persistent_buffers_set.discard("snip_state")
-    original_class = layer.snip_original_class
-    del layer.snip_original_class, layer.snip_key, layer.snip_recorder, layer.snip_backend, layer.snip_cache
-    layer.__class__ = original_class  # type: ignore[assignment]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..text import printable
+from .kinds import known_weights
 
 # Numbers in names: `layers.0.gate` and `layers.1.gate` are one group, `layers.*.gate`.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -95,7 +96,7 @@ def find_coverage(
             size = math.prod(shape)
             total += size
             reason = reasons.get(name, _NO_LINEAR)
-            if reason is None and own_name == "weight":
+            if reason is None and any(parameter is weight for weight in known_weights(module)):
                 covered += size
                 continue
             key = _NUMBER.sub("*", name if own_name == "weight" else f"{name}.{own_name}"), kind, reason or _NO_LINEAR

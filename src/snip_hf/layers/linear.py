@@ -1,95 +1,32 @@
-"""`SnipLinear`, which runs in place of `nn.Linear`.
-
-Legend: T tokens, I in_features, O out_features. The swap changes a module's class in place, so that parameters, their
-ties, hooks, sharding and state_dict keys stay what they were. What a layer needs to know at run time (its formats and
-the key of its random numbers) lives in one small non-persistent buffer that `PrecisionPlan.apply` and the controller
-write.
-"""
+"""`SnipLinear`, which runs in place of `nn.Linear`, and the kind of layer that it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from torch import nn
 
-import torch
-from torch import Tensor, nn
-
-from ..kernels.backend import Backend
-from ..numerics.formats import FORMATS, check_format, format_of_code
-from ..numerics.gemms import GEMMS
-
-STATE = "snip_state"
-KEY = len(GEMMS)
-# Number of the output gradient among the operands that a random stream can be for. Both GEMMs that read it round it
-# with the same random numbers: what one adds to the layers before, and the other to the own weight's gradient.
-GRAD_OUTPUT = 1
+from .kinds import LayerKind, register_layer_kind
+from .layer import SnipLayer
 
 
-class SnipLinear(nn.Linear):
-    """An `nn.Linear` whose three GEMMs run in the formats that its `snip_state` buffer names.
+class SnipLinear(SnipLayer, nn.Linear):
+    """An `nn.Linear` whose three GEMMs run in the formats that its `snip_state` buffer names: a `SnipLayer`."""
 
-    Made by `convert_model` (or torchao's `quantize_` with `SnipLinearConfig`), never directly. Takes inputs of any
-    number of dimensions, also empty ones; computes in the autocast dtype where autocast is on, else in the input's.
-    """
 
-    snip_state: Tensor
-    snip_original_class: type[nn.Linear]
-    snip_key: int
-    """The layer's part of the key of its random numbers, of its name."""
-    snip_recorder: Callable[[SnipLinear, Tensor], Tensor] | None
-    """Set by the probe for the time of its passes: computes the layer's output instead."""
-    snip_backend: Backend
-    """Runs the three GEMMs."""
-    snip_cache: Any
-    """What the backend keeps of the layer."""
+class Linear(LayerKind):
+    """Every `nn.Linear`. Subclasses are left alone, since their forward may be another one."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Returns input @ weight^T + bias; (..., I) -> (..., O)."""
-        if self.snip_recorder is not None:
-            return self.snip_recorder(self, input)
-        x = input
-        bias: Tensor | None = self.bias
-        casts = torch.is_autocast_enabled(x.device.type)
-        if casts:
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        return self.snip_backend.forward(self, input, x, bias, casts)
+    name = "linear"
+    layer = SnipLinear
+    # Subclasses whose forward is the same product. Others (routers with a softmax, adapters) are not swapped.
+    same_forward = ("FalconLinear",)
+    accepts = f"nn.Linear itself or {', '.join(same_forward)}"
 
-    @property
-    def formats(self) -> dict[str, str]:
-        """Returns GEMM -> format name, as in force now."""
-        codes = self.snip_state[: len(GEMMS)].tolist()
-        return {gemm: format_of_code(code).name for gemm, code in zip(GEMMS, codes, strict=True)}
+    def knows(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Linear)
 
-    def set_formats(self, formats: Mapping[str, str]) -> None:
-        """Writes GEMM -> format name for all three GEMMs.
+    def refuses(self, module: nn.Module) -> str | None:
+        kind = type(module)
+        return None if kind is nn.Linear or kind.__name__ in self.same_forward else f"class {kind.__name__}"
 
-        Raises:
-            ValueError: a GEMM is missing or not known, or a format is not known, here or by the layer's backend.
-        """
-        if set(formats) != set(GEMMS):
-            raise ValueError(f"Got formats for {sorted(formats)}; expected exactly {', '.join(GEMMS)}.")
-        chosen = [FORMATS[check_format(formats[gemm], gemm)] for gemm in GEMMS]
-        for format in chosen:
-            if format.is_quantized and not self.snip_backend.runs(format):
-                raise ValueError(
-                    f"The backend {self.snip_backend.name!r} has no kernels for the format {format.name!r}. Name the "
-                    "format in SnipConfig.formats, so that a backend is chosen that has."
-                )
-        self.snip_state[: len(GEMMS)] = torch.tensor([format.code for format in chosen])
-        self.snip_backend.note_formats(self, chosen)
 
-    def use_backend(self, backend: Backend) -> None:
-        """Lets these kernels run the layer from now on, with what formats it has."""
-        self.snip_backend = backend
-        backend.attach(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy takes over: formats and key, but nothing that it would share with this layer's run."""
-        own = {"snip_recorder": None, "snip_cache": self.snip_backend.cache_of_copy(self)}
-        buffers = self._buffers | {STATE: self.snip_state.clone()}
-        state: dict[str, Any] = super().__getstate__() | own | {"_buffers": buffers}
-        return state
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, formats={'/'.join(self.formats.values())}"
+register_layer_kind(Linear())

@@ -1,4 +1,4 @@
-"""The selection of linears: which ones are swapped, and why the others are not."""
+"""The selection of layers: which ones are swapped, and why the others are not."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from collections.abc import Mapping
 from torch import nn
 
 from ..config import SnipConfig
-from .linear import SnipLinear
+from .kinds import LayerKind, kind_of, known_weights
+from .layer import SnipLayer
 from .state import plain_name
 
 # The reason for what the user named in `skip_modules`.
 LEFT_OUT = "skip_modules"
-
-# Subclasses of nn.Linear whose forward is the same product. Others (routers with a softmax, adapters) are not swapped.
-KNOWN_SUBCLASSES = ("FalconLinear",)
 # Small matrices of adapters, by their names in PEFT; they stay in high precision.
 _ADAPTERS = ("*.lora_A.*", "*.lora_B.*")
 
 
 def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
-    """Returns, for every linear layer by name, why `convert_model` leaves it alone, or None if it is swapped."""
+    """Returns, for every layer of a known kind, why `convert_model` leaves it alone, or None if it is swapped."""
     head = head_of(model)
 
-    def reason(name: str, module: nn.Linear) -> str | None:
+    def reason(name: str, module: nn.Module, kind: LayerKind) -> str | None:
         if module is head:
             return "output head"
         if not any(part.isdigit() for part in name.split(".")):
             return "outside the transformer blocks"
-        if not is_linear(module) and not isinstance(module, SnipLinear):
-            return f"class {type(module).__name__}"
+        refusal = None if isinstance(module, SnipLayer) else kind.refuses(module)
+        if refusal is not None:
+            return refusal
         if "forward" in vars(module):  # which a swap of the class would not replace
             return "another forward function is set on it (device_map, tensor parallelism)"
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in _ADAPTERS):
@@ -39,16 +38,12 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
             return LEFT_OUT
         return None
 
-    linears = ((plain_name(name), module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return {name: reason(name, module) for name, module in linears}
+    known = ((plain_name(name), module, kind_of(module)) for name, module in model.named_modules())
+    return {name: reason(name, module, kind) for name, module, kind in known if kind is not None}
 
 
 def head_of(model: nn.Module) -> object:
     return getattr(model, "get_output_embeddings", lambda: None)()
-
-
-def is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or type(module).__name__ in KNOWN_SUBCLASSES
 
 
 def refuse_quantized(model: nn.Module) -> None:
@@ -59,11 +54,8 @@ def refuse_quantized(model: nn.Module) -> None:
             f"({type(method).__name__ if method is not None else 'is_quantized is set'}); expected ordinary weights. "
             "Load it without a quantization_config, or dequantize it first."
         )
-    for name, module in model.named_modules():
-        # Not `module.weight`: what parametrizes a weight may write to its buffers when it is asked for.
-        weight = module._parameters.get("weight")
-        if not isinstance(module, nn.Linear) or weight is None:
-            continue
+    known = ((name, weight) for name, module in model.named_modules() for weight in known_weights(module))
+    for name, weight in known:
         # DTensor: sharded, not quantized. Any other subclass holds something else than its dtype says.
         if type(weight).__name__ not in ("Parameter", "Tensor", "DTensor") or not weight.is_floating_point():
             raise ValueError(

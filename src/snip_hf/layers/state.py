@@ -11,18 +11,18 @@ from torch import nn
 
 from ..kernels.emulated import STATE_SIZE
 from ..numerics.random_streams import stream_key
-from .linear import GRAD_OUTPUT, KEY, SnipLinear
+from .layer import GRAD_OUTPUT, KEY, SnipLayer
 
 # What wrappers inside a model add to the names of modules.
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|^snip_part_\d+\.")
 
 
-def snip_linears(model: nn.Module) -> dict[str, SnipLinear]:
+def snip_linears(model: nn.Module) -> dict[str, SnipLayer]:
     """Returns name -> layer for every swapped layer, in the model's order; a layer under two names counts once.
 
     Names are those of the bare model (`plain_name`), so that plans are the same under every launcher.
     """
-    return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, SnipLinear)}
+    return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, SnipLayer)}
 
 
 def plain_name(name: str) -> str:
@@ -33,9 +33,9 @@ def plain_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def pack_states(layers: Mapping[str, SnipLinear]) -> None:
+def pack_states(layers: Mapping[str, SnipLayer]) -> None:
     """Makes the states of all layers on one device rows of one tensor, which `set_step` then writes in one go."""
-    devices: dict[torch.device, list[SnipLinear]] = {}
+    devices: dict[torch.device, list[SnipLayer]] = {}
     for layer in layers.values():
         devices.setdefault(layer.snip_state.device, []).append(layer)
     for members in devices.values():
@@ -43,7 +43,7 @@ def pack_states(layers: Mapping[str, SnipLinear]) -> None:
             layer.snip_state = row
 
 
-def set_step(layers: Mapping[str, SnipLinear], seed: int, step: int, micro_batch: int) -> None:
+def set_step(layers: Mapping[str, SnipLayer], seed: int, step: int, micro_batch: int) -> None:
     """Keys the layers' random numbers: one stream per (seed, step, micro-batch, layer name)."""
     names = np.array([layer.snip_key for layer in layers.values()], dtype=np.uint64)
     keys = torch.from_numpy(stream_key(seed, step, micro_batch, names, GRAD_OUTPUT).view(np.int64))
@@ -61,7 +61,7 @@ def set_step(layers: Mapping[str, SnipLinear], seed: int, step: int, micro_batch
                 states[index][KEY] = keys[index]
 
 
-def set_rank(layers: Mapping[str, SnipLinear], rank: int, ranks: int) -> None:
+def set_rank(layers: Mapping[str, SnipLayer], rank: int, ranks: int) -> None:
     """Tells the layers which part of a batch that `ranks` processes share is theirs, counted from 0.
 
     They then draw other random numbers than other ranks do for other tokens, and, where every rank has as many tokens,

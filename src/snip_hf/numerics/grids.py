@@ -44,7 +44,7 @@ def integers(largest: int) -> ElementGrid:
     if not 1 <= largest < 2 ** (_MOST_MANTISSA_BITS + 1):
         raise ValueError(f"integers({largest!r}): expected 1 to {2 ** (_MOST_MANTISSA_BITS + 1) - 1}.")
     bits = largest.bit_length()
-    return ElementGrid(f"int{bits + 1}", 0, bits - 1, bits - 1, float(largest))
+    return ElementGrid("int" + str(bits + 1), 0, bits - 1, bits - 1, float(largest))
 
 
 def floats(
@@ -67,7 +67,7 @@ def floats(
     Raises:
         ValueError: the bits are out of range, no number is left, or the largest one is beyond FP32.
     """
-    name = f"e{exponent_bits}m{mantissa_bits}"
+    name = "e" + str(exponent_bits) + "m" + str(mantissa_bits)
     if not (1 <= exponent_bits <= _MOST_EXPONENT_BITS and 0 <= mantissa_bits <= _MOST_MANTISSA_BITS):
         raise ValueError(
             f"floats({exponent_bits!r}, {mantissa_bits!r}): expected 1 to {_MOST_EXPONENT_BITS} exponent bits and 0 to "

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..parallel.wrappers import deepspeed_engine, has_class
+from ..text import WITHOUT_PROBE
 from .response import AnalyticResponse, Response
 from .rules import ELEMENTWISE, Situation, rule_name
 
@@ -38,7 +39,7 @@ _STAGES_INSTEAD = "ZeRO stage 1 or 2 (zero_optimization.stage in the DeepSpeed c
 
 
 def check_deepspeed(config: Mapping[str, Any]) -> None:
-    """Refuses what a DeepSpeed configuration asks for and a probe cannot work with, before anything is built.
+    """Refuses a DeepSpeed configuration that a probe cannot work with, before anything is built.
 
     Args:
         config: the content of the JSON file; Accelerate has it as `deepspeed_plugin.deepspeed_config`.
@@ -69,8 +70,7 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
 
 def _refusal(reason: str, instead: str) -> ValueError:
     return ValueError(
-        f"SNIP cannot probe under this DeepSpeed configuration: {reason}. Use {instead}; or a policy that needs no "
-        "probe, such as policy='layer-position'."
+        f"SNIP cannot probe under this DeepSpeed configuration: {reason}. Use {instead}; or {WITHOUT_PROBE}."
     )
 
 
@@ -117,7 +117,7 @@ class ZeroOptimizer:
         weights = getattr(optimizer, _WEIGHTS[kind])
         self._groups = {id(weight): index for index, group in enumerate(weights) for weight in group}
         self.rule = self._find_rule()
-        """Key of `optimizer_rules.ELEMENTWISE` whose rule is that of the update."""
+        """Key of `rules.ELEMENTWISE` whose rule is that of the update."""
         scaler = getattr(optimizer, "torch_autocast_gradscaler", None)
         if scaler is not None or any(weight.dtype == torch.float16 for group in weights for weight in group):
             raise _refusal(*_FP16)
@@ -135,14 +135,14 @@ class ZeroOptimizer:
         return name
 
     def holds(self, weight: Tensor) -> bool:
-        """Returns True if the optimizer updates this weight; those that are frozen it does not."""
+        """Returns True if the optimizer updates this weight: not if it is frozen."""
         return id(weight) in self._groups
 
     def before_step(self, callback: Callable[[], None]) -> BeforeStep:
-        """Lets `callback` run before each update, on every rank; the handle's `remove` ends that.
+        """Runs `callback` before each update, on every rank, until the handle's `remove`.
 
         It runs at the boundary of gradient accumulation only, outside any context of DeepSpeed's, and may read what
-        the other methods give. What it raises comes out of Accelerate's `backward`.
+        the other methods give. Its errors are raised from Accelerate's `backward`.
         """
         return BeforeStep(self._zero, callback)
 
@@ -172,7 +172,7 @@ class ZeroOptimizer:
         return float(get_global_norm_of_tensors(gradients, mpu=self._zero.mpu))
 
     def gradient(self, weight: Tensor) -> Tensor:
-        """Returns the weight's whole gradient (O, I) in FP32: averaged over ranks, accumulated, not clipped yet.
+        """Returns the weight's whole gradient in FP32: averaged over ranks, accumulated, not clipped yet.
 
         Times `clip_factor` it is what the inner optimizer sees. Collective; before the step only.
 
@@ -189,7 +189,7 @@ class ZeroOptimizer:
     def situation(self, weight: Tensor) -> Situation:
         """Returns what the next update of this weight knows besides its gradient, for the rule `rule`. Collective.
 
-        The state and the weight (O, I) are whole: FP32 master weight, and state in FP32.
+        The state and the weight are whole: FP32 master weight, and state in FP32.
 
         Raises:
             KeyError: the optimizer does not update this weight.
@@ -207,7 +207,7 @@ class ZeroOptimizer:
         return Situation({"amsgrad": False, **group}, state, safe_get_full_fp32_param(weight).detach())
 
     def responses(self, weights: Mapping[str, Tensor]) -> dict[str, Response]:
-        """Returns name -> response for the weights that the optimizer updates, as `optimizers.responses` does.
+        """Returns name -> response for the weights that the optimizer updates, as `response.responses` does.
 
         Each is put together when it is asked for, and every time anew; `gathered` keeps it. Collective then.
         """

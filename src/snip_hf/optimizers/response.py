@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..parallel.sharding import is_sharded
+from ..text import WITHOUT_PROBE
 from .rules import AUTOGRAD, ELEMENTWISE, Autograd, Elementwise, Situation, own_step, rule_name
 
 logger = logging.getLogger(__name__)
@@ -173,7 +174,8 @@ def responses(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, 
 
     Args:
         optimizer: as in `check_optimizer`, in the state before its next step; None means plain SGD, lr 1.
-        parameters: the weights asked about, by name, (O, I); optimizers with an elementwise rule take any shape.
+        parameters: the weights asked about, by name, as the model stores them; optimizers with an elementwise rule take
+            any shape, the others matrices.
 
     Raises:
         TypeError: an optimizer whose update this module cannot differentiate.
@@ -235,8 +237,7 @@ def _refusal(optimizer: Any, reason: str) -> TypeError:
         f"Cannot differentiate the update of {type(optimizer).__module__}.{type(optimizer).__name__}: {reason}. "
         "Expected AdamW, Adam, SGD, Adafactor or Muon of torch.optim, Adafactor of transformers, AdamW or Adam of "
         "torchao.optim, Lion, or an optimizer whose update of an element depends on that element's gradient alone. "
-        "Use one of these (Trainer: optim='adamw_torch' or 'adamw_torch_fused'), or a policy that needs no probe, "
-        "such as policy='layer-position'."
+        f"Use one of these (Trainer: optim='adamw_torch' or 'adamw_torch_fused'), or {WITHOUT_PROBE}."
     )
 
 
@@ -259,7 +260,7 @@ def _not_elementwise(optimizer: torch.optim.Optimizer, group: Mapping[str, Any],
 
 
 def _no_lion(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: tuple[int, int]) -> str | None:
-    """Returns why a class named Lion is none that `optimizer_rules.lion` describes; None if it is one."""
+    """Returns why `rules.lion` does not describe a class named Lion; None if it does."""
     # FP32, which bitsandbytes' kernels need.
     at, (one, other) = _trial(optimizer, group, shape, torch.float32)
     momentum = at.state.get("exp_avg", at.state.get("state1"))

@@ -1,9 +1,9 @@
 """The update rules of known optimizers: what one step subtracts from a weight, as a function of the gradient.
 
-Rules are pure functions of the gradient (the weight's shape (O, I), O out_features, I in_features), in the gradient's
-dtype; nothing is written. An elementwise rule returns (update, slope, meaningful): h(g), h'(g) and where h' has a
-meaning. An autograd rule returns (update, meaningful) and is differentiated with `torch.func`. Decoupled weight decay
-does not depend on the gradient and is left out. For optimizers without a rule there is `own_step`.
+Rules are pure functions of the gradient, laid out as the model stores the weight, in the gradient's dtype; nothing is
+written. An elementwise rule returns (update, slope, meaningful): h(g), h'(g) and where h' has a meaning. An autograd
+rule returns (update, meaningful) and is differentiated with `torch.func`. Decoupled weight decay does not depend on the
+gradient and is left out. For optimizers without a rule there is `own_step`.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ AUTOGRAD: Mapping[str, Autograd] = {
     "torch.Adafactor": adafactor,
     "torch.Muon": muon,
     "transformers.Adafactor": adafactor_of_transformers,
-    # No library that we require has one; `optimizers.check_optimizer` tries whether a class of this name is Lion.
+    # No library that we require has one; `response.check_optimizer` tries whether a class of this name is Lion.
     "Lion": lion,
 }
 

@@ -56,7 +56,7 @@ def compress_gradients(
         stochastic: round stochastically. With error feedback rounding to nearest kept the loss better, since its errors
             are smaller (docs/compression.md); without it only stochastic rounding has no bias.
 
-    Returns: what counts the bytes and can be saved. In a group of one process nothing is registered.
+    Returns: the hook's state, which counts bytes and can be saved. In a group of one process nothing is registered.
 
     Raises:
         TypeError: the model is not in DDP (FSDP and DeepSpeed reduce gradients themselves).
@@ -166,7 +166,7 @@ class GradientCompression:
         return {"step": self.step, "rank": self.rank, "world": self.world, "errors": errors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what the same rank of as many ranks has saved; without it errors start from zero.
+        """Loads what the same rank saved in a run of as many ranks; without it errors start from zero.
 
         A resumed run is not the same bit for bit: DDP starts with other buckets, and so with other blocks.
 
@@ -203,7 +203,7 @@ def encode(x_fp32: Tensor, key: int | None) -> Tensor:
 
     Args:
         x_fp32: a row per block.
-        key: of the stochastic rounding (see `quantize.stream_key`); None rounds to nearest.
+        key: of the stochastic rounding (see `random_streams.stream_key`); None rounds to nearest.
     """
     scales = tile_scales(x_fp32, E4M3, ROW_TILE)  # (R, 1)
     powers = (scales.view(torch.int32) + _MANTISSA).bitwise_and_(_EXPONENT).view(torch.float32)

@@ -1,4 +1,4 @@
-"""A pipeline's stages, as far as this process holds them, and how the whole model is run."""
+"""The stages of a pipeline that this process holds, and how the whole model is run."""
 
 from __future__ import annotations
 

@@ -23,8 +23,6 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-# Seconds of waiting for other ranks after which the log says so.
-_SAYS_AFTER = 30.0
 _AT_START = "at the start (every rank needs a SnipCallback, or a SnipController in a loop of one's own)"
 
 
@@ -58,6 +56,9 @@ class Ranks:
         timeout: seconds after which waiting for the others ends with a `RankError`.
     """
 
+    says_after = 30.0
+    """Seconds of waiting for the others after which the log says so."""
+
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: float = 600.0) -> None:
         self._group = group
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -84,7 +85,7 @@ class Ranks:
 
         Args:
             value: JSON data.
-            what: names it; ranks that are at different points of the program are noticed by it.
+            what: a name for it, by which ranks at different points of the program are noticed.
 
         Raises:
             RankError: one of them did not answer in time, or is at another point.
@@ -108,7 +109,7 @@ class Ranks:
         return [given for _, given in found]
 
     def by_first(self, make: Callable[[], Result]) -> Result:
-        """Returns what `make` returns on the first rank, JSON data, to all of them.
+        """Returns, on all ranks, the JSON data that `make` returns on the first one.
 
         Raises:
             RuntimeError: it failed there; all of them raise this, the first rank the error itself.
@@ -167,7 +168,7 @@ class Ranks:
         return list(received.split(list(sizes)))
 
     def _bounded(self, call: Callable[[], Result]) -> Result:
-        said = threading.Timer(_SAYS_AFTER, self._say_waiting)
+        said = threading.Timer(self.says_after, self._say_waiting)
         said.daemon = True
         said.start()
         try:
@@ -187,7 +188,7 @@ class Ranks:
             "snip-hf: rank %d of %d has waited for the others for %g s, %s; it gives up after %g s.",
             self.rank,
             self.size,
-            _SAYS_AFTER,
+            self.says_after,
             self.place,
             self._timeout,
         )

@@ -1,8 +1,8 @@
 """The drift of the layers' ranking since the plan in force was made, found by one cheap pass (ours).
 
-A layer's rank is that of what it costs in the least precise format by the policy's own objective, with the figures that
-need no derivative of the model: the loss divergence, the part of the weight divergence that comes from grad_weight, and
-the errors. A refresh has the same figures among its own.
+Layers are ranked by their cost in the least precise format, under the policy's own objective. Only figures that need no
+derivative of the model are used: the loss divergence, the part of the weight divergence that comes from grad_weight,
+and the errors. A refresh finds the same figures among others.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def ranking(setting: Setting, table: DivergenceTable) -> dict[str, float]:
     """Returns layer -> its cost in the least precise format by the policy's objective, as far as one pass knows it.
 
     Args:
-        setting: of the policy, which has to be one that needs a probe. Its granularity and switching cost do not count.
-        table: of `divergences_at`, with any number of probes.
+        setting: the run's setting, with a policy that needs a probe. Its granularity and switching cost do not count.
+        table: what `divergences_at` returned, with any number of probes.
     """
     low = setting.config.least_precise
     grad_weight = {row.layer: row for row in table.rows if (row.gemm, row.format) == ("grad_weight", low)}

@@ -1,7 +1,8 @@
 """The cost of a pipeline's stages, and what one constraint per stage saves against one global constraint.
 
-Everything here is a prediction from the linears' GEMMs alone. With measured times (`cost="measured"`) it is in seconds
-on the machine of the plan; otherwise on a modelled one, whose FP4 runs at twice FP8's rate (`NumberFormat.speed`).
+Everything here is a prediction from the linears' GEMMs alone. With measured times (`budget="measured"`) it is in
+seconds on the machine of the plan; otherwise on a modelled one, whose FP4 runs at twice FP8's rate
+(`NumberFormat.speed`).
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def pipeline_times(plan: PrecisionPlan, micro_batches: int | None = None) -> Pip
         micro_batches: per step; None means four times the number of stages.
 
     Raises:
-        ValueError: fewer than one micro-batch, or a stage that takes no time next to the others.
+        ValueError: fewer than one micro-batch, or a stage whose time is negligible beside the others'.
     """
     count = MICRO_BATCHES_PER_STAGE * len(plan.stages) if micro_batches is None else micro_batches
     if count < 1:
@@ -128,7 +129,7 @@ def pipeline_times(plan: PrecisionPlan, micro_batches: int | None = None) -> Pip
     )
     for index, stage_times in enumerate(stages):
         if not (stage_times.time > 0 and stage_times.fp8_time > 0):
-            raise ValueError(f"stage {index} takes no time next to the others; its FLOPs or times are no real ones.")
+            raise ValueError(f"stage {index} takes no time next to the others; its FLOPs or times cannot be real.")
     return PipelineTimes(stages, plan.fp4_fraction, count, plan.measured is not None)
 
 
@@ -191,15 +192,15 @@ def check_ties_are_few(config: SnipConfig, layers: int) -> None:
 
 
 def _config_of(plan: PrecisionPlan) -> SnipConfig:
-    """The config that the plan's problem came from; raises as `compare_constraints` where there was no problem."""
+    """Returns the config of the plan's problem; raises as `compare_constraints` where there was no problem."""
     if len(plan.stages) == 1:
         raise ValueError("there is one stage, whose constraint is the global one.")
     if plan.provenance.config is None:
         raise ValueError("the plan does not say under which config it was made.")
     config = SnipConfig.from_dict(plan.provenance.config)
     if not needs_probe(config):
-        how = f"policy {config.policy!r} decides" if config.plan is None else "a plan file was held"
+        how = f"policy {config.policy!r} decides" if config.fixed_plan is None else "a plan file was held"
         raise ValueError(f"{how} without divergences.")
-    if config.cost == "measured" and plan.measured is None:
+    if config.budget == "measured" and plan.measured is None:
         raise ValueError("the times that the plan was decided by are not known (nothing was timed yet, or it is lost).")
     return config

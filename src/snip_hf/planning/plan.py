@@ -8,10 +8,8 @@ Files are JSON, read strictly: a plan may come from the Hub or from a disk that 
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -27,58 +25,14 @@ from ..layers.state import snip_linears
 from ..numerics.formats import FORMATS, check_format
 from ..numerics.gemms import GEMMS
 from ..text import printable
+from .checked_values import MAX_TEXT, check_keys, check_text, check_type, finite, short
+from .provenance import PlanProvenance
 
 SCHEMA_VERSION = 1
-# Of a name or a path: what is longer is no name, and would fill terminals and logs.
-MAX_TEXT = 4096
 KIND = "snip-hf precision plan"
 
 Assignment = Mapping[str, Mapping[str, str]]
 Flops = Mapping[str, Mapping[str, float]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanProvenance:
-    """Where a plan comes from. `None` means that it does not apply or is not known.
-
-    Raises:
-        ValueError: a field has the wrong type, a number is not finite, or `config` is not JSON data.
-    """
-
-    step: int
-    """Optimizer step that the probe preceded; 0 for a plan made before training."""
-    policy: str
-    granularity: str | None = None
-    target_fp4_fraction: float | None = None
-    objective: float | None = None
-    bound: float | None = None
-    """Proven lower bound of the objective."""
-    gap: float | None = None
-    """(objective - bound) / objective."""
-    solver: str | None = None
-    solver_version: str | None = None
-    seconds: float | None = None
-    """Wall-clock time of the solver."""
-    config: Mapping[str, Any] | None = None
-    """The `SnipConfig` as a dict."""
-    model_name: str | None = None
-
-    def __post_init__(self) -> None:
-        if isinstance(self.step, bool) or not isinstance(self.step, int) or self.step < 0:
-            raise ValueError(f"provenance.step is {_short(self.step)}, expected an integer of at least 0.")
-        _check_text(self.policy, "provenance.policy")
-        for name in ("granularity", "solver", "solver_version", "model_name"):
-            if getattr(self, name) is not None:
-                _check_text(getattr(self, name), f"provenance.{name}")
-        for name in ("target_fp4_fraction", "objective", "bound", "gap", "seconds"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _finite(getattr(self, name), f"provenance.{name}"))
-        if self.config is not None:
-            object.__setattr__(self, "config", MappingProxyType(_json_copy(self.config, "provenance.config")))
-
-    def to_dict(self) -> dict[str, Any]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return values | {"config": None if self.config is None else _json_copy(self.config, "provenance.config")}
 
 
 @dataclass(frozen=True)
@@ -99,15 +53,15 @@ class PrecisionPlan:
     """Layer names of each (pipeline) stage; at least one stage."""
     provenance: PlanProvenance
     measured: MeasuredCost | None = None
-    """The times that the target was met by (`cost="measured"`); None: it was met by FLOPs."""
+    """The times that the target was met by (`budget="measured"`); None: it was met by FLOPs."""
 
     def __post_init__(self) -> None:
         assignment = _checked_table(self.assignment, "assignment", check_format)
-        flops = _checked_table(self.flops, "flops", lambda value, where: _finite(value, where, minimum=0.0))
+        flops = _checked_table(self.flops, "flops", lambda value, where: finite(value, where, minimum=0.0))
         _check_same_layers(assignment, flops)
         stages = _checked_stages(self.stages, flops)
         if not isinstance(self.provenance, PlanProvenance):
-            raise ValueError(f"provenance is {_short(self.provenance)}, expected a PlanProvenance.")
+            raise ValueError(f"provenance is {short(self.provenance)}, expected a PlanProvenance.")
         ordered = [layer for stage in stages for layer in stage]
         if self.measured is not None:
             object.__setattr__(self, "measured", _checked_measured(self.measured, flops, ordered))
@@ -206,7 +160,7 @@ class PrecisionPlan:
             )
 
     def with_flops(self, flops: Flops) -> PrecisionPlan:
-        """Returns the plan with the FLOPs of a model, by which its FP4 shares are counted, not with a file's word.
+        """Returns the plan with a model's own FLOPs in place of a file's, so that its FP4 shares are the model's.
 
         Measured times stay only where the FLOPs are the same, since others are not of this model.
 
@@ -238,18 +192,18 @@ class PrecisionPlan:
         Raises:
             ValueError: another schema version or kind, a missing or unknown key, or anything the plan itself refuses.
         """
-        _check_type(document, Mapping, "the document", "a JSON object")
+        check_type(document, Mapping, "the document", "a JSON object")
         if document.get("kind") != KIND:
-            raise ValueError(f"kind is {_short(document.get('kind'))}, expected {KIND!r}.")
+            raise ValueError(f"kind is {short(document.get('kind'))}, expected {KIND!r}.")
         version = document.get("schema_version")
         if type(version) is not int or version != SCHEMA_VERSION:
-            raise ValueError(f"schema_version is {_short(version)}, expected {SCHEMA_VERSION}.")
+            raise ValueError(f"schema_version is {short(version)}, expected {SCHEMA_VERSION}.")
         measured = ("measured",) if "measured" in document else ()
         keys = ("schema_version", "kind", "assignment", "flops", "stages", "provenance", *measured)
-        _check_keys(document, keys, "the document")
+        check_keys(document, keys, "the document")
         provenance = document["provenance"]
-        _check_type(provenance, Mapping, "provenance", "a JSON object")
-        _check_keys(provenance, tuple(field.name for field in fields(PlanProvenance)), "provenance")
+        check_type(provenance, Mapping, "provenance", "a JSON object")
+        check_keys(provenance, tuple(field.name for field in fields(PlanProvenance)), "provenance")
         return cls(
             document["assignment"],
             document["flops"],
@@ -281,14 +235,14 @@ class PrecisionPlan:
 
 def _checked_table(table: Any, name: str, check: Callable[[object, str], Any]) -> dict[str, Mapping[str, Any]]:
     """A read-only copy of {layer: {gemm: value}}, every value passed through `check(value, where)`."""
-    _check_type(table, Mapping, name, "a mapping from layer names")
+    check_type(table, Mapping, name, "a mapping from layer names")
     if not table:
         raise ValueError(f"{name} is empty, expected at least one layer.")
     checked: dict[str, Mapping[str, Any]] = {}
     for layer, row in table.items():
-        _check_text(layer, f"a layer name in {name}")
-        _check_type(row, Mapping, f"{name}[{layer!r}]", "a mapping from GEMMs")
-        _check_keys(row, GEMMS, f"{name}[{layer!r}]")
+        check_text(layer, f"a layer name in {name}")
+        check_type(row, Mapping, f"{name}[{layer!r}]", "a mapping from GEMMs")
+        check_keys(row, GEMMS, f"{name}[{layer!r}]")
         checked[layer] = MappingProxyType({gemm: check(row[gemm], f"{name}[{layer!r}][{gemm!r}]") for gemm in GEMMS})
     return checked
 
@@ -301,9 +255,9 @@ def _check_same_layers(assignment: Assignment, flops: Flops) -> None:
 
 
 def _as_stages(stages: Any) -> tuple[tuple[Any, ...], ...]:
-    _check_type(stages, (list, tuple), "stages", "a list of lists of layer names")
+    check_type(stages, (list, tuple), "stages", "a list of lists of layer names")
     for index, stage in enumerate(stages):
-        _check_type(stage, (list, tuple), f"stages[{index}]", "a list of layer names")
+        check_type(stage, (list, tuple), f"stages[{index}]", "a list of layer names")
     return tuple(tuple(stage) for stage in stages)
 
 
@@ -313,7 +267,7 @@ def _checked_stages(stages: Any, flops: Flops) -> tuple[tuple[str, ...], ...]:
     seen: dict[str, int] = {}
     for index, stage in enumerate(checked):
         for layer in stage:
-            _check_text(layer, f"a layer name in stages[{index}]")
+            check_text(layer, f"a layer name in stages[{index}]")
             if layer not in flops:
                 raise ValueError(f"stages[{index}] names layer {layer!r}, which the assignment does not have.")
             if layer in seen:
@@ -328,21 +282,21 @@ def _checked_stages(stages: Any, flops: Flops) -> tuple[tuple[str, ...], ...]:
 
 
 def read_measured(document: Any) -> MeasuredCost:
-    _check_type(document, Mapping, "measured", "a JSON object")
-    _check_keys(document, tuple(field.name for field in fields(MeasuredCost)), "measured")
+    check_type(document, Mapping, "measured", "a JSON object")
+    check_keys(document, tuple(field.name for field in fields(MeasuredCost)), "measured")
     machine = document["machine"]
-    _check_type(machine, Mapping, "measured.machine", "a JSON object")
-    _check_keys(machine, tuple(field.name for field in fields(Machine)), "measured.machine")
+    check_type(machine, Mapping, "measured.machine", "a JSON object")
+    check_keys(machine, tuple(field.name for field in fields(Machine)), "measured.machine")
     return MeasuredCost(machine=Machine(**machine), tokens=document["tokens"], seconds=document["seconds"])
 
 
 def _checked_measured(measured: Any, flops: Flops, order: Sequence[str]) -> MeasuredCost:
     """A read-only copy, after checking that every GEMM that has FLOPs has a time in each format."""
-    _check_type(measured, MeasuredCost, "measured", "a MeasuredCost")
+    check_type(measured, MeasuredCost, "measured", "a MeasuredCost")
     for field in fields(Machine):
-        _check_text(getattr(measured.machine, field.name), f"measured.machine.{field.name}")
+        check_text(getattr(measured.machine, field.name), f"measured.machine.{field.name}")
     if type(measured.tokens) is not int or measured.tokens < 1:
-        raise ValueError(f"measured.tokens is {_short(measured.tokens)}, expected an integer of at least 1.")
+        raise ValueError(f"measured.tokens is {short(measured.tokens)}, expected an integer of at least 1.")
     table = _checked_table(measured.seconds, "measured.seconds", lambda value, where: value)
     for layer in table.keys() ^ flops.keys():
         raise ValueError(f"measured.seconds and flops do not both name layer {layer!r}; expected the same layers.")
@@ -355,7 +309,7 @@ def _checked_measured(measured: Any, flops: Flops, order: Sequence[str]) -> Meas
             if flops[layer][gemm] > 0:
                 row[gemm] = check_seconds(times, where)
             elif not isinstance(times, Mapping) or any(number != 0 for number in times.values()):
-                raise ValueError(f"{where} is {_short(times)}, expected 0 in every format: the GEMM has no FLOPs.")
+                raise ValueError(f"{where} is {short(times)}, expected 0 in every format: the GEMM has no FLOPs.")
             else:
                 row[gemm] = {str(fmt): 0.0 for fmt in times}
             formats = formats or list(row[gemm])
@@ -364,50 +318,3 @@ def _checked_measured(measured: Any, flops: Flops, order: Sequence[str]) -> Meas
         seconds[layer] = MappingProxyType({gemm: MappingProxyType(times) for gemm, times in row.items()})
     checked: MeasuredCost = replace(measured, seconds=MappingProxyType(seconds))
     return checked
-
-
-def _check_keys(mapping: Mapping[Any, Any], expected: tuple[str, ...], where: str) -> None:
-    for key in expected:
-        if key not in mapping:
-            raise ValueError(f"{where} has no entry {key!r}; expected exactly {', '.join(expected)}.")
-    for key in mapping:
-        if key not in expected:
-            raise ValueError(f"{where} has an unknown entry {_short(key)}; expected exactly {', '.join(expected)}.")
-
-
-def _check_type(value: object, kind: type | tuple[type, ...], where: str, expected: str) -> None:
-    if not isinstance(value, kind):
-        raise ValueError(f"{where} is {_short(value)}, expected {expected}.")
-
-
-def _check_text(value: object, where: str) -> None:
-    # Odd spaces and letters of all kinds occur in names. Control characters do not, unless a file from elsewhere wants
-    # to send them to a terminal; the rest is shown escaped (`text.printable`).
-    if not isinstance(value, str) or not value or any(unicodedata.category(letter) == "Cc" for letter in value):
-        raise ValueError(f"{where} is {_short(value)}, expected text without control characters.")
-    if len(value) > MAX_TEXT:
-        raise ValueError(f"{where} has {len(value)} characters, expected at most {MAX_TEXT}.")
-
-
-def _finite(value: object, where: str, minimum: float = -math.inf) -> float:
-    # 1e300 and not infinity, so that sums of such numbers stay finite too; NaN fails both comparisons.
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and minimum <= value and abs(value) <= 1e300:
-        return float(value)
-    bound = "" if minimum == -math.inf else f" of at least {minimum:g}"
-    raise ValueError(f"{where} is {_short(value)}, expected a finite number{bound}.")
-
-
-def _json_copy(value: Mapping[str, Any], where: str) -> dict[str, Any]:
-    _check_type(value, Mapping, where, "a JSON object")
-    try:
-        copy = json.loads(json.dumps(dict(value), allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON data: {error}.") from error
-    assert isinstance(copy, dict)
-    return copy
-
-
-def _short(value: object) -> str:
-    """`repr`, cut to a length that fits in a message."""
-    text = ascii(value)
-    return text if len(text) <= 60 else text[:57] + "..."

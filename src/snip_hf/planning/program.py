@@ -16,8 +16,8 @@ def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> d
     """Returns the integer program (`solver.ilp`) of a policy that needs a probe.
 
     Args:
-        setting: as above.
-        table: the measurements, with a row for every layer, GEMM and choice.
+        setting: config, FLOPs, stages and measured costs of the run.
+        table: the divergences, with a row for every layer, GEMM and format.
         in_force: the assignment in force, for the switching cost.
     """
     config = setting.config

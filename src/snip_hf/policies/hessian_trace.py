@@ -60,7 +60,7 @@ class HessianTrace(LayerCriterion):
 
 
 def _refuse_drift_checks(config: SnipConfig) -> None:
-    if config.refresh_on_drift is not None and config.plan is None:
+    if config.refresh_on_drift is not None and config.fixed_plan is None:
         raise ValueError(
             f"refresh_on_drift={config.refresh_on_drift!r} with policy='hessian-trace' cannot work: a check takes no "
             "derivatives, and so knows no trace. Set refresh_on_drift=None."

@@ -59,7 +59,7 @@ def register_policy(policy: Policy) -> Policy:
 
 def policy_of(config: SnipConfig) -> Policy | None:
     """Returns the policy that decides, None where a plan file does."""
-    if config.plan is not None:
+    if config.fixed_plan is not None:
         return None
     found: Policy = POLICIES[config.policy]
     return found

@@ -89,7 +89,7 @@ def _backward_order(setting: Setting, stage: Sequence[str]) -> list[str]:
 
 
 def _refuse_by_layer(config: SnipConfig) -> None:
-    if config.granularity == "layer" and config.plan is None:
+    if config.granularity == "layer" and config.fixed_plan is None:
         raise ValueError(
             f"policy={config.policy!r} with granularity='layer' cannot work: it decides the GEMMs of a linear apart. "
             "Set granularity='gemm'."

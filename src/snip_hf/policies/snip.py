@@ -32,8 +32,8 @@ _WEIGHT_SHARES = {"additive": 0.1, "horizon": 0.1, "paper": 1.0}
 def snip_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergence], float]:
     """Both divergences, each divided by its total with everything in the run's least precise format."""
     parts: list[tuple[float, Callable[[Divergence], float]]] = [
-        (config.loss_weight, lambda row: row.loss_divergence),
-        (config.weight_weight * _WEIGHT_SHARES[config.objective], _WEIGHT_PARTS[config.objective]),
+        (config.loss_divergence_factor, lambda row: row.loss_divergence),
+        (config.weight_divergence_factor * _WEIGHT_SHARES[config.objective], _WEIGHT_PARTS[config.objective]),
     ]
     whole = [row for row in table.rows if row.format == config.least_precise and row.gemm == LAYER]
     # Divergences in the form "taylor" may be below 0.

@@ -1,59 +1,242 @@
-"""The records that a run's files hold (lines of a history, divergences, the Trainer's log), read and checked.
+"""The events of a run, one class each: a line of history.jsonl is what `to_record` gives, and `from_record` reads it.
 
-A file may come from elsewhere and hold anything. Sizes and counts are bounded before a file is read, and every value is
-checked before anybody works with it.
+A history may come from elsewhere and hold anything: `from_record` checks every value before anybody works with it, and
+names the field that it refuses. Entries that it does not know are left out, since a later version may write more.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
 
-from ..estimation.layer_sums import LAYER
-from ..json_io import MAX_DIGITS, MAX_JSON_BYTES, open_regular, read_json
-from ..numerics.formats import FORMATS, check_format
+from ..numerics.formats import check_format
 from ..numerics.gemms import GEMMS
-from ..planning.plan import MAX_TEXT, PlanProvenance, PrecisionPlan
+from ..planning.plan import PrecisionPlan
+from ..planning.provenance import PlanProvenance
+from ..planning.solver.solution import SolverResult
 from ..text import printable
+from .values import entry_of, list_of, mapping_of, number_of, short, step_of, text_of
 
-# A history of 100,000 refreshes of a 70B model takes about 50 MB; one line of a model of 45,032 linears up to 15 MB.
-MAX_HISTORY_BYTES = 192 * 2**20
-_MOST_LINES = 250_000
 _MOST_LAYERS = 100_000
-# Lists and objects in a Trainer's state, which has one for each time that it logged.
-_MOST_ENTRIES = 2_000_000
-# Of a table of divergences; today's have ten.
-_MOST_COLUMNS = 100
-# Above it, not every whole number is a float any more.
-_LARGEST_STEP = 2**53
-# Sums of squares of such numbers are finite.
-_LARGEST_NUMBER = 1e100
+# Of a refresh, which may be absent.
+_NUMBERS = ("fp4_time_fraction", "objective", "bound", "gap")
 
 
-@dataclass(frozen=True)
-class Refresh:
-    """One line of the history: a probe, and what came of it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """A run begins. The first line of a history."""
+
+    event: ClassVar[str] = "start"
 
     step: int
+    """Optimizer steps that were done before; above 0 for a run that continues a checkpoint without SNIP."""
+    config: Mapping[str, Any]
+    """The `SnipConfig` as a dict."""
+    plan: PrecisionPlan
+    """The plan in force from here on."""
+    model_name: str | None
+
+    def to_record(self) -> dict[str, Any]:
+        return {
+            "event": self.event,
+            "step": self.step,
+            "config": dict(self.config),
+            "plan": {layer: dict(formats) for layer, formats in self.plan.assignment.items()},
+            "flops": {layer: dict(flops) for layer, flops in self.plan.flops.items()},
+            "stages": [list(stage) for stage in self.plan.stages],
+            "model_name": self.model_name,
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Start:
+        """Reads a line.
+
+        Raises:
+            ValueError: it is none of a start; names the field.
+        """
+        _check_event(record, cls.event)
+        config = mapping_of(entry_of(record, "config"), "config")
+        assignment = mapping_of(entry_of(record, "plan"), "plan")
+        if len(assignment) > _MOST_LAYERS:
+            raise ValueError(f"plan names {len(assignment):,} layers, expected at most {_MOST_LAYERS:,}.")
+        provenance = PlanProvenance(
+            step=step_of(entry_of(record, "step"), "step"),
+            policy=entry_of(config, "policy"),
+            config=config,
+            model_name=entry_of(record, "model_name") or None,
+        )
+        plan = PrecisionPlan(assignment, entry_of(record, "flops"), entry_of(record, "stages"), provenance)
+        return cls(step=provenance.step, config=config, plan=plan, model_name=provenance.model_name)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefreshBegun:
+    """A refresh so far: as a checkpoint holds it while the solver works, and the first part of its line."""
+
+    event: ClassVar[str] = "refresh"
+
+    step: int
+    """Optimizer step that was probed."""
+    loss: float | None = None
+    """Of the probed micro-batch; None, as all that follows is empty: the refresh failed before."""
+    divergence: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
+    """Format -> {"loss", "weight"}: the totals over all layers."""
+    memory_mib: Mapping[str, float | None] = field(default_factory=dict)
+    """"predicted" and "measured"."""
+    seconds: Mapping[str, float | None] = field(default_factory=dict)
+    """"probe", "solver" and "waited"."""
+
+    def to_record(self) -> dict[str, Any]:
+        record: dict[str, Any] = {"event": self.event, "step": self.step}
+        if self.loss is not None:
+            record["loss"] = self.loss
+        if self.divergence:
+            record["divergence"] = {name: dict(totals) for name, totals in self.divergence.items()}
+        for name in ("memory_mib", "seconds"):
+            if values := getattr(self, name):
+                record[name] = dict(values)
+        return record
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> RefreshBegun:
+        """Reads the part of a line.
+
+        Raises:
+            ValueError: it is none of a refresh; names the field.
+        """
+        return cls(**_begun(record))
+
+    def with_seconds(self, **seconds: float) -> RefreshBegun:
+        """Returns the same with further times."""
+        return replace(self, seconds={**self.seconds, **seconds})
+
+    def applied(self, step: int, plan: PrecisionPlan, changes: Mapping[str, Any], result: SolverResult) -> Refresh:
+        """Returns the event of its end: its plan is in force.
+
+        Args:
+            step: the optimizer step after which it was applied.
+            plan: the new one.
+            changes: as `PrecisionPlan.changes` tells them from the plan before.
+            result: the solver's.
+        """
+        return Refresh(
+            **_values(self),
+            applied_step=step,
+            decided_step=step,
+            reason=None,
+            **_shares(plan),
+            changes={cell: (old, new) for cell, (old, new) in changes.items()},
+            layers_changed=len({cell.rpartition(":")[0] for cell in changes}),
+            objective=result.objective,
+            bound=result.bound,
+            gap=result.gap,
+            solver=result.solver,
+            solver_version=result.solver_version,
+        )
+
+    def kept(self, step: int, plan: PrecisionPlan, reason: str) -> Refresh:
+        """Returns the event of its end: it came to nothing.
+
+        Args:
+            step: the optimizer step at which that is known.
+            plan: the one in force, which stays.
+            reason: why.
+        """
+        return Refresh(**_values(self), applied_step=None, decided_step=step, reason=reason, **_shares(plan))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refresh(RefreshBegun):
+    """A refresh has ended: its plan was applied, or the one in force was kept."""
+
     applied_step: int | None
     """None: the plan in force was kept, for `reason`."""
+    decided_step: int
     reason: str | None
     fp4_fraction: float | None
-    layers_changed: int
-    objective: float | None
-    gap: float | None
-    seconds: Mapping[str, float | None]
-    changes: Mapping[str, str]
-    """"layer:gemm" -> the new format."""
+    """Of the plan that is in force now, as the fractions that follow."""
+    stage_fp4_fractions: tuple[float | None, ...] = ()
+    fp4_time_fraction: float | None = None
+    """None: nothing was measured."""
+    stage_fp4_time_fractions: tuple[float | None, ...] = ()
+    changes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """"layer:gemm" -> (old format, new format)."""
+    layers_changed: int = 0
+    objective: float | None = None
+    """None, as what follows: the plan was kept."""
+    bound: float | None = None
+    gap: float | None = None
+    solver: str | None = None
+    solver_version: str | None = None
+
+    @property
+    def status(self) -> str:
+        """ "applied" or "kept"."""
+        return "kept" if self.applied_step is None else "applied"
+
+    def to_record(self) -> dict[str, Any]:
+        record = RefreshBegun.to_record(self) | {
+            "applied_step": self.applied_step,
+            "decided_step": self.decided_step,
+            "status": self.status,
+            "reason": self.reason,
+            "fp4_fraction": self.fp4_fraction,
+            "stage_fp4_fractions": list(self.stage_fp4_fractions),
+        }
+        if self.fp4_time_fraction is not None:
+            record["fp4_time_fraction"] = self.fp4_time_fraction
+            record["stage_fp4_time_fractions"] = list(self.stage_fp4_time_fractions)
+        record["changes"] = {cell: list(pair) for cell, pair in self.changes.items()}
+        record["layers_changed"] = self.layers_changed
+        if self.applied_step is not None:
+            names = ("objective", "bound", "gap", "solver", "solver_version")
+            record |= {name: getattr(self, name) for name in names}
+        return record
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], cells: Mapping[str, str] | None = None) -> Refresh:
+        """Reads a line.
+
+        Args:
+            record: the line as JSON data.
+            cells: the texts "layer:gemm" to use for equal ones, since a history names each layer very often.
+
+        Raises:
+            ValueError: it is none of a refresh; names the field.
+        """
+        begun = _begun(record)
+        applied = entry_of(record, "applied_step")
+        applied_step = None if applied is None else step_of(applied, "applied_step")
+        decided = record.get("decided_step", begun["step"] if applied_step is None else applied_step)
+        numbers: dict[str, Any] = {name: number_of(record.get(name), name) for name in _NUMBERS}
+        texts: dict[str, Any] = {name: text_of(record.get(name), name) for name in ("solver", "solver_version")}
+        found = cls(
+            **begun,
+            applied_step=applied_step,
+            decided_step=step_of(decided, "decided_step"),
+            reason=text_of(entry_of(record, "reason"), "reason"),
+            fp4_fraction=number_of(entry_of(record, "fp4_fraction"), "fp4_fraction"),
+            layers_changed=step_of(entry_of(record, "layers_changed"), "layers_changed"),
+            changes=_changes(entry_of(record, "changes"), cells or {}),
+            stage_fp4_fractions=_numbers(record, "stage_fp4_fractions"),
+            stage_fp4_time_fractions=_numbers(record, "stage_fp4_time_fractions"),
+            **numbers,
+            **texts,
+        )
+        if record.get("status", found.status) != found.status:
+            raise ValueError(
+                f"status is {short(record['status'])}, expected {found.status!r} where applied_step is {applied_step}."
+            )
+        return found
 
 
-@dataclass(frozen=True)
-class Check:
-    """One line of the history: a check whether the ranking of the layers has moved (`refresh_on_drift`)."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriftCheck:
+    """A check whether the ranking of the layers has moved (`refresh_on_drift`)."""
+
+    event: ClassVar[str] = "drift"
 
     step: int
     correlation: float | None
@@ -61,63 +244,88 @@ class Check:
     refresh: bool
     """Whether a refresh followed at once."""
     reason: str | None
+    seconds: float | None = None
+
+    def to_record(self) -> dict[str, Any]:
+        return {"event": self.event, **_values(self)}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> DriftCheck:
+        """Reads a line.
+
+        Raises:
+            ValueError: it is none of a check; names the field.
+        """
+        _check_event(record, cls.event)
+        return cls(
+            step=step_of(entry_of(record, "step"), "step"),
+            correlation=number_of(entry_of(record, "correlation"), "correlation"),
+            refresh=bool(entry_of(record, "refresh")),
+            reason=text_of(entry_of(record, "reason"), "reason"),
+            seconds=number_of(record.get("seconds"), "seconds"),
+        )
 
 
-def history_lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
-    """Yields (number, line, whether it is the last one) of a history.jsonl.
+Event = Start | Refresh | DriftCheck
+
+
+def later_event(record: Mapping[str, Any], cells: Mapping[str, str] | None = None) -> Refresh | DriftCheck:
+    """Reads a line after the first one; `cells` as in `Refresh.from_record`.
 
     Raises:
-        OSError: the file cannot be read, or is not a regular file.
-        ValueError: it is too large.
+        ValueError: it is none; names the field.
     """
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > MAX_HISTORY_BYTES:
-            raise ValueError(f"{path} is larger than {MAX_HISTORY_BYTES} bytes, which no history of a run is.")
-        size, number, line = 0, 0, file.readline(MAX_HISTORY_BYTES)
-        while line:
-            size, number = size + len(line), number + 1
-            following = file.readline(MAX_HISTORY_BYTES)
-            if number > _MOST_LINES or size > MAX_HISTORY_BYTES:
-                raise ValueError(f"{path} has more than {_MOST_LINES:,} lines, which no history of a run has.")
-            yield number, line, not following
-            line = following
+    if entry_of(record, "event") == DriftCheck.event:
+        return DriftCheck.from_record(record)
+    return Refresh.from_record(record, cells)
 
 
-def start_plan(record: Mapping[str, Any]) -> PrecisionPlan:
-    _check_event(record, "start")
-    config = mapping_of(entry_of(record, "config"), "config")
-    assignment = mapping_of(entry_of(record, "plan"), "plan")
-    if len(assignment) > _MOST_LAYERS:
-        raise ValueError(f"plan names {len(assignment):,} layers, expected at most {_MOST_LAYERS:,}.")
-    provenance = PlanProvenance(
-        step=step_of(entry_of(record, "step"), "step"),
-        policy=entry_of(config, "policy"),
-        config=config,
-        model_name=entry_of(record, "model_name") or None,
-    )
-    return PrecisionPlan(assignment, entry_of(record, "flops"), entry_of(record, "stages"), provenance)
+def _check_event(record: Mapping[str, Any], expected: str) -> None:
+    if entry_of(record, "event") != expected:
+        raise ValueError(f"event is {short(record['event'])}, expected {expected!r}.")
 
 
-def refresh_of(record: Mapping[str, Any], cells: Mapping[str, str]) -> Refresh:
-    _check_event(record, "refresh")
-    applied, changed = entry_of(record, "applied_step"), entry_of(record, "layers_changed")
-    # A refresh that failed early has no objective, gap or seconds yet.
-    seconds = mapping_of(record.get("seconds", {}), "seconds")
-    return Refresh(
-        step=step_of(entry_of(record, "step"), "step"),
-        applied_step=None if applied is None else step_of(applied, "applied_step"),
-        reason=_reason(record),
-        fp4_fraction=number_of(entry_of(record, "fp4_fraction"), "fp4_fraction"),
-        layers_changed=step_of(changed, "layers_changed"),
-        objective=number_of(record.get("objective"), "objective"),
-        gap=number_of(record.get("gap"), "gap"),
-        seconds={part: number_of(seconds.get(part), f"seconds.{part}") for part in ("probe", "solver", "waited")},
-        changes=_changes(entry_of(record, "changes"), cells),
-    )
+def _values(event: RefreshBegun | DriftCheck) -> dict[str, Any]:
+    return {one.name: getattr(event, one.name) for one in fields(event)}
 
 
-def _changes(value: object, cells: Mapping[str, str]) -> dict[str, str]:
-    changes: dict[str, str] = {}
+def _begun(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `RefreshBegun`."""
+    _check_event(record, RefreshBegun.event)
+    totals = mapping_of(record.get("divergence", {}), "divergence")
+    return {
+        "step": step_of(entry_of(record, "step"), "step"),
+        "loss": number_of(record.get("loss"), "loss"),
+        "divergence": {name: _parts(totals, name, ("loss", "weight"), "divergence.") for name in totals},
+        "memory_mib": _parts(record, "memory_mib", ("predicted", "measured")),
+        "seconds": _parts(record, "seconds", ("probe", "solver", "waited")),
+    }
+
+
+def _parts(record: Mapping[str, Any], name: str, parts: tuple[str, ...], where: str = "") -> Mapping[str, float | None]:
+    """Returns the numbers of an entry that has one for each part; empty if there is no entry."""
+    if name not in record:
+        return {}
+    shown = where + printable(name)
+    values = mapping_of(record[name], shown)
+    return {part: number_of(values.get(part), f"{shown}.{part}") for part in parts}
+
+
+def _numbers(record: Mapping[str, Any], name: str) -> tuple[float | None, ...]:
+    return tuple(number_of(value, name) for value in list_of(record.get(name, []), name))
+
+
+def _shares(plan: PrecisionPlan) -> dict[str, Any]:
+    return {
+        "fp4_fraction": plan.fp4_fraction,
+        "stage_fp4_fractions": plan.stage_fp4_fractions,
+        "fp4_time_fraction": plan.fp4_time_fraction,
+        "stage_fp4_time_fractions": plan.stage_fp4_time_fractions or (),
+    }
+
+
+def _changes(value: object, cells: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    changes: dict[str, tuple[str, str]] = {}
     for cell, pair in mapping_of(value, "changes").items():
         where = f"changes[{printable(cell)!r}]"
         if not isinstance(pair, list) or len(pair) != 2:
@@ -126,138 +334,11 @@ def _changes(value: object, cells: Mapping[str, str]) -> dict[str, str]:
             check_format(name, where)
         if cell.rpartition(":")[2] not in GEMMS:
             raise ValueError(f"{where} names no GEMM; expected one of {', '.join(GEMMS)} after the layer.")
-        # The same texts as everywhere else: a history names each layer very often.
-        changes[cells.get(cell, cell)] = next(name for name in FORMATS if name == pair[1])
+        # The same objects as everywhere else: a history names each layer very often.
+        changes[cells.get(cell, cell)] = _pair(*pair)
     return changes
 
 
-def check_of(record: Mapping[str, Any]) -> Check:
-    correlation = number_of(entry_of(record, "correlation"), "correlation")
-    return Check(
-        step_of(entry_of(record, "step"), "step"), correlation, bool(entry_of(record, "refresh")), _reason(record)
-    )
-
-
-def _reason(record: Mapping[str, Any]) -> str | None:
-    reason = entry_of(record, "reason")
-    if reason is not None and not isinstance(reason, str):
-        raise ValueError(f"reason is {short(reason)}, expected text or null.")
-    return reason
-
-
-def _check_event(record: Mapping[str, Any], expected: str) -> None:
-    if entry_of(record, "event") != expected:
-        raise ValueError(f"event is {short(record['event'])}, expected {expected!r}.")
-
-
-def read_divergence(path: str | os.PathLike[str]) -> tuple[int, list[dict[str, Any]]]:
-    """Returns probe step and records of a divergence-<step>.json; the keys of a record are the fields of `Divergence`.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is none.
-    """
-    document = mapping_of(read_json(path), "the document")
-    rows = _rows_of(document)
-    records = [_record(row, f"records[{index}]") for index, row in enumerate(rows)]
-    if len({(record["layer"], record["gemm"], record["format"]) for record in records}) < len(records):
-        raise ValueError("records has a layer, GEMM and format twice.")
-    return step_of(entry_of(document, "step"), "step"), records
-
-
-def _rows_of(document: Mapping[str, Any]) -> list[Any]:
-    """Returns the records as objects; files of schema version 2 have "columns", and "rows" of values."""
-    if "rows" not in document:
-        return _list(entry_of(document, "records"), "records")
-    columns = _list(entry_of(document, "columns"), "columns")
-    if len(columns) > _MOST_COLUMNS or not all(isinstance(name, str) for name in columns):
-        raise ValueError(f"columns is {short(columns)}, expected at most {_MOST_COLUMNS} names.")
-    rows = [_list(row, f"rows[{index}]") for index, row in enumerate(_list(document["rows"], "rows"))]
-    for index, row in enumerate(rows):
-        if len(row) != len(columns):
-            raise ValueError(f"rows[{index}] has {len(row)} values, expected {len(columns)}, one for each column.")
-    return [dict(zip(columns, row, strict=True)) for row in rows]
-
-
-def _list(value: object, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{where} is {short(value)}, expected a list.")
-    return value
-
-
-def _record(value: object, where: str) -> dict[str, Any]:
-    row = mapping_of(value, where)
-    layer = entry_of(row, "layer", where)
-    if not isinstance(layer, str) or not 0 < len(layer) <= MAX_TEXT:
-        raise ValueError(f"{where}.layer is {short(layer)}, expected a name.")
-    for key, known in (("gemm", (*GEMMS, LAYER)), ("format", tuple(FORMATS))):
-        if entry_of(row, key, where) not in known:
-            raise ValueError(f"{where}.{key} is {short(row[key])}, expected one of {', '.join(known)}.")
-    record: dict[str, Any] = {"layer": layer, "gemm": row["gemm"], "format": row["format"]}
-    for key in ("loss_divergence", "weight_divergence"):
-        record[key] = number_of(entry_of(row, key, where), f"{where}.{key}")
-        if record[key] is None:
-            raise ValueError(f"{where}.{key} is None, expected a number.")
-    for key in ("flops", "weight_bias", "absolute_error", "relative_error"):
-        record[key] = number_of(row.get(key), f"{where}.{key}") or 0.0
-    return record | {"criterion": number_of(row.get("criterion"), f"{where}.criterion")}
-
-
-def trainer_log(path: Path) -> tuple[int, list[Any]]:
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > MAX_JSON_BYTES:
-            raise ValueError(f"the file is larger than {MAX_JSON_BYTES} bytes.")
-        data = file.read(MAX_JSON_BYTES)
-    if data.count(b"{") + data.count(b"[") > _MOST_ENTRIES:
-        raise ValueError(f"it has more than {_MOST_ENTRIES:,} entries.")
-    try:
-        # Not parse_json: the Trainer writes a NaN loss as NaN.
-        state = mapping_of(json.loads(data, parse_int=_parse_int), "the state")
-    except RecursionError as error:
-        raise ValueError("its JSON is nested too deeply.") from error
-    log = entry_of(state, "log_history")
-    if not isinstance(log, list):
-        raise ValueError(f"log_history is {short(log)}, expected a list.")
-    return step_of(entry_of(state, "global_step"), "global_step"), log
-
-
-def _parse_int(text: str) -> float:
-    """Of too many digits as a float, in time that does not grow with their square."""
-    return int(text) if len(text) <= MAX_DIGITS else float(text)
-
-
-def entry_of(mapping: Mapping[str, Any], key: str, where: str = "it") -> Any:
-    if key not in mapping:
-        raise ValueError(f"{where} has no entry {key!r}.")
-    return mapping[key]
-
-
-def mapping_of(value: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} is {short(value)}, expected a JSON object.")
-    return value
-
-
-def is_step(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _LARGEST_STEP
-
-
-def step_of(value: object, where: str) -> int:
-    if not isinstance(value, int) or not is_step(value):
-        raise ValueError(f"{where} is {short(value)}, expected an integer from 0 to {_LARGEST_STEP}.")
-    return value
-
-
-def number_of(value: object, where: str) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST_NUMBER:
-        return float(value)
-    raise ValueError(f"{where} is {short(value)}, expected a number up to {_LARGEST_NUMBER:g} in size.")
-
-
-def short(value: object) -> str:
-    """`repr`, cut to a length that fits in a message; of a container only what it is."""
-    if isinstance(value, dict | list):
-        return f"a {'JSON object' if isinstance(value, dict) else 'list'} of {len(value)}"
-    return printable(repr(value), 60)
+@functools.cache
+def _pair(old: str, new: str) -> tuple[str, str]:
+    return old, new

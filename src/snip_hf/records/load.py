@@ -15,26 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..config import SnipConfig
+from ..config import SnipConfig, current_names
 from ..costs.budget import MeasuredCost
-from ..json_io import parse_json
-from ..numerics.gemms import GEMMS
 from ..planning.plan import PrecisionPlan
-from .events import (
-    Check,
-    Refresh,
-    check_of,
-    entry_of,
-    history_lines,
-    is_step,
-    mapping_of,
-    read_divergence,
-    refresh_of,
-    short,
-    start_plan,
-    trainer_log,
-)
+from .divergences import read_divergence
+from .events import DriftCheck, Refresh, Start
+from .history import read_history
+from .losses import read_losses
 from .run_folder import FOLDER
+from .values import short
 
 T = TypeVar("T")
 
@@ -42,9 +31,7 @@ T = TypeVar("T")
 _MOST_PLANS, _MOST_PLANNED_LAYERS = 500, 500_000
 # Tables of divergences that are read: so many, and so many bytes, whatever the size of the last refresh's.
 _MOST_TABLES, _MOST_TABLE_BYTES = 64, 64 * 2**20
-# Checkpoints that are looked at for losses, the latest first, until one can be used.
-_MOST_CHECKPOINTS = 3
-# A step in the name of a file or folder.
+# A step in the name of a file.
 _STEP = re.compile(r"[0-9]{1,16}")
 
 
@@ -59,7 +46,7 @@ class Run:
     measured: MeasuredCost | None
     """The times in plan.json, which the history does not hold; None: there are none, or it cannot be used."""
     refreshes: list[Refresh]
-    checks: list[Check]
+    checks: list[DriftCheck]
     divergences: dict[int, list[dict[str, Any]]]
     """Probe step -> records, whose keys are the fields of `Divergence`."""
     losses: dict[int, dict[str, float]]
@@ -69,7 +56,8 @@ class Run:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        return self.plans[0][1].provenance.config or {}
+        """The run's configuration, with the names that its fields have now."""
+        return current_names(self.plans[0][1].provenance.config or {})
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -92,12 +80,12 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
     """
     folder = Path(run_dir)
     notes: list[str] = []
-    start, refreshes, checks = _read_history(folder / FOLDER / "history.jsonl", notes)
+    start, refreshes, checks = _read_events(folder / FOLDER / "history.jsonl", notes)
     plans = _plans(start, refreshes, notes)
     measured = _measured(folder / FOLDER / "plan.json", plans[-1][1], notes)
     applied = [refresh.step for refresh in refreshes if refresh.applied_step is not None]
     divergences = _read_divergences(folder / FOLDER, set(start.assignment), applied[-1:], notes)
-    return Run(folder, plans, measured, refreshes, checks, divergences, _read_losses(folder, notes), notes)
+    return Run(folder, plans, measured, refreshes, checks, divergences, read_losses(folder, notes), notes)
 
 
 def thinned(items: Sequence[T], count: int) -> list[T]:
@@ -108,50 +96,20 @@ def thinned(items: Sequence[T], count: int) -> list[T]:
     return [items[round(index * last / (count - 1))] for index in range(count)]
 
 
-def _read_history(path: Path, notes: list[str]) -> tuple[PrecisionPlan, list[Refresh], list[Check]]:
+def _read_events(path: Path, notes: list[str]) -> tuple[PrecisionPlan, list[Refresh], list[DriftCheck]]:
+    """Returns the plan of the start, the refreshes and the checks; notes what is odd about them."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; expected the output folder of a run with SnipCallback.")
-    start: PrecisionPlan | None = None
-    cells: dict[str, str] = {}
-    refreshes: list[Refresh] = []
-    checks: list[Check] = []
+    start, *_ = events = list(read_history(path, notes))
+    assert isinstance(start, Start)
     latest = 0
-    for number, line, is_last in history_lines(path):
-        try:
-            record = mapping_of(parse_json(line), "the line")
-            if start is None:
-                start = start_plan(record)
-                cells = {f"{layer}:{gemm}": f"{layer}:{gemm}" for layer in start.assignment for gemm in GEMMS}
-                continue
-            if entry_of(record, "event") == "drift":
-                event: Check | Refresh = check_of(record)
-            else:
-                event = refresh_of(record, cells)
-        except ValueError as error:
-            if start is not None and is_last:  # A killed run may leave half a line.
-                notes.append(f"The last line of {path.name} is not complete and is left out.")
-                break
-            raise ValueError(f"Line {number} of {path} is not a line of a snip-hf history: {error}") from error
-        if isinstance(event, Check):
-            checks.append(event)
-        else:
-            _check_layers(event, cells)
-            refreshes.append(event)
-        if event.step < latest and not any(note.startswith("The history goes back") for note in notes):
+    for number, event in enumerate(events[1:], 2):
+        if event.step < latest:
             notes.append(f"The history goes back from step {latest} to step {event.step} in line {number}.")
+            break
         latest = event.step
-    if start is None:
-        raise ValueError(f"{path} is empty; expected a line with the start of the run.")
-    return start, refreshes, checks
-
-
-def _check_layers(refresh: Refresh, cells: Mapping[str, str]) -> None:
-    for cell in refresh.changes:
-        if cell not in cells:
-            raise ValueError(
-                f"The refresh of step {refresh.step} changes layer {cell.rpartition(':')[0]!r}, which the start does "
-                "not have."
-            )
+    refreshes = [event for event in events if isinstance(event, Refresh)]
+    return start.plan, refreshes, [event for event in events if isinstance(event, DriftCheck)]
 
 
 def _plans(start: PrecisionPlan, refreshes: Sequence[Refresh], notes: list[str]) -> list[tuple[int, PrecisionPlan]]:
@@ -164,7 +122,7 @@ def _plans(start: PrecisionPlan, refreshes: Sequence[Refresh], notes: list[str])
     assignment = {layer: dict(formats) for layer, formats in start.assignment.items()}
     plans = [(start.provenance.step, start)]
     for number, refresh in enumerate(applied, 1):
-        for cell, new in refresh.changes.items():
+        for cell, (_, new) in refresh.changes.items():
             layer, _, gemm = cell.rpartition(":")
             assignment[layer][gemm] = new
         if number in shown and refresh.applied_step is not None:
@@ -222,44 +180,3 @@ def _table_of(path: Path, step: int, layers: set[str]) -> list[dict[str, Any]]:
         if record["layer"] not in layers:
             raise ValueError(f"it names layer {short(record['layer'])}, which the history does not have.")
     return records
-
-
-def _read_losses(folder: Path, notes: list[str]) -> dict[int, dict[str, float]]:
-    """The training and validation losses of the trainer_state.json that got furthest."""
-    losses: dict[int, dict[str, float]] = {}
-    skipped = 0
-    for entry in _log_history(folder, notes):
-        step = entry.get("step") if isinstance(entry, dict) else None
-        if not isinstance(step, int) or not is_step(step):
-            skipped += 1
-            continue
-        for key in ("loss", "eval_loss"):
-            value = entry.get(key)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                losses.setdefault(step, {})[key] = float(value)
-    if skipped:
-        notes.append(f"{skipped:,} entries of the Trainer's log are at no step and are left out.")
-    if not losses:
-        notes.append("There is no trainer_state.json with losses (saved with a checkpoint or by trainer.save_state()).")
-    return dict(sorted(losses.items()))
-
-
-def _log_history(folder: Path, notes: list[str]) -> list[Any]:
-    """Returns the log of the Trainer's state that got furthest: the folder's own or that of a late checkpoint."""
-    checkpoints = [
-        (int(number), path)
-        for path in folder.glob("checkpoint-*/trainer_state.json")
-        if _STEP.fullmatch(number := path.parent.name.removeprefix("checkpoint-"))
-    ]
-    late = [path for _, path in sorted(checkpoints, reverse=True)]
-    states: list[tuple[int, list[Any]]] = []
-    for paths in ([folder / "trainer_state.json"], late[:_MOST_CHECKPOINTS]):
-        for path in paths:
-            if not path.exists():
-                continue
-            try:
-                states.append(trainer_log(path))
-                break
-            except (OSError, ValueError) as error:
-                notes.append(f"{path.relative_to(folder)} cannot be used and is left out: {error}")
-    return max(states, key=lambda state: state[0])[1] if states else []

@@ -13,11 +13,10 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..config import SnipConfig
 from ..estimation.table import DivergenceTable
 from ..json_io import (
     MAX_JSON_BYTES,
@@ -30,11 +29,12 @@ from ..json_io import (
 )
 from ..planning.plan import PrecisionPlan
 from ..text import printable
+from .divergences import divergence_document
+from .events import Event, Refresh, Start
 from .lock import FileLock, HeldError, take
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 2
 # In the folder of the run (the Trainer's output_dir).
 FOLDER = "snip"
 # As much of a path as a line of the log shows.
@@ -99,31 +99,31 @@ class RunFolder:
 
     def write_divergences(self, step: int, table: DivergenceTable) -> None:
         """Writes divergence-<step>.json, the table that the refresh of `step` decided from."""
-        document = {"schema_version": SCHEMA_VERSION, "step": step, "loss": table.loss} | _rows(table.to_records())
+        document = divergence_document(step, table)
         self._write(lambda folder: write_json_atomic(folder / f"divergence-{step}.json", document))
 
-    def append(self, line: Mapping[str, Any]) -> None:
-        """Adds a line to history.jsonl."""
-        self._write(lambda folder: append_json_line(folder / "history.jsonl", line, self._mode))
+    def append(self, event: Event) -> None:
+        """Adds an event to history.jsonl."""
+        self._write(lambda folder: append_json_line(folder / "history.jsonl", event.to_record(), self._mode))
 
-    def cut(self, step: int, pending: int | None, start_line: Mapping[str, Any]) -> None:
+    def cut(self, step: int, pending: int | None, start: Start) -> None:
         """Leaves of the history what was decided or checked up to `step`: what came after is about to happen again.
 
         Args:
             step: the optimizer step to resume from.
             pending: step of the refresh that is under way; it is not decided, even if an ended run wrote so.
-            start_line: the first line for a folder that has no history.
+            start: the first event for a folder that has no history.
         """
 
         def rewrite(folder: Path) -> None:
             _remove_temporaries(folder)
             path = folder / "history.jsonl"
-            events = _read(path) if path.exists() else []
-            kept = [event for event in events if event.get("decided_step", event["step"]) <= step]
-            kept = [event for event in kept if event.get("event") != "refresh" or event.get("step") != pending]
-            if not kept or kept[0].get("event") != "start":
-                kept = [dict(start_line)]
-            write_atomic(path, "".join(json.dumps(event) + "\n" for event in kept).encode())
+            lines = _read(path) if path.exists() else []
+            kept = [line for line in lines if line.get("decided_step", line["step"]) <= step]
+            kept = [line for line in kept if line.get("event") != Refresh.event or line.get("step") != pending]
+            if not kept or kept[0].get("event") != Start.event:
+                kept = [start.to_record()]
+            write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
             for number, table in _tables(folder).items():
                 if number > step:
                     table.unlink()
@@ -198,55 +198,17 @@ def _remove_temporaries(folder: Path) -> None:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """Returns the events of a history, without what is none: a crash leaves broken lines, and an editor whatever."""
-    events = []
+    """Returns the lines of a history as they are, without what is none: a crash leaves broken ones, an editor whatever.
+
+    Not as events: a line that a later version wrote stays whole.
+    """
+    lines = []
     with open_regular(path) as file:
         for line in iter(lambda: file.readline(MAX_JSON_BYTES), b""):
             try:
-                event = parse_json(line)
+                record = parse_json(line)
             except ValueError:
                 continue
-            if isinstance(event, dict) and {type(event.get(key, 0)) for key in ("step", "decided_step")} == {int}:
-                events.append({"step": 0} | event)
-    return events
-
-
-def _rows(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns records, all with the same keys, in half of the space: each key is named once."""
-    columns = list(records[0]) if records else []
-    return {"columns": columns, "rows": [[record[column] for column in columns] for record in records]}
-
-
-def start_line(plan: PrecisionPlan, step: int, config: SnipConfig, model_name: str) -> dict[str, Any]:
-    """Returns the first line of a history."""
-    return {
-        "event": "start",
-        "step": step,
-        "config": config.to_dict(),
-        "plan": {layer: dict(formats) for layer, formats in plan.assignment.items()},
-        "flops": {layer: dict(flops) for layer, flops in plan.flops.items()},
-        "stages": [list(stage) for stage in plan.stages],
-        "model_name": model_name,
-    }
-
-
-def shares(plan: PrecisionPlan) -> dict[str, Any]:
-    """Returns what a line of the history says of a plan's FP4 shares; of time only if that was measured."""
-    found: dict[str, Any] = {
-        "fp4_fraction": plan.fp4_fraction,
-        "stage_fp4_fractions": list(plan.stage_fp4_fractions),
-    }
-    times = plan.stage_fp4_time_fractions
-    if times is not None:
-        found |= {"fp4_time_fraction": plan.fp4_time_fraction, "stage_fp4_time_fractions": list(times)}
-    return found
-
-
-def describe_plan(plan: PrecisionPlan) -> str:
-    """Returns a plan's FP4 shares as the log shows them."""
-    stages = ", ".join(f"{share:.1%}" for share in plan.stage_fp4_fractions)
-    text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (per stage: {stages})"
-    times = plan.stage_fp4_time_fractions
-    if times is None:
-        return text
-    return f"{text}, {plan.fp4_time_fraction:.1%} of their time ({', '.join(f'{share:.1%}' for share in times)})"
+            if isinstance(record, dict) and {type(record.get(key, 0)) for key in ("step", "decided_step")} == {int}:
+                lines.append({"step": 0} | record)
+    return lines

@@ -18,8 +18,8 @@ from ..planning.pipeline_model import check_ties_are_few
 from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.program import problem
 from ..policies.setting import Setting, split_layer
-from ..records.events import short
 from ..records.load import Run, load_run, thinned
+from ..records.values import short
 from .figures import write_figures
 from .tables import listed, name_text, new_table, number, plan_table, print_cost, print_stages, say
 
@@ -35,7 +35,7 @@ def run_report(
 ) -> list[Path]:
     """Prints the tables and writes the figures; returns the files written.
 
-    Raises as `load_run` and `stages.pipeline_times` do, whose `micro_batches` it takes.
+    Raises as `load_run` and `pipeline_model.pipeline_times` do, whose `micro_batches` it takes.
     """
     run = load_run(run_dir)
     _print_run(run, Console(), micro_batches)
@@ -50,10 +50,10 @@ def print_report(run_dir: str | os.PathLike[str], console: Console | None = None
 def _print_run(run: Run, console: Console, micro_batches: int | None = None) -> None:
     config = run.config
     policy = f"policy {_shown(config.get('policy'))}"
-    if config.get("plan"):
-        policy = f"plan file {_shown(config['plan'])}, held fixed"
+    if config.get("fixed_plan"):
+        policy = f"plan file {_shown(config['fixed_plan'])}, held fixed"
     plan = _in_force(run)
-    by_time = config.get("cost") == "measured"
+    by_time = config.get("budget") == "measured"
     target = f"{_shown(config.get('target_fp4_fraction'))}{' of the measured time' * by_time}"
     time = "" if plan.measured is None else f" and {plan.fp4_time_fraction:.4f} of their measured time"
     say(
@@ -186,7 +186,7 @@ def reason_table(run: Run) -> Table | None:
     if decided is None or decided[0] not in run.divergences:
         return None
     (step, before), plan = decided, _in_force(run)
-    if plan.measured is None and run.config.get("cost") == "measured":
+    if plan.measured is None and run.config.get("budget") == "measured":
         return None
     if len(plan.stages) > _MOST_STAGES:
         raise ValueError(f"the plan has {len(plan.stages):,} stages, expected at most {_MOST_STAGES:,}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -16,7 +16,7 @@ from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
 from ..planning.pipeline_model import ConstraintComparison, PipelineTimes, compare_constraints, pipeline_times
 from ..planning.plan import Assignment, PrecisionPlan
-from ..planning.solver.process import SolverError
+from ..planning.solver.solution import SolverError
 from ..policies.setting import split_layer
 from ..text import printable
 
@@ -29,17 +29,19 @@ _NAME, _SENTENCE = 60, 2000
 
 
 def plan_table(plan: PrecisionPlan) -> Table:
-    """One row per block, one column per kind of linear; `4/8/8` is forward/grad_input/grad_weight."""
+    """One row per block, one column per kind of linear; in a cell, one format or those of the three GEMMs."""
     cells = {split_layer(layer): formats for layer, formats in plan.assignment.items()}
     all_kinds = list(dict.fromkeys(kind for _, kind in cells))
     all_blocks = list(dict.fromkeys(block for block, _ in cells))
     kinds, blocks = all_kinds[:_MOST_KINDS], all_blocks[:_MOST_BLOCKS]
-    table = new_table("Plan (one format: all three GEMMs; a/b/c: forward/grad_input/grad_weight)")
+    marks = _marks(dict.fromkeys(name for formats in plan.assignment.values() for name in formats.values()))
+    legend = ", ".join(f"{mark}: {name}" for name, mark in marks.items())
+    table = new_table(f"Plan (one format: all three GEMMs; a/b/c: forward/grad_input/grad_weight, {legend})")
     table.add_column("block", justify="right")
     for kind in kinds:
         table.add_column(name_text(kind.rpartition(".")[2]))
     for block in blocks:
-        row = [_plan_cell(cells[block, kind]) if (block, kind) in cells else Text("") for kind in kinds]
+        row = [_plan_cell(cells[block, kind], marks) if (block, kind) in cells else Text("") for kind in kinds]
         table.add_row(name_text(block.rpartition(".")[2] or block), *row)
     if len(kinds) < len(all_kinds) or len(blocks) < len(all_blocks):
         table.caption = (
@@ -48,12 +50,24 @@ def plan_table(plan: PrecisionPlan) -> Table:
     return table
 
 
-def _plan_cell(formats: Mapping[str, str]) -> Text:
+def _marks(formats: Iterable[str]) -> dict[str, str]:
+    """Returns what stands for formats in narrow cells: their bits, after the letters of their names that it takes.
+
+    They are as few as tell all formats apart: fp4 and fp8 are 4 and 8, and f4 and f8 beside int4.
+    """
+    bits = {name: str(FORMATS[name].bits) for name in sorted(formats, key=lambda name: FORMATS[name].bits)}
+    for letters in range(1 + max(map(len, bits), default=0)):
+        marks = {name: min(name, name[:letters] + bits[name], key=len) for name in bits}
+        if len(set(marks.values())) == len(marks):
+            break
+    return marks  # names at the latest, which differ
+
+
+def _plan_cell(formats: Mapping[str, str], marks: Mapping[str, str]) -> Text:
     names = [formats[gemm] for gemm in GEMMS]
     if len(set(names)) == 1:
         return Text(names[0], style=FORMATS[names[0]].style)
-    bits = ((str(FORMATS[name].bits), FORMATS[name].style) for name in names)
-    return Text("/").join(Text(*pair) for pair in bits)
+    return Text("/").join(Text(marks[name], style=FORMATS[name].style) for name in names)
 
 
 def print_cost(plan: PrecisionPlan, console: Console) -> None:
@@ -94,7 +108,7 @@ def print_stages(
     """Prints the stages, the pipeline's bubble and, from the records of the plan's divergences, what its stages save.
 
     Args:
-        micro_batches, before: as in `stages.compare_constraints`.
+        micro_batches, before: as in `pipeline_model.compare_constraints`.
         records: None means that there are none: no comparison.
     """
     times = pipeline_times(plan, micro_batches)

@@ -21,9 +21,9 @@ from ..parallel.wrappers import unwrap
 from ..planning.solver.process import check_solver
 from ..policies.registry import needs_probe, needs_weights
 from ..policies.setting import Setting
-from ..records.run_folder import RunFolder
+from ..records.event_log import EventLog
 from .checks import check_model, check_parts
-from .drift_check import DriftCheck
+from .drift_check import DriftDetector
 from .gradient_source import GradientSource, find_source
 from .plans import PlanInForce, first_plan
 from .preparation import cost_of_all, find_setting, name_of
@@ -45,7 +45,7 @@ class RunParts:
     probe: StepProbe
     in_force: PlanInForce
     refresher: Refresher
-    drift_check: DriftCheck
+    detector: DriftDetector
 
 
 def assemble(
@@ -54,7 +54,7 @@ def assemble(
     accelerator: Any,
     config: SnipConfig,
     processes: Processes,
-    folder: RunFolder,
+    events: EventLog,
     solving: Solving,
     log: logging.Logger,
 ) -> RunParts:
@@ -66,7 +66,7 @@ def assemble(
         accelerator: as above.
         config: as above.
         processes: those of the run.
-        folder: the run's.
+        events: the run's.
         solving: how programs are solved.
         log: gets what this rank has to say.
 
@@ -82,11 +82,11 @@ def assemble(
     keep_states_apart([model] if isinstance(model, nn.Module) else model)
     probed = _checked_for_probe(bare, config, source, log)
     setting = find_setting(bare, config, processes.pipeline)
-    in_force = _first_in_force(bare, kernels.name, setting, processes, folder, log)
+    in_force = _first_in_force(bare, kernels.name, setting, processes, events, log)
     probe = StepProbe(bare, probed, setting.flops, layers, source, processes)
-    refresher = Refresher(in_force, probe, folder, solving, log)
-    drift_check = DriftCheck(in_force, probe, folder, solving.clock, log)
-    return RunParts(bare, kernels.name, layers, source, probe, in_force, refresher, drift_check)
+    refresher = Refresher(in_force, probe, events, solving, log)
+    detector = DriftDetector(in_force, probe, events, solving.clock, log)
+    return RunParts(bare, kernels.name, layers, source, probe, in_force, refresher, detector)
 
 
 def _checked_for_probe(model: nn.Module, config: SnipConfig, source: GradientSource, log: logging.Logger) -> SnipConfig:
@@ -100,19 +100,19 @@ def _checked_for_probe(model: nn.Module, config: SnipConfig, source: GradientSou
 
 
 def _first_in_force(
-    model: nn.Module, backend: str, setting: Setting, processes: Processes, folder: RunFolder, log: logging.Logger
+    model: nn.Module, backend: str, setting: Setting, processes: Processes, events: EventLog, log: logging.Logger
 ) -> PlanInForce:
     """Makes the first plan, takes the folder for the run, and gives the plan to the layers."""
     config, flops = setting.config, setting.flops
     # The file where it is now: training may change to another folder.
-    path = None if config.cost_file is None else os.path.abspath(config.cost_file)
-    timed = replace(config, cost_file=path)
+    path = None if config.timing_file is None else os.path.abspath(config.timing_file)
+    timed = replace(config, timing_file=path)
     measure = partial(cost_of_all, model, backend=backend, config=timed, flops=flops, processes=processes, log=log)
-    if config.cost_tokens is not None and needs_weights(config) and not needs_probe(config):
-        setting = replace(setting, measured=measure(config.cost_tokens))
+    if config.timing_tokens is not None and needs_weights(config) and not needs_probe(config):
+        setting = replace(setting, measured=measure(config.timing_tokens))
     name = name_of(model)
     plan = first_plan(setting, name)
-    folder.hold()
-    in_force = PlanInForce(plan, setting, model, name, folder, measure, log)
+    events.folder.hold()
+    in_force = PlanInForce(plan, setting, model, name, events, measure, log)
     in_force.apply()
     return in_force

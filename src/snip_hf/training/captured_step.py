@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..estimation.batch import Batch
+from ..estimation.batch import Batch, BatchCounts
 from ..estimation.samples import read
-from ..layers.linear import SnipLinear
+from ..layers.layer import SnipLayer
 from ..layers.run_hooks import RunHook
 from ..numerics.random_state import RandomState
 from ..parallel.ranks import Ranks
@@ -39,10 +39,10 @@ class StepWatch:
     """
 
     def __init__(
-        self, probe_tokens: int | None, layers: Mapping[str, SnipLinear], parameters: Iterable[nn.Parameter]
+        self, probe_tokens: int | None, layers: Mapping[str, SnipLayer], parameters: Iterable[nn.Parameter]
     ) -> None:
         self._batch: Batch | Exception = ValueError("No micro-batch of it was given to capture().")
-        self.tokens = self.labelled = 0
+        self.counts = BatchCounts(0, 0)
         """Of the whole micro-batch."""
         self.micro_batches = 0
         """Of the step, known when it ends."""
@@ -64,7 +64,7 @@ class StepWatch:
             if first.random_state is not None:
                 complete = replace(complete, random_state=first.random_state)
             self._batch = complete.part(self._probe_tokens)
-            self.tokens, self.labelled = complete.tokens, complete.labelled
+            self.counts = complete.counts
         except Exception as error:  # raised again, and dealt with, when the probe needs it
             self._batch = error
 

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..config import SnipConfig
+from ..config import SnipConfig, current_names
 from ..costs.flops import Weights
+from ..parallel.ranks import Attempt, Ranks
 from ..planning.plan import PrecisionPlan
 from ..planning.solver.process import SolverProcess
-from .agreement import differences
+from ..records.events import RefreshBegun
+from .checks import check_plans, differences
 from .plans import fitting
 
 SCHEMA_VERSION = 2
@@ -23,8 +25,8 @@ class PendingRefresh:
     step: int
     due: int
     problem: dict[str, Any]
-    record: dict[str, Any]
-    """The history line so far."""
+    begun: RefreshBegun
+    """What its event will say, so far."""
     ranking: dict[str, float]
     """What later checks compare with once the plan is applied."""
     process: SolverProcess | None = None
@@ -32,12 +34,13 @@ class PendingRefresh:
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> PendingRefresh:
         """Reads what `to_dict` gave; raises KeyError, TypeError or ValueError if it is not that."""
-        record = dict(saved["record"]) | {"step": int(saved["step"]), "seconds": dict(saved["record"]["seconds"])}
-        ranked = _read_ranking(saved["ranking"])
-        return cls(int(saved["step"]), int(saved["due"]), dict(saved["problem"]), record, ranked)
+        begun = replace(RefreshBegun.from_record(saved["record"]), step=int(saved["step"]))
+        if not begun.seconds:
+            raise ValueError("record has no entry 'seconds'")
+        return cls(begun.step, int(saved["due"]), dict(saved["problem"]), begun, _read_ranking(saved["ranking"]))
 
     def to_dict(self) -> dict[str, Any]:
-        parts = {"problem": self.problem, "record": self.record, "ranking": self.ranking}
+        parts = {"problem": self.problem, "record": self.begun.to_record(), "ranking": self.ranking}
         return {"step": self.step, "due": self.due, **parts}
 
     def stop(self) -> None:
@@ -71,7 +74,7 @@ class SavedState:
             pending, last_probe = state["pending"], state["last_probe"]
             return cls(
                 # Fields that a later version added were then what their defaults are.
-                config=SnipConfig().to_dict() | dict(state["config"]),
+                config=SnipConfig().to_dict() | current_names(dict(state["config"])),
                 step=int(state["step"]),
                 plan=PrecisionPlan.from_dict(state["plan"]),
                 pending=None if pending is None else PendingRefresh.of(pending),
@@ -130,6 +133,36 @@ class SavedState:
                 "say SnipCallback(resume=False) to start a new plan from them."
             )
         return fitted
+
+
+def agreed_state(
+    state: Mapping[str, Any],
+    config: SnipConfig,
+    flops: Weights,
+    everyone: Ranks,
+    at_step: int | None,
+    weights: str | None,
+) -> SavedState:
+    """Returns the state that all ranks continue from. Collective.
+
+    Args:
+        state: as a checkpoint has it.
+        config: as `SavedState.fitted` takes it, and so what follows.
+        flops: as above.
+        everyone: all ranks.
+        at_step: as above.
+        weights: as above.
+
+    Raises:
+        ValueError, KeyError: as `SavedState.of` and `SavedState.fitted` on any rank, or states that differ.
+    """
+    saved, attempt = None, Attempt()
+    with attempt:
+        saved = SavedState.of(state).fitted(config, flops, at_step, weights)
+    everyone.agree(attempt.error)
+    assert saved is not None
+    check_plans(saved.plan, everyone)
+    return saved
 
 
 def _read_fingerprints(saved: Any) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,20 +17,20 @@ from torch import nn
 
 from ..config import SnipConfig
 from ..estimation.batch import Batch
-from ..layers.run_hooks import RunHook
-from ..layers.state import set_step, snip_linears
 from ..numerics.random_state import RandomState
 from ..parallel.pipeline import Pipeline, parts_of
 from ..parallel.ranks import Attempt
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
-from ..records.run_folder import RunFolder, describe_plan
-from .agreement import check_alike, check_configs, check_plans
+from ..records.event_log import EventLog, Tracker
+from ..records.run_folder import RunFolder
 from .assembly import RunParts, assemble
 from .captured_step import StepWatch, TrainingPass
-from .checkpoint import SavedState
-from .checks import check_launch
+from .checkpoint import SavedState, agreed_state
+from .checks import check_alike, check_configs, check_launch
+from .chunks import ChunkNumbers
 from .fingerprint import weights_fingerprint
+from .plans import describe_plan
 from .preparation import find_processes
 from .refresh import Solving
 from .schedule import Schedule
@@ -81,12 +80,14 @@ class SnipController:
         self.step = 0
         """Optimizer steps done."""
         check_launch(config, accelerator)
-        self.processes = find_processes(config, pipeline)
+        solving = solving or Solving()
+        self.processes = find_processes(config, pipeline, solving.rank_grace)
         """Those of this run, and how they agree."""
         check_configs(config, self.processes.everyone)
         is_first = self.processes.everyone.is_first
         self._log = logger if is_first else _replica
         self._folder = RunFolder(output_dir if is_first else None)
+        self._events = EventLog(self._folder, is_first, self._log)
         self._schedule = Schedule(config, max_steps, self._log)
         self._micro_batch = 0
         self._armed: StepWatch | None = None
@@ -94,8 +95,7 @@ class SnipController:
         self._started = False
         run, attempt = None, Attempt()
         with attempt:  # what one rank refuses, all of them do
-            solving = solving or Solving()
-            run = assemble(model, optimizer, accelerator, config, self.processes, self._folder, solving, self._log)
+            run = assemble(model, optimizer, accelerator, config, self.processes, self._events, solving, self._log)
         try:
             self.processes.everyone.agree(attempt.error)
             assert run is not None
@@ -111,12 +111,10 @@ class SnipController:
         self.backend = run.backend
         """Name of the backend in use."""
         self._layers, self._source, self._probe = run.layers, run.source, run.probe
-        self._in_force, self._refresher, self._drift_check = run.in_force, run.refresher, run.drift_check
+        self._in_force, self._refresher, self._detector = run.in_force, run.refresher, run.detector
         check_alike(self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)
-        before_chunk = RunHook(self._before_chunk)
-        self._hooks = [part.register_forward_pre_hook(before_chunk) for part in parts_of(self.model)]
-        self._chunks: Counter[nn.Module] = Counter()
+        self._chunks = ChunkNumbers(parts_of(self.model), self.config.seed, lambda: self.step + 1)
         self._source.attach(self._layers.all, lambda: self._before_optimizer_step(self.step + 1))
         self._layers.share_inputs(self._in_force.setting)
         self._log.info("snip-hf: policy %s, %s.", self.config.policy, describe_plan(self.plan))
@@ -132,7 +130,14 @@ class SnipController:
         self._started = True
         self._folder.clear()
         self._in_force.save()
-        self._folder.append(self._in_force.start_line(self.step))
+        self._events.add(self._in_force.start(self.step))
+
+    def add_tracker(self, tracker: Tracker) -> None:
+        """Calls `tracker` with each event from now on (`snip_hf.records.events`), on the first process alone.
+
+        The events are those of `history.jsonl`, in its order. An error that a tracker raises costs a warning.
+        """
+        self._events.add_tracker(tracker)
 
     def capture(self, batch: Mapping[str, Any]) -> None:
         """Tells the controller that a training micro-batch is about to run forward.
@@ -195,13 +200,13 @@ class SnipController:
 
     def _before_optimizer_step(self, step: int) -> None:
         self._source.note_step()
-        self._schedule.say_if_left_out(step, self._is_planned)
+        self._schedule.say_if_left_out(step, self._refresher.is_planned)
         watch, refreshes = self._disarm(), self._refreshes(step)
         # By the schedule and not by what was captured: the ranks have the schedule in common.
         if refreshes or self._checks(step):
             # With apply_delay = refresh_every the plan before is due after this very step, whose passes are done.
             self._refresher.apply_due(step)
-            refreshes = refreshes or self._drift_check.finds_drift(step, watch)
+            refreshes = refreshes or self._detector.finds_drift(step, watch)
         if refreshes:
             self._schedule.last_probe = step
             self._refresher.begin(step, watch)
@@ -210,7 +215,7 @@ class SnipController:
         """To be called when optimizer step `step` (from 1) is done; applies a plan that is due."""
         self._layers.note_micro_batches(self._micro_batch)
         self.step, self._micro_batch = step, 0
-        self._chunks.clear()
+        self._chunks.end_step()
         self._refresher.apply_due(step)
         self._layers.set_step(step + 1, 0)
         self._layers.end_step()
@@ -218,14 +223,13 @@ class SnipController:
     def close(self) -> None:
         """Stops a solver that is still running, and ends the record. The model keeps the plan in force."""
         self._layers.release()
-        for hook in self._hooks:
-            hook.remove()
+        self._chunks.close()
         self._source.close()
         self._disarm()
         pending = self._refresher.stop()
         if pending is not None:
             reason = f"training ended at step {self.step}, before step {pending.due} at which its plan was due"
-            self._in_force.keep(self.step, pending.record, reason, "was not applied")
+            self._in_force.keep(self.step, pending.begun, reason, "was not applied")
         self._folder.release()
 
     def retake(self) -> None:
@@ -255,12 +259,8 @@ class SnipController:
             KeyError: the plan in it is for another model.
         """
         self.processes.note("at the loading of a state (every rank loads the same one)")
-        saved, attempt = None, Attempt()
-        with attempt:
-            saved = SavedState.of(state).fitted(self.config, self._in_force.setting.flops, at_step, weights)
-        self.processes.everyone.agree(attempt.error)
-        assert saved is not None
-        check_plans(saved.plan, self.processes.everyone)
+        flops = self._in_force.setting.flops
+        saved = agreed_state(state, self.config, flops, self.processes.everyone, at_step, weights)
         self._in_force.put(saved.plan, saved.ranking)
         self._disarm()
         self._refresher.stop()
@@ -269,7 +269,7 @@ class SnipController:
         self._layers.set_step(saved.step + 1, 0)
         self._started = True
         under_way = None if saved.pending is None else saved.pending.step
-        self._folder.cut(saved.step, under_way, self._in_force.start_line(saved.step))
+        self._folder.cut(saved.step, under_way, self._in_force.start(saved.step))
         self._in_force.save()
         if saved.pending is not None:
             self._refresher.resume(saved.pending, saved.step)
@@ -282,22 +282,11 @@ class SnipController:
         is_whole = self.needs_probe and self.processes.run is None
         return weights_fingerprint(self.model) if is_whole and self.processes.everyone.is_first else None
 
-    @property
-    def _is_planned(self) -> bool:
-        """Whether a plan was made from a probe, or is about to be."""
-        return self.plan.provenance.step > 0 or self._refresher.pending is not None
-
     def _refreshes(self, step: int) -> bool:
-        return self._schedule.refreshes(step, self._is_planned)
+        return self._schedule.refreshes(step, self._refresher.is_planned)
 
     def _checks(self, step: int) -> bool:
-        is_free = self._in_force.ranking and self._refresher.pending is None
-        return bool(is_free) and self._schedule.checks(step)
-
-    def _before_chunk(self, part: nn.Module, args: tuple[Any, ...]) -> None:
-        """Gives each chunk that a pipeline runs through a part random numbers of its own."""
-        set_step(snip_linears(part), self.config.seed, self.step + 1, self._chunks[part])
-        self._chunks[part] += 1
+        return self._refresher.is_idle and bool(self._in_force.ranking) and self._schedule.checks(step)
 
     def _disarm(self) -> StepWatch | None:
         """Ends what `capture` began for a refresh, and returns it."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..layers.run_hooks import RunHook, RunMark
+from ..text import WITHOUT_PROBE
 from .captured_step import TrainingPass
 from .controller import SnipController
 
@@ -74,8 +75,7 @@ class TrainingPasses:
             raise ValueError(
                 f"The model was called with {len(args)} positional inputs; its forward names {len(self._names)} "
                 f"({', '.join(self._names) or 'none'}). The probe needs all inputs by name: call "
-                "model(input_ids=..., labels=...), or use a policy that needs no probe, such as "
-                "policy='layer-position'."
+                f"model(input_ids=..., labels=...), or use {WITHOUT_PROBE}."
             )
         return dict(zip(self._names, args, strict=False))
 

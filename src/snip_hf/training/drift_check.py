@@ -7,20 +7,21 @@ from collections.abc import Callable
 
 from ..parallel.ranks import RankError, describe
 from ..planning.drift import rank_correlation, ranking
-from ..records.run_folder import RunFolder
+from ..records.event_log import EventLog
+from ..records.events import DriftCheck
 from .captured_step import StepWatch
 from .plans import PlanInForce
 from .step_probe import StepProbe
 
 
-class DriftCheck:
+class DriftDetector:
     """Compares the ranking of a step with that of the probe that the plan in force was made from.
 
     Args:
         in_force: the plan.
         probe: measures the step, in one cheap pass.
-        folder: gets a line of the history per check.
-        clock: seconds, for that line.
+        events: are told of each check.
+        clock: seconds, for that event.
         log: is told what a check finds, and what it fails of.
     """
 
@@ -28,18 +29,18 @@ class DriftCheck:
         self,
         in_force: PlanInForce,
         probe: StepProbe,
-        folder: RunFolder,
+        events: EventLog,
         clock: Callable[[], float],
         log: logging.Logger,
     ) -> None:
         self._in_force = in_force
         self._probe = probe
-        self._folder = folder
+        self._events = events
         self._clock = clock
         self._log = log
 
     def finds_drift(self, step: int, watch: StepWatch | None) -> bool:
-        """Returns True if the plan is to be refreshed at this step. Writes a line of the history."""
+        """Returns True if the plan is to be refreshed at this step."""
         self._probe.note(f"at the check of step {step}")
         began = self._clock()
         correlation, reason = None, None
@@ -55,6 +56,8 @@ class DriftCheck:
         drifted = correlation is not None and threshold is not None and correlation < threshold
         if drifted:
             self._log.info("snip-hf: the ranking has moved by step %d (%.3f): refreshing early.", step, correlation)
-        line = {"event": "drift", "step": step, "correlation": correlation, "refresh": drifted, "reason": reason}
-        self._folder.append(line | {"seconds": self._clock() - began})
+        seconds = self._clock() - began
+        self._events.add(
+            DriftCheck(step=step, correlation=correlation, refresh=drifted, reason=reason, seconds=seconds)
+        )
         return drifted

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..layers.linear import SnipLinear
+from ..estimation.optimizer_step import OptimizerStep
+from ..layers.layer import SnipLayer
 from ..optimizers.deepspeed_zero import BeforeStep, ZeroOptimizer, find_zero
-from ..optimizers.response import Response, check_optimizer, responses
+from ..optimizers.response import check_optimizer, responses
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import is_fully_sharded
 from .captured_step import StepWatch
 from .loop_checks import OptimizerWatch, check_gradients, why_no_update, why_untrained
-
-
-@dataclass(frozen=True)
-class StepGradients:
-    """What a probe wants to know of the optimizer step that is about to be taken."""
-
-    gradients: Mapping[str, Tensor]
-    """Layer -> the gradient that the optimizer is about to use, (O, I), sharded as the weight is."""
-    responses: Mapping[str, Response]
-    """Layer -> how the optimizer's update answers to that gradient."""
-    clip_factor: float
-    """What clipping multiplied the gradients by."""
 
 
 class GradientSource:
@@ -45,7 +33,7 @@ class GradientSource:
     def check(self) -> None:
         """Raises TypeError for an optimizer whose updates cannot be differentiated."""
 
-    def attach(self, layers: Mapping[str, SnipLinear], before_step: Callable[[], None]) -> None:
+    def attach(self, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
         """Hooks on to the optimizer, until `close`.
 
         Args:
@@ -60,7 +48,7 @@ class GradientSource:
         """Returns the parameters whose gradients are to be noted before clipping."""
         return ()
 
-    def read(self, model: nn.Module, weights: Mapping[str, Tensor], watch: StepWatch, everyone: Ranks) -> StepGradients:
+    def read(self, model: nn.Module, weights: Mapping[str, Tensor], watch: StepWatch, everyone: Ranks) -> OptimizerStep:
         """Returns what the optimizer is about to do with these weights. Collective.
 
         Args:
@@ -78,11 +66,11 @@ class GradientSource:
         """Returns True if the optimizer trains this weight, of a swapped layer."""
         return False
 
-    def why_untrained(self, layers: Iterable[SnipLinear]) -> str | None:
+    def why_untrained(self, layers: Iterable[SnipLayer]) -> str | None:
         """Returns why no swapped weight is ever updated; None if some are."""
         return why_untrained(layers, self.holds)
 
-    def why_no_update(self, layers: Iterable[SnipLinear]) -> str:
+    def why_no_update(self, layers: Iterable[SnipLayer]) -> str:
         """Returns why the next update of the swapped weights does not depend on their gradients, which are not 0."""
         return why_no_update(layers, self._optimizer.param_groups)
 
@@ -107,7 +95,7 @@ class TorchGradients(GradientSource):
     def check(self) -> None:
         check_optimizer(self._optimizer)
 
-    def attach(self, layers: Mapping[str, SnipLinear], before_step: Callable[[], None]) -> None:
+    def attach(self, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
         self._watch = OptimizerWatch(self._optimizer, layers)
 
     def close(self) -> None:
@@ -116,7 +104,7 @@ class TorchGradients(GradientSource):
     def unclipped(self, model: nn.Module) -> Iterable[nn.Parameter]:
         return model.parameters()
 
-    def read(self, model: nn.Module, weights: Mapping[str, Tensor], watch: StepWatch, everyone: Ranks) -> StepGradients:
+    def read(self, model: nn.Module, weights: Mapping[str, Tensor], watch: StepWatch, everyone: Ranks) -> OptimizerStep:
         gradients = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
         if not gradients and is_fully_sharded(model):
             raise ValueError(
@@ -125,7 +113,7 @@ class TorchGradients(GradientSource):
             )
         answers = responses(self._optimizer, weights)
         check_gradients(gradients, bool(answers), everyone)
-        return StepGradients(gradients, answers, watch.clip_factor(gradients, everyone))
+        return OptimizerStep(gradients, answers, watch.clip_factor(gradients, everyone), watch.micro_batches)
 
     def holds(self, weight: Tensor) -> bool:
         return self._watch.holds(weight)
@@ -158,16 +146,17 @@ class ZeroGradients(GradientSource):
         self._zero = zero
         self._hook: BeforeStep | None = None
 
-    def attach(self, layers: Mapping[str, SnipLinear], before_step: Callable[[], None]) -> None:
+    def attach(self, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
         self._hook = self._zero.before_step(before_step)
 
     def close(self) -> None:
         if self._hook is not None:
             self._hook.remove()
 
-    def read(self, model: nn.Module, weights: Mapping[str, Tensor], watch: StepWatch, everyone: Ranks) -> StepGradients:
+    def read(self, model: nn.Module, weights: Mapping[str, Tensor], watch: StepWatch, everyone: Ranks) -> OptimizerStep:
         factor = self._zero.clip_factor()
-        return StepGradients(self._zero.gradients(weights, factor), self._zero.responses(weights), factor)
+        gradients, answers = self._zero.gradients(weights, factor), self._zero.responses(weights)
+        return OptimizerStep(gradients, answers, factor, watch.micro_batches)
 
     def holds(self, weight: Tensor) -> bool:
         return self._zero.holds(weight)

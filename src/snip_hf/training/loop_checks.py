@@ -1,7 +1,7 @@
 """Checks of the training loop in mid-run: layers, optimizer and gradients are still those of its beginning.
 
 A loop may replace any of them in mid-run. A plan made from what is no longer in use would mislead, so that each check
-names its cause, and the plan in force stays.
+names its cause, and the plan in force stays. What a start refuses is in `checks`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..costs.flops import Weights
 from ..estimation.samples import read
-from ..layers.linear import SnipLinear
+from ..layers.layer import SnipLayer
 from ..layers.state import plain_name, snip_linears
 from ..optimizers.response import check_optimizer
 from ..parallel.ranks import Attempt, Ranks
@@ -27,7 +27,7 @@ _LEFT_OUT = 10
 _MOST = 1000.0
 
 
-def check_layers(model: nn.Module, layers: Mapping[str, SnipLinear], flops: Weights) -> None:
+def check_layers(model: nn.Module, layers: Mapping[str, SnipLayer], flops: Weights) -> None:
     """Refuses a model whose swapped layers are not those that the run began with.
 
     Raises:
@@ -88,7 +88,7 @@ class OptimizerWatch:
         layers: the swapped layers.
     """
 
-    def __init__(self, optimizer: Any, layers: Mapping[str, SnipLinear]) -> None:
+    def __init__(self, optimizer: Any, layers: Mapping[str, SnipLayer]) -> None:
         self._inner = check_optimizer(optimizer)
         self._layers = layers
         self._held = self._in_groups()
@@ -189,7 +189,7 @@ class _Steps:
         self.taken += 1
 
 
-def _has_gradient(layer: SnipLinear) -> bool:
+def _has_gradient(layer: SnipLayer) -> bool:
     return layer.weight.grad is not None
 
 
@@ -199,7 +199,7 @@ def _norm(weight: Tensor) -> Tensor:
     return norm
 
 
-def why_untrained(layers: Iterable[SnipLinear], holds: Callable[[Tensor], bool]) -> str | None:
+def why_untrained(layers: Iterable[SnipLayer], holds: Callable[[Tensor], bool]) -> str | None:
     """Returns why no swapped weight is ever updated; None if some are.
 
     Args:
@@ -212,7 +212,7 @@ def why_untrained(layers: Iterable[SnipLinear], holds: Callable[[Tensor], bool])
     return None if any(map(holds, trained)) else "the optimizer holds none of the swapped weights"
 
 
-def why_no_update(layers: Iterable[SnipLinear], groups: Iterable[Mapping[str, Any]]) -> str:
+def why_no_update(layers: Iterable[SnipLayer], groups: Iterable[Mapping[str, Any]]) -> str:
     """Returns why the next update of the swapped weights does not depend on their gradients, which are not 0.
 
     Args:

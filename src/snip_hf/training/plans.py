@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +14,13 @@ from ..config import SnipConfig
 from ..costs.budget import MeasuredCost
 from ..costs.flops import Weights
 from ..parallel.ranks import RankError, describe
-from ..planning.plan import PlanProvenance, PrecisionPlan
-from ..planning.solver.process import SolverResult
+from ..planning.plan import PrecisionPlan
+from ..planning.provenance import PlanProvenance
+from ..planning.solver.solution import SolverResult
 from ..policies.registry import needs_probe, rule_assignment
 from ..policies.setting import Setting
-from ..records.run_folder import RunFolder, shares, start_line
+from ..records.event_log import EventLog
+from ..records.events import RefreshBegun, Start
 from .checks import check_sizes
 
 
@@ -35,8 +37,8 @@ def first_plan(setting: Setting, model_name: str) -> PrecisionPlan:
         ValueError: the file that the configuration names cannot be read, or is for another model.
     """
     config = setting.config
-    if config.plan is not None:
-        return _loaded(config.plan, setting.flops)
+    if config.fixed_plan is not None:
+        return _loaded(config.fixed_plan, setting.flops)
     provenance = PlanProvenance(step=0, **_origin(config, model_name))
     if needs_probe(config):
         return PrecisionPlan.uniform(setting.flops, config.format_at_start, setting.stages, provenance)
@@ -66,6 +68,16 @@ def solved_plan(setting: Setting, model_name: str, step: int, result: SolverResu
     return PrecisionPlan(assignment, setting.flops, setting.stages, provenance, setting.measured)
 
 
+def describe_plan(plan: PrecisionPlan) -> str:
+    """Returns a plan's FP4 shares as the log shows them."""
+    stages = ", ".join(f"{share:.1%}" for share in plan.stage_fp4_fractions)
+    text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (per stage: {stages})"
+    times = plan.stage_fp4_time_fractions
+    if times is None:
+        return text
+    return f"{text}, {plan.fp4_time_fraction:.1%} of their time ({', '.join(f'{share:.1%}' for share in times)})"
+
+
 class PlanInForce:
     """The plan that the model runs in. It stays when a refresh fails, and says so in the log and in the history.
 
@@ -74,7 +86,7 @@ class PlanInForce:
         setting: what the policy is told.
         model: its layers get the plan.
         model_name: for the provenance of plans.
-        folder: gets the plan and the history.
+        events: are told of refreshes that came to nothing; their folder gets the plan.
         measure: times the GEMMs with so many tokens, where the program counts times.
         log: gets the warnings.
     """
@@ -85,7 +97,7 @@ class PlanInForce:
         setting: Setting,
         model: nn.Module,
         model_name: str,
-        folder: RunFolder,
+        events: EventLog,
         measure: Callable[[int], MeasuredCost],
         log: logging.Logger,
     ) -> None:
@@ -95,7 +107,7 @@ class PlanInForce:
         self.ranking: dict[str, float] = {}
         """Of the probe that the plan was made from; empty without such a probe, or if nothing is checked."""
         self._model = model
-        self._folder = folder
+        self._events = events
         self._measure = measure
         self._log = log
 
@@ -117,7 +129,7 @@ class PlanInForce:
 
     def save(self) -> None:
         """Writes the plan into the run's folder."""
-        self._folder.save_plan(self.plan)
+        self._events.folder.save_plan(self.plan)
 
     def measure_cost(self, tokens: int) -> None:
         """Times the GEMMs, by which all decisions of the run then count them; the plan keeps the times."""
@@ -126,58 +138,47 @@ class PlanInForce:
         self.plan = replace(self.plan, measured=self.setting.measured)
         self.save()
 
-    def start_line(self, step: int) -> dict[str, Any]:
-        """Returns the first line of the history of a run that begins at a step."""
-        return start_line(self.plan, step, self.setting.config, self.model_name)
+    def start(self, step: int) -> Start:
+        """Returns the first event of a run that begins at a step."""
+        return Start(step=step, config=self.setting.config.to_dict(), plan=self.plan, model_name=self.model_name)
 
     @contextlib.contextmanager
-    def keeping(self, step: int, record: Mapping[str, Any] | None = None) -> Iterator[None]:
-        """Turns any failure inside into a warning and a history line; the plan stays.
+    def keeping(self, step: int, begun: Callable[[], RefreshBegun] | None = None) -> Iterator[None]:
+        """Turns any failure inside into a warning and an event; the plan stays.
 
         Args:
             step: the optimizer step that it happens at.
-            record: the history line of the refresh so far; None: it begins at this step.
+            begun: returns the refresh so far; None: it begins at this step.
         """
         try:
             yield
         except RankError:  # who does not hear of the others cannot train with them either
             raise
         except Exception as error:  # the planner may fail; training may not
-            self.keep(step, record or {"event": "refresh", "step": step}, describe(error))
+            self.keep(step, RefreshBegun(step=step) if begun is None else begun(), describe(error))
 
-    def keep(self, step: int, record: Mapping[str, Any], reason: str, what: str = "failed") -> None:
+    def keep(self, step: int, begun: RefreshBegun, reason: str, what: str = "failed") -> None:
         """Says that a refresh came to nothing.
 
         Args:
             step: the optimizer step at which that is known.
-            record: the history line of the refresh so far.
+            begun: the refresh so far.
             reason: why.
             what: what became of the refresh.
         """
-        self._log.warning(
-            "snip-hf: the refresh of step %d %s, the plan in force stays: %s", record["step"], what, reason
-        )
-        kept: dict[str, Any] = {
-            "applied_step": None,
-            "decided_step": step,
-            "status": "kept",
-            "reason": reason,
-            **shares(self.plan),
-            "changes": {},
-            "layers_changed": 0,
-        }
-        self._folder.append(dict(record) | kept)
+        self._log.warning("snip-hf: the refresh of step %d %s, the plan in force stays: %s", begun.step, what, reason)
+        self._events.add(begun.kept(step, self.plan, reason))
 
 
 def _loaded(path: str, flops: Weights) -> PrecisionPlan:
     try:
         plan = PrecisionPlan.load(path)
     except OSError as error:
-        raise ValueError(f"plan={path!r} cannot be read: {error}.") from error
+        raise ValueError(f"fixed_plan={path!r} cannot be read: {error}.") from error
     try:
         return fitting(plan, flops)
     except (KeyError, ValueError) as error:
-        raise ValueError(f"plan={path!r} does not fit the model: {error.args[0]}") from error
+        raise ValueError(f"fixed_plan={path!r} does not fit the model: {error.args[0]}") from error
 
 
 def _origin(config: SnipConfig, model_name: str) -> dict[str, Any]:

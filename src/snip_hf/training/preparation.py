@@ -19,32 +19,33 @@ from ..costs.flops import Weights, linear_flops
 from ..costs.gemm_timing import read_times
 from ..kernels.backend import BACKENDS, Backend
 from ..layers.convert import convert_model
-from ..layers.linear import SnipLinear
+from ..layers.layer import SnipLayer
 from ..layers.selection import skip_reasons
 from ..layers.state import pack_states, set_rank
 from ..parallel.pipeline import Pipeline
 from ..parallel.ranks import Attempt, Processes, Ranks
-from ..planning.plan import MAX_TEXT, read_measured
+from ..planning.checked_values import MAX_TEXT
+from ..planning.plan import read_measured
 from ..policies.setting import Setting, block_of, check_ties, find_stages
 from ..text import printable
-
-# How long a rank may wait for the others while the first one waits for the solver, beyond the solver's own limit.
-_SOLVER_GRACE = 60.0
+from .checks import check_pipeline
 
 
-def find_processes(config: SnipConfig, pipeline: Pipeline | None) -> Processes:
-    """Returns the processes of this run, as `torch.distributed` has them. Collective."""
-    timeout = config.rank_timeout + config.solver_time_limit + _SOLVER_GRACE
+def find_processes(config: SnipConfig, pipeline: Pipeline | None, grace: float) -> Processes:
+    """Returns the processes of this run, as `torch.distributed` has them. Collective.
+
+    Args:
+        config: its `rank_timeout` and `solver_time_limit` bound how long a rank waits for the others.
+        pipeline: says which processes hold which parts of the model; None: all hold the whole of it.
+        grace: seconds added to that bound, in which the first rank ends a solver that is late.
+    """
+    timeout = config.rank_timeout + config.solver_time_limit + grace
     everyone = Ranks.of_all(timeout)
     if pipeline is None:
         return Processes(data=everyone, everyone=everyone)
     stages = everyone if pipeline.group is None else Ranks(pipeline.group, timeout)
     data = Ranks() if pipeline.data is None else Ranks(pipeline.data, timeout)
-    if stages.size * data.size != everyone.size:
-        raise ValueError(
-            f"The pipeline has {stages.size} processes and the data {data.size}, but the run has {everyone.size}; "
-            "expected their product. Give Pipeline(group=..., data=...) the process groups of this rank."
-        )
+    check_pipeline(stages, data, everyone)
     return Processes(data=data, pipeline=stages, everyone=everyone, run=pipeline.run)
 
 
@@ -81,8 +82,8 @@ def find_setting(model: nn.Module, config: SnipConfig, pipeline: Ranks) -> Setti
     flops = flops_of_all(model, pipeline)
     setting = Setting(config, flops, find_stages(list(flops), config))
     check_ties(setting)
-    if config.cost_file is not None:
-        read_times(os.path.abspath(config.cost_file))  # What is wrong with it comes out now and not at a refresh.
+    if config.timing_file is not None:
+        read_times(os.path.abspath(config.timing_file))  # What is wrong with it comes out now and not at a refresh.
     return setting
 
 
@@ -104,7 +105,7 @@ def cost_of_all(
     found, attempt = None, Attempt()
     with attempt:
         found = processes.data.by_first(
-            lambda: measure_cost(model, tokens, backend, config.cost_file, formats=config.formats).to_dict()
+            lambda: measure_cost(model, tokens, backend, config.timing_file, formats=config.formats).to_dict()
         )
     processes.everyone.agree(attempt.error)
     parts = [read_measured(part) for part in processes.pipeline.gather(found)]
@@ -118,7 +119,7 @@ def cost_of_all(
 
 
 def use_backend(
-    layers: Mapping[str, SnipLinear],
+    layers: Mapping[str, SnipLayer],
     backend: Backend,
     data: Ranks,
     mixed_precision: str | None,

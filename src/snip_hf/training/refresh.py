@@ -1,7 +1,7 @@
 """The refresh of a plan: probe, integer program, a solver beside training, and the application at a fixed step.
 
-The planner may fail, training may not: whatever goes wrong keeps the plan in force, with a warning and a line in the
-history.
+The planner may fail, training may not: whatever goes wrong keeps the plan in force, with a warning and an event
+that says so.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..estimation.memory import measured_peak
-from ..estimation.table import DivergenceTable
 from ..planning.drift import ranking
-from ..planning.plan import PrecisionPlan
 from ..planning.program import problem
-from ..planning.solver.process import SolverProcess, SolverResult
+from ..planning.solver.process import SolverProcess
+from ..planning.solver.solution import SolverResult
 from ..policies.registry import weighs_updates
-from ..records.run_folder import RunFolder, describe_plan, shares
+from ..records.event_log import EventLog
+from ..records.events import RefreshBegun
 from .captured_step import StepWatch
 from .checkpoint import PendingRefresh
-from .plans import PlanInForce, solved_plan
+from .plans import PlanInForce, describe_plan, solved_plan
 from .step_probe import StepProbe
 
 
@@ -39,6 +39,8 @@ class Solving:
     """Starts to solve a program and returns at once."""
     grace: float = 30.0
     """Seconds that training waits for a solver beyond its time limit before the plan in force is kept."""
+    rank_grace: float = 60.0
+    """Seconds that a rank waits for the first one beyond the solver's time limit before it gives up."""
     clock: Callable[[], float] = time.perf_counter
     """Seconds, for the history."""
 
@@ -49,23 +51,33 @@ class Refresher:
     Args:
         in_force: the plan that a refresh replaces.
         probe: measures the step.
-        folder: gets the divergences and the history.
+        events: are told of refreshes that were applied; their folder gets the divergences.
         solving: how programs are solved.
         log: is told what becomes of refreshes.
     """
 
     def __init__(
-        self, in_force: PlanInForce, probe: StepProbe, folder: RunFolder, solving: Solving, log: logging.Logger
+        self, in_force: PlanInForce, probe: StepProbe, events: EventLog, solving: Solving, log: logging.Logger
     ) -> None:
         self.pending: PendingRefresh | None = None
         """The refresh whose plan is not applied yet."""
         self._in_force = in_force
         self._probe = probe
-        self._folder = folder
+        self._events = events
         self._solving = solving
         self._log = log
         self._config = in_force.setting.config
         self._said_untrained: str | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no refresh is under way."""
+        return self.pending is None
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether a plan was made from a probe, or is about to be."""
+        return self._in_force.plan.provenance.step > 0 or not self.is_idle
 
     def begin(self, step: int, watch: StepWatch | None) -> None:
         """Probes the step and starts the solver.
@@ -84,12 +96,12 @@ class Refresher:
         if pending is not None and step >= pending.due:
             self.pending = None
             self._probe.note(f"at the application of the plan of step {pending.step}")
-            with self._in_force.keeping(step, pending.record):
+            with self._in_force.keeping(step, lambda: pending.begun):
                 self._apply(pending, step)
 
     def resume(self, pending: PendingRefresh, step: int) -> None:
         """Solves the program of a refresh from a checkpoint of this step once more."""
-        with self._in_force.keeping(step, pending.record):
+        with self._in_force.keeping(step, lambda: pending.begun):
             pending.process = self._start_solver(pending.problem)
             self.pending = pending
 
@@ -108,8 +120,8 @@ class Refresher:
 
     def _begin(self, step: int, watch: StepWatch) -> None:
         config, setting = self._config, self._in_force.setting
-        if config.cost == "measured" and setting.measured is None:
-            self._in_force.measure_cost(config.cost_tokens or watch.tokens)
+        if config.budget == "measured" and setting.measured is None:
+            self._in_force.measure_cost(config.timing_tokens or watch.counts.tokens)
             setting = self._in_force.setting
         began = self._solving.clock()
         with measured_peak(next(iter(self._probe.layers.present.values())).weight) as peak:
@@ -119,16 +131,13 @@ class Refresher:
         program = problem(setting, table, self._in_force.plan.assignment)
         memory = {"predicted": self._probe.memory(watch), "measured": peak[0]}
         seconds = {"probe": self._solving.clock() - began, "solver": None, "waited": None}
-        self._folder.write_divergences(step, table)
-        record = self._record(step, table) | {"memory_mib": memory, "seconds": seconds}
+        self._events.folder.write_divergences(step, table)
+        divergence = {fmt: table.totals(fmt) for fmt in reversed(config.formats)}
+        begun = RefreshBegun(step=step, loss=table.loss, divergence=divergence, memory_mib=memory, seconds=seconds)
         ranked = {} if config.refresh_on_drift is None else ranking(setting, table)
         process = self._start_solver(program)
         self._probe.source.expect_gradients()
-        self.pending = PendingRefresh(step, step + config.apply_delay, program, record, ranked, process)
-
-    def _record(self, step: int, table: DivergenceTable) -> dict[str, Any]:
-        divergence = {fmt: table.totals(fmt) for fmt in reversed(self._config.formats)}
-        return {"event": "refresh", "step": step, "loss": table.loss, "divergence": divergence}
+        self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, ranked, process)
 
     def _say_no_update(self, step: int) -> None:
         if untrained := self._why_untrained():
@@ -167,35 +176,17 @@ class Refresher:
 
         result = SolverResult(**self._probe.processes.everyone.by_first(solution))
         self._probe.check_applied()
-        pending.record["seconds"] |= {"solver": result.seconds, "waited": self._solving.clock() - began}
+        pending.begun = pending.begun.with_seconds(solver=result.seconds, waited=self._solving.clock() - began)
         plan = solved_plan(self._in_force.setting, self._in_force.model_name, pending.step, result)
         changes = self._in_force.plan.changes(plan)
         self._in_force.put(plan, pending.ranking)
         self._in_force.save()
-        applied = _applied(step, plan, changes, result)
-        self._folder.append(pending.record | applied)
+        applied = pending.begun.applied(step, plan, changes, result)
+        self._events.add(applied)
         self._log.info(
             "snip-hf: plan of step %d applied after step %d: %s, %d layers changed.",
             pending.step,
             step,
             describe_plan(plan),
-            applied["layers_changed"],
+            applied.layers_changed,
         )
-
-
-def _applied(step: int, plan: PrecisionPlan, changes: dict[str, Any], result: SolverResult) -> dict[str, Any]:
-    """Returns what the history says of a plan that was applied at a step."""
-    return {
-        "applied_step": step,
-        "decided_step": step,
-        "status": "applied",
-        "reason": None,
-        **shares(plan),
-        "changes": changes,
-        "layers_changed": len({change.rpartition(":")[0] for change in changes}),
-        "objective": result.objective,
-        "bound": result.bound,
-        "gap": result.gap,
-        "solver": result.solver,
-        "solver_version": result.solver_version,
-    }

@@ -97,20 +97,14 @@ class StepProbe:
             ValueError: anything is not finite.
         """
         weights = {name: layer.weight for name, layer in self.layers.present.items()}
-        found = self.source.read(self._model, weights, watch, self.processes.everyone)
         table = divergences_at(
             self._model,
-            watch.batch,
-            found.responses,
-            found.gradients,
-            self._config,
-            step,
-            gradient_scale=found.clip_factor,
-            micro_batches=watch.micro_batches,
+            batch=watch.batch,
+            optimizer_step=self.source.read(self._model, weights, watch, self.processes.everyone),
+            config=self._config,
+            step=step,
             probes=probes,
-            labelled=watch.labelled,
             processes=self.processes,
-            micro_batch_tokens=watch.tokens,
         )
         _check_finite(table)
         # Stages that one process of a pipeline holds need not be neighbours.

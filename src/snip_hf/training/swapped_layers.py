@@ -9,7 +9,7 @@ from torch import nn
 from ..config import SnipConfig
 from ..costs.flops import Weights
 from ..kernels.backend import Backend
-from ..layers.linear import SnipLinear
+from ..layers.layer import SnipLayer
 from ..layers.state import set_rank, set_step, snip_linears
 from ..parallel.ranks import Processes
 from ..policies.setting import Setting, siblings
@@ -56,9 +56,9 @@ class SwappedLayers:
         self._take(None, False, log)
 
     @property
-    def present(self) -> dict[str, SnipLinear]:
+    def present(self) -> dict[str, SnipLayer]:
         """Name -> layer, without those that `restore_model` turned back in mid-run."""
-        return {name: layer for name, layer in self.all.items() if isinstance(layer, SnipLinear)}
+        return {name: layer for name, layer in self.all.items() if isinstance(layer, SnipLayer)}
 
     def check(self, flops: Weights) -> None:
         """Raises ValueError if the model has other swapped layers by now."""

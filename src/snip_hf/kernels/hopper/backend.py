@@ -48,7 +48,7 @@ class Hopper(Backend):
             return EMULATED.forward(layer, input, x, bias, casts)
         high = cache.high
         if all(high):
-            return torch.nn.functional.linear(x, layer.weight.to(x.dtype), bias)
+            return torch.nn.functional.linear(x, layer.matrix.to(x.dtype), bias)
         keeps_x = torch.is_grad_enabled() and layer.weight.requires_grad
         row_gemm, column_gemm = -1 if high[0] else 0, 2 if keeps_x and not high[2] else -1
         if cache.tied is None or cache.tied.parted:
@@ -59,7 +59,7 @@ class Hopper(Backend):
         # that is trained on does not.
         is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
         weights = cache.weights if layer.training and torch.is_grad_enabled() and is_kept else ()
-        y: Tensor = TensorCoreGemms.apply(x, layer.weight, bias, layer.snip_state, high, keeps_x, *quantized, *weights)
+        y: Tensor = TensorCoreGemms.apply(x, layer.matrix, bias, layer.snip_state, high, keeps_x, *quantized, *weights)
         return y
 
     def gemm_call(

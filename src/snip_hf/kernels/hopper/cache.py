@@ -47,11 +47,11 @@ def keep_quantized(layers: Mapping[str, Layer], everything: bool = True) -> None
             continue
         used = tuple(tensor.numel() > 0 for tensor in cache.weights[::2])
         if used != uses or cache.weights[0].device != weight.device:
-            cache.weights = hopper.operators.quantize_weight(weight.detach(), layer.snip_state, *uses)
+            cache.weights = hopper.operators.quantize_weight(layer.matrix.detach(), layer.snip_state, *uses)
             for tensor in cache.weights:  # so that CUDA graphs read them where they are
                 torch._dynamo.mark_static_address(tensor)
         elif everything or cache.weight_version != weight._version:
-            hopper.operators.quantize_weight_into(weight.detach(), layer.snip_state, cache.weights)
+            hopper.operators.quantize_weight_into(layer.matrix.detach(), layer.snip_state, cache.weights)
         cache.weight_version = weight._version
 
 

@@ -1,7 +1,7 @@
 """Linear layers on FP8 tensor cores: what is quantized when, what is kept for backward, what is shared.
 
 Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I). Numerics are those of `kernels.emulated`,
-but that gradients of FP32 weights are not rounded to BF16; operands and layouts are those of `kernels.hopper`.
+but that gradients of FP32 weights are not rounded to BF16; operands and layouts are those of `operators`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import hopper
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Two layouts of an operand and their scales, as `hopper.quantize_tokens` and `hopper.quantize_weight` give them."""
+"""Two layouts of an operand and their scales, as `quantize_tokens` and `quantize_weight` of `operators` give them."""
 
 
 class TiedInput:
@@ -55,7 +55,7 @@ class TiedInput:
 
 
 def quantize_input(x: Tensor, state: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
-    """Returns `hopper.quantize_tokens` of x (..., I) for the forward and the grad_weight GEMM."""
+    """Returns `operators.quantize_tokens` of x (..., I) for the forward and the grad_weight GEMM."""
     with torch.no_grad():
         quantized: Quantized = hopper.operators.quantize_tokens(
             x.reshape(-1, x.shape[-1]), state, row_gemm, column_gemm, False
@@ -71,10 +71,10 @@ class TensorCoreGemms(torch.autograd.Function):
         weight: (O, I), the parameter itself, FP32 or BF16.
         bias: (O), BF16, or None.
         state: the layer's.
-        high: for each GEMM, whether it runs in BF16. Known to Python: another value is another graph.
+        high: for each GEMM, whether it runs in BF16. A Python constant: changing it triggers recompilation.
         keeps_x: whether the backward pass will compute the weight's gradient.
-        x_quantized: of x, for the GEMMs that are not high.
-        weights: of the weight, both layouts, if they are kept; nothing, if each pass quantizes what it needs.
+        quantized: x as `quantize_input` gives it, for the GEMMs that are not high; then the weight, both layouts with
+            their scales, if they are kept, or nothing, if each pass quantizes what it needs.
     """
 
     @staticmethod
@@ -86,13 +86,10 @@ class TensorCoreGemms(torch.autograd.Function):
         state: Tensor,
         high: tuple[bool, bool, bool],
         keeps_x: bool,
-        rows: Tensor,
-        row_scales: Tensor,
-        columns: Tensor,
-        column_scales: Tensor,
-        *weights: Tensor,
+        *quantized: Tensor,
     ) -> Tensor:
         out_features, in_features = weight.shape
+        rows, row_scales, columns, column_scales, *weights = quantized
         if high[0]:
             y = torch.nn.functional.linear(x.reshape(-1, in_features), weight.to(x.dtype), bias)
         else:

@@ -6,8 +6,8 @@ a new plan is new data for the same code.
 
 Legend: T tokens, C channels, I in_features, O out_features; T', C', I', O' are these rounded up to whole tiles, filled
 with zeros. An operand is stored with the contracted dimension last, with one FP32 scale per 128 elements along it
-("rows", "columns") or per 128x128 block (weights). GEMMs are numbered as in `formats.GEMMS`; number -1 leaves a layout
-out, and empty tensors come back for it.
+("rows", "columns") or per 128x128 block (weights). GEMMs are numbered as in `numerics.gemms.GEMMS`; number -1 leaves a
+layout out, and empty tensors come back for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The process that solves an integer program beside training, and everything that can go wrong with it.
 
 The parent's side of ``ilp.py``: start it as a process of its own, go on, ask whether it has finished, read and re-check
-its answer. Whatever happens there arrives here as a `SolverError` that says which; nothing waits without a bound.
+its answer (`solution`). Whatever happens there arrives as a `SolverError` that says which; no wait is without a bound.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import functools
 import json
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -20,22 +19,20 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import IO, Any
 
-from ...config import LONGEST_WAIT, SnipConfig
+from ...config import LONGEST_WAIT, POLICIES, SnipConfig
 from ...json_io import MAX_JSON_BYTES, parse_json
 from ...text import printable
 from . import ilp
-from .ilp import BAD_INPUT, LARGEST_FILE, MISSING_SOLVER, NO_SOLUTION, ProblemError, Program, evaluate, missed, parse
+from .ilp import BAD_INPUT, LARGEST_FILE, MISSING_SOLVER, NO_SOLUTION, ProblemError
+from .solution import MAX_ERROR_TEXT, SolverError, SolverResult, check_solution, is_finite_number
 
 # Seconds beyond the problem's time_limit until the process is killed: interpreter, imports, building the model, and a
 # solver that looks at its clock only now and then.
 START_UP_ALLOWANCE = 30.0
-# What is read and told of the process's error output: its last lines are the ones that say why.
-_MAX_ERROR_BYTES, _MAX_ERROR_TEXT = 64 * 2**10, 1000
-# Longest name or version of a solver that is kept in plans.
-_MAX_NAME = 200
+# What is read of the process's error output: its last lines are the ones that say why.
+_MAX_ERROR_BYTES = 64 * 2**10
 # Seconds that a killed process is waited for: one that hangs in the kernel does not end.
 _REAPING = 5.0
 # Exit code of a Python that could not write out what it had printed.
@@ -49,102 +46,8 @@ _TRIAL: dict[str, Any] = {
 }
 
 
-class SolverError(RuntimeError):
-    """The solver process gave no usable map; the message says why.
-
-    `reason`: "crashed", "garbage", "timeout", "killed", "missing", "infeasible", "rejected" (the map failed the
-    re-check), "bad problem" or "no solution".
-    """
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-@dataclass(frozen=True)
-class SolverResult:
-    """A map that was re-checked against its problem; objective and constraints are recomputed here."""
-
-    status: str
-    """ "optimal" (within the wanted gap) or "feasible"."""
-    choices: dict[str, str]
-    objective: float
-    bound: float | None
-    gap: float | None
-    constraints: dict[str, float]
-    """Name -> attained value."""
-    solver: str
-    solver_version: str
-    seconds: float
-
-
-def check_solution(problem: dict[str, Any], solution: Any) -> SolverResult:
-    """Re-check a solution against its problem: shape, every group once, known options, ties, constraints, objective.
-
-    Raises:
-        SolverError: "garbage" (not a solution at all), "infeasible" (with the attainable values) or "rejected".
-        snip_hf.planning.solver.ilp.ProblemError: if the problem itself is malformed.
-    """
-    program = parse(problem)
-    expected = {field.name for field in fields(SolverResult)}
-    if not isinstance(solution, dict) or set(solution) != expected or not isinstance(solution["choices"], dict):
-        raise SolverError("garbage", f"The solver's output is no solution: {str(solution)[:80]!r}.")
-    for field in ("bound", "gap"):
-        if not _is_number(solution[field]) and solution[field] is not None:
-            raise _garbage(solution, field, "a number or null")
-    if not _is_number(solution["seconds"]):
-        raise _garbage(solution, "seconds", "a number")
-    for field in ("solver", "solver_version"):
-        text = solution[field]
-        if not isinstance(text, str) or not text.isprintable() or len(text) > _MAX_NAME:
-            raise _garbage(solution, field, f"printable text of at most {_MAX_NAME} characters")
-    if solution["status"] == "infeasible":
-        raise SolverError("infeasible", _infeasible_message(program, solution["constraints"]))
-    if solution["status"] not in ("optimal", "feasible"):
-        raise SolverError("garbage", f"The solver's status is {_short(solution['status'])}, which is unknown.")
-
-    choices = solution["choices"]
-    for unit in program.units:
-        for group in unit.groups:
-            if choices.get(group) not in unit.options:
-                got = _short(choices.get(group))
-                raise _rejected(f"group {group!r} got {got}, expected one of {list(unit.options)}")
-            if choices[group] != choices[unit.groups[0]]:
-                raise _rejected(f"tied groups {unit.groups[0]!r} and {group!r} got different options")
-    names = {group for unit in program.units for group in unit.groups}
-    if len(choices) > len(names):
-        raise _rejected(f"{_short(next(name for name in choices if name not in names))} is no group of the problem")
-    objective, attained = evaluate(problem, choices)
-    for row in missed(program, attained):
-        raise _rejected(f"constraint {row.name!r} attains {attained[row.name]!r}, below its minimum {row.minimum!r}")
-    size = math.fsum(max(map(abs, unit.costs)) for unit in program.units)
-    if not _close(solution["objective"], objective, size):
-        raise _rejected(f"it reports the objective {_short(solution['objective'])}, its own map costs {objective!r}")
-    return SolverResult(**{**solution, "objective": objective, "constraints": attained})
-
-
-def _rejected(what: str) -> SolverError:
-    return SolverError("rejected", f"The solver's map failed the re-check: {printable(what, _MAX_ERROR_TEXT)}.")
-
-
-def _garbage(solution: dict[str, Any], field: str, expected: str) -> SolverError:
-    return SolverError("garbage", f"The solver's {field} is {_short(solution[field])}, expected {expected}.")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _close(reported: Any, recomputed: float, size: float) -> bool:
-    return _is_number(reported) and abs(reported - recomputed) <= 1e-9 * size
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:80]
-
-
 def _not_started(error: Exception) -> SolverError:
-    return SolverError("crashed", f"The solver process could not be started: {printable(error, _MAX_ERROR_TEXT)}")
+    return SolverError("crashed", f"The solver process could not be started: {printable(error, MAX_ERROR_TEXT)}")
 
 
 def _timeout(limit: str) -> SolverError:
@@ -159,24 +62,14 @@ def _end_of(code: int) -> str:
 
 
 def _last_words(errors: str, code: int) -> str:
-    """The last lines of a process that crashed, or what their absence means."""
-    last = printable("; ".join(errors.strip().splitlines()[-3:])[-_MAX_ERROR_TEXT:], _MAX_ERROR_TEXT)
+    """Returns the last lines that a crashed process printed, or what it means that there are none."""
+    last = printable("; ".join(errors.strip().splitlines()[-3:])[-MAX_ERROR_TEXT:], MAX_ERROR_TEXT)
     if last or code != _UNWRITTEN:
         return last or "nothing on stderr"
     return (
         f"its output could not be written. Is the disk of {printable(tempfile.gettempdir())} full (TMPDIR names another"
         f" folder), or did it print more than {LARGEST_FILE // 2**20} MiB?"
     )
-
-
-def _infeasible_message(program: Program, attainable: Any) -> str:
-    parts = [
-        f"{row.name!r}: minimum {row.minimum:.6g}, attainable {attainable.get(row.name):.6g}"
-        for row in program.constraints
-        if isinstance(attainable, dict) and _is_number(attainable.get(row.name))
-    ]
-    each = printable("; ".join(parts), _MAX_ERROR_TEXT)
-    return f"No map meets all constraints ({each}, each by itself). Lower the target or tie less."
 
 
 def _is_there(pid: int) -> bool:
@@ -190,7 +83,7 @@ def _is_there(pid: int) -> bool:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End the process, if it still runs, and all in its process group, and reap it."""
+    """Ends the process, if it still runs, and all in its process group, and reaps it."""
     # While a process of the group is left, no new one gets its number: a new one there means that none is left.
     if process.poll() is None or not _is_there(process.pid):
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids to signal zombies
@@ -207,7 +100,7 @@ def _give_up(process: subprocess.Popen[bytes], files: list[IO[bytes]], owner: in
 
 
 class _Watch(threading.Thread):
-    """Ends a process's group when the process ends, and both at its limit: nobody may ask for it any more by then."""
+    """Ends a process's group when the process ends, and both at its limit, also if nobody asks for the result."""
 
     def __init__(self, process: subprocess.Popen[bytes], limit: float) -> None:
         super().__init__(name="snip-hf solver", daemon=True)
@@ -225,9 +118,9 @@ class _Watch(threading.Thread):
 
 
 def import_paths() -> list[str]:
-    """Folders and archives that this process imports from, for the solver process, which is not shown PYTHONPATH.
+    """Returns the folders and archives that this process imports from; the solver process ignores PYTHONPATH.
 
-    Left out are the working directory and the script's folder: a file `mip.py` there is nothing for the solver.
+    The working directory and the script's folder are left out: a file `mip.py` there is not meant for the solver.
     """
 
     def resolved(path: str) -> str:
@@ -267,7 +160,7 @@ class SolverProcess:
     def start(
         cls, problem: dict[str, Any], command: Sequence[str] | None = None, allowance: float = START_UP_ALLOWANCE
     ) -> SolverProcess:
-        """Start solving and return at once.
+        """Starts solving and returns at once.
 
         Args:
             problem: as laid out in `solver.ilp`. It is checked by the process: a bad one shows in `result`.
@@ -278,7 +171,7 @@ class SolverProcess:
             SolverError: if the process cannot be started.
         """
         limit = problem.get("time_limit", 60.0)
-        seconds = (min(float(limit), LONGEST_WAIT) if _is_number(limit) and limit > 0 else 0.0) + allowance
+        seconds = (min(float(limit), LONGEST_WAIT) if is_finite_number(limit) and limit > 0 else 0.0) + allowance
         words = own_command() if command is None else list(command)
         try:
             with contextlib.ExitStack() as on_failure:
@@ -304,13 +197,13 @@ class SolverProcess:
             raise _not_started(error) from error
 
     def poll(self) -> bool:
-        """Whether `result` would return (or raise) without waiting."""
+        """Returns True if `result` would return (or raise) without waiting."""
         if self._outcome is None and self._watch.is_alive() and time.monotonic() > self._watch.deadline:
             self._end(_timeout(f"its limit of {self._limit:g} s"))
         return self._outcome is not None or not self._watch.is_alive()
 
     def result(self, timeout: float | None = None) -> SolverResult:
-        """The re-checked solution. Waits `timeout` seconds or until the process's own limit at most, then kills it.
+        """Returns the re-checked solution. Waits for `timeout` seconds or until the process's own limit, then kills it.
 
         Asking again gives the same answer.
 
@@ -331,7 +224,7 @@ class SolverProcess:
         return self._outcome
 
     def kill(self) -> None:
-        """End the process if it still runs and give up its files. May be called at any time, any number of times."""
+        """Ends the process if it still runs and gives up its files. May be called at any time, any number of times."""
         if self._outcome is None:
             self._end(SolverError("killed", "The solver process was killed before its result was read."))
 
@@ -348,7 +241,7 @@ class SolverProcess:
         self._outcome = outcome
 
     def _read(self) -> SolverResult | SolverError:
-        """The outcome of a process that has ended."""
+        """Returns the outcome of a process that has ended."""
         stdout, stderr = self._files
         stdout.seek(0)
         output = stdout.read(MAX_JSON_BYTES)
@@ -361,7 +254,7 @@ class SolverProcess:
         except ValueError:
             reply = None
         if code in reasons and isinstance(reply, dict) and "error" in reply:
-            said = printable(reply["error"], _MAX_ERROR_TEXT)
+            said = printable(reply["error"], MAX_ERROR_TEXT)
             return SolverError(reasons[code], f"The solver gave up ({reasons[code]}): {said}")
         if code != 0:
             return SolverError("crashed", f"The solver process crashed ({_end_of(code)}): {_last_words(errors, code)}")
@@ -374,28 +267,29 @@ class SolverProcess:
             return error
         except ProblemError as error:
             return SolverError(
-                "bad problem", f"The solver answered a malformed problem: {printable(error, _MAX_ERROR_TEXT)}"
+                "bad problem", f"The solver answered a malformed problem: {printable(error, MAX_ERROR_TEXT)}"
             )
 
 
 def own_command() -> list[str]:
-    """``python -I ilp.py``, which ends with this process and finds the packages that this process finds."""
+    """Returns ``python -I ilp.py``, which ends with this process and finds the packages that this process finds."""
     paths = [word for path in import_paths() for word in ("--path", path)]
     return [sys.executable, "-I", os.path.abspath(ilp.__file__), "--parent", str(os.getpid()), *paths]
 
 
 def check_solver(config: SnipConfig, log: logging.Logger) -> None:
-    """Try out, before training, whether the solver process can use the solver that the config asks for.
+    """Tries out, before training, whether the solver process can use the solver that the config asks for.
 
-    With "auto", a warning says that the greedy one is all there is, a line of the log that it is not the first choice.
+    With "auto", the log says if it is not the first choice that will be used, and warns if only the greedy one can be.
 
     Raises:
         ValueError: the solver is not installed where the process can use it; the message says what to do.
     """
-    if "greedy" in (config.solver, config.policy):
+    wanted = POLICIES[config.policy].solver or config.solver
+    if wanted == "greedy":
         return
     missing: list[str] = []
-    for name in ("cbc", "highs") if config.solver == "auto" else (config.solver,):
+    for name in ("cbc", "highs") if wanted == "auto" else (wanted,):
         try:
             _try_out(name, tuple(sys.path))
         except SolverError as error:
@@ -407,13 +301,13 @@ def check_solver(config: SnipConfig, log: logging.Logger) -> None:
             if missing:
                 log.info("snip-hf: solver='auto' takes %r: %s", name, missing[0])
             return
-    if config.solver != "auto":
+    if wanted != "auto":
         raise ValueError(missing[0])
     log.warning("snip-hf: solver='auto' takes 'greedy', since no other can be used: %s", " ".join(missing))
 
 
 @functools.cache
 def _try_out(solver: str, paths: tuple[str, ...]) -> None:
-    """Solve a small problem; raises what `SolverProcess` does. A success is remembered as long as `paths` stays."""
+    """Solves a small problem; raises what `SolverProcess` does. A success is remembered as long as `paths` stays."""
     with SolverProcess.start(_TRIAL | {"solver": solver}) as process:
         process.result()

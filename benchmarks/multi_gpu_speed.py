@@ -1,0 +1,232 @@
+"""Does SNIP keep its speed-up over BF16 on several GPUs, and what does a refresh cost there?
+
+    python benchmarks/multi_gpu_speed.py --cases 1:none 2:ddp 2:fsdp2 --output runs/multi_gpu_speed.jsonl
+
+A case is a number of processes and how they share the model: "none" (one process), "ddp" or "fsdp2". Each case trains a
+Llama by a plain loop, with compiled decoder layers, in BF16 and under SNIP (75%, by GEMM, siblings tied): steps are
+timed under the plan of the second refresh, and that refresh is timed itself. Tokens per process are the same in all
+cases. Master weights are FP32; the compute dtype is BF16 on CUDA (FSDP2 gathers BF16), FP32 on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import probe_cost
+import torch
+import torch.distributed as dist
+from shared.origin import origin_of
+from speed_parts import measuring, setting
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from snip_hf import SnipConfig, SnipController, convert_model
+
+MODELS = {**setting.MODELS, "small": (256, 768, 2, 4, 2)}
+RECIPES = ("BF16", "SNIP 75%")
+# Plans are applied so many steps after the probe, and steps are timed from so many steps after that on.
+DELAY, SETTLED = 2, 3
+
+
+def main() -> None:
+    """Starts the processes of each case and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=["1:none", "2:ddp", "2:fsdp2"], metavar="PROCESSES:KIND")
+    parser.add_argument("--model", choices=MODELS, default="TinyLlama-1.1B")
+    parser.add_argument("--rows", type=int, default=8, help="sequences per process and step (default 8)")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (default 2048)")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps (default 10)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--output", type=Path, help="JSONL file; lines are added")
+    parser.add_argument("--worker", metavar="KIND", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options)
+        return
+    print(", ".join(f"{name} {value}" for name, value in origin_of("cuda" if on_cuda() else "cpu").items()))
+    rows = [row for case in options.cases for row in run_case(case, options)]
+    print("\n| processes | kind | recipe | step, ms | speed-up | refresh, s | in steps |\n|" + "---|" * 7)
+    for row in rows:
+        bf16 = next(x for x in rows if (x["case"], x["recipe"]) == (row["case"], RECIPES[0]))
+        refresh, steps = ("-", "-") if row["refresh_s"] is None else (f"{row['refresh_s']:.3f}", row["refresh_steps"])
+        values = [*row["case"].split(":"), row["recipe"], f"{row['step_ms']:.1f}"]
+        print("|", " | ".join([*values, f"{bf16['step_ms'] / row['step_ms']:.3f}", refresh, str(steps)]), "|")
+
+
+def on_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def run_case(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns the lines that the first process of a case writes."""
+    processes, kind = case.split(":")
+    given = ["--model", options.model, *(f"--{name}={getattr(options, name)}" for name in ("rows", "length", "steps"))]
+    given += [f"--seed={options.seed}", "--worker", kind] + ["--eager"] * options.eager
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.jsonl")
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        subprocess.run([*launcher, __file__, *given, "--output", str(path)], check=True)
+        rows = [json.loads(line) | {"case": case} for line in path.read_text().splitlines()]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+        if options.output:
+            with options.output.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps({**row, **origin_of("cuda" if on_cuda() else "cpu")}) + "\n")
+    return rows
+
+
+def work(options: argparse.Namespace) -> None:
+    """What each process of a case does."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if options.worker != "none":
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    for recipe in RECIPES:
+        row = train(recipe, options.worker, options, device)
+        if int(os.environ["RANK"]) == 0:
+            with options.output.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(row) + "\n")
+        measuring.release(device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train(recipe: str, kind: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Trains and returns the median step in ms, and the seconds of the second refresh."""
+    torch.manual_seed(options.seed)
+    model, config = new_model(options, device), snip_config(options)
+    if recipe != RECIPES[0]:
+        convert_model(model, config)
+    if not options.eager:
+        for layer in model.model.layers:
+            layer.compile()
+    wrapped, optimizer = wrap(model, kind, device)
+    controller = None if recipe == RECIPES[0] else SnipController(wrapped, optimizer, config)
+    training = Training(wrapped, optimizer, controller, batch_of_rank(options, device), device)
+    second = 1 + config.refresh_every
+    first_timed = second + DELAY + SETTLED
+    refresh = sum(training.step(number, number in (second, second + DELAY)) for number in range(1, first_timed))
+    marks = [measuring.mark(device)]
+    for number in range(first_timed, first_timed + options.steps):
+        training.step(number)
+        marks.append(measuring.mark(device))
+    probe_cost.wait(device)
+    median = statistics.median(map(measuring.milliseconds_between, marks, marks[1:]))
+    return {
+        "recipe": recipe,
+        "step_ms": median,
+        "refresh_s": refresh if controller else None,
+        "refresh_steps": round(1e3 * refresh / median, 2) if controller else None,
+        "fp4_fraction": controller.plan.fp4_fraction if controller else None,
+        "backend": controller.backend if controller else None,
+        "peak_gib": measuring.peak(device) / 2**30,
+    }
+
+
+def new_model(options: argparse.Namespace, device: torch.device) -> LlamaForCausalLM:
+    """Returns an untrained model of the shape that the options name."""
+    hidden, inner, layers, heads, key_heads = MODELS[options.model]
+    config = LlamaConfig(
+        vocab_size=setting.VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        max_position_embeddings=options.length,
+        use_cache=False,
+    )
+    with device:
+        return LlamaForCausalLM(config).train()
+
+
+def snip_config(options: argparse.Namespace) -> SnipConfig:
+    """Returns 75% by GEMM with tied siblings, and a second refresh before the steps that are timed."""
+    return SnipConfig(
+        granularity="gemm",
+        ties=setting.TIES,
+        first_refresh=1,
+        refresh_every=DELAY + SETTLED + options.steps,
+        apply_delay=DELAY,
+        solver="highs",
+        seed=options.seed,
+    )
+
+
+def batch_of_rank(options: argparse.Namespace, device: torch.device) -> dict[str, torch.Tensor]:
+    """Returns random tokens, (rows, length), others in every process."""
+    generator = torch.Generator(device).manual_seed(int(os.environ["RANK"]))
+    tokens = torch.randint(setting.VOCABULARY, (options.rows, options.length), device=device, generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One process's part of a training on one batch."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    controller: SnipController | None
+    batch: dict[str, torch.Tensor]
+    device: torch.device
+
+    def step(self, number: int, refreshing: bool = False) -> float:
+        """Does one step, and returns what the controller took at one that refreshes or applies, in seconds."""
+        taken = 0.0
+        if self.controller is not None:
+            self.controller.capture(self.batch)
+        with measuring.autocast(self.device):
+            loss = self.model(**self.batch).loss
+        loss.backward()
+        if self.controller is not None:
+            taken += self._seconds_of(partial(self.controller.before_optimizer_step, number), refreshing)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.controller is not None:
+            taken += self._seconds_of(partial(self.controller.after_step, number), refreshing)
+        return taken
+
+    def _seconds_of(self, call: Callable[[], Any], clocked: bool) -> float:
+        """Calls, and returns the seconds that it took; 0 if the clock, which waits for the device, is not wanted."""
+        if clocked:
+            return probe_cost.clocked(self.device, call)
+        call()
+        return 0.0
+
+
+def wrap(model: LlamaForCausalLM, kind: str, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Returns the model as the processes of this kind share it, and its optimizer."""
+    wrapped: torch.nn.Module = model
+    if kind == "fsdp2":
+        policy = MixedPrecisionPolicy(torch.bfloat16 if device.type == "cuda" else None, torch.float32)
+        for layer in model.model.layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        # Told to gather ahead, FSDP2 does not depend on how far the host is ahead of the device.
+        layers = list(model.model.layers)
+        for layer, following in itertools.pairwise(layers):
+            layer.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([layer])
+    elif kind == "ddp":
+        wrapped = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    return wrapped, optimizer
+
+
+if __name__ == "__main__":
+    main()

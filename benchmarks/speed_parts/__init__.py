@@ -1,0 +1,1 @@
+"""The parts of `speed.py`: one file per kind of measurement, and what they share."""

@@ -1,0 +1,34 @@
+"""Which models, sizes and recipes are timed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Row = dict[str, Any]
+
+COMPILER = "inductor"
+VOCABULARY = 32000
+# Hidden size, inner size, layers, heads, heads of keys.
+MODELS = {"8B, 8 layers": (4096, 14336, 8, 32, 8), "TinyLlama-1.1B": (2048, 5632, 22, 32, 4)}
+SMALL = (2048, 5632, 4, 32, 4)
+SMALL_BATCH = (4, 1024)
+# (O, I) of their distinct linears: q and o, k and v, gate and up, down.
+LINEARS = tuple(
+    size
+    for hidden, inner, _, heads, key_heads in MODELS.values()
+    for size in ((hidden, hidden), (hidden // heads * key_heads, hidden), (inner, hidden), (hidden, inner))
+)
+# Those whose GEMMs weigh most, for part linears.
+LARGEST = ((14336, 4096), (5632, 2048), (4096, 4096), (2048, 2048))
+CHANNELS = (2048, 4096, 5632, 14336)
+TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+BF16 = "BF16"
+# Recipe -> format, and whether tied layers share one quantized input.
+OURS = {"snip-hf FP4, ties": ("fp4", True), "snip-hf FP4, no ties": ("fp4", False), "snip-hf FP8, ties": ("fp8", True)}
+OURS_ALONE = {"snip-hf FP4": "fp4", "snip-hf FP8": "fp8"}
+# Measured with two micro-batches per step too, over half as many steps.
+ACCUMULATING = (BF16, "snip-hf FP4, ties")
+WARM_UP = 3
+CHANGES = 20
+# Bytes that a timing of weights goes through, so that none comes from the cache: ten times an H200's.
+BEYOND_CACHE = 2**29

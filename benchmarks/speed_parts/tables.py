@@ -1,0 +1,89 @@
+"""How the rows of each part are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import probe_cost
+
+from .setting import Row
+
+# Part -> JSON field -> head of its column and format of its figures.
+TABLES: dict[str, dict[str, tuple[str, str]]] = {
+    "kernels": {
+        "operand": ("operand", "{}"),
+        "format": ("format", "{}"),
+        "rows": ("rows", "{:,}"),
+        "columns": ("columns", "{:,}"),
+        "tb_per_s": ("TB/s", "{:.2f}"),
+        "both_us": ("both layouts, µs", "{:.1f}"),
+        "both_ratio": ("/ bound", "{:.2f}"),
+        "rows_us": ("rows alone, µs", "{:.1f}"),
+        "rows_ratio": ("/ bound", "{:.2f}"),
+        "columns_us": ("columns alone, µs", "{:.1f}"),
+        "columns_ratio": ("/ bound", "{:.2f}"),
+    },
+    "gemms": {
+        "out_features": ("out", "{}"),
+        "in_features": ("in", "{}"),
+        "gemm": ("GEMM", "{}"),
+        "us": ("FP8, µs", "{:.0f}"),
+        "tflops": ("TFLOP/s", "{:.0f}"),
+        "bf16_us": ("BF16, µs", "{:.0f}"),
+        "bf16_tflops": ("TFLOP/s", "{:.0f}"),
+        "speedup": ("speed / BF16", "{:.2f}"),
+    },
+    "models": {
+        "model": ("model", "{}"),
+        "recipe": ("recipe", "{}"),
+        "accumulation": ("micro-batches", "{}"),
+        "step_ms": ("step, ms", "{:.1f}"),
+        "tokens_per_s": ("tokens/s", "{:,.0f}"),
+        "speedup": ("speed / BF16", "{:.3f}"),
+        "peak_gib": ("peak, GiB", "{:.2f}"),
+        "peak_ratio": ("/ BF16", "{:.3f}"),
+        "loss": ("loss", "{:.4f}"),
+        "first_s": ("first step, s", "{:.1f}"),
+        "graphs": ("graphs", "{}"),
+        "breaks": ("breaks", "{}"),
+    },
+    "refresh": {
+        **probe_cost.COLUMNS,
+        "step": ("step of compiled BF16, s", "{:.3g}"),
+        "eager_step": ("of eager BF16, s", "{:.3g}"),
+    },
+    "compile": {
+        "compiled": ("compiled", "{}"),
+        "mode": ("mode", "{}"),
+        "backend": ("kernels", "{}"),
+        "graphs": ("graphs", "{}"),
+        "breaks": ("breaks", "{}"),
+        "changes": ("plans", "{}"),
+        "recompilations": ("recompilations", "{}"),
+        "loss": ("last loss", "{:.4f}"),
+        "difference": ("largest difference to the first run", "{:.1e}"),
+    },
+    "linears": {
+        "out_features": ("out", "{}"),
+        "in_features": ("in", "{}"),
+        "recipe": ("recipe", "{}"),
+        "ms": ("forward and backward, ms", "{:.3f}"),
+        "speedup": ("speed / BF16", "{:.3f}"),
+        "first_s": ("first, s", "{:.1f}"),
+    },
+}
+
+
+def report(part: str, rows: Sequence[Row]) -> str:
+    """Returns a part's rows as a Markdown table, and below what failed."""
+    columns = TABLES[part]
+    lines = [f"## {part}", "", f"| {' | '.join(head for head, _ in columns.values())} |", f"|{'---|' * len(columns)}"]
+    for row in rows:
+        if "error" not in row:
+            cells = [probe_cost.cell(row.get(field), form) for field, (_, form) in columns.items()]
+            lines.append(f"| {' | '.join(cells)} |")
+    failed = [row for row in rows if "error" in row]
+    for row in failed:
+        what = ", ".join(str(value) for field, value in row.items() if field not in ("part", "error"))
+        lines += ["", f"Failed: {what or part}: {row['error']}"]
+    return "\n".join(lines)

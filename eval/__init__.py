@@ -1,0 +1,1 @@
+"""Scores of trained models (`run.py`, `scoring`) and comparisons of policies (`bakeoff`)."""

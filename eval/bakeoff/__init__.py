@@ -1,0 +1,18 @@
+"""The bake-off: many training runs that differ in their precision policy, compared with noise in mind.
+
+`python -m eval.bakeoff run | report` (`__main__`), started in the repository's folder. The way of a result:
+
+    grid           which runs there are: a YAML file as a list of specs with ids
+    text           what they read
+    runner         the runs that have no line yet, shared out among worker processes
+    one_run        one run: trained, scored, its line
+    training       the training of one run
+    lines          what a file of lines holds
+    gaps           each run's gap to the BF16 run of its seed
+    contenders     the runs of one spec over its seeds
+    significance   one against another: a difference and its test
+    linear_model   gaps with the effects of seeds taken out
+    ranking        who is ahead of whom, beyond noise
+    plans          how plans moved
+    tables, report, figures   what people look at
+"""

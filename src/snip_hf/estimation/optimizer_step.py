@@ -1,0 +1,98 @@
+"""The optimizer step whose divergences are estimated: its gradients, and how the update answers to errors in them.
+
+An update is seen relative to the norm of the weight that it changes (docs/method.md, section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..layers.layer import SnipLayer
+from ..optimizers.response import ElementwiseResponse, Response
+from ..parallel.sharding import own_part, sharded_as, squares, whole, with_own_part
+
+Pushforward = Callable[[Tensor], Tensor] | Tensor
+"""What makes the update's change of a gradient's change; a tensor: its factors, element by element."""
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What a probe wants to know of the optimizer step that is about to be taken."""
+
+    gradients: Mapping[str, Tensor]
+    """Layer -> the gradient that the optimizer is about to use, laid out and sharded as the weight is."""
+    responses: Mapping[str, Response]
+    """Layer -> how the optimizer's update answers to that gradient."""
+    clip_factor: float = 1.0
+    """What clipping multiplied the gradients by."""
+    micro_batches: int = 1
+    """Micro-batches of the step; their errors are independent except for that of the weights."""
+
+
+@dataclass(frozen=True)
+class RelativeUpdates:
+    """The derivatives of a step's updates, relative to the norms of the weights."""
+
+    step: OptimizerStep
+    norms: Mapping[str, float]
+    """Layer -> |W|, of the layers that the step moves."""
+
+    @classmethod
+    def of(cls, step: OptimizerStep, layers: Mapping[str, SnipLayer]) -> RelativeUpdates:
+        """Measures the weights. Collective if any is sharded."""
+        moving = [name for name in step.responses if name in step.gradients]
+        found = [square**0.5 for square in squares([layers[name].weight.detach() for name in moving])]
+        # Not of a weight initialised with zeros: no update of it is small or large against it.
+        return cls(step, {name: norm for name, norm in zip(moving, found, strict=True) if norm != 0})
+
+    def pullbacks(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        """Returns layer -> what multiplies a tensor, laid out as the weight, with the transposed derivative."""
+        return {name: partial(self._pulled, name) for name in self.norms}
+
+    def _pulled(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns J^T tensor relative to the weight's norm, sharded as the weight is, or whole."""
+        response, gradient, norm = self.step.responses[name], self.step.gradients[name], self.norms[name]
+        own = response.of_own_part()
+        if own is None:
+            return _relative(response.gathered().pullback, whole(gradient), norm, tensor)
+        part = own_part(sharded_as(tensor, gradient))
+        return with_own_part(_relative(own.pullback, own_part(gradient), norm, part), gradient)
+
+    def pushforward(self, name: str) -> Pushforward | None:
+        """Returns how a gradient's change changes the update, laid out as the weight.
+
+        None for a layer that the step does not move. Collective where the layer is sharded.
+        """
+        if name not in self.norms:
+            return None
+        response, gradient, norm = self.step.responses[name], self.step.gradients[name], self.norms[name]
+        own = response.of_own_part()
+        if own is not None:
+            # The factors of a diagonal derivative are worked out once instead of for every product with it, and by
+            # each rank for its part.
+            part = own_part(gradient)
+            factors = _relative(own.pushforward, part, norm, part.new_ones(()).expand_as(part))
+            return whole(with_own_part(factors, gradient))
+        response, gradient = response.gathered(), whole(gradient)
+        push = partial(_relative, response.pushforward, gradient, norm)
+        if isinstance(response, ElementwiseResponse):
+            return push(gradient.new_ones(()).expand_as(gradient))
+        return push
+
+
+def of_matrix(pushforward: Pushforward, layer: SnipLayer) -> Pushforward:
+    """Returns the pushforward of a layer's weight as that of its matrix (O, I)."""
+    if isinstance(pushforward, Tensor):
+        (factors,) = layer.matrices(pushforward)
+        return factors
+    return lambda change: layer.matrices(pushforward(layer.laid_out([change])))[0]
+
+
+def _relative(product: Callable[[Tensor, Tensor], Tensor], gradient: Tensor, norm: float, tensor: Tensor) -> Tensor:
+    """Returns a product with the optimizer's derivative at `gradient`, relative to the weight's norm."""
+    return product(gradient.to(torch.float32), tensor) / norm

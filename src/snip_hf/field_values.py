@@ -1,0 +1,58 @@
+"""Single values of a config's fields: checked against their annotations, and as plain data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+# Bits of the integers that files and random numbers are made of.
+_INTEGER_BITS = 63
+
+
+def check_type(name: str, value: object, annotation: str) -> None:
+    """Raises TypeError unless value fits the field's annotation (numbers, strings, None; sequences for tuples)."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = (
+        ("None" in annotation and value is None)
+        or ("float" in annotation and is_number)
+        or ("int" in annotation and is_number and isinstance(value, int))
+        or (annotation.startswith("str") and isinstance(value, str))
+        or ("tuple" in annotation and isinstance(value, list | tuple))
+    )
+    if not fits:
+        raise TypeError(f"{name}={value!r} has type {type(value).__name__}; expected {annotation}.")
+
+
+def check_bits(name: str, value: object) -> None:
+    """Raises ValueError if an integer is too large for what it ends up in, or even to be shown."""
+    if isinstance(value, int) and value.bit_length() > _INTEGER_BITS:
+        # Python refuses to write out integers of thousands of digits.
+        shown = str(value) if value.bit_length() < 1000 else f"an integer of {value.bit_length()} bits"
+        raise ValueError(f"{name}={shown} is too large; expected less than 2**{_INTEGER_BITS}, in size.")
+
+
+def check_ties(ties: tuple[tuple[str, ...], ...]) -> None:
+    """Raises ValueError if a name is in more than one tie."""
+    counts = Counter(name for tie in ties for name in dict.fromkeys(tie))
+    for name, count in counts.items():
+        if count > 1:
+            raise ValueError(f"ties: {name!r} is in more than one tie; put all names that share a format into one.")
+
+
+def check_stages(stages: int | tuple[tuple[str, ...], ...] | None) -> None:
+    """Raises ValueError if a stage has no layer."""
+    for index, stage in enumerate(() if isinstance(stages, int) else stages or ()):
+        if not stage:
+            raise ValueError(f"stages: stage {index} names no layer; expected at least one in every stage.")
+
+
+def as_names(field: str, names: object) -> tuple[str, ...]:
+    """Returns a list of names as a tuple; raises TypeError if it is none."""
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{field}: got {names!r}; expected a list of names.")
+    return tuple(names)
+
+
+def as_plain(value: Any) -> Any:
+    """Returns tuples as lists, at every depth."""
+    return [as_plain(item) for item in value] if isinstance(value, tuple) else value

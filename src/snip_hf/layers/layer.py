@@ -1,0 +1,151 @@
+"""`SnipLayer`, what a swapped layer of any kind offers to the run, the estimate and the kernels.
+
+Legend: T tokens, I in_features, O out_features. A swapped layer is one entry of plans and tables. It multiplies its
+input with a weight as a matrix (O, I), and so runs three GEMMs. What it needs to know at run time (its formats and the
+key of its random numbers) lives in one small non-persistent buffer that `PrecisionPlan.apply` and the controller write.
+
+Two layouts of a weight meet here. The model's parameter, its gradient, its shards and the optimizer's state all have
+the layout in which the model stores them, and stay in it. Samples, random directions, errors and GEMMs have the layout
+(O, I). `matrices` and `laid_out` lead from one to the other, and nothing else in snip-hf knows how a kind of layer
+stores its weight.
+
+A module may have several layers, and a parameter several matrices. Experts need both: their module holds parameters
+(E, O, I) or (E, I, O) and no modules of their own. Each such parameter is one layer, and so one entry of a plan.
+`LayerKind.swap` puts it into the module's `_modules` under the parameter's own name. Plans call it by that name, which
+`weight_name` then returns as it is. Its `matrices` are E, in the same formats. A sample belongs to a matrix, with the T
+tokens that this matrix sees. FLOPs, losses and squared divergences of a layer are the sums over its matrices. Every
+kind so far has layers of one matrix, `matrix`, and the estimate samples that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.backend import Backend
+from ..numerics.formats import FORMATS, check_format, format_of_code
+from ..numerics.gemms import GEMMS
+
+STATE = "snip_state"
+KEY = len(GEMMS)
+# Number of the output gradient among the operands that a random stream can be for. Both GEMMs that read it round it
+# with the same random numbers: what one adds to the layers before, and the other to the own weight's gradient.
+GRAD_OUTPUT = 1
+
+
+class SnipLayer(nn.Module):
+    """A module whose three GEMMs run in the formats that its `snip_state` buffer names.
+
+    Made by `convert_model` (or torchao's `quantize_` with `SnipLinearConfig`), never directly. Takes inputs of any
+    number of dimensions, also empty ones; computes in the autocast dtype where autocast is on, else in the input's.
+    A kind of layer derives its class from this one and from the class that it swaps.
+    """
+
+    in_features: int
+    """I of each matrix. An attribute or a property, right also where the weight is sharded or not loaded."""
+    out_features: int
+    """O of each matrix."""
+    weight: Any
+    """The parameter as the model stores it and the optimizer trains it. Frozen, it has no gradient."""
+    bias: Any
+    """(O,) or None."""
+    snip_state: Tensor
+    snip_original_class: type[nn.Module]
+    snip_key: int
+    """The layer's part of the key of its random numbers, of its name."""
+    snip_recorder: Callable[[SnipLayer, Tensor], Tensor] | None
+    """Set by the probe for the time of its passes: computes the layer's output instead."""
+    snip_backend: Backend
+    """Runs the three GEMMs."""
+    snip_cache: Any
+    """What the backend keeps of the layer."""
+
+    def matrices(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Returns the matrices (O, I) of a tensor that is laid out as the weight: the weight itself, or a gradient."""
+        return (tensor,)
+
+    def laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
+        """Returns the tensor whose `matrices` these are, laid out as the weight."""
+        (matrix,) = matrices
+        return matrix
+
+    @property
+    def matrix(self) -> Tensor:
+        """Returns the weight (O, I) that kernels multiply with.
+
+        Raises:
+            ValueError: the weight holds several matrices.
+        """
+        matrices = self.matrices(self.weight)
+        if len(matrices) != 1:
+            raise ValueError(
+                f"{type(self).__name__} has a weight of {len(matrices)} matrices; expected one. A class whose weight "
+                "holds several must run them in a forward of its own."
+            )
+        return matrices[0]
+
+    def weight_name(self, name: str) -> str:
+        """Returns the name of the parameter of the layer that plans call `name`."""
+        return f"{name}.weight"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns input @ weight^T + bias; (..., I) -> (..., O)."""
+        if self.snip_recorder is not None:
+            return self.snip_recorder(self, input)
+        x = input
+        bias: Tensor | None = self.bias
+        casts = torch.is_autocast_enabled(x.device.type)
+        if casts:
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        return self.snip_backend.forward(self, input, x, bias, casts)
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """Returns GEMM -> format name, as in force now."""
+        codes = self.snip_state[: len(GEMMS)].tolist()
+        return {gemm: format_of_code(code).name for gemm, code in zip(GEMMS, codes, strict=True)}
+
+    def set_formats(self, formats: Mapping[str, str]) -> None:
+        """Writes GEMM -> format name for all three GEMMs.
+
+        Raises:
+            ValueError: a GEMM is missing or not known, or a format is not known, here or by the layer's backend.
+        """
+        if set(formats) != set(GEMMS):
+            raise ValueError(f"Got formats for {sorted(formats)}; expected exactly {', '.join(GEMMS)}.")
+        chosen = [FORMATS[check_format(formats[gemm], gemm)] for gemm in GEMMS]
+        for format in chosen:
+            if format.is_quantized and not self.snip_backend.runs(format):
+                raise ValueError(
+                    f"The backend {self.snip_backend.name!r} has no kernels for the format {format.name!r}. Name the "
+                    "format in SnipConfig.formats, so that a backend is chosen that has."
+                )
+        self.snip_state[: len(GEMMS)] = torch.tensor([format.code for format in chosen])
+        self.snip_backend.note_formats(self, chosen)
+
+    def use_backend(self, backend: Backend) -> None:
+        """Lets these kernels run the layer from now on, with what formats it has."""
+        self.snip_backend = backend
+        backend.attach(self)
+
+    def restore(self) -> None:
+        """Undoes `LayerKind.swap`: the module is again of the class that it was."""
+        del self._buffers[STATE]
+        self._non_persistent_buffers_set.discard(STATE)
+        original_class = self.snip_original_class
+        del self.snip_original_class, self.snip_key, self.snip_recorder, self.snip_backend, self.snip_cache
+        self.__class__ = original_class  # type: ignore[assignment]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy takes over: formats and key, but nothing that it would share with this layer's run."""
+        own = {"snip_recorder": None, "snip_cache": self.snip_backend.cache_of_copy(self)}
+        buffers = self._buffers | {STATE: self.snip_state.clone()}
+        state: dict[str, Any] = super().__getstate__() | own | {"_buffers": buffers}
+        return state
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, formats={'/'.join(self.formats.values())}"

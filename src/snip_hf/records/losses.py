@@ -1,0 +1,81 @@
+"""The losses of a run, from the log in the Trainer's trainer_state.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from ..json_io import MAX_DIGITS, MAX_JSON_BYTES, open_regular
+from .values import entry_of, is_step, list_of, mapping_of, step_of
+
+# Lists and objects in a Trainer's state, which has one for each time that it logged.
+_MOST_ENTRIES = 2_000_000
+# Checkpoints that are looked at for losses, the latest first, until one can be used.
+_MOST_CHECKPOINTS = 3
+# A step in the name of a folder.
+_STEP = re.compile(r"[0-9]{1,16}")
+
+
+def read_losses(folder: Path, notes: list[str]) -> dict[int, dict[str, float]]:
+    """Returns step -> {"loss", "eval_loss"} of the trainer_state.json that got furthest; notes what cannot be used."""
+    losses: dict[int, dict[str, float]] = {}
+    skipped = 0
+    for entry in _log_history(folder, notes):
+        step = entry.get("step") if isinstance(entry, dict) else None
+        if not isinstance(step, int) or not is_step(step):
+            skipped += 1
+            continue
+        for key in ("loss", "eval_loss"):
+            value = entry.get(key)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                losses.setdefault(step, {})[key] = float(value)
+    if skipped:
+        notes.append(f"{skipped:,} entries of the Trainer's log are at no step and are left out.")
+    if not losses:
+        notes.append("There is no trainer_state.json with losses (saved with a checkpoint or by trainer.save_state()).")
+    return dict(sorted(losses.items()))
+
+
+def _log_history(folder: Path, notes: list[str]) -> list[Any]:
+    """Returns the log of the Trainer's state that got furthest: the folder's own or that of a late checkpoint."""
+    checkpoints = [
+        (int(number), path)
+        for path in folder.glob("checkpoint-*/trainer_state.json")
+        if _STEP.fullmatch(number := path.parent.name.removeprefix("checkpoint-"))
+    ]
+    late = [path for _, path in sorted(checkpoints, reverse=True)]
+    states: list[tuple[int, list[Any]]] = []
+    for paths in ([folder / "trainer_state.json"], late[:_MOST_CHECKPOINTS]):
+        for path in paths:
+            if not path.exists():
+                continue
+            try:
+                states.append(_read_log(path))
+                break
+            except (OSError, ValueError) as error:
+                notes.append(f"{path.relative_to(folder)} cannot be used and is left out: {error}")
+    return max(states, key=lambda state: state[0])[1] if states else []
+
+
+def _read_log(path: Path) -> tuple[int, list[Any]]:
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size > MAX_JSON_BYTES:
+            raise ValueError(f"the file is larger than {MAX_JSON_BYTES} bytes.")
+        data = file.read(MAX_JSON_BYTES)
+    if data.count(b"{") + data.count(b"[") > _MOST_ENTRIES:
+        raise ValueError(f"it has more than {_MOST_ENTRIES:,} entries.")
+    try:
+        # Not parse_json: the Trainer writes a NaN loss as NaN.
+        state = mapping_of(json.loads(data, parse_int=_parse_int), "the state")
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deeply.") from error
+    log = list_of(entry_of(state, "log_history"), "log_history")
+    return step_of(entry_of(state, "global_step"), "global_step"), log
+
+
+def _parse_int(text: str) -> float:
+    """Of too many digits as a float, in time that does not grow with their square."""
+    return int(text) if len(text) <= MAX_DIGITS else float(text)

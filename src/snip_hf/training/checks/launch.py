@@ -1,0 +1,82 @@
+"""Refusals of a launch, before anything is built: how the processes and the Trainer were started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...config import SnipConfig
+from ...optimizers.deepspeed_zero import check_deepspeed
+from ...parallel.sharding import offloads
+from ...policies.registry import needs_probe
+from ...text import WITHOUT_PROBE
+
+
+def check_trainer(config: SnipConfig, args: Any) -> None:
+    """Refuses a `transformers.Trainer` that trains in a way that snip-hf cannot work with.
+
+    Args:
+        config: the run's.
+        args: its `TrainingArguments`.
+
+    Raises:
+        ValueError: nn.DataParallel; label smoothing with a policy that needs a probe.
+    """
+    if args.n_gpu > 1 and args.parallel_mode.value == "not_distributed":
+        raise ValueError(
+            f"The Trainer would put the model into nn.DataParallel on {args.n_gpu} GPUs, which copies the plan in "
+            "every step. Start one process per GPU with `accelerate launch`, or show one GPU only "
+            "(CUDA_VISIBLE_DEVICES=0)."
+        )
+    if needs_probe(config) and args.label_smoothing_factor > 0:
+        raise ValueError(
+            f"label_smoothing_factor={args.label_smoothing_factor} takes the labels away from the model, which "
+            f"then gives no loss to probe. Set it to 0, or use {WITHOUT_PROBE}."
+        )
+
+
+def check_launch(config: SnipConfig, accelerator: Any) -> None:
+    """Refuses what this version cannot run under.
+
+    Raises:
+        ValueError: FP8 or FP16 mixed precision; FSDP version 1, offloading, a stage of DeepSpeed that partitions
+            weights, tensor or context parallelism, or Megatron-LM with a policy that needs a probe.
+    """
+    if accelerator is None:
+        return
+    if accelerator.mixed_precision == "fp8":
+        raise ValueError(
+            "mixed_precision='fp8' would convert the linears a second time; snip-hf does the FP8 itself. Use 'bf16' "
+            "or 'no'."
+        )
+    if not needs_probe(config):
+        return
+    if accelerator.mixed_precision == "fp16":
+        raise ValueError("mixed_precision='fp16' scales the gradients that the probe needs; use 'bf16' or 'no'.")
+    plugin = getattr(getattr(accelerator, "state", accelerator), "deepspeed_plugin", None)
+    if plugin is not None:
+        check_deepspeed(plugin.deepspeed_config)
+    reason = _unsupported(accelerator)
+    if reason is not None:
+        raise ValueError(
+            f"policy={config.policy!r} cannot probe a model under {reason}, or use a plan file or {WITHOUT_PROBE}."
+        )
+
+
+def _unsupported(accelerator: Any) -> str | None:
+    """Returns what the probe cannot work under, and what to use instead."""
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    state = getattr(accelerator, "state", accelerator)
+    parallelism = getattr(state, "parallelism_config", None)
+    for name in ("tp", "cp", "sp"):
+        if parallelism is not None and getattr(parallelism, f"{name}_size", 1) > 1:
+            return f"{name}_size={getattr(parallelism, f'{name}_size')}: its ranks hold parts of the activations; use 1"
+    if kind == "FSDP":
+        plugin = state.fsdp_plugin
+        if getattr(plugin, "fsdp_version", 1) != 2:
+            return "FSDP version 1, which flattens the weights; use version 2 (fsdp_version: 2)"
+        # Without offloading accelerate's plugin has a policy too, one that does nothing.
+        if offloads(plugin.cpu_offload):
+            return "FSDP2 with offloading to the CPU; turn fsdp_offload_params off"
+    if kind == "MEGATRON_LM":
+        return "Megatron-LM; use FSDP2 (fsdp_version: 2)"
+    return None

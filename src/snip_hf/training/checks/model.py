@@ -1,0 +1,78 @@
+"""Refusals of a model, and of a plan for it: what the probe cannot run through, and layers of other sizes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ...costs.flops import Weights
+from ...layers.state import snip_linears
+from ...parallel.sharding import is_fully_sharded, is_sharded
+from ...planning.plan import PrecisionPlan
+from ...text import WITHOUT_PROBE
+
+
+def check_model(model: nn.Module, log: logging.Logger) -> None:
+    """Refuses, or warns of, what the probe cannot measure.
+
+    Raises:
+        ValueError: FlashAttention, which knows no FP32, or tensor parallelism.
+    """
+    is_sharded_by_fsdp = is_fully_sharded(model)
+    parts = [name for name, layer in snip_linears(model).items() if is_sharded(layer.weight)]
+    if (getattr(model, "tp_size", None) or 1) > 1 or (parts and not is_sharded_by_fsdp):
+        raise ValueError(
+            f"The model is tensor-parallel ({parts[0] if parts else 'tp_size is above 1'}): its ranks hold parts of "
+            f"the activations, which the probe cannot put together. Use FSDP2 or DDP, or {WITHOUT_PROBE}."
+        )
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ValueError(
+            "The model is in FSDP version 1, which flattens the weights. Use version 2 (torch's fully_shard), or "
+            f"{WITHOUT_PROBE}."
+        )
+    config = getattr(model, "config", None)
+    if "relu" in (getattr(config, "hidden_act", None), getattr(config, "activation_function", None)):
+        log.warning(
+            "snip-hf: the model's activation is ReLU, whose kinks the probe's differences take for curvature: "
+            "weight divergences may be several times too high (docs/limitations.md)."
+        )
+    attention = getattr(config, "_attn_implementation", None) or ""
+    if attention.startswith("flash"):
+        raise ValueError(
+            f"attn_implementation={attention!r} cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. "
+            "Load the model with attn_implementation='sdpa', or use a policy that needs no probe."
+        )
+
+
+def check_parts(parts: Iterable[nn.Module]) -> None:
+    """Refuses parts of a pipeline that the probe's FP32 passes cannot run through.
+
+    Raises:
+        ValueError: weights in another dtype: what stages send each other would not fit the buffers of training.
+    """
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            if parameter.is_floating_point() and parameter.dtype != torch.float32:
+                raise ValueError(
+                    f"The pipeline's parameter {name!r} is {parameter.dtype}; the probe runs its passes in FP32 and "
+                    "needs stages with FP32 weights, without autocast. Use these, or a policy that needs no probe."
+                )
+
+
+def check_sizes(plan: PrecisionPlan, flops: Weights) -> None:
+    """Refuses a plan for layers of other sizes.
+
+    Raises:
+        ValueError: names the layer and both sizes.
+    """
+    for layer, row in flops.items():
+        planned = plan.flops.get(layer, row)
+        if planned["forward"] != row["forward"]:
+            raise ValueError(
+                f"The plan is for a layer {layer!r} of {planned['forward']:g} FLOPs per token, the model's has "
+                f"{row['forward']:g}. Was it made for another model? Run `snip-hf inspect PLAN --model MODEL` "
+                "to compare."
+            )

@@ -1,0 +1,164 @@
+"""What the documentation names exists: files, tests, modules and links; and its lines can be read."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "snip_hf"
+OTHERS = ("README.md", "eval/README.md", "recipes/README.md", "tests/data/README.md")
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in OTHERS)]
+# These are written by the bake-off.
+GENERATED = ROOT / "docs" / "bakeoff"
+WRITTEN = [page for page in PAGES if GENERATED not in page.parents]
+LONGEST_LINE = 120
+# A file, as code names it: from the repository's root, or from the package's folder.
+FILE = re.compile(r"(?<![\w./-])((?:[\w.-]+/)+[\w.{},-]+\.(?:py|yaml|jsonl))(?![\w/])")
+# A file of tests, or a test (perhaps only its beginning) of the file that was named last.
+TEST = re.compile(r"(tests/[\w/]+\.py)|::([\w{},]+)(\.\.\.)?")
+DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+CODE = re.compile(r"`([^`]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FOLDERS = {"tests", "src", "benchmarks", "recipes", "eval", "docs"}
+
+
+def ids(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def without_generated(text: str) -> str:
+    """The text without the parts between the markers that reports are written between."""
+    return re.sub(r"<!-- ([\w:-]+) -->\n.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
+
+
+def without_fences(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def expanded(name: str) -> Iterator[str]:
+    """The names that one with {a,b} stands for."""
+    parts = [part[1:-1].split(",") if part.startswith("{") else [part] for part in re.split(r"(\{[^}]*\})", name)]
+    return map("".join, product(*parts))
+
+
+def defined_in(path: Path) -> set[str]:
+    """Names of a module, and Class.name of what its classes define, as the source has them."""
+    found: set[str] = set()
+
+    def collect(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                found.add(prefix + node.name)
+            if isinstance(node, ast.ClassDef):
+                collect(node.body, f"{prefix}{node.name}.")
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets: list[ast.expr] = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [name for one in targets for name in ast.walk(one) if isinstance(name, ast.Name)]
+                found.update(prefix + name.id for name in names)
+
+    collect(ast.parse(path.read_text(encoding="utf-8")).body, "")
+    return found
+
+
+def is_missing_module_name(dotted: str) -> bool:
+    """True for a name in the package, of a module or of what one defines, that is not there."""
+    parts = dotted.removeprefix("snip_hf.").split(".")
+    if dotted.startswith("snip_hf.") and parts[0] in defined_at_the_door():
+        return False
+    if not dotted.startswith("snip_hf.") and not (PACKAGE / parts[0]).is_dir():
+        return False
+    for count in range(len(parts), 0, -1):
+        path = PACKAGE.joinpath(*parts[:count])
+        if count == len(parts) and path.is_dir():
+            return False
+        if path.with_suffix(".py").is_file():
+            rest = ".".join(parts[count:])
+            return bool(rest) and rest not in defined_in(path.with_suffix(".py"))
+    return True
+
+
+def defined_at_the_door() -> set[str]:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def is_missing_file(path: str) -> bool:
+    """True for a path from the repository's root, or from the package's folder, where nothing is."""
+    first = path.split("/")[0]
+    if first in FOLDERS:
+        return not (ROOT / path).is_file()
+    return first != ".." and (PACKAGE / first).is_dir() and not (PACKAGE / path).is_file()
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=ids)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    text = without_generated(page.read_text(encoding="utf-8"))  # which says how old lines were made, by old names
+    named = {path for match in FILE.finditer(text) for path in expanded(match[1])}
+    assert sorted(filter(is_missing_file, named)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_paths_of_tests_begin_at_the_root(page: Path) -> None:
+    named = re.findall(r"[\w./]*\btest_\w+\.py", page.read_text(encoding="utf-8"))
+    assert [path for path in named if not path.startswith(("tests/", "../tests/"))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_test_that_a_page_names_is_in_the_file_that_it_names(page: Path) -> None:
+    missing, file = [], ""
+    for match in TEST.finditer(page.read_text(encoding="utf-8")):
+        if match[1]:
+            file = match[1]
+            continue
+        source = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
+        for name in expanded(match[2]):
+            end = "" if match[3] else r"\b"
+            if not re.search(rf"^\s*(?:def|class) {name}{end}", source, re.MULTILINE):
+                missing.append(f"{file}::{name}")
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_test_that_a_page_names_without_a_file_is_somewhere(page: Path) -> None:
+    named = {code for code in CODE.findall(page.read_text(encoding="utf-8")) if re.fullmatch(r"test_\w+", code)}
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    assert sorted(name for name in named if f"def {name}(" not in tests) == []
+
+
+# In recipes, `training.max_steps` and the like are keys of a recipe.
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "recipes"], ids=ids)
+def test_every_module_and_name_of_the_package_that_a_page_names_exists(page: Path) -> None:
+    text = without_fences(page.read_text(encoding="utf-8"))
+    named = {code for code in CODE.findall(text) if DOTTED.fullmatch(code)}
+    assert sorted(name for name in named if is_missing_module_name(name)) == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=ids)
+def test_every_relative_link_leads_to_a_file_and_to_a_heading_in_it(page: Path) -> None:
+    broken = []
+    for link in LINK.findall(without_fences(page.read_text(encoding="utf-8"))):
+        path, _, anchor = link.partition("#")
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as links name them."""
+    headings = re.findall(r"^#+ (.+)$", without_fences(page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=ids)
+def test_no_line_of_prose_is_longer_than_a_screen(page: Path) -> None:
+    lines = without_fences(without_generated(page.read_text(encoding="utf-8"))).splitlines()
+    assert [line for line in lines if len(line) > LONGEST_LINE and not line.startswith("|")] == []

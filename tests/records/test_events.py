@@ -1,0 +1,116 @@
+"""Events are written and read back to the byte, and what is no event is refused with the field's name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from events import refresh_event, small_plan, start_event
+
+from snip_hf.planning.solver.process import SolverResult
+from snip_hf.records.events import DriftCheck, Event, Refresh, RefreshBegun, Start, later_event
+from snip_hf.records.history import read_history
+
+HISTORIES = sorted((Path(__file__).parents[1] / "data").glob("*/*/snip/history.jsonl"))
+STATES = sorted((Path(__file__).parents[1] / "data").glob("*/*/checkpoint-6/snip_state.json"))
+BEGUN = RefreshBegun(
+    step=2,
+    loss=4.5,
+    divergence={"fp8": {"loss": 0.25, "weight": 0.5}, "fp4": {"loss": 1.0, "weight": 2.0}},
+    memory_mib={"predicted": 0.5, "measured": None},
+    seconds={"probe": 0.125, "solver": None, "waited": None},
+)
+RESULT = SolverResult("optimal", {}, 0.5, 0.25, 0.5, {}, "greedy", "1", 0.75)
+CHANGES = {f"a:{gemm}": ["fp8", "fp4"] for gemm in ("forward", "grad_input", "grad_weight")}
+APPLIED = BEGUN.with_seconds(solver=0.75, waited=0.0).applied(4, small_plan(), CHANGES, RESULT)
+EVENTS: list[Event] = [
+    start_event(),
+    APPLIED,
+    BEGUN.kept(3, small_plan(), "no"),
+    RefreshBegun(step=6).kept(6, small_plan(), "no"),
+    DriftCheck(step=5, correlation=None, refresh=False, reason="no", seconds=0.5),
+]
+
+
+@pytest.mark.parametrize("path", HISTORIES, ids=lambda path: path.parent.parent.name)
+def test_every_line_of_a_stored_history_is_written_again_to_the_byte(path: Path) -> None:
+    assert "".join(json.dumps(event.to_record()) + "\n" for event in read_history(path)) == path.read_text()
+
+
+@pytest.mark.parametrize("path", STATES, ids=lambda path: path.parent.parent.name)
+def test_a_refresh_under_way_of_a_stored_state_is_written_again_to_the_byte(path: Path) -> None:
+    record = json.loads(path.read_text())["pending"]["record"]
+    assert json.dumps(RefreshBegun.from_record(record).to_record()) == json.dumps(record)
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: f"{event.event}-{event.step}")
+def test_an_event_comes_back_from_its_line(event: Event) -> None:
+    record = json.loads(json.dumps(event.to_record()))
+    again = Start.from_record(record) if isinstance(event, Start) else later_event(record)
+    assert type(again) is type(event) and again.to_record() == record
+    assert isinstance(event, Start) or again == event
+    # A tracker may hand it on.
+    assert isinstance(event, Start) or pickle.loads(pickle.dumps(event)) == event
+    assert isinstance(event, Start) or dataclasses.asdict(event)["step"] == event.step
+
+
+def test_a_line_of_an_applied_refresh_has_these_entries_in_this_order() -> None:
+    record = APPLIED.to_record()
+    assert list(record) == [
+        *("event", "step", "loss", "divergence", "memory_mib", "seconds", "applied_step", "decided_step", "status"),
+        *("reason", "fp4_fraction", "stage_fp4_fractions", "changes", "layers_changed"),
+        *("objective", "bound", "gap", "solver", "solver_version"),
+    ]
+    assert (record["status"], record["layers_changed"], record["changes"]) == ("applied", 1, CHANGES)
+    assert record["seconds"] == {"probe": 0.125, "solver": 0.75, "waited": 0.0}
+
+
+def test_a_line_of_a_refresh_that_failed_before_its_probe_ends_with_what_did_not_change() -> None:
+    assert RefreshBegun(step=6).kept(6, small_plan(), "no").to_record() == {
+        **{"event": "refresh", "step": 6, "applied_step": None, "decided_step": 6, "status": "kept", "reason": "no"},
+        **{"fp4_fraction": 1.0, "stage_fp4_fractions": [1.0], "changes": {}, "layers_changed": 0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"status": "kept"}, "status is 'kept', expected 'applied' where applied_step is 4."),
+        ({"decided_step": -1}, "decided_step is -1, expected an integer from 0 to 9007199254740992."),
+        ({"divergence": {"fp4": 3}}, "divergence.fp4 is 3, expected a JSON object."),
+        ({"divergence": {"fp4": {"loss": "x"}}}, "divergence.fp4.loss is 'x', expected a number up to 1e+100 in size."),
+        ({"memory_mib": []}, "memory_mib is a list of 0, expected a JSON object."),
+        ({"stage_fp4_fractions": 1}, "stage_fp4_fractions is 1, expected a list."),
+        ({"solver": 1}, "solver is 1, expected text or null."),
+        ({"loss": True}, "loss is True, expected a number up to 1e+100 in size."),
+    ],
+)
+def test_a_value_that_no_run_writes_is_refused_with_its_field(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Refresh.from_record(APPLIED.to_record() | changes)
+    assert str(caught.value) == message
+
+
+def test_a_refresh_of_before_there_were_all_of_its_entries_is_read() -> None:
+    names = ("event", "step", "applied_step", "reason", "fp4_fraction", "changes", "layers_changed")
+    record = APPLIED.to_record()
+    found = Refresh.from_record({name: record[name] for name in names} | {"of_tomorrow": 1})
+    assert (found.status, found.decided_step, found.seconds, found.stage_fp4_fractions) == ("applied", 4, {}, ())
+
+
+def test_the_line_and_the_field_are_named_of_a_history_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    lines = [event.to_record() for event in (start_event(), refresh_event(2), refresh_event(6, loss="x"))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError) as caught:
+        list(read_history(path))
+    assert str(caught.value) == (
+        f"Line 3 of {path} is not a line of a snip-hf history: loss is 'x', expected a number up to 1e+100 in size."
+    )
+    notes: list[str] = []
+    assert [event.step for event in read_history(path, notes)] == [0, 2]
+    assert notes == ["The last line of history.jsonl is not complete and is left out."]

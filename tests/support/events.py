@@ -1,0 +1,26 @@
+"""Events of a run as tests write them into a history."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
+from snip_hf.records.events import Refresh, Start
+
+
+def small_plan(format: str = "fp4") -> PrecisionPlan:
+    """Of one layer, "a"."""
+    provenance = PlanProvenance(step=0, policy="snip")
+    return PrecisionPlan.uniform({"a": dict.fromkeys(GEMMS, 1.0)}, format, [["a"]], provenance)
+
+
+def start_event(plan: PrecisionPlan | None = None, **changes: Any) -> Start:
+    values = {"step": 0, "config": {"policy": "snip"}, "plan": plan or small_plan(), "model_name": "tiny"}
+    return Start(**values | changes)
+
+
+def refresh_event(step: int, **changes: Any) -> Refresh:
+    """A refresh that kept its plan at the step that it probed."""
+    values = {"applied_step": None, "decided_step": step, "reason": "no", "fp4_fraction": 1.0}
+    return Refresh(step=step, **values | changes)

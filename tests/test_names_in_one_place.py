@@ -26,7 +26,10 @@ OTHER_MEANINGS = {
     "records/run_folder.py": {"snip"},  # a folder
 }
 # Files that define them, and those whose presets or defaults choose one.
-OF_FORMATS = {"numerics/formats.py", "kernels/hopper/backend.py", "kernels/hopper/tiles.py", "config.py"}
+OF_FORMATS = {
+    *("numerics/formats.py", "kernels/hopper/backend.py", "kernels/hopper/tiles.py", "config.py"),
+    "integrations/export_targets.py",  # the other libraries' names for them
+}
 OF_BACKENDS = {"kernels/emulated.py", "kernels/hopper/backend.py"}
 
 

@@ -115,6 +115,16 @@ def test_transformers_loads_each_weight_back_as_the_plan_says(
     assert figures == [round(perplexity(x, ids), 4) for x in (before, model)]
 
 
+def test_biases_stay_as_they_are(tmp_path: Path) -> None:
+    save_plan(tmp_path, {"0.self_attn.q_proj": "nvfp4", "0.self_attn.o_proj": "fp8"}, attention_bias=True)
+    assert export(tmp_path) == 0
+    model, before = load(tmp_path / "quantized"), load(tmp_path / "model", dtype=torch.bfloat16)
+    for name, module in before.named_modules():
+        if getattr(module, "bias", None) is not None:
+            assert torch.equal(model.get_submodule(name).bias, module.bias)
+    assert type(model.model.layers[0].self_attn.q_proj.weight).__name__ == "NVFP4Tensor"
+
+
 def test_perplexity_is_that_of_windows_that_share_no_tokens() -> None:
     class Uniform(torch.nn.Module):
         config = config()  # of 8 positions

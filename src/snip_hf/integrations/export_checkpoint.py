@@ -90,6 +90,7 @@ def export_checkpoint(
         _write(chosen, model_dir, folder)
         quantized = _load(folder)
         _check_quantized(quantized, chosen)
+        _check_runs(quantized)
         after = None if passage is None else perplexity(quantized, passage)
         os.replace(folder, output)
     finally:
@@ -142,10 +143,9 @@ def _chosen(plan: PrecisionPlan, model: nn.Module) -> tuple[dict[str, WeightKind
 
 
 def _unfit(module: nn.Module, kind: WeightKind | None) -> str | None:
-    weight = module.get_parameter("weight")
-    shape = tuple(weight.shape)
-    if shape != (getattr(module, "out_features", 0), getattr(module, "in_features", 0)):
-        return f"class {type(module).__name__}, which torchao does not convert"
+    shape = tuple(module.get_parameter("weight").shape)
+    if type(module).__name__ != "Linear":  # others may multiply in another way than the quantized weights can
+        return f"class {type(module).__name__}, expected nn.Linear itself"
     if kind and any(size % multiple for size, multiple in zip(shape, kind.multiples, strict=True)):
         return f"its shape {shape} is not a multiple of {kind.multiples}, which {kind.label!r} needs"
     return None
@@ -154,7 +154,8 @@ def _unfit(module: nn.Module, kind: WeightKind | None) -> str | None:
 def _write(chosen: Mapping[str, WeightKind], model_dir: Path, folder: Path) -> None:
     from torchao.quantization import FqnToConfig
 
-    config = FqnToConfig(OrderedDict((layer, kind.config()) for layer, kind in chosen.items()))
+    # By the names of the weights: under that of a layer, transformers quantizes its bias too.
+    config = FqnToConfig(OrderedDict((f"{layer}.weight", kind.config()) for layer, kind in chosen.items()))
     model = _load(model_dir, quantization_config=TorchAoConfig(config))
     _check_quantized(model, chosen)
     model.save_pretrained(folder)
@@ -174,6 +175,14 @@ def _check_quantized(model: nn.Module, chosen: Mapping[str, WeightKind]) -> None
                 f"Layer {layer!r} has a weight of the type {type(weight).__name__} after quantization, expected one of "
                 "torchao's. transformers may exclude the layer for this model."
             )
+
+
+def _check_runs(model: nn.Module) -> None:
+    try:
+        with torch.no_grad():
+            model(torch.zeros(1, 2, dtype=torch.long))
+    except Exception as error:  # Whatever the model makes of quantized weights.
+        raise ValueError(f"The model does not run with its quantized weights: {error}") from error
 
 
 def _tokens(text: Path, model_dir: Path) -> torch.Tensor:

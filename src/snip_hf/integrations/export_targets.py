@@ -255,7 +255,7 @@ def convert(model: nn.Module) -> None:
         multiple, takes_bias = LIMITS[how]
         for name in names:
             module = modules.get(name)
-            if not isinstance(module, nn.Linear):
+            if type(module) is not nn.Linear:
                 raise ValueError(f"{{name}} is {{type(module).__name__}}, expected nn.Linear. Is it the plan's model?")
             if module.in_features % multiple or module.out_features % multiple:
                 raise ValueError(f"{{name}} is {{module}}, expected multiples of {{multiple}}.")

@@ -27,8 +27,12 @@ OTHER_MEANINGS = {
 }
 # Files that define them, and those whose presets or defaults choose one.
 OF_FORMATS = {
-    *("numerics/formats.py", "kernels/hopper/backend.py", "kernels/hopper/tiles.py", "config.py"),
-    "integrations/export_targets.py",  # the other libraries' names for them
+    "numerics/formats.py",
+    "kernels/hopper/backend.py",
+    "kernels/hopper/tiles.py",
+    "config.py",
+    "costs/rates.py",
+    "integrations/export_targets.py",  # what other libraries call them
 }
 OF_BACKENDS = {"kernels/emulated.py", "kernels/hopper/backend.py"}
 

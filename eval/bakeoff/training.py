@@ -27,7 +27,7 @@ from recipes.parts.recipe import ModelSection
 from snip_hf import SnipController, restore_model
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PrecisionPlan
-from snip_hf.policies.setting import block_of
+from snip_hf.policies.stages import block_of
 from snip_hf.records.load import load_run
 
 from .grid import Spec, TrainingSection

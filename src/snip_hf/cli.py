@@ -122,7 +122,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from .planning.plan import PrecisionPlan
-    from .reporting.tables import plan_table, print_cost, say
+    from .reporting.tables import listed, plan_table, print_cost, say
 
     plan = PrecisionPlan.load(arguments.plan)
     console = Console()
@@ -130,6 +130,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
     _inspect_stages(plan, arguments, console)
     if plan.measured is not None:
         print_cost(plan, console)
+    speedups = plan.stage_linear_speedups()
+    if speedups is not None:
+        stages = listed([f"{speedup:.4f}" for speedup in speedups])
+        say(console, f"The linears run at {plan.linear_speedup():.4f} times BF16's speed (per stage: {stages}).")
     for field in dataclasses.fields(plan.provenance):
         value = getattr(plan.provenance, field.name)
         if value is not None:

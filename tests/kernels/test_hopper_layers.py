@@ -1127,6 +1127,32 @@ def test_layers_are_one_graph_and_new_plans_and_steps_compile_nothing(
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
+def test_each_pattern_of_bf16_is_a_graph_of_its_own_and_returning_to_one_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What `Hopper.recompiles_for_bf16` tells; FP4 and FP8 are the same pattern."""
+    assert HOPPER.recompiles_for_bf16
+    monkeypatch.setattr(hopper, "operators", Unrounded, raising=False)
+    model = Siblings()
+    convert_model(model, SnipConfig())
+    layers = snip_linears(model)
+    pack_states(layers)
+    for layer in layers.values():
+        layer.use_backend(HOPPER)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled, x = torch.compile(model, fullgraph=True, backend="aot_eager"), randn(8, 64, dtype=torch.float32)
+    counts = []
+    for formats in ("fp8", "fp8", "fp8"), ("bf16", "fp8", "fp8"), ("bf16", "fp8", "bf16"), ("fp4", "fp8", "fp4"):
+        of_formats(layers, *formats)
+        with torch.autocast("cpu", BF16):
+            assert torch.equal(compiled(x), model(x))
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts == [1, 2, 3, 3]
+    torch._dynamo.reset()
+
+
 # ------------------------------------------------------------------------------------- compiled, on a GPU
 
 

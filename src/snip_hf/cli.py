@@ -81,9 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--nearest", action="store_true", help="round what the target cannot express")
     export.add_argument("-o", "--output", type=Path, metavar="PATH", help="file (default: stdout); folder: checkpoint")
     export.add_argument("--overwrite", action="store_true", help="replace the file, if there is one")
-    export.add_argument(
-        "--model", metavar="NAME_OR_DIR", help="the plan's model; only its config is read, if no folder"
-    )
+    export.add_argument("--model", metavar="NAME_OR_DIR", help="the plan's model; a folder for checkpoint")
     export.add_argument("--text", type=Path, metavar="FILE", help="with checkpoint: measure perplexity on this text")
     export.set_defaults(run=_export)
 

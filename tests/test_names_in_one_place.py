@@ -32,6 +32,7 @@ OF_FORMATS = {
     "kernels/hopper/tiles.py",
     "config.py",
     "costs/rates.py",
+    "integrations/export_targets.py",  # what other libraries call them
 }
 OF_BACKENDS = {"kernels/emulated.py", "kernels/hopper/backend.py"}
 

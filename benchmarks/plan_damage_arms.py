@@ -19,7 +19,8 @@ from snip_hf.planning.program import problem
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.planning.solver.solution import SolverError
 from snip_hf.policies.registry import rule_assignment
-from snip_hf.policies.setting import Setting, find_stages
+from snip_hf.policies.setting import Setting
+from snip_hf.policies.stages import find_stages
 
 Assignment = dict[str, dict[str, str]]
 Row = Mapping[str, Any]

@@ -29,7 +29,8 @@ from snip_hf.estimation.layer_sums import LAYER
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.convert import convert_model
 from snip_hf.planning.drift import rank_correlation, ranking
-from snip_hf.policies.setting import Setting, find_stages
+from snip_hf.policies.setting import Setting
+from snip_hf.policies.stages import find_stages
 
 SCENARIOS = ("early", "late", "rate", "data")
 

@@ -1,15 +1,21 @@
-"""How long does each solver take for the integer program of a large model, and how close does it come?
+"""Times each solver on the integer program of a large model, and shows how close to the optimum it comes.
 
 Random costs with the shape of measured divergences (log-normal, FP4 several times FP8), one group per linear layer,
 FLOP shares as in Llama blocks (q, k, v, o, gate, up, down), the same FP4 share demanded of every stage.
 
     python benchmarks/solver_time.py
     python benchmarks/solver_time.py --groups 560 882 --stages 1 8 --solvers cbc highs greedy --seeds 3
+
+With `--options` 3 to 5 the groups are GEMMs, three per linear, in BF16 and formats of 2 and 4 times its rate. What is
+demanded of every stage is a speed-up. Rates are those of a table, or of every GEMM its own, as measured.
+
+    python benchmarks/solver_time.py --groups 1680 --options 5 --speedup 2.5 --rates table measured
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import random
 import statistics
@@ -20,6 +26,8 @@ from snip_hf.planning.solver.solution import SolverError
 
 # FLOPs of q, k, v, o, gate, up, down of a Llama-3 70B block, in units of hidden * hidden.
 BLOCK_FLOPS = (1.0, 0.125, 0.125, 1.0, 3.5, 3.5, 3.5)
+# Rates of the options relative to BF16, the most precise first, by their number.
+RATES = {3: (1.0, 2.0, 4.0), 4: (1.0, 2.0, 2.0, 4.0), 5: (1.0, 2.0, 2.0, 4.0, 4.0)}
 
 
 def make_problem(groups: int, stages: int, seed: int, target: float = 0.75, **fields: Any) -> dict[str, Any]:
@@ -46,8 +54,43 @@ def make_problem(groups: int, stages: int, seed: int, target: float = 0.75, **fi
     return {"groups": made, "constraints": rows, **fields}
 
 
+def make_speed_problem(
+    gemms: int, stages: int, seed: int, options: int, speedup: float = 2.5, measured: bool = False, **fields: Any
+) -> dict[str, Any]:
+    """A problem of `gemms` GEMMs, three per linear, with BF16 and `options` - 1 formats, and a speed-up per stage.
+
+    A weight is the time that an option saves, by the stage's time in BF16. `measured`: every GEMM has rates of its own.
+    """
+    draw = random.Random(f"{gemms} {stages} {seed} {options}")
+    stage_of = [index * stages // gemms for index in range(gemms)]
+    times = [BLOCK_FLOPS[index // 3 % len(BLOCK_FLOPS)] for index in range(gemms)]
+    if measured:
+        times = [time * draw.lognormvariate(0.0, 0.5) for time in times]
+    totals = [math.fsum(t for t, s in zip(times, stage_of, strict=True) if s == stage) for stage in range(stages)]
+    made = []
+    for index in range(gemms):
+        # Forward GEMMs do most of the damage.
+        size = draw.lognormvariate(0.0, 1.0) * (10 if index % 3 == 0 else 1) / gemms
+        choices = []
+        for option, nominal in enumerate(RATES[options]):
+            rate = nominal * draw.uniform(0.7, 1.0) if measured and nominal > 1 else nominal
+            damage = 0.0 if nominal == 1 else size * (nominal / 4) ** 5 * draw.lognormvariate(0.0, 0.3)
+            saved = times[index] / totals[stage_of[index]] * (1 - 1 / rate)
+            choices.append({"name": f"option {option}", "cost": damage, "weight": saved})
+        made.append({"name": f"GEMM {index}", "options": choices})
+    rows = [
+        {
+            "name": f"stage {stage}",
+            "groups": [f"GEMM {index}" for index in range(gemms) if stage_of[index] == stage],
+            "minimum": 1 - 1 / speedup,
+        }
+        for stage in range(stages)
+    ]
+    return {"groups": made, "constraints": rows, **fields}
+
+
 def main() -> None:
-    """Print one row per size and solver: median and largest seconds over the seeds, largest gap."""
+    """Prints one row per size and solver: median and largest seconds over the seeds, largest gap."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, nargs="+", default=[56, 560, 882, 45032])
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 8])
@@ -56,27 +99,37 @@ def main() -> None:
     parser.add_argument("--target", type=float, default=0.75)
     parser.add_argument("--time-limit", type=float, default=60.0)
     parser.add_argument("--relative-gap", type=float, default=1e-4)
+    parser.add_argument("--options", type=int, choices=[2, *RATES], default=2)
+    parser.add_argument("--speedup", type=float, default=2.5, help="with more than two options")
+    parser.add_argument("--rates", nargs="+", choices=["table", "measured"], default=["table"], help="as above")
     args = parser.parse_args()
 
-    columns = ("groups", "stages", "solver", "answered by", "median s", "most s", "largest gap")
-    print("{:>7} {:>6} {:>7} {:>34} {:>9} {:>8} {:>12}".format(*columns))
-    for groups in args.groups:
-        for stages in args.stages:
-            for solver in args.solvers:
-                fields = {"solver": solver, "time_limit": args.time_limit, "relative_gap": args.relative_gap}
-                row = f"{groups:7d} {stages:6d} {solver:>7}"
-                try:
-                    results = []
-                    for seed in range(args.seeds):
-                        with SolverProcess.start(make_problem(groups, stages, seed, args.target, **fields)) as process:
-                            results.append(process.result())
-                except SolverError as error:
-                    print(f"{row} {error}", flush=True)
-                    continue
-                seconds = [result.seconds for result in results]
-                gap = max(math.inf if result.gap is None else result.gap for result in results)
-                name = " ".join(sorted({f"{result.solver}, {result.status}" for result in results}))
-                print(f"{row} {name:>34} {statistics.median(seconds):9.3f} {max(seconds):8.3f} {gap:12.2e}", flush=True)
+    columns = ("groups", "stages", "rates", "solver", "answered by", "median s", "most s", "largest gap")
+    print("{:>7} {:>6} {:>8} {:>7} {:>34} {:>9} {:>8} {:>12}".format(*columns))
+    kinds = ["-"] if args.options == 2 else args.rates
+    for groups, stages, rates, solver in itertools.product(args.groups, args.stages, kinds, args.solvers):
+        print(f"{groups:7d} {stages:6d} {rates:>8} {solver:>7} {_row(args, groups, stages, rates, solver)}", flush=True)
+
+
+def _row(args: argparse.Namespace, groups: int, stages: int, rates: str, solver: str) -> str:
+    """Solves one size by one solver for every seed; returns what the table says of it."""
+    fields = {"solver": solver, "time_limit": args.time_limit, "relative_gap": args.relative_gap}
+    results = []
+    for seed in range(args.seeds):
+        if args.options == 2:
+            problem = make_problem(groups, stages, seed, args.target, **fields)
+        else:
+            timed = rates == "measured"
+            problem = make_speed_problem(groups, stages, seed, args.options, args.speedup, timed, **fields)
+        try:
+            with SolverProcess.start(problem) as process:
+                results.append(process.result())
+        except SolverError as error:
+            return str(error)
+    seconds = [result.seconds for result in results]
+    gap = max(math.inf if result.gap is None else result.gap for result in results)
+    name = " ".join(sorted({f"{result.solver}, {result.status}" for result in results}))
+    return f"{name:>34} {statistics.median(seconds):9.3f} {max(seconds):8.3f} {gap:12.2e}"
 
 
 if __name__ == "__main__":

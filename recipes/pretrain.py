@@ -209,10 +209,13 @@ def _setup(
 def _describe(snip: SnipConfig | None) -> str:
     if snip is None:
         return "as in `training`, nothing quantized (no SNIP)"
-    if snip.plan is not None:
-        return f"plan {snip.plan}, held fixed"
-    uniform = snip.policy == "bf16" or snip.policy.startswith("uniform-")
-    return f"policy {snip.policy}" + ("" if uniform else f", target FP4 share {snip.target_fp4_fraction}")
+    if snip.fixed_plan is not None:
+        return f"plan {snip.fixed_plan}, held fixed"
+    if snip.policy == "bf16" or snip.policy.startswith("uniform-"):
+        return f"policy {snip.policy}"
+    if snip.target_linear_speedup is not None:
+        return f"policy {snip.policy}, target speed-up of the linears {snip.target_linear_speedup}"
+    return f"policy {snip.policy}, target FP4 share {snip.target_fp4_fraction}"
 
 
 def _origin(recipe: Recipe) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from snip_hf.cli import main
 from snip_hf.config import SnipConfig
-from snip_hf.costs.budget import MeasuredCost
 from snip_hf.costs.flops import linear_flops
 from snip_hf.costs.gemm_timing import Machine
+from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.layers.convert import convert_model
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan

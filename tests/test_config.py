@@ -28,6 +28,8 @@ FLOATS = [field.name for field in dataclasses.fields(SnipConfig) if "float" in s
 # One value per field that differs from the default.
 OTHER: dict[str, Any] = {
     "target_fp4_fraction": 0.5,
+    "target_linear_speedup": 2.5,
+    "rates": "ideal",
     "formats": ("fp4", "fp8", "bf16"),
     "granularity": "gemm",
     "stages": (("a.0", "a.1"), ("a.2",)),
@@ -60,6 +62,8 @@ OTHER: dict[str, Any] = {
     "rank_timeout": 30.5,
     "seed": 5,
 }
+# For all of them at once: a speed-up excludes a share, and a table of rates measured times.
+ONE_BUDGET = {"target_linear_speedup": None, "rates": None}
 
 BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     *(
@@ -69,6 +73,14 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
             "that run in FP4, e.g. 0.75.",
         )
         for value in (-0.01, 1.01, 75, float("nan"), float("inf"))
+    ),
+    *(
+        (
+            {"target_linear_speedup": value, "rates": "ideal"},
+            f"target_linear_speedup={value} is not a finite number of at least 1, which is the speed of BF16; expected "
+            "e.g. 1.8.",
+        )
+        for value in (0.99, 0, -2, float("nan"), float("inf"))
     ),
     ({"budget": "time"}, "budget='time' is not known; expected one of flops, measured."),
     ({"timing_file": "a.json"}, "timing_file='a.json' is for budget='measured'; set that too."),
@@ -103,8 +115,8 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         {"policy": "snap"},
         "policy='snap' is not known; expected one of snip, bf16, uniform-fp8, uniform-fp4, "
         + "".join(f"uniform-{name}, " for name in list(FORMATS)[3:])
-        + "random, layer-type, layer-position, first2-last8, last-15-percent, backward-first, min-abs-err, "
-        "min-rel-err, fisher, hessian-trace, greedy, kl.",
+        + "random, layer-type, layer-position, first2-last8, last-15-percent, backward-first, first2-last8-bf16, "
+        "last-15-percent-bf16, first-last-bf16, min-abs-err, min-rel-err, fisher, hessian-trace, greedy, kl.",
     ),
     ({"policy": "SNIP"}, f"policy='SNIP' is not known; expected one of {', '.join(POLICIES)}."),
     ({"start_format": "int8"}, "start_format='int8' is not known; expected one of fp4, fp8, bf16."),
@@ -217,9 +229,10 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
 ]
 
 BAD_TYPES: list[tuple[str, Any, str]] = [
-    ("target_fp4_fraction", "0.75", "target_fp4_fraction='0.75' has type str; expected float."),
-    ("target_fp4_fraction", None, "target_fp4_fraction=None has type NoneType; expected float."),
-    ("target_fp4_fraction", True, "target_fp4_fraction=True has type bool; expected float."),
+    ("target_fp4_fraction", "0.75", "target_fp4_fraction='0.75' has type str; expected float | None."),
+    ("target_fp4_fraction", True, "target_fp4_fraction=True has type bool; expected float | None."),
+    ("target_linear_speedup", "2", "target_linear_speedup='2' has type str; expected float | None."),
+    ("rates", 2, "rates=2 has type int; expected str | None."),
     ("budget", None, "budget=None has type NoneType; expected str."),
     ("timing_file", 1, "timing_file=1 has type int; expected str | None."),
     ("timing_tokens", 4096.0, "timing_tokens=4096.0 has type float; expected int | None."),
@@ -284,6 +297,8 @@ def test_the_tables_above_leave_no_field_out() -> None:
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_field_survives_to_dict_json_and_from_dict(name: str) -> None:
     needed = {"budget": "measured"} if name.startswith("timing_") else {}
+    if name == "target_linear_speedup":
+        needed = {"rates": "ideal"}
     config = SnipConfig(**{"apply_delay": 1, **needed, name: OTHER[name]})
     assert config != SnipConfig(**needed)
     assert config != SnipConfig()
@@ -294,7 +309,7 @@ def test_every_field_survives_to_dict_json_and_from_dict(name: str) -> None:
 
 
 def test_to_dict_has_every_field_in_order_and_no_tuple() -> None:
-    plain = SnipConfig(**OTHER).to_dict()
+    plain = SnipConfig(**OTHER | ONE_BUDGET).to_dict()
     assert list(plain) == FIELDS
     assert plain["ties"] == [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]
     assert plain["stages"] == [["a.0", "a.1"], ["a.2"]]
@@ -359,7 +374,7 @@ def test_old_names_lead_to_fields_and_are_none_themselves() -> None:
 
 
 def test_a_config_can_be_copied_and_pickled_and_shows_its_fields_as_its_signature() -> None:
-    config = SnipConfig(**OTHER)
+    config = SnipConfig(**OTHER | ONE_BUDGET)
     assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
     assert list(inspect.signature(SnipConfig).parameters) == FIELDS
 
@@ -450,7 +465,10 @@ def test_measured_cost_needs_no_number_of_tokens_where_nothing_or_a_probe_decide
     rules = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent", "backward-first")
     for policy in POLICIES:
         by_rule, unit = policy in rules, "gemm" if policy == "backward-first" else "layer"
-        SnipConfig(budget="measured", policy=policy, granularity=unit, timing_tokens=1 if by_rule else None)
+        formats = ("fp4", "bf16")  # which published rules need
+        SnipConfig(
+            budget="measured", policy=policy, granularity=unit, formats=formats, timing_tokens=1 if by_rule else None
+        )
         SnipConfig(budget="measured", policy=policy, fixed_plan="plan.json")
 
 
@@ -462,6 +480,8 @@ def test_without_refreshes_any_delay_and_any_checks_are_allowed() -> None:
 def test_the_defaults_are_those_of_the_contract() -> None:
     assert SnipConfig().to_dict() == {
         "target_fp4_fraction": 0.75,
+        "target_linear_speedup": None,
+        "rates": None,
         "budget": "flops",
         "timing_file": None,
         "timing_tokens": None,

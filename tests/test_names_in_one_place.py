@@ -27,7 +27,14 @@ OTHER_MEANINGS = {
     "records/run_folder.py": {"snip"},  # a folder
 }
 # Files that define them, and those whose presets or defaults choose one.
-OF_FORMATS = {"numerics/formats.py", "kernels/hopper/backend.py", "kernels/hopper/tiles.py", "config.py"}
+OF_FORMATS = {
+    "numerics/formats.py",
+    "kernels/hopper/backend.py",
+    "kernels/hopper/tiles.py",
+    "config.py",
+    "costs/rates.py",
+    "integrations/export_targets.py",  # what other libraries call them
+}
 OF_BACKENDS = {"kernels/emulated.py", "kernels/hopper/backend.py", "kernels/blackwell/backend.py"}
 
 

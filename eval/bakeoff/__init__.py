@@ -15,4 +15,13 @@
     ranking        who is ahead of whom, beyond noise
     plans          how plans moved
     tables, report, figures   what people look at
+
+`python -m eval.bakeoff.forks text | run | report` compares contenders that train on from one checkpoint:
+
+    fork_recipe    which contenders and forks there are: a YAML file, checked
+    fork_text      the tokens that they see, in one file
+    fork_base      a model in training, and the base up to its checkpoints
+    fork_run       one fork of one contender
+    fork_workers   the forks that have no line yet, shared out among worker processes
+    fork_report    paired differences with their intervals
 """

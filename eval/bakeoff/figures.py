@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
-from snip_hf.policies.setting import split_layer
+from snip_hf.policies.stages import split_layer
 
 from .contenders import Contender, contenders
 from .gaps import diverged

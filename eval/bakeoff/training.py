@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,11 +27,13 @@ from recipes.parts.recipe import ModelSection
 from snip_hf import SnipController, restore_model
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PrecisionPlan
-from snip_hf.policies.setting import block_of
+from snip_hf.policies.stages import block_of
 from snip_hf.records.load import load_run
 
 from .grid import Spec, TrainingSection
-from .text import Text
+
+if TYPE_CHECKING:
+    from .text import Text
 
 # A step is a spike if its loss is so many standard deviations above the mean of so many steps before it.
 _SPIKE_DEVIATIONS, _SPIKE_STEPS = 6.0, 50

@@ -1,4 +1,4 @@
-"""The command line: `snip-hf solve`, `snip-hf inspect`, `snip-hf report`.
+"""The command line: `snip-hf solve`, `snip-hf inspect`, `snip-hf report`, `snip-hf export`.
 
 Exit codes: 0, 1 (the plan does not fit the model; no solution), 2 (bad input). An error is one sentence on stderr.
 Commands import what they need when they run, so that help and wrong usage do not wait for torch.
@@ -15,7 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,6 +75,16 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--out", type=Path, metavar="DIR", help="folder for the figures (default: RUN_DIR/snip)")
     report.set_defaults(run=_report)
 
+    export = commands.add_parser("export", help="write a plan for another library, or a checkpoint for inference")
+    export.add_argument("plan", type=Path, metavar="plan.json")
+    export.add_argument("--to", required=True, choices=("megatron", "fouroversix", "torchao", "checkpoint"))
+    export.add_argument("--nearest", action="store_true", help="round what the target cannot express")
+    export.add_argument("-o", "--output", type=Path, metavar="PATH", help="file (default: stdout); folder: checkpoint")
+    export.add_argument("--overwrite", action="store_true", help="replace the file, if there is one")
+    export.add_argument("--model", metavar="NAME_OR_DIR", help="the plan's model; a folder for checkpoint")
+    export.add_argument("--text", type=Path, metavar="FILE", help="with checkpoint: measure perplexity on this text")
+    export.set_defaults(run=_export)
+
     for command in (inspect, report):
         command.add_argument(
             "--micro-batches", type=int, metavar="N", help="per step through a pipeline's stages (default: 4 per stage)"
@@ -110,7 +120,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from .planning.plan import PrecisionPlan
-    from .reporting.tables import plan_table, print_cost, say
+    from .reporting.tables import listed, plan_table, print_cost, say
 
     plan = PrecisionPlan.load(arguments.plan)
     console = Console()
@@ -118,6 +128,10 @@ def _inspect(arguments: argparse.Namespace) -> int:
     _inspect_stages(plan, arguments, console)
     if plan.measured is not None:
         print_cost(plan, console)
+    speedups = plan.stage_linear_speedups()
+    if speedups is not None:
+        stages = listed([f"{speedup:.4f}" for speedup in speedups])
+        say(console, f"The linears run at {plan.linear_speedup():.4f} times BF16's speed (per stage: {stages}).")
     for field in dataclasses.fields(plan.provenance):
         value = getattr(plan.provenance, field.name)
         if value is not None:
@@ -248,6 +262,34 @@ def _silent_transformers() -> Iterator[None]:
             yield
     finally:
         transformers_logging.set_verbosity(before)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from .config import SnipConfig
+    from .integrations.export import NotExpressible
+    from .integrations.export_report import report_checkpoint, report_export
+    from .layers.selection import skip_reasons
+    from .planning.plan import PrecisionPlan
+
+    is_checkpoint = arguments.to == "checkpoint"
+    if is_checkpoint and (arguments.model is None or arguments.output is None):
+        raise ValueError("A checkpoint needs --model, the folder of the model, and --output, a new folder.")
+    if not is_checkpoint and arguments.text is not None:
+        raise ValueError("--text is for --to checkpoint.")
+    plan = PrecisionPlan.load(arguments.plan)
+    outside = ["lm_head"]
+    if arguments.model is not None:
+        with redirect_stdout(sys.stderr if arguments.output is None else sys.stdout):
+            if _compare(plan, arguments.model):
+                return 1
+        model = _empty_model(arguments.model)
+        outside = [name for name in skip_reasons(model, SnipConfig()) if name not in plan.assignment]
+    try:
+        return report_checkpoint(plan, arguments) if is_checkpoint else report_export(plan, arguments, outside)
+    except NotExpressible as error:
+        for name, reason in error.reasons.items():
+            print(f"  {printable(name)}: {printable(reason)}", file=sys.stderr)
+        return _fail(error, 1)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from .field_values import as_names, as_plain, check_bits, check_stages, check_ti
 from .kernels.backend import BACKENDS
 from .numerics.formats import FORMATS, UNQUANTIZED
 from .registry import Registry
+from .speed_budget import check_rates, check_speedup, fp4_fraction_of
 
 # Who decides. The entries are in `policies`, one file per family; `policies.registry.Policy` says what they are.
 POLICIES: Registry[Any] = Registry("policy", "snip_hf.policies")
@@ -110,9 +111,17 @@ class SnipConfig(_Renamed):
 
     # Target: what the plan must reach
 
-    target_fp4_fraction: float = 0.75
+    target_fp4_fraction: float | None = None
     """Least share of the linear FLOPs that runs in formats of at most 4 bits, 0..1, in every stage.
-    With `budget="measured"` it is a share of their time. It is not a reduction of FLOPs."""
+    With `budget="measured"` it is a share of their time. It is not a reduction of FLOPs. None: 0.75, unless
+    `target_linear_speedup` is given."""
+    target_linear_speedup: float | None = None
+    """Least speed-up of the linears' GEMMs over BF16, in every stage, in place of `target_fp4_fraction` (ours).
+    It is their time in BF16 divided by that under the plan: FLOPs by `rates`, or measured with `budget="measured"`."""
+    rates: str | None = None
+    """Table of how fast each format runs: "h100", "b200", "gb300", "rtx50", "mi355", "ideal", or your own.
+    Those of hardware are datasheets' peaks; "ideal" is twice the rate for half of the bits (`costs.rates`). Without
+    `target_linear_speedup` it only tells reports what speed-up a plan has."""
     formats: tuple[str, ...] = ("fp4", "fp8")
     """Formats that the plan chooses from for each GEMM, the least precise first (`snip_hf.formats`)."""
     granularity: Granularity = "layer"
@@ -227,6 +236,8 @@ class SnipConfig(_Renamed):
         for name, (least, expected) in _AT_LEAST.items():
             if isinstance(getattr(self, name), int) and getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)!r} is too small; expected {expected}.")
+        fraction = fp4_fraction_of(self.target_fp4_fraction, self.target_linear_speedup)
+        object.__setattr__(self, "target_fp4_fraction", fraction)
         self._check_ranges()
         self._check_formats()
         self._check_share()
@@ -239,11 +250,6 @@ class SnipConfig(_Renamed):
         check_stages(self.stages)
 
     def _check_ranges(self) -> None:
-        if not 0 <= self.target_fp4_fraction <= 1:
-            raise ValueError(
-                f"target_fp4_fraction={self.target_fp4_fraction!r} is outside 0..1; it is the share of the linear "
-                "FLOPs that run in FP4, e.g. 0.75."
-            )
         if self.refresh_every is not None and self.apply_delay > self.refresh_every:
             raise ValueError(
                 f"apply_delay={self.apply_delay} is larger than refresh_every={self.refresh_every}; a plan must be "
@@ -287,6 +293,7 @@ class SnipConfig(_Renamed):
 
     def _check_share(self) -> None:
         policy = POLICIES[self.policy]
+        check_rates(self.rates, self.formats, self.budget == "measured")
         if self.fixed_plan is not None or not policy.aims_at_share:
             return
         if not FORMATS[self.least_precise].is_quantized:
@@ -294,7 +301,10 @@ class SnipConfig(_Renamed):
                 f"policy={self.policy!r} has nothing to decide between the formats {self.formats!r}; expected at least "
                 "one that is quantized."
             )
-        if self.target_fp4_fraction > 0 and not FORMATS[self.least_precise].counts_as_fp4:
+        if self.target_linear_speedup is not None:
+            chosen = self.formats if policy.needs_probe else (self.least_precise, self.most_precise)
+            check_speedup(self.target_linear_speedup, self.rates, chosen, self.budget == "measured")
+        elif self.target_fp4_fraction and not FORMATS[self.least_precise].counts_as_fp4:
             raise ValueError(
                 f"target_fp4_fraction={self.target_fp4_fraction!r} cannot be met in the formats {self.formats!r}; "
                 "expected one with elements of at most 4 bits among them, or the target 0."

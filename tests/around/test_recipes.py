@@ -287,7 +287,7 @@ def test_recipes_ask_for_what_their_names_say() -> None:
     for name, share in {"quickstart": 0.75, "snip-25": 0.25, "snip-50": 0.5, "snip-75": 0.75, "snip-80": 0.8}.items():
         assert snips[name] is not None and (snips[name].policy, snips[name].target_fp4_fraction) == ("snip", share)
 
-    assert snips["snip-75-measured"] is not None and snips["snip-75-measured"].cost == "measured"
+    assert snips["snip-75-measured"] is not None and snips["snip-75-measured"].budget == "measured"
 
 
 def test_the_hopper_recipe_ties_what_takes_the_same_input_and_computes_in_bf16() -> None:

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,9 @@ def first_start(monkeypatch: Any, start: Callable[[dict[str, Any]], SolverProces
 
 
 def children() -> set[str]:
-    """Process ids of this thread's children, zombies too."""
-    return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+    """Process ids of this thread's children, zombies too; without Python's own, which serves all pools of a process."""
+    found = set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+    return found - {str(resource_tracker._resource_tracker._pid)}  # type: ignore[attr-defined]
 
 
 def in_a_process(program: str, *words: Any, prefix: tuple[str, ...] = ()) -> str:

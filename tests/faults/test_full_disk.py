@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fault_runs import CONFIG, SAVING, SHORT, in_a_process
+from slow_cases import slow_but
 from tiny_runs import Run, differing, train, weights, without_seconds
 from transformers import TrainerCallback
 
@@ -56,7 +57,7 @@ def leftovers(folder: Path) -> list[str]:
     return [path.name for path in folder.rglob(".*")]
 
 
-@pytest.mark.parametrize("call", ["open", "write", "fsync", "replace"])
+@pytest.mark.parametrize("call", slow_but(["open", "write", "fsync", "replace"], "write"))
 def test_a_full_disk_costs_what_could_not_be_written_and_no_loss(
     call: str, undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,8 +12,8 @@ from tiny_runs import Run, differing, train, weights
 
 from snip_hf import SnipConfig
 from snip_hf import json_io as json_io_module
-from snip_hf.costs.budget import MeasuredCost
 from snip_hf.costs.gemm_timing import GemmShape, Machine, gemm_times
+from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.estimation.layer_sums import LAYER
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.json_io import MAX_JSON_BYTES, MAX_VALUES, append_json_line, parse_json, read_json, write_json_atomic
@@ -21,7 +21,8 @@ from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.planning.program import problem
-from snip_hf.policies.setting import Setting, find_stages
+from snip_hf.policies.setting import Setting
+from snip_hf.policies.stages import find_stages
 from snip_hf.records.divergences import read_divergence
 from snip_hf.records.events import RefreshBegun
 from snip_hf.records.run_folder import RunFolder

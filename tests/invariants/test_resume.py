@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from slow_cases import slow_but
+from slow_cases import slow, slow_but
 from tiny_runs import (
     SCHEDULE,
     STEPS,
@@ -96,7 +96,7 @@ def test_the_comparison_notices_a_state_of_another_seed(full: Run, tmp_path: Pat
     assert resumed.losses[6] != full.losses[6]
 
 
-@pytest.mark.parametrize("step", [3, 6, 8])
+@pytest.mark.parametrize("step", slow_but([3, 6, 8], 6))
 def test_resuming_holds_under_autocast_gemm_granularity_and_back_to_back_refreshes(
     other: Run, step: int, tmp_path: Path
 ) -> None:
@@ -161,7 +161,7 @@ class _Power(TrainerCallback):
         return control
 
 
-@pytest.mark.parametrize("step", [7, 8])
+@pytest.mark.parametrize("step", [7, slow(8)])
 @pytest.mark.parametrize("polite", [True, False])
 def test_a_run_that_was_really_stopped_goes_on_in_its_folder(
     full: Run, polite: bool, step: int, tmp_path: Path
@@ -204,7 +204,7 @@ def test_a_solver_that_cannot_be_started_again_costs_the_refresh_and_not_the_run
 
 
 @pytest.mark.parametrize("named_in", ["callback", "training arguments"])
-@pytest.mark.parametrize("step", [5, 7])
+@pytest.mark.parametrize("step", [5, slow(7)])
 def test_a_moved_checkpoint_is_found_when_it_is_named(full: Run, named_in: str, step: int, tmp_path: Path) -> None:
     moved = shutil.copytree(full.folder / f"checkpoint-{step}", tmp_path / "elsewhere" / "best")
     in_callback = named_in == "callback"

@@ -31,13 +31,13 @@ from snip_hf.kernels.hopper.backend import HOPPER, Hopper
 from snip_hf.kernels.hopper.cache import drop_quantized, forget_inputs, keep_quantized, share_inputs
 from snip_hf.kernels.hopper.linear import TiedInput, quantize_input
 from snip_hf.layers.state import pack_states, set_rank, set_step, snip_linears
-from snip_hf.numerics.formats import E2M1, FORMATS, format_of_code
+from snip_hf.numerics.formats import E2M1, format_of_code
 from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE, TILE
 from snip_hf.numerics.rounding import Quantized
 
 T, I, O = 150, 200, 136  # tokens, in_features, out_features: ragged in every tiling  # noqa: E741
 BF16 = torch.bfloat16
-COMBINATIONS = list(itertools.product(tuple(FORMATS), repeat=3))
+COMBINATIONS = list(itertools.product(("bf16", "fp8", "fp4"), repeat=3))
 QUANTIZED = [formats for formats in COMBINATIONS if set(formats) != {"bf16"}]
 
 each_combination = pytest.mark.parametrize("formats", COMBINATIONS, ids="/".join)
@@ -1124,6 +1124,32 @@ def test_layers_are_one_graph_and_new_plans_and_steps_compile_nothing(
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
     assert not tied or layers["layers.0.q"].snip_cache.tied._source is None
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
+def test_each_pattern_of_bf16_is_a_graph_of_its_own_and_returning_to_one_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What `Hopper.recompiles_for_bf16` tells; FP4 and FP8 are the same pattern."""
+    assert HOPPER.recompiles_for_bf16
+    monkeypatch.setattr(hopper, "operators", Unrounded, raising=False)
+    model = Siblings()
+    convert_model(model, SnipConfig())
+    layers = snip_linears(model)
+    pack_states(layers)
+    for layer in layers.values():
+        layer.use_backend(HOPPER)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled, x = torch.compile(model, fullgraph=True, backend="aot_eager"), randn(8, 64, dtype=torch.float32)
+    counts = []
+    for formats in ("fp8", "fp8", "fp8"), ("bf16", "fp8", "fp8"), ("bf16", "fp8", "bf16"), ("fp4", "fp8", "fp4"):
+        of_formats(layers, *formats)
+        with torch.autocast("cpu", BF16):
+            assert torch.equal(compiled(x), model(x))
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert counts == [1, 2, 3, 3]
     torch._dynamo.reset()
 
 

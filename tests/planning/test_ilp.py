@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from oracles.brute_force import best_map
+from solver_time import make_speed_problem
 
 from snip_hf.planning.solver import ilp
 
@@ -33,7 +34,7 @@ def two_groups(**fields: Any) -> dict[str, Any]:
 
 
 def random_problem(draw: random.Random, kind: str) -> dict[str, Any]:
-    """1 to 7 groups with 1 to 4 options; weights in eighths, so that sums are exact; some minimums out of reach.
+    """1 to 7 groups with 1 to 5 options; weights in eighths, so that sums are exact; some minimums out of reach.
 
     `kind`: "global", "stages" (disjoint constraints), "signed" (stages, with negative costs, weights and minimums: "at
     most") or "overlapping". Half of them have ties, also between stages.
@@ -41,10 +42,10 @@ def random_problem(draw: random.Random, kind: str) -> dict[str, Any]:
     names = [f"g{index}" for index in range(draw.randint(1, 7))]
     scale = 10.0 ** draw.randint(-6, 3)
     low = -8 if kind == "signed" else 0
-    labels = [f"o{index}" for index in range(4)]
+    labels = [f"o{index}" for index in range(5)]
     groups = [
         group(name, *((o, scale * (draw.random() + low / 16), draw.randint(low, 16) / 8) for o in labels[:count]))
-        for name, count in ((name, draw.choice([1, 2, 2, 3, 4])) for name in names)
+        for name, count in ((name, draw.choice([1, 2, 2, 3, 4, 5])) for name in names)
     ]
     if kind == "global":
         sets: list[list[str] | None] = [None]
@@ -173,6 +174,28 @@ def test_all_solvers_agree_on_the_linears_of_large_models(groups: int, stages: i
     assert found["greedy"]["bound"] <= best <= found["greedy"]["objective"] * (1 + 1e-4)
     assert found["greedy"]["objective"] <= 1.02 * best
     assert max(found[solver]["bound"] for solver in found) <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("solver", EXACT)
+@pytest.mark.parametrize(("stages", "measured"), [(1, False), (8, True)])
+def test_five_options_for_the_gemms_of_a_large_model_are_solved_to_a_ten_thousandth(
+    solver: str, stages: int, measured: bool
+) -> None:
+    problem = make_speed_problem(1680, stages, 0, options=5, measured=measured, solver=solver, relative_gap=1e-4)
+    found = ilp.solve(problem)
+    assert found["status"] == "optimal" and found["gap"] <= 1e-4
+    assert min(found["constraints"].values()) >= 0.6 - 1e-9
+
+
+def test_options_that_no_better_map_has_are_left_out_and_the_optimum_stays() -> None:
+    """Of 8,400 options some hundreds are left; two options per group stay as they are."""
+    program = ilp.parse(make_speed_problem(1680, 1, 0, options=5))
+    picks, _, price = ilp._greedy(program)
+    hopeless = ilp._hopeless(program, picks, price)
+    assert all(pick not in gone for pick, gone in zip(picks, hopeless, strict=True))
+    assert sum(map(len, hopeless)) > 0.75 * 5 * 1680
+    two = ilp.parse(model_problem(56, 1))
+    assert not any(ilp._hopeless(two, [0] * 56, 0.0))
 
 
 def test_greedy_is_within_a_thousandth_of_its_bound_on_45000_groups_and_auto_takes_it() -> None:

@@ -176,7 +176,7 @@ def test_a_switching_cost_counts_changes_from_the_plan_before() -> None:
         (plan("ab", stages=(tuple(FLOPS),)), "there is one stage, whose constraint is the global one."),
         (plan("ab", provenance=PlanProvenance(step=1, policy="snip")), "the plan does not say under which config"),
         (plan("ab", {"policy": "layer-type"}), "policy 'layer-type' decides without divergences."),
-        (plan("ab", {"plan": "plan.json"}), "a plan file was held without divergences."),
+        (plan("ab", {"fixed_plan": "plan.json"}), "a plan file was held without divergences."),
         (plan("ab", {"budget": "measured"}), "the times that the plan was decided by are not known"),
         (PrecisionPlan.uniform(FLOPS, "bf16", STAGES, plan("a").provenance), "the plan was not decided by layer "),
     ],

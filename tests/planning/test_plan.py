@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from snip_hf.config import SnipConfig
-from snip_hf.costs.budget import MeasuredCost
 from snip_hf.costs.gemm_timing import Machine
+from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.json_io import read_json, write_json_atomic
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears

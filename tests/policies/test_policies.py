@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from oracles.brute_force import best_map
+from policy_settings import LISTS, TIES, assert_complete, llama_flops, plain_flops, setting_of, stage_shares
 from slow_cases import slow_but
 
 from snip_hf.config import POLICIES, SnipConfig
-from snip_hf.costs.budget import MeasuredCost
 from snip_hf.costs.gemm_timing import Machine
+from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.estimation.layer_sums import ROWS
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.numerics.gemms import GEMMS
@@ -22,7 +23,8 @@ from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
 from snip_hf.policies.registry import needs_probe, needs_weights, rule_assignment
-from snip_hf.policies.setting import Setting, block_of, find_stages
+from snip_hf.policies.setting import Setting
+from snip_hf.policies.stages import block_of, find_stages
 
 RULES = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
 SCORED = ("fisher", "hessian-trace", "greedy", "kl")
@@ -31,41 +33,6 @@ PROBED = ("snip", "min-abs-err", "min-rel-err", *SCORED)
 RULES_AT = [*((policy, unit) for policy in RULES for unit in ("layer", "gemm")), ("backward-first", "gemm")]
 SHARING_AT = [*RULES_AT, *((policy, unit) for policy in PROBED for unit in ("layer", "gemm"))]
 TARGETS = (0.0, 0.25, 0.5, 0.75, 0.8, 1.0)
-TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-SIZES = {  # in_features * out_features of a Llama with grouped queries
-    "self_attn.q_proj": 64 * 64,
-    "self_attn.k_proj": 64 * 32,
-    "self_attn.v_proj": 64 * 32,
-    "self_attn.o_proj": 64 * 64,
-    "mlp.gate_proj": 64 * 176,
-    "mlp.up_proj": 64 * 176,
-    "mlp.down_proj": 176 * 64,
-}
-
-
-def llama_flops(blocks: int = 4) -> dict[str, dict[str, float]]:
-    return {
-        f"model.layers.{block}.{name}": dict.fromkeys(GEMMS, 2.0 * size)
-        for block in range(blocks)
-        for name, size in SIZES.items()
-    }
-
-
-def plain_flops(*layers: float) -> dict[str, dict[str, float]]:
-    """One layer per block, `layers.<n>.fc`, each GEMM of the given cost."""
-    return {f"layers.{index}.fc": dict.fromkeys(GEMMS, cost) for index, cost in enumerate(layers)}
-
-
-def setting_of(flops: dict[str, dict[str, float]], **options: Any) -> Setting:
-    config = SnipConfig(**options)
-    return Setting(config, flops, find_stages(list(flops), config))
-
-
-def stage_shares(setting: Setting, assignment: dict[str, dict[str, str]]) -> tuple[float, ...]:
-    """As the plan computes them."""
-    return PrecisionPlan(
-        assignment, setting.flops, setting.stages, PlanProvenance(step=0, policy="snip")
-    ).stage_fp4_fractions
 
 
 def random_table(flops: dict[str, dict[str, float]], seed: int = 0) -> DivergenceTable:
@@ -93,22 +60,7 @@ def decided(setting: Setting, seed: int = 0) -> dict[str, dict[str, str]]:
     return setting.assignment(solution["choices"])
 
 
-def assert_complete(setting: Setting, assignment: dict[str, dict[str, str]]) -> None:
-    assert list(assignment) == list(setting.flops)
-    for formats in assignment.values():
-        assert set(formats) == set(GEMMS)
-        if setting.config.granularity == "layer":
-            assert len(set(formats.values())) == 1
-
-
 # ----------------------------------------------------------------------------------------------------- the target share
-
-
-LISTS = (
-    tuple(name for name in llama_flops() if ".0." in name or ".3." in name),
-    tuple(name for name in llama_flops() if ".1." in name),
-    tuple(name for name in llama_flops() if ".2." in name),
-)
 
 
 @pytest.mark.parametrize(("policy", "granularity"), SHARING_AT)
@@ -763,13 +715,15 @@ def test_a_frozen_weight_s_gradient_weighs_nothing_by_time_either() -> None:
 
 
 def test_only_what_aims_at_a_share_needs_weights() -> None:
-    found = {policy for policy in POLICIES if needs_weights(SnipConfig(policy=policy, granularity="gemm"))}
+    options: dict[str, Any] = {"granularity": "gemm", "formats": ("fp4", "bf16")}
+    found = {policy for policy in POLICIES if needs_weights(SnipConfig(policy=policy, **options))}
     assert found == {*RULES, "backward-first", *PROBED}
     assert not any(needs_weights(SnipConfig(policy=policy, fixed_plan="plan.json")) for policy in POLICIES)
 
 
 def test_only_the_measuring_policies_need_a_probe_and_a_plan_file_needs_none() -> None:
-    found = {policy for policy in POLICIES if needs_probe(SnipConfig(policy=policy, granularity="gemm"))}
+    options: dict[str, Any] = {"granularity": "gemm", "formats": ("fp4", "bf16")}
+    found = {policy for policy in POLICIES if needs_probe(SnipConfig(policy=policy, **options))}
     assert found == set(PROBED)
     assert not any(needs_probe(SnipConfig(policy=policy, fixed_plan="plan.json")) for policy in POLICIES)
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from snip_hf.config import SnipConfig
-from snip_hf.costs.budget import MeasuredCost
 from snip_hf.costs.gemm_timing import Machine
+from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan

@@ -41,7 +41,7 @@ def norm(model: nn.Module) -> float:
 
 def factor(model: nn.Module, watch: StepWatch) -> float:
     watch.end()
-    return watch.clip_factor(gradients_of(model), Ranks())
+    return watch.clipping.factor(gradients_of(model), Ranks())
 
 
 # ------------------------------------------------------------------------------------------------------------- clipping
@@ -175,7 +175,7 @@ def test_every_rank_s_part_of_the_gradients_counts() -> None:
         before = norm(model)
         nn.utils.clip_grad_value_(model.parameters(), 1e-3 * (1 + ranks.rank))
         watch.end()
-        return watch.clip_factor(gradients_of(model), ranks), before, norm(model)
+        return watch.clipping.factor(gradients_of(model), ranks), before, norm(model)
 
     found = on_ranks(3, work)
     before, after = (sum(result[index] ** 2 for result in found) ** 0.5 for index in (1, 2))
@@ -191,7 +191,7 @@ def test_the_batch_is_a_part_and_the_counts_are_of_the_whole() -> None:
     batch["labels"][0, :4] = -100
     watch = watch_of(a_model(), batch, probe_tokens=20)
     assert torch.equal(watch.batch.kwargs["input_ids"], batch["input_ids"][[0, 2]])
-    assert (watch.tokens, watch.labelled) == (40, 4 * 9 - 3)  # the first token's label is not counted
+    assert watch.counts == (40, 4 * 9 - 3)  # the first token's label is not counted
     assert watch_of(a_model(), batch).batch.tokens == 40
 
 
@@ -200,7 +200,7 @@ def test_a_batch_that_cannot_be_probed_raises_when_it_is_asked_for() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match=r"^The batch has no labels \(its keys are input_ids\)"):
             _ = watch.batch
-    assert (watch.tokens, watch.labelled) == (0, 0)
+    assert watch.counts == (0, 0)
 
 
 def hooked(model: nn.Module) -> set[str]:
@@ -224,4 +224,4 @@ def test_after_the_end_a_backward_pass_is_not_noted() -> None:
     noted = norm(model)
     watch.end()
     model(**tokens(seed=2))["loss"].backward()
-    assert watch.clip_factor(gradients_of(model), Ranks()) == pytest.approx(norm(model) / noted, rel=1e-5)
+    assert watch.clipping.factor(gradients_of(model), Ranks()) == pytest.approx(norm(model) / noted, rel=1e-5)

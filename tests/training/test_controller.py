@@ -601,8 +601,8 @@ def test_launches_under_which_nothing_can_be_probed_are_refused_even_in_one_proc
 ) -> None:
     for accelerator in (fake_accelerator(**setting), fake_accelerator(state=SimpleNamespace(**setting), **setting)):
         assert refusal(lambda it=accelerator: check_launch(SnipConfig(policy="min-abs-err"), it)) == (
-            f"policy='min-abs-err' cannot probe a model under {reason}, or use a policy that needs no probe, such as a "
-            "plan file or policy='layer-position'."
+            f"policy='min-abs-err' cannot probe a model under {reason}, or use a plan file or a policy that needs no "
+            "probe, such as policy='layer-position'."
         )
         check_launch(SnipConfig(policy="random"), accelerator)
         check_launch(SnipConfig(fixed_plan="plan.json"), accelerator)

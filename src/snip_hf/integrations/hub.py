@@ -161,14 +161,22 @@ def _as_text(name: str) -> str:
 
 def _target(plan: PrecisionPlan) -> str:
     fraction = plan.provenance.target_fp4_fraction
+    speedup = (plan.provenance.config or {}).get("target_linear_speedup")
     policy = POLICIES.get(plan.provenance.policy)
-    if fraction is None or (policy is not None and not policy.aims_at_share):
+    if policy is not None and not policy.aims_at_share:
+        return "none"
+    if isinstance(speedup, float | int):
+        return f"linears at {speedup:g} times BF16's speed or more"
+    if fraction is None:
         return "none"
     return f"at least {fraction:.1%} of the linear FLOPs in FP4"
 
 
 def _attained(plan: PrecisionPlan) -> str:
     text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (not a reduction of FLOPs)"
+    speedup = plan.linear_speedup()
+    if speedup is not None:
+        text = f"{text}, linears at {speedup:.2f} times BF16's speed"
     if len(plan.stages) == 1:
         return text
     return f"{text}; {min(plan.stage_fp4_fractions):.1%} or more in each of {len(plan.stages)} stages"

@@ -44,6 +44,8 @@ class Backend(ABC):
     name: ClassVar[str]
     is_emulation: ClassVar[bool] = False
     """Whether it is slower than the compute dtype's own GEMMs."""
+    recompiles_for_bf16: ClassVar[bool] = False
+    """Whether torch.compile compiles a layer again when a GEMM of it changes to or from no quantization."""
 
     @abstractmethod
     def lacks(self, device: torch.device) -> str | None:

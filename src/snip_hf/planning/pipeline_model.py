@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ..config import SnipConfig
-from ..costs.budget import predicted_times
+from ..costs.measured_cost import predicted_times
 from ..estimation.table import DivergenceTable
 from ..numerics.formats import REFERENCE
 from ..numerics.gemms import GEMMS

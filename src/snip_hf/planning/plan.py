@@ -17,9 +17,10 @@ from typing import Any
 
 from torch import nn
 
-from ..costs.budget import MeasuredCost
 from ..costs.flops import Weights
 from ..costs.gemm_timing import Machine, check_seconds
+from ..costs.measured_cost import MeasuredCost
+from ..costs.rates import GemmTimes, linear_times, speedup
 from ..json_io import read_json, write_json_atomic
 from ..layers.state import snip_linears
 from ..numerics.formats import FORMATS, check_format
@@ -99,6 +100,34 @@ class PrecisionPlan:
             return None
         weights = self.measured.weights
         return tuple(self._fp4_fraction(stage, weights) for stage in self.stages)
+
+    def linear_speedup(self, rates: str | None = None) -> float | None:
+        """Returns the time of the planned GEMMs in BF16 by their time in the plan; None: nothing tells the speeds.
+
+        Args:
+            rates: a table of `costs.rates`. None: the measured times, or else the table that the plan's config names.
+
+        Raises:
+            KeyError: there is no such table, or it does not have a format of the plan.
+        """
+        times = self._times(rates)
+        return None if times is None else speedup(self.assignment, self.assignment, times)
+
+    def stage_linear_speedups(self, rates: str | None = None) -> tuple[float, ...] | None:
+        """`linear_speedup` of each stage alone."""
+        times = self._times(rates)
+        return None if times is None else tuple(speedup(stage, self.assignment, times) for stage in self.stages)
+
+    def _times(self, rates: str | None) -> GemmTimes | None:
+        used = {name for row in self.assignment.values() for name in row.values()}
+        if rates is not None:
+            return linear_times(self.flops, used, rates, None)
+        own = (self.provenance.config or {}).get("rates")
+        timed = self.measured is not None and used <= set(self.measured.formats)
+        try:
+            return linear_times(self.flops, used, own, self.measured if timed else None)
+        except (KeyError, TypeError):  # no table, or a plan from elsewhere whose config names anything
+            return None
 
     def _fp4_fraction(self, layers: Iterable[str], weights: Weights) -> float:
         pairs = [(self.assignment[layer][gemm], weights[layer][gemm]) for layer in layers for gemm in GEMMS]

@@ -7,9 +7,9 @@ from typing import Any
 from ..config import POLICIES
 from ..estimation.layer_sums import LAYER
 from ..estimation.table import DivergenceTable
-from ..numerics.formats import FORMATS
 from ..policies.registry import Policy, cost_of
-from ..policies.setting import Assignment, Setting, tied_groups
+from ..policies.setting import Assignment, Setting, check_attainable
+from ..policies.ties import tied_groups
 
 
 def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> dict[str, Any]:
@@ -19,28 +19,32 @@ def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> d
         setting: config, FLOPs, stages and measured costs of the run.
         table: the divergences, with a row for every layer, GEMM and format.
         in_force: the assignment in force, for the switching cost.
+
+    Raises:
+        ValueError: the policy cannot price the table, or the measured times show that no plan meets the target.
     """
     config = setting.config
+    check_attainable(setting, config.formats)
     cost = cost_of(config, table)
     rows = {(row.layer, row.gemm, row.format): row for row in table.rows}
     groups, constraints = [], []
     count = sum(len(setting.groups(stage)) for stage in setting.stages)
     policy: Policy = POLICIES[config.policy]
     for index, stage in enumerate(setting.stages):
-        shares = setting.shares(stage)
-        for group in shares:
+        weights = setting.option_weights(stage)
+        for group, weight_of in weights.items():
             members = setting.members(group)
             layer, gemm = members[0] if config.granularity == "gemm" else (group, LAYER)
             options = []
             for fmt in reversed(config.formats):
                 changes = any(in_force[name][part] != fmt for name, part in members)
-                # A layer that took no part in the probe (an expert without tokens) has no row and costs nothing.
+                # BF16 has no row and costs nothing, as do layers that took no part in the probe (experts without
+                # tokens).
                 damage = cost(rows[layer, gemm, fmt]) if (layer, gemm, fmt) in rows else 0.0
-                weight = shares[group] if FORMATS[fmt].counts_as_fp4 else 0.0
-                extra = config.switching_cost / count * changes + policy.spare * weight
-                options.append({"name": fmt, "cost": damage + extra, "weight": weight})
+                extra = config.switching_cost / count * changes + policy.spare * weight_of[fmt]
+                options.append({"name": fmt, "cost": damage + extra, "weight": weight_of[fmt]})
             groups.append({"name": group, "options": options})
-        constraints.append({"name": f"stage {index}", "groups": list(shares), "minimum": config.target_fp4_fraction})
+        constraints.append({"name": f"stage {index}", "groups": list(weights), "minimum": setting.least_weight})
     return {
         "groups": groups,
         "constraints": constraints,

@@ -12,10 +12,9 @@ from typing import Any
 
 from ..config import SnipConfig
 from .registry import Policy, register_policy
-from .setting import Setting, block_of, tied_groups
-
-# Shares are sums of floating-point numbers: what is short of the target by this much attains it.
-_TOLERANCE = 1e-9
+from .setting import TOLERANCE, Setting, check_attainable
+from .stages import block_of
+from .ties import tied_groups
 
 
 def _fill(setting: Setting, stage: Sequence[str], order: Sequence[str]) -> dict[str, str]:
@@ -24,26 +23,30 @@ def _fill(setting: Setting, stage: Sequence[str], order: Sequence[str]) -> dict[
     Where the next unit would meet the target, the smallest remaining one that does takes its place; what then turns
     out not to be needed goes back to the most precise one, the last one first. Tied groups are one unit.
     """
+    config = setting.config
+    low, high = config.least_precise, config.most_precise
+    weights = setting.option_weights(stage)
     tied = {name: tuple(tie) for tie in tied_groups(setting) for name in tie}
-    units = list(dict.fromkeys(tied.get(group, (group,)) for group in order))
-    shares = setting.shares(stage)
-    share = {unit: sum(shares[group] for group in unit) for unit in units}
-    missing = setting.config.target_fp4_fraction - _TOLERANCE
+    gains = {
+        unit: sum(weights[group][low] - weights[group][high] for group in unit)
+        for unit in dict.fromkeys(tied.get(group, (group,)) for group in order)
+    }
+    units = [unit for unit, gain in gains.items() if gain > 0]
+    missing = setting.least_weight - sum(row[high] for row in weights.values()) - TOLERANCE
     chosen: list[tuple[str, ...]] = []
     while missing > 0:
         unit = units[0]
-        if share[unit] >= missing:
-            unit = min((unit for unit in units if share[unit] >= missing), key=lambda unit: share[unit])
+        if gains[unit] >= missing:
+            unit = min((unit for unit in units if gains[unit] >= missing), key=lambda unit: gains[unit])
         units.remove(unit)
         chosen.append(unit)
-        missing -= share[unit]
+        missing -= gains[unit]
     for unit in reversed(list(chosen)):
-        if missing + share[unit] <= 0:
+        if missing + gains[unit] <= 0:
             chosen.remove(unit)
-            missing += share[unit]
-    low = {group for unit in chosen for group in unit}
-    config = setting.config
-    return {group: config.least_precise if group in low else config.most_precise for group in order}
+            missing += gains[unit]
+    in_low = {group for unit in chosen for group in unit}
+    return {group: low if group in in_low else high for group in order}
 
 
 def _random_order(setting: Setting, stage: Sequence[str]) -> list[str]:
@@ -100,6 +103,7 @@ def rule(name: str, order: Callable[[Setting, Sequence[str]], list[str]], **fact
     """Returns the policy that fills each stage in the order that `order(setting, layers)` gives its groups."""
 
     def assign(setting: Setting) -> dict[str, dict[str, str]]:
+        check_attainable(setting, (setting.config.least_precise, setting.config.most_precise))
         choices: dict[str, str] = {}
         for stage in setting.stages:
             choices |= _fill(setting, stage, order(setting, stage))

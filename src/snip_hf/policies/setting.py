@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..config import SnipConfig
-from ..costs.budget import MeasuredCost
 from ..costs.flops import Weights
+from ..costs.measured_cost import MeasuredCost
+from ..costs.rates import linear_times
+from ..numerics.formats import FORMATS, UNQUANTIZED
 from ..numerics.gemms import GEMMS
+from .ties import tied_groups
+
+# Weights are sums of floating-point numbers: what is short of the target by this much attains it.
+TOLERANCE = 1e-9
 
 Assignment = Mapping[str, Mapping[str, str]]
 
@@ -50,6 +55,40 @@ class Setting:
             for group in self.groups(stage)
         }
 
+    @property
+    def least_weight(self) -> float:
+        """What the chosen options of a stage add up to at least (`option_weights`): the target.
+
+        A speed-up of s is a saving of 1 - 1/s.
+        """
+        config = self.config
+        if config.target_linear_speedup is not None:
+            return 1 - 1 / config.target_linear_speedup
+        assert config.target_fp4_fraction is not None
+        return config.target_fp4_fraction
+
+    def option_weights(self, stage: Sequence[str]) -> dict[str, dict[str, float]]:
+        """Returns group -> format -> what the option counts towards the target of its stage.
+
+        Under `target_fp4_fraction` a format of at most 4 bits counts the group's share, any other one nothing. Under
+        `target_linear_speedup` each counts what it saves: the group's time in BF16 less its time in the format, by the
+        time of the whole stage in BF16. BF16 counts 0, what is slower than BF16 less than 0.
+        """
+        formats = self.config.formats
+        if self.config.target_linear_speedup is None:
+            return {
+                group: {name: share if FORMATS[name].counts_as_fp4 else 0.0 for name in formats}
+                for group, share in self.shares(stage).items()
+            }
+        times = linear_times(self.flops, formats, self.config.rates, self.measured)
+        high = UNQUANTIZED.name
+        whole = math.fsum(times[layer][gemm][high] for layer in stage for gemm in GEMMS)
+        cells = {group: [times[layer][gemm] for layer, gemm in self.members(group)] for group in self.groups(stage)}
+        return {
+            group: {name: math.fsum(row[high] - row[name] for row in rows) / whole for name in formats}
+            for group, rows in cells.items()
+        }
+
     def assignment(self, choices: Mapping[str, str]) -> dict[str, dict[str, str]]:
         """Returns layer -> GEMM -> format for a format per group."""
         result: dict[str, dict[str, str]] = {layer: {} for layer in self.flops}
@@ -59,88 +98,23 @@ class Setting:
         return result
 
 
-def find_stages(layers: Sequence[str], config: SnipConfig) -> tuple[tuple[str, ...], ...]:
-    """Returns the layer names of each stage; the order of `layers` is kept.
+def check_attainable(setting: Setting, formats: Sequence[str]) -> None:
+    """Refuses a speed-up that not even the fastest of the formats reaches, which measured times may show.
 
     Raises:
-        ValueError: more stages than blocks, or explicit stages that do not hold every layer exactly once.
+        ValueError: says which stage, and the largest attainable.
     """
-    if config.stages is None:
-        return (tuple(layers),)
-    if isinstance(config.stages, int):
-        blocks = list(dict.fromkeys(block_of(layer) for layer in layers))
-        if config.stages > len(blocks):
+    target = setting.config.target_linear_speedup
+    if target is None:
+        return
+    tied = {name: tuple(tie) for tie in tied_groups(setting) for name in tie}
+    for index, stage in enumerate(setting.stages):
+        weights = setting.option_weights(stage)
+        units = dict.fromkeys(tied.get(group, (group,)) for group in weights)
+        largest = sum(max(sum(weights[group][name] for group in unit) for name in formats) for unit in units)
+        if largest < setting.least_weight - TOLERANCE:
             raise ValueError(
-                f"stages={config.stages} but the model has {len(blocks)} blocks; expected at most one stage each."
+                f"target_linear_speedup={target!r} is out of reach in stage {index}: with every GEMM in the fastest of "
+                f"the formats {', '.join(formats)} it is {1 / (1 - largest):.4g}, the largest attainable. Lower it, or "
+                "add a faster format."
             )
-        stage_of = {block: index * config.stages // len(blocks) for index, block in enumerate(blocks)}
-        return tuple(
-            tuple(layer for layer in layers if stage_of[block_of(layer)] == stage) for stage in range(config.stages)
-        )
-    named = Counter(layer for stage in config.stages for layer in stage)
-    swapped = set(layers)
-    wrong = [layer for layer in (*named, *layers) if named[layer] != 1 or layer not in swapped]
-    if wrong:
-        raise ValueError(
-            f"stages: layer {wrong[0]!r} is named {named[wrong[0]]} times and is "
-            f"{'a' if wrong[0] in layers else 'no'} swapped layer; expected every swapped layer in exactly one stage."
-        )
-    return config.stages
-
-
-def check_ties(setting: Setting) -> None:
-    """Refuses ties that could not hold.
-
-    Raises:
-        ValueError: a name that no swapped layer ends in, or siblings in different stages.
-    """
-    stage_of = {layer: index for index, stage in enumerate(setting.stages) for layer in stage}
-    last_names = {layer.rpartition(".")[2] for layer in stage_of}
-    for names in setting.config.ties:
-        for name in names:
-            if name not in last_names:
-                raise ValueError(
-                    f"ties: no swapped layer's last name is {name!r}; the last names are "
-                    f"{', '.join(sorted(last_names))}."
-                )
-        stages: dict[str, int] = {}
-        for layer, stage in stage_of.items():
-            parent, _, last = layer.rpartition(".")
-            if last in names and stages.setdefault(parent, stage) != stage:
-                raise ValueError(
-                    f"ties: the tied layers of {parent!r} are in stages {stages[parent]} and {stage}; expected all of "
-                    "them in one stage."
-                )
-
-
-def block_of(layer: str) -> str:
-    """Returns the name of the block that a layer is in: up to and with the first number ("model.layers.3")."""
-    match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", layer)
-    return match.group() if match else layer
-
-
-def split_layer(layer: str) -> tuple[str, str]:
-    """Returns block and rest: "a.layers.3.mlp.up_proj" -> ("a.layers.3", "mlp.up_proj"); ("", layer) if none."""
-    block = block_of(layer)
-    return ("", layer) if block == layer else (block, layer[len(block) + 1 :])
-
-
-def siblings(setting: Setting) -> list[list[str]]:
-    """Returns the lists of layers that share their formats: siblings whose last names `config.ties` puts together."""
-    tied: list[list[str]] = []
-    for stage in setting.stages:
-        for names in setting.config.ties:
-            parents: dict[str, list[str]] = {}
-            for layer in stage:
-                parent, _, last = layer.rpartition(".")
-                if last in names:
-                    parents.setdefault(parent, []).append(layer)
-            tied += [layers for layers in parents.values() if len(layers) > 1]
-    return tied
-
-
-def tied_groups(setting: Setting) -> list[list[str]]:
-    """Returns the lists of groups that must share a format."""
-    if setting.config.granularity == "layer":
-        return siblings(setting)
-    return [[f"{layer}:{gemm}" for layer in layers] for layers in siblings(setting) for gemm in GEMMS]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..config import SnipConfig
-from ..estimation.layer_sums import LAYER
 from ..estimation.table import Divergence, DivergenceTable
 from .registry import Policy, register_policy
+from .totals import first_total
 
 # Steps over which the objective "horizon" adds up.
 _HORIZON = 100
@@ -35,11 +35,14 @@ def snip_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergenc
         (config.loss_divergence_factor, lambda row: row.loss_divergence),
         (config.weight_divergence_factor * _WEIGHT_SHARES[config.objective], _WEIGHT_PARTS[config.objective]),
     ]
-    whole = [row for row in table.rows if row.format == config.least_precise and row.gemm == LAYER]
-    # Divergences in the form "taylor" may be below 0.
-    totals = [sum(abs(part(row)) for row in whole) for _, part in parts]
+    totals = [first_total(config, table, _size(part)) for _, part in parts]
     scaled = [(weight / total, part) for (weight, part), total in zip(parts, totals, strict=True) if total > 0]
     return lambda row: sum(weight * part(row) for weight, part in scaled)
+
+
+def _size(part: Callable[[Divergence], float]) -> Callable[[Divergence], float]:
+    # Divergences in the form "taylor" may be below 0.
+    return lambda row: abs(part(row))
 
 
 register_policy(Policy(name="snip", cost=snip_cost, weighs_updates=True))

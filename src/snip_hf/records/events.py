@@ -21,7 +21,7 @@ from .values import entry_of, list_of, mapping_of, number_of, short, step_of, te
 
 _MOST_LAYERS = 100_000
 # Of a refresh, which may be absent.
-_NUMBERS = ("fp4_time_fraction", "objective", "bound", "gap")
+_NUMBERS = ("fp4_time_fraction", "linear_speedup", "objective", "bound", "gap")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +161,9 @@ class Refresh(RefreshBegun):
     fp4_time_fraction: float | None = None
     """None: nothing was measured."""
     stage_fp4_time_fractions: tuple[float | None, ...] = ()
+    linear_speedup: float | None = None
+    """None: neither rates nor times tell."""
+    stage_linear_speedups: tuple[float | None, ...] = ()
     changes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """"layer:gemm" -> (old format, new format)."""
     layers_changed: int = 0
@@ -188,6 +191,9 @@ class Refresh(RefreshBegun):
         if self.fp4_time_fraction is not None:
             record["fp4_time_fraction"] = self.fp4_time_fraction
             record["stage_fp4_time_fractions"] = list(self.stage_fp4_time_fractions)
+        if self.linear_speedup is not None:
+            record["linear_speedup"] = self.linear_speedup
+            record["stage_linear_speedups"] = list(self.stage_linear_speedups)
         record["changes"] = {cell: list(pair) for cell, pair in self.changes.items()}
         record["layers_changed"] = self.layers_changed
         if self.applied_step is not None:
@@ -222,6 +228,7 @@ class Refresh(RefreshBegun):
             changes=_changes(entry_of(record, "changes"), cells or {}),
             stage_fp4_fractions=_numbers(record, "stage_fp4_fractions"),
             stage_fp4_time_fractions=_numbers(record, "stage_fp4_time_fractions"),
+            stage_linear_speedups=_numbers(record, "stage_linear_speedups"),
             **numbers,
             **texts,
         )
@@ -321,6 +328,8 @@ def _shares(plan: PrecisionPlan) -> dict[str, Any]:
         "stage_fp4_fractions": plan.stage_fp4_fractions,
         "fp4_time_fraction": plan.fp4_time_fraction,
         "stage_fp4_time_fractions": plan.stage_fp4_time_fractions or (),
+        "linear_speedup": plan.linear_speedup(),
+        "stage_linear_speedups": plan.stage_linear_speedups() or (),
     }
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config import SnipConfig, current_names
-from ..costs.budget import MeasuredCost
+from ..costs.measured_cost import MeasuredCost
 from ..planning.plan import PrecisionPlan
 from .divergences import read_divergence
 from .events import DriftCheck, Refresh, Start

@@ -23,7 +23,7 @@ from matplotlib.ticker import MaxNLocator
 from ..json_io import write_atomic
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
-from ..policies.setting import split_layer
+from ..policies.stages import split_layer
 from ..records.load import Run, thinned
 from ..records.run_folder import FOLDER
 from ..text import printable

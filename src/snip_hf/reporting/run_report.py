@@ -17,7 +17,8 @@ from ..numerics.formats import FORMATS
 from ..planning.pipeline_model import check_ties_are_few
 from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.program import problem
-from ..policies.setting import Setting, split_layer
+from ..policies.setting import Setting
+from ..policies.stages import split_layer
 from ..records.load import Run, load_run, thinned
 from ..records.values import short
 from .figures import write_figures
@@ -54,11 +55,17 @@ def _print_run(run: Run, console: Console, micro_batches: int | None = None) -> 
         policy = f"plan file {_shown(config['fixed_plan'])}, held fixed"
     plan = _in_force(run)
     by_time = config.get("budget") == "measured"
-    target = f"{_shown(config.get('target_fp4_fraction'))}{' of the measured time' * by_time}"
+    target = f"target FP4 share {_shown(config.get('target_fp4_fraction'))}{' of the measured time' * by_time}"
+    if config.get("target_linear_speedup") is not None:
+        target = f"target speed-up of the linears {_shown(config['target_linear_speedup'])}"
     time = "" if plan.measured is None else f" and {plan.fp4_time_fraction:.4f} of their measured time"
+    speedup = plan.linear_speedup()
+    if speedup is not None:
+        source = "measured" if plan.measured is not None else f"{_shown(config.get('rates'))} rates"
+        time += f". The linears run at {speedup:.4f} times BF16's speed ({source})"
     say(
         console,
-        f"{policy[0].upper()}{policy[1:]}, granularity {_shown(config.get('granularity'))}, target FP4 share {target}, "
+        f"{policy[0].upper()}{policy[1:]}, granularity {_shown(config.get('granularity'))}, {target}, "
         f"attained {plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}. Model: "
         f"{_shown(plan.provenance.model_name or 'not named')}.",
     )
@@ -176,8 +183,10 @@ def _fixed(value: float | None, digits: int = 4) -> str:
 def reason_table(run: Run) -> Table | None:
     """Why the last applied plan is as it is: what FP4 would cost each group of the program per share of FLOPs or time.
 
-    Within a stage FP4 goes to the groups with the lowest price, as far as whole groups fit the target. None if the run
-    has no table of divergences for its last applied refresh, or lacks the times that it was decided by.
+    FP4 stands for the least precise format; the price is that of going there from the most precise one. Between two
+    formats, the least precise goes to the groups of a stage with the lowest price, as far as whole groups fit the
+    target. None if the run has no table of divergences for its last applied refresh, or lacks the times that it was
+    decided by.
 
     Raises:
         ValueError, TypeError: the run's config is none that this version knows.
@@ -200,9 +209,13 @@ def reason_table(run: Run) -> Table | None:
     prices = {}
     for group in program["groups"]:
         high, *_, low = group["options"]  # the most precise first
-        prices[group["name"]] = (low["cost"] - high["cost"]) / low["weight"] if low["weight"] > 0 else 0.0
+        gain = low["weight"] - high["weight"]
+        prices[group["name"]] = (low["cost"] - high["cost"]) / gain if gain > 0 else 0.0
     weight = "FLOPs" if plan.measured is None else "measured time"
-    table = new_table(f"Why (probe of step {step}; price: extra cost of FP4 per share of the stage's {weight})")
+    if config.target_linear_speedup is not None:
+        weight = "time in BF16 that it saves"
+    label = FORMATS[config.least_precise].label
+    table = new_table(f"Why (probe of step {step}; price: extra cost of {label} per share of the stage's {weight})")
     for heading in ("stage", "layer", "loss\ndivergence", "weight\ndivergence", "price", "format"):
         table.add_column(heading, justify="left" if heading == "layer" else "right")
     order = sorted(prices, key=lambda group: (stage_of[group], prices[group]))

@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..costs.budget import cost_shares, describe_cost
+from ..costs.measured_cost import cost_shares, describe_cost
 from ..estimation.table import Divergence, DivergenceTable
 from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
 from ..planning.pipeline_model import ConstraintComparison, PipelineTimes, compare_constraints, pipeline_times
 from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.solver.solution import SolverError
-from ..policies.setting import split_layer
+from ..policies.stages import split_layer
 from ..text import printable
 
 # What a table shows at most: the blocks of every model of today, the kinds of linears of one without single experts.
@@ -133,7 +133,7 @@ def print_stages(
             f"Against one global constraint, one per stage saves {comparison.time_saved:.2%} of the step's time and "
             f"{comparison.bubble_saved:.4f} of the bubble."
         )
-    unit = "measured" if times.measured else "modelled, FP4 at 2x FP8, 1 is all linears in FP8"
+    unit = "measured" if times.measured else f"modelled, {_modelled(plan)}, 1 is all linears in FP8"
     say(
         console,
         f"{sentence} Times are of the linears, forward and backward ({unit}): a stage's for one micro-batch, a step's "
@@ -144,7 +144,7 @@ def print_stages(
 def stage_table(plan: PrecisionPlan) -> Table:
     """FP4 shares and predicted times of each stage and of all, for one micro-batch, forward and backward."""
     times = pipeline_times(plan)
-    basis = "modelled: FP4 at 2x FP8" if plan.measured is None else f"measured: {plan.measured.machine.device}"
+    basis = f"modelled: {_modelled(plan)}" if plan.measured is None else f"measured: {plan.measured.machine.device}"
     table = new_table(f"Stages ({basis})")
     unit, scale = _time_unit(times)
     columns = {"FP4 share\nof FLOPs": [*plan.stage_fp4_fractions, plan.fp4_fraction]}
@@ -160,6 +160,13 @@ def stage_table(plan: PrecisionPlan) -> Table:
     for name, size, time, *shares in [*rows[: _MOST_ROWS - 1], *rows[-1:]] if len(rows) > _MOST_ROWS else rows:
         table.add_row(name, str(size), *(f"{share:.4f}" for share in shares), f"{scale * time:.4g}")
     return table
+
+
+def _modelled(plan: PrecisionPlan) -> str:
+    """Returns the speeds that the modelled times of a plan assume."""
+    used = {name for formats in plan.assignment.values() for name in formats.values()} - {REFERENCE.name}
+    speeds = [f"{fmt.label} at {fmt.speed:g}x {REFERENCE.label}" for name, fmt in FORMATS.items() if name in used]
+    return ", ".join(speeds) or f"all in {REFERENCE.label}"
 
 
 def bubble_table(times: PipelineTimes, comparison: ConstraintComparison | None) -> Table:

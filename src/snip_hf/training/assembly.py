@@ -19,8 +19,9 @@ from ..parallel.pipeline import ModelParts, parts_of
 from ..parallel.ranks import Processes
 from ..parallel.wrappers import unwrap
 from ..planning.solver.process import check_solver
+from ..policies.notices import notices
 from ..policies.registry import needs_probe, needs_weights
-from ..policies.setting import Setting
+from ..policies.setting import Setting, check_attainable
 from ..records.event_log import EventLog
 from .checks import check_model, check_parts
 from .drift_check import DriftDetector
@@ -76,6 +77,8 @@ def assemble(
     bare = unwrap(model) if isinstance(model, nn.Module) else ModelParts([unwrap(part) for part in model])
     source = find_source(needs_probe(config), optimizer, model, accelerator)
     kernels = select_backend(config.backend, next(bare.parameters()).device, config.formats)
+    for text in notices(config, kernels.recompiles_for_bf16):
+        log.warning("snip-hf: %s", text)
     if needs_probe(config):
         processes.everyone.by_first(lambda: check_solver(config, log))
     layers = SwappedLayers(bare, config, processes, kernels, getattr(accelerator, "mixed_precision", None), log)
@@ -108,8 +111,11 @@ def _first_in_force(
     path = None if config.timing_file is None else os.path.abspath(config.timing_file)
     timed = replace(config, timing_file=path)
     measure = partial(cost_of_all, model, backend=backend, config=timed, flops=flops, processes=processes, log=log)
-    if config.timing_tokens is not None and needs_weights(config) and not needs_probe(config):
+    # A rule decides now. A speed-up that cannot be reached is to be refused before training, where tokens are known.
+    decides_by_time = needs_weights(config) and (not needs_probe(config) or config.target_linear_speedup is not None)
+    if config.timing_tokens is not None and decides_by_time:
         setting = replace(setting, measured=measure(config.timing_tokens))
+        check_attainable(setting, config.formats)
     name = name_of(model)
     plan = first_plan(setting, name)
     events.folder.hold()

@@ -1,4 +1,4 @@
-"""The optimizer step that is to be probed, as noted while it runs: its first micro-batch, and what clipping does."""
+"""The optimizer step that is to be probed, as noted while it runs: its first micro-batch, its clipping, its counts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..estimation.batch import Batch, BatchCounts
-from ..estimation.samples import read
 from ..layers.layer import SnipLayer
-from ..layers.run_hooks import RunHook
 from ..numerics.random_state import RandomState
-from ..parallel.ranks import Ranks
-from ..parallel.sharding import own_part
+from .clipping import Clipping
 
 
 @dataclass
@@ -47,15 +43,7 @@ class StepWatch:
         self.micro_batches = 0
         """Of the step, known when it ends."""
         self._probe_tokens = probe_tokens
-        self._layers = layers
-        self._squares: dict[str, Tensor] = {}
-        self._is_queued = False
-        # All parameters, since the last one to get its gradient may be none of the layers'.
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(RunHook(self._queue))
-            for parameter in parameters
-            if parameter.requires_grad
-        ]
+        self.clipping = Clipping(layers, parameters)
 
     def take(self, first: TrainingPass) -> None:
         """Takes the step's first micro-batch. One that cannot be probed raises when `batch` is asked for."""
@@ -76,38 +64,4 @@ class StepWatch:
         return self._batch
 
     def end(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def clip_factor(self, gradients: Mapping[str, Tensor], everyone: Ranks) -> float:
-        """Returns what clipping multiplied the gradients by: their norm after it / before it, over the swapped layers.
-
-        Args:
-            gradients: layer -> clipped gradient.
-            everyone: all ranks; each may hold a part of the gradients.
-        """
-        unclipped = sum(read(list(self._squares.values())))
-        clipped = sum(read([_square(gradient) for gradient in gradients.values()]))
-        before, after = (sum(parts) for parts in zip(*everyone.gather([unclipped, clipped]), strict=True))
-        return (after / before) ** 0.5 if before > 0 else 1.0
-
-    def _queue(self, parameter: Tensor) -> None:
-        """Has the gradients noted at the end of the backward pass.
-
-        DDP reduces them over the ranks in a callback of that end; ours comes after it, queued by a callback itself.
-        """
-        if not self._is_queued:
-            self._is_queued = True
-            queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
-            queue(lambda: queue(self._note))
-
-    def _note(self) -> None:
-        self._is_queued = False
-        for name, layer in self._layers.items():
-            if layer.weight.grad is not None:
-                self._squares[name] = _square(layer.weight.grad.detach())
-
-
-def _square(gradient: Tensor) -> Tensor:
-    return own_part(gradient).to(torch.float32).square().sum()
+        self.clipping.end()

@@ -113,7 +113,7 @@ class TorchGradients(GradientSource):
             )
         answers = responses(self._optimizer, weights)
         check_gradients(gradients, bool(answers), everyone)
-        return OptimizerStep(gradients, answers, watch.clip_factor(gradients, everyone), watch.micro_batches)
+        return OptimizerStep(gradients, answers, watch.clipping.factor(gradients, everyone), watch.micro_batches)
 
     def holds(self, weight: Tensor) -> bool:
         return self._watch.holds(weight)

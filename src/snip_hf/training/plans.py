@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 
 from ..config import SnipConfig
-from ..costs.budget import MeasuredCost
 from ..costs.flops import Weights
+from ..costs.measured_cost import MeasuredCost
 from ..parallel.ranks import RankError, describe
 from ..planning.plan import PrecisionPlan
 from ..planning.provenance import PlanProvenance
@@ -41,7 +41,8 @@ def first_plan(setting: Setting, model_name: str) -> PrecisionPlan:
         return _loaded(config.fixed_plan, setting.flops)
     provenance = PlanProvenance(step=0, **_origin(config, model_name))
     if needs_probe(config):
-        return PrecisionPlan.uniform(setting.flops, config.format_at_start, setting.stages, provenance)
+        plan = PrecisionPlan.uniform(setting.flops, config.format_at_start, setting.stages, provenance)
+        return replace(plan, measured=setting.measured)
     return PrecisionPlan(rule_assignment(setting), setting.flops, setting.stages, provenance, setting.measured)
 
 
@@ -69,9 +70,12 @@ def solved_plan(setting: Setting, model_name: str, step: int, result: SolverResu
 
 
 def describe_plan(plan: PrecisionPlan) -> str:
-    """Returns a plan's FP4 shares as the log shows them."""
+    """Returns a plan's FP4 shares, and its speed where that is known, as the log shows them."""
     stages = ", ".join(f"{share:.1%}" for share in plan.stage_fp4_fractions)
     text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (per stage: {stages})"
+    speedup = plan.linear_speedup()
+    if speedup is not None:
+        text = f"{text}, linears at {speedup:.3f} times BF16's speed"
     times = plan.stage_fp4_time_fractions
     if times is None:
         return text

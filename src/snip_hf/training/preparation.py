@@ -14,10 +14,14 @@ from typing import Any
 from torch import nn
 
 from ..config import SnipConfig
-from ..costs.budget import MeasuredCost, describe_cost, measure_cost
 from ..costs.flops import Weights, linear_flops
 from ..costs.gemm_timing import read_times
+<<<<<<< HEAD
 from ..kernels.backend import BACKENDS, Backend, why_emulated
+=======
+from ..costs.measured_cost import MeasuredCost, describe_cost, measure_cost
+from ..kernels.backend import BACKENDS, Backend
+>>>>>>> main
 from ..layers.convert import convert_model
 from ..layers.layer import SnipLayer
 from ..layers.selection import skip_reasons
@@ -26,7 +30,9 @@ from ..parallel.pipeline import Pipeline
 from ..parallel.ranks import Attempt, Processes, Ranks
 from ..planning.checked_values import MAX_TEXT
 from ..planning.plan import read_measured
-from ..policies.setting import Setting, block_of, check_ties, find_stages
+from ..policies.setting import Setting
+from ..policies.stages import block_of, find_stages
+from ..policies.ties import check_ties
 from ..text import printable
 from .checks import check_pipeline
 
@@ -97,7 +103,7 @@ def name_of(model: nn.Module) -> str:
 def cost_of_all(
     model: nn.Module, tokens: int, backend: str, config: SnipConfig, flops: Weights, processes: Processes, log: Any
 ) -> MeasuredCost:
-    """Times the GEMMs of all layers in `flops`, as `budget.measure_cost` does.
+    """Times the GEMMs of all layers in `flops`, as `measured_cost.measure_cost` does.
 
     One rank measures for all that hold the same layers, since each would find other times.
     """

@@ -126,7 +126,7 @@ class Refresher:
         began = self._solving.clock()
         with measured_peak(next(iter(self._probe.layers.present.values())).weight) as peak:
             table = self._probe.divergences(step, watch)
-        if table.totals(config.least_precise)["weight"] == 0 and weighs_updates(config):
+        if not any(table.totals(fmt)["weight"] for fmt in config.quantized_formats) and weighs_updates(config):
             self._say_no_update(step)
         program = problem(setting, table, self._in_force.plan.assignment)
         memory = {"predicted": self._probe.memory(watch), "measured": peak[0]}

@@ -12,7 +12,8 @@ from ..kernels.backend import Backend
 from ..layers.layer import SnipLayer
 from ..layers.state import set_rank, set_step, snip_linears
 from ..parallel.ranks import Processes
-from ..policies.setting import Setting, siblings
+from ..policies.setting import Setting
+from ..policies.ties import siblings
 from .loop_checks import check_layers
 from .preparation import swap, use_backend
 

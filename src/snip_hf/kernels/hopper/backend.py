@@ -21,6 +21,7 @@ class Hopper(Backend):
     """Computes in BF16; layers whose compute dtype is another one run emulated."""
 
     name = "hopper"
+    recompiles_for_bf16 = True
 
     def lacks(self, device: torch.device) -> str | None:
         if device.type != "cuda" or not torch.cuda.is_available():

@@ -21,18 +21,18 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, restore_model
-from snip_hf.costs import budget
 from snip_hf.costs import gemm_timing as gemm_timing_module
-from snip_hf.costs.budget import MeasuredCost, cost_shares, describe_cost, predicted_times
+from snip_hf.costs import measured_cost
 from snip_hf.costs.flops import linear_flops
 from snip_hf.costs.gemm_timing import GemmShape, Machine, read_times
+from snip_hf.costs.measured_cost import MeasuredCost, cost_shares, describe_cost, predicted_times
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.parallel.ranks import Ranks
 from snip_hf.planning.plan import PlanProvenance
 from snip_hf.training import preparation as preparation_module
 
-measure_cost = partial(budget.measure_cost, formats=SnipConfig().formats)
+measure_cost = partial(measured_cost.measure_cost, formats=SnipConfig().formats)
 MACHINE = Machine("a GPU", "2.11.0", "hopper", "bfloat16")
 
 

@@ -1,0 +1,166 @@
+"""A model in training, and the base: its training up to the points at which contenders fork.
+
+On CUDA, products run under BF16 autocast, on a CPU in FP32; what a plan quantizes is quantized either way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
+
+from snip_hf import SnipConfig, SnipController
+from snip_hf.numerics.formats import FORMATS
+
+from .fork_recipe import Fork, ForkRecipe
+from .fork_text import ForkText
+from .training import adamw
+
+_SEQUENCES_PER_EVALUATION = 16
+
+
+class Trainee:
+    """A model, its optimizer and its schedule, at some step of a training.
+
+    Args:
+        recipe: model and training.
+        text: what it is evaluated on, and its vocabulary.
+        device: where.
+        seed: of the first weights.
+    """
+
+    def __init__(self, recipe: ForkRecipe, text: ForkText, device: torch.device, seed: int) -> None:
+        self.device = device
+        self._training, self._text = recipe.base, text
+        torch.manual_seed(seed)
+        vocabulary = {"vocab_size": text.vocab_size, "bos_token_id": None, "eos_token_id": text.eos_token_id}
+        config = AutoConfig.for_model(recipe.model.model_type, **(vocabulary | recipe.model.config))
+        self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
+        self.optimizer = adamw(self.model, self._training.learning_rate, self._training)
+        self.schedule = get_cosine_with_min_lr_schedule_with_warmup(
+            self.optimizer, self._training.warmup_steps, self._training.steps, min_lr_rate=0.1
+        )
+        self._autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+    def save(self, path: Path) -> None:
+        """Writes the state; the file is there as a whole or not at all."""
+        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        state: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
+        unfinished = path.with_suffix(f".{time.time_ns()}")
+        torch.save(state | {"digest": _digest(self.model)}, unfinished)
+        unfinished.replace(path)
+
+    def load(self, path: Path) -> str:
+        """Takes a state that `save` wrote, and returns what tells its weights from others. No layer may be swapped."""
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        digest: str = state["digest"]
+        return digest
+
+    def step(self, number: int, sequences: np.ndarray[Any, Any], controller: SnipController | None) -> Tensor:
+        """Does optimizer step `number` (from 1) and returns the training loss, on the device."""
+        batch = self._batch(sequences)
+        if controller is not None:
+            controller.capture(batch)
+        with self._autocast():
+            loss = self.model(**batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self._training.max_grad_norm)
+        if controller is not None:
+            controller.before_optimizer_step(number)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        if controller is not None:
+            controller.after_step(number)
+        result: Tensor = loss.detach()
+        return result
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Returns the mean loss on the held-out text under the arithmetic in force."""
+        self.model.eval()
+        held_out = self._text.held_out
+        parts = np.array_split(held_out, math.ceil(len(held_out) / _SEQUENCES_PER_EVALUATION))
+        with self._autocast():
+            losses = [self.model(**self._batch(part)).loss.double() * len(part) for part in parts]
+        self.model.train()
+        return float(torch.stack(losses).sum()) / len(held_out)
+
+    def _batch(self, sequences: np.ndarray[Any, Any]) -> dict[str, Tensor]:
+        ids = torch.from_numpy(sequences.astype(np.int64))
+        if self.device.type == "cuda":
+            ids = ids.pin_memory().to(self.device, non_blocking=True)
+        return {"input_ids": ids, "labels": ids}
+
+
+def train_base(recipe: ForkRecipe, text: ForkText, seed: int, device: torch.device, folder: Path) -> None:
+    """Trains a base to its last point and writes its state at each of them.
+
+    Raises:
+        ValueError: the text is too short, or the loss is not finite at a point.
+    """
+    training = recipe.base
+    points = {fork.point for fork in recipe.forks if fork.base_seed == seed}
+    trainee = Trainee(recipe, text, device, seed)
+    controller = None
+    if FORMATS[training.format].is_quantized:
+        config = SnipConfig(policy=f"uniform-{training.format}", backend=recipe.backend, seed=seed)
+        controller = SnipController(trainee.model, trainee.optimizer, config)
+    order = _order(text, seed)
+    for step in range(1, max(points) + 1):
+        rows = order[(step - 1) * training.sequences : step * training.sequences]
+        loss = trainee.step(step, text.train[rows], controller)
+        if step in points:
+            if not math.isfinite(float(loss)):
+                raise ValueError(f"The loss of the base of seed {seed} is {float(loss)} at step {step}; nothing forks.")
+            trainee.save(state_path(recipe, text, Fork(base_seed=seed, point=step, data_seed=0), folder))
+    if controller is not None:
+        controller.close()
+
+
+def state_path(recipe: ForkRecipe, text: ForkText, fork: Fork, folder: Path) -> Path:
+    """Returns the file of the state in which a fork starts."""
+    return folder / f"base-{recipe.base_id(text.digest, fork.base_seed)}-{fork.point}.pt"
+
+
+def sequences_of(recipe: ForkRecipe, text: ForkText, fork: Fork) -> np.ndarray[Any, Any]:
+    """Returns the sequences of a fork's steps, (steps, B, L): those that its base has not seen, in its own order."""
+    count = recipe.base.sequences
+    unseen = _order(text, fork.base_seed)[fork.point * count :]
+    drawn = np.random.default_rng(fork.seed).permutation(unseen)[: recipe.steps * count]
+    return text.train[drawn].reshape(recipe.steps, count, -1)
+
+
+def check_length(recipe: ForkRecipe, text: ForkText) -> None:
+    """Raises ValueError unless the text lasts for the bases and the forks."""
+    last = max(fork.point for fork in recipe.forks)
+    needed = (last + recipe.steps) * recipe.base.sequences
+    if len(text.train) < needed:
+        raise ValueError(
+            f"The text has {len(text.train)} sequences; expected {needed} for {last} + {recipe.steps} steps of "
+            f"{recipe.base.sequences}. Raise train_sequences, or lower forks.points or forks.steps."
+        )
+
+
+def _digest(model: nn.Module) -> str:
+    """Returns what tells weights from others, down to the bit."""
+    hashed = hashlib.sha256()
+    for parameter in model.parameters():
+        hashed.update(parameter.detach().cpu().numpy().tobytes())
+    return hashed.hexdigest()[:12]
+
+
+def _order(text: ForkText, seed: int) -> np.ndarray[Any, Any]:
+    """Returns the order in which a base sees the training sequences."""
+    return np.random.default_rng(seed).permutation(len(text.train))

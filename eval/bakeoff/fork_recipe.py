@@ -1,0 +1,219 @@
+"""What a recipe of forks asks for: a base, the points at which it forks, and the contenders that train on from there.
+
+The keys are described in eval/README.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from recipes.parts.recipe import DataSection, ModelSection, TokenizerSection, build, read_values
+from snip_hf.config import SnipConfig
+from snip_hf.numerics.formats import FORMATS, UNQUANTIZED
+from snip_hf.numerics.gemms import GEMMS
+
+_KEYS = ("data", "tokenizer", "train_sequences", "model", "training", "forks", "snip", "cells")
+_FORK_KEYS = ("base_seeds", "points", "data_seeds", "steps")
+# Which GEMMs run in a cell's format; the others run in BF16.
+GEMM_SETS = {"all": GEMMS, "forward": ("forward",), "backward": ("grad_input", "grad_weight")}
+# Fields of SnipConfig that hold lists themselves.
+_LISTS = ("formats", "ties", "stages", "skip_modules")
+_FORK_DECIDES = ("seed", "fixed_plan", "first_refresh", "refresh_every", "apply_delay", "start_format")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseSection:
+    """How the base trains: AdamW, linear warmup, cosine decay to a tenth, FP32 weights. Forks go on the same way."""
+
+    learning_rate: float
+    steps: int
+    """Steps of the schedule. The base stops at its last point."""
+    sequences: int
+    """Sequences of a step."""
+    warmup_steps: int = 100
+    weight_decay: float = 0.1
+    """Of matrices; vectors have none."""
+    adam_beta2: float = 0.95
+    max_grad_norm: float = 1.0
+    format: str = UNQUANTIZED.name
+    """Of all GEMMs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork:
+    """Where a contender starts: the unit of the comparison."""
+
+    base_seed: int
+    point: int
+    """Steps that the base has done."""
+    data_seed: int
+
+    @property
+    def name(self) -> str:
+        return f"s{self.base_seed}-p{self.point}-d{self.data_seed}"
+
+    @property
+    def seed(self) -> int:
+        """Seed of all random numbers of the fork: the same for every contender."""
+        return zlib.crc32(self.name.encode())
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What runs in a fork: one format for some of the GEMMs, or the plan of a policy."""
+
+    format: str | None
+    gemms: str
+    """Key of `GEMM_SETS`."""
+    settings: Mapping[str, Any]
+    """Fields of SnipConfig for a policy; {} with a format."""
+
+    @property
+    def name(self) -> str:
+        if self.format is not None:
+            return self.format if self.gemms == "all" else f"{self.format}, {self.gemms} GEMMs"
+        config = SnipConfig.from_dict(self.settings)
+        known = ("policy", "formats", "granularity", "target_fp4_fraction", "backend", "solver")
+        parts = [f"{key} {value}" for key, value in self.settings.items() if key not in known]
+        first = f"{config.policy} {{{', '.join(config.formats)}}}"
+        return ", ".join([first, f"{config.target_fp4_fraction:.0%} by {config.granularity}", *parts])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what tells contenders apart, for JSON."""
+        if self.format is not None:
+            return {"format": self.format, "gemms": self.gemms}
+        return dict(self.settings)
+
+    def config(self, fork: Fork, backend: str) -> SnipConfig:
+        """Returns the configuration that makes the contender's plan at the first step of a fork."""
+        own = dict(self.settings)
+        if self.format is not None:
+            quantized = FORMATS[self.format].is_quantized
+            own = {"policy": f"uniform-{self.format}" if quantized else self.format, "backend": backend}
+        when = {"first_refresh": fork.point + 1, "refresh_every": None, "apply_delay": 0}
+        return SnipConfig.from_dict(own | when | {"seed": fork.seed})
+
+
+@dataclass(frozen=True)
+class ForkRecipe:
+    """A checked recipe."""
+
+    data: DataSection
+    tokenizer: TokenizerSection
+    train_sequences: int
+    """Training sequences that the text holds."""
+    model: ModelSection
+    base: BaseSection
+    steps: int
+    """Of a fork."""
+    backend: str
+    """Of every contender and of the base."""
+    forks: tuple[Fork, ...]
+    contenders: tuple[Contender, ...]
+    """The most important first."""
+
+    def setting(self, text: str) -> str:
+        """Returns what tells forks from those of another text, model, base or length."""
+        return _hash([text, asdict(self.model), asdict(self.base), self.steps, self.backend])
+
+    def base_id(self, text: str, seed: int) -> str:
+        """Returns what tells a base from others."""
+        return _hash([text, asdict(self.model), asdict(self.base), self.backend, seed])
+
+    def runs(self, text: str) -> dict[str, tuple[Contender, Fork]]:
+        """Returns id -> contender and fork: all forks of the first contender, then of the second, ...
+
+        Args:
+            text: `ForkText.digest`.
+        """
+        setting = self.setting(text)
+        return {
+            _hash([setting, contender.to_dict(), asdict(fork)]): (contender, fork)
+            for contender in self.contenders
+            for fork in self.forks
+        }
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ForkRecipe:
+    """Reads and checks a recipe.
+
+    Args:
+        path: YAML file; `base` and overrides work as in recipes.
+        overrides: `dotted.key=YAML value`.
+
+    Raises:
+        ValueError, TypeError: an unknown or missing key, or a value out of range; the message names it.
+    """
+    values = read_values(path, overrides)
+    _check_keys(str(path), values, _KEYS)
+    base = build(BaseSection, "training", values["training"])
+    FORMATS.checked(base.format, "training.format")
+    forks = values["forks"]
+    _check_keys("forks", forks, _FORK_KEYS)
+    steps, points = forks["steps"], forks["points"]
+    if not points or min(points) < 1 or max(points) + steps > base.steps:
+        raise ValueError(
+            f"forks.points={points} with forks.steps={steps}; expected points from 1 to {base.steps - steps}, so that "
+            f"forks end within the schedule (training.steps={base.steps})."
+        )
+    contenders = [contender for cell in values["cells"] for contender in _contenders(cell, values["snip"])]
+    every = itertools.product(forks["base_seeds"], points, forks["data_seeds"])
+    return ForkRecipe(
+        data=build(DataSection, "data", values["data"]),
+        tokenizer=build(TokenizerSection, "tokenizer", values["tokenizer"]),
+        train_sequences=values["train_sequences"],
+        model=build(ModelSection, "model", values["model"]),
+        base=base,
+        steps=steps,
+        backend=values["snip"].get("backend", "auto"),
+        forks=tuple(Fork(base_seed=seed, point=point, data_seed=data) for seed, point, data in every),
+        contenders=tuple({json.dumps(one.to_dict(), sort_keys=True): one for one in contenders}.values()),
+    )
+
+
+def _contenders(cell: Mapping[str, Any], common: Mapping[str, Any]) -> Iterator[Contender]:
+    """Yields the contenders of a cell: every list in it is a dimension, but for fields that hold lists themselves."""
+    lists = {key: value if isinstance(value, list) and key not in _LISTS else [value] for key, value in cell.items()}
+    for values in itertools.product(*lists.values()):
+        point = dict(zip(lists, values, strict=True))
+        if "format" not in point:
+            yield _of_policy(point, common)
+            continue
+        gemms = point.pop("gemms", "all")
+        name = FORMATS.checked(point.pop("format"), "cells: format")
+        if point or gemms not in GEMM_SETS:
+            raise ValueError(f"cells: got {cell}; beside format, expected gemms as one of {', '.join(GEMM_SETS)}.")
+        yield Contender(name, gemms, {})
+
+
+def _of_policy(point: Mapping[str, Any], common: Mapping[str, Any]) -> Contender:
+    for name in _FORK_DECIDES:
+        if name in point or name in common:
+            raise ValueError(f"cells: {name} is given, but the fork decides it: plans are made once, at its start.")
+    if "policy" not in point:
+        raise ValueError(f"cells: got {dict(point)}; expected format, or policy and other fields of SnipConfig.")
+    config = SnipConfig.from_dict(dict(common) | dict(point)).to_dict()
+    plain = SnipConfig().to_dict()
+    always = ("policy", "formats", "granularity", "target_fp4_fraction")
+    settings = {name: value for name, value in config.items() if name in always or value != plain[name]}
+    settings.pop("start_format", None)  # follows from the formats
+    return Contender(None, "all", settings)
+
+
+def _check_keys(where: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raises ValueError unless exactly the known keys are there."""
+    for key in (*values, *known):
+        if key not in known or key not in values:
+            what = "unknown" if key in values else "missing"
+            raise ValueError(f"{where}: {what} key {key!r}; the keys are {', '.join(known)}.")
+
+
+def _hash(parts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]

@@ -1,0 +1,82 @@
+"""The text that bases and forks see: one file of tokens, made once, that can be copied to another machine.
+
+Legend: N sequences of L tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .fork_recipe import ForkRecipe
+
+_LARGEST_VOCABULARY = 2**16
+
+
+@dataclass(frozen=True)
+class ForkText:
+    """Sequences of tokens and the size of their vocabulary."""
+
+    train: np.ndarray[Any, Any]
+    """(N, L), uint16."""
+    held_out: np.ndarray[Any, Any]
+    """(N, L), uint16."""
+    vocab_size: int
+    eos_token_id: int
+
+    @cached_property
+    def digest(self) -> str:
+        """What tells this text from others."""
+        hashed = hashlib.sha256(np.ascontiguousarray(self.train).tobytes())
+        hashed.update(np.ascontiguousarray(self.held_out).tobytes())
+        return hashed.hexdigest()[:12]
+
+
+def write_text(recipe: ForkRecipe, path: Path) -> ForkText:
+    """Trains the tokenizer, packs the text, writes it to `path` and returns it.
+
+    Raises:
+        ValueError: the text has fewer sequences than the recipe wants, or the vocabulary does not fit into 16 bits.
+    """
+    # `datasets` is needed here alone, and not there on every machine that runs forks.
+    from recipes.parts.data import load_documents, load_tokenizer, packed_sequences
+
+    section, wanted = recipe.data, recipe.train_sequences
+    paths = {name: tuple(map(os.path.expandvars, getattr(section, name))) for name in ("files", "validation_files")}
+    train, held_out = load_documents(replace(section, **paths))
+    tokenizer = load_tokenizer(recipe.tokenizer, None, train)
+    if len(tokenizer) > _LARGEST_VOCABULARY:
+        raise ValueError(f"tokenizer: got {len(tokenizer)} tokens; expected at most {_LARGEST_VOCABULARY}.")
+    counts = (wanted, section.validation_sequences)
+    rows = [
+        [row["input_ids"] for row in islice(packed_sequences(documents, tokenizer, section.sequence_length), count)]
+        for documents, count in zip((train, held_out), counts, strict=True)
+    ]
+    for name, found, count in zip(("train_sequences", "data.validation_sequences"), rows, counts, strict=True):
+        if len(found) < count:
+            raise ValueError(f"{name}={count}, but the text has {len(found)}. Give more text or ask for fewer.")
+    text = ForkText(*(np.array(part, np.uint16) for part in rows), len(tokenizer), tokenizer.eos_token_id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    numbers = np.array([text.vocab_size, text.eos_token_id])
+    np.savez(path, train=text.train, held_out=text.held_out, vocabulary=numbers)
+    return text
+
+
+def read_text(path: Path) -> ForkText:
+    """Returns what `write_text` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; `python -m eval.bakeoff.forks text` writes it.")
+    with np.load(path) as parts:
+        vocab_size, eos_token_id = parts["vocabulary"].tolist()
+        return ForkText(parts["train"], parts["held_out"], vocab_size, eos_token_id)

@@ -1,0 +1,178 @@
+"""Export of a plan to another library: the settings there that say what the plan says, or the nearest ones.
+
+`export_targets` holds the targets as data. A plan that a target cannot express is refused, with the reason for each
+module, or rounded to the nearest plan that it can express.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..numerics.formats import FORMATS, UNQUANTIZED
+from ..numerics.gemms import GEMMS
+from ..planning.plan import PrecisionPlan
+from .export_targets import TARGETS, Setting, Target
+
+
+class NotExpressible(ValueError):
+    """A target cannot say what a plan says."""
+
+    def __init__(self, target: str, reasons: Mapping[str, str], nearest: bool) -> None:
+        self.reasons = dict(reasons)
+        """Layer, or module of the target -> why."""
+        advice = "" if nearest else " --nearest rounds what it can."
+        super().__init__(
+            f"The target {target!r} cannot express the plan: it lacks the above for {len(reasons)} modules.{advice}"
+        )
+
+
+@dataclass(frozen=True)
+class Export:
+    """A plan in the words of a target."""
+
+    text: str
+    """Of the file."""
+    plan: PrecisionPlan
+    """What the file says: the plan that was exported, or the nearest one that the target can express."""
+    changes: Mapping[str, Sequence[str]]
+    """What differs from the plan that was given, of the GEMMs that run: "layer:gemm" -> (format given, format now)."""
+    coarser: float
+    """Share (0..1) of the FLOPs that run in fewer bits than in the plan that was given."""
+
+
+def export_plan(
+    plan: PrecisionPlan, target: str, nearest: bool = False, outside: Sequence[str] = ("lm_head",)
+) -> Export:
+    """Returns a plan in the words of a target.
+
+    With `nearest` each format that the target lacks becomes the one with the fewest bits that has no fewer, and each
+    module gets the setting that agrees with the plan in most FLOPs; of equally near ones, the one with the most bits.
+
+    Args:
+        plan: the plan.
+        target: a name in `TARGETS`.
+        nearest: round what cannot be expressed.
+        outside: linear layers of the model that are not in the plan.
+
+    Raises:
+        NotExpressible: without `nearest`, a module has no setting that says what the plan says; with it or without, a
+            layer's name means nothing to the target.
+        ValueError: an unknown target.
+    """
+    there = TARGETS[TARGETS.checked(target, "--to")]
+    units, reasons = _units(plan, there)
+    chosen: dict[str, Setting] = {}
+    expected = _expected_parts(units, there)
+    for module, layers in units.items():
+        missing = sorted(expected[_kind(module)] - _parts(layers))
+        cost, setting = _nearest_setting(plan, there, layers, nearest, bool(missing))
+        if not nearest and (cost or missing):
+            reasons[module] = _reason(plan, there, layers, missing)
+        chosen[module] = setting
+    if reasons:
+        raise NotExpressible(target, reasons, nearest)
+    exported = replace(
+        plan,
+        assignment={
+            layer: dict(zip(GEMMS, chosen[module].formats, strict=True))
+            for module, layers in units.items()
+            for layer in layers
+        },
+    )
+    changes = {
+        place: formats
+        for place, formats in plan.changes(exported).items()
+        if _flops(plan, place) > 0  # the grad_weight of a frozen layer does not run
+    }
+    return Export(there.write(chosen, outside), exported, changes, _coarser(plan, changes))
+
+
+def _units(plan: PrecisionPlan, target: Target) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Returns the modules of the target with the layers that each consists of, and why others have none."""
+    units: dict[str, list[str]] = {}
+    unknown: dict[str, str] = {}
+    for layer in plan.assignment:
+        module = target.module_of(layer)
+        if module is None:
+            unknown[layer] = "no module there is known for this name"
+        elif _parts([layer]) & _parts(units.get(module, ())):
+            unknown[layer] = f"{module} is already that of {units[module][0]}"
+        else:
+            units.setdefault(module, []).append(layer)
+    return units, unknown
+
+
+def _kind(module: str) -> str:
+    """Returns the name of a module without the number of its block."""
+    return ".".join(part for part in module.split(".") if not part.isdigit())
+
+
+def _parts(layers: Iterable[str]) -> set[str]:
+    return {layer.rsplit(".", 1)[-1] for layer in layers}
+
+
+def _expected_parts(units: Mapping[str, Sequence[str]], target: Target) -> dict[str, set[str]]:
+    """Returns, by kind of module, the layers that make up one: those of all blocks, and what only comes together."""
+    expected: dict[str, set[str]] = {}
+    for module, layers in units.items():
+        expected.setdefault(_kind(module), set()).update(_parts(layers))
+    return {kind: parts | target.together if parts & target.together else parts for kind, parts in expected.items()}
+
+
+def _nearest_setting(
+    plan: PrecisionPlan, target: Target, layers: Sequence[str], nearest: bool, is_partial: bool
+) -> tuple[float, Setting]:
+    """Returns the setting that agrees with the plan in most FLOPs, and the FLOPs in which it does not."""
+    offered = list(dict.fromkeys(name for setting in target.settings for name in setting.formats))
+
+    def wanted(layer: str, gemm: str) -> str:
+        # The part of a module that is not in the plan is not quantized, so neither is the rest of it.
+        name = UNQUANTIZED.name if is_partial else plan.assignment[layer][gemm]
+        return _stand_in(name, offered) if nearest else name
+
+    flops = [
+        (column, wanted(layer, gemm), plan.flops[layer][gemm]) for layer in layers for column, gemm in enumerate(GEMMS)
+    ]
+
+    def cost(setting: Setting) -> float:
+        return math.fsum(number for column, name, number in flops if setting.formats[column] != name)
+
+    best = min(target.settings, key=lambda setting: (cost(setting), -sum(FORMATS[x].bits for x in setting.formats)))
+    return cost(best), best
+
+
+def _stand_in(name: str, offered: Sequence[str]) -> str:
+    """Returns the format for one that a target lacks: the fewest bits that are no fewer, and scales of its kind."""
+    if name in offered:
+        return name
+    format = FORMATS[name]
+    enough = [x for x in offered if FORMATS[x].bits >= format.bits] or [UNQUANTIZED.name]
+    return min(enough, key=lambda x: (FORMATS[x].bits, FORMATS[x].scale != format.scale))
+
+
+def _reason(plan: PrecisionPlan, target: Target, layers: Sequence[str], missing: Sequence[str]) -> str:
+    """Returns why no setting says what the plan says of these layers, which are one module of the target."""
+    if missing:
+        return f"{', '.join(missing)} is a part of the module that the plan leaves in {UNQUANTIZED.name}"
+    offered = {name for setting in target.settings for name in setting.formats}
+    rows = [tuple(plan.assignment[layer].values()) for layer in layers]
+    lacking = dict.fromkeys(name for row in rows for name in row if name not in offered)
+    if lacking:
+        return f"{', '.join(lacking)} is no format there (it has {', '.join(sorted(offered))})"
+    if len(set(rows)) > 1:
+        said = "; ".join(f"{x.rsplit('.', 1)[-1]} {'/'.join(row)}" for x, row in zip(layers, rows, strict=True))
+        return f"its parts differ in the plan: {said}"
+    return f"{', '.join(GEMMS)} cannot be {', '.join(rows[0])} in one module"
+
+
+def _flops(plan: PrecisionPlan, place: str) -> float:
+    layer, gemm = place.rsplit(":", 1)
+    return plan.flops[layer][gemm]
+
+
+def _coarser(plan: PrecisionPlan, changes: Mapping[str, Sequence[str]]) -> float:
+    fewer = [place for place, (old, new) in changes.items() if FORMATS[new].bits < FORMATS[old].bits]
+    total = math.fsum(number for row in plan.flops.values() for number in row.values())
+    return math.fsum(_flops(plan, place) for place in fewer) / total

@@ -1,0 +1,204 @@
+"""A checkpoint for inference: weights quantized by a plan, in a form that transformers loads back (torchao).
+
+Only the forward GEMM's format of a layer matters, since inference has no other GEMM. Weights are quantized to the
+nearest kind that torchao stores (`export_targets.WEIGHT_KINDS`); activations stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import shutil
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TorchAoConfig
+
+from ..json_io import open_regular
+from ..layers.selection import refuse_quantized
+from ..numerics.formats import FORMATS
+from ..numerics.gemms import GEMMS
+from ..planning.plan import PrecisionPlan
+from .export import NotExpressible
+from .export_targets import WEIGHT_KINDS, WeightKind
+
+_WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")
+# What a tokenizer consists of, besides files of its own that it names in its configuration.
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
+_OTHER_FILES = (*_TOKENIZER_FILES, "chat_template*")
+_DTYPE = torch.bfloat16
+# Tokens per window of a text, if the model takes as many.
+_WINDOW = 1024
+_MOST_TEXT_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class ExportedCheckpoint:
+    """Figures of a checkpoint before and after."""
+
+    kinds: Mapping[str, int]
+    """How a weight is stored -> the number of layers."""
+    kept: Mapping[str, str]
+    """Layer that is not quantized, though the plan has a low format for it -> why."""
+    bytes: tuple[int, int, int]
+    """Size of the weight files of the model that was given, of its parameters in BF16, and of the new weight files."""
+    perplexity: tuple[float, float] | None
+    """Of the text, with BF16 weights and with the new ones; None: no text."""
+
+
+def export_checkpoint(
+    plan: PrecisionPlan, model_dir: Path, output: Path, nearest: bool = False, text: Path | None = None
+) -> ExportedCheckpoint:
+    """Writes a checkpoint whose weights are quantized by a plan, and loads it back.
+
+    Args:
+        plan: the plan; its layers are those of the model (`snip-hf inspect` compares).
+        model_dir: folder of a causal LM.
+        output: a folder that does not exist yet, or is empty.
+        nearest: keep layers in BF16 that cannot be stored in their format.
+        text: UTF-8 text to measure perplexity on.
+
+    Raises:
+        NotExpressible: without `nearest`, a layer cannot be stored.
+        OSError, ValueError: a folder or a file is not what it has to be. Nothing is written.
+    """
+    if not model_dir.is_dir():
+        raise ValueError(f"--model is {str(model_dir)!r}, expected the folder of a model.")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists already, expected a new or an empty folder.")
+    passage = None if text is None else _tokens(text, model_dir)
+    model = _load(model_dir)
+    refuse_quantized(model)
+    chosen, kept = _chosen(plan, model)
+    if kept and not nearest:
+        raise NotExpressible("checkpoint", kept, nearest)
+    if not chosen:
+        raise ValueError("No layer of the plan has a forward GEMM whose weights can be quantized.")
+    before = None if passage is None else perplexity(model, passage)
+    in_bf16 = _DTYPE.itemsize * sum(parameter.numel() for parameter in model.parameters())
+    del model
+    output.parent.mkdir(parents=True, exist_ok=True)
+    folder = output.with_name(f".{output.name}.{secrets.token_hex(8)}.tmp")
+    folder.mkdir()
+    try:
+        _write(chosen, model_dir, folder)
+        quantized = _load(folder)
+        _check_quantized(quantized, chosen)
+        _check_runs(quantized)
+        after = None if passage is None else perplexity(quantized, passage)
+        os.replace(folder, output)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    kinds: dict[str, int] = {}
+    for kind in chosen.values():
+        kinds[kind.label] = kinds.get(kind.label, 0) + 1
+    figures = None if before is None or after is None else (before, after)
+    return ExportedCheckpoint(kinds, kept, (_size(model_dir), in_bf16, _size(output)), figures)
+
+
+def perplexity(model: nn.Module, tokens: torch.Tensor) -> float:
+    """Returns exp of the mean negative log-likelihood of tokens (1-D), in windows that share no tokens."""
+    window = min(_WINDOW, getattr(model.config, "max_position_embeddings", None) or _WINDOW)
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for part in tokens.split(window):
+            if len(part) > 1:
+                logits = model(part[None]).logits[0, :-1].float()
+                total += nn.functional.cross_entropy(logits, part[1:], reduction="sum").item()
+                count += len(part) - 1
+    mean = total / count
+    return math.exp(mean) if mean < 700 else math.inf
+
+
+def _load(folder: Path, **settings: Any) -> PreTrainedModel:
+    try:
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=_DTYPE, trust_remote_code=False, local_files_only=True, **settings
+        )
+    except Exception as error:  # Whatever a foreign checkpoint makes of it.
+        raise ValueError(f"Cannot load the model in {folder}: {error}") from error
+    loaded.eval()
+    return loaded
+
+
+def _chosen(plan: PrecisionPlan, model: nn.Module) -> tuple[dict[str, WeightKind], dict[str, str]]:
+    """Returns how each layer's weight is stored, and why others are not quantized though the plan has them so."""
+    chosen, kept = {}, {}
+    for layer, formats in plan.assignment.items():
+        name = formats[GEMMS[0]]
+        if not FORMATS[name].is_quantized:
+            continue
+        kind, why = WEIGHT_KINDS.get(name), _unfit(model.get_submodule(layer), WEIGHT_KINDS.get(name))
+        if kind is None or why:
+            kept[layer] = why or f"torchao stores no weights in {name}"
+        else:
+            chosen[layer] = kind
+    return chosen, kept
+
+
+def _unfit(module: nn.Module, kind: WeightKind | None) -> str | None:
+    shape = tuple(module.get_parameter("weight").shape)
+    if type(module).__name__ != "Linear":  # others may multiply in another way than the quantized weights can
+        return f"class {type(module).__name__}, expected nn.Linear itself"
+    if kind and any(size % multiple for size, multiple in zip(shape, kind.multiples, strict=True)):
+        return f"its shape {shape} is not a multiple of {kind.multiples}, which {kind.label!r} needs"
+    return None
+
+
+def _write(chosen: Mapping[str, WeightKind], model_dir: Path, folder: Path) -> None:
+    from torchao.quantization import FqnToConfig
+
+    # By the names of the weights: under that of a layer, transformers quantizes its bias too.
+    config = FqnToConfig(OrderedDict((f"{layer}.weight", kind.config()) for layer, kind in chosen.items()))
+    model = _load(model_dir, quantization_config=TorchAoConfig(config))
+    _check_quantized(model, chosen)
+    model.save_pretrained(folder)
+    for pattern in _OTHER_FILES:
+        for path in model_dir.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+
+
+def _check_quantized(model: nn.Module, chosen: Mapping[str, WeightKind]) -> None:
+    from torchao.utils import TorchAOBaseTensor
+
+    for layer in chosen:
+        weight = model.get_submodule(layer).weight
+        if not isinstance(weight, TorchAOBaseTensor):
+            raise ValueError(
+                f"Layer {layer!r} has a weight of the type {type(weight).__name__} after quantization, expected one of "
+                "torchao's. transformers may exclude the layer for this model."
+            )
+
+
+def _check_runs(model: nn.Module) -> None:
+    try:
+        with torch.no_grad():
+            model(torch.zeros(1, 2, dtype=torch.long))
+    except Exception as error:  # Whatever the model makes of quantized weights.
+        raise ValueError(f"The model does not run with its quantized weights: {error}") from error
+
+
+def _tokens(text: Path, model_dir: Path) -> torch.Tensor:
+    with open_regular(text) as file:
+        data = file.read(_MOST_TEXT_BYTES + 1)
+    if len(data) > _MOST_TEXT_BYTES:
+        raise ValueError(f"{text} is larger than {_MOST_TEXT_BYTES} bytes.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        raise ValueError(f"Cannot load the tokenizer in {model_dir}, which --text needs: {error}") from error
+    tokens = torch.tensor(tokenizer(data.decode("utf-8"), verbose=False).input_ids, dtype=torch.long)
+    if len(tokens) < 2:
+        raise ValueError(f"{text} has {len(tokens)} tokens, expected at least 2.")
+    return tokens
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for pattern in _WEIGHT_FILES for path in folder.glob(pattern))

@@ -1,0 +1,50 @@
+"""The stages that each have to meet the budget, and the blocks that layers are in."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from ..config import SnipConfig
+
+
+def find_stages(layers: Sequence[str], config: SnipConfig) -> tuple[tuple[str, ...], ...]:
+    """Returns the layer names of each stage; the order of `layers` is kept.
+
+    Raises:
+        ValueError: more stages than blocks, or explicit stages that do not hold every layer exactly once.
+    """
+    if config.stages is None:
+        return (tuple(layers),)
+    if isinstance(config.stages, int):
+        blocks = list(dict.fromkeys(block_of(layer) for layer in layers))
+        if config.stages > len(blocks):
+            raise ValueError(
+                f"stages={config.stages} but the model has {len(blocks)} blocks; expected at most one stage each."
+            )
+        stage_of = {block: index * config.stages // len(blocks) for index, block in enumerate(blocks)}
+        return tuple(
+            tuple(layer for layer in layers if stage_of[block_of(layer)] == stage) for stage in range(config.stages)
+        )
+    named = Counter(layer for stage in config.stages for layer in stage)
+    swapped = set(layers)
+    wrong = [layer for layer in (*named, *layers) if named[layer] != 1 or layer not in swapped]
+    if wrong:
+        raise ValueError(
+            f"stages: layer {wrong[0]!r} is named {named[wrong[0]]} times and is "
+            f"{'a' if wrong[0] in layers else 'no'} swapped layer; expected every swapped layer in exactly one stage."
+        )
+    return config.stages
+
+
+def block_of(layer: str) -> str:
+    """Returns the name of the block that a layer is in: up to and with the first number ("model.layers.3")."""
+    match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", layer)
+    return match.group() if match else layer
+
+
+def split_layer(layer: str) -> tuple[str, str]:
+    """Returns block and rest: "a.layers.3.mlp.up_proj" -> ("a.layers.3", "mlp.up_proj"); ("", layer) if none."""
+    block = block_of(layer)
+    return ("", layer) if block == layer else (block, layer[len(block) + 1 :])

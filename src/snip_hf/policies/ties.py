@@ -1,0 +1,56 @@
+"""Ties: the sibling layers, or their GEMMs, that share a format (`SnipConfig.ties`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..numerics.gemms import GEMMS
+
+if TYPE_CHECKING:
+    from .setting import Setting
+
+
+def check_ties(setting: Setting) -> None:
+    """Refuses ties that could not hold.
+
+    Raises:
+        ValueError: a name that no swapped layer ends in, or siblings in different stages.
+    """
+    stage_of = {layer: index for index, stage in enumerate(setting.stages) for layer in stage}
+    last_names = {layer.rpartition(".")[2] for layer in stage_of}
+    for names in setting.config.ties:
+        for name in names:
+            if name not in last_names:
+                raise ValueError(
+                    f"ties: no swapped layer's last name is {name!r}; the last names are "
+                    f"{', '.join(sorted(last_names))}."
+                )
+        stages: dict[str, int] = {}
+        for layer, stage in stage_of.items():
+            parent, _, last = layer.rpartition(".")
+            if last in names and stages.setdefault(parent, stage) != stage:
+                raise ValueError(
+                    f"ties: the tied layers of {parent!r} are in stages {stages[parent]} and {stage}; expected all of "
+                    "them in one stage."
+                )
+
+
+def siblings(setting: Setting) -> list[list[str]]:
+    """Returns the lists of layers that share their formats: siblings whose last names `config.ties` puts together."""
+    tied: list[list[str]] = []
+    for stage in setting.stages:
+        for names in setting.config.ties:
+            parents: dict[str, list[str]] = {}
+            for layer in stage:
+                parent, _, last = layer.rpartition(".")
+                if last in names:
+                    parents.setdefault(parent, []).append(layer)
+            tied += [layers for layers in parents.values() if len(layers) > 1]
+    return tied
+
+
+def tied_groups(setting: Setting) -> list[list[str]]:
+    """Returns the lists of groups that must share a format."""
+    if setting.config.granularity == "layer":
+        return siblings(setting)
+    return [[f"{layer}:{gemm}" for layer in layers] for layers in siblings(setting) for gemm in GEMMS]

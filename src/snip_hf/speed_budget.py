@@ -1,0 +1,88 @@
+"""The checks of a budget by speed: `SnipConfig.target_linear_speedup` and the table of rates that it counts by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from .registry import Registry
+
+# How fast hardware runs each format. The entries are in `costs.rates`; users may add their own.
+RATES: Registry[Any] = Registry("table of rates", "snip_hf.costs.rates")
+# What `target_fp4_fraction` is where neither budget is given.
+DEFAULT_FP4_FRACTION = 0.75
+
+
+def fp4_fraction_of(fraction: float | None, speedup: float | None) -> float | None:
+    """Returns the share of FP4 that a config asks for: None where it asks for a speed-up.
+
+    Raises:
+        ValueError: it asks for both, or for a share outside 0..1.
+    """
+    if fraction is not None and not 0 <= fraction <= 1:
+        raise ValueError(
+            f"target_fp4_fraction={fraction!r} is outside 0..1; it is the share of the linear FLOPs that run in FP4, "
+            "e.g. 0.75."
+        )
+    if fraction is not None and speedup is not None:
+        raise ValueError(
+            f"target_fp4_fraction={fraction!r} and target_linear_speedup={speedup!r} are two budgets; expected one of "
+            "them. Leave the other one out, or set it to None."
+        )
+    return DEFAULT_FP4_FRACTION if fraction is None and speedup is None else fraction
+
+
+def check_rates(rates: str | None, formats: Sequence[str], measured: bool) -> None:
+    """Refuses a table of rates that is not known, or that does not have a format of the run.
+
+    Raises:
+        ValueError: says which tables or formats there are.
+    """
+    if rates is None:
+        return
+    table = RATES[RATES.checked(rates, "rates")]
+    if measured:
+        raise ValueError(
+            f"rates={rates!r} and budget='measured' are two sources of speed; expected one of them. Set rates=None, or "
+            "budget='flops'."
+        )
+    for name in formats:
+        if table.rate(name) is None:
+            raise ValueError(
+                f"rates={rates!r} has no rate of the format {name!r}, which that hardware does not run; it has "
+                f"{', '.join(table.formats)}. Choose other formats or rates, e.g. rates='ideal', which has all."
+            )
+
+
+def check_speedup(speedup: float, rates: str | None, formats: Sequence[str], measured: bool) -> None:
+    """Refuses a speed-up that is no number of at least 1, that nothing tells the speed for, or that is out of reach.
+
+    Args:
+        speedup: `SnipConfig.target_linear_speedup`.
+        rates: name of a table that `check_rates` has accepted.
+        formats: those that the policy chooses from.
+        measured: whether GEMMs are timed; what is in reach is then not known yet.
+
+    Raises:
+        ValueError: says what was expected.
+    """
+    if not (math.isfinite(speedup) and speedup >= 1):
+        raise ValueError(
+            f"target_linear_speedup={speedup!r} is not a finite number of at least 1, which is the speed of BF16; "
+            "expected e.g. 1.8."
+        )
+    if rates is None:
+        if measured:
+            return
+        raise ValueError(
+            f"target_linear_speedup={speedup!r} needs to know how fast each format runs. Set rates to one of "
+            f"{', '.join(RATES)}, or set budget='measured'."
+        )
+    largest = max(RATES[rates].rate(name) for name in formats)
+    if speedup > largest * (1 + 1e-9):
+        raise ValueError(
+            f"target_linear_speedup={speedup!r} is out of reach: with every GEMM in the fastest of the formats "
+            f"{', '.join(formats)} it is {largest:g} by rates={rates!r}, the largest attainable. Lower it, or add a "
+            "faster format."
+        )

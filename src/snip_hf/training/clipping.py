@@ -1,0 +1,71 @@
+"""Gradient clipping, as a user's loop or Trainer does it: what it multiplied the gradients of a step by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..estimation.samples import read
+from ..layers.layer import SnipLayer
+from ..layers.run_hooks import RunHook
+from ..parallel.ranks import Ranks
+from ..parallel.sharding import own_part
+
+
+class Clipping:
+    """Notes the size of the swapped layers' gradients at the end of each backward pass, before anybody clips them.
+
+    Args:
+        layers: the swapped layers.
+        parameters: all that get a gradient; none where nothing is to be noted.
+    """
+
+    def __init__(self, layers: Mapping[str, SnipLayer], parameters: Iterable[nn.Parameter]) -> None:
+        self._layers = layers
+        self._squares: dict[str, Tensor] = {}
+        self._is_queued = False
+        # All parameters, since the last one to get its gradient may be none of the layers'.
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(RunHook(self._queue))
+            for parameter in parameters
+            if parameter.requires_grad
+        ]
+
+    def end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def factor(self, gradients: Mapping[str, Tensor], everyone: Ranks) -> float:
+        """Returns what clipping multiplied the gradients by: their norm after it / before it, over the swapped layers.
+
+        Args:
+            gradients: layer -> clipped gradient.
+            everyone: all ranks; each may hold a part of the gradients.
+        """
+        unclipped = sum(read(list(self._squares.values())))
+        clipped = sum(read([_square(gradient) for gradient in gradients.values()]))
+        before, after = (sum(parts) for parts in zip(*everyone.gather([unclipped, clipped]), strict=True))
+        return (after / before) ** 0.5 if before > 0 else 1.0
+
+    def _queue(self, parameter: Tensor) -> None:
+        """Has the gradients noted at the end of the backward pass.
+
+        DDP reduces them over the ranks in a callback of that end; ours comes after it, queued by a callback itself.
+        """
+        if not self._is_queued:
+            self._is_queued = True
+            queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+            queue(lambda: queue(self._note))
+
+    def _note(self) -> None:
+        self._is_queued = False
+        for name, layer in self._layers.items():
+            if layer.weight.grad is not None:
+                self._squares[name] = _square(layer.weight.grad.detach())
+
+
+def _square(gradient: Tensor) -> Tensor:
+    return own_part(gradient).to(torch.float32).square().sum()

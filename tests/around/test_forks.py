@@ -1,0 +1,359 @@
+"""Do contenders of a fork differ in nothing but their precision, and does the table say what the lines hold?"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from benchmarks.shared.json_lines import read_lines
+from eval.bakeoff import fork_workers, forks
+from eval.bakeoff.fork_base import Trainee, sequences_of, state_path, train_base
+from eval.bakeoff.fork_recipe import Contender, Fork, ForkRecipe, load_recipe
+from eval.bakeoff.fork_report import Difference, differences, table
+from eval.bakeoff.fork_run import run_fork
+from eval.bakeoff.fork_text import ForkText, read_text, write_text
+from snip_hf import SnipController
+from snip_hf.numerics.formats import FORMATS
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+SNIP = {"policy": "snip", "formats": ["nvfp4", "mxfp8"], "granularity": "gemm", "target_fp4_fraction": 0.75}
+BF16 = Contender("bf16", "all", {})
+
+
+def write_recipe(folder: Path, cells: list[dict[str, Any]], **changes: Any) -> Path:
+    """A recipe of one tiny model on 4,000 random words, in a file."""
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    rng = random.Random(0)
+    for name in ("train", "held-out"):
+        (folder / f"{name}.txt").write_text(" ".join(rng.choice(words) for _ in range(4000)), encoding="utf-8")
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    recipe = {
+        "data": {
+            "source": "files",
+            "files": [str(folder / "train.txt")],
+            "validation_files": [str(folder / "held-out.txt")],
+            "sequence_length": 32,
+            "validation_sequences": 4,
+        },
+        "train_sequences": 60,
+        "tokenizer": {"vocab_size": 300},
+        "model": {"model_type": "llama", "config": shape},
+        "training": {"learning_rate": 3e-3, "steps": 20, "sequences": 4, "warmup_steps": 2},
+        "forks": {"base_seeds": [0], "points": [3, 6], "data_seeds": [0], "steps": 4},
+        "snip": {"backend": "emulated", "solver": "greedy"},
+        "cells": cells,
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe | changes, sort_keys=False), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def based(tmp_path_factory: pytest.TempPathFactory) -> tuple[ForkRecipe, ForkText, Path]:
+    """A recipe, its text and the folder of its bases' states."""
+    folder = tmp_path_factory.mktemp("forks")
+    recipe = load_recipe(write_recipe(folder, [{"format": ["bf16", "fp8"]}]))
+    text = write_text(recipe, folder / "text.npz")
+    train_base(recipe, text, 0, CPU, folder)
+    return recipe, text, folder
+
+
+def without_times(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if name != "seconds"}
+
+
+# --------------------------------------------------------------------------------------------------------- the recipe
+
+
+def test_every_list_of_a_cell_is_a_dimension_and_formats_is_not(tmp_path: Path) -> None:
+    cells = [
+        {"format": ["fp4", "nvfp4"], "gemms": ["forward", "backward"]},
+        SNIP | {"policy": ["snip", "random"], "target_fp4_fraction": [0.5, 0.75]},
+        {"format": "fp4", "gemms": "forward"},
+    ]
+    found = [contender.name for contender in load_recipe(write_recipe(tmp_path, cells)).contenders]
+    assert found == [
+        "fp4, forward GEMMs",
+        "fp4, backward GEMMs",
+        "nvfp4, forward GEMMs",
+        "nvfp4, backward GEMMs",
+        "snip {nvfp4, mxfp8}, 50% by gemm",
+        "snip {nvfp4, mxfp8}, 75% by gemm",
+        "random {nvfp4, mxfp8}, 50% by gemm",
+        "random {nvfp4, mxfp8}, 75% by gemm",
+    ]
+
+
+def test_runs_go_through_all_forks_of_a_contender_before_the_next(tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path, [{"format": ["bf16", "fp4"]}]))
+    found = [(contender.name, fork.name) for contender, fork in recipe.runs("text").values()]
+    assert found == [(name, fork) for name in ("bf16", "fp4") for fork in ("s0-p3-d0", "s0-p6-d0")]
+    assert not recipe.runs("text").keys() & recipe.runs("other text").keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cells": [{"format": "fp5"}]}, "Unknown format 'fp5' for cells: format"),
+        ({"cells": [{"format": "fp4", "gemms": "sideways"}]}, "expected gemms as one of all, forward, backward"),
+        ({"cells": [SNIP | {"seed": 1}]}, "seed is given, but the fork decides it"),
+        ({"cells": [{"granularity": "gemm"}]}, "expected format, or policy"),
+        ({"cells": [SNIP | {"target_fp4_fraction": 2}]}, "target_fp4_fraction=2 is outside 0..1"),
+        ({"forks": {"base_seeds": [0], "points": [18], "data_seeds": [0], "steps": 4}}, "expected points from 1 to 16"),
+        ({"forks": {"base_seeds": [0], "points": [3], "steps": 4}}, "forks: missing key 'data_seeds'"),
+        ({"extra": 1}, "unknown key 'extra'"),
+    ],
+)
+def test_a_recipe_that_cannot_work_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_recipe(write_recipe(tmp_path, **({"cells": [{"format": "fp4"}]} | changes)))
+
+
+def test_the_committed_recipe_has_four_forks_of_every_contender() -> None:
+    recipe = load_recipe(ROOT / "recipes" / "forks-formats.yaml")
+    assert len(recipe.forks) == 4
+    assert recipe.contenders[0].name == "bf16"
+    assert {contender.format for contender in recipe.contenders} - {None} <= FORMATS.keys()
+    assert len(recipe.runs("text")) == 4 * len(recipe.contenders) == 4 * 21
+
+
+# ----------------------------------------------------------------------------------------------------- what a fork does
+
+
+def test_a_text_is_read_as_it_was_written(based: tuple[ForkRecipe, ForkText, Path]) -> None:
+    _, text, folder = based
+    again = read_text(folder / "text.npz")
+    assert again.digest == text.digest
+    assert (again.train.shape, again.held_out.shape, again.train.dtype) == ((60, 32), (4, 32), "uint16")
+    assert (again.vocab_size, again.eos_token_id) == (text.vocab_size, text.eos_token_id)
+
+
+def test_the_bf16_contender_trains_as_the_base_would_without_the_library(
+    based: tuple[ForkRecipe, ForkText, Path],
+) -> None:
+    recipe, text, folder = based
+    fork = recipe.forks[0]
+    found = run_fork(recipe, text, BF16, fork, CPU, folder)
+    plain = Trainee(recipe, text, CPU, 0)
+    plain.load(state_path(recipe, text, fork, folder))
+    losses = [float(plain.step(4 + i, rows, None)) for i, rows in enumerate(sequences_of(recipe, text, fork))]
+    assert found["loss"]["train"] == round(sum(losses) / 4, 6)
+    assert found["loss"]["held_out_plan"] == round(plain.evaluate(), 6)
+    assert found["loss"]["held_out_plan"] == found["loss"]["held_out_high_precision"]
+    assert (found["fp4_fraction"], found["shares"], found["plan"]) == (0.0, {"bf16": 1.0}, None)
+
+
+def test_a_base_goes_through_its_points(based: tuple[ForkRecipe, ForkText, Path]) -> None:
+    recipe, text, folder = based
+    first, second = (Trainee(recipe, text, CPU, 0) for _ in range(2))
+    first.load(state_path(recipe, text, recipe.forks[0], folder))
+    second.load(state_path(recipe, text, recipe.forks[1], folder))
+    assert first.schedule.last_epoch == 3
+    assert second.schedule.last_epoch == 6
+    assert not torch.equal(first.model.lm_head.weight, second.model.lm_head.weight)
+
+
+def test_a_fork_sees_what_its_base_has_not_seen(based: tuple[ForkRecipe, ForkText, Path]) -> None:
+    recipe, text, _ = based
+    late = recipe.forks[1]
+    seen = np.random.default_rng(0).permutation(60)[: late.point * 4]
+    position = {row.tobytes(): index for index, row in enumerate(text.train)}
+    drawn = [position[row.tobytes()] for row in sequences_of(recipe, text, late).reshape(-1, 32)]
+    assert len(set(drawn)) == 4 * 4
+    assert not set(drawn) & set(seen.tolist())
+
+
+@pytest.mark.parametrize("contender", [Contender("nvfp4", "all", {}), Contender(None, "all", SNIP)])
+def test_the_same_fork_of_the_same_contender_gives_the_same_numbers(
+    based: tuple[ForkRecipe, ForkText, Path], contender: Contender
+) -> None:
+    recipe, text, folder = based
+    first, second = (run_fork(recipe, text, contender, recipe.forks[0], CPU, folder) for _ in range(2))
+    assert without_times(first) == without_times(second)
+    assert first["loss"]["held_out_plan"] != first["loss"]["held_out_high_precision"]
+
+
+def test_the_gemms_of_a_cell_run_in_its_format_and_the_others_in_bf16(
+    based: tuple[ForkRecipe, ForkText, Path],
+) -> None:
+    recipe, text, folder = based
+    fork = recipe.forks[0]
+    found = {
+        gemms: run_fork(recipe, text, Contender("fp4", gemms, {}), fork, CPU, folder)
+        for gemms in ("all", "forward", "backward")
+    }
+    assert found["all"]["shares"] == {"fp4": 1.0}
+    assert found["forward"]["shares"] == {"bf16": 0.666667, "fp4": 0.333333}
+    assert set(found["forward"]["plan"][0::3]) == {"1"}
+    assert set(found["forward"]["plan"][1::3] + found["forward"]["plan"][2::3]) == {"0"}
+    assert found["backward"]["shares"] == {"bf16": 0.333333, "fp4": 0.666667}
+    losses = [found[gemms]["loss"]["train"] for gemms in found]
+    losses.append(run_fork(recipe, text, BF16, fork, CPU, folder)["loss"]["train"])
+    assert len(set(losses)) == 4
+    # Nothing of the held-out passes is quantized where only backward GEMMs are.
+    assert found["backward"]["loss"]["held_out_plan"] == found["backward"]["loss"]["held_out_high_precision"]
+
+
+def test_a_policy_has_its_plan_before_the_first_step(based: tuple[ForkRecipe, ForkText, Path]) -> None:
+    recipe, text, folder = based
+    found = run_fork(recipe, text, Contender(None, "all", SNIP), recipe.forks[0], CPU, folder)
+    assert set(found["shares"]) == {"nvfp4", "mxfp8"}
+    assert 0.75 <= found["fp4_fraction"] < 0.8
+    # All 4-bit would differ from the first step on, all 8-bit too.
+    uniform = [
+        run_fork(recipe, text, Contender(name, "all", {}), recipe.forks[0], CPU, folder)["loss"]["train"]
+        for name in ("nvfp4", "mxfp8")
+    ]
+    assert found["loss"]["train"] not in uniform
+
+
+def test_a_probe_that_came_to_nothing_fails_the_fork(
+    based: tuple[ForkRecipe, ForkText, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, text, folder = based
+    monkeypatch.setattr(SnipController, "before_optimizer_step", lambda self, step: None)
+    with pytest.raises(RuntimeError, match="The refresh of step 4 came to nothing"):
+        run_fork(recipe, text, Contender(None, "all", SNIP), recipe.forks[0], CPU, folder)
+
+
+# ------------------------------------------------------------------------------------------------------------- the runs
+
+
+def test_a_run_is_continued_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path, [{"format": ["bf16", "int4"]}])
+    text, output = tmp_path / "text.npz", tmp_path / "lines.jsonl"
+    assert forks.main(["text", str(recipe), "--text", str(text)]) == 0
+    command = [sys.executable, "-m", "eval.bakeoff.forks", "run", str(recipe), "--text", str(text)]
+    command += ["--output", str(output), "--cache", str(tmp_path / "cache"), "--workers", "2", "--device", "cpu"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    lines = read_lines(output)
+    assert sorted((line["contender"], line["fork"]["point"]) for line in lines) == [
+        ("bf16", 3),
+        ("bf16", 6),
+        ("int4", 3),
+        ("int4", 6),
+    ]
+    assert len({line["setting"] for line in lines}) == 1
+    assert {line["command"] for line in lines} == {f"python -m eval.bakeoff.forks run {recipe}"}
+    output.write_text("".join(json.dumps(line) + "\n" for line in lines[:3]) + '{"id": ', encoding="utf-8")
+    assert forks.main([*command[3:], "--list"]) == 0
+    assert "4 forks, 3 of them done, 1 to do" in capsys.readouterr().out
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    again = read_lines(output)
+    assert again[:3] == lines[:3]
+    assert without_times(again[3]) | {"date": ""} == without_times(lines[3]) | {"date": ""}
+    assert forks.main(["report", str(output), "--output", str(tmp_path / "table.md")]) == 0
+    assert "2 forks of 1 bases" in (tmp_path / "table.md").read_text(encoding="utf-8")
+
+
+def test_nothing_starts_that_would_end_too_late(based: tuple[ForkRecipe, ForkText, Path], tmp_path: Path) -> None:
+    recipe, _, folder = based
+    options = forks._parser().parse_args(
+        ["run", "recipe.yaml", "--text", str(folder / "text.npz"), "--output", str(tmp_path / "lines"), "--device"]
+        + ["cpu", "--cache", str(folder)]
+    )
+    todo = recipe.runs(read_text(options.text).digest)
+    job = fork_workers.Job(recipe, todo, [], options, 0.0, os.getppid())
+    fork_workers.work(0, job, fork_workers.Shared())
+    assert not (tmp_path / "lines").exists()
+
+
+def test_a_fork_that_fails_leaves_no_line_and_stops_no_other(
+    based: tuple[ForkRecipe, ForkText, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, text, folder = based
+
+    def run(recipe: ForkRecipe, text: ForkText, contender: Contender, *rest: Any) -> dict[str, Any]:
+        if contender.name == "bf16":
+            raise RuntimeError("no memory")
+        return {"loss": {}}
+
+    monkeypatch.setattr(fork_workers, "run_fork", run)
+    arguments = ["run", "recipe.yaml", "--text", str(folder / "text.npz"), "--output", str(tmp_path / "lines")]
+    options = forks._parser().parse_args([*arguments, "--device", "cpu", "--cache", str(folder)])
+    job = fork_workers.Job(recipe, recipe.runs(text.digest), [], options, math.inf, os.getppid())
+    shared = fork_workers.Shared()
+    fork_workers.work(0, job, shared)
+    assert shared.failed.value == 2
+    assert [line["contender"] for line in read_lines(tmp_path / "lines")] == ["fp8", "fp8"]
+
+
+def test_forks_run_where_datasets_lm_eval_and_mip_are_not_installed() -> None:
+    code = "import sys; sys.modules.update(dict.fromkeys(('datasets', 'lm_eval', 'mip'))); import eval.bakeoff.forks"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+
+def line(contender: str, data_seed: int, loss: float, diverged: bool = False) -> dict[str, Any]:
+    return {
+        "contender": contender,
+        "fork": asdict(Fork(base_seed=0, point=3, data_seed=data_seed)),
+        "state": "of the base",
+        "loss": dict.fromkeys(("train", "held_out_plan", "held_out_high_precision"), None if diverged else loss),
+        "diverged": diverged,
+        "fp4_fraction": 0.0 if contender == "bf16" else 1.0,
+        "seconds": {"training": 0.5},
+        "steps": 100,
+        "machine": "a machine",
+        "commit": "abc",
+    }
+
+
+LINES = [line("bf16", seed, loss) for seed, loss in enumerate((4.0, 5.0, 8.0))] + [
+    line("fp4", 2, 8.24),  # +3%
+    line("fp4", 0, 4.04),  # +1%
+    line("fp4", 1, 5.10),  # +2%
+]
+
+
+def test_differences_are_paired_by_fork() -> None:
+    found = differences(LINES[3:], LINES[:3], "train")
+    assert found == pytest.approx([3.0, 1.0, 2.0])
+    assert differences([line("fp4", 7, 5.0), line("fp4", 1, 5.0, diverged=True)], LINES[:3], "train") == []
+
+
+def test_an_interval_is_that_of_students_t() -> None:
+    found = Difference.of([1.0, 2.0, 3.0])
+    assert (found.mean, found.deviation, found.forks) == (2.0, 1.0, 3)
+    assert found.error == pytest.approx(3**-0.5)
+    assert found.half_width == pytest.approx(4.302653 * 3**-0.5)  # the t of 2 degrees of freedom
+    assert str(Difference.of([1.0])) == "+1.000"
+    assert str(Difference.of([])) == "-"
+
+
+def test_the_table_holds_what_was_computed_by_hand() -> None:
+    text = table(LINES, "bf16")
+    assert "| bf16 | 0.0% | 3 | 0 | 0 | 0 | - | - | 5 |" in text
+    cell = "+2.000 ± 2.484"
+    assert f"| fp4 | 100.0% | 3 | {cell} | {cell} | {cell} | 1.000 | 0.577 | 5 |" in text
+    assert "3 forks of 1 bases; a machine; commit abc." in text
+
+
+def test_a_fork_that_diverged_is_counted_and_left_out() -> None:
+    text = table([*LINES[:5], line("fp4", 1, 0.0, diverged=True)], "bf16")
+    assert "| fp4 | 100.0% | 2 (1 diverged) | +2.000 ± 12.706 |" in text
+
+
+def test_forks_from_other_weights_are_no_pair() -> None:
+    text = table([*LINES[:5], LINES[5] | {"state": "of a base that was trained again"}], "bf16")
+    assert "| fp4 | 100.0% | 2 (1 unpaired) | +2.000 ± 12.706 |" in text
+
+
+def test_a_table_against_a_contender_without_lines_is_refused() -> None:
+    with pytest.raises(ValueError, match="No line is of the contender 'fp8'; there are bf16, fp4"):
+        table(LINES, "fp8")

@@ -1,0 +1,212 @@
+"""Does transformers load a quantized checkpoint back, with the weights that the plan says, and run it on a CPU?"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from snip_hf.cli import main
+from snip_hf.config import SnipConfig
+from snip_hf.costs.flops import linear_flops
+from snip_hf.integrations.export_checkpoint import perplexity
+from snip_hf.layers.convert import convert_model
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
+
+WORDS = ["the", "cat", "sat", "on", "mat", "dog", "ran", "off"]
+TEXT = "the cat sat on the mat the dog ran off the mat on the cat"
+
+
+def config(**changes: Any) -> LlamaConfig:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaConfig(**{**sizes, "vocab_size": 9, "max_position_embeddings": 8, **changes})
+
+
+def save_plan(path: Path, formats: dict[str, str], **changes: Any) -> None:
+    """A model in `model/` and a plan for it: the end of a layer's name -> the format of its forward GEMM; others bf16.
+
+    The GEMMs of the backward pass, which inference does not have, are in fp8.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config(**changes))
+    model.save_pretrained(path / "model")
+    vocabulary = {word: row for row, word in enumerate(["[UNK]", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(path / "model")
+    (path / "text.txt").write_text(TEXT)
+    layers = convert_model(model, SnipConfig())
+    forward = {layer: next((formats[end] for end in formats if layer.endswith(end)), "bf16") for layer in layers}
+    assignment = {layer: dict(zip(GEMMS, (forward[layer], "fp8", "fp8"), strict=True)) for layer in layers}
+    provenance = PlanProvenance(step=1, policy="snip", config=SnipConfig().to_dict())
+    PrecisionPlan(assignment, linear_flops(model), (tuple(layers),), provenance).save(path / "plan.json")
+
+
+def export(path: Path, *options: str) -> int:
+    paths = ["--model", str(path / "model"), "--output", str(path / "quantized")]
+    return main(["export", str(path / "plan.json"), "--to", "checkpoint", *paths, *options])
+
+
+def load(path: Path, **settings: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, **settings).eval()
+
+
+MIXED = {
+    "0.self_attn.q_proj": "fp8",
+    "0.self_attn.k_proj": "fp8-tensor",
+    "0.self_attn.v_proj": "mxfp8",
+    "0.mlp.gate_proj": "nvfp4",
+    "0.mlp.up_proj": "mxfp4",
+    "0.mlp.down_proj": "int4",
+    "1.mlp.gate_proj": "int8",
+    "1.mlp.up_proj": "ufp4",
+    "1.mlp.down_proj": "fp4",
+}
+TYPES = {
+    "0.self_attn.q_proj": "Float8Tensor",
+    "0.self_attn.k_proj": "Float8Tensor",
+    "0.self_attn.v_proj": "Float8Tensor",
+    "0.mlp.gate_proj": "NVFP4Tensor",
+    "0.mlp.up_proj": "NVFP4Tensor",
+    "0.mlp.down_proj": "IntxUnpackedToInt8Tensor",
+    "1.mlp.gate_proj": "Int8Tensor",
+    "1.mlp.up_proj": "IntxUnpackedToInt8Tensor",
+    "1.mlp.down_proj": "NVFP4Tensor",
+}
+
+
+def test_transformers_loads_each_weight_back_as_the_plan_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_plan(tmp_path, MIXED)
+    assert export(tmp_path, "--text", str(tmp_path / "text.txt")) == 0
+    model, before = load(tmp_path / "quantized"), load(tmp_path / "model", dtype=torch.bfloat16)
+    types = {
+        name.removeprefix("model.layers.").removesuffix(".weight"): type(parameter).__name__
+        for name, parameter in model.named_parameters()
+        if type(parameter) is not torch.nn.Parameter
+    }
+    assert types == TYPES
+    tokens = torch.tensor([[1, 2, 3, 4, 1, 5]])
+    with torch.no_grad():
+        logits, expected = (x(tokens).logits.float() for x in (model, before))
+    assert 0 < (logits - expected).norm() < 0.2 * expected.norm()
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("The plan fits")
+    assert lines[1] == f"Written: {tmp_path / 'quantized'}"
+    assert "  2 layers: E4M3, a scale per row" in lines
+    assert "  3 layers: E2M1, a scale per 16 values" in lines
+    given, in_bf16, after = (int(x.replace(",", "")) for x in re.findall(r"([\d,]+) (?:bytes|in|quant)", lines[-2]))
+    assert given == (tmp_path / "model/model.safetensors").stat().st_size
+    assert in_bf16 == 2 * sum(parameter.numel() for parameter in before.parameters())
+    assert after == (tmp_path / "quantized/model.safetensors").stat().st_size < in_bf16 < given
+    ids = torch.tensor([["[UNK]", *WORDS].index(word) for word in TEXT.split()])
+    figures = [float(x) for x in re.findall(r"\d+\.\d+", lines[-1])]
+    assert figures == [round(perplexity(x, ids), 4) for x in (before, model)]
+
+
+def test_biases_stay_as_they_are(tmp_path: Path) -> None:
+    save_plan(tmp_path, {"0.self_attn.q_proj": "nvfp4", "0.self_attn.o_proj": "fp8"}, attention_bias=True)
+    assert export(tmp_path) == 0
+    model, before = load(tmp_path / "quantized"), load(tmp_path / "model", dtype=torch.bfloat16)
+    for name, module in before.named_modules():
+        if getattr(module, "bias", None) is not None:
+            assert torch.equal(model.get_submodule(name).bias, module.bias)
+    assert type(model.model.layers[0].self_attn.q_proj.weight).__name__ == "NVFP4Tensor"
+
+
+def test_perplexity_is_that_of_windows_that_share_no_tokens() -> None:
+    class Uniform(torch.nn.Module):
+        config = config()  # of 8 positions
+
+        def forward(self, tokens: torch.Tensor) -> Any:
+            assert tokens.shape[1] <= 8
+            return type("Output", (), {"logits": torch.zeros(1, tokens.shape[1], 9)})
+
+    assert perplexity(Uniform(), torch.arange(17) % 9) == pytest.approx(9.0)
+
+
+def test_no_format_but_those_without_a_kind_of_weights_is_left_out() -> None:
+    from snip_hf.integrations.export_targets import WEIGHT_KINDS
+
+    assert set(FORMATS) - set(WEIGHT_KINDS) == {"bf16", "mxfp6", "mxfp6-e2m3", "fp4-pqt"}
+
+
+def test_what_torchao_cannot_store_is_refused_or_kept_in_bf16(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    formats = {"0.self_attn.q_proj": "mxfp6", "0.mlp.gate_proj": "nvfp4", "0.mlp.up_proj": "fp8"}
+    save_plan(tmp_path, formats, intermediate_size=72)
+    kept = [
+        "model.layers.0.self_attn.q_proj: torchao stores no weights in mxfp6",
+        "model.layers.0.mlp.gate_proj: its shape (72, 64) is not a multiple of (16, 16), which 'E2M1, a scale per 16 "
+        "values' needs",
+    ]
+    assert export(tmp_path) == 1
+    error = capsys.readouterr().err
+    assert all(f"  {line}\n" in error for line in kept)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "plan.json", "text.txt"]
+    assert export(tmp_path, "--nearest") == 0
+    assert all(f"    {line}\n" in capsys.readouterr().out for line in kept[:1])
+    model = load(tmp_path / "quantized")
+    assert type(model.model.layers[0].mlp.up_proj.weight).__name__ == "Float8Tensor"
+    assert type(model.model.layers[0].mlp.gate_proj.weight) is torch.nn.Parameter
+
+
+@pytest.mark.parametrize(
+    ("spoil", "options", "message"),
+    [
+        (lambda path: (path / "quantized").mkdir(), ["--text", "MISSING"], "No such file"),
+        (lambda path: (path / "quantized/x").mkdir(parents=True), [], "expected a new or an empty folder"),
+        (lambda path: (path / "text.txt").write_text("cat"), ["--text", "TEXT"], "has 1 tokens, expected at least 2"),
+        (lambda path: (path / "text.txt").write_bytes(b"\xff"), ["--text", "TEXT"], "invalid start byte"),
+        (lambda path: (path / "model/tokenizer.json").unlink(), ["--text", "TEXT"], "Cannot load the tokenizer"),
+        (lambda path: (path / "model/model.safetensors").unlink(), [], "Cannot load the model in"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Any, options: list[str], message: str
+) -> None:
+    save_plan(tmp_path, {"0.mlp.up_proj": "fp8"})
+    spoil(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    options = [str(tmp_path / "text.txt") if x == "TEXT" else x for x in options]
+    assert export(tmp_path, *options) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_checkpoint_that_is_quantized_already_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_plan(tmp_path, {"0.mlp.up_proj": "fp8"})
+    assert export(tmp_path) == 0
+    (tmp_path / "model").rename(tmp_path / "old")
+    (tmp_path / "quantized").rename(tmp_path / "model")
+    assert export(tmp_path) == 2
+    assert "The model is already quantized" in capsys.readouterr().err
+    assert not (tmp_path / "quantized").exists()
+
+
+def test_a_checkpoint_needs_a_model_and_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_plan(tmp_path, {"0.mlp.up_proj": "fp8"})
+    assert main(["export", str(tmp_path / "plan.json"), "--to", "checkpoint"]) == 2
+    assert "A checkpoint needs --model" in capsys.readouterr().err
+
+
+def test_a_perplexity_beyond_floats_is_infinite() -> None:
+    class Wrong(torch.nn.Module):
+        config = config()
+
+        def forward(self, tokens: torch.Tensor) -> Any:
+            return type("Output", (), {"logits": torch.tensor([0.0, 1e4]).expand(1, tokens.shape[1], 2)})
+
+    assert perplexity(Wrong(), torch.zeros(4, dtype=torch.long)) == math.inf

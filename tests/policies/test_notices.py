@@ -1,0 +1,42 @@
+"""Notices about configurations that work otherwise than one may think."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from snip_hf.config import SnipConfig
+from snip_hf.policies.notices import notices
+
+THREE = ("fp4", "fp8", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("values", "beginnings"),
+    [
+        ({}, []),
+        ({"formats": ("fp4", "bf16")}, []),
+        ({"formats": THREE}, ["target_fp4_fraction does not say how fast the rest must be. FP8 will hardly run"]),
+        ({"formats": THREE, "target_linear_speedup": 2, "rates": "ideal"}, []),
+        (
+            {"formats": THREE, "policy": "random"},
+            ["policy='random' chooses between the first and the last of formats; FP8 will not run."],
+        ),
+        ({"formats": THREE, "policy": "uniform-fp8"}, []),
+        ({"formats": THREE, "policy": "first-last-bf16"}, []),
+        ({"formats": THREE, "fixed_plan": "plan.json"}, []),
+    ],
+)
+def test_formats_that_will_not_run_are_named(values: dict[str, Any], beginnings: list[str]) -> None:
+    said = notices(SnipConfig(**values), recompiles_for_bf16=False)
+    assert len(said) == len(beginnings)
+    assert all(text.startswith(beginning) for text, beginning in zip(said, beginnings, strict=True))
+
+
+def test_recompilation_is_told_where_plans_may_change_to_and_from_bf16() -> None:
+    speed: dict[str, Any] = {"target_linear_speedup": 2, "rates": "ideal"}
+    (said,) = notices(SnipConfig(formats=THREE, **speed), recompiles_for_bf16=True)
+    assert said.startswith("under torch.compile, a layer whose GEMMs change to or from BF16 is compiled again")
+    assert notices(SnipConfig(**speed), recompiles_for_bf16=True) == []
+    assert notices(SnipConfig(formats=("fp4", "bf16"), policy="first-last-bf16"), recompiles_for_bf16=True) == []

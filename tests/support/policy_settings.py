@@ -1,0 +1,63 @@
+"""Settings of policies for made-up models, and what their assignments come to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from snip_hf.config import SnipConfig
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
+from snip_hf.policies.setting import Setting
+from snip_hf.policies.stages import find_stages
+
+TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SIZES = {  # in_features * out_features of a Llama with grouped queries
+    "self_attn.q_proj": 64 * 64,
+    "self_attn.k_proj": 64 * 32,
+    "self_attn.v_proj": 64 * 32,
+    "self_attn.o_proj": 64 * 64,
+    "mlp.gate_proj": 64 * 176,
+    "mlp.up_proj": 64 * 176,
+    "mlp.down_proj": 176 * 64,
+}
+
+
+def llama_flops(blocks: int = 4) -> dict[str, dict[str, float]]:
+    return {
+        f"model.layers.{block}.{name}": dict.fromkeys(GEMMS, 2.0 * size)
+        for block in range(blocks)
+        for name, size in SIZES.items()
+    }
+
+
+def plain_flops(*layers: float) -> dict[str, dict[str, float]]:
+    """One layer per block, `layers.<n>.fc`, each GEMM of the given cost."""
+    return {f"layers.{index}.fc": dict.fromkeys(GEMMS, cost) for index, cost in enumerate(layers)}
+
+
+def setting_of(flops: dict[str, dict[str, float]], **options: Any) -> Setting:
+    config = SnipConfig(**options)
+    return Setting(config, flops, find_stages(list(flops), config))
+
+
+def stage_shares(setting: Setting, assignment: dict[str, dict[str, str]]) -> tuple[float, ...]:
+    """As the plan computes them."""
+    return PrecisionPlan(
+        assignment, setting.flops, setting.stages, PlanProvenance(step=0, policy="snip")
+    ).stage_fp4_fractions
+
+
+def assert_complete(setting: Setting, assignment: dict[str, dict[str, str]]) -> None:
+    assert list(assignment) == list(setting.flops)
+    for formats in assignment.values():
+        assert set(formats) == set(GEMMS)
+        if setting.config.granularity == "layer":
+            assert len(set(formats.values())) == 1
+
+
+# Stages of `llama_flops()` that are no runs of blocks.
+LISTS = (
+    tuple(name for name in llama_flops() if ".0." in name or ".3." in name),
+    tuple(name for name in llama_flops() if ".1." in name),
+    tuple(name for name in llama_flops() if ".2." in name),
+)

@@ -16,12 +16,8 @@ from torch import nn
 from ..config import SnipConfig
 from ..costs.flops import Weights, linear_flops
 from ..costs.gemm_timing import read_times
-<<<<<<< HEAD
-from ..kernels.backend import BACKENDS, Backend, why_emulated
-=======
 from ..costs.measured_cost import MeasuredCost, describe_cost, measure_cost
-from ..kernels.backend import BACKENDS, Backend
->>>>>>> main
+from ..kernels.backend import BACKENDS, Backend, why_emulated
 from ..layers.convert import convert_model
 from ..layers.layer import SnipLayer
 from ..layers.selection import skip_reasons

@@ -115,19 +115,35 @@ def quantize_kernel(
     STOCHASTIC: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Rounds 128 rows and four scales of each: one run of swizzled scales. Blocks are (ACROSS, BLOCK)."""
+    """Rounds 128 rows and four scales of each: one run of swizzled scales. Blocks are (ACROSS, BLOCK).
+
+    Tiles keep x's own order, so that loads are whole lines: rows first, or the contracted dimension first.
+    """
     WIDTH: tl.constexpr = _TILE_SCALES * BLOCK
     HIGH: tl.constexpr = _TILE_ROWS // ACROSS
+    ROWS_FIRST: tl.constexpr = CONTRACTS == 1
+    # The tile, and its blocks in both dimensions.
+    FIRST: tl.constexpr = _TILE_ROWS if ROWS_FIRST else WIDTH
+    SECOND: tl.constexpr = WIDTH if ROWS_FIRST else _TILE_ROWS
+    BLOCKS: tl.constexpr = HIGH if ROWS_FIRST else _TILE_SCALES
+    SIZE: tl.constexpr = ACROSS if ROWS_FIRST else BLOCK
+    OTHER_BLOCKS: tl.constexpr = _TILE_SCALES if ROWS_FIRST else HIGH
+    OTHER_SIZE: tl.constexpr = BLOCK if ROWS_FIRST else ACROSS
     tile_row, tile_column = tl.program_id(0) // scale_runs, tl.program_id(0) % scale_runs
     first_row, first_column = tile_row.to(tl.int64) * _TILE_ROWS, tile_column.to(tl.int64) * WIDTH
-    in_row, in_column = tl.arange(0, _TILE_ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+    in_row, in_column = tl.arange(0, _TILE_ROWS), tl.arange(0, WIDTH)
+    place, in_scale = tl.arange(0, WIDTH // 2), tl.arange(0, _TILE_SCALES)
+    if ROWS_FIRST:
+        in_row, in_column, place, in_scale = in_row[:, None], in_column[None, :], place[None, :], in_scale[None, :]
+    else:
+        in_row, in_column, place, in_scale = in_row[None, :], in_column[:, None], place[:, None], in_scale[:, None]
     row, column = tile_row * _TILE_ROWS + in_row, tile_column * WIDTH + in_column
     inside = (row < rows) & (column < contracted)
     x += first_row * row_stride + first_column * contracted_stride
     value = tl.load(x + in_row * row_stride + in_column * contracted_stride, inside, other=0.0).to(tl.float32)
     # The magnitude's bits order like it, with infinity and NaN on top.
-    bits = tl.reshape(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, [HIGH, ACROSS, _TILE_SCALES, BLOCK])
-    amax = tl.max(tl.max(bits, 3), 1)  # (HIGH, scales)
+    bits = tl.reshape(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, [BLOCKS, SIZE, OTHER_BLOCKS, OTHER_SIZE])
+    amax = tl.max(tl.max(bits, 3), 1)  # of each block
     if POWERS:
         is_finite = amax < _INFINITY
         code, factor = _power_scales(amax, largest, TOP, RULE, MANTISSA_BITS)
@@ -137,14 +153,14 @@ def quantize_kernel(
         is_finite = (amax < _INFINITY) & (whole == whole)
         code, factor = _fine_scales(amax, largest, whole, RULE)
         code = tl.where(is_finite, code, 127)
-    factor = tl.where(is_finite, factor, 0.0)
-    spread = tl.broadcast_to(factor[:, None, :, None], [HIGH, ACROSS, _TILE_SCALES, BLOCK])
-    finite = tl.broadcast_to(is_finite[:, None, :, None], [HIGH, ACROSS, _TILE_SCALES, BLOCK])
-    finite = tl.reshape(finite, [_TILE_ROWS, WIDTH])
-    scaled = tl.where(finite, value, 0.0) * tl.reshape(spread, [_TILE_ROWS, WIDTH])
+    # What is not finite becomes 0: its scale is NaN.
+    factor = tl.where(is_finite, factor, float("nan"))
+    spread = tl.broadcast_to(factor[:, None, :, None], [BLOCKS, SIZE, OTHER_BLOCKS, OTHER_SIZE])
+    scaled = value * tl.reshape(spread, [FIRST, SECOND])
+    scaled = tl.where(scaled == scaled, scaled, 0.0)
     power = tl.maximum(power_of_two(scaled), LEAST)
     if STOCHASTIC:
-        if CONTRACTS == 1:
+        if ROWS_FIRST:
             dither = _random_numbers(state, row, column, rows, contracted) * SPACING
         else:
             dither = _random_numbers(state, column, row, contracted, rows) * SPACING
@@ -155,10 +171,12 @@ def quantize_kernel(
     element = _small_float(rounded, MIN_EXPONENT, MANTISSA_BITS, LEAST, 1.0 / (LEAST * SPACING))
     # What becomes 0 keeps its sign.
     element |= ((scaled.to(tl.int32, bitcast=True) >> 31) & 1) << SIGN
-    element = tl.where(inside & finite, element, 0)
     if PACKED:
-        low, high = tl.split(tl.reshape(element, [_TILE_ROWS, WIDTH // 2, 2]))
-        place, per_row = tl.arange(0, WIDTH // 2)[None, :], padded_contracted // 2
+        if ROWS_FIRST:
+            low, high = tl.split(tl.reshape(element, [_TILE_ROWS, WIDTH // 2, 2]))
+        else:
+            low, high = tl.split(tl.permute(tl.reshape(element, [WIDTH // 2, 2, _TILE_ROWS]), [0, 2, 1]))
+        per_row = padded_contracted // 2
         written = (row < padded_rows) & (tile_column * (WIDTH // 2) + place < per_row)
         data += first_row * per_row + first_column // 2
         tl.store(data + in_row * per_row + place, (low | (high << 4)).to(tl.uint8), written)
@@ -166,12 +184,14 @@ def quantize_kernel(
         written = (row < padded_rows) & (column < padded_contracted)
         data += first_row * padded_contracted + first_column
         tl.store(data + in_row * padded_contracted + in_column, element.to(tl.uint8), written)
-    scale_row = tl.arange(0, _TILE_ROWS)[:, None]
-    scale_column = tl.arange(0, _TILE_SCALES)[None, :]
-    of_rows = tl.broadcast_to(code[:, None, :], [HIGH, ACROSS, _TILE_SCALES])
-    of_rows = tl.reshape(of_rows, [_TILE_ROWS, _TILE_SCALES])
-    starts = (tile_column * _TILE_SCALES + scale_column) * BLOCK
-    of_rows = tl.where((tile_row * _TILE_ROWS + scale_row < rows) & (starts < contracted), of_rows, 0)
-    at = 16 * (scale_row % 32) + 4 * (scale_row // 32) + scale_column
+    if ROWS_FIRST:
+        of_rows = tl.broadcast_to(code[:, None, :], [HIGH, ACROSS, _TILE_SCALES])
+        of_rows = tl.reshape(of_rows, [_TILE_ROWS, _TILE_SCALES])
+    else:
+        of_rows = tl.broadcast_to(code[:, :, None], [_TILE_SCALES, HIGH, ACROSS])
+        of_rows = tl.reshape(of_rows, [_TILE_SCALES, _TILE_ROWS])
+    starts = (tile_column * _TILE_SCALES + in_scale) * BLOCK
+    of_rows = tl.where((row < rows) & (starts < contracted), of_rows, 0)
+    at = 16 * (in_row % 32) + 4 * (in_row // 32) + in_scale
     run = tl.program_id(0).to(tl.int64) * (_TILE_ROWS * _TILE_SCALES)
     tl.store(scales + run + at, of_rows.to(tl.uint8))

@@ -296,6 +296,14 @@ def test_weights_are_quantized_once_per_step_where_they_are_kept(monkeypatch: py
     BLACKWELL.release({"layer": ours})
 
 
+def test_the_codes_are_on_the_cpu_whatever_the_default_device_is() -> None:
+    ours, _ = layer_of(("nvfp4",) * 3)
+    with torch.device("meta"):
+        ours.use_backend(BLACKWELL)
+        assert trial.operands(FORMATS["nvfp4"], CPU).x.device == CPU
+    assert ours.snip_cache.codes.device == CPU and ours.snip_cache.codes.tolist() == [FORMATS["nvfp4"].code] * 3
+
+
 def test_a_copy_of_a_layer_shares_nothing_with_it() -> None:
     ours, _ = layer_of(("nvfp4",) * 3)
     BLACKWELL.before_pass({"layer": ours}, everything=True)

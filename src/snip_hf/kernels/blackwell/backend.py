@@ -88,7 +88,7 @@ class Blackwell(Backend):
 
     def note_formats(self, layer: Layer, formats: Sequence[NumberFormat]) -> None:
         cache: Cache = layer.snip_cache
-        cache.codes.copy_(torch.tensor([format.code for format in formats]))
+        cache.codes.copy_(torch.tensor([format.code for format in formats], device="cpu"))
         cache.forget()  # what is kept of the weight is in other formats
 
     def before_pass(self, layers: Mapping[str, Layer], everything: bool) -> None:

@@ -38,7 +38,7 @@ class Cache:
 def new_cache(layer: Layer) -> Cache:
     """Returns the cache of a layer whose formats are not noted yet."""
     device = layer.weight.device
-    codes = torch.zeros(len(GEMMS), dtype=torch.int64)
+    codes = torch.zeros(len(GEMMS), dtype=torch.int64, device="cpu")  # whatever the default device is
     return Cache(device.type, codes, torch.empty(0, dtype=torch.uint8, device=device))
 
 

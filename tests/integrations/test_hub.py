@@ -173,6 +173,7 @@ def test_section_tells_policy_target_share_refreshes_arithmetic_and_source() -> 
     assert "| 66.7% of the linear FLOPs in FP4 (not a reduction of FLOPs) |" in text
     assert "| refreshes of the plan | 2 applied of 3 |" in text
     assert "| arithmetic | emulated: " in text
+    assert "(at the end: FP4, FP8)" in text
     assert "(https://arxiv.org/abs/2602.01410)" in text
     assert "ordinary checkpoint" in text
 

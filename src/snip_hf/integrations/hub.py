@@ -66,7 +66,7 @@ def prepare_push(output_dir: str | os.PathLike[str], model: nn.Module, *, emulat
     Args:
         output_dir: `args.output_dir`.
         model: the `model` that the event hands over; the Trainer reads the tags from this object.
-        emulated: True if FP8 and FP4 were emulated (`Backend.is_emulation`).
+        emulated: True if the backend emulates (`Backend.is_emulation`).
     """
     output_dir = Path(output_dir)
     with _warning_instead_of_error():
@@ -121,7 +121,7 @@ def model_card_section(plan: PrecisionPlan, history: Iterable[Event], *, emulate
     Args:
         plan: the plan in force.
         history: the events of the run.
-        emulated: True if FP8 and FP4 were emulated.
+        emulated: True if the backend emulates.
     """
     # Not kept: a history may be long.
     are_applied = [event.applied_step is not None for event in history if isinstance(event, Refresh)]
@@ -133,19 +133,25 @@ def model_card_section(plan: PrecisionPlan, history: Iterable[Event], *, emulate
         "arithmetic": _EMULATED if emulated else _NATIVE,
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return f"{_BEGIN}\n{_HEAD}\n\n| | |\n|---|---|\n{table}\n\n{_TAIL}\n{_END}\n"
+    return f"{_BEGIN}\n{_HEAD.format(formats=_formats(plan))}\n\n| | |\n|---|---|\n{table}\n\n{_TAIL}\n{_END}\n"
 
 
 _HEAD = """## How this model was trained
 
-The linear layers inside the transformer blocks were trained in FP4 (E2M1), FP8 (E4M3) or BF16, as a plan says.
+The linear layers inside the transformer blocks were trained in low precision (at the end: {formats}), as a plan says.
 The plan was made by snip-hf, a package for SNIP ([arXiv:2602.01410](https://arxiv.org/abs/2602.01410))."""
 
 _TAIL = """This is an ordinary checkpoint: nothing in it is quantized, and it loads with plain `transformers`.
 The plan, layer by layer, is in `snip/plan.json`, its history in `snip/history.jsonl`."""
 
-_EMULATED = "emulated: values were rounded to FP4 and FP8, products were computed in higher precision (no speed-up)"
+_EMULATED = "emulated: values were rounded in software, products were computed in higher precision (no speed-up)"
 _NATIVE = "FP8 tensor cores; FP4 values were stored as FP8"
+
+
+def _formats(plan: PrecisionPlan) -> str:
+    """Returns the labels of the formats of a plan, the least precise first."""
+    used = {FORMATS[name] for formats in plan.assignment.values() for name in formats.values()}
+    return ", ".join(format.label for format in sorted(used, key=lambda format: (format.bits, format.name)))
 
 
 def _as_code(name: str) -> str:

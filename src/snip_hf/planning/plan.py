@@ -184,8 +184,8 @@ class PrecisionPlan:
             )
         if unexpected:
             raise KeyError(
-                f"The plan names layer {unexpected[0]!r}, which is no SnipLinear of the model (it has {len(present)}, "
-                f"e.g. {next(iter(present), None)!r}). {advice}"
+                f"The plan names layer {unexpected[0]!r}, which is no swapped layer of the model (it has "
+                f"{len(present)}, e.g. {next(iter(present), None)!r}). {advice}"
             )
 
     def with_flops(self, flops: Flops) -> PrecisionPlan:

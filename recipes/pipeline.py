@@ -1,4 +1,4 @@
-"""How does a pipeline train under SNIP without a Trainer? Four stages of a small Llama on two processes.
+"""A pipeline that trains under SNIP without a Trainer: four stages of a small Llama on two processes.
 
     torchrun --nproc_per_node 2 recipes/pipeline.py --output runs/pipeline
 

@@ -714,7 +714,7 @@ def test_a_frozen_weight_s_gradient_weighs_nothing_by_time_either() -> None:
 # -------------------------------------------------------------------------------------------------------- needs a probe
 
 
-def test_only_what_aims_at_a_share_needs_weights() -> None:
+def test_uniform_policies_published_rules_and_plan_files_aim_at_no_share() -> None:
     options: dict[str, Any] = {"granularity": "gemm", "formats": ("fp4", "bf16")}
     found = {policy for policy in POLICIES if aims_at_share(SnipConfig(policy=policy, **options))}
     assert found == {*RULES, "backward-first", *PROBED}

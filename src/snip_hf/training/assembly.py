@@ -15,7 +15,7 @@ from ..config import SnipConfig
 from ..estimation.memory import bounded
 from ..kernels.backend import select_backend
 from ..layers.convert import keep_states_apart
-from ..parallel.pipeline import ModelParts, parts_of
+from ..parallel.pipeline_ranks import ModelParts, parts_of
 from ..parallel.ranks import Processes
 from ..parallel.wrappers import unwrap
 from ..planning.solver.process import check_solver

@@ -22,7 +22,7 @@ from ..layers.convert import convert_model
 from ..layers.layer import SnipLayer
 from ..layers.selection import skip_reasons
 from ..layers.state import pack_states, set_rank
-from ..parallel.pipeline import Pipeline
+from ..parallel.pipeline_ranks import Pipeline
 from ..parallel.ranks import Attempt, Processes, Ranks
 from ..planning.checked_values import MAX_TEXT
 from ..planning.plan import read_measured

@@ -17,8 +17,8 @@ def hopper_lacks(device: torch.device | str) -> str | None:
 
 
 def select_backend(requested: str, device: torch.device | str) -> str:
-    """The name of the backend that is selected."""
-    return backend.select_backend(requested, device).name
+    """The name of the backend that is selected for the default formats."""
+    return backend.select_backend(requested, device, ("fp4", "fp8")).name
 
 
 def gemm_call(name: str, *arguments: Any) -> Callable[[], Tensor]:

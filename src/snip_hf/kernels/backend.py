@@ -55,6 +55,10 @@ class Backend(ABC):
     def runs(self, format: NumberFormat) -> bool:
         """Returns True if its kernels know this format."""
 
+    def fails(self, format: NumberFormat, device: torch.device) -> str | None:
+        """Returns what a trial of a format on a device finds wrong, None if nothing; asked where nothing is lacking."""
+        return None
+
     @abstractmethod
     def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
         """Returns x @ matrix^T + bias, (..., O), differentiable, each GEMM in the format that the layer's state names.
@@ -165,9 +169,23 @@ def select_backend(requested: str, device: torch.device | str, formats: Sequence
     return BACKENDS[requested]
 
 
+def why_emulated(device: torch.device, formats: Sequence[str]) -> str | None:
+    """Returns what keeps a device from running formats by kernels of its own; None where nothing does.
+
+    The reason is that of the first backend whose device it is, and of the first of all where it is none's.
+    """
+    others = [backend for backend in BACKENDS.values() if not backend.is_emulation]
+    suited = [backend for backend in others if backend.lacks(device) is None]
+    reasons = [_cannot(backend, device, formats) for backend in suited or others]
+    return None if None in reasons else next(iter(reasons), None)
+
+
 def _cannot(backend: Backend, device: torch.device, formats: Sequence[str]) -> str | None:
     lacks = backend.lacks(device)
     if lacks is not None:
         return lacks
-    unknown = [name for name in formats if FORMATS[name].is_quantized and not backend.runs(FORMATS[name])]
-    return f"its kernels do not know the format {unknown[0]!r}" if unknown else None
+    quantized = [FORMATS[name] for name in formats if FORMATS[name].is_quantized]
+    unknown = [format.name for format in quantized if not backend.runs(format)]
+    if unknown:
+        return f"its kernels do not know the format {unknown[0]!r}"
+    return next((fault for format in quantized if (fault := backend.fails(format, device))), None)

@@ -17,7 +17,7 @@ from ..config import SnipConfig
 from ..costs.flops import Weights, linear_flops
 from ..costs.gemm_timing import read_times
 from ..costs.measured_cost import MeasuredCost, describe_cost, measure_cost
-from ..kernels.backend import BACKENDS, Backend
+from ..kernels.backend import BACKENDS, Backend, why_emulated
 from ..layers.convert import convert_model
 from ..layers.layer import SnipLayer
 from ..layers.selection import skip_reasons
@@ -125,7 +125,7 @@ def use_backend(
     backend: Backend,
     data: Ranks,
     mixed_precision: str | None,
-    asked: bool,
+    config: SnipConfig,
     log: logging.Logger,
 ) -> None:
     """Tells the layers which kernels to run and which rank they are on, and the log what that means."""
@@ -135,12 +135,13 @@ def use_backend(
         layer.use_backend(backend)
     pack_states(layers)
     set_rank(layers, data.rank, data.size)
+    asked = config.backend != "auto"
     warns, text = backend.notice(weight, mixed_precision, asked)
     if warns:
         log.warning("snip-hf: %s", text)
     elif backend.is_emulation:
-        lacks = [reason for other in BACKENDS.values() if (reason := other.lacks(weight.device))]
-        reason = f"asked for by backend={backend.name!r}" if asked or not lacks else lacks[0]
+        lacks = None if asked else why_emulated(weight.device, config.formats)
+        reason = lacks or f"asked for by backend={backend.name!r}"
         log.info("snip-hf: backend %s: %s (%s).", backend.name, text, reason)
     else:
         log.info("snip-hf: backend %s: %s", backend.name, text)

@@ -44,17 +44,17 @@ class SwappedLayers:
         self._processes = processes
         self._kernels = kernels
         self._keeps_weights = False
-        self._take(mixed_precision, config.backend != "auto", log)
+        self._take(mixed_precision, log)
 
-    def _take(self, mixed_precision: str | None, asked: bool, log: logging.Logger) -> None:
+    def _take(self, mixed_precision: str | None, log: logging.Logger) -> None:
         swap(self._model, self._config, self._processes.pipeline)
         self.all = snip_linears(self._model)
         """Name -> layer."""
-        use_backend(self.present, self._kernels, self._processes.data, mixed_precision, asked, log)
+        use_backend(self.present, self._kernels, self._processes.data, mixed_precision, self._config, log)
 
     def retake(self, log: logging.Logger) -> None:
         """Takes the layers back after another run has trained them."""
-        self._take(None, False, log)
+        self._take(None, log)
 
     @property
     def present(self) -> dict[str, SnipLayer]:

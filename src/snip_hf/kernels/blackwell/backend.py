@@ -1,0 +1,114 @@
+"""The backend "blackwell": the numerics of `emulated` on block-scaled tensor cores. Not run on Blackwell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from ...numerics.formats import NumberFormat, format_of_code
+from ...numerics.gemms import GEMMS
+from ..backend import Backend, Layer, register_backend
+from ..emulated import EMULATED
+from . import operators
+from .linear import BlockScaledGemms, Cache, keep_quantized, new_cache
+from .packing import Packed, kind_of
+from .quantization import quantize
+from .trial import fault
+
+_EXPECTED = "expected a CUDA device of compute capability 10.x or 12.x (Blackwell)"
+_OLDEST_CUDA = (12, 8)
+
+
+class Blackwell(Backend):
+    """Computes in BF16; layers whose compute dtype is another one run emulated."""
+
+    name = "blackwell"
+
+    def lacks(self, device: torch.device) -> str | None:
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return f"the model is on {device.type!r}, {_EXPECTED}"
+        if torch.version.cuda is None:
+            return "torch is not built for CUDA"
+        major, minor = torch.cuda.get_device_capability(device)
+        if major not in (10, 12):
+            return f"the GPU has compute capability {major}.{minor}, {_EXPECTED}"
+        version = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
+        if version < _OLDEST_CUDA:
+            return f"torch is built for CUDA {torch.version.cuda}, expected at least 12.8"
+        if find_spec("triton") is None:
+            return "the package triton is not installed"
+        return None
+
+    def runs(self, format: NumberFormat) -> bool:
+        return kind_of(format) is not None
+
+    def fails(self, format: NumberFormat, device: torch.device) -> str | None:
+        return fault(format.name, device)
+
+    def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
+        cache: Cache = layer.snip_cache
+        if x.dtype != torch.bfloat16 or x.device.type != cache.device:
+            return EMULATED.forward(layer, input, x, bias, casts)
+        # Evaluation, and generation in training mode, may follow a change of the weights that nobody told of; a pass
+        # that is trained on does not.
+        is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
+        is_kept = is_kept and layer.training and torch.is_grad_enabled()
+        kept = cache.kept if is_kept else cache.kept.new_empty(0)
+        y: Tensor = BlockScaledGemms.apply(x, layer.matrix, bias, layer.snip_state, cache.codes, kept)
+        return y
+
+    def gemm_call(
+        self, gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor
+    ) -> Callable[[], Tensor]:
+        """As `Backend.gemm_call`; the weight is quantized before, as it is once per optimizer step."""
+        format = format_of_code(int(state[GEMMS.index(gemm)]))
+        if not format.is_quantized:
+            return EMULATED.gemm_call(gemm, x, weight, grad_output, state)
+
+        def packed(operand: Tensor, name: str, contracts: int) -> Packed:
+            return quantize(operand, format, name, contracts, state)
+
+        if gemm == "grad_weight":
+            return lambda: operators.multiply(packed(grad_output, "gradient", 0), packed(x, "activation", 0), x.dtype)
+        contracts = 1 if gemm == "forward" else 0
+        right = packed(weight.to(x.dtype), "weight", contracts)
+        left, name = (x, "activation") if gemm == "forward" else (grad_output, "gradient")
+        return lambda: operators.multiply(packed(left, name, 1), right, x.dtype)
+
+    def attach(self, layer: Layer) -> None:
+        layer.snip_cache = new_cache(layer)
+        self.note_formats(layer, [format_of_code(code) for code in layer.snip_state[: len(GEMMS)].tolist()])
+
+    def cache_of_copy(self, layer: Layer) -> Cache:
+        cache: Cache = layer.snip_cache
+        return Cache(cache.device, cache.codes.clone(), cache.kept.new_empty(0))
+
+    def note_formats(self, layer: Layer, formats: Sequence[NumberFormat]) -> None:
+        cache: Cache = layer.snip_cache
+        cache.codes.copy_(torch.tensor([format.code for format in formats]))
+        cache.forget()  # what is kept of the weight is in other formats
+
+    def before_pass(self, layers: Mapping[str, Layer], everything: bool) -> None:
+        keep_quantized(layers, everything)
+
+    def release(self, layers: Mapping[str, Layer]) -> None:
+        for layer in layers.values():
+            layer.snip_cache.forget()
+
+    def notice(self, weight: Tensor, mixed_precision: str | None, asked: bool) -> tuple[bool, str]:
+        if weight.dtype != torch.bfloat16 and mixed_precision not in (None, "bf16"):
+            return True, (
+                f"the GPU has block-scaled tensor cores, but the model does not compute in BF16 (mixed_precision="
+                f"{mixed_precision!r}, {weight.dtype} weights): its formats are emulated, slower than BF16. Train with "
+                "bf16=True."
+            )
+        return False, (
+            "block-scaled tensor cores wherever the compute dtype is BF16, others are emulated. These kernels passed "
+            "their trial on this GPU, but were written without one: please run benchmarks/first_run.py and report."
+        )
+
+
+BLACKWELL = register_backend(Blackwell())

@@ -1,0 +1,109 @@
+"""An operand of a GEMM as packed bytes: one Triton kernel on a GPU, torch's operations elsewhere, the same bytes.
+
+The kernel takes all operands of the formats that `packing.kind_of` knows, but for those that try several targets per
+block (four over six): these take torch's operations everywhere. Rotations come before either. Legend: as in `packing`.
+"""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...numerics.formats import NumberFormat, Operand
+from ...numerics.gemms import GEMMS, gemm_of
+from ...numerics.random_streams import uniform
+from ...numerics.rotation import rotate
+from ...numerics.rounding import quantize_operand
+from .packing import SCALE_COLUMNS, SCALE_ROWS, Kind, Packed, empty, kind_of, pack, tensor_scale_of
+
+if TYPE_CHECKING or find_spec("triton") is not None:
+    from .tiles import quantize_kernel
+
+# Of the contracted dimension: the fastest of 4, 8 and 16 on an H200.
+_WARPS = {0: 4, 1: 8}
+
+
+def quantize(
+    x: Tensor, format: NumberFormat, operand: str, contracts: int, state: Tensor, by_kernel: bool | None = None
+) -> Packed:
+    """Returns x, (R, K) or (K, R), as the product of a format's GEMM takes it.
+
+    Args:
+        x: 2-D, BF16 or FP32, with at least one element.
+        format: one that `packing.kind_of` knows.
+        operand: which operand of the GEMM x is (`gemms.OPERANDS`).
+        contracts: the dimension of x that the GEMM contracts, 0 or 1.
+        state: of the layer, on x's device: the key of stochastic rounding is read from it.
+        by_kernel: None leaves the choice to the device.
+    """
+    kind, rule = kind_of(format), format.operand(operand)
+    assert kind is not None, f"{format.name} has no kernels here; layers refuse it"
+    if gemm_of(operand, contracts) in format.rotated:
+        x = rotate(x.to(torch.float32), format.rotation, contracts)
+    # One pass, and NaN where there is one.
+    least, most = torch.aminmax(x)
+    tensor_scale = tensor_scale_of(kind, format, torch.maximum(-least, most).to(torch.float32).view(1))
+    if by_kernel or (by_kernel is None and x.is_cuda and not rule.targets):
+        return _by_kernel(x, format, rule, contracts, state, tensor_scale)
+    random = None
+    if rule.stochastic:
+        key, rank, ranks = state[len(GEMMS) :].tolist()
+        random = uniform(key % 2**64, x.shape, x.device, rank, ranks)
+    tile = rule.tile(contracts, x.shape)
+    return pack(quantize_operand(x.to(torch.float32), format, rule, tile, None, random), tensor_scale, kind, contracts)
+
+
+def _by_kernel(
+    x: Tensor, format: NumberFormat, rule: Operand, contracts: int, state: Tensor, tensor_scale: Tensor
+) -> Packed:
+    """Quantizes in one launch."""
+    kind = kind_of(format)
+    assert kind is not None and rule.block is not None
+    rows, contracted = x.shape[1 - contracts], x.shape[contracts]
+    packed = empty(kind, rows, contracted, x.device)
+    packed.tensor_scale.copy_(tensor_scale)
+    runs = math.ceil(contracted / (SCALE_COLUMNS * kind.block))
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        quantize_kernel[(math.ceil(rows / SCALE_ROWS) * runs,)](
+            x,
+            state,
+            packed.tensor_scale,
+            packed.data,
+            packed.scales,
+            rows,
+            contracted,
+            packed.data.shape[0],
+            packed.data.shape[1] * kind.per_byte,
+            runs,
+            x.stride(1 - contracts),
+            x.stride(contracts),
+            kind.grid.max,
+            CONTRACTS=contracts,
+            ACROSS=rule.block[0],
+            **_of_grid(kind),
+            RULE=format.rule_of(rule),
+            STOCHASTIC=rule.stochastic,
+            num_warps=_WARPS[contracts],
+            enable_fp_fusion=False,  # scaling and rounding are two roundings
+        )
+    return packed
+
+
+def _of_grid(kind: Kind) -> dict[str, int | float | bool]:
+    """Returns what the kernel is compiled for, of the kind."""
+    grid = kind.grid
+    return {
+        "BLOCK": kind.block,
+        "MIN_EXPONENT": grid.min_exponent,
+        "MANTISSA_BITS": grid.mantissa_bits,
+        "LEAST": 2.0**grid.min_exponent,
+        "SPACING": 2.0**-grid.mantissa_bits,
+        "SIGN": grid.exponent_bits + grid.mantissa_bits,
+        "TOP": math.floor(math.log2(grid.max)),
+        "POWERS": kind.scale == "e8m0",
+        "PACKED": kind.per_byte == 2,
+    }

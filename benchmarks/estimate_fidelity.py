@@ -1,4 +1,4 @@
-r"""How close are the estimated divergences to the measured ones, and is any other estimate closer? The measurements.
+r"""How close the estimated divergences, and other estimates, are to the measured ones: the measurements.
 
     python benchmarks/estimate_fidelity.py --cases small --output runs/estimate_fidelity.jsonl
     python benchmarks/estimate_fidelity_report.py runs/estimate_fidelity.jsonl

@@ -1,4 +1,4 @@
-r"""What do the lines of `estimate_fidelity.py` say? Tables in Markdown, and which cases miss their targets.
+r"""What the lines of `estimate_fidelity.py` say: tables in Markdown, and which cases miss their targets.
 
 python benchmarks/estimate_fidelity_report.py runs/estimate_fidelity.jsonl --output runs/estimate_fidelity.md
 """

@@ -1,4 +1,4 @@
-r"""What does averaging gradients in FP8 cost in loss, and what does it save in bytes? Two ranks over gloo, on a CPU.
+r"""What averaging gradients in FP8 costs in loss and saves in bytes, with two ranks over gloo, on a CPU.
 
     python benchmarks/gradient_compression_loss.py --output runs/gradient_compression_loss.jsonl
     python benchmarks/gradient_compression_loss.py --ways bf16 "fp8 nearest without feedback" --seeds 0

@@ -1,4 +1,4 @@
-"""Which faults are let loose on the refreshes of a long run, and what may each of them cost?
+"""The faults that are let loose on the refreshes of a long run, and what each of them may cost.
 
 They are injected for real: processes are killed, hang or print something else, descriptors run out, activations are
 NaN. What cannot be had for real without being root is stood in for: a full disk, and a wall clock that jumps.

@@ -1,4 +1,4 @@
-"""Does a long run with a fault in nearly every refresh leak anything, and do faults cost anything but their refresh?
+"""What a long run with a fault in nearly every refresh leaks, and what faults cost besides their refresh.
 
     python benchmarks/leaks_under_faults.py --output benchmarks/results/leaks_under_faults.jsonl
     python benchmarks/leaks_under_faults.py --processes 2 --output benchmarks/results/leaks_under_faults.jsonl

@@ -1,4 +1,4 @@
-"""Does SNIP keep its speed-up over BF16 on several GPUs, and what does a refresh cost there?
+"""SNIP's speed-up over BF16 on several GPUs, and what a refresh costs there.
 
     python benchmarks/multi_gpu_speed.py --cases 1:none 2:ddp 2:fsdp2 --output runs/multi_gpu_speed.jsonl
 

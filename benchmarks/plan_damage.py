@@ -1,4 +1,4 @@
-r"""What does a plan cost after many steps, and which one-step figure ranks that cost best? The measurements.
+r"""What a plan costs after many steps, and which one-step figure ranks that cost best: the measurements.
 
     python benchmarks/plan_damage.py --output runs/plan_damage.jsonl --step 400 --kinds reference rule program
     python benchmarks/plan_damage_report.py runs/plan_damage.jsonl

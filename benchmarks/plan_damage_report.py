@@ -1,4 +1,4 @@
-r"""What does a plan cost after many steps, and which one-step figure ranks that cost best? The analysis.
+r"""What a plan costs after many steps, and which one-step figure ranks that cost best: the analysis.
 
     python benchmarks/plan_damage_report.py runs/plan_damage.jsonl --output plan_damage.md
 

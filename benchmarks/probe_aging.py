@@ -1,4 +1,4 @@
-r"""How fast does a probe age? Its ranking of the layers against the truth some steps later.
+r"""How fast a probe ages: its ranking of the layers against the truth some steps later.
 
     python benchmarks/probe_aging.py --output runs/probe_aging.jsonl --scenarios early --blocks 3 --ages 0 10 100
     python benchmarks/probe_aging.py --report runs/probe_aging.jsonl

@@ -1,4 +1,4 @@
-"""What does a refresh cost, part by part, in ordinary training steps and in memory, against the model's size?
+"""What a refresh costs, part by part, in ordinary training steps and in memory, against the model's size.
 
     python benchmarks/probe_cost.py --sizes 1M 3M 10M 30M 100M
     python benchmarks/probe_cost.py --device cuda --sizes 1B --compile --output runs/probe-cost.jsonl

@@ -1,4 +1,4 @@
-"""How fast is training on FP8 tensor cores against BF16 and torchao's FP8, from one kernel up to whole models?
+"""The speed of training on FP8 tensor cores against BF16 and torchao's FP8, from one kernel up to whole models.
 
     python benchmarks/speed.py --output runs/speed.jsonl
     python benchmarks/speed.py --quick --parts kernels models

@@ -1,4 +1,4 @@
-"""How good is a checkpoint? lm-eval's stock tasks, on the Hub's data or on local files, as a table and JSON lines.
+"""Scores a checkpoint on lm-eval's stock tasks, on the Hub's data or on local files, as a table and JSON lines.
 
 python eval/run.py MODEL --tasks arc_easy,arc_challenge,mmlu [--data-dir DIR] [--limit N] [--output results.jsonl]
 """

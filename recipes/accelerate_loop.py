@@ -1,4 +1,4 @@
-"""How does a loop of your own use snip-hf? `accelerate launch --config_file FILE recipes/accelerate_loop.py DIR`."""
+"""A loop of your own with snip-hf: `accelerate launch --config_file FILE recipes/accelerate_loop.py DIR`."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""How does a pipeline train under SNIP without a Trainer? Four stages of a small Llama on two processes.
+"""A pipeline that trains under SNIP without a Trainer: four stages of a small Llama on two processes.
 
     torchrun --nproc_per_node 2 recipes/pipeline.py --output runs/pipeline
 
@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig, SnipController
-from snip_hf.parallel.pipeline import Pipeline
+from snip_hf.parallel.pipeline_ranks import Pipeline
 
 VOCABULARY, LENGTH = 256, 128
 

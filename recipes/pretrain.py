@@ -33,8 +33,8 @@ from transformers import (
     set_seed,
 )
 
-from snip_hf import SnipCallback, SnipConfig, restore_model
-from snip_hf.integrations.hub import keep_model_card
+from snip_hf import SnipCallback, SnipConfig, keep_model_card, restore_model
+from snip_hf.policies.registry import aims_at_share
 from snip_hf.reporting.run_report import run_report
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -211,7 +211,7 @@ def _describe(snip: SnipConfig | None) -> str:
         return "as in `training`, nothing quantized (no SNIP)"
     if snip.fixed_plan is not None:
         return f"plan {snip.fixed_plan}, held fixed"
-    if snip.policy == "bf16" or snip.policy.startswith("uniform-"):
+    if not aims_at_share(snip):
         return f"policy {snip.policy}"
     if snip.target_linear_speedup is not None:
         return f"policy {snip.policy}, target speed-up of the linears {snip.target_linear_speedup}"

@@ -1,4 +1,4 @@
-"""How well do two figures per layer agree? Ranks with bootstrap intervals, ratios, and the reliability of a truth.
+"""How well two figures per layer agree: rank correlations with intervals, ratios, and the reliability of a truth.
 
 Legend: N layers, R resamples of the layers, P independent parts of a measurement (draws, batches).
 """

@@ -1,4 +1,4 @@
-"""How is a call timed, what is freed before it, and what becomes of one that fails?"""
+"""How a call is timed, what is freed before it, and what becomes of one that fails."""
 
 from __future__ import annotations
 

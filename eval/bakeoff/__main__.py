@@ -1,4 +1,4 @@
-"""Which precision policy keeps the loss? Many training runs from one YAML grid, one JSON line each; tables and figures.
+"""Compares precision policies by loss: many training runs from one YAML grid, one JSON line each; tables and figures.
 
     python -m eval.bakeoff run recipes/bakeoff.yaml --output runs/bakeoff.jsonl [--only shares ...] [--workers 3]
     python -m eval.bakeoff report recipes/bakeoff.yaml runs/bakeoff.jsonl --output docs/bakeoff

@@ -1,4 +1,4 @@
-"""What does a bake-off look like: gap against FP4 share, losses, plans, learning rates and refreshes, as PNG files?"""
+"""The figures of a bake-off, as PNG files: gap against FP4 share, losses, plans, learning rates and refreshes."""
 
 from __future__ import annotations
 

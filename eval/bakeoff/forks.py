@@ -1,4 +1,4 @@
-"""Forks from checkpoints: what does a precision do to training, with noise so small that a difference can be seen?
+"""Forks from checkpoints: what a precision does to training, with noise so small that a difference can be seen.
 
     python -m eval.bakeoff.forks text recipes/forks-formats.yaml --text runs/forks-text.npz
     python -m eval.bakeoff.forks run recipes/forks-formats.yaml --text runs/forks-text.npz --output runs/forks.jsonl

@@ -16,7 +16,7 @@ from typing import Any
 
 from recipes.parts.recipe import DataSection, ModelSection, TokenizerSection, build, read_values
 from snip_hf.config import RENAMED, SnipConfig
-from snip_hf.policies.registry import needs_probe, needs_weights
+from snip_hf.policies.registry import aims_at_share, needs_probe
 
 # Not settings of SnipConfig but of the run itself.
 _OWN_KEYS = ("model", "seed", "steps", "learning_rate_factor", "start_step", "benchmarks")
@@ -71,7 +71,7 @@ class Spec:
     def to_dict(self) -> dict[str, Any]:
         """Returns what distinguishes runs; None stands where a setting has no bearing on the policy."""
         config = self.snip
-        known = [*_SHARE_KEYS] if needs_weights(config) else []
+        known = [*_SHARE_KEYS] if aims_at_share(config) else []
         known += _REFRESH_KEYS if needs_probe(config) else []
         known += _OBJECTIVE_KEYS if config.policy == "snip" else []
         every = (*_SHARE_KEYS, *_REFRESH_KEYS, *_OBJECTIVE_KEYS)
@@ -238,7 +238,7 @@ def _spec(
     # Where a policy has no use for a setting, runs that differ in nothing else are the same run.
     config = SnipConfig.from_dict(settings)
     plain = SnipConfig()
-    if not needs_weights(config):
+    if not aims_at_share(config):
         unused = (*_SHARE_KEYS, *_BUDGET_KEYS, "ties", "stages")
         config = replace(config, **{name: getattr(plain, name) for name in unused})
     if not needs_probe(config):

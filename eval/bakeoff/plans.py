@@ -1,4 +1,4 @@
-"""How much ran in FP4 over a run of a bake-off, and how far did its plans move?
+"""How much ran in FP4 over a run of a bake-off, and how far its plans moved.
 
 A run's `plans` are those that came into force, with one letter per GEMM.
 """

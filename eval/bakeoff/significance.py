@@ -1,4 +1,4 @@
-"""Is a difference of two contenders more than noise? A difference in percentage points with the p of its test."""
+"""A difference of two contenders, in percentage points, with the p of the test that it is more than noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which contender of an experiment ends nearest to BF16, and by more than noise? One Markdown table per experiment.
+"""One Markdown table per experiment: which contender ends nearest to BF16, and whether by more than noise.
 
 Tables take paired lines (`gaps.with_gaps`).
 """

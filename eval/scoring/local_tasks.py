@@ -1,4 +1,4 @@
-"""Which documents do lm-eval's stock tasks get, and where from: the Hub, or files in a local folder?
+"""The documents that lm-eval's stock tasks get, from the Hub or from files in a local folder.
 
 Prompts, targets, metrics and aggregation are always lm-eval's own. For a local folder each stock task is included in a
 small generated YAML file that replaces only where the documents come from (`custom_dataset`, here `load`); the files'

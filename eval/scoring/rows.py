@@ -1,4 +1,4 @@
-"""What does one evaluation leave behind? One JSON line per task and group with its origin, and a table to read."""
+"""What one evaluation leaves behind: one JSON line per task and group with its origin, and a table to read."""
 
 from __future__ import annotations
 

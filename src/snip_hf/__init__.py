@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from .numerics.formats import FORMATS as formats
     from .numerics.formats import register_format as register_format
     from .numerics.rounding import quantize as quantize
-    from .parallel.pipeline import Pipeline as Pipeline
+    from .parallel.pipeline_ranks import Pipeline as Pipeline
     from .planning.plan import PrecisionPlan as PrecisionPlan
     from .reporting.run_report import run_report as run_report
     from .training.controller import SnipController as SnipController
@@ -68,7 +68,7 @@ __version__ = "0.1.0"
 
 # Name -> the module that has it, and its name there.
 _HOMES = {
-    "Pipeline": ("parallel.pipeline", "Pipeline"),
+    "Pipeline": ("parallel.pipeline_ranks", "Pipeline"),
     "PrecisionPlan": ("planning.plan", "PrecisionPlan"),
     "SnipCallback": ("integrations.trainer", "SnipCallback"),
     "SnipConfig": ("config", "SnipConfig"),

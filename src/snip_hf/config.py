@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from .budget_checks import check_rates, check_speedup, fp4_fraction_of
 from .field_values import as_names, as_plain, check_bits, check_stages, check_ties, check_type
 from .kernels.backend import BACKENDS
 from .numerics.formats import FORMATS, UNQUANTIZED
 from .registry import Registry
-from .speed_budget import check_rates, check_speedup, fp4_fraction_of
 
 # Who decides. The entries are in `policies`, one file per family; `policies.registry.Policy` says what they are.
 POLICIES: Registry[Any] = Registry("policy", "snip_hf.policies")

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from snip_hf.budget_checks import RATES
 from snip_hf.config import SnipConfig
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
@@ -13,7 +14,6 @@ from snip_hf.costs.rates import Rates, linear_times, register_rates, speedup
 from snip_hf.numerics.formats import E2M1, FORMATS, NumberFormat, register_format
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
-from snip_hf.speed_budget import RATES
 
 # Dense peaks that datasheets print, in PFLOP/s: BF16 and what they name beside it.
 PEAKS = {

@@ -109,7 +109,7 @@ def test_a_folder_whose_name_is_no_utf8_takes_a_run_and_a_plan(tmp_path: Path, l
     plan = folder / "snip" / "plan.json"
     held = train(folder, SnipConfig(fixed_plan=str(plan)), max_steps=2)
     assert held.callback.controller.plan.assignment == run.callback.controller.plan.assignment
-    assert held.history[0]["config"]["plan"] == str(plan)
+    assert held.history[0]["config"]["fixed_plan"] == str(plan)
     assert any("moved what an earlier run recorded" in line and r"caf\udce9" in line for line in lines(logged))
 
 

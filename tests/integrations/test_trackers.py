@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 from tiny_runs import SCHEDULE, one_thread, train
+from transformers.integrations import integration_utils
 
 from snip_hf import SnipConfig
 
@@ -61,8 +62,7 @@ class Writer:
 
 @pytest.fixture
 def tensorboard(monkeypatch: pytest.MonkeyPatch) -> list[Writer]:
-    integration = "transformers.integrations.integration_utils"
-    monkeypatch.setattr(f"{integration}.is_tensorboard_available", lambda: True)
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     module(monkeypatch, "tensorboardX", SummaryWriter=Writer)
     monkeypatch.setattr(Writer, "made", [])
@@ -89,7 +89,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         watch=lambda *args, **kwargs: None,
         finish=lambda: None,
     )
-    monkeypatch.setattr("transformers.integrations.integration_utils.is_wandb_available", lambda: True)
+    monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: True)
     for name in ("wandb.sdk", "wandb.sdk.lib", "wandb.sdk.lib.config_util"):
         module(monkeypatch, name, ConfigError=ValueError)
     return made
@@ -114,7 +114,7 @@ def trackio(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         variables.current_run.value = "a run"
 
     vars(made).update(init=init, log=made.logged.append, finish=lambda: None)
-    monkeypatch.setattr("transformers.integrations.integration_utils.is_trackio_available", lambda: True)
+    monkeypatch.setattr(integration_utils, "is_trackio_available", lambda: True)
     return made
 
 

@@ -537,7 +537,7 @@ def test_a_plan_file_of_another_model_or_a_damaged_one_is_refused(run: Run, tmp_
     config = SnipConfig(fixed_plan=str(path))
     assert refused(tmp_path / "out", ValueError, config, tiny_llama(hidden=32, layers=1)) == (
         f"fixed_plan={str(path)!r} does not fit the model: The plan names layer 'model.layers.1.self_attn.q_proj', "
-        "which is no SnipLinear of the model (it has 7, e.g. 'model.layers.0.self_attn.q_proj'). Was it "
+        "which is no swapped layer of the model (it has 7, e.g. 'model.layers.0.self_attn.q_proj'). Was it "
         "made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
     )
     path.write_text(json.dumps(document)[:-1])

@@ -12,6 +12,7 @@ import pytest
 from oracles.brute_force import best_map
 from policy_settings import LISTS, TIES, assert_complete, llama_flops, plain_flops, setting_of, stage_shares
 
+from snip_hf.budget_checks import RATES
 from snip_hf.config import SnipConfig
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
@@ -25,7 +26,6 @@ from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
 from snip_hf.policies.registry import needs_probe, rule_assignment
 from snip_hf.policies.setting import Setting
-from snip_hf.speed_budget import RATES
 
 RULES = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
 PROBED = ("snip", "min-abs-err", "min-rel-err", "fisher", "hessian-trace", "greedy", "kl")

@@ -22,7 +22,7 @@ from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
-from snip_hf.policies.registry import needs_probe, needs_weights, rule_assignment
+from snip_hf.policies.registry import aims_at_share, needs_probe, rule_assignment
 from snip_hf.policies.setting import Setting
 from snip_hf.policies.stages import block_of, find_stages
 
@@ -714,11 +714,11 @@ def test_a_frozen_weight_s_gradient_weighs_nothing_by_time_either() -> None:
 # -------------------------------------------------------------------------------------------------------- needs a probe
 
 
-def test_only_what_aims_at_a_share_needs_weights() -> None:
+def test_uniform_policies_published_rules_and_plan_files_aim_at_no_share() -> None:
     options: dict[str, Any] = {"granularity": "gemm", "formats": ("fp4", "bf16")}
-    found = {policy for policy in POLICIES if needs_weights(SnipConfig(policy=policy, **options))}
+    found = {policy for policy in POLICIES if aims_at_share(SnipConfig(policy=policy, **options))}
     assert found == {*RULES, "backward-first", *PROBED}
-    assert not any(needs_weights(SnipConfig(policy=policy, fixed_plan="plan.json")) for policy in POLICIES)
+    assert not any(aims_at_share(SnipConfig(policy=policy, fixed_plan="plan.json")) for policy in POLICIES)
 
 
 def test_only_the_measuring_policies_need_a_probe_and_a_plan_file_needs_none() -> None:

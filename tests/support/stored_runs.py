@@ -1,6 +1,6 @@
-"""Which runs do the files in tests/data come from? `python tests/stored_runs.py FOLDER` writes them.
+"""The runs that the files in tests/data come from: `python tests/support/stored_runs.py FOLDER` writes them.
 
-Run once, with PYTHONPATH=src:tests and the code of the commit that names the folder; never written anew.
+Run once, with PYTHONPATH=src:tests/support and the code of the commit that names the folder; never written anew.
 """
 
 from __future__ import annotations

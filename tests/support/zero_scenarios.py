@@ -1,4 +1,4 @@
-"""What do the tests of `zero` train, in one process and in two? Shared by the test and zero_worker.py."""
+"""What the tests of `deepspeed_zero` train, in one process and in two. Shared by the test and zero_worker.py."""
 
 from __future__ import annotations
 

@@ -648,7 +648,8 @@ def test_flash_attention_is_refused_where_it_is_probed() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     assert refusal(lambda: SnipController(model, optimizer, SnipConfig())) == (
         "attn_implementation='flash_attention_2' cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. Load "
-        "the model with attn_implementation='sdpa', or use a policy that needs no probe."
+        "the model with attn_implementation='sdpa', or use a policy that needs no probe, such as "
+        "policy='layer-position'."
     )
     SnipController(model, optimizer, SnipConfig(policy="layer-type"))
 

@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ..budget_checks import RATES
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from ..numerics.gemms import GEMMS
-from ..speed_budget import RATES
 from .flops import Weights
 from .measured_cost import MeasuredCost
 

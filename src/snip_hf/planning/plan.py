@@ -158,14 +158,14 @@ class PrecisionPlan:
         return [x for x in present if x not in self.assignment], [x for x in self.assignment if x not in present]
 
     def apply(self, model: nn.Module, elsewhere: Iterable[str] = ()) -> None:
-        """Sets the formats of every SnipLinear of `model`, by exact name; all of them or, on an error, none.
+        """Sets the formats of every swapped layer of `model`, by exact name; all of them or, on an error, none.
 
         Args:
             model: the model, or a part of it.
             elsewhere: names of layers that other processes hold.
 
         Raises:
-            KeyError: the model has a SnipLinear that the plan does not name, or the other way round.
+            KeyError: the model has a swapped layer that the plan does not name, or the other way round.
         """
         linears = snip_linears(model)
         self.check_layers([*linears, *elsewhere])
@@ -184,8 +184,8 @@ class PrecisionPlan:
             )
         if unexpected:
             raise KeyError(
-                f"The plan names layer {unexpected[0]!r}, which is no SnipLinear of the model (it has {len(present)}, "
-                f"e.g. {next(iter(present), None)!r}). {advice}"
+                f"The plan names layer {unexpected[0]!r}, which is no swapped layer of the model (it has "
+                f"{len(present)}, e.g. {next(iter(present), None)!r}). {advice}"
             )
 
     def with_flops(self, flops: Flops) -> PrecisionPlan:

@@ -71,7 +71,7 @@ def needs_probe(config: SnipConfig) -> bool:
     return policy is not None and policy.needs_probe
 
 
-def needs_weights(config: SnipConfig) -> bool:
+def aims_at_share(config: SnipConfig) -> bool:
     """Returns True if the run aims at a share of FLOPs or time; uniform policies and a plan file do not."""
     policy = policy_of(config)
     return policy is not None and policy.aims_at_share

@@ -41,7 +41,7 @@ def snip_cost(config: SnipConfig, table: DivergenceTable) -> Callable[[Divergenc
 
 
 def _size(part: Callable[[Divergence], float]) -> Callable[[Divergence], float]:
-    # Divergences in the form "taylor" may be below 0.
+    # Loss divergences of the estimator "taylor" may be below 0.
     return lambda row: abs(part(row))
 
 

@@ -15,12 +15,12 @@ from ..config import SnipConfig
 from ..estimation.memory import bounded
 from ..kernels.backend import select_backend
 from ..layers.convert import keep_states_apart
-from ..parallel.pipeline import ModelParts, parts_of
+from ..parallel.pipeline_ranks import ModelParts, parts_of
 from ..parallel.ranks import Processes
 from ..parallel.wrappers import unwrap
 from ..planning.solver.process import check_solver
 from ..policies.notices import notices
-from ..policies.registry import needs_probe, needs_weights
+from ..policies.registry import aims_at_share, needs_probe
 from ..policies.setting import Setting, check_attainable
 from ..records.event_log import EventLog
 from .checks import check_model, check_parts
@@ -112,7 +112,7 @@ def _first_in_force(
     timed = replace(config, timing_file=path)
     measure = partial(cost_of_all, model, backend=backend, config=timed, flops=flops, processes=processes, log=log)
     # A rule decides now. A speed-up that cannot be reached is to be refused before training, where tokens are known.
-    decides_by_time = needs_weights(config) and (not needs_probe(config) or config.target_linear_speedup is not None)
+    decides_by_time = aims_at_share(config) and (not needs_probe(config) or config.target_linear_speedup is not None)
     if config.timing_tokens is not None and decides_by_time:
         setting = replace(setting, measured=measure(config.timing_tokens))
         check_attainable(setting, config.formats)

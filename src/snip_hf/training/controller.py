@@ -18,7 +18,7 @@ from torch import nn
 from ..config import SnipConfig
 from ..estimation.batch import Batch
 from ..numerics.random_state import RandomState
-from ..parallel.pipeline import Pipeline, parts_of
+from ..parallel.pipeline_ranks import Pipeline, parts_of
 from ..parallel.ranks import Attempt
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe

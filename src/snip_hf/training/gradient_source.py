@@ -13,6 +13,7 @@ from ..optimizers.deepspeed_zero import BeforeStep, ZeroOptimizer, find_zero
 from ..optimizers.response import check_optimizer, responses
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import is_fully_sharded
+from ..text import WITHOUT_PROBE
 from .captured_step import StepWatch
 from .loop_checks import OptimizerWatch, check_gradients, why_no_update, why_untrained
 
@@ -109,7 +110,7 @@ class TorchGradients(GradientSource):
         if not gradients and is_fully_sharded(model):
             raise ValueError(
                 "No swapped layer has a gradient where its weight is; FSDP2 with set_reshard_after_backward(False) "
-                "hides them. Leave resharding on, or use a policy that needs no probe."
+                f"hides them. Leave resharding on, or use {WITHOUT_PROBE}."
             )
         answers = responses(self._optimizer, weights)
         check_gradients(gradients, bool(answers), everyone)

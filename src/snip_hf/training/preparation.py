@@ -22,7 +22,7 @@ from ..layers.convert import convert_model
 from ..layers.layer import SnipLayer
 from ..layers.selection import skip_reasons
 from ..layers.state import pack_states, set_rank
-from ..parallel.pipeline import Pipeline
+from ..parallel.pipeline_ranks import Pipeline
 from ..parallel.ranks import Attempt, Processes, Ranks
 from ..planning.checked_values import MAX_TEXT
 from ..planning.plan import read_measured
@@ -116,7 +116,7 @@ def cost_of_all(
     taken = time.perf_counter() - began
     log.info("snip-hf: measured the GEMMs in %.1f s. %s", taken, describe_cost(flops, measured))
     if BACKENDS[backend].is_emulation:
-        log.warning("snip-hf: the emulated backend was timed: FP8 and FP4 are the times of their emulation.")
+        log.warning("snip-hf: the emulated backend was timed: quantized formats have the times of their emulation.")
     return measured
 
 

@@ -26,6 +26,7 @@ class Blackwell(Backend):
     """Computes in BF16; layers whose compute dtype is another one run emulated."""
 
     name = "blackwell"
+    arithmetic = "FP8 and FP4 tensor cores, by torch's scaled_mm"
 
     def lacks(self, device: torch.device) -> str | None:
         if device.type != "cuda" or not torch.cuda.is_available():

@@ -43,7 +43,7 @@ def check_model(model: nn.Module, log: logging.Logger) -> None:
     if attention.startswith("flash"):
         raise ValueError(
             f"attn_implementation={attention!r} cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. "
-            "Load the model with attn_implementation='sdpa', or use a policy that needs no probe."
+            f"Load the model with attn_implementation='sdpa', or use {WITHOUT_PROBE}."
         )
 
 
@@ -58,7 +58,7 @@ def check_parts(parts: Iterable[nn.Module]) -> None:
             if parameter.is_floating_point() and parameter.dtype != torch.float32:
                 raise ValueError(
                     f"The pipeline's parameter {name!r} is {parameter.dtype}; the probe runs its passes in FP32 and "
-                    "needs stages with FP32 weights, without autocast. Use these, or a policy that needs no probe."
+                    f"needs stages with FP32 weights, without autocast. Use these, or {WITHOUT_PROBE}."
                 )
 
 

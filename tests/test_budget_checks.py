@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from snip_hf.budget_checks import RATES
 from snip_hf.config import SnipConfig
-from snip_hf.speed_budget import RATES
 
 THREE = ("fp4", "fp8", "bf16")
 

@@ -34,7 +34,7 @@ def test_configs_saved_without_a_speed_up_load_as_they_were() -> None:
     [
         (
             {"target_fp4_fraction": 0.75, "target_linear_speedup": 2.0, "rates": "ideal"},
-            "target_fp4_fraction=0.75 and target_linear_speedup=2.0 are two budgets; expected one of them. Leave the "
+            "target_fp4_fraction=0.75 and target_linear_speedup=2.0 are two targets; expected one of them. Leave the "
             "other one out, or set it to None.",
         ),
         (
@@ -44,7 +44,8 @@ def test_configs_saved_without_a_speed_up_load_as_they_were() -> None:
         ),
         (
             {"rates": "a100"},
-            "Unknown table of rates 'a100' for rates; expected one of ideal, h100, b200, gb300, rtx50, mi355.",
+            "Unknown table of rates 'a100' for rates; expected one of ideal, h100, b200, gb300, rtx50, mi355. Did you "
+            "mean 'h100'?",
         ),
         (
             {"rates": "ideal", "budget": "measured"},

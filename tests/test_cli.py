@@ -18,6 +18,7 @@ from snip_hf.costs.flops import linear_flops
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.layers.convert import convert_model
+from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
@@ -263,7 +264,9 @@ def test_inspect_of_a_broken_plan_or_model_is_one_line_and_2(
     assert error.startswith(f"snip-hf: {plan_path} is not a usable precision plan: it is not valid JSON")
     assert error.count("\n") == 1
     assert main(["inspect", str(tmp_path / "none.json")]) == 2
-    assert capsys.readouterr().err == f"snip-hf: [Errno 2] No such file or directory: '{tmp_path / 'none.json'}'\n"
+    assert capsys.readouterr().err == (
+        f"snip-hf: {tmp_path / 'none.json'} does not exist; expected a plan, e.g. OUTPUT_DIR/snip/plan.json.\n"
+    )
 
 
 def write_run(plan_path: Path) -> Path:
@@ -282,6 +285,39 @@ def write_run(plan_path: Path) -> Path:
     (folder / "snip").mkdir(parents=True)
     write(folder / "snip" / "history.jsonl", start)
     return folder
+
+
+OWN_FORMAT = """
+from snip_hf.numerics.formats import NumberFormat, integers, register_format
+
+register_format(NumberFormat(name="own-int4", grid=integers(7), bits=4, speed=2.0, label="INT4", colour="#009e73"))
+"""
+
+
+def test_a_run_in_a_format_of_ones_own_is_read_once_its_module_is_imported(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(plan_path)
+    (tmp_path / "own_formats_of_test.py").write_text(OWN_FORMAT)
+    for path in (plan_path, run / "snip" / "history.jsonl"):
+        path.write_text(path.read_text().replace('"fp4"', '"own-int4"'))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    commands = (["inspect", str(plan_path)], ["report", str(run)], ["export", str(plan_path), "--to", "torchao"])
+    first = "A format of your own is registered first: by `snip_hf.register_format`, or by `--import MODULE` on the"
+    with FORMATS.restored():
+        for command in commands:
+            assert main(command) == 2
+            error = capsys.readouterr().err
+            assert "Unknown format 'own-int4' for assignment" in error and first in error
+            assert "is not a" not in error
+        assert [main([*command, "--import", "own_formats_of_test"]) for command in commands] == [0, 0, 1]
+        assert "INT4" in capsys.readouterr().out
+        assert main([*commands[0], "--import", "none_of_test"]) == 2
+    assert capsys.readouterr().err == (
+        "snip-hf: --import none_of_test: ModuleNotFoundError: No module named 'none_of_test'. Expected the name of a "
+        "module that can be imported from here, such as my_formats for ./my_formats.py.\n"
+    )
 
 
 def test_report_prints_tables_and_the_figures_it_wrote(

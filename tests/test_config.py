@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from snip_hf import config as config_module
-from snip_hf.config import POLICIES, RENAMED, SnipConfig, current_names
+from snip_hf.config import POLICIES, SnipConfig
+from snip_hf.field_names import RENAMED, current_names
 from snip_hf.numerics.formats import FORMATS
 
 REPOSITORY = Path(__file__).parents[1]
@@ -116,21 +117,23 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "policy='snap' is not known; expected one of snip, bf16, uniform-fp8, uniform-fp4, "
         + "".join(f"uniform-{name}, " for name in list(FORMATS)[3:])
         + "random, layer-type, layer-position, first2-last8, last-15-percent, backward-first, first2-last8-bf16, "
-        "last-15-percent-bf16, first-last-bf16, min-abs-err, min-rel-err, fisher, hessian-trace, greedy, kl.",
+        "last-15-percent-bf16, first-last-bf16, min-abs-err, min-rel-err, fisher, hessian-trace, greedy, kl. Did "
+        "you mean 'snip'?",
     ),
-    ({"policy": "SNIP"}, f"policy='SNIP' is not known; expected one of {', '.join(POLICIES)}."),
+    ({"policy": "SNIP"}, f"policy='SNIP' is not known; expected one of {', '.join(POLICIES)}. Did you mean 'snip'?"),
     ({"start_format": "int8"}, "start_format='int8' is not known; expected one of fp4, fp8, bf16."),
     (
         {"start_format": "fp4", "formats": ("fp8", "bf16")},
         "start_format='fp4' is not known; expected one of fp8, bf16.",
     ),
+    ({"formats": ()}, "formats=() names no format; expected e.g. ('fp4', 'fp8')."),
+    ({"formats": ("fp4", "fp4")}, "formats=('fp4', 'fp4') names a format twice; expected ('fp4',)."),
     *(
         (
-            {"formats": formats},
-            f"formats={formats!r} does not name each format once, the least precise first; expected e.g. "
-            "('fp4', 'fp8').",
+            {"formats": (first, second)},
+            f"formats={(first, second)!r} is not in order, the least precise first; expected {(second, first)!r}.",
         )
-        for formats in ((), ("fp8", "fp4"), ("fp4", "fp4"), ("bf16", "fp8"))
+        for first, second in (("fp8", "fp4"), ("mxfp8", "mxfp4"), ("bf16", "fp8"))
     ),
     (
         {"formats": ("bf16",)},
@@ -138,10 +141,18 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"formats": ("fp8", "bf16"), "target_fp4_fraction": 0.1},
-        "target_fp4_fraction=0.1 cannot be met in the formats ('fp8', 'bf16'); expected one with elements of at most 4 "
-        "bits among them, or the target 0.",
+        "target_fp4_fraction=0.1 cannot be met in the formats ('fp8', 'bf16'); expected a format of at most 4 bits "
+        "among them. Without one, set target_linear_speedup with rates, or target_fp4_fraction=0.",
     ),
-    ({"formats": ("fp4", "int9")}, f"Unknown format 'int9' for formats; expected one of {', '.join(FORMATS)}."),
+    (
+        {"formats": ("fp8", "bf16")},
+        "target_fp4_fraction=0.75 (the default) cannot be met in the formats ('fp8', 'bf16'); expected a format of at "
+        "most 4 bits among them. Without one, set target_linear_speedup with rates, or target_fp4_fraction=0.",
+    ),
+    (
+        {"formats": ("fp4", "int9")},
+        f"Unknown format 'int9' for formats; expected one of {', '.join(FORMATS)}. Did you mean 'int8'?",
+    ),
     ({"objective": "sum"}, "objective='sum' is not known; expected one of additive, horizon, paper."),
     (
         {"loss_estimator": "hessian"},
@@ -232,7 +243,12 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("target_fp4_fraction", "0.75", "target_fp4_fraction='0.75' has type str; expected float | None."),
     ("target_fp4_fraction", True, "target_fp4_fraction=True has type bool; expected float | None."),
     ("target_linear_speedup", "2", "target_linear_speedup='2' has type str; expected float | None."),
-    ("rates", 2, "rates=2 has type int; expected str | None."),
+    (
+        "rates",
+        {"fp4": 4},
+        "rates={'fp4': 4} has type dict; expected str | None. It is a name: register a table of your own with "
+        "`snip_hf.costs.rates.register_rates`.",
+    ),
     ("budget", None, "budget=None has type NoneType; expected str."),
     ("timing_file", 1, "timing_file=1 has type int; expected str | None."),
     ("timing_tokens", 4096.0, "timing_tokens=4096.0 has type float; expected int | None."),
@@ -350,6 +366,21 @@ def test_a_field_under_both_names_is_refused(old: str, new: str) -> None:
         SnipConfig.from_dict({old: OTHER[new], new: OTHER[new]})
 
 
+def test_the_constructor_refuses_an_unknown_name_and_says_the_closest_one() -> None:
+    for refused in (
+        lambda: SnipConfig(target_fp4_fracton=0.5),  # type: ignore[call-arg]
+        lambda: SnipConfig.preset("gemm", target_fp4_fracton=0.5),
+    ):
+        with pytest.raises(TypeError) as error:
+            refused()
+        assert str(error.value) == (
+            "SnipConfig has no field 'target_fp4_fracton'. Did you mean 'target_fp4_fraction'? docs/config.md lists "
+            "all of them."
+        )
+    with pytest.raises(TypeError, match=r"^SnipConfig has no field 'colour'\. docs/config\.md lists all of them\.$"):
+        SnipConfig(colour="red")  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_the_constructor_refuses_an_old_name_and_says_the_new_one(old: str, new: str) -> None:
     message = f"SnipConfig has no field {old!r}; it is named {new!r} now."
@@ -401,7 +432,8 @@ def test_presets_differ_from_the_default_in_what_their_page_says() -> None:
     assert SnipConfig.preset("hopper", ties=(), seed=3) == SnipConfig(
         granularity="gemm", first_refresh=200, apply_delay=20, seed=3
     )
-    with pytest.raises(ValueError, match=r"^Unknown preset 'gem'; expected one of paper, layer, gemm, hopper\.$"):
+    message = "Unknown preset 'gem'; expected one of paper, layer, gemm, hopper. Did you mean 'gemm'?"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         SnipConfig.preset("gem")
 
 

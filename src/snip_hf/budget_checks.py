@@ -27,7 +27,7 @@ def fp4_fraction_of(fraction: float | None, speedup: float | None) -> float | No
         )
     if fraction is not None and speedup is not None:
         raise ValueError(
-            f"target_fp4_fraction={fraction!r} and target_linear_speedup={speedup!r} are two budgets; expected one of "
+            f"target_fp4_fraction={fraction!r} and target_linear_speedup={speedup!r} are two targets; expected one of "
             "them. Leave the other one out, or set it to None."
         )
     return DEFAULT_FP4_FRACTION if fraction is None and speedup is None else fraction

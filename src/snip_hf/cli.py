@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import logging
 import os
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code (argparse itself exits on `--help`, `--version` and wrong usage)."""
     arguments = _parser().parse_args(argv)
     try:
+        _import_modules(getattr(arguments, "modules", ()))
         return int(arguments.run(arguments))
     except (OSError, ValueError, TypeError) as error:
         return _fail(error, 2)
@@ -85,11 +87,43 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--text", type=Path, metavar="FILE", help="with checkpoint: measure perplexity on this text")
     export.set_defaults(run=_export)
 
+    for command in (inspect, report, export):
+        command.add_argument(
+            "--import",
+            dest="modules",
+            action="append",
+            default=[],
+            metavar="MODULE",
+            help="import this module first, which registers formats or policies of your own; may be repeated",
+        )
     for command in (inspect, report):
         command.add_argument(
             "--micro-batches", type=int, metavar="N", help="per step through a pipeline's stages (default: 4 per stage)"
         )
     return parser
+
+
+def _import_modules(names: Sequence[str]) -> None:
+    """Imports modules that register what files name, as `python -m` finds them: the working directory goes first."""
+    if names and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # whatever the module raises
+            raise ValueError(
+                f"--import {name}: {type(error).__name__}: {error}. Expected the name of a module that can be imported "
+                "from here, such as my_formats for ./my_formats.py."
+            ) from error
+
+
+def _load_plan(path: Path) -> PrecisionPlan:
+    from .planning.plan import PrecisionPlan
+
+    try:
+        return PrecisionPlan.load(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path} does not exist; expected a plan, e.g. OUTPUT_DIR/snip/plan.json.") from error
 
 
 def _solve(arguments: argparse.Namespace) -> int:
@@ -119,10 +153,9 @@ def _solve(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from .planning.plan import PrecisionPlan
     from .reporting.tables import listed, plan_table, print_cost, say
 
-    plan = PrecisionPlan.load(arguments.plan)
+    plan = _load_plan(arguments.plan)
     console = Console()
     console.print(plan_table(plan))
     _inspect_stages(plan, arguments, console)
@@ -143,6 +176,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _inspect_stages(plan: PrecisionPlan, arguments: argparse.Namespace, console: Console) -> None:
     """Prints the stages, compared with one global constraint where the run's divergences lie beside the plan."""
     from .records.divergences import read_divergence
+    from .registry import UnknownName
     from .reporting.tables import print_stages
 
     path = arguments.plan.parent / f"divergence-{plan.provenance.step}.json"
@@ -150,6 +184,8 @@ def _inspect_stages(plan: PrecisionPlan, arguments: argparse.Namespace, console:
         records = read_divergence(path)[1]
     except FileNotFoundError:
         records = None
+    except UnknownName as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
     except ValueError as error:
         raise ValueError(f"{path} holds no divergences: {error} Restore the file or move it away.") from error
     print_stages(plan, console, arguments.micro_batches, records)
@@ -269,14 +305,13 @@ def _export(arguments: argparse.Namespace) -> int:
     from .integrations.export import NotExpressible
     from .integrations.export_report import report_checkpoint, report_export
     from .layers.selection import skip_reasons
-    from .planning.plan import PrecisionPlan
 
     is_checkpoint = arguments.to == "checkpoint"
     if is_checkpoint and (arguments.model is None or arguments.output is None):
         raise ValueError("A checkpoint needs --model, the folder of the model, and --output, a new folder.")
     if not is_checkpoint and arguments.text is not None:
         raise ValueError("--text is for --to checkpoint.")
-    plan = PrecisionPlan.load(arguments.plan)
+    plan = _load_plan(arguments.plan)
     outside = ["lm_head"]
     if arguments.model is not None:
         with redirect_stdout(sys.stderr if arguments.output is None else sys.stdout):

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from .budget_checks import check_rates, check_speedup, fp4_fraction_of
+from .field_names import FieldNames, current_names
 from .field_values import as_names, as_plain, check_bits, check_stages, check_ties, check_type
 from .kernels.backend import BACKENDS
 from .numerics.formats import FORMATS, UNQUANTIZED
-from .registry import Registry
+from .registry import Registry, did_you_mean
 
 # Who decides. The entries are in `policies`, one file per family; `policies.registry.Policy` says what they are.
 POLICIES: Registry[Any] = Registry("policy", "snip_hf.policies")
@@ -29,16 +30,8 @@ _CHOICES = {
     "loss_estimator": LossEstimator,
     "solver": Solver,
 }
-# Names of fields in files of earlier versions -> their names now.
-RENAMED = {
-    "cost": "budget",
-    "cost_file": "timing_file",
-    "cost_tokens": "timing_tokens",
-    "loss_form": "loss_estimator",
-    "loss_weight": "loss_divergence_factor",
-    "weight_weight": "weight_divergence_factor",
-    "plan": "fixed_plan",
-}
+# What an error of type says beyond the type.
+_ADVICE = {"rates": " It is a name: register a table of your own with `snip_hf.costs.rates.register_rates`."}
 # Linears that take the same input, in most families. Tied, they share a format and quantize their input once.
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # What each sets and why: docs/config.md.
@@ -76,30 +69,8 @@ _AT_MOST = {
 }
 
 
-def current_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config's data with the names that the fields have now.
-
-    Raises:
-        ValueError: a field is there under its old name and its new one.
-    """
-    for old, new in RENAMED.items():
-        if old in config and new in config:
-            raise ValueError(f"{old!r} is the old name of {new!r}, and both are given; expected {new!r} alone.")
-    return {RENAMED.get(name, name): value for name, value in config.items()}
-
-
-class _Renamed:
-    """Tells who gives the constructor an old name what the new one is."""
-
-    def __new__(cls, *args: object, **values: object) -> Any:
-        for name in values:
-            if name in RENAMED:
-                raise TypeError(f"{cls.__name__} has no field {name!r}; it is named {RENAMED[name]!r} now.")
-        return super().__new__(cls)
-
-
 @dataclass(frozen=True, kw_only=True)
-class SnipConfig(_Renamed):
+class SnipConfig(FieldNames):
     """Everything that decides how a run chooses and applies its precisions.
 
     Steps are optimizer steps, counted from 1. Every field is checked when the config is built.
@@ -226,21 +197,25 @@ class SnipConfig(_Renamed):
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             annotation = "str" if field.name in _CHOICES else str(field.type)
-            check_type(field.name, getattr(self, field.name), annotation)
+            check_type(field.name, getattr(self, field.name), annotation, _ADVICE.get(field.name, ""))
             check_bits(field.name, getattr(self, field.name))
         closed = {name: get_args(choices) for name, choices in _CHOICES.items()}
         registered = {"policy": tuple(POLICIES), "backend": ("auto", *BACKENDS)}
         for name, choices in (closed | registered).items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not known; expected one of {', '.join(choices)}.")
+                guess = did_you_mean(getattr(self, name), choices)
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not known; expected one of {', '.join(choices)}.{guess}"
+                )
         for name, (least, expected) in _AT_LEAST.items():
             if isinstance(getattr(self, name), int) and getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)!r} is too small; expected {expected}.")
+        is_default = self.target_fp4_fraction is None
         fraction = fp4_fraction_of(self.target_fp4_fraction, self.target_linear_speedup)
         object.__setattr__(self, "target_fp4_fraction", fraction)
         self._check_ranges()
         self._check_formats()
-        self._check_share()
+        self._check_share(is_default)
         POLICIES[self.policy].check(self)
         object.__setattr__(self, "skip_modules", as_names("skip_modules", self.skip_modules))
         object.__setattr__(self, "ties", tuple(as_names("ties", tie) for tie in self.ties))
@@ -279,11 +254,17 @@ class SnipConfig(_Renamed):
         object.__setattr__(self, "formats", as_names("formats", self.formats))
         for name in self.formats:
             FORMATS.checked(name, "formats")
-        bits = [FORMATS[name].bits for name in self.formats]
-        if not self.formats or len(set(self.formats)) < len(self.formats) or bits != sorted(bits):
+        if not self.formats:
             raise ValueError(
-                f"formats={self.formats!r} does not name each format once, the least precise first; expected e.g. "
-                f"{SnipConfig.__dataclass_fields__['formats'].default!r}."
+                f"formats=() names no format; expected e.g. {SnipConfig.__dataclass_fields__['formats'].default!r}."
+            )
+        ordered = tuple(sorted(dict.fromkeys(self.formats), key=lambda name: FORMATS[name].bits))
+        if len(ordered) < len(self.formats):
+            raise ValueError(f"formats={self.formats!r} names a format twice; expected {ordered!r}.")
+        bits = [FORMATS[name].bits for name in self.formats]
+        if bits != sorted(bits):
+            raise ValueError(
+                f"formats={self.formats!r} is not in order, the least precise first; expected {ordered!r}."
             )
         starts = dict.fromkeys([*self.formats, UNQUANTIZED.name])
         if self.start_format is None:
@@ -291,7 +272,7 @@ class SnipConfig(_Renamed):
         elif self.start_format not in starts:
             raise ValueError(f"start_format={self.start_format!r} is not known; expected one of {', '.join(starts)}.")
 
-    def _check_share(self) -> None:
+    def _check_share(self, is_default: bool) -> None:
         policy = POLICIES[self.policy]
         check_rates(self.rates, self.formats, self.budget == "measured")
         if self.fixed_plan is not None or not policy.aims_at_share:
@@ -305,9 +286,11 @@ class SnipConfig(_Renamed):
             chosen = self.formats if policy.needs_probe else (self.least_precise, self.most_precise)
             check_speedup(self.target_linear_speedup, self.rates, chosen, self.budget == "measured")
         elif self.target_fp4_fraction and not FORMATS[self.least_precise].counts_as_fp4:
+            of = " (the default)" if is_default else ""
             raise ValueError(
-                f"target_fp4_fraction={self.target_fp4_fraction!r} cannot be met in the formats {self.formats!r}; "
-                "expected one with elements of at most 4 bits among them, or the target 0."
+                f"target_fp4_fraction={self.target_fp4_fraction!r}{of} cannot be met in the formats {self.formats!r}; "
+                "expected a format of at most 4 bits among them. Without one, set target_linear_speedup with rates, or "
+                "target_fp4_fraction=0."
             )
 
     @property
@@ -377,7 +360,8 @@ class SnipConfig(_Renamed):
             ValueError: an unknown name, or as the constructor.
         """
         if name not in _PRESETS:
-            raise ValueError(f"Unknown preset {name!r}; expected one of {', '.join(_PRESETS)}.")
+            guess = did_you_mean(name, _PRESETS)
+            raise ValueError(f"Unknown preset {name!r}; expected one of {', '.join(_PRESETS)}.{guess}")
         return cls(**(_PRESETS[name] | changes))
 
     @classmethod
@@ -391,7 +375,8 @@ class SnipConfig(_Renamed):
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = [key for key in values if key not in known]
         if unknown:
-            raise ValueError(f"Unknown SnipConfig field {unknown[0]!r}; the fields are {', '.join(known)}.")
+            guess = did_you_mean(unknown[0], known)
+            raise ValueError(f"Unknown SnipConfig field {unknown[0]!r}; the fields are {', '.join(known)}.{guess}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 _INTEGER_BITS = 63
 
 
-def check_type(name: str, value: object, annotation: str) -> None:
+def check_type(name: str, value: object, annotation: str, advice: str = "") -> None:
     """Raises TypeError unless value fits the field's annotation (numbers, strings, None; sequences for tuples)."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     fits = (
@@ -20,7 +20,7 @@ def check_type(name: str, value: object, annotation: str) -> None:
         or ("tuple" in annotation and isinstance(value, list | tuple))
     )
     if not fits:
-        raise TypeError(f"{name}={value!r} has type {type(value).__name__}; expected {annotation}.")
+        raise TypeError(f"{name}={value!r} has type {type(value).__name__}; expected {annotation}.{advice}")
 
 
 def check_bits(name: str, value: object) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
@@ -14,6 +15,18 @@ class _Named(Protocol):
 
 
 Entry = TypeVar("Entry", bound=_Named)
+# Of difflib's ratio: "snap" still names "snip", "fp6" no longer "fp8".
+_ALIKE = 0.75
+
+
+class UnknownName(ValueError):
+    """A name that no entry has: a misspelt one, or that of an entry that is not registered yet."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns a sentence that names the closest of the known names, after a space; "" if none is close."""
+    close = difflib.get_close_matches(name.lower(), list(known), 1, _ALIKE)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 class Registry(Mapping[str, Entry]):
@@ -56,10 +69,14 @@ class Registry(Mapping[str, Entry]):
         """Returns `name` if an entry has it.
 
         Raises:
-            ValueError: there is none; names `where` the name was given and lists the entries.
+            ValueError: there is none; names `where` the name was given, lists the entries and guesses which was meant.
+                It is an `UnknownName` where an entry might have the name.
         """
-        if not isinstance(name, str) or name not in self:
-            raise ValueError(f"Unknown {self.kind} {name!r} for {where}; expected one of {', '.join(self)}.")
+        message = f"Unknown {self.kind} {name!r} for {where}; expected one of {', '.join(self)}."
+        if not isinstance(name, str):
+            raise ValueError(message)
+        if name not in self:
+            raise UnknownName(message + did_you_mean(name, self))
         return name
 
     def __getitem__(self, name: str) -> Entry:

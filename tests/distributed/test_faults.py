@@ -15,6 +15,7 @@ from rank_processes import assert_succeeded, start_ranks
 from run_faults import BOUND, ENDED, FAULTS, KILLED, POISONS, SURVIVED
 
 from snip_hf.parallel.ranks import RankError
+from snip_hf.training.captured_step import NOT_CAPTURED
 
 pytestmark = pytest.mark.slow
 # Seconds beyond the bound for what comes before and after the wait on a busy machine, where all groups run at once.
@@ -66,7 +67,7 @@ REASONS = {
     "probe's gradient": f"ValueError: {GRADIENT}",
     "probe's gradient is infinite": f"ValueError: {GRADIENT}",
     "no labels": "ValueError: On rank 1: ValueError: The batch has no labels (its keys are input_ids)",
-    "not captured": "ValueError: On rank 1: ValueError: No micro-batch of it was given to capture().",
+    "not captured": f"ValueError: On rank 1: ValueError: {NOT_CAPTURED}",
     "out of memory in the sums": f"ValueError: On rank 1: {MEMORY}",
     "out of memory in the sums of rank 0": MEMORY,
     "solver hangs": "SolverError: The solver ran past the 5 s it was waited for and was killed.",
@@ -130,7 +131,7 @@ def test_a_plan_is_applied_on_all_ranks_when_one_of_them_misses_the_capture_of_i
     assert first["plans"]["6"] != first["plans"]["5"]
     applied, kept = first["history"]
     assert (applied["step"], applied["applied_step"], kept["step"], kept["status"]) == (2, 6, 6, "kept")
-    assert kept["reason"] == "ValueError: On rank 1: ValueError: No micro-batch of it was given to capture()."
+    assert kept["reason"] == f"ValueError: On rank 1: ValueError: {NOT_CAPTURED}"
 
 
 def test_a_full_disk_of_the_first_rank_costs_its_record_and_nothing_else(survived: Found) -> None:

@@ -488,7 +488,9 @@ class TestFormats:
             ),
             (
                 {**dict.fromkeys(GEMMS, "fp8"), "grad_input": "int9"},
-                f"Unknown format 'int9' for grad_input; expected one of {', '.join(FORMATS)}.",
+                f"Unknown format 'int9' for grad_input; expected one of {', '.join(FORMATS)}. Did you mean 'int8'? A "
+                "format of your own is registered first: by `snip_hf.register_format`, or by `--import MODULE` on the "
+                "command line.",
             ),
         ],
     )
@@ -957,7 +959,8 @@ class TestQuantize:
     def test_an_unknown_format_is_refused(self) -> None:
         with pytest.raises(ValueError) as error:
             SnipLinearConfig(start_format="fp6")
-        assert str(error.value) == (f"Unknown format 'fp6' for start_format; expected one of {', '.join(FORMATS)}.")
+        expected = f"Unknown format 'fp6' for start_format; expected one of {', '.join(FORMATS)}. Did you mean 'mxfp6'?"
+        assert str(error.value).startswith(expected)
 
     def test_twice_changes_nothing(self) -> None:
         layer = swapped(linear(), "fp4", seed=3)

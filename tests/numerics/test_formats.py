@@ -99,12 +99,28 @@ def test_a_known_format_name_passes_unchanged(name: str) -> None:
     assert check_format(name, "forward") == name
 
 
-@pytest.mark.parametrize("name", ["FP4", "int9", "", None, 2, ["fp4"]])
-def test_an_unknown_format_is_named_with_its_place_and_the_known_ones(name: object) -> None:
+FIRST = (
+    " A format of your own is registered first: by `snip_hf.register_format`, or by `--import MODULE` on the command "
+    "line."
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("FP4", " Did you mean 'fp4'?" + FIRST),
+        ("int9", " Did you mean 'int8'?" + FIRST),
+        ("", FIRST),
+        (None, ""),
+        (2, ""),
+        (["fp4"], ""),
+    ],
+)
+def test_an_unknown_format_is_named_with_its_place_the_known_ones_and_advice(name: object, advice: str) -> None:
     with pytest.raises(ValueError) as error:
         check_format(name, "model.layers.0.q_proj:forward")
     assert str(error.value) == (
-        f"Unknown format {name!r} for model.layers.0.q_proj:forward; expected one of {', '.join(ORDER)}."
+        f"Unknown format {name!r} for model.layers.0.q_proj:forward; expected one of {', '.join(ORDER)}.{advice}"
     )
 
 

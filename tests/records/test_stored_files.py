@@ -12,8 +12,8 @@ from stored_runs import IDLE, PENDING, RUNS, stored_model
 
 from snip_hf import PrecisionPlan, SnipConfig
 from snip_hf.cli import main
-from snip_hf.config import current_names
 from snip_hf.costs.gemm_timing import read_times
+from snip_hf.field_names import current_names
 from snip_hf.json_io import read_json
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears

@@ -21,6 +21,7 @@ from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.records.load import load_run
+from snip_hf.registry import UnknownName
 from snip_hf.reporting.figures import divergence_figure, plan_figure, write_figures
 from snip_hf.reporting.run_report import print_run, run_report
 from snip_hf.reporting.tables import stage_table
@@ -175,11 +176,26 @@ def test_a_history_whose_last_line_is_cut_off_is_read_up_to_there(tmp_path: Path
     assert "Note: The last line of history.jsonl is not complete and is left out." in printed(tmp_path)
 
 
+def test_a_history_in_an_unknown_format_is_refused_with_file_line_and_advice_also_in_its_last_line(
+    tmp_path: Path,
+) -> None:
+    write_run(tmp_path, random_assignments(3))
+    path = tmp_path / "snip" / "history.jsonl"
+    lines = path.read_text().splitlines()
+    for number in (1, len(lines)):
+        before = '"fp8"' if number == 1 else '["fp8", "fp4"]'
+        broken = [line.replace(before, before.replace("fp8", "own4"), 1) for line in lines]
+        path.write_text("\n".join([*lines[: number - 1], broken[number - 1], *lines[number:]]))
+        with pytest.raises(UnknownName) as caught:
+            load_run(tmp_path)
+        assert str(caught.value).startswith(f"Line {number} of {path} cannot be read: Unknown format 'own4' for ")
+        assert str(caught.value).endswith("or by `--import MODULE` on the command line.")
+
+
 @pytest.mark.parametrize(
     ("line", "old", "new", "message"),
     [
         (1, '"flops"', '"flop"', "it has no entry 'flops'."),
-        (1, '"grad_input": "fp', '"grad_input": "f', "Unknown format 'f"),
         (2, '"event": "refresh"', '"event": "party"', "event is 'party', expected 'refresh'."),
         (1, '"event": "start"', '"event": "refresh"', "event is 'refresh', expected 'start'."),
         (2, '"changes"', '"change"', "it has no entry 'changes'."),

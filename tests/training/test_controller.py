@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import sys
@@ -974,7 +975,57 @@ def test_a_refresh_whose_micro_batches_nobody_captured_says_so(tmp_path: Path) -
         loop.controller.before_optimizer_step(step)
         loop.controller.after_step(step)
     assert [line["reason"] for line in history(tmp_path)] == [
-        "ValueError: No micro-batch of it was given to capture()."
+        "ValueError: No micro-batch of this step was given to capture(). Call capture(batch) before each forward pass, "
+        "and after_step(step) after each optimizer step."
+    ]
+
+
+def a_step(loop: Loop, step: int, leaves_out: str) -> None:
+    """One optimizer step of a loop that forgets one of the controller's calls."""
+    loop.controller.capture(loop.batch(step))
+    loop.model(**loop.batch(step))["loss"].backward()
+    if leaves_out != "before_optimizer_step":
+        loop.controller.before_optimizer_step(step)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+    if leaves_out != "after_step":
+        loop.controller.after_step(step)
+
+
+def test_a_loop_without_after_step_is_told_so_once_before_its_refresh_fails(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop()
+    for step in (1, 2, 3):
+        a_step(loop, step, "after_step")
+    called, refresh = caplog.messages
+    assert called == (
+        "snip-hf: before_optimizer_step(2) was called before after_step(1): plans are neither made nor applied in "
+        "time. Call after_step(step) after each optimizer step."
+    )
+    assert "the refresh of step 2 failed" in refresh and "after_step(step) after each optimizer step." in refresh
+    assert caplog.records[0].levelname == "WARNING"
+
+
+def test_a_loop_without_before_optimizer_step_is_told_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop()
+    for step in (1, 2, 3):
+        a_step(loop, step, "before_optimizer_step")
+    loop.controller.close()
+    assert caplog.messages == [
+        "snip-hf: after_step(1) was called without before_optimizer_step(1): no plan can be made. Call "
+        "before_optimizer_step(step) before each optimizer step, once the gradients are complete and clipped."
+    ]
+
+
+def test_a_loop_that_ends_before_its_first_refresh_is_told_so_once_when_it_closes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop = Loop(dataclasses.replace(CONFIG, first_refresh=3))
+    loop.run(2)
+    assert not caplog.messages
+    loop.controller.close()
+    loop.controller.close()
+    assert caplog.messages == [
+        "snip-hf: training ended at step 2, before the first refresh (first_refresh=3): everything stayed in fp8."
     ]
 
 

@@ -17,7 +17,6 @@ from ..kernels.backend import BACKENDS
 from ..layers.convert import convert_model
 from ..layers.run_hooks import RunMark, marks_on
 from ..parallel.wrappers import unwrap
-from ..policies.registry import needs_probe
 from ..records.event_log import Tracker, check_tracker
 from ..text import WITHOUT_PROBE, printable
 from ..training.checks import check_launch, check_trainer
@@ -93,14 +92,6 @@ class SnipCallback(TrainerCallback):
         model = unwrap(outer)
         self._take_from_others(model, state)
         self._state, self._is_restored = state, False
-        if needs_probe(self.config) and state.max_steps < self.config.first_refresh + self.config.apply_delay:
-            logger.warning(
-                "snip-hf: training ends at step %d, before the first plan would be applied after step %d "
-                "(first_refresh + apply_delay): everything stays in %s.",
-                state.max_steps,
-                self.config.first_refresh + self.config.apply_delay,
-                self.config.start_format,
-            )
         output_dir = args.output_dir if state.is_world_process_zero else None
         self._folder = None if output_dir is None else os.path.realpath(output_dir)
         if output_dir is not None and self._is_of_outer_run(self._folder):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..registry import Registry
+from ..registry import Registry, UnknownName
 from .gemms import GEMMS, OPERANDS, TILE
 from .grids import E2M1 as E2M1
 from .grids import E2M3, E3M2, scale_grid
@@ -354,4 +354,10 @@ def format_of_code(code: int) -> NumberFormat:
 
 def check_format(name: object, where: str) -> str:
     """Returns `name` if it is a format that a plan may use; raises ValueError naming `where` otherwise."""
-    return FORMATS.checked(name, where)
+    try:
+        return FORMATS.checked(name, where)
+    except UnknownName as error:
+        raise UnknownName(
+            f"{error} A format of your own is registered first: by `snip_hf.register_format`, or by `--import MODULE` "
+            "on the command line."
+        ) from error

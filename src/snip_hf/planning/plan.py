@@ -25,6 +25,7 @@ from ..json_io import read_json, write_json_atomic
 from ..layers.state import snip_linears
 from ..numerics.formats import FORMATS, check_format
 from ..numerics.gemms import GEMMS
+from ..registry import UnknownName
 from ..text import printable
 from .checked_values import MAX_TEXT, check_keys, check_text, check_type, finite, short
 from .provenance import PlanProvenance
@@ -255,6 +256,11 @@ class PrecisionPlan:
         """
         try:
             return cls.from_dict(read_json(path))
+        except UnknownName as error:
+            raise UnknownName(
+                f"{printable(path, MAX_TEXT)} cannot be read: {error} Otherwise, restore the file or let a run "
+                "write it again."
+            ) from error
         except ValueError as error:
             raise ValueError(
                 f"{printable(path, MAX_TEXT)} is not a usable precision plan: {error} Restore the file or let a "

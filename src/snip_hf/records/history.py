@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..json_io import open_regular, parse_json
 from ..numerics.gemms import GEMMS
+from ..registry import UnknownName
 from .events import Event, Refresh, Start, later_event
 from .values import mapping_of
 
@@ -32,6 +33,8 @@ def read_history(path: Path, notes: list[str] | None = None) -> Iterator[Event]:
         try:
             record = mapping_of(parse_json(line), "the line")
             event: Event = Start.from_record(record) if cells is None else later_event(record, cells)
+        except UnknownName as error:  # No damage, so that the last line is not left out either.
+            raise UnknownName(f"Line {number} of {path} cannot be read: {error}") from error
         except ValueError as error:
             if cells is not None and is_last and notes is not None:
                 notes.append(f"The last line of {path.name} is not complete and is left out.")

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..config import SnipConfig, current_names
+from ..config import SnipConfig
 from ..costs.measured_cost import MeasuredCost
+from ..field_names import current_names
 from ..planning.plan import PrecisionPlan
 from .divergences import read_divergence
 from .events import DriftCheck, Refresh, Start

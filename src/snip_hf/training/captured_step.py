@@ -13,6 +13,11 @@ from ..layers.layer import SnipLayer
 from ..numerics.random_state import RandomState
 from .clipping import Clipping
 
+NOT_CAPTURED = (
+    "No micro-batch of this step was given to capture(). Call capture(batch) before each forward pass, and "
+    "after_step(step) after each optimizer step."
+)
+
 
 @dataclass
 class TrainingPass:
@@ -37,7 +42,7 @@ class StepWatch:
     def __init__(
         self, probe_tokens: int | None, layers: Mapping[str, SnipLayer], parameters: Iterable[nn.Parameter]
     ) -> None:
-        self._batch: Batch | Exception = ValueError("No micro-batch of it was given to capture().")
+        self._batch: Batch | Exception = ValueError(NOT_CAPTURED)
         self.counts = BatchCounts(0, 0)
         """Of the whole micro-batch."""
         self.micro_batches = 0

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..config import SnipConfig, current_names
+from ..config import SnipConfig
 from ..costs.flops import Weights
+from ..field_names import current_names
 from ..parallel.ranks import Attempt, Ranks
 from ..planning.plan import PrecisionPlan
 from ..planning.solver.process import SolverProcess

@@ -25,6 +25,7 @@ from ..policies.registry import needs_probe
 from ..records.event_log import EventLog, Tracker
 from ..records.run_folder import RunFolder
 from .assembly import RunParts, assemble
+from .call_order import CallOrder
 from .captured_step import StepWatch, TrainingPass
 from .checkpoint import SavedState, agreed_state
 from .checks import check_alike, check_configs, check_launch
@@ -89,6 +90,7 @@ class SnipController:
         self._folder = RunFolder(output_dir if is_first else None)
         self._events = EventLog(self._folder, is_first, self._log)
         self._schedule = Schedule(config, max_steps, self._log)
+        self._calls = CallOrder(self.needs_probe, self._log)
         self._micro_batch = 0
         self._armed: StepWatch | None = None
         self._has_labels = False
@@ -118,6 +120,7 @@ class SnipController:
         self._source.attach(self._layers.all, lambda: self._before_optimizer_step(self.step + 1))
         self._layers.share_inputs(self._in_force.setting)
         self._log.info("snip-hf: policy %s, %s.", self.config.policy, describe_plan(self.plan))
+        self._schedule.say_if_too_short()
         self._refresher.say_if_untrained()
 
     @property
@@ -199,6 +202,7 @@ class SnipController:
             self._before_optimizer_step(step)
 
     def _before_optimizer_step(self, step: int) -> None:
+        self._calls.begin(step)
         self._source.note_step()
         self._schedule.say_if_left_out(step, self._refresher.is_planned)
         watch, refreshes = self._disarm(), self._refreshes(step)
@@ -213,6 +217,7 @@ class SnipController:
 
     def after_step(self, step: int) -> None:
         """To be called when optimizer step `step` (from 1) is done; applies a plan that is due."""
+        self._calls.end(step)
         self._layers.note_micro_batches(self._micro_batch)
         self.step, self._micro_batch = step, 0
         self._chunks.end_step()
@@ -230,6 +235,7 @@ class SnipController:
         if pending is not None:
             reason = f"training ended at step {self.step}, before step {pending.due} at which its plan was due"
             self._in_force.keep(self.step, pending.begun, reason, "was not applied")
+        self._schedule.say_if_ended_early(self.step)
         self._folder.release()
 
     def retake(self) -> None:

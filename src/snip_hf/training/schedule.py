@@ -25,6 +25,7 @@ class Schedule:
         self._needs_probe = needs_probe(config)
         self._log = log
         self._said_too_late = False
+        self._said_too_short = False
 
     def refreshes(self, step: int, is_planned: bool) -> bool:
         """Returns True if this step refreshes, counted from the last probe.
@@ -51,6 +52,33 @@ class Schedule:
                 step,
                 step + self._config.apply_delay,
                 self.max_steps,
+            )
+
+    def say_if_too_short(self) -> None:
+        """Says that training is known to end before the first plan could be applied."""
+        config = self._config
+        due = config.first_refresh + config.apply_delay
+        if self._needs_probe and self.max_steps is not None and self.max_steps < due:
+            self._said_too_short = True
+            self._log.warning(
+                "snip-hf: training ends at step %d, before the first plan would be applied after step %d "
+                "(first_refresh + apply_delay): everything stays in %s.",
+                self.max_steps,
+                due,
+                config.start_format,
+            )
+
+    def say_if_ended_early(self, step: int) -> None:
+        """Says, once, that training has ended at a step before the first refresh, unless that was known before."""
+        is_short = self._needs_probe and self.last_probe is None and 0 < step < self._config.first_refresh
+        if is_short and not self._said_too_short:
+            self._said_too_short = True
+            self._log.warning(
+                "snip-hf: training ended at step %d, before the first refresh (first_refresh=%d): everything stayed "
+                "in %s.",
+                step,
+                self._config.first_refresh,
+                self._config.start_format,
             )
 
     def _is_scheduled(self, step: int, is_planned: bool) -> bool:

@@ -13,7 +13,7 @@ from ..estimation.divergence import divergences_at
 from ..estimation.memory import kept_tokens, probe_memory
 from ..estimation.table import DivergenceTable
 from ..parallel.ranks import Attempt, Processes
-from .captured_step import StepWatch
+from .captured_step import NOT_CAPTURED, StepWatch
 from .gradient_source import GradientSource
 from .swapped_layers import SwappedLayers
 
@@ -69,7 +69,7 @@ class StepProbe:
         attempt = Attempt()
         with attempt:
             if watch is None:
-                raise ValueError("No micro-batch of it was given to capture().")
+                raise ValueError(NOT_CAPTURED)
             _ = watch.batch
             self.layers.check(self._flops)
             self.source.check_unchanged()

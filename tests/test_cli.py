@@ -287,6 +287,16 @@ def write_run(plan_path: Path) -> Path:
     return folder
 
 
+def test_inspect_says_by_which_rates_the_linears_run(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(plan_path.read_text())
+    document["provenance"]["config"]["rates"] = "ideal"
+    write(plan_path, document)
+    assert main(["inspect", str(plan_path)]) == 0
+    speedup = PrecisionPlan.load(plan_path).linear_speedup()
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"The linears run at {speedup:.4f} times BF16's speed (ideal rates), per stage: 4.0000, 2.0000." in out
+
+
 OWN_FORMAT = """
 from snip_hf.numerics.formats import NumberFormat, integers, register_format
 

@@ -164,7 +164,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     speedups = plan.stage_linear_speedups()
     if speedups is not None:
         stages = listed([f"{speedup:.4f}" for speedup in speedups])
-        say(console, f"The linears run at {plan.linear_speedup():.4f} times BF16's speed (per stage: {stages}).")
+        speed = f"{plan.linear_speedup():.4f} times BF16's speed ({plan.speed_source})"
+        say(console, f"The linears run at {speed}, per stage: {stages}.")
     for field in dataclasses.fields(plan.provenance):
         value = getattr(plan.provenance, field.name)
         if value is not None:

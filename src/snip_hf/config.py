@@ -90,7 +90,7 @@ class SnipConfig(FieldNames):
     """Least speed-up of the linears' GEMMs over BF16, in every stage, in place of `target_fp4_fraction` (ours).
     It is their time in BF16 divided by that under the plan: FLOPs by `rates`, or measured with `budget="measured"`."""
     rates: str | None = None
-    """Table of how fast each format runs: "h100", "b200", "gb300", "rtx50", "mi355", "ideal", or your own.
+    """Table of how fast each format runs: "h100", "b200", "gb300", "rtx50", "mi355", "ideal", or one that you register.
     Those of hardware are datasheets' peaks; "ideal" is twice the rate for half of the bits (`costs.rates`). Without
     `target_linear_speedup` it only tells reports what speed-up a plan has."""
     formats: tuple[str, ...] = ("fp4", "fp8")

@@ -845,7 +845,8 @@ class TestRefusals:
         assert str(error.value) == (
             "No layer of GPT2LMHeadModel can be swapped: 1 linears are skipped (output head: lm_head); modules with "
             "weights are of the classes Conv1D, Embedding, LayerNorm, Linear. Expected at least one nn.Linear inside a "
-            "numbered block; check skip_modules."
+            "numbered block: check skip_modules, or add another class of modules with register_layer_kind "
+            "(docs/extending.md)."
         )
         assert snapshot(model) == before
 
@@ -856,7 +857,8 @@ class TestRefusals:
             "No layer of LlamaForCausalLM can be swapped: 15 linears are skipped (skip_modules: "
             "model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj, ...; "
             "output head: lm_head); modules with weights are of the classes Embedding, Linear, LlamaRMSNorm. Expected "
-            "at least one nn.Linear inside a numbered block; check skip_modules."
+            "at least one nn.Linear inside a numbered block: check skip_modules, or add another class of modules with "
+            "register_layer_kind (docs/extending.md)."
         )
 
     def test_a_model_without_weights_says_so(self) -> None:

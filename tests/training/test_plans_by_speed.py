@@ -43,7 +43,7 @@ def test_each_refresh_records_the_speed_that_its_plan_reaches_in_every_stage(
         assert min(line["stage_linear_speedups"]) >= 2.2 - 1e-9
     plan = PrecisionPlan.load(tmp_path / "snip" / "plan.json")
     assert refreshes(tmp_path)[-1]["linear_speedup"] == plan.linear_speedup() == plan.linear_speedup("ideal")
-    assert f"linears at {plan.linear_speedup():.3f} times BF16's speed" in caplog.text
+    assert f"linears at {plan.linear_speedup():.3f} times BF16's speed (ideal rates)" in caplog.text
     assert load_run(tmp_path).refreshes[-1].linear_speedup == plan.linear_speedup()
 
 
@@ -91,12 +91,25 @@ def test_measured_times_make_a_budget_of_speed(tmp_path: Path) -> None:
     loop.controller.close()
     assert plan.linear_speedup() >= 1.5 - 1e-9
     assert {name for row in plan.assignment.values() for name in row.values()} == {"fp4", "bf16"}
+    assert plan.speed_source == "measured"
 
 
 @pytest.mark.usefixtures("slow_fp8")
 def test_a_measured_speed_up_out_of_reach_is_refused_before_training_where_tokens_are_known() -> None:
     with pytest.raises(ValueError, match=r"^target_linear_speedup=2\.1 is out of reach in stage 0: .* it is 2, the la"):
         Loop(config(target_linear_speedup=2.1, budget="measured", timing_tokens=48))
+
+
+@pytest.mark.usefixtures("slow_fp8")
+def test_a_machine_on_which_no_format_is_faster_than_bf16_is_named_as_such() -> None:
+    slow = {"target_linear_speedup": 1.5, "budget": "measured", "timing_tokens": 48, "formats": ("fp8",)}
+    with pytest.raises(ValueError) as error:
+        Loop(config(**slow))
+    assert str(error.value) == (
+        "target_linear_speedup=1.5 is out of reach in stage 0: with every GEMM in the fastest of the formats fp8 it is "
+        "0.8333, the largest attainable. None of them is faster than BF16 here. Set target_fp4_fraction in place of "
+        "target_linear_speedup, or count by the rates of other hardware, e.g. rates='b200' with budget='flops'."
+    )
 
 
 @pytest.mark.usefixtures("slow_fp8")

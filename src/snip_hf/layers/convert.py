@@ -160,7 +160,8 @@ def _nothing_left(model: nn.Module, skipped: Mapping[str, str]) -> ValueError:
     return ValueError(
         f"No layer of {type(model).__name__} can be swapped: {len(skipped)} linears are skipped "
         f"({summary(skipped)}); modules with weights are of the classes {', '.join(kinds) or 'none'}. "
-        "Expected at least one nn.Linear inside a numbered block; check skip_modules."
+        "Expected at least one nn.Linear inside a numbered block: check skip_modules, or add another class of "
+        "modules with register_layer_kind (docs/extending.md)."
     )
 
 

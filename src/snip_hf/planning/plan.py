@@ -119,14 +119,25 @@ class PrecisionPlan:
         times = self._times(rates)
         return None if times is None else tuple(speedup(stage, self.assignment, times) for stage in self.stages)
 
+    @property
+    def speed_source(self) -> str:
+        """What `linear_speedup` goes by, where that is not None: "measured", or the table, e.g. "b200 rates"."""
+        return "measured" if self._is_timed else f"{(self.provenance.config or {}).get('rates')} rates"
+
+    @property
+    def _used(self) -> set[str]:
+        return {name for row in self.assignment.values() for name in row.values()}
+
+    @property
+    def _is_timed(self) -> bool:
+        return self.measured is not None and self._used <= set(self.measured.formats)
+
     def _times(self, rates: str | None) -> GemmTimes | None:
-        used = {name for row in self.assignment.values() for name in row.values()}
         if rates is not None:
-            return linear_times(self.flops, used, rates, None)
+            return linear_times(self.flops, self._used, rates, None)
         own = (self.provenance.config or {}).get("rates")
-        timed = self.measured is not None and used <= set(self.measured.formats)
         try:
-            return linear_times(self.flops, used, own, self.measured if timed else None)
+            return linear_times(self.flops, self._used, own, self.measured if self._is_timed else None)
         except (KeyError, TypeError):  # no table, or a plan from elsewhere whose config names anything
             return None
 

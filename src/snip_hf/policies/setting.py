@@ -113,8 +113,13 @@ def check_attainable(setting: Setting, formats: Sequence[str]) -> None:
         units = dict.fromkeys(tied.get(group, (group,)) for group in weights)
         largest = sum(max(sum(weights[group][name] for group in unit) for name in formats) for unit in units)
         if largest < setting.least_weight - TOLERANCE:
+            advice = "Lower it, or add a faster format."
+            if largest <= 0:
+                advice = (
+                    "None of them is faster than BF16 here. Set target_fp4_fraction in place of target_linear_speedup, "
+                    "or count by the rates of other hardware, e.g. rates='b200' with budget='flops'."
+                )
             raise ValueError(
                 f"target_linear_speedup={target!r} is out of reach in stage {index}: with every GEMM in the fastest of "
-                f"the formats {', '.join(formats)} it is {1 / (1 - largest):.4g}, the largest attainable. Lower it, or "
-                "add a faster format."
+                f"the formats {', '.join(formats)} it is {1 / (1 - largest):.4g}, the largest attainable. {advice}"
             )

@@ -75,7 +75,7 @@ def describe_plan(plan: PrecisionPlan) -> str:
     text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (per stage: {stages})"
     speedup = plan.linear_speedup()
     if speedup is not None:
-        text = f"{text}, linears at {speedup:.3f} times BF16's speed"
+        text = f"{text}, linears at {speedup:.3f} times BF16's speed ({plan.speed_source})"
     times = plan.stage_fp4_time_fractions
     if times is None:
         return text

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from snip_hf import SnipConfig, SnipController
 from snip_hf.layers.convert import convert_model
 from snip_hf.planning.solver.process import SolverProcess
-from snip_hf.training.captured_step import StepWatch
+from snip_hf.training.clipping import Clipping
 from snip_hf.training.refresh import Solving
 
 LENGTH = 128  # one tile, so that whole tiles are of one rank
@@ -245,17 +245,17 @@ def _sharding(model: nn.Module) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _clip_factors_noted(found: Found) -> Iterator[None]:
-    original = StepWatch.clip_factor
+    original = Clipping.factor
 
-    def noted(watch: StepWatch, *args: Any) -> float:
-        found.clip_factors.append(original(watch, *args))
+    def noted(clipping: Clipping, *args: Any) -> float:
+        found.clip_factors.append(original(clipping, *args))
         return found.clip_factors[-1]
 
-    StepWatch.clip_factor = noted  # type: ignore[method-assign]
+    Clipping.factor = noted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        StepWatch.clip_factor = original  # type: ignore[method-assign]
+        Clipping.factor = original  # type: ignore[method-assign]
 
 
 def _no_solver(program: dict[str, Any]) -> SolverProcess:

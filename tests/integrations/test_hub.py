@@ -24,6 +24,8 @@ from hub_server import TOKEN, USER, Hub, Repository
 from torch import nn
 
 from snip_hf.integrations.hub import model_card_section, model_tags, prepare_push, tag_model
+from snip_hf.kernels.emulated import EMULATED
+from snip_hf.kernels.hopper.backend import HOPPER
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.records.events import Event
@@ -167,7 +169,8 @@ def test_an_unreachable_hub_stops_the_run_before_the_first_step(tmp_path: Path) 
 
 
 def test_section_tells_policy_target_share_refreshes_arithmetic_and_source() -> None:
-    text = model_card_section(plan("fp4", "fp4", "fp8"), [START, APPLIED, KEPT, APPLIED], emulated=True)
+    history = [START, APPLIED, KEPT, APPLIED]
+    text = model_card_section(plan("fp4", "fp4", "fp8"), history, arithmetic=EMULATED.arithmetic)
     assert "| policy | `snip` |" in text
     assert "| target | at least 50.0% of the linear FLOPs in FP4 |" in text
     assert "| 66.7% of the linear FLOPs in FP4 (not a reduction of FLOPs) |" in text
@@ -179,18 +182,18 @@ def test_section_tells_policy_target_share_refreshes_arithmetic_and_source() -> 
 
 
 def test_section_of_a_native_run_does_not_speak_of_emulation() -> None:
-    text = model_card_section(plan("fp4"), [], emulated=False)
+    text = model_card_section(plan("fp4"), [], arithmetic=HOPPER.arithmetic)
     assert "FP8 tensor cores" in text and "emulated" not in text
 
 
 def test_section_names_the_smallest_share_among_the_stages() -> None:
-    text = model_card_section(plan("fp4", "fp4", "fp4", "fp8", stages=2), [], emulated=True)
+    text = model_card_section(plan("fp4", "fp4", "fp4", "fp8", stages=2), [], arithmetic=EMULATED.arithmetic)
     assert "75.0% of the linear FLOPs" in text and "50.0% or more in each of 2 stages" in text
 
 
 @pytest.mark.parametrize("policy", ["bf16", "uniform-fp8", "uniform-fp4"])
 def test_section_of_a_policy_that_ignores_the_target_states_none(policy: str) -> None:
-    assert "| target | none |" in model_card_section(plan("fp8", policy=policy), [], emulated=True)
+    assert "| target | none |" in model_card_section(plan("fp8", policy=policy), [], arithmetic=EMULATED.arithmetic)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +227,7 @@ def test_a_card_that_the_user_wrote_keeps_its_text_and_metadata(tmp_path: Path) 
     (tmp_path / "README.md").write_text("---\nlicense: mit\ntags:\n- poetry\n---\n\n# Mine\n\nBackslash \\1, über.\n")
     model = nn.Linear(2, 2)
     for _ in range(2):
-        prepare_push(tmp_path, model, emulated=True)
+        prepare_push(tmp_path, model, arithmetic=EMULATED.arithmetic)
     assert model.model_tags == TAGS
     card = (tmp_path / "README.md").read_text()
     assert metadata(card) == {"license": "mit", "tags": ["poetry", *TAGS]}
@@ -234,11 +237,11 @@ def test_a_card_that_the_user_wrote_keeps_its_text_and_metadata(tmp_path: Path) 
 
 def test_text_below_the_section_stays_where_it_is(tmp_path: Path) -> None:
     write_run(tmp_path, plan("fp4", "fp8"), START)
-    prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
+    prepare_push(tmp_path, nn.Linear(2, 2), arithmetic=EMULATED.arithmetic)
     with open(tmp_path / "README.md", "a") as file:
         file.write("\n## Below\n")
     write_run(tmp_path, plan("fp4", "fp8"), START, APPLIED)
-    prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
+    prepare_push(tmp_path, nn.Linear(2, 2), arithmetic=EMULATED.arithmetic)
     card = (tmp_path / "README.md").read_text()
     assert card.endswith("\n## Below\n") and "1 applied of 1" in card and "0 applied of 0" not in card
 
@@ -253,13 +256,13 @@ def test_text_below_the_section_stays_where_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_a_policy_from_elsewhere_is_code_in_one_cell_of_the_card(policy: str, shown: str) -> None:
-    assert shown in model_card_section(plan("fp4", policy=policy), [], emulated=True).splitlines()
+    assert shown in model_card_section(plan("fp4", policy=policy), [], arithmetic=EMULATED.arithmetic).splitlines()
 
 
 def test_the_name_of_the_folder_is_text_in_the_title_of_a_card(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"my_run <b>[x](y)`\xe2\x80\xae\xff")
     write_run(folder, plan("fp4"), START)
-    prepare_push(folder, nn.Linear(2, 2), emulated=True)
+    prepare_push(folder, nn.Linear(2, 2), arithmetic=EMULATED.arithmetic)
     title = "# my_run \\<b\\>\\[x\\](y)\\`\\\\u202e\\\\udcff"
     assert title in (folder / "README.md").read_text().splitlines()
 
@@ -278,7 +281,7 @@ def test_what_is_no_card_or_no_history_gives_a_warning_and_is_not_waited_for(
         path.touch()
         os.truncate(path, 2**40)
     with caplog.at_level(logging.WARNING, "snip_hf.integrations.hub"):
-        prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
+        prepare_push(tmp_path, nn.Linear(2, 2), arithmetic=EMULATED.arithmetic)
     # Our own text is written anew.
     assert len(caplog.messages) == (name != "snip/README.md")
 
@@ -286,7 +289,7 @@ def test_what_is_no_card_or_no_history_gives_a_warning_and_is_not_waited_for(
 def test_a_card_whose_tags_are_one_word_keeps_it_beside_ours(tmp_path: Path) -> None:
     write_run(tmp_path, plan("fp4"), START)
     (tmp_path / "README.md").write_text("---\ntags: poetry\n---\n")
-    prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
+    prepare_push(tmp_path, nn.Linear(2, 2), arithmetic=EMULATED.arithmetic)
     assert metadata((tmp_path / "README.md").read_text())["tags"] == ["poetry", *model_tags(plan("fp4"))]
 
 
@@ -309,6 +312,6 @@ def test_a_broken_file_gives_a_warning_and_leaves_the_card(
     (tmp_path / file).write_text(content)
     card = (tmp_path / "README.md").read_text()
     with caplog.at_level(logging.WARNING, "snip_hf.integrations.hub"):
-        prepare_push(tmp_path, nn.Linear(2, 2), emulated=True)
+        prepare_push(tmp_path, nn.Linear(2, 2), arithmetic=EMULATED.arithmetic)
     assert message in caplog.text
     assert (tmp_path / "README.md").read_text() == card

@@ -1,11 +1,10 @@
 """The backend "blackwell" on a CPU, where its products multiply what the packed bytes stand for: operators and layers
-against the emulated backend, calls against what torch's own meta function demands, and who chooses it when."""
+against the emulated backend, and calls against what torch's own meta function demands."""
 
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from snip_hf import SnipConfig, SnipController, SnipLinear, convert_model
+from snip_hf import SnipConfig, SnipLinear, convert_model
 from snip_hf.kernels import emulated
-from snip_hf.kernels.backend import BACKENDS, select_backend, why_emulated
-from snip_hf.kernels.blackwell import backend as blackwell_backend
 from snip_hf.kernels.blackwell import operators, packing, trial
-from snip_hf.kernels.blackwell.backend import BLACKWELL, Blackwell
+from snip_hf.kernels.blackwell.backend import BLACKWELL
 from snip_hf.kernels.blackwell.packing import MXFP4, MXFP8, NVFP4, Kind
-from snip_hf.kernels.emulated import EMULATED
 from snip_hf.layers.state import set_step, snip_linears
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
@@ -300,6 +296,14 @@ def test_weights_are_quantized_once_per_step_where_they_are_kept(monkeypatch: py
     BLACKWELL.release({"layer": ours})
 
 
+def test_the_codes_are_on_the_cpu_whatever_the_default_device_is() -> None:
+    ours, _ = layer_of(("nvfp4",) * 3)
+    with torch.device("meta"):
+        ours.use_backend(BLACKWELL)
+        assert trial.operands(FORMATS["nvfp4"], CPU).x.device == CPU
+    assert ours.snip_cache.codes.device == CPU and ours.snip_cache.codes.tolist() == [FORMATS["nvfp4"].code] * 3
+
+
 def test_a_copy_of_a_layer_shares_nothing_with_it() -> None:
     ours, _ = layer_of(("nvfp4",) * 3)
     BLACKWELL.before_pass({"layer": ours}, everything=True)
@@ -400,137 +404,3 @@ def test_a_capture_of_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -
         operators._format_of(codes, "forward", x)
     tags = [operator.default.tags for operator in (operators.forward_gemm, operators.grad_input_gemm)]
     assert all(torch.Tag.cudagraph_unsafe in found for found in [*tags, operators.grad_weight_gemm.default.tags])
-
-
-# ------------------------------------------------------------------------------------- who chooses it
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Pretends to be a machine with a GPU, where trials find what `faults` says."""
-
-    def pretend(
-        capability: tuple[int, int] = (10, 0),
-        cuda: str | None = "13.0",
-        available: bool = True,
-        triton: bool = True,
-        faults: dict[str, str] | None = None,
-    ) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(blackwell_backend, "find_spec", lambda name: object() if triton else None)
-        monkeypatch.setattr(blackwell_backend, "fault", lambda name, device: (faults or {}).get(name))
-
-    return pretend
-
-
-@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)], ids=str)
-def test_auto_takes_it_on_blackwell_for_the_formats_that_it_knows(
-    machine: Callable[..., None], capability: tuple[int, int]
-) -> None:
-    machine(capability)
-    for formats in (("nvfp4", "mxfp8"), ("mxfp4-rht", "mxfp8", "bf16"), ("nvfp4-46", "nvfp4")):
-        assert select_backend("auto", "cuda", formats) is BLACKWELL
-        assert why_emulated(torch.device("cuda"), formats) is None
-    for formats, unknown in ((("fp4", "fp8"), "fp4"), (("nvfp4", "fp8"), "fp8"), (("nvfp4", "mxfp6"), "mxfp6")):
-        assert select_backend("auto", "cuda", formats) is EMULATED
-        reason = f"its kernels do not know the format {unknown!r}"
-        assert why_emulated(torch.device("cuda"), formats) == reason
-        with pytest.raises(ValueError, match=f"backend='blackwell' cannot run: {reason}"):
-            select_backend("blackwell", "cuda", formats)
-
-
-def test_a_trial_that_fails_leaves_the_run_emulated_and_says_why(machine: Callable[..., None]) -> None:
-    machine(faults={"mxfp4": "the trial of 'mxfp4' failed: NotImplementedError: no such kernel"})
-    assert select_backend("auto", "cuda", ("nvfp4", "mxfp8")) is BLACKWELL
-    assert select_backend("auto", "cuda", ("mxfp4", "mxfp8")) is EMULATED
-    reason = "the trial of 'mxfp4' failed: NotImplementedError: no such kernel"
-    assert why_emulated(torch.device("cuda"), ("mxfp4", "mxfp8")) == reason
-    with pytest.raises(ValueError, match=r"no such kernel\. Use backend='auto' or 'emulated'"):
-        select_backend("blackwell", "cuda", ("mxfp4", "mxfp8"))
-
-
-@pytest.mark.parametrize(
-    ("made_up", "lacks"),
-    [
-        ({"available": False}, "the model is on 'cuda', expected a CUDA device of compute capability 10.x or 12.x"),
-        ({"capability": (9, 0)}, "the GPU has compute capability 9.0, expected a CUDA device of"),
-        ({"capability": (11, 0)}, "the GPU has compute capability 11.0, expected"),
-        ({"cuda": None}, "torch is not built for CUDA"),
-        ({"cuda": "12.6"}, "torch is built for CUDA 12.6, expected at least 12.8"),
-        ({"triton": False}, "the package triton is not installed"),
-    ],
-    ids=str,
-)
-def test_what_is_lacking_is_said(machine: Callable[..., None], made_up: dict[str, Any], lacks: str) -> None:
-    machine(**made_up)
-    found = BLACKWELL.lacks(torch.device("cuda"))
-    assert found is not None and found.startswith(lacks)
-    assert select_backend("auto", "cuda", ("nvfp4",)) is EMULATED
-
-
-def test_off_the_gpu_the_reason_in_the_log_is_the_first_backend_s() -> None:
-    assert why_emulated(CPU, ("nvfp4",)) == BACKENDS["hopper"].lacks(CPU)
-    assert BLACKWELL.lacks(CPU) == (
-        "the model is on 'cpu', expected a CUDA device of compute capability 10.x or 12.x (Blackwell)"
-    )
-
-
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
-def test_a_trial_passes_where_all_is_well(name: str) -> None:
-    assert trial.fault.__wrapped__(name, CPU) is None
-
-
-def test_a_trial_notices_wrong_products_other_bytes_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = trial.fault.__wrapped__
-    multiply = operators.multiply
-    with monkeypatch.context() as patch:
-        patch.setattr(operators, "multiply", lambda left, right, dtype: multiply(left, right, dtype) * 1.01)
-        expected = "the trial of 'nvfp4' failed: forward is 0.0099 off the reference, expected less than 0.005"
-        assert fault("nvfp4", CPU) == expected
-    with monkeypatch.context() as patch:
-        patch.setattr(operators, "multiply", lambda left, right, dtype: multiply(left, right, dtype) * torch.nan)
-        assert "forward is nan off the reference" in fault("nvfp4", CPU)
-    with monkeypatch.context() as patch:
-
-        def broken(*arguments: object) -> Tensor:
-            raise NotImplementedError("not on this GPU\nmore")
-
-        patch.setattr(operators, "multiply", broken)
-        assert fault("mxfp4", CPU) == "the trial of 'mxfp4' failed: NotImplementedError: not on this GPU"
-    quantize = trial.quantize
-
-    def other(*arguments: Any, by_kernel: bool | None = None) -> packing.Packed:
-        packed = quantize(*arguments, by_kernel=False)
-        if by_kernel is None:
-            packed.data[0, 0] ^= 1
-        return packed
-
-    monkeypatch.setattr(trial, "quantize", other)
-    assert "its kernel rounds" not in (found := fault("mxfp8", CPU)) and "rounds otherwise" in found
-
-
-def test_the_notice_says_that_it_was_written_without_the_hardware() -> None:
-    weight = torch.zeros(1)
-    warns, text = BLACKWELL.notice(weight, "bf16", False)
-    assert not warns and "benchmarks/first_run.py" in text and "written without one" in text
-    assert BLACKWELL.notice(weight, "fp16", False)[0]
-
-
-def test_the_first_line_of_its_documentation_says_that_it_has_not_run() -> None:
-    from snip_hf.kernels import blackwell
-
-    assert (blackwell.__doc__ or "").startswith("Not run on Blackwell")
-    assert isinstance(BLACKWELL, Blackwell) and not BLACKWELL.is_emulation
-
-
-def test_a_run_logs_why_its_formats_are_emulated(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Blackwell, "lacks", lambda self, device: None)
-    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(32, 32)])})
-    config = SnipConfig(policy="uniform-fp8", formats=("fp4", "fp8"))
-    caplog.set_level(logging.INFO)
-    SnipController(model, torch.optim.SGD(model.parameters(), 0.1), config)
-    assert "slower than BF16 (its kernels do not know the format 'fp4')" in caplog.text

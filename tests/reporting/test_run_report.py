@@ -23,13 +23,13 @@ from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.records.load import load_run
 from snip_hf.registry import UnknownName
 from snip_hf.reporting.figures import divergence_figure, plan_figure, write_figures
-from snip_hf.reporting.run_report import print_report, run_report
+from snip_hf.reporting.run_report import print_run, run_report
 from snip_hf.reporting.tables import stage_table
 
 
 def printed(folder: Path) -> str:
     text = io.StringIO()
-    print_report(folder, Console(file=text, width=100))
+    print_run(load_run(folder), Console(file=text, width=100))
     return text.getvalue()
 
 

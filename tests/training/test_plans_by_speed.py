@@ -18,7 +18,7 @@ from snip_hf.costs import gemm_timing as gemm_timing_module
 from snip_hf.costs.gemm_timing import GemmShape
 from snip_hf.records.load import load_run
 from snip_hf.reporting.figures import write_figures
-from snip_hf.reporting.run_report import print_report
+from snip_hf.reporting.run_report import print_run
 
 THREE = ("fp4", "fp8", "bf16")
 
@@ -50,7 +50,7 @@ def test_each_refresh_records_the_speed_that_its_plan_reaches_in_every_stage(
 def test_the_report_shows_target_and_speed_and_all_three_formats(tmp_path: Path) -> None:
     Loop(config(target_linear_speedup=2.0, rates="ideal"), tmp_path).run(8).controller.close()
     printed = io.StringIO()
-    print_report(tmp_path, Console(file=printed, width=100))
+    print_run(load_run(tmp_path), Console(file=printed, width=100))
     text = " ".join(printed.getvalue().split())
     speedup = PrecisionPlan.load(tmp_path / "snip" / "plan.json").linear_speedup()
     assert "target speed-up of the linears 2.0, attained" in text

@@ -56,7 +56,7 @@ _NAME, _MESSAGE, _MOST_BYTES = 60, 1000, 2**24
 _NOT_CODE = str.maketrans("", "", "`|")
 
 
-def prepare_push(output_dir: str | os.PathLike[str], model: nn.Module, *, emulated: bool) -> None:
+def prepare_push(output_dir: str | os.PathLike[str], model: nn.Module, *, arithmetic: str) -> None:
     """Makes OUTPUT and the model ready to be pushed: tags, `snip/README.md`, and the section in README.md.
 
     The callback calls this in `on_push_begin`, on the process that writes (`state.is_world_process_zero`) and after
@@ -66,14 +66,14 @@ def prepare_push(output_dir: str | os.PathLike[str], model: nn.Module, *, emulat
     Args:
         output_dir: `args.output_dir`.
         model: the `model` that the event hands over; the Trainer reads the tags from this object.
-        emulated: True if the backend emulates (`Backend.is_emulation`).
+        arithmetic: how the products were computed (`Backend.arithmetic`).
     """
     output_dir = Path(output_dir)
     with _warning_instead_of_error():
         plan = PrecisionPlan.load(output_dir / FOLDER / "plan.json")
         tag_model(model, plan)
         history = read_history(output_dir / FOLDER / "history.jsonl")
-        section = model_card_section(plan, history, emulated=emulated)
+        section = model_card_section(plan, history, arithmetic=arithmetic)
         _write(output_dir, "snip/README.md", section)
         _put_section_into_card(output_dir, model_tags(plan))
 
@@ -115,13 +115,13 @@ def model_tags(plan: PrecisionPlan) -> list[str]:
     return ["snip-hf", *low, *(["mixed-precision-training"] if low else [])]
 
 
-def model_card_section(plan: PrecisionPlan, history: Iterable[Event], *, emulated: bool) -> str:
+def model_card_section(plan: PrecisionPlan, history: Iterable[Event], *, arithmetic: str) -> str:
     """Markdown section on how a model was trained, for a reader who has never heard of SNIP.
 
     Args:
         plan: the plan in force.
         history: the events of the run.
-        emulated: True if the backend emulates.
+        arithmetic: how the products were computed (`Backend.arithmetic`).
     """
     # Not kept: a history may be long.
     are_applied = [event.applied_step is not None for event in history if isinstance(event, Refresh)]
@@ -130,7 +130,7 @@ def model_card_section(plan: PrecisionPlan, history: Iterable[Event], *, emulate
         "target": _target(plan),
         "attained by the plan in force": _attained(plan),
         "refreshes of the plan": f"{sum(are_applied)} applied of {len(are_applied)}",
-        "arithmetic": _EMULATED if emulated else _NATIVE,
+        "arithmetic": arithmetic,
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"{_BEGIN}\n{_HEAD.format(formats=_formats(plan))}\n\n| | |\n|---|---|\n{table}\n\n{_TAIL}\n{_END}\n"
@@ -144,8 +144,6 @@ The plan was made by snip-hf, a package for SNIP ([arXiv:2602.01410](https://arx
 _TAIL = """This is an ordinary checkpoint: nothing in it is quantized, and it loads with plain `transformers`.
 The plan, layer by layer, is in `snip/plan.json`, its history in `snip/history.jsonl`."""
 
-_EMULATED = "emulated: values were rounded in software, products were computed in higher precision (no speed-up)"
-_NATIVE = "FP8 tensor cores; FP4 values were stored as FP8"
 
 
 def _formats(plan: PrecisionPlan) -> str:

@@ -167,8 +167,8 @@ class SnipCallback(TrainerCallback):
         if state.is_world_process_zero:
             # A push of a checkpoint begins before on_save.
             self._save_state(args, state)
-            emulated = BACKENDS[self._running().backend].is_emulation
-            prepare_push(str(args.output_dir), unwrap(kwargs["model"]), emulated=emulated)
+            arithmetic = BACKENDS[self._running().backend].arithmetic
+            prepare_push(str(args.output_dir), unwrap(kwargs["model"]), arithmetic=arithmetic)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -42,6 +42,8 @@ class Backend(ABC):
     """Runs GEMMs. One object per backend, without state of its own: what belongs to a layer is `layer.snip_cache`."""
 
     name: ClassVar[str]
+    arithmetic: ClassVar[str] = "kernels of the user's own"
+    """How the products are computed, for readers of a model card."""
     is_emulation: ClassVar[bool] = False
     """Whether it is slower than the compute dtype's own GEMMs."""
     recompiles_for_bf16: ClassVar[bool] = False

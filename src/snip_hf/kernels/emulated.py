@@ -125,6 +125,7 @@ class Emulated(Backend):
 
     name = "emulated"
     is_emulation = True
+    arithmetic = "emulated: values were rounded in software, products were computed in higher precision (no speed-up)"
 
     def lacks(self, device: torch.device) -> str | None:
         return None

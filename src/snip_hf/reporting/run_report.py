@@ -39,16 +39,12 @@ def run_report(
     Raises as `load_run` and `pipeline_model.pipeline_times` do, whose `micro_batches` it takes.
     """
     run = load_run(run_dir)
-    _print_run(run, Console(), micro_batches)
+    print_run(run, Console(), micro_batches)
     return write_figures(run, out_dir)
 
 
-def print_report(run_dir: str | os.PathLike[str], console: Console | None = None) -> None:
-    """Prints the refreshes, the losses and the plan in force at the end. Raises as `load_run` does."""
-    _print_run(load_run(run_dir), console or Console())
-
-
-def _print_run(run: Run, console: Console, micro_batches: int | None = None) -> None:
+def print_run(run: Run, console: Console, micro_batches: int | None = None) -> None:
+    """Prints the refreshes, the losses and the plan in force at the end."""
     config = run.config
     policy = f"policy {_shown(config.get('policy'))}"
     if config.get("fixed_plan"):

@@ -26,6 +26,7 @@ class Blackwell(Backend):
     """Computes in BF16; layers whose compute dtype is another one run emulated."""
 
     name = "blackwell"
+    arithmetic = "FP8 and FP4 tensor cores, by torch's scaled_mm"
 
     def lacks(self, device: torch.device) -> str | None:
         if device.type != "cuda" or not torch.cuda.is_available():
@@ -88,7 +89,7 @@ class Blackwell(Backend):
 
     def note_formats(self, layer: Layer, formats: Sequence[NumberFormat]) -> None:
         cache: Cache = layer.snip_cache
-        cache.codes.copy_(torch.tensor([format.code for format in formats]))
+        cache.codes.copy_(torch.tensor([format.code for format in formats], device="cpu"))
         cache.forget()  # what is kept of the weight is in other formats
 
     def before_pass(self, layers: Mapping[str, Layer], everything: bool) -> None:

@@ -38,14 +38,14 @@ class Cache:
 def new_cache(layer: Layer) -> Cache:
     """Returns the cache of a layer whose formats are not noted yet."""
     device = layer.weight.device
-    codes = torch.zeros(len(GEMMS), dtype=torch.int64)
+    codes = torch.zeros(len(GEMMS), dtype=torch.int64, device="cpu")  # whatever the default device is
     return Cache(device.type, codes, torch.empty(0, dtype=torch.uint8, device=device))
 
 
 def keep_quantized(layers: Mapping[str, Layer], everything: bool) -> None:
     """Quantizes weights for all passes until the next call, once for both GEMMs where the format's blocks allow it.
 
-    Sharded weights, and those that do not train in BF16 or FP32, are left to the passes.
+    Sharded weights, and those that are neither FP32 nor BF16, are left to the passes.
 
     Args:
         layers: the layers.
@@ -55,7 +55,8 @@ def keep_quantized(layers: Mapping[str, Layer], everything: bool) -> None:
     for layer in layers.values():
         cache: Cache = layer.snip_cache
         weight = layer.weight
-        if type(weight) is not nn.Parameter or weight.device.type != cache.device:
+        is_taken = type(weight) is nn.Parameter and weight.dtype in (torch.float32, torch.bfloat16)
+        if not is_taken or weight.device.type != cache.device:
             cache.forget()
         elif everything or cache.weight_version != weight._version:
             kept = operators.keep(layer.matrix.detach().to(torch.bfloat16), layer.snip_state, cache.codes)

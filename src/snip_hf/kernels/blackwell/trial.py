@@ -46,8 +46,8 @@ def operands(format: NumberFormat, device: torch.device, size: tuple[int, int, i
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        x = torch.randn(shape, generator=generator) * torch.exp(torch.randn(shape, generator=generator))
-        return x.to(device, torch.bfloat16)
+        normal, magnitude = (torch.randn(shape, generator=generator, device="cpu") for _ in range(2))
+        return (normal * torch.exp(magnitude)).to(device, torch.bfloat16)
 
     x, weight = random(tokens, in_features), random(out_features, in_features)
     grad_output = random(tokens, out_features)

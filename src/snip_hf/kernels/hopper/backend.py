@@ -21,6 +21,7 @@ class Hopper(Backend):
     """Computes in BF16; layers whose compute dtype is another one run emulated."""
 
     name = "hopper"
+    arithmetic = "FP8 tensor cores; FP4 values were stored as FP8"
     recompiles_for_bf16 = True
 
     def lacks(self, device: torch.device) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from .budget_checks import check_rates, check_speedup, fp4_fraction_of
 from .field_names import FieldNames, current_names
-from .field_values import as_names, as_plain, check_bits, check_stages, check_ties, check_type
+from .field_values import as_names, as_plain, check_bits, check_formats, check_stages, check_ties, check_type
 from .kernels.backend import BACKENDS
 from .numerics.formats import FORMATS, UNQUANTIZED
 from .registry import Registry, did_you_mean
@@ -252,20 +252,7 @@ class SnipConfig(FieldNames):
 
     def _check_formats(self) -> None:
         object.__setattr__(self, "formats", as_names("formats", self.formats))
-        for name in self.formats:
-            FORMATS.checked(name, "formats")
-        if not self.formats:
-            raise ValueError(
-                f"formats=() names no format; expected e.g. {SnipConfig.__dataclass_fields__['formats'].default!r}."
-            )
-        ordered = tuple(sorted(dict.fromkeys(self.formats), key=lambda name: FORMATS[name].bits))
-        if len(ordered) < len(self.formats):
-            raise ValueError(f"formats={self.formats!r} names a format twice; expected {ordered!r}.")
-        bits = [FORMATS[name].bits for name in self.formats]
-        if bits != sorted(bits):
-            raise ValueError(
-                f"formats={self.formats!r} is not in order, the least precise first; expected {ordered!r}."
-            )
+        check_formats(self.formats, SnipConfig.__dataclass_fields__["formats"].default)
         starts = dict.fromkeys([*self.formats, UNQUANTIZED.name])
         if self.start_format is None:
             object.__setattr__(self, "start_format", self.format_at_start)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from .numerics.formats import FORMATS
+
 # Bits of the integers that files and random numbers are made of.
 _INTEGER_BITS = 63
 
@@ -44,6 +46,20 @@ def check_stages(stages: int | tuple[tuple[str, ...], ...] | None) -> None:
     for index, stage in enumerate(() if isinstance(stages, int) else stages or ()):
         if not stage:
             raise ValueError(f"stages: stage {index} names no layer; expected at least one in every stage.")
+
+
+def check_formats(formats: tuple[str, ...], example: object) -> None:
+    """Raises ValueError unless these are registered formats, each once, the least precise first."""
+    if not formats:
+        raise ValueError(f"formats=() names no format; expected e.g. {example!r}.")
+    for name in formats:
+        FORMATS.checked(name, "formats")
+    ordered = tuple(sorted(dict.fromkeys(formats), key=lambda name: FORMATS[name].bits))
+    if len(ordered) < len(formats):
+        raise ValueError(f"formats={formats!r} names a format twice; expected {ordered!r}.")
+    bits = [FORMATS[name].bits for name in formats]
+    if bits != sorted(bits):
+        raise ValueError(f"formats={formats!r} is not in order, the least precise first; expected {ordered!r}.")
 
 
 def as_names(field: str, names: object) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from recipes.parts.recipe import DataSection, ModelSection, TokenizerSection, build, read_values
-from snip_hf.config import RENAMED, SnipConfig
+from snip_hf.config import SnipConfig
+from snip_hf.field_names import RENAMED
 from snip_hf.policies.registry import aims_at_share, needs_probe
 
 # Not settings of SnipConfig but of the run itself.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shared.json_lines import read_lines
-from snip_hf.config import current_names
+from snip_hf.field_names import current_names
 
 Row = dict[str, Any]
 

@@ -80,10 +80,14 @@ class Contender:
         if self.format is not None:
             return self.format if self.gemms == "all" else f"{self.format}, {self.gemms} GEMMs"
         config = SnipConfig.from_dict(self.settings)
-        known = ("policy", "formats", "granularity", "target_fp4_fraction", "backend", "solver")
+        known = ("policy", "formats", "granularity", "backend", "solver")
+        known += ("target_fp4_fraction", "target_linear_speedup", "rates")
         parts = [f"{key} {value}" for key, value in self.settings.items() if key not in known]
         first = f"{config.policy} {{{', '.join(config.formats)}}}"
-        return ", ".join([first, f"{config.target_fp4_fraction:.0%} by {config.granularity}", *parts])
+        target = f"{config.target_fp4_fraction or 0:.0%}"
+        if config.target_linear_speedup is not None:
+            target = f"{config.target_linear_speedup:g} times BF16 ({config.rates or 'measured'})"
+        return ", ".join([first, f"{target} by {config.granularity}", *parts])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what tells contenders apart, for JSON."""

@@ -25,7 +25,7 @@ _OWN_KEYS = ("model", "seed", "steps", "learning_rate_factor", "start_step", "be
 _SHARE_KEYS = ("target_fp4_fraction", "granularity")
 _REFRESH_KEYS = ("refresh_every", "switching_cost", "first_refresh", "apply_delay", "probes")
 _OBJECTIVE_KEYS = ("objective", "loss_divergence_factor", "weight_divergence_factor")
-_BUDGET_KEYS = ("budget", "timing_file", "timing_tokens")
+_BUDGET_KEYS = ("budget", "target_linear_speedup", "rates", "timing_file", "timing_tokens")
 _NAMES = {"target_fp4_fraction": "share"}
 
 
@@ -243,7 +243,7 @@ def _spec(
         unused = (*_SHARE_KEYS, *_BUDGET_KEYS, "ties", "stages")
         config = replace(config, **{name: getattr(plain, name) for name in unused})
     if not needs_probe(config):
-        kept = ("policy", "seed", "ties", "stages", "skip_modules", "backend", *_SHARE_KEYS, *_BUDGET_KEYS)
+        kept = ("policy", "seed", "formats", "ties", "stages", "skip_modules", "backend", *_SHARE_KEYS, *_BUDGET_KEYS)
         config = SnipConfig(**{name: getattr(config, name) for name in kept})
     rate = models[model].learning_rate * float(point.get("learning_rate_factor", 1.0))
     if config.policy == "bf16":

@@ -45,7 +45,7 @@ def _print_changes(plan: PrecisionPlan, export: Export, arguments: argparse.Name
             file=stream,
         )
     if not export.changes:
-        print(f"The file says exactly what the plan says: FP4 share {plan.fp4_fraction:.4f}.", file=stream)
+        print(f"The file gives every GEMM the format of the plan: FP4 share {plan.fp4_fraction:.4f}.", file=stream)
         return
     layers: dict[str, list[str]] = {}
     for place, (old, new) in export.changes.items():

@@ -223,8 +223,9 @@ class NumberFormat:
 
     @property
     def counts_as_fp4(self) -> bool:
-        """Whether its FLOPs count towards `target_fp4_fraction`: elements of at most 4 bits."""
-        return self.bits <= 4
+        """Whether its FLOPs count towards `target_fp4_fraction`: both operands in elements of at most 4 bits."""
+        operands = map(self.operand, OPERANDS)
+        return self.bits <= 4 and all(operand.quantized and not operand.noise for operand in operands)
 
 
 FORMATS: Registry[NumberFormat] = Registry("format")

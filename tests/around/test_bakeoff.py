@@ -351,6 +351,7 @@ def test_an_interrupted_bake_off_goes_on_with_what_is_missing(
     assert read_lines(output) == again
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_reported_and_the_others_are_trained(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

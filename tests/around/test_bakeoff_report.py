@@ -609,6 +609,7 @@ def test_report_names_missing_runs_and_leaves_lines_of_other_grids_out(tmp_path:
     assert row_of(section, "snip, gemm")["each seed, plan"] == "0: +0.20%, 1: +0.25%, 2: +0.22%"
 
 
+@pytest.mark.slow
 def test_report_writes_figures_that_show_something(tmp_path: Path) -> None:
     lines, experiments = grid()
     written = report.write_report(lines, experiments, tmp_path)

@@ -306,6 +306,7 @@ def test_without_a_momentum_there_is_no_running_mean() -> None:
 # --- fidelity
 
 
+@pytest.mark.slow
 def test_a_case_is_measured_once_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

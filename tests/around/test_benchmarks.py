@@ -443,6 +443,7 @@ def test_the_memory_bound_and_the_time_give_a_ratio() -> None:
 
 
 @compiles
+@pytest.mark.slow
 def test_training_steps_are_timed_under_every_recipe_and_micro_batches_add_up(tiny_speed: None) -> None:
     options = speed_options("--recipes", "snip-hf FP4, ties", "snip-hf FP8, ties", "torchao blockwise")
     rows = list(speed.run_part("models", options, []))
@@ -467,6 +468,7 @@ def test_training_steps_are_timed_under_every_recipe_and_micro_batches_add_up(ti
 
 
 @compiles
+@pytest.mark.slow
 def test_plans_change_without_a_recompilation_and_layers_train_as_the_whole_model(tiny_speed: None) -> None:
     rows = list(speed.run_part("compile", speed_options("--quick"), []))
     by_run = {(row["compiled"], row["mode"]): row for row in rows}
@@ -487,6 +489,7 @@ def test_a_plan_is_drawn_for_each_gemm_and_tied_layers_share_it(tiny_speed: None
 
 
 @compiles
+@pytest.mark.slow
 def test_the_whole_benchmark_prints_and_writes_what_runs_on_a_cpu(
     tiny_speed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

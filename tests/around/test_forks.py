@@ -232,6 +232,7 @@ def test_a_probe_that_came_to_nothing_fails_the_fork(
 # ------------------------------------------------------------------------------------------------------------- the runs
 
 
+@pytest.mark.slow
 def test_a_run_is_continued_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path, [{"format": ["bf16", "int4"]}])
     text, output = tmp_path / "text.npz", tmp_path / "lines.jsonl"

@@ -9,6 +9,8 @@ import pytest
 from rank_processes import assert_succeeded, start_ranks
 from run_disagreements import BOUND
 
+pytestmark = pytest.mark.slow
+
 Found = list[dict[str, dict[str, Any]]]
 
 

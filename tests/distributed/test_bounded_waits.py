@@ -13,6 +13,7 @@ BOUND = 6.0  # seconds, as `run_into_sleep` configures it
 
 
 @pytest.mark.parametrize(("where", "sleeper"), [("probe", 1), slow("exchange", 1), slow("solver", 0)])
+@pytest.mark.slow
 def test_the_other_rank_raises_within_the_bound_and_names_it(tmp_path: Path, where: str, sleeper: int) -> None:
     awaited = 1 - sleeper
     ended = start_ranks("run_into_sleep.py", tmp_path, sleeper, where, folder=tmp_path, timeout=90, until=awaited)

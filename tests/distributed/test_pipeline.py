@@ -12,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig, SnipController
 
+pytestmark = pytest.mark.slow
+
 Ranks = list[dict[str, Any]]
 
 

@@ -188,6 +188,7 @@ class _Breaks(TrainerCallback):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
+@pytest.mark.slow
 def test_a_solver_ends_at_its_limit_when_an_error_has_ended_training(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,7 @@ print(json.dumps({path.name: path.stat().st_size for path in (roomy / "snip").it
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full_costs_no_loss_either(tmp_path: Path) -> None:
     """OUTPUT/snip on a file system of nine pages, which does not hold what a run writes there."""
     alone = ("unshare", "--user", "--map-root-user", "--mount")

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from fault_runs import CONFIG, children
-from slow_cases import slow
+from slow_cases import slow, slow_but
 from small import text, tiny_llama
 from tiny_runs import Run, arguments, data, differing, one_thread, train, weights, without_seconds
 from torch import Tensor, nn
@@ -112,7 +112,7 @@ def in_training_mode(act: Act) -> Act:
     return acting
 
 
-@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("event", slow_but(EVENTS, *EVENTS[:3]))
 def test_passes_that_are_not_backpropagated_change_nothing(
     event: str, quiet: dict[str, tuple[Run, Any]], tmp_path: Path
 ) -> None:
@@ -258,7 +258,7 @@ def use(model: nn.Module) -> float:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("way", slow_but(COPIES, *list(COPIES)[:2]))
 def test_copies_in_mid_run_train_and_evaluate_without_touching_the_run(
     way: str, policy: str, quiet: dict[str, tuple[Run, Any]], tmp_path: Path
 ) -> None:
@@ -409,6 +409,7 @@ INNER: dict[str, Callable[[], SnipCallback | None]] = {
 
 @pytest.mark.parametrize("fails", [slow(False), True])
 @pytest.mark.parametrize("kind", INNER)
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_plan_and_its_schedule_after_one_inside_it(
     kind: str, fails: bool, quiet: dict[str, tuple[Run, Any]], tmp_path: Path
 ) -> None:
@@ -419,6 +420,7 @@ def test_a_run_goes_on_with_its_plan_and_its_schedule_after_one_inside_it(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in INNER if kind != "without SNIP"])
+@pytest.mark.slow
 def test_a_run_inside_a_step_takes_no_part_in_it(kind: str, quiet: dict[str, tuple[Run, Any]], tmp_path: Path) -> None:
     inner = Inner(tmp_path / "inner", "on_substep_end", INNER[kind]())
     assert_same(run(tmp_path / "outer", inner), quiet)

@@ -91,6 +91,7 @@ def repository(hub: Hub, name: str) -> Repository:
     return hub.repositories[f"{USER}/{name}"]
 
 
+@pytest.mark.slow
 def test_the_client_asked_the_server_nothing_that_it_does_not_know(pushed: Any) -> None:
     hub = pushed[0]
     assert hub.unknown == []

@@ -680,6 +680,7 @@ print(model(input_ids=ids, labels=ids).loss.item())
     )
 
 
+@pytest.mark.slow
 def test_the_trainers_process_never_imports_the_solver(tmp_path: Path) -> None:
     program = """
 import json, logging, sys

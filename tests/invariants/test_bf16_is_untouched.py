@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from slow_cases import slow_but
 from tiny_runs import SCHEDULE, STEPS, Run, differing, model_with_dropout, solve_with, train, weights
 from transformers import LlamaForCausalLM, TrainerCallback
 
@@ -66,7 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, *list(CASES)[:3]))
 def test_probes_whose_solver_always_fails_leave_no_trace(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,6 +124,7 @@ def full(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("step", slow_but([1, 3, 6], 3))
+@pytest.mark.slow
 def test_resuming_gives_the_uninterrupted_run(full: tuple[str, Run], step: int, tmp_path: Path) -> None:
     kind, expected = full
     shutil.copytree(expected.folder / "snip", tmp_path / "snip")

@@ -271,6 +271,7 @@ def test_under_masks_token_fisher_is_the_measured_second_order_rise(share: float
         assert value == pytest.approx((plus + minus) / 2 - without, rel=0.06), (name, fmt)
 
 
+@pytest.mark.slow
 def test_under_masks_token_fisher_is_the_measured_rise_of_a_trained_llama() -> None:
     """Over 12 batches of text with labels drawn from the model, whose loss rises on the average by the Kullback-Leibler
     divergence from it. The tokens that the layers saw, in place of labels, would give 2 and 8 times as much."""

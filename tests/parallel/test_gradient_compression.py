@@ -235,7 +235,13 @@ def two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_ranks(2, tmp_path_factory.mktemp("gpus"), "nccl")
 
 
-@pytest.fixture(params=["two_ranks", "three_ranks", pytest.param("two_gpus", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        "two_ranks",
+        pytest.param("three_ranks", marks=pytest.mark.slow),
+        pytest.param("two_gpus", marks=pytest.mark.gpu),
+    ]
+)
 def ranks(request: pytest.FixtureRequest) -> Results:
     results: Results = request.getfixturevalue(request.param)
     return results

@@ -103,6 +103,7 @@ def test_a_loss_that_is_computed_once_more_from_the_outputs_is_the_models(
 
 @pytest.mark.filterwarnings("ignore")  # of what torch's compiler does inside
 @pytest.mark.parametrize("form", ["nll", "dft"])
+@pytest.mark.slow
 def test_the_same_is_seen_behind_a_compiled_model(form: str, tmp_path: Path) -> None:
     changes = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     if form == "nll":

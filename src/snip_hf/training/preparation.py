@@ -137,7 +137,7 @@ def use_backend(
     if config.budget == "measured" and not backend.runs(REFERENCE):
         raise ValueError(
             f"budget='measured' counts times in the format {REFERENCE.name!r}, which the backend {backend.name!r} does "
-            "not run. Use budget='flops', or target_linear_speedup with rates, or backend='emulated'."
+            "not run. Use budget='flops', target_linear_speedup with rates, or another backend."
         )
     weight = next(iter(layers.values())).weight
     for layer in layers.values():

@@ -212,8 +212,10 @@ def steps(options: argparse.Namespace, device: torch.device) -> Iterator[str]:
         def measure(name: str = name) -> str:
             nonlocal base
             taken, loss = milliseconds_per_step(name, device, options.quick)
-            base = base or taken
-            return f"{taken:.1f} ({base / taken:.3f} times BF16's speed), loss {loss:.4f}"
+            if name == "bf16":
+                base = taken
+            speed = f"{base / taken:.3f} times BF16's speed" if base else "BF16 failed, so no ratio"
+            return f"{taken:.1f} ({speed}), loss {loss:.4f}"
 
         yield line_of(f"{name:20}", measure)
 

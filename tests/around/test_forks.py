@@ -358,3 +358,11 @@ def test_forks_from_other_weights_are_no_pair() -> None:
 def test_a_table_against_a_contender_without_lines_is_refused() -> None:
     with pytest.raises(ValueError, match="No line is of the contender 'fp8'; there are bf16, fp4"):
         table(LINES, "fp8")
+
+
+def test_a_contender_is_named_by_its_share_or_by_its_speed() -> None:
+    policy = {"policy": "snip", "formats": ["nvfp4", "mxfp8"], "granularity": "gemm"}
+    share = Contender(None, "all", policy | {"target_fp4_fraction": 0.75})
+    speed = Contender(None, "all", policy | {"target_linear_speedup": 2.5, "rates": "b200"})
+    assert share.name == "snip {nvfp4, mxfp8}, 75% by gemm"
+    assert speed.name == "snip {nvfp4, mxfp8}, 2.5 times BF16 (b200) by gemm"

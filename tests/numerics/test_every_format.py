@@ -116,6 +116,21 @@ def test_stochastic_rounding_is_unbiased_in_every_format(fmt: str) -> None:
     assert ((mean - x).abs() / spacing).max() < 1 / 512 + 1e-4
 
 
+STOCHASTIC = [name for name in QUANTIZED if FORMATS[name].gradient.stochastic]
+
+
+@pytest.mark.parametrize("fmt", STOCHASTIC)
+def test_no_scale_cuts_the_largest_element_off_whatever_bfloat16_value_it_is(fmt: str) -> None:
+    """The smallest random number takes it down or leaves it, the largest takes it up or leaves it. A scale that is too
+    small would leave nothing above it: E8M0's rules that round down would."""
+    format = FORMATS[fmt]
+    for x in torch.arange(64 * 510, dtype=torch.int16).view(torch.bfloat16).float().view(64, 510, 1):
+        ends = (torch.full(x.shape, number / 256) for number in (0.5, 255.5))
+        down, up = (quantize_operand(x, format, format.gradient, (1, 16), None, end).dequantize() for end in ends)
+        # But for what FP32 loses in the product with the reciprocal of a scale.
+        assert (down <= x * (1 + 2.0**-22)).all() and (up >= x * (1 - 2.0**-22)).all()
+
+
 def test_scales_that_cut_the_largest_elements_off_would_be_biased() -> None:
     """Guards the test above, and says why such rules are refused with stochastic rounding."""
     x = torch.randn(48, 160, generator=torch.Generator().manual_seed(11))

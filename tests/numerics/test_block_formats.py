@@ -176,8 +176,8 @@ def test_nvfp4_in_16x16_blocks_matches_torchao_where_rows_share_their_largest_ma
 
 @pytest.mark.slow
 def test_nvfp4_in_16x16_blocks_matches_torchao_s_kernel_on_every_bfloat16_value(tmp_path: Path) -> None:
-    """The kernel takes reciprocals in another order than torchao's operations on rows, which decides ties: of the 16,384
-    blocks one scale differs. Where the tensor's scale is a power of two, neither order rounds, so each tensor gets
+    """The kernel takes reciprocals in another order than torchao's operations on rows. That decides ties: of 16,384
+    block scales one differs. Where the tensor's scale is a power of two, neither order rounds, so each tensor gets
     blocks of 2688 (448 * 6) times a power of two. Left out are the two smallest tensors, whose scales FP32 cannot
     divide by, and the largest, which BF16 has no such number for."""
     pytest.importorskip("triton")

@@ -151,7 +151,8 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"formats": ("fp4", "int9")},
-        f"Unknown format 'int9' for formats; expected one of {', '.join(FORMATS)}. Did you mean 'int8'?",
+        f"Unknown format 'int9' for formats; expected one of {', '.join(FORMATS)}. Did you mean 'int8'? A format of "
+        "your own is registered first: by `snip_hf.register_format`, or by `--import MODULE` on the command line.",
     ),
     ({"objective": "sum"}, "objective='sum' is not known; expected one of additive, horizon, paper."),
     (

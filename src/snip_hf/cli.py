@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .integrations.export_names import CHECKPOINT, NAMES
 from .json_io import MAX_DIGITS, open_regular, read_json, write_json_atomic
 from .text import printable
 
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
     export = commands.add_parser("export", help="write a plan for another library, or a checkpoint for inference")
     export.add_argument("plan", type=Path, metavar="plan.json")
-    export.add_argument("--to", required=True, choices=("megatron", "fouroversix", "torchao", "checkpoint"))
+    export.add_argument("--to", required=True, choices=NAMES)
     export.add_argument("--nearest", action="store_true", help="round what the target cannot express")
     export.add_argument("-o", "--output", type=Path, metavar="PATH", help="file (default: stdout); folder: checkpoint")
     export.add_argument("--overwrite", action="store_true", help="replace the file, if there is one")
@@ -307,7 +308,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from .integrations.export_report import report_checkpoint, report_export
     from .layers.selection import skip_reasons
 
-    is_checkpoint = arguments.to == "checkpoint"
+    is_checkpoint = arguments.to == CHECKPOINT
     if is_checkpoint and (arguments.model is None or arguments.output is None):
         raise ValueError("A checkpoint needs --model, the folder of the model, and --output, a new folder.")
     if not is_checkpoint and arguments.text is not None:

@@ -53,13 +53,17 @@ class Job:
 
 
 class Shared:
-    """What workers have in common."""
+    """What workers have in common.
 
-    def __init__(self) -> None:
+    Args:
+        bases: how many are to be trained.
+    """
+
+    def __init__(self, bases: int) -> None:
         context = mp.get_context("spawn")
         self.bases, self.forks, self.failed = (context.Value("i", 0) for _ in range(3))
-        self.no_base = context.Value("i", 0)
-        """Bases that failed."""
+        self.no_base = context.Array("i", bases)
+        """Of each base in their order: 1 if it failed."""
         self.lock = context.Lock()
 
 
@@ -82,7 +86,7 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     missing = [fork for _, fork in todo.values() if not state_path(recipe, text, fork, options.cache).exists()]
     bases = list(dict.fromkeys(fork.base_seed for fork in missing))
     deadline = math.inf if options.minutes is None else began + 60 * options.minutes
-    job, shared = Job(recipe, todo, bases, options, deadline, os.getpid()), Shared()
+    job, shared = Job(recipe, todo, bases, options, deadline, os.getpid()), Shared(len(bases))
     # Workers end with this process, also when it is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     count = min(options.workers, len(todo))
@@ -103,7 +107,9 @@ def work(index: int, job: Job, shared: Shared) -> None:
             train_base(job.recipe, text, seed, device, job.options.cache)
         except Exception:
             _report_failure(f"base of seed {seed}", shared)
-            _next(shared.no_base)
+            shared.no_base[position] = 1
+            if not _is_usable(device):
+                return
             continue
         print(f"base of seed {seed}: {time.time() - began:.0f} s", flush=True)
     longest = 0.0
@@ -161,7 +167,7 @@ def _has_base(job: Job, shared: Shared, text: ForkText, fork: Fork) -> bool:
     """Waits for the state in which a fork starts; returns False if there will be none in time."""
     path = state_path(job.recipe, text, fork, job.options.cache)
     while not path.exists():
-        if shared.no_base.value or time.time() > job.deadline or os.getppid() != job.parent:
+        if shared.no_base[job.bases.index(fork.base_seed)] or time.time() > job.deadline or os.getppid() != job.parent:
             return path.exists()
         time.sleep(_WAIT_SECONDS)
     return True

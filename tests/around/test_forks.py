@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -268,7 +269,7 @@ def test_nothing_starts_that_would_end_too_late(based: tuple[ForkRecipe, ForkTex
     )
     todo = recipe.runs(read_text(options.text).digest)
     job = fork_workers.Job(recipe, todo, [], options, 0.0, os.getppid())
-    fork_workers.work(0, job, fork_workers.Shared())
+    fork_workers.work(0, job, fork_workers.Shared(0))
     assert not (tmp_path / "lines").exists()
 
 
@@ -286,10 +287,52 @@ def test_a_fork_that_fails_leaves_no_line_and_stops_no_other(
     arguments = ["run", "recipe.yaml", "--text", str(folder / "text.npz"), "--output", str(tmp_path / "lines")]
     options = forks._parser().parse_args([*arguments, "--device", "cpu", "--cache", str(folder)])
     job = fork_workers.Job(recipe, recipe.runs(text.digest), [], options, math.inf, os.getppid())
-    shared = fork_workers.Shared()
+    shared = fork_workers.Shared(0)
     fork_workers.work(0, job, shared)
     assert shared.failed.value == 2
     assert [line["contender"] for line in read_lines(tmp_path / "lines")] == ["fp8", "fp8"]
+
+
+def options_of_workers(folder: Path, cache: Path) -> argparse.Namespace:
+    """With the text of a folder, and states of bases in another one."""
+    arguments = ["run", "recipe.yaml", "--text", str(folder / "text.npz"), "--output", str(cache / "lines")]
+    return forks._parser().parse_args([*arguments, "--device", "cpu", "--cache", str(cache)])
+
+
+def test_a_base_that_fails_ends_the_waiting_for_itself_alone(
+    based: tuple[ForkRecipe, ForkText, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, text, folder = based
+    job = fork_workers.Job(recipe, {}, [3, 5], options_of_workers(folder, tmp_path), math.inf, os.getppid())
+    shared = fork_workers.Shared(2)
+    shared.no_base[0] = 1
+    of_3, of_5 = (Fork(base_seed=seed, point=6, data_seed=0) for seed in (3, 5))
+    waited: list[float] = []
+
+    def pass_by(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            state_path(recipe, text, of_5, tmp_path).touch()
+
+    monkeypatch.setattr(fork_workers.time, "sleep", pass_by)
+    assert fork_workers._has_base(job, shared, text, of_5) and len(waited) == 3
+    assert not fork_workers._has_base(job, shared, text, of_3) and len(waited) == 3
+
+
+def test_a_worker_whose_gpu_is_lost_takes_no_further_base(
+    based: tuple[ForkRecipe, ForkText, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, _, folder = based
+
+    def train(*arguments: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(fork_workers, "train_base", train)
+    monkeypatch.setattr(fork_workers, "_is_usable", lambda device: False)
+    job = fork_workers.Job(recipe, {}, [3, 5], options_of_workers(folder, tmp_path), math.inf, os.getppid())
+    shared = fork_workers.Shared(2)
+    fork_workers.work(0, job, shared)
+    assert list(shared.no_base) == [1, 0] and shared.bases.value == 1
 
 
 def test_forks_run_where_datasets_lm_eval_and_mip_are_not_installed() -> None:

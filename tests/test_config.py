@@ -141,13 +141,15 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"formats": ("fp8", "bf16"), "target_fp4_fraction": 0.1},
-        "target_fp4_fraction=0.1 cannot be met in the formats ('fp8', 'bf16'); expected a format of at most 4 bits "
-        "among them. Without one, set target_linear_speedup with rates, or target_fp4_fraction=0.",
+        "target_fp4_fraction=0.1 cannot be met in the formats ('fp8', 'bf16'): 0 is the largest attainable; expected "
+        "a format of at most 4 bits among them. Without one, set target_linear_speedup with rates, or "
+        "target_fp4_fraction=0.",
     ),
     (
         {"formats": ("fp8", "bf16")},
-        "target_fp4_fraction=0.75 (the default) cannot be met in the formats ('fp8', 'bf16'); expected a format of at "
-        "most 4 bits among them. Without one, set target_linear_speedup with rates, or target_fp4_fraction=0.",
+        "target_fp4_fraction=0.75 (the default) cannot be met in the formats ('fp8', 'bf16'): 0 is the largest "
+        "attainable; expected a format of at most 4 bits among them. Without one, set target_linear_speedup with "
+        "rates, or target_fp4_fraction=0.",
     ),
     (
         {"formats": ("fp4", "int9")},

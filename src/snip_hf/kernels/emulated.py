@@ -8,8 +8,9 @@ time, so that a new plan or step is new data for the same code.
 
 Both operands are quantized along the contraction, multiplied and summed in FP32, and the result is cast to the
 operands' dtype. On CUDA, BF16 calls in formats whose rounded values are BF16 numbers (`_fits_bf16`) multiply on BF16
-tensor cores: the products are the same, the sums are FP32 too, in another order. In an unquantized format (BF16, the compute dtype) the operators call exactly the aten functions that
-`nn.Linear` and its autograd call, so that such a layer gives the same bits as an `nn.Linear`.
+tensor cores: the products are the same, the sums are FP32 too, in another order. In an unquantized format (BF16, the
+compute dtype) the operators call exactly the aten functions that `nn.Linear` and its autograd call, so that such a
+layer gives the same bits as an `nn.Linear`.
 """
 
 from __future__ import annotations

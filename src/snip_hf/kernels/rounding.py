@@ -52,11 +52,15 @@ def fake_quantize(
             are rounded to nearest.
         rank, ranks: as in `rounding.quantize_tiles`.
         amax: as in `rounding.round_operand`.
+
+    Raises:
+        ValueError: x is not a 2-D floating-point tensor.
     """
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"fake_quantize expects a 2-D floating-point tensor, got shape {tuple(x.shape)}, {x.dtype}.")
     if format.grid is None or not format.operand(operand).quantized:
         return x.to(torch.float32)
-    is_taken = x.dim() == 2 and x.numel() > 0 and x.dtype in _DTYPES
-    if is_taken and has_kernels(x.device) and takes(format, operand):
+    if x.numel() > 0 and x.dtype in _DTYPES and has_kernels(x.device) and takes(format, operand):
         return round_by_kernel(x, format, operand, contracts, key, rank, ranks, amax)
     with torch.no_grad():
         return rounding.round_operand(x, format, operand, contracts, key, rank, ranks, amax)

@@ -107,6 +107,7 @@ def parse() -> argparse.Namespace:
     for name in options.formats:
         if name not in quantized:
             parser.error(f"--formats: {name!r} is not known; expected some of {', '.join(quantized)}")
+    options.formats = sorted(options.formats, key=lambda name: FORMATS[name].bits)
     options.cases = [case for name in options.cases for case in NAMED.get(name, (name,))]
     for case in options.cases:
         family, optimizer, *rest = case.split(":")

@@ -42,10 +42,10 @@ from snip_hf.numerics.formats import FORMATS, UNQUANTIZED
 
 SMALL = ("llama:adamw:60", "phi:muon:60")
 BYTES = ("llama:adamw:300:bytes", "phi:adamw:300:bytes", "gemma3:adamw:300:bytes")
-# Muon's take longest, and so do models with more linears: first what takes longest.
+# First those that matter most and take longest.
 ALL = (
-    *(f"{family}:{optimizer}:300" for optimizer in ("muon", "adamw") for family in small_models.FAMILIES),
     *BYTES,
+    *(f"{family}:{optimizer}:300" for optimizer in ("muon", "adamw") for family in small_models.FAMILIES),
 )
 NAMED = {"small": SMALL, "all": ALL, "bytes": BYTES}
 # Option -> its default for small cases, and for all others.

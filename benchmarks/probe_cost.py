@@ -135,7 +135,8 @@ def measure(size: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         figures = {
             name: statistics.median(part[name] for part in parts) for name in parts[0] if parts[0][name] is not None
         }
-        probe = statistics.median(part["passes"] + part["sums"] for part in parts)
+        seconds = [part["passes"] + part["sums"] for part in parts]
+        probe = statistics.median(seconds)
         first = first or probe
         kept = settings(options, formats)
         yield {
@@ -149,6 +150,7 @@ def measure(size: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "refresh_peak_mib": None,
             **figures,
             "of_first": probe / first,
+            "probe_seconds": [round(taken, 4) for taken in seconds],
             "refresh_steps": figures["refresh"] / step,
             "refreshes": options.refreshes,
             "rows": rows,

@@ -24,13 +24,13 @@ _GAMMA, _DELTA, _NU = 11334.5197, 3.1926, 2.9543
 
 def loss_in_high_precision(parameters: float, tokens: float) -> float:
     """Returns the law's loss of BF16."""
-    return _N / parameters**_ALPHA + _D / tokens**_BETA + _EPSILON
+    return float(_N / parameters**_ALPHA + _D / tokens**_BETA + _EPSILON)
 
 
 def added_loss(parameters: float, tokens: float, exponent_bits: float, mantissa_bits: float, block: float) -> float:
     """Returns what the law adds for quantized training."""
     precision = _GAMMA * (exponent_bits + 0.5) ** _DELTA * (mantissa_bits + 0.5) ** _NU
-    return tokens**_BETA / parameters**_ALPHA * math.log2(block) / precision
+    return float(tokens**_BETA / parameters**_ALPHA * math.log2(block) / precision)
 
 
 def critical_tokens(parameters: float, exponent_bits: float, mantissa_bits: float, block: float) -> float:

@@ -88,17 +88,19 @@ def gaussian_noise(format: NumberFormat, operand: str, elements: int) -> float:
     return float(np.mean(of_others * (count - 1) + of_largest) / count)
 
 
-def published_qsnr(format: NumberFormat, operand: str, crest: float) -> float:
-    """Returns what theorems 1 and 2 of arXiv:2510.25602 say, for rounding to nearest.
+def published_qsnr(format: NumberFormat, operand: str, crest: float) -> float | None:
+    """Returns what theorems 1 and 2 of arXiv:2510.25602 say, for rounding to nearest; None for other scales.
 
     Args:
-        format: with FP32, E8M0 or E4M3 scales.
+        format: one that `is_predicted`.
         operand: whose grid and block count.
         crest: largest magnitude of a block by the root of its mean square.
     """
     rule = format.operand(operand)
     grid = rule.grid or format.grid
-    assert grid is not None and format.scale in _EXCESS
+    assert grid is not None
+    if format.scale not in _EXCESS:
+        return None
     excess = _EXCESS[format.scale]
     # With scales that are no powers of two the largest element of a block has no error. A whole tensor has so many
     # elements that this does not matter.

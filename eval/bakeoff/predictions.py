@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.shared.json_lines import read_lines
-from snip_hf.numerics.formats import FORMATS, NumberFormat
+from snip_hf.numerics.formats import FORMATS, UNQUANTIZED, NumberFormat
 from snip_hf.numerics.gemms import CONTRACTIONS, OPERANDS
 
 from .float_scaling import added_loss_of
@@ -146,21 +146,29 @@ def fork_tables(predictions: Mapping[str, Prediction], lines: Sequence[Line]) ->
     """Returns two tables for one setting of forks: losses beside predictions, and how well the ranks agree."""
     measured = paired_differences(lines, "held_out_plan")
     known = {name: predictions[name] for name in measured if name in predictions}
-    of_bf16 = [line["loss"]["held_out_plan"] for line in lines if line["contender"] == "bf16"]
+    means = {name: sum(measured[name].values()) / len(measured[name]) for name in known}
+    slope = proportion({name: _mean(one.recorded) for name, one in known.items()}, means)
+    of_bf16 = [line["loss"]["held_out_plan"] for line in lines if line["contender"] == UNQUANTIZED.name]
     base = sum(of_bf16) / len(of_bf16)
     rows = []
-    for name, one in known.items():
-        differences = list(measured[name].values())
-        law = None if one.law is None else 100 * one.law / base
+    for name, one in (known | dict(predictions)).items():
         noises = [_mean(one.theory), _mean(one.published), _mean(one.recorded)]
-        mean = sum(differences) / len(differences)
-        rows.append([name, str(len(differences)), f"{mean:+.3f}", *map(_decibels, noises), _text(law, ".4f")])
-    heads = ["format", "forks", "measured, %", "integral, dB", "formula, dB", "recorded, dB", "law, %"]
-    found = [(name, agreement(_values(known, name), measured)) for name in PREDICTORS]
-    ranks = [[name, *_agreement_cells(one)] for name, one in found]
+        fitted = None if slope is None or noises[-1] is None else slope * noises[-1]
+        law = None if one.law is None else 100 * one.law / base
+        figures = [_text(means.get(name), "+.3f"), _text(fitted, "+.3f"), *map(_decibels, noises), _text(law, ".4f")]
+        rows.append([name, str(len(measured.get(name, ()))), *figures])
+    heads = ["format", "forks", "measured, %", "in proportion to recorded noise, %", "integral, dB", "formula, dB"]
+    heads += ["recorded, dB", "law, %"]
+    ranks = [[name, *_agreement_cells(agreement(_values(known, name), measured))] for name in PREDICTORS]
     rank_heads = ["predictor", "formats", "Spearman (95%)", "Kendall (95%)", "p"]
     title = f"## Forks of {lines[0]['steps']} steps, commit {lines[0]['commit']}"
     return "\n\n".join([title, _table(heads, rows, left=1), _table(rank_heads, ranks, left=1)])
+
+
+def proportion(noise: Mapping[str, float | None], loss: Mapping[str, float]) -> float | None:
+    """Returns the slope of the line through the origin that fits losses best; None without noise."""
+    pairs = [(value, loss[name]) for name, value in noise.items() if value is not None]
+    return sum(x * y for x, y in pairs) / sum(x * x for x, _ in pairs) if pairs else None
 
 
 def _values(predictions: Mapping[str, Prediction], predictor: str) -> dict[str, float]:

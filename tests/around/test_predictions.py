@@ -201,6 +201,21 @@ def test_the_committed_page_has_the_rows_that_its_command_writes() -> None:
         assert row in committed
 
 
+def test_losses_in_proportion_to_noise_are_fitted_through_the_origin() -> None:
+    assert predictions.proportion({"a": 1.0, "b": 2.0, "c": None}, {"a": 2.0, "b": 4.0, "c": 9.0}) == 2
+    assert predictions.proportion({"a": None}, {"a": 2.0}) is None
+
+
+def test_a_page_has_what_forks_measured_and_predictions_for_the_formats_that_did_not_run() -> None:
+    losses = {"bf16": 4.0, "fp8": 4.01, "mxfp4": 4.02, "fp4": 4.03, "int4": 4.04}
+    lines = [line(name, 0, loss, setting="s", steps=100, commit="c") for name, loss in losses.items()]
+    found = predictions.fork_tables({name: predictions.predict(FORMATS[name]) for name in PREDICTED}, lines)
+    assert found.startswith("## Forks of 100 steps, commit c\n")
+    assert "| fp8 | 1 | +0.250 | - | 31.71 | - | - | 0.0001 |" in found
+    assert "| ufp4 | 0 | - | - | 15.60 | - | - | 0.0910 |" in found
+    assert "| integral, normal numbers | 4 | +0.80 (+0.80 to +0.80) | +0.67 (+0.67 to +0.67) | 0.167 |" in found
+
+
 def test_a_missing_or_old_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert predictions.main(["--recorded", str(tmp_path / "none")]) == 1
     old = tmp_path / "old.jsonl"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import string
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,8 @@ from .fork_text import ForkText
 
 # The training loss of a fork is the mean over so many of its last steps.
 LAST_STEPS = 25
+# How a line's plan writes places in its `shares`.
+_PLACES = string.digits + string.ascii_letters
 
 
 def run_fork(
@@ -167,11 +170,11 @@ def _of_plan(plan: PrecisionPlan | None) -> dict[str, Any]:
             total += plan.flops[layer][gemm]
     found = {name: round(share / total, 6) for name, share in shares.items() if share > 0}
     names = list(found)
-    letters = [names.index(formats[gemm]) for formats in plan.assignment.values() for gemm in GEMMS]
+    places = [names.index(formats[gemm]) for formats in plan.assignment.values() for gemm in GEMMS]
     return {
         "shares": found,
         "fp4_fraction": round(plan.fp4_fraction, 6),
-        "plan": "".join(map(str, letters)) if len(names) > 1 else None,
+        "plan": "".join(_PLACES[place] for place in places) if len(names) > 1 else None,
     }
 
 

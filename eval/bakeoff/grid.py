@@ -1,7 +1,8 @@
 """The runs of a bake-off: a YAML grid of models, policies, shares and seeds, as a list of specs.
 
 The keys are described in eval/README.md. Every list in an entry of an experiment is a dimension: the entry stands for
-all combinations. A run that is in several experiments is one run.
+all combinations. Of a setting that is a list itself, a list of such lists is a dimension. A run that is in several
+experiments is one run.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _REFRESH_KEYS = ("refresh_every", "switching_cost", "first_refresh", "apply_dela
 _OBJECTIVE_KEYS = ("objective", "loss_divergence_factor", "weight_divergence_factor")
 _BUDGET_KEYS = ("budget", "target_linear_speedup", "rates", "timing_file", "timing_tokens")
 _NAMES = {"target_fp4_fraction": "share"}
+# Fields of SnipConfig whose value is a list, and how deep it is nested.
+_LIST_FIELDS = {"formats": 1, "skip_modules": 1, "ties": 2, "stages": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,9 +215,29 @@ def _points(experiment: str, entry: Any) -> Iterator[dict[str, Any]]:
     """Yields the combinations of an entry's lists."""
     if not isinstance(entry, Mapping):
         raise TypeError(f"experiments.{experiment}: got {entry!r}; expected entries with keys, e.g. {{policy: snip}}.")
-    lists = {key: value if isinstance(value, list) else [value] for key, value in entry.items()}
+    yield from combinations(entry)
+
+
+def combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields all combinations of an entry's lists.
+
+    A list that is one value of its field, as `formats: [fp4, fp8]`, is no dimension; a list of those is.
+    """
+    lists = {
+        key: value if isinstance(value, list) and not _is_one_value(key, value) else [value]
+        for key, value in entry.items()
+    }
     for values in itertools.product(*lists.values()):
         yield dict(zip(lists, values, strict=True))
+
+
+def _is_one_value(key: str, value: list[Any]) -> bool:
+    return key in _LIST_FIELDS and (not value or _depth(value) == _LIST_FIELDS[key])
+
+
+def _depth(value: Any) -> int:
+    """Returns how deep lists are nested in a value."""
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
 
 
 def _spec(

@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from snip_hf import SnipConfig, SnipController, restore_model
+from snip_hf.kernels.emulated import Emulated
+from snip_hf.layers.state import pack_states, snip_linears
 from snip_hf.numerics.formats import FORMATS, UNQUANTIZED
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PrecisionPlan
@@ -135,11 +137,24 @@ def _held(trainee: Trainee, plan: PrecisionPlan | None, backend: str, fork: Fork
         config = SnipConfig(fixed_plan=str(path), backend=backend, seed=fork.seed)
         controller = SnipController(trainee.model, trainee.optimizer, config)
     controller.step = fork.point
+    if controller.backend == Emulated.name:
+        keep_state_on_host(trainee.model)
     try:
         yield controller
     finally:
         controller.close()
         restore_model(trainee.model)
+
+
+def keep_state_on_host(model: nn.Module) -> None:
+    """Keeps the formats of the GEMMs, and the keys of their random numbers, in the host's memory.
+
+    The emulated kernels read them there. From a GPU's memory each GEMM would wait for its turn on the GPU to read them.
+    """
+    layers = snip_linears(model)
+    for layer in layers.values():
+        layer.snip_state = layer.snip_state.cpu()
+    pack_states(layers)
 
 
 def _train(

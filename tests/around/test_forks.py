@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from benchmarks.shared.json_lines import read_lines
-from eval.bakeoff import fork_workers, forks
+from eval.bakeoff import fork_run, fork_workers, forks
 from eval.bakeoff.fork_base import Trainee, sequences_of, state_path, train_base
 from eval.bakeoff.fork_recipe import Contender, Fork, ForkRecipe, load_recipe
 from eval.bakeoff.fork_report import differences, family_table, table, write_report
@@ -27,6 +27,7 @@ from eval.bakeoff.fork_run import run_fork
 from eval.bakeoff.fork_text import ForkText, read_text, write_text
 from snip_hf import SnipController
 from snip_hf.costs.rates import RATES
+from snip_hf.layers.state import snip_linears
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -207,11 +208,15 @@ TINY = [
 ]
 
 
+def random_text() -> ForkText:
+    rng = np.random.default_rng(0)
+    return ForkText(*(rng.integers(0, 300, (count, 64)).astype(np.uint16) for count in (12, 4)), 300, 0)
+
+
 @pytest.mark.slow
 def test_every_cell_of_the_committed_recipe_trains_a_small_model(tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / "forks-formats.yaml", TINY)
-    rng = np.random.default_rng(0)
-    text = ForkText(*(rng.integers(0, 300, (count, 64)).astype(np.uint16) for count in (12, 4)), 300, 0)
+    text = random_text()
     train_base(recipe, text, 0, CPU, tmp_path)
     found = {
         one.name: run_fork(recipe, text, one, fork, CPU, tmp_path) for one, fork in recipe.runs(text.digest).values()
@@ -317,6 +322,32 @@ def test_a_policy_has_its_plan_before_the_first_step(based: tuple[ForkRecipe, Fo
         for name in ("nvfp4", "mxfp8")
     ]
     assert found["loss"]["train"] not in uniform
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "contender", [Contender("nvfp4", "all", {}), Contender("fp8", "all", {}), Contender(None, "all", SNIP)]
+)
+def test_on_a_gpu_a_fork_gives_the_same_numbers_wherever_formats_and_keys_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contender: Contender
+) -> None:
+    recipe, device = load_recipe(ROOT / "recipes" / "forks-formats.yaml", TINY), torch.device("cuda")
+    text = random_text()
+    train_base(recipe, text, 0, device, tmp_path)
+    devices: list[str] = []
+    keep = fork_run.keep_state_on_host
+
+    def noted(model: torch.nn.Module) -> None:
+        keep(model)
+        devices.extend(layer.snip_state.device.type for layer in snip_linears(model).values())
+
+    monkeypatch.setattr(fork_run, "keep_state_on_host", noted)
+    on_host = run_fork(recipe, text, contender, recipe.forks[0], device, tmp_path)
+    monkeypatch.setattr(fork_run, "keep_state_on_host", lambda model: None)
+    on_gpu = run_fork(recipe, text, contender, recipe.forks[0], device, tmp_path)
+    assert set(devices) == {"cpu"}
+    assert on_host["shares"] == on_gpu["shares"]
+    assert on_host["loss"] == pytest.approx(on_gpu["loss"], rel=1e-5)  # backward passes on GPUs are not reproducible
 
 
 def test_a_probe_that_came_to_nothing_fails_the_fork(

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from snip_hf import SnipConfig, SnipController, restore_model
 from snip_hf.kernels.emulated import Emulated
 from snip_hf.layers.state import pack_states, snip_linears
-from snip_hf.numerics.formats import FORMATS, UNQUANTIZED
+from snip_hf.numerics.formats import UNQUANTIZED
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PrecisionPlan
 
 from .fork_base import Trainee, sequences_of, state_path
 from .fork_recipe import GEMM_SETS, Contender, Fork, ForkRecipe
 from .fork_text import ForkText
+from .training import flop_shares
 
 # The training loss of a fork is the mean over so many of its last steps.
 LAST_STEPS = 25
@@ -178,12 +179,7 @@ def _of_plan(plan: PrecisionPlan | None) -> dict[str, Any]:
     """Returns shares and formats of a plan as a line has them."""
     if plan is None:
         return {"shares": {UNQUANTIZED.name: 1.0}, "fp4_fraction": 0.0, "plan": None}
-    total, shares = 0.0, dict.fromkeys(FORMATS, 0.0)
-    for layer, formats in plan.assignment.items():
-        for gemm, name in formats.items():
-            shares[name] += plan.flops[layer][gemm]
-            total += plan.flops[layer][gemm]
-    found = {name: round(share / total, 6) for name, share in shares.items() if share > 0}
+    found = flop_shares(plan)
     names = list(found)
     places = [names.index(formats[gemm]) for formats in plan.assignment.values() for gemm in GEMMS]
     return {

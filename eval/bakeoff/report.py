@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from snip_hf.numerics.formats import FORMATS, UNQUANTIZED
+
 from . import tables
 from .contenders import Contender, contenders
 from .documents import markdown, marked_names, replace_between, wrapped
@@ -262,14 +264,19 @@ def _refresh_cells(contender: Contender) -> list[str]:
 
 
 def modelled_times(line: Row) -> tuple[float, float] | None:
-    """Returns the linears' modelled time relative to all FP8 and to all BF16; None if some, not all, are in BF16."""
-    formats = set(line["plans"][-1]["formats"]) if line["plans"] else {"b"}
-    if formats == {"b"}:
-        return 2.0, 1.0
-    if "b" in formats:
-        return None
-    fraction = line["fp4_fraction"]
-    return (1 - fraction) + fraction / 2, (1 - fraction) / 2 + fraction / 4
+    """Returns the linears' modelled time relative to all FP8 and to all BF16; None if shares are not known.
+
+    A line without `shares` has only FP4 and FP8, or some GEMMs in BF16, whose share it does not say.
+    """
+    shares = line.get("shares")
+    if shares is None:
+        formats = set(line["plans"][-1]["formats"]) if line["plans"] else {"b"}
+        if formats != {"b"} and "b" in formats:
+            return None
+        fraction = line["fp4_fraction"]
+        shares = {UNQUANTIZED.name: 1.0} if formats == {"b"} else {"fp4": fraction, "fp8": 1 - fraction}
+    time = sum(share / FORMATS[name].speed for name, share in shares.items())
+    return time, time * UNQUANTIZED.speed
 
 
 def _modelled(contender: Contender) -> list[str]:

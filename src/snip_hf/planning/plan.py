@@ -329,11 +329,12 @@ def _checked_stages(stages: Any, flops: Flops) -> tuple[tuple[str, ...], ...]:
 
 def read_measured(document: Any) -> MeasuredCost:
     check_type(document, Mapping, "measured", "a JSON object")
+    document = {"reference": MeasuredCost.reference, **document}  # plans of earlier versions do not name it
     check_keys(document, tuple(field.name for field in fields(MeasuredCost)), "measured")
     machine = document["machine"]
     check_type(machine, Mapping, "measured.machine", "a JSON object")
     check_keys(machine, tuple(field.name for field in fields(Machine)), "measured.machine")
-    return MeasuredCost(machine=Machine(**machine), tokens=document["tokens"], seconds=document["seconds"])
+    return MeasuredCost(**{**document, "machine": Machine(**machine)})
 
 
 def _checked_measured(measured: Any, flops: Flops, order: Sequence[str]) -> MeasuredCost:
@@ -343,6 +344,7 @@ def _checked_measured(measured: Any, flops: Flops, order: Sequence[str]) -> Meas
         check_text(getattr(measured.machine, field.name), f"measured.machine.{field.name}")
     if type(measured.tokens) is not int or measured.tokens < 1:
         raise ValueError(f"measured.tokens is {short(measured.tokens)}, expected an integer of at least 1.")
+    check_format(measured.reference, "measured.reference")
     table = _checked_table(measured.seconds, "measured.seconds", lambda value, where: value)
     for layer in table.keys() ^ flops.keys():
         raise ValueError(f"measured.seconds and flops do not both name layer {layer!r}; expected the same layers.")
@@ -353,7 +355,7 @@ def _checked_measured(measured: Any, flops: Flops, order: Sequence[str]) -> Meas
         for gemm in GEMMS:
             where, times = f"measured.seconds[{layer!r}][{gemm!r}]", table[layer][gemm]
             if flops[layer][gemm] > 0:
-                row[gemm] = check_seconds(times, where)
+                row[gemm] = check_seconds(times, where, measured.reference)
             elif not isinstance(times, Mapping) or any(number != 0 for number in times.values()):
                 raise ValueError(f"{where} is {short(times)}, expected 0 in every format: the GEMM has no FLOPs.")
             else:

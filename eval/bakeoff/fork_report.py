@@ -103,6 +103,8 @@ def family_table(lines: Sequence[Row], family: str, pairs: Sequence[tuple[str, s
     """Returns the table of one family of comparisons, with Holm's correction over those that can be tested."""
     of = _by_contender(lines)
     missing = [f"{one} against {other}" for one, other in pairs if one not in of or other not in of]
+    if len(missing) == len(pairs):
+        return "No lines yet."
     tested = [(one, other) for one, other in pairs if one in of and other in of]
     found = [{loss: Difference.of(differences(of[one], of[other], loss)) for loss in LOSSES} for one, other in tested]
     ps = [own["held_out_plan"].p for own in found]
@@ -130,7 +132,7 @@ def family_table(lines: Sequence[Row], family: str, pairs: Sequence[tuple[str, s
         f"{tests} tests of this table. Power: of finding a true difference of {EFFECT}% with these forks and this "
         f"paired standard deviation at p < {SIGNIFICANCE} / {tests}, Holm's first step."
     )
-    parts = [note, markdown(heads, rows)] if rows else [note]
+    parts = [note, markdown(heads, rows)]
     parts += [f"Without lines: {'; '.join(missing)}."] * bool(missing)
     return "\n\n".join(parts)
 
@@ -165,7 +167,8 @@ def table(lines: Sequence[Row], against: str) -> str:
     if against not in contenders:
         raise ValueError(f"No line is of the contender {against!r}; there are {', '.join(contenders)}.")
     losses = [f"{label} (%)" for label in LOSSES.values()]
-    heads = ["contender", "share in 4 bits", "forks", *losses, "paired sd", "standard error", "ms per step"]
+    heads = ["contender", "share in 4 bits", "shares of FLOPs", "forks", *losses, "paired sd", "standard error"]
+    heads += ["ms per step"]
     rows = [_cells(name, own, contenders[against]) for name, own in contenders.items()]
     note = (
         f"Difference to `{against}` on the same fork: loss after {lines[0]['steps']} steps, mean ± half of the 95% "
@@ -187,11 +190,20 @@ def _cells(name: str, lines: Sequence[Row], others: Sequence[Row]) -> list[str]:
     return [
         name,
         f"{share:.1%}",
+        _shares(lines),
         str(len(lines) if is_self else main.forks) + (f" ({', '.join(notes)})" if notes else ""),
         *("0" if is_self else str(difference) for difference in found.values()),
         *("-" if is_self else _figure(figure) for figure in (main.deviation, main.error)),
         f"{step_ms:.0f}",
     ]
+
+
+def _shares(lines: Sequence[Row]) -> str:
+    """Returns each format's share of the linears' FLOPs, mean over forks; "-" where all GEMMs have the same format."""
+    names = dict.fromkeys(name for line in lines for name in line["shares"])
+    if len(names) < 2:
+        return "-"
+    return ", ".join(f"{name} {np.mean([line['shares'].get(name, 0.0) for line in lines]):.1%}" for name in names)
 
 
 def _origin(lines: Sequence[Row]) -> str:

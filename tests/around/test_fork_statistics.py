@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy.stats import ttest_1samp, ttest_rel
+from scipy.stats import nct, ttest_1samp, ttest_rel
+from scipy.stats import t as student_t
 
 from eval.bakeoff.fork_statistics import Difference, holm
 
@@ -55,6 +56,22 @@ def test_power_is_the_share_of_simulated_experiments_that_find_the_effect() -> N
     samples = np.random.default_rng(0).normal(0.1, 0.06, size=(20000, 4))
     found = ttest_1samp(samples, 0, axis=1).pvalue < 0.01
     assert Difference(0.0, 0.06, 4).power(0.1, 0.01) == pytest.approx(found.mean(), abs=0.01)
+
+
+@pytest.mark.parametrize(("deviation", "forks", "level"), [(0.03, 4, 0.05 / 14), (0.2, 8, 0.05), (0.09, 3, 0.01)])
+def test_power_is_the_tail_of_the_noncentral_t(deviation: float, forks: int, level: float) -> None:
+    bound, shift = student_t.isf(level / 2, forks - 1), 0.1 / (deviation / forks**0.5)
+    assert Difference(0.0, deviation, forks).power(0.1, level) == pytest.approx(
+        nct.sf(bound, forks - 1, shift) + nct.sf(bound, forks - 1, -shift), abs=1e-4
+    )
+
+
+@pytest.mark.parametrize("deviation", [0.028, 0.017, 0.014, 0.001, 1e-6])
+def test_power_is_a_probability_however_small_the_noise(deviation: float) -> None:
+    powers = [Difference(0.0, deviation, 4).power(effect, 0.05 / 6) for effect in (0.0, 0.05, 0.1, 1.0)]
+    assert powers == sorted(powers)
+    assert powers[0] == pytest.approx(0.05 / 6, rel=1e-3)
+    assert powers[-1] == pytest.approx(1.0)
 
 
 def test_power_without_deviation_or_without_pairs() -> None:

@@ -462,6 +462,7 @@ def line(contender: str, data_seed: int, loss: float, diverged: bool = False) ->
         "loss": dict.fromkeys(("train", "held_out_plan", "held_out_high_precision"), None if diverged else loss),
         "diverged": diverged,
         "fp4_fraction": 0.0 if contender == "bf16" else 1.0,
+        "shares": {contender: 1.0},
         "seconds": {"training": 0.5},
         "steps": 100,
         "machine": "a machine",
@@ -484,25 +485,31 @@ def test_differences_are_paired_by_fork() -> None:
 
 def test_the_table_holds_what_was_computed_by_hand() -> None:
     text = table(LINES, "bf16")
-    assert "| bf16 | 0.0% | 3 | 0 | 0 | 0 | - | - | 5 |" in text
+    assert "| bf16 | 0.0% | - | 3 | 0 | 0 | 0 | - | - | 5 |" in text
     cell = "+2.000 ± 2.484"
-    assert f"| fp4 | 100.0% | 3 | {cell} | {cell} | {cell} | 1.000 | 0.577 | 5 |" in text
+    assert f"| fp4 | 100.0% | - | 3 | {cell} | {cell} | {cell} | 1.000 | 0.577 | 5 |" in text
     assert "3 forks of 1 bases; a machine; commit abc." in text
 
 
 def test_a_fork_that_diverged_is_counted_and_left_out() -> None:
     text = table([*LINES[:5], line("fp4", 1, 0.0, diverged=True)], "bf16")
-    assert "| fp4 | 100.0% | 2 (1 diverged) | +2.000 ± 12.706 |" in text
+    assert "| fp4 | 100.0% | - | 2 (1 diverged) | +2.000 ± 12.706 |" in text
 
 
 def test_forks_from_other_weights_are_no_pair() -> None:
     text = table([*LINES[:5], LINES[5] | {"state": "of a base that was trained again"}], "bf16")
-    assert "| fp4 | 100.0% | 2 (1 unpaired) | +2.000 ± 12.706 |" in text
+    assert "| fp4 | 100.0% | - | 2 (1 unpaired) | +2.000 ± 12.706 |" in text
+
+
+def test_shares_of_several_formats_are_means_over_forks() -> None:
+    plans = ({"nvfp4": 0.8, "mxfp8": 0.2}, {"nvfp4": 0.7, "mxfp8": 0.2, "bf16": 0.1})
+    lines = [line("snip", seed, 5.0) | {"shares": shares} for seed, shares in enumerate(plans)]
+    assert "| snip | 100.0% | nvfp4 75.0%, mxfp8 20.0%, bf16 5.0% | 2 |" in table([*LINES[:2], *lines], "bf16")
 
 
 def test_forks_of_other_code_are_no_pair() -> None:
     text = table([*LINES[:5], LINES[5] | {"commit": "def"}], "bf16")
-    assert "| fp4 | 100.0% | 2 (1 unpaired) | +2.000 ± 12.706 |" in text
+    assert "| fp4 | 100.0% | - | 2 (1 unpaired) | +2.000 ± 12.706 |" in text
 
 
 FP8 = [line("fp8", seed, loss) for seed, loss in enumerate((4.012, 4.995, 8.008))]  # +0.3%, -0.1%, +0.1%
@@ -526,6 +533,20 @@ def test_a_pair_without_lines_is_named_and_not_counted() -> None:
     text = family_table(LINES, "formats", [("fp4", "bf16"), ("fp8", "bf16")])
     assert "over the 1 tests" in text
     assert text.endswith("Without lines: fp8 against bf16.")
+
+
+def test_a_family_without_any_lines_has_no_table() -> None:
+    assert family_table(LINES, "formats", [("fp8", "bf16"), ("fp8", "fp4")]) == "No lines yet."
+
+
+def test_committed_lines_give_the_corrected_figures_of_the_log() -> None:
+    lines = read_lines(ROOT / "eval" / "results" / "forks-decay.jsonl")
+    pairs = [(name, "bf16") for name in ("fp8", "mxfp8", "nvfp4", "fp4", "mxfp4", "int4")]
+    rows = [row.split(" | ") for row in family_table(lines, "formats", pairs).splitlines() if " against " in row]
+    found = {row[0].split()[1]: (row[2], row[8]) for row in rows}
+    assert found["int4"] == ("+0.104 ± 0.046", "0.032")
+    assert found["mxfp4"] == ("+0.074 ± 0.042", "0.058")
+    assert found["fp4"] == ("+0.069 ± 0.045", "0.064")
 
 
 def test_one_fork_is_not_tested() -> None:

@@ -11,6 +11,7 @@ models   whole training steps: AdamW fused, BF16 autocast over FP32 masters, dec
          recipe quantizes the linears of the decoder layers and no other
 refresh  what a refresh costs at 1.1B, in steps of compiled BF16 (`probe_cost.py`)
 compile  graphs and recompilations while plans change; the losses under CUDA graphs
+bf16_mix steps under plans that leave some GEMMs in BF16, and the first step after each change of such a plan
 linears  one linear, forward and backward, with the quantization of its weight
 
 BF16 is measured first and last, and the others are compared with the median of both, since clocks drift. What fails is
@@ -29,6 +30,7 @@ from pathlib import Path
 import torch
 from shared.origin import origin_of
 from speed_parts import setting
+from speed_parts.bf16_mix import bf16_mix_part
 from speed_parts.kernels import gemms_part, kernels_part
 from speed_parts.linears import linears_part
 from speed_parts.measuring import described
@@ -44,6 +46,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Sequence[Row]], Iterator[Row]]] =
     "models": models_part,
     "refresh": refresh_part,
     "compile": compile_part,
+    "bf16_mix": bf16_mix_part,
     "linears": linears_part,
 }
 

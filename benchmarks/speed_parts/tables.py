@@ -63,6 +63,17 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
         "loss": ("last loss", "{:.4f}"),
         "difference": ("largest difference to the first run", "{:.1e}"),
     },
+    "bf16_mix": {
+        "model": ("model", "{}"),
+        "plan": ("plan", "{}"),
+        "bf16_gemms": ("GEMMs in BF16", "{:.3f}"),
+        "bf16_flops": ("their FLOPs", "{:.3f}"),
+        "step_ms": ("step, ms", "{:.1f}"),
+        "speedup": ("speed / BF16", "{:.3f}"),
+        "first_s": ("first step under it, s", "{:.1f}"),
+        "graphs": ("new graphs", "{}"),
+        "loss": ("loss", "{:.4f}"),
+    },
     "linears": {
         "out_features": ("out", "{}"),
         "in_features": ("in", "{}"),

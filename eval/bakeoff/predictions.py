@@ -31,7 +31,7 @@ from .recorded_noise import SCHEMA_VERSION, relative_noise, rounds_all
 
 Line = Mapping[str, Any]
 
-# Of recipes/forks-decay.yaml: the model, and 700 steps of 8 sequences of 512 tokens.
+# Of recipes/forks-formats.yaml: the model, and 700 steps of 8 sequences of 512 tokens.
 PARAMETERS, TOKENS = 30e6, 700 * 8 * 512
 _NORMAL_SHAPE = (1024, 1024)
 # The six operands of the three GEMMs: "forward activation" and so on -> (operand, contracted dimension).

@@ -1,6 +1,6 @@
 """The noise that rounding adds to operands of a model in training, and their crest factors: one line per format.
 
-    python -m eval.bakeoff.recorded_noise recipes/forks-decay.yaml --text runs/forks-text.npz --steps 600 \
+    python -m eval.bakeoff.recorded_noise recipes/forks-formats.yaml --text runs/forks-text.npz --steps 600 \
         --output eval/results/format-noise.jsonl
 
 Trains the base of a recipe of forks, in high precision, and records the operands of all three GEMMs of every linear on

@@ -23,6 +23,17 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
         "columns_us": ("columns alone, µs", "{:.1f}"),
         "columns_ratio": ("/ bound", "{:.2f}"),
     },
+    "rounding": {
+        "format": ("format", "{}"),
+        "operand": ("operand", "{}"),
+        "contracts": ("contracts", "{}"),
+        "rows": ("rows", "{:,}"),
+        "tb_per_s": ("TB/s", "{:.2f}"),
+        "us": ("kernel, µs", "{:.0f}"),
+        "ratio": ("/ bound", "{:.2f}"),
+        "torch_us": ("torch, µs", "{:.0f}"),
+        "speedup": ("torch / kernel", "{:.1f}"),
+    },
     "gemms": {
         "out_features": ("out", "{}"),
         "in_features": ("in", "{}"),

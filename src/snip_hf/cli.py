@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code (argparse itself exits on `--help`, `--version` and wrong usage)."""
     arguments = _parser().parse_args(argv)
     try:
-        _import_modules(getattr(arguments, "modules", ()))
+        import_modules(getattr(arguments, "modules", ()))
         return int(arguments.run(arguments))
     except (OSError, ValueError, TypeError) as error:
         return _fail(error, 2)
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _import_modules(names: Sequence[str]) -> None:
+def import_modules(names: Sequence[str]) -> None:
     """Imports modules that register what files name, as `python -m` finds them: the working directory goes first."""
     if names and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -198,7 +198,7 @@ def test_the_fused_kernel_gets_what_its_data_allow_whatever_the_name(monkeypatch
         expected = round_operand(x, FORMATS[fmt], "weight", 1)
         assert torch.equal(kernels.fake_quantize(x, FORMATS[fmt], "weight", 1), expected)
     assert seen == [name for name in QUANTIZED if not FORMATS[name].weight.noise]
-    grids = (floats(2, 1, subnormals=False), floats(3, 0), floats(7, 10), floats(8, 2), integers(3))
+    grids = (floats(2, 1, subnormals=False), floats(3, 0), floats(7, 10), floats(8, 2, infinities=True), integers(3))
     for name, grid in zip("abcde", grids, strict=True):
         format = NumberFormat(name=name, grid=grid, bits=4, speed=1.0, label="", colour="#000000")
         kernels.fake_quantize(x, format, "activation", 1)

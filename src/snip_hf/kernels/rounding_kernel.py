@@ -90,7 +90,7 @@ def round_by_kernel(
             TWO_TARGETS=len(rule.targets) == _MOST_TARGETS,
             STAGES=stages,
             ALONG=contracts,
-            **_options(block),
+            **_options(block, stages > 0 or len(rule.targets) == _MOST_TARGETS),
         )
     return y
 
@@ -100,7 +100,7 @@ def tensor_amax(x: Tensor, block: tuple[int, int], stages: int, contracts: int) 
     found = torch.zeros(1, dtype=torch.int32, device=x.device)
     with torch.cuda.device_of(x):
         tensor_amax_kernel[_programs(x, block)](
-            x, found, *x.shape, *x.stride(), *block, stages, contracts, **_options(block)
+            x, found, *x.shape, *x.stride(), *block, stages, contracts, **_options(block, stages > 0)
         )
     return found.view(torch.float32)
 
@@ -117,9 +117,11 @@ def _programs(x: Tensor, block: tuple[int, int]) -> tuple[int]:
     return (math.prod(triton.cdiv(size, of_block) for size, of_block in zip(x.shape, block, strict=True)),)
 
 
-def _options(block: tuple[int, int]) -> dict[str, Any]:
-    # Scaling and rounding are two roundings.
-    return {"num_warps": 8 if math.prod(block) > _LARGE_BLOCK else 4, "enable_fp_fusion": False}
+def _options(block: tuple[int, int], is_wide: bool) -> dict[str, Any]:
+    """is_wide: elements take twice as many registers as in simple formats."""
+    warps = 8 if math.prod(block) > _LARGE_BLOCK else 4
+    # Without fusion, since scaling and rounding are two roundings.
+    return {"num_warps": warps * (1 + is_wide), "enable_fp_fusion": False}
 
 
 def _grid_numbers(grid: ElementGrid) -> tuple[float, int, int]:

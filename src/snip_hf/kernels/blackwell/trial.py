@@ -124,7 +124,7 @@ def fault(name: str, device: torch.device) -> str | None:
             raise RuntimeError(
                 f"The trial of the format {name!r} on {device} ended with {type(error).__name__}: "
                 f"{str(error).splitlines()[0][:_MOST_TEXT]}. Nothing runs on this GPU until the process ends. Start "
-                "again with backend='emulated', or with other formats."
+                f"again with backend={emulated.EMULATED.name!r}, or with other formats."
             ) from error
         # A run goes on without these kernels; whatever keeps them from running is said.
         found = f"{type(error).__name__}: {error}"

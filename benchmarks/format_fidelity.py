@@ -41,6 +41,7 @@ from snip_hf.estimation.layer_sums import LAYER, ROWS
 from snip_hf.numerics.formats import FORMATS, UNQUANTIZED
 
 SMALL = ("llama:adamw:60", "phi:muon:60")
+SMALL_FORMATS = ["fp4", "nvfp4", "mxfp8"]
 BYTES = ("llama:adamw:300:bytes", "phi:adamw:300:bytes", "gemma3:adamw:300:bytes")
 # First those that matter most and take longest.
 ALL = (
@@ -85,7 +86,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--cases", nargs="+", default=["small"], help=f"{', '.join(NAMED)}, or family:optimizer:steps[:bytes]"
     )
-    parser.add_argument("--formats", nargs="+", help="registered formats (default: all that quantize)")
+    parser.add_argument("--formats", nargs="+", help="registered formats (default: all that quantize; small three)")
     parser.add_argument("--gemms", nargs="+", choices=ROWS, default=[LAYER], help="rows to measure (default: layer)")
     parser.add_argument("--output", type=Path, default=Path("runs/format_fidelity.jsonl"))
     parser.add_argument("--rows", type=int, help="sequences of 256 tokens in a micro-batch (default 4; small 2)")
@@ -103,7 +104,7 @@ def parse() -> argparse.Namespace:
     if options.batches < 2:
         parser.error(f"--batches is {options.batches}; expected at least 2, for two halves of the truth")
     quantized = [name for name, fmt in FORMATS.items() if fmt.is_quantized]
-    options.formats = options.formats or quantized
+    options.formats = options.formats or (SMALL_FORMATS if is_small else quantized)
     for name in options.formats:
         if name not in quantized:
             parser.error(f"--formats: {name!r} is not known; expected some of {', '.join(quantized)}")

@@ -9,7 +9,7 @@ depend on them): on CUDA under BF16 autocast over FP32 weights with fused AdamW,
 refreshes: probe (passes and sums), program, solver beside `--delay` further steps, application. "refresh" is all that
 training waits for; "waited" is the solver's part of it. Sizes are in `SIZES`; 1B is TinyLlama-1.1B's shape. With
 several `--formats` the refreshes take turns, so that a change of the machine's load meets all alike; "/ first" is the
-time of passes and sums over that of the first formats.
+time of passes and sums over that of the first formats: on a CPU the processor's, which other programs hardly change.
 """
 
 from __future__ import annotations
@@ -135,9 +135,7 @@ def measure(size: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         figures = {
             name: statistics.median(part[name] for part in parts) for name in parts[0] if parts[0][name] is not None
         }
-        seconds = [part["passes"] + part["sums"] for part in parts]
-        probe = statistics.median(seconds)
-        first = first or probe
+        first = first or figures["probe"]
         kept = settings(options, formats)
         yield {
             "size": size,
@@ -149,8 +147,8 @@ def measure(size: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "step_peak_mib": step_peak,
             "refresh_peak_mib": None,
             **figures,
-            "of_first": probe / first,
-            "probe_seconds": [round(taken, 4) for taken in seconds],
+            "of_first": figures["probe"] / first,
+            "probes": [round(part["probe"], 4) for part in parts],
             "refresh_steps": figures["refresh"] / step,
             "refreshes": options.refreshes,
             "rows": rows,
@@ -207,6 +205,7 @@ def refresh(
     [line], [check] = ([line for line in lines if line["event"] == event] for event in ("refresh", "drift"))
     waited = line["seconds"]["waited"]
     return {
+        "probe": seconds["divergences" if device.type == "cuda" else "divergences of the processor"],
         "passes": seconds["passes"],
         "sums": seconds["divergences"] - seconds["passes"],
         "program": seconds["program"],
@@ -233,7 +232,9 @@ def timing(seconds: dict[str, float], device: torch.device) -> Iterator[None]:
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = []
+            began = time.process_time()
             seconds[name] = clocked(device, lambda: result.append(function(*args, **kwargs)))
+            seconds[f"{name} of the processor"] = time.process_time() - began
             return result[0]
 
         return call

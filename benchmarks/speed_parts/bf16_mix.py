@@ -93,7 +93,8 @@ def pattern(kinds: Sequence[str], share: float, seed: int) -> Pattern:
 def put_in_force(layers: Mapping[str, SnipLayer], flops: Flops, common: Pattern, of_first: Pattern) -> Row:
     """Gives GEMMs BF16 by their decoder layer's pattern and the others FP4; returns what is in BF16."""
     first = next(iter(layers)).partition(".self_attn")[0]
-    gemms, shares = [], []
+    gemms: list[bool] = []
+    shares: list[float] = []
     for name, layer in layers.items():
         chosen = of_first if name.startswith(f"{first}.") else common
         in_bf16 = {gemm: chosen[name.rpartition(".")[-1], gemm] for gemm in GEMMS}

@@ -371,7 +371,7 @@ def test_probes_of_several_lists_of_formats_take_turns(
 
     def noted(model: Any, optimizer: Any, batch: Any, config: SnipConfig) -> dict[str, Any]:
         probed.append(config.formats)
-        return {**refresh(model, optimizer, batch, config), "passes": 1.0, "sums": float(len(config.formats))}
+        return {**refresh(model, optimizer, batch, config), "probe": 1.0 + len(config.formats)}
 
     monkeypatch.setattr(probe_cost, "refresh", noted)
     output = tmp_path / "cost.jsonl"

@@ -115,7 +115,7 @@ def test_a_case_is_measured_once_and_reported(
     monkeypatch.setattr(sys, "argv", ["format_fidelity_report.py", str(output), "--output", str(report)])
     format_fidelity_report.main()
     written = report.read_text(encoding="utf-8")
-    assert "\n| llama:adamw:2:bytes | 2 | " in written and "\n| mxfp4 | grad_input | 1 | " in written
+    assert "\n| llama:adamw:2:bytes | 3 | " in written and "\n| mxfp4 | grad_input | 1 | " in written
 
 
 def test_what_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,8 +106,8 @@ class SnipConfig(FieldNames):
     """Exact names or globs (`fnmatch`, whole name) of linears that stay as they are."""
     budget: Budget = "flops"
     """What `target_fp4_fraction` is a share of: "flops", or "measured", the time of the linears' GEMMs.
-    It is measured in FP8 on this machine. By time, small and inefficient GEMMs count more (ours; docs/method.md,
-    section 6)."""
+    It is measured on this machine, in the most precise quantized one of `formats`. By time, small and inefficient GEMMs
+    count more (ours; docs/method.md, section 6)."""
     timing_file: str | None = None
     """File that keeps measured times, for several runs.
     What it has for this GPU, torch and backend is not timed again. None: the run's plan alone keeps them."""

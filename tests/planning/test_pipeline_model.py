@@ -80,7 +80,7 @@ def test_stages_of_scattered_layers_get_their_own_shares_and_times() -> None:
     assert [stage.relative_time for stage in times.stages] == pytest.approx([0.7, 0.6])
     assert times.fp4_fraction == pytest.approx(0.7)
     assert times.work == pytest.approx(0.65)
-    assert times.fp8_work == pytest.approx(1.0)
+    assert times.reference_work == pytest.approx(1.0)
     assert not times.measured
     assert times.step_time == pytest.approx(2 * 0.35 + 0.65)
     assert times.bubble == pytest.approx(1 - 3 * 0.325 / 1.35)
@@ -93,7 +93,7 @@ def test_measured_times_are_used_where_the_plan_has_them() -> None:
     assert times.measured
     assert times.micro_batches == 8
     assert [stage.time for stage in times.stages] == pytest.approx([8.4, 19.6])
-    assert [stage.fp8_time for stage in times.stages] == pytest.approx([9.0, 22.0])
+    assert [stage.reference_time for stage in times.stages] == pytest.approx([9.0, 22.0])
 
 
 def test_fewer_than_one_micro_batch_is_refused() -> None:

@@ -96,6 +96,22 @@ def test_measured_times_are_shown_in_ms_with_both_shares_and_their_machine() -> 
     assert ["one", "per", "stage", "0.7000", "1", "165.2", "0.3220", "-"] in rows(text)
 
 
+def test_measured_times_without_fp8_are_compared_with_their_own_reference() -> None:
+    cost = measured({"a": 1e-3, "b": 5e-3, "c": 2e-3, "d": 4e-3}, ("nvfp4", "mxfp8"))
+    formats = {"fp4": "nvfp4", "fp8": "mxfp8"}
+    assignment = {x: {gemm: formats[name] for gemm, name in row.items()} for x, row in plan("ad").assignment.items()}
+    text = printed(plan("ad", assignment=assignment, measured=cost))
+    assert "of FLOPs time all in MXFP8 ms" in joined(text)
+    assert ["0", "2", "0.6000", "0.3333", "0.9333", "8.4"] in rows(text)
+    assert "FP8" not in text.replace("MXFP8", "")
+
+
+def test_times_of_a_plan_with_a_format_that_was_not_timed_are_modelled_and_say_so() -> None:
+    cost = measured({"a": 1e-3, "b": 5e-3, "c": 2e-3, "d": 4e-3}, ("nvfp4", "mxfp8"))
+    text = joined(printed(plan("ad", measured=cost)))
+    assert "Stages (modelled: FP4 at 2x FP8) " in text and "1 is all linears in FP8" in text
+
+
 def test_one_stage_is_a_sentence_and_no_table() -> None:
     text = printed(plan("a", stages=(tuple(FLOPS),)), records=table(ERRORS).to_records())
     assert text == "One stage, so no pipeline and no bubble: 0.3000 of its linear FLOPs are in FP4.\n"

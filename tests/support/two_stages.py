@@ -43,17 +43,19 @@ def table(errors: Mapping[str, float], gemms: Sequence[str] = ("layer",)) -> Div
     return DivergenceTable(0.0, tuple(rows))
 
 
-def measured(fp8: Mapping[str, float]) -> MeasuredCost:
-    """Every GEMM takes as long as its layer is given in FP8, twice that in BF16 and 0.8 of it in FP4."""
+def measured(high: Mapping[str, float], formats: tuple[str, str] = ("fp4", "fp8")) -> MeasuredCost:
+    """Every GEMM takes as long as its layer is given in the second format, twice that in BF16, 0.8 of it in the first."""
+    low, reference = formats
     seconds = {
         layer: {
             gemm: {
-                "bf16": 2 * fp8[layer] * (FLOPS[layer][gemm] > 0),
-                "fp8": fp8[layer] * (FLOPS[layer][gemm] > 0),
-                "fp4": 0.8 * fp8[layer] * (FLOPS[layer][gemm] > 0),
+                "bf16": 2 * high[layer] * (FLOPS[layer][gemm] > 0),
+                reference: high[layer] * (FLOPS[layer][gemm] > 0),
+                low: 0.8 * high[layer] * (FLOPS[layer][gemm] > 0),
             }
             for gemm in GEMMS
         }
         for layer in FLOPS
     }
-    return MeasuredCost(machine=Machine("a GPU", "2.11.0", "hopper", "bfloat16"), tokens=512, seconds=seconds)
+    machine = Machine("a GPU", "2.11.0", "hopper", "bfloat16")
+    return MeasuredCost(machine=machine, tokens=512, seconds=seconds, reference=reference)

@@ -2,7 +2,7 @@
 
 Everything here is a prediction from the linears' GEMMs alone. With measured times (`budget="measured"`) it is in
 seconds on the machine of the plan; otherwise on a modelled one, whose FP4 runs at twice FP8's rate
-(`NumberFormat.speed`).
+(`NumberFormat.speed`). Times are compared with those of a plan that has everything in one format, the reference.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class StageTimes:
     """Share (0..1) of the stage's linear FLOPs that run in FP4."""
     time: float
     """Of its linears for one micro-batch, forward and backward."""
-    fp8_time: float
-    """The same with all of them in FP8."""
+    reference_time: float
+    """The same with all of them in the reference format (`PipelineTimes.reference`)."""
 
     @property
     def relative_time(self) -> float:
-        return self.time / self.fp8_time
+        return self.time / self.reference_time
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,9 @@ class PipelineTimes:
     """Of all stages together."""
     micro_batches: int
     measured: bool
-    """Whether times are in seconds; otherwise 1 is the time of all linears in FP8, for one micro-batch, modelled."""
+    """Whether times are in seconds; otherwise 1 is the time of all linears in the reference, for one micro-batch."""
+    reference: str = REFERENCE.name
+    """The format that times are compared with: that of the measured budget (`MeasuredCost.reference`), or FP8."""
 
     @property
     def work(self) -> float:
@@ -64,8 +66,8 @@ class PipelineTimes:
         return math.fsum(stage.time for stage in self.stages)
 
     @property
-    def fp8_work(self) -> float:
-        return math.fsum(stage.fp8_time for stage in self.stages)
+    def reference_work(self) -> float:
+        return math.fsum(stage.reference_time for stage in self.stages)
 
     @property
     def step_time(self) -> float:
@@ -107,7 +109,7 @@ class ConstraintComparison:
 
 
 def pipeline_times(plan: PrecisionPlan, micro_batches: int | None = None) -> PipelineTimes:
-    """Predicts what the stages of a plan take.
+    """Predicts what the stages of a plan take, from measured times where all formats of the plan were timed.
 
     Args:
         micro_batches: per step; None means four times the number of stages.
@@ -118,19 +120,21 @@ def pipeline_times(plan: PrecisionPlan, micro_batches: int | None = None) -> Pip
     count = MICRO_BATCHES_PER_STAGE * len(plan.stages) if micro_batches is None else micro_batches
     if count < 1:
         raise ValueError(f"micro_batches is {count}, expected at least 1; it is the number per optimizer step.")
-    times = predicted_times(plan.flops, plan.measured)
+    measured = plan.measured if plan.is_timed else None
+    times = predicted_times(plan.flops, measured)
+    reference = REFERENCE.name if measured is None else measured.reference
 
     def total(stage: Iterable[str], format: str | None = None) -> float:
         return math.fsum(times[x][gemm][format or plan.assignment[x][gemm]] for x in stage for gemm in GEMMS)
 
     stages = tuple(
-        StageTimes(stage, share, total(stage), total(stage, REFERENCE.name))
+        StageTimes(stage, share, total(stage), total(stage, reference))
         for stage, share in zip(plan.stages, plan.stage_fp4_fractions, strict=True)
     )
     for index, stage_times in enumerate(stages):
-        if not (stage_times.time > 0 and stage_times.fp8_time > 0):
+        if not (stage_times.time > 0 and stage_times.reference_time > 0):
             raise ValueError(f"stage {index} takes no time next to the others; its FLOPs or times cannot be real.")
-    return PipelineTimes(stages, plan.fp4_fraction, count, plan.measured is not None)
+    return PipelineTimes(stages, plan.fp4_fraction, count, measured is not None, reference)
 
 
 def compare_constraints(

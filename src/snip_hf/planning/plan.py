@@ -91,7 +91,7 @@ class PrecisionPlan:
 
     @property
     def fp4_time_fraction(self) -> float | None:
-        """Share (0..1) of the linears' measured time in FP8 that belongs to GEMMs in FP4; None: not measured."""
+        """Share (0..1) of the linears' measured time that belongs to GEMMs in FP4 (`MeasuredCost.work`); None: not measured."""
         return None if self.measured is None else self._fp4_fraction(self.assignment, self.measured.work)
 
     @property
@@ -122,14 +122,15 @@ class PrecisionPlan:
     @property
     def speed_source(self) -> str:
         """What `linear_speedup` goes by, where that is not None: "measured", or the table, e.g. "b200 rates"."""
-        return "measured" if self._is_timed else f"{(self.provenance.config or {}).get('rates')} rates"
+        return "measured" if self.is_timed else f"{(self.provenance.config or {}).get('rates')} rates"
 
     @property
     def _used(self) -> set[str]:
         return {name for row in self.assignment.values() for name in row.values()}
 
     @property
-    def _is_timed(self) -> bool:
+    def is_timed(self) -> bool:
+        """Whether there are measured times in every format of the plan."""
         return self.measured is not None and self._used <= set(self.measured.formats)
 
     def _times(self, rates: str | None) -> GemmTimes | None:
@@ -137,7 +138,7 @@ class PrecisionPlan:
             return linear_times(self.flops, self._used, rates, None)
         own = (self.provenance.config or {}).get("rates")
         try:
-            return linear_times(self.flops, self._used, own, self.measured if self._is_timed else None)
+            return linear_times(self.flops, self._used, own, self.measured if self.is_timed else None)
         except (KeyError, TypeError):  # no table, or a plan from elsewhere whose config names anything
             return None
 

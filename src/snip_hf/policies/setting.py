@@ -25,7 +25,7 @@ class Setting:
 
     @property
     def work(self) -> Work:
-        """Layer -> GEMM -> what it counts in the efficiency constraint: seconds in FP8 if measured, else FLOPs."""
+        """Layer -> GEMM -> what it counts in the efficiency constraint: FLOPs, or seconds (`MeasuredCost.work`)."""
         return self.flops if self.measured is None else self.measured.work
 
     def groups(self, layers: Sequence[str]) -> list[str]:

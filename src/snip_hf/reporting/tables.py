@@ -134,7 +134,7 @@ def print_stages(
             f"Against one global constraint, one per stage saves {comparison.time_saved:.2%} of the step's time and "
             f"{comparison.bubble_saved:.4f} of the bubble."
         )
-    unit = "measured" if times.measured else f"modelled, {_modelled(plan)}, 1 is all linears in FP8"
+    unit = "measured" if times.measured else f"modelled, {_modelled(plan)}, 1 is all linears in {FORMATS[times.reference].label}"
     say(
         console,
         f"{sentence} Times are of the linears, forward and backward ({unit}): a stage's for one micro-batch, a step's "
@@ -145,13 +145,16 @@ def print_stages(
 def stage_table(plan: PrecisionPlan) -> Table:
     """FP4 shares and predicted times of each stage and of all, for one micro-batch, forward and backward."""
     times = pipeline_times(plan)
-    basis = f"modelled: {_modelled(plan)}" if plan.measured is None else f"measured: {plan.measured.machine.device}"
+    basis = f"modelled: {_modelled(plan)}"
+    if times.measured and plan.measured is not None:
+        basis = f"measured: {plan.measured.machine.device}"
     table = new_table(f"Stages ({basis})")
     unit, scale = _time_unit(times)
     columns = {"FP4 share\nof FLOPs": [*plan.stage_fp4_fractions, plan.fp4_fraction]}
     if plan.stage_fp4_time_fractions is not None and plan.fp4_time_fraction is not None:
         columns["of measured\ntime"] = [*plan.stage_fp4_time_fractions, plan.fp4_time_fraction]
-    columns["time /\nall in FP8"] = [*(x.relative_time for x in times.stages), times.work / times.fp8_work]
+    relative = [*(x.relative_time for x in times.stages), times.work / times.reference_work]
+    columns[f"time /\nall in {FORMATS[times.reference].label}"] = relative
     for heading in ("stage", "layers", *columns, f"time\n{unit}"):
         table.add_column(heading, justify="right")
     names = [*map(str, range(len(plan.stages))), "all"]
@@ -192,7 +195,7 @@ def bubble_table(times: PipelineTimes, comparison: ConstraintComparison | None) 
 
 def _time_unit(times: PipelineTimes) -> tuple[str, float]:
     """Name of the unit that times are shown in, and how many there are in one of `PipelineTimes`."""
-    return ("ms", 1e3) if times.measured else ("1: FP8", 1.0)
+    return ("ms", 1e3) if times.measured else (f"1: {FORMATS[times.reference].label}", 1.0)
 
 
 def new_table(title: str) -> Table:

@@ -123,7 +123,7 @@ def test_a_new_format_is_chosen_trained_in_resumed_and_drawn(tmp_path: Path, pro
     run = load_run(whole.folder)
     assert run.formats == ("own4", "fp8")
     colours = {patch.get_label(): patch.get_facecolor() for patch in plan_figure(run).legends[0].get_patches()}
-    assert colours["own4"][:3] == pytest.approx((0, 0x9E / 255, 0x73 / 255)) and set(colours) == {"own4", "fp8"}
+    assert colours["INT4"][:3] == pytest.approx((0, 0x9E / 255, 0x73 / 255)) and list(colours) == ["INT4", "FP8"]
     run_report(whole.folder)
     assert (whole.folder / "snip" / "plan.png").stat().st_size > 10_000
 
@@ -193,7 +193,7 @@ def test_three_formats_can_be_options_of_one_run_and_no_quantization_is_free(
     resumed = go_on(tmp_path / "resumed", config, tmp_path / "checkpoint-3")
     assert differing(weights(resumed.model), weights(run.model)) == []
     colours = [patch.get_label() for patch in plan_figure(load_run(tmp_path)).legends[0].get_patches()]
-    assert colours == ["bf16", "fp8", "fp4"]
+    assert colours == ["FP4", "FP8", "BF16"]
 
 
 def test_no_quantization_is_neither_estimated_nor_measured() -> None:

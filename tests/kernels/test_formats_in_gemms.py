@@ -200,7 +200,7 @@ def test_the_fused_kernel_gets_what_its_data_allow_whatever_the_name(monkeypatch
     assert seen == [name for name in QUANTIZED if not FORMATS[name].weight.noise]
     grids = (floats(2, 1, subnormals=False), floats(3, 0), floats(7, 10), floats(8, 2, infinities=True), integers(3))
     for name, grid in zip("abcde", grids, strict=True):
-        format = NumberFormat(name=name, grid=grid, bits=4, speed=1.0, label="", colour="#000000")
+        format = NumberFormat(name=name, grid=grid, bits=grid.bits, speed=1.0, label="", colour="#000000")
         kernels.fake_quantize(x, format, "activation", 1)
     # With 8 exponent bits spacings are subnormal FP32 numbers.
     assert seen[-4:] == ["a", "b", "c", "e"]
@@ -219,7 +219,7 @@ def test_operands_of_products_in_bf16_are_bf16_numbers(fmt: str) -> None:
 
 def test_products_of_fine_elements_stay_in_fp32() -> None:
     for bits, fits in ((7, True), (8, False)):
-        format = dataclasses.replace(FORMATS["mxfp8"], name="fine", grid=floats(5, bits), bits=14)
+        format = dataclasses.replace(FORMATS["mxfp8"], name="fine", grid=floats(5, bits), bits=6 + bits)
         assert [emulated._fits_bf16(format, gemm) for gemm in GEMMS] == [fits] * 3
 
 

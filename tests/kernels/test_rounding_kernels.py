@@ -74,7 +74,7 @@ def of_tiles(grid: ElementGrid, tile: tuple[int, int]) -> tuple[NumberFormat, st
     """A format, an operand and a contraction in which a tensor is rounded in these tiles, at random by a key."""
     contracts = 0 if tile == COLUMN_TILE else 1
     rule = Operand(tile if contracts == 1 else tile[::-1], stochastic=True)
-    fmt = NumberFormat(name="tiles", grid=grid, bits=8, gradient=rule, speed=1.0, label="", colour="#000000")
+    fmt = NumberFormat(name="tiles", grid=grid, bits=grid.bits, gradient=rule, speed=1.0, label="", colour="#000000")
     return fmt, "gradient", contracts
 
 
@@ -244,7 +244,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 def test_what_the_kernel_does_not_take_goes_to_the_reference(kernel_calls: list[tuple[int, ...]]) -> None:
     x = random((40, 50))
-    fine = dataclasses.replace(FP8, name="fine", grid=floats(8, 7, infinities=True))
+    fine = dataclasses.replace(FP8, name="fine", grid=floats(8, 7, infinities=True), bits=16)
     three = dataclasses.replace(FP8, name="three", activation=Operand(ROW_TILE, targets=(448.0, 384.0, 320.0)))
     cases = [(x.double(), FP8, "activation"), (x[:0], FP8, "activation"), (x, FORMATS["fp4-pqt"], "weight")]
     for given, fmt, operand in (*cases, (x, fine, "weight"), (x, three, "activation")):

@@ -73,7 +73,8 @@ def test_it_does_with_nan_infinity_and_the_largest_numbers(fmt: str, data: Any, 
 
 
 def users(**fields: Any) -> NumberFormat:
-    return dataclasses.replace(FORMATS["fp4"], name="own", **fields)
+    grid = fields.get("grid", FORMATS["fp4"].grid)
+    return dataclasses.replace(FORMATS["fp4"], name="own", bits=grid.bits, **fields)
 
 
 USERS = {

@@ -117,7 +117,7 @@ def test_stochastic_rounding_is_unbiased_in_every_format(fmt: str) -> None:
     "grid", [floats(3, 1), floats(2, 2, subnormals=False), integers(3)], ids=lambda grid: grid.name
 )
 def test_stochastic_rounding_is_unbiased_in_a_format_of_ones_own(grid: ElementGrid, scale: str) -> None:
-    own = dataclasses.replace(FORMATS["fp4"], name="own", grid=grid, scale=scale)
+    own = dataclasses.replace(FORMATS["fp4"], name="own", grid=grid, bits=grid.bits, scale=scale)
     check_unbiased(own, Operand((1, 64)))
 
 

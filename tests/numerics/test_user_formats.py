@@ -41,9 +41,24 @@ FP32 = {"scale": "fp32", "tensor_scale": None}
     [
         ({"bits": 0}, "bits=0; expected 1 to 32"),
         ({"bits": 33}, "bits=33; expected 1 to 32"),
+        ({"bits": 4.0}, "bits=4.0; expected 1 to 32"),
+        (
+            {"bits": 3},
+            r"bits=3; expected 4, the most bits of an element, with its sign \(activation e2m1: 4, gradient e2m1: 4, "
+            r"weight e2m1: 4\)\.$",
+        ),
+        ({"grid": integers(8)}, r"bits=4; expected 5, the most bits of an element, with its sign \(activation int5: 5"),
+        ({"weight": Operand((16, 16), grid=E4M3)}, r"bits=4; expected 8, the most .*, weight e4m3: 8\)"),
+        ({"colour": "blue"}, "colour='blue'; expected #rrggbb in hexadecimal digits, e.g. #56b4e9"),
+        ({"colour": "#fff"}, "colour='#fff'; expected #rrggbb"),
+        ({"activation": (1, 16)}, r"activation=\(1, 16\); expected an Operand, e.g. Operand"),
+        ({"activation": Operand((1, 16.0))}, "activation=.*; expected a block of two integers"),  # type: ignore[arg-type]
+        ({"weight": Operand(64)}, "weight=.*; expected a block of two integers, .across, along., or None for the"),  # type: ignore[arg-type]
+        ({"weight": Operand((16,))}, "weight=.*; expected a block of two integers"),  # type: ignore[arg-type]
         ({"scale": "e9m0"}, "scale: 'e9m0' is no kind of scales; expected 'fp32', 'e8m0' or 'eYmZ', e.g. 'e4m3'"),
         ({"scale": "fp16"}, "scale: 'fp16' is no kind of scales"),
-        ({"scale": "e8m7"}, "scale: e8m7 with .* has the largest value .*; expected one above 0 that FP32 can hold"),
+        ({"scale": "e8m7"}, "scale: 'e8m7' has values beyond FP32; expected 2 to 7 exponent bits, e.g. 'e4m3', or"),
+        ({"scale": "e1m0"}, "scale: 'e1m0' has no value above 0; expected 2 to 7 exponent bits"),
         ({"scale_rule": "floor"}, "scale_rule='floor'; expected one of nearest, up for scale='e4m3'"),
         ({**MX, "scale_rule": "up"}, "scale_rule='up'; expected one of rceil, ceil, floor, even for scale='e8m0'"),
         ({**FP32, "scale_rule": "mean"}, "scale_rule='mean'; expected one of amax for scale='fp32'"),
@@ -118,7 +133,7 @@ def test_a_user_s_format_is_registered_once_and_rounds_as_its_data_say() -> None
         with pytest.raises(ValueError, match="rounds a gradient stochastically; give a seed"):
             quantize(x, "mine", "gradient")
         with pytest.raises(ValueError, match="There is a format named 'nvfp4' already"):
-            register_format(dataclasses.replace(FORMATS["nvfp4"], bits=5))
+            register_format(dataclasses.replace(FORMATS["nvfp4"], speed=3.0))
     assert "mine" not in formats
 
 
@@ -129,6 +144,12 @@ def test_a_variant_is_one_expression() -> None:
         x = torch.full((1, 32), 7.0)
         # The specification's rule cuts 7 off at 6; ours doubles the scale.
         assert quantize(x, "mxfp4-floor")[0, 0] == 6.0 and quantize(x, "mxfp4")[0, 0] == 8.0
+
+
+def test_operands_of_other_grids_count_their_own_bits() -> None:
+    mixed = a_format(gradient=Operand((1, 16), grid=E5M2), bits=8)
+    assert [mixed.stored_bits(name) for name in ("activation", "gradient", "weight")] == [4.5, 8.5, 4.03125]
+    assert not mixed.counts_as_fp4 and a_format().counts_as_fp4
 
 
 def test_which_weights_are_quantized_once_and_which_formats_need_whole_tensors() -> None:

@@ -44,7 +44,7 @@ def table(errors: Mapping[str, float], gemms: Sequence[str] = ("layer",)) -> Div
 
 
 def measured(high: Mapping[str, float], formats: tuple[str, str] = ("fp4", "fp8")) -> MeasuredCost:
-    """Every GEMM takes as long as its layer is given in the second format, twice that in BF16, 0.8 of it in the first."""
+    """Every GEMM takes as long as its layer has in the second format, twice that in BF16, 0.8 of it in the first."""
     low, reference = formats
     seconds = {
         layer: {

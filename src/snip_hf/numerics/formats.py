@@ -8,6 +8,7 @@ A plan names a format for each GEMM. The registry `FORMATS` holds what the names
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from ..registry import Registry, UnknownName
@@ -28,6 +29,7 @@ _RULES_OF_A_GRID = ("nearest", "up")
 # Under these no element is above the grid's largest value, which would be cut off: a bias.
 _UNSATURATED = ("amax", "rceil", "ceil", "up")
 _MOST_BITS = 32
+_COLOUR = re.compile("#[0-9a-fA-F]{6}")
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,6 @@ class Operand:
         across, along = self.block
         return (across, along) if contracts == 1 else (along, across)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is rounded in blocks with one scale each, which is found from the largest magnitude alone."""
-        return self.block is not None and self.quantized and not self.targets and not self.noise
-
 
 @dataclass(frozen=True, kw_only=True)
 class NumberFormat:
@@ -81,7 +78,8 @@ class NumberFormat:
     grid: ElementGrid | None
     """None: the operands are not quantized, the GEMM runs in the compute dtype."""
     bits: int
-    """Bits of an element, without its share of the scale (`stored_bits` has it)."""
+    """Bits of an element with its sign, without its share of the scale (`stored_bits` has it); the most of the
+    operands' where these have grids of their own."""
     activation: Operand = Operand((1, TILE))
     gradient: Operand = Operand((1, TILE))
     weight: Operand = Operand((TILE, TILE))
@@ -104,17 +102,17 @@ class NumberFormat:
     label: str
     """In texts and legends."""
     colour: str
-    """In figures."""
+    """In figures: "#rrggbb"."""
     style: str = ""
     """In terminals, as `rich` writes it."""
 
     def __post_init__(self) -> None:
         if not self.name or not all(part.isalnum() for part in self.name.split("-")):
             self._refuse("name", "letters, digits and single hyphens")
-        if not 1 <= self.bits <= _MOST_BITS:
-            self._refuse("bits", f"1 to {_MOST_BITS}")
         if not self.speed > 0:
             self._refuse("speed", "a rate above 0")
+        if not _COLOUR.fullmatch(self.colour):
+            self._refuse("colour", "#rrggbb in hexadecimal digits, e.g. #56b4e9")
         self._check_scales()
         if self.rotation not in (0, *(2**power for power in range(1, LARGEST.bit_length()))):
             self._refuse("rotation", f"0 or a power of two from 2 to {LARGEST}")
@@ -122,9 +120,21 @@ class NumberFormat:
             self._refuse("rotated", f"some of {', '.join(GEMMS)} with a rotation, () without")
         for operand in OPERANDS:
             self._check_operand(operand, self.operand(operand))
+        self._check_bits()
 
     def _refuse(self, field: str, expected: str) -> None:
         raise ValueError(f"Format {self.name!r}: {field}={getattr(self, field)!r}; expected {expected}.")
+
+    def _check_bits(self) -> None:
+        if type(self.bits) is not int or not 1 <= self.bits <= _MOST_BITS:
+            self._refuse("bits", f"1 to {_MOST_BITS}")
+        if self.grid is None:
+            return
+        grids = {name: self.operand(name).grid or self.grid for name in OPERANDS}
+        most = max(grid.bits for grid in grids.values())
+        if self.bits != most:
+            listed = ", ".join(f"{name} {grid.name}: {grid.bits}" for name, grid in grids.items())
+            self._refuse("bits", f"{most}, the most bits of an element, with its sign ({listed})")
 
     def _check_scales(self) -> None:
         try:
@@ -139,9 +149,13 @@ class NumberFormat:
             self._refuse("tensor_scale", "None" if kind is None else f"None or above 0 and at most {most:g}")
 
     def _check_operand(self, name: str, rule: Operand) -> None:
+        if not isinstance(rule, Operand):
+            self._refuse(name, "an Operand, e.g. Operand((1, 32))")
         if rule.block is None:
             if self.scale != "fp32":
                 self._refuse(name, "a block, since only FP32 scales serve a whole tensor")
+        elif not (isinstance(rule.block, tuple) and [type(size) for size in rule.block] == [int, int]):
+            self._refuse(name, "a block of two integers, (across, along), or None for the whole tensor")
         elif any(size < 1 or TILE % size for size in rule.block):
             self._refuse(name, f"a block whose sides divide {TILE}, of which samples and padding are multiples")
         rules = _RULES.get(self.scale, _RULES_OF_A_GRID)
@@ -184,8 +198,9 @@ class NumberFormat:
         rule = self.operand(operand)
         if self.grid is None or not rule.quantized:
             return float(UNQUANTIZED.bits)
+        bits = (rule.grid or self.grid).bits
         if rule.block is None:
-            return float(self.bits)
+            return float(bits)
         across, along = rule.block
         if self.scale in _RULES:
             scale_bits = 32 if self.scale == "fp32" else 8
@@ -193,7 +208,7 @@ class NumberFormat:
             kind = scale_grid(self.scale)
             assert kind is not None
             scale_bits = 1 + kind.exponent_bits + kind.mantissa_bits
-        return self.bits + scale_bits / (across * along)
+        return bits + scale_bits / (across * along)
 
     @property
     def shares_weight(self) -> bool:

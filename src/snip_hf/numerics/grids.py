@@ -34,6 +34,13 @@ class ElementGrid:
         """The smallest value above 0."""
         return 2.0 ** (self.min_exponent - self.mantissa_bits * self.subnormals)
 
+    @property
+    def bits(self) -> int:
+        """Bits of an element: sign, exponent and mantissa; of integers -n..n as many as tell 2n + 1 values apart."""
+        if self.exponent_bits == 0:
+            return int(2 * self.max).bit_length()
+        return 1 + self.exponent_bits + self.mantissa_bits
+
 
 def integers(largest: int) -> ElementGrid:
     """Returns the grid of the integers -largest..largest: all of them are subnormals with the spacing 1.
@@ -114,4 +121,8 @@ def scale_grid(kind: str) -> ElementGrid | None:
         raise ValueError(f"{kind!r} is no kind of scales; expected 'fp32', 'e8m0' or 'eYmZ', e.g. 'e4m3'.")
     if kind == E5M2.name:
         return E5M2
-    return floats(int(found[1]), int(found[2]), nans=True)
+    try:
+        return floats(int(found[1]), int(found[2]), nans=True)
+    except ValueError:
+        lack = "values beyond FP32" if int(found[1]) > 1 else "no value above 0"
+        raise ValueError(f"{kind!r} has {lack}; expected 2 to 7 exponent bits, e.g. 'e4m3', or 'e8m0'.") from None

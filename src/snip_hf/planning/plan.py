@@ -91,7 +91,7 @@ class PrecisionPlan:
 
     @property
     def fp4_time_fraction(self) -> float | None:
-        """Share (0..1) of the linears' measured time that belongs to GEMMs in FP4 (`MeasuredCost.work`); None: not measured."""
+        """Share (0..1) of the linears' measured time (`MeasuredCost.work`) that belongs to GEMMs in FP4, if any."""
         return None if self.measured is None else self._fp4_fraction(self.assignment, self.measured.work)
 
     @property

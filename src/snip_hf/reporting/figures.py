@@ -73,7 +73,8 @@ def plan_figure(run: Run) -> Figure:
     kept = thinned([refresh.step for refresh in run.refreshes if refresh.applied_step is None], _MOST_POINTS)
     marks: list[Line2D] = []
     used = {name for _, plan in run.plans for formats in plan.assignment.values() for name in formats.values()}
-    shown = [name for name in FORMATS if name in used or name in run.formats]
+    shown = [name for name in FORMATS if name in used or name in run.formats]  # a config may name anything
+    shown.sort(key=lambda name: FORMATS[name].bits)
     colours = ListedColormap([FORMATS[name].colour for name in shown])
     for panel, gemm in zip(axes, panels, strict=True):
         codes = [[shown.index(plan.assignment[layer][gemm]) for _, plan in run.plans] for layer in layers]
@@ -83,7 +84,8 @@ def plan_figure(run: Run) -> Figure:
         panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         if kept:
             marks = panel.plot(kept, [-0.5] * len(kept), "kx", clip_on=False, label="refresh that kept the plan")
-    handles: list[Artist] = [Patch(facecolor=FORMATS[name].colour, edgecolor="0.4", label=name) for name in shown]
+    entries = [FORMATS[name] for name in shown]
+    handles: list[Artist] = [Patch(facecolor=x.colour, edgecolor="0.4", label=x.label) for x in entries]
     figure.legend(handles=[*handles, *marks], loc="outside lower center", ncols=4, frameon=False)
     plan = run.plans[-1][1]
     _title(figure, f"Precision plan: {plan.fp4_fraction:.1%} of the linear FLOPs in FP4 at the end", run)
@@ -113,7 +115,7 @@ def divergence_figure(run: Run) -> Figure:
         shown = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), 4)).round().astype(int))
         panel.set_xticks(shown, [str(steps[index]) for index in shown])
         panel.set_xlabel("step of the probe")
-    _title(figure, f"Divergence of each layer in {run.formats[0].upper()} (white: zero or not measured)", run)
+    _title(figure, f"Divergence of each layer in {FORMATS[run.formats[0]].label} (white: zero or not measured)", run)
     return figure
 
 

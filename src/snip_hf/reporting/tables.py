@@ -134,7 +134,9 @@ def print_stages(
             f"Against one global constraint, one per stage saves {comparison.time_saved:.2%} of the step's time and "
             f"{comparison.bubble_saved:.4f} of the bubble."
         )
-    unit = "measured" if times.measured else f"modelled, {_modelled(plan)}, 1 is all linears in {FORMATS[times.reference].label}"
+    unit = "measured"
+    if not times.measured:
+        unit = f"modelled, {_modelled(plan)}, 1 is all linears in {FORMATS[times.reference].label}"
     say(
         console,
         f"{sentence} Times are of the linears, forward and backward ({unit}): a stage's for one micro-batch, a step's "

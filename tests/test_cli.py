@@ -330,6 +330,18 @@ def test_a_run_in_a_format_of_ones_own_is_read_once_its_module_is_imported(
     )
 
 
+def test_inspect_names_an_unknown_format_of_the_divergences_beside_the_plan(
+    plan_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = PrecisionPlan.load(plan_path).provenance.step
+    row = {"layer": "a", "gemm": "layer", "format": "my-e3m1", "loss_divergence": 0.0, "weight_divergence": 0.0}
+    write(plan_path.parent / f"divergence-{step}.json", {"step": step, "records": [row]})
+    assert main(["inspect", str(plan_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"divergence-{step}.json cannot be read: Unknown format 'my-e3m1' for records[0].format; expected" in error
+    assert "by `--import MODULE` on the command line" in error and "move it away" not in error
+
+
 def test_report_prints_tables_and_the_figures_it_wrote(
     plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from ..estimation.layer_sums import LAYER
 from ..estimation.table import DivergenceTable
 from ..json_io import read_json
-from ..numerics.formats import FORMATS
+from ..numerics.formats import check_format
 from ..numerics.gemms import GEMMS
 from ..planning.checked_values import MAX_TEXT
 from .values import entry_of, list_of, mapping_of, number_of, short, step_of
@@ -32,7 +32,7 @@ def read_divergence(path: str | os.PathLike[str]) -> tuple[int, list[dict[str, A
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is none.
+        ValueError: it is none; an `UnknownName` where it has a format that is not registered.
     """
     document = mapping_of(read_json(path), "the document")
     rows = _rows(document)
@@ -61,9 +61,12 @@ def _row(value: object, where: str) -> dict[str, Any]:
     layer = entry_of(row, "layer", where)
     if not isinstance(layer, str) or not 0 < len(layer) <= MAX_TEXT:
         raise ValueError(f"{where}.layer is {short(layer)}, expected a name.")
-    for key, known in (("gemm", (*GEMMS, LAYER)), ("format", tuple(FORMATS))):
-        if entry_of(row, key, where) not in known:
-            raise ValueError(f"{where}.{key} is {short(row[key])}, expected one of {', '.join(known)}.")
+    if entry_of(row, "gemm", where) not in (*GEMMS, LAYER):
+        raise ValueError(f"{where}.gemm is {short(row['gemm'])}, expected one of {', '.join((*GEMMS, LAYER))}.")
+    name = entry_of(row, "format", where)
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_TEXT:
+        raise ValueError(f"{where}.format is {short(name)}, expected the name of a format.")
+    check_format(name, f"{where}.format")
     record: dict[str, Any] = {"layer": layer, "gemm": row["gemm"], "format": row["format"]}
     for key in ("loss_divergence", "weight_divergence"):
         record[key] = number_of(entry_of(row, key, where), f"{where}.{key}")

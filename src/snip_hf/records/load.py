@@ -169,7 +169,8 @@ def _read_divergences(
     if len(steps) > len(tried) or left < 0:
         notes.append(f"The figure of the divergences shows {len(divergences)} of {len(steps):,} probes.")
     if not divergences:
-        notes.append("There are no divergence files, so there is no figure of the divergences.")
+        none = f"None of the {len(steps):,} divergence files can be used" if steps else "There are no divergence files"
+        notes.append(f"{none}, so there is no figure of the divergences.")
     return dict(sorted(divergences.items()))
 
 

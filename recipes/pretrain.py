@@ -34,6 +34,7 @@ from transformers import (
 )
 
 from snip_hf import SnipCallback, SnipConfig, keep_model_card, restore_model
+from snip_hf.config import DoesNotFit
 from snip_hf.policies.registry import aims_at_share
 from snip_hf.reporting.run_report import run_report
 
@@ -52,7 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         recipe = load_recipe(options.recipe, options.override)
     except (ValueError, TypeError, FileNotFoundError) as error:
         parser.error(str(error))
-    result = run(recipe)
+    try:
+        result = run(recipe)
+    except DoesNotFit as error:  # e.g. a policy that needs more blocks than the model has
+        parser.error(str(error))
     PartialState().destroy_process_group()
     return result
 

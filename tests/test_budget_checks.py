@@ -85,8 +85,18 @@ def test_a_rule_reaches_what_its_two_formats_reach() -> None:
 
 
 @pytest.mark.parametrize("policy", ["bf16", "uniform-fp8", "first-last-bf16"])
-def test_a_policy_without_a_target_takes_no_notice_of_what_is_in_reach(policy: str) -> None:
-    SnipConfig(policy=policy, target_linear_speedup=100, rates="ideal", formats=THREE)
+def test_a_speed_up_is_refused_with_a_policy_without_a_target(policy: str) -> None:
+    expected = f"target_linear_speedup=1.5 with policy='{policy}' has no effect: that policy meets no target. Leave it"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}"):
+        SnipConfig(policy=policy, target_linear_speedup=1.5, rates="ideal", formats=THREE)
+    assert SnipConfig(policy=policy, target_fp4_fraction=0.9, formats=THREE).target_fp4_fraction == 0.9
+
+
+def test_a_share_is_attainable_where_any_of_the_formats_counts() -> None:
+    """Noise on the weights is the least precise of these, but no format of 4 bits."""
+    formats = ("fp4-pqt", "nvfp4", "fp8")
+    assert SnipConfig(formats=formats, target_fp4_fraction=0.5).formats == formats
+    assert SnipConfig(formats=("fp4-pqt", "nvfp4"), policy="random", target_fp4_fraction=0.5)
 
 
 def test_rates_alone_only_report() -> None:

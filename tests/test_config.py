@@ -121,10 +121,20 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "you mean 'snip'?",
     ),
     ({"policy": "SNIP"}, f"policy='SNIP' is not known; expected one of {', '.join(POLICIES)}. Did you mean 'snip'?"),
-    ({"start_format": "int8"}, "start_format='int8' is not known; expected one of fp4, fp8, bf16."),
+    (
+        {"start_format": "int8"},
+        "start_format='int8' is not among formats=('fp4', 'fp8'); expected one of fp4, fp8, bf16, or None for the last "
+        "of formats.",
+    ),
+    (
+        {"start_format": "int9"},
+        f"Unknown format 'int9' for start_format; expected one of {', '.join(FORMATS)}. Did you mean 'int8'? A format "
+        "of your own is registered first: by `snip_hf.register_format`, or by `--import MODULE` on the command line.",
+    ),
     (
         {"start_format": "fp4", "formats": ("fp8", "bf16")},
-        "start_format='fp4' is not known; expected one of fp8, bf16.",
+        "start_format='fp4' is not among formats=('fp8', 'bf16'); expected one of fp8, bf16, or None for the last of "
+        "formats.",
     ),
     ({"formats": ()}, "formats=() names no format; expected e.g. ('fp4', 'fp8')."),
     ({"formats": ("fp4", "fp4")}, "formats=('fp4', 'fp4') names a format twice; expected ('fp4',)."),
@@ -138,6 +148,12 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     (
         {"formats": ("bf16",)},
         "policy='snip' has nothing to decide between the formats ('bf16',); expected at least one that is quantized.",
+    ),
+    (
+        {"formats": ("fp4-pqt", "nvfp4", "fp8"), "policy": "random"},
+        "target_fp4_fraction=0.75 (the default) cannot be met in the formats ('fp4-pqt', 'fp8'): 0 is the largest "
+        "attainable; expected a format of at most 4 bits among them. Without one, set target_linear_speedup with "
+        "rates, or target_fp4_fraction=0.",
     ),
     (
         {"formats": ("fp8", "bf16"), "target_fp4_fraction": 0.1},

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.parts.recipe import DataSection, ModelSection, TokenizerSection, build, read_values
-from snip_hf.config import SnipConfig
+from snip_hf.config import POLICIES, SnipConfig
 from snip_hf.field_names import RENAMED
 from snip_hf.policies.registry import aims_at_share, needs_probe
 
@@ -277,6 +277,9 @@ def _spec(
     if start:  # what is known of the optimizer by then is enough to probe at once
         settings["first_refresh"] = start + 1
     # Where a policy has no use for a setting, runs that differ in nothing else are the same run.
+    policy = POLICIES.get(settings.get("policy", ""))
+    if policy is not None and not policy.aims_at_share:
+        settings.pop("target_linear_speedup", None)
     config = SnipConfig.from_dict(settings)
     plain = SnipConfig()
     if not aims_at_share(config):

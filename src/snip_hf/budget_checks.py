@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from .numerics.formats import FORMATS
 from .registry import Registry
 
 # How fast hardware runs each format. The entries are in `costs.rates`; users may add their own.
@@ -53,6 +54,25 @@ def check_rates(rates: str | None, formats: Sequence[str], measured: bool) -> No
                 f"rates={rates!r} has no rate of the format {name!r}, which that hardware does not run; it has "
                 f"{', '.join(table.formats)}. Choose other formats or rates, e.g. rates='ideal', which has all."
             )
+
+
+def check_fraction(fraction: float, of: str, formats: Sequence[str]) -> None:
+    """Refuses a share of FP4 that the formats which a policy chooses from cannot make.
+
+    Args:
+        fraction: `SnipConfig.target_fp4_fraction`.
+        of: what an error says of its origin.
+        formats: those that the policy chooses from.
+
+    Raises:
+        ValueError: none of them counts towards the share.
+    """
+    if fraction and not any(FORMATS[name].counts_as_fp4 for name in formats):
+        raise ValueError(
+            f"target_fp4_fraction={fraction!r}{of} cannot be met in the formats {tuple(formats)!r}: 0 is the largest "
+            "attainable; expected a format of at most 4 bits among them. Without one, set target_linear_speedup with "
+            "rates, or target_fp4_fraction=0."
+        )
 
 
 def check_speedup(speedup: float, rates: str | None, formats: Sequence[str], measured: bool) -> None:

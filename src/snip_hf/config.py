@@ -8,15 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from .budget_checks import check_rates, check_speedup, fp4_fraction_of
+from .budget_checks import check_fraction, check_rates, check_speedup, fp4_fraction_of
 from .field_names import FieldNames, current_names
 from .field_values import as_names, as_plain, check_bits, check_formats, check_stages, check_ties, check_type
 from .kernels.backend import BACKENDS
-from .numerics.formats import FORMATS, UNQUANTIZED
+from .numerics.formats import FORMATS, UNQUANTIZED, check_format
 from .registry import Registry, did_you_mean
 
 # Who decides. The entries are in `policies`, one file per family; `policies.registry.Policy` says what they are.
 POLICIES: Registry[Any] = Registry("policy", "snip_hf.policies")
+
+
+
+class DoesNotFit(ValueError):
+    """A configuration that can work, but not on this model."""
+
 
 Granularity = Literal["layer", "gemm"]
 Budget = Literal["flops", "measured"]
@@ -257,28 +263,33 @@ class SnipConfig(FieldNames):
         if self.start_format is None:
             object.__setattr__(self, "start_format", self.format_at_start)
         elif self.start_format not in starts:
-            raise ValueError(f"start_format={self.start_format!r} is not known; expected one of {', '.join(starts)}.")
+            raise ValueError(
+                f"start_format={check_format(self.start_format, 'start_format')!r} is not among "
+                f"formats={self.formats!r}; expected one of {', '.join(starts)}, or None for the last of formats."
+            )
 
     def _check_share(self, is_default: bool) -> None:
         policy = POLICIES[self.policy]
         check_rates(self.rates, self.formats, self.budget == "measured")
-        if self.fixed_plan is not None or not policy.aims_at_share:
+        if self.fixed_plan is not None:
+            return
+        if not policy.aims_at_share:
+            if self.target_linear_speedup is not None:
+                raise ValueError(
+                    f"target_linear_speedup={self.target_linear_speedup!r} with policy={self.policy!r} has no effect: "
+                    "that policy meets no target. Leave it out, or take one that does, e.g. policy='snip'."
+                )
             return
         if not FORMATS[self.least_precise].is_quantized:
             raise ValueError(
                 f"policy={self.policy!r} has nothing to decide between the formats {self.formats!r}; expected at least "
                 "one that is quantized."
             )
+        chosen = self.formats if policy.needs_probe else (self.least_precise, self.most_precise)
         if self.target_linear_speedup is not None:
-            chosen = self.formats if policy.needs_probe else (self.least_precise, self.most_precise)
             check_speedup(self.target_linear_speedup, self.rates, chosen, self.budget == "measured")
-        elif self.target_fp4_fraction and not FORMATS[self.least_precise].counts_as_fp4:
-            of = " (the default)" if is_default else ""
-            raise ValueError(
-                f"target_fp4_fraction={self.target_fp4_fraction!r}{of} cannot be met in the formats {self.formats!r}: "
-                "0 is the largest attainable; expected a format of at most 4 bits among them. Without one, set "
-                "target_linear_speedup with rates, or target_fp4_fraction=0."
-            )
+        else:
+            check_fraction(self.target_fp4_fraction or 0.0, " (the default)" if is_default else "", chosen)
 
     @property
     def format_at_start(self) -> str:

@@ -18,9 +18,12 @@ import pytest
 import torch
 from parts import data
 from parts.recipe import DataSection, Recipe, TokenizerSection, load_recipe, to_plain
+from policy_settings import llama_flops
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from snip_hf import PrecisionPlan, SnipConfig, convert_model
+from snip_hf.policies.registry import rule_assignment
+from snip_hf.policies.setting import Setting
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
@@ -290,6 +293,12 @@ def test_recipes_ask_for_what_their_names_say() -> None:
     assert snips["snip-75-measured"] is not None and snips["snip-75-measured"].budget == "measured"
 
 
+def test_other_formats_are_one_override() -> None:
+    for name in (name for name in NAMES if name != "bf16"):
+        snip = load_recipe(RECIPES / f"{name}.yaml", ["snip.formats=[nvfp4,mxfp8,bf16]"]).snip
+        assert snip is not None and snip.start_format == "bf16"
+
+
 def test_the_hopper_recipe_ties_what_takes_the_same_input_and_computes_in_bf16() -> None:
     recipe = load_recipe(RECIPES / "hopper.yaml")
     assert recipe.snip is not None and recipe.snip.backend == "auto"
@@ -365,6 +374,26 @@ def test_the_command_line_reports_a_bad_override_without_a_traceback(capsys: pyt
         pretrain.main([str(QUICKSTART), "--override", "data.stream=true"])
     assert stop.value.code == 2
     assert "the key 'stream' is not known" in capsys.readouterr().err
+
+
+def test_a_policy_that_does_not_fit_the_model_is_one_line_on_the_command_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flops = llama_flops(4)
+
+    def run(recipe: Recipe) -> dict[str, Any]:
+        assert recipe.snip is not None
+        return rule_assignment(Setting(recipe.snip, flops, (tuple(flops),)))
+
+    monkeypatch.setattr(pretrain, "run", run)
+    overrides = ["snip.policy=first2-last8-bf16", "snip.formats=[fp4,bf16]"]
+    with pytest.raises(SystemExit) as stop:
+        pretrain.main([str(QUICKSTART), "--override", *overrides])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.endswith(
+        "policy='first2-last8-bf16' keeps 2 blocks at the beginning and 8 at the end in BF16, which leaves none of the "
+        "model's 4. Take a rule that meets a target, e.g. policy='first2-last8'.\n"
+    )
 
 
 def test_a_base_is_read_relative_to_its_recipe_and_null_takes_a_section_out(tmp_path: Path) -> None:

@@ -25,10 +25,14 @@ THREE = ("fp4", "fp8", "bf16")
         ),
         ({"formats": THREE, "policy": "uniform-fp8"}, []),
         ({"formats": THREE, "policy": "first-last-bf16"}, []),
+        (
+            {"formats": THREE, "policy": "first-last-bf16", "target_fp4_fraction": 0.9},
+            ["target_fp4_fraction=0.9 has no effect with policy='first-last-bf16', which meets no target."],
+        ),
         ({"formats": THREE, "fixed_plan": "plan.json"}, []),
     ],
 )
-def test_formats_that_will_not_run_are_named(values: dict[str, Any], beginnings: list[str]) -> None:
+def test_formats_and_targets_without_effect_are_named(values: dict[str, Any], beginnings: list[str]) -> None:
     said = notices(SnipConfig(**values), recompiles_for_bf16=False)
     assert len(said) == len(beginnings)
     assert all(text.startswith(beginning) for text, beginning in zip(said, beginnings, strict=True))

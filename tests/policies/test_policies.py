@@ -9,15 +9,19 @@ import re
 from typing import Any
 
 import pytest
+import torch
 from oracles.brute_force import best_map
 from policy_settings import LISTS, TIES, assert_complete, llama_flops, plain_flops, setting_of, stage_shares
 from slow_cases import slow_but
+from small import tiny_llama
 
+from snip_hf import SnipController
 from snip_hf.config import POLICIES, SnipConfig
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.estimation.layer_sums import ROWS
 from snip_hf.estimation.table import Divergence, DivergenceTable
+from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.planning.program import problem
@@ -158,6 +162,16 @@ def test_a_rule_is_within_0_012_of_the_best_whole_layers_of_a_llama(policy: str)
         shares = [setting.shares(setting.stages[0])[layer] for layer in flops]
         best = least_sufficient(shares, target)
         assert best - 1e-9 <= stage_shares(setting, rule_assignment(setting))[0] < best + 0.012
+
+
+@pytest.mark.parametrize(("policy", "formats"), [("uniform-fp4", ("bf16",)), ("uniform-nvfp4", ("fp4", "fp8"))])
+def test_uniform_policies_run_their_own_format_whatever_the_others_are(policy: str, formats: tuple[str, ...]) -> None:
+    setting = setting_of(llama_flops(), policy=policy, formats=formats)
+    assert rule_assignment(setting) == uniform(llama_flops(), policy.removeprefix("uniform-"))
+    model = tiny_llama()
+    plan = SnipController(model, torch.optim.SGD(model.parameters(), 0.1), setting.config).plan
+    assert plan.fp4_fraction == 1.0
+    assert {layer.formats["forward"] for layer in snip_linears(model).values()} == {policy.removeprefix("uniform-")}
 
 
 @pytest.mark.parametrize("policy", ["bf16", "uniform-fp8", "uniform-fp4"])

@@ -154,6 +154,39 @@ def test_a_loss_that_the_trainer_wrote_as_nan_does_not_stop_the_report(tmp_path:
     assert (tmp_path / "snip" / "losses.png") in write_figures(load_run(tmp_path))
 
 
+def test_divergences_in_a_format_that_is_not_registered_are_left_out_with_what_to_do(tmp_path: Path) -> None:
+    assignments = random_assignments(2)
+    write_run(tmp_path, assignments)
+    write_divergence(tmp_path, 100, {(layer, "layer"): (0.3, 0.0) for layer in assignments[0]})
+    path = tmp_path / "snip" / "divergence-100.json"
+    path.write_text(path.read_text().replace('"fp8"', '"my-e3m1"'))
+    text = joined(printed(tmp_path))
+    assert "divergence-100.json cannot be used and is left out: Unknown format 'my-e3m1' for records[1].format" in text
+    assert "or by `--import MODULE` on the command line." in text
+    assert "None of the 1 divergence files can be used, so there is no figure of the divergences." in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "target"),
+    [
+        ({"policy": "uniform-fp8"}, "no target, attained 0."),
+        ({"policy": "first-last-bf16", "target_fp4_fraction": 0.9}, "no target, attained 0."),
+        ({"fixed_plan": "plan.json"}, "no target, attained 0."),
+        ({"target_fp4_fraction": 0.9}, "target FP4 share 0.9, attained 0."),
+        ({"policy": "of a later version", "target_fp4_fraction": 0.9}, "target FP4 share 0.9, attained 0."),
+        ({"target_linear_speedup": 2.0}, "target speed-up of the linears 2.0, attained 0."),
+    ],
+)
+def test_a_target_is_named_where_the_policy_meets_one(tmp_path: Path, changes: dict[str, Any], target: str) -> None:
+    write_run(tmp_path, random_assignments(1))
+    path = tmp_path / "snip" / "history.jsonl"
+    start, *rest = path.read_text().splitlines(keepends=True)
+    record = json.loads(start)
+    record["config"] |= changes
+    path.write_text("".join([json.dumps(record) + "\n", *rest]))
+    assert target in " ".join(printed(tmp_path).split())
+
+
 def test_a_run_that_ended_before_its_first_refresh_has_a_plain_report(tmp_path: Path) -> None:
     write_run(tmp_path, random_assignments(1))
     text = " ".join(printed(tmp_path).split())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..config import SnipConfig
+from ..config import DoesNotFit, SnipConfig
 from ..kernels.backend import BACKENDS, Backend, select_backend
 from ..numerics.formats import FORMATS, REFERENCE, check_format
 from ..numerics.gemms import GEMMS
@@ -126,7 +126,7 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
         raise _nothing_left(model, skipped)
     for pattern in config.skip_modules:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in reasons):
-            raise ValueError(
+            raise DoesNotFit(
                 f"skip_modules: {pattern!r} matches no linear layer; the layers are named like {chosen[0]!r}. "
                 "Use exact names or globs over the whole name, such as '*.down_proj'."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..budget_checks import DEFAULT_FP4_FRACTION
 from ..config import SnipConfig
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from .registry import policy_of
@@ -18,6 +19,11 @@ def notices(config: SnipConfig, recompiles_for_bf16: bool) -> list[str]:
     if policy is None:
         return []
     said = []
+    if not policy.aims_at_share and config.target_fp4_fraction not in (None, DEFAULT_FP4_FRACTION):
+        said.append(
+            f"target_fp4_fraction={config.target_fp4_fraction!r} has no effect with policy={config.policy!r}, which "
+            "meets no target."
+        )
     if policy.aims_at_share and not policy.needs_probe and len(config.formats) > 2:
         said.append(
             f"policy={config.policy!r} chooses between the first and the last of formats; "

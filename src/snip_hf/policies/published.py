@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..config import SnipConfig
+from ..config import DoesNotFit, SnipConfig
 from ..numerics.formats import UNQUANTIZED
 from .registry import Policy, register_policy
 from .setting import Setting
@@ -17,13 +17,17 @@ from .stages import block_of
 Kept = Callable[[int], tuple[int, int]]
 """Number of blocks -> how many of the first and of the last ones stay in BF16."""
 
+# What an error proposes instead.
+_RULE = "e.g. policy='first2-last8'"
+
 
 def _refuse_without_bf16(config: SnipConfig) -> None:
     high = UNQUANTIZED.name
     if config.fixed_plan is None and (high not in config.formats or config.least_precise == high):
         raise ValueError(
             f"policy={config.policy!r} keeps some blocks in {high!r} and runs the others in a quantized format, but "
-            f"formats={config.formats!r}. Set e.g. formats=('fp4', {high!r}), or take a rule that meets a target."
+            f"formats={config.formats!r}. Set e.g. formats=('fp4', {high!r}), or take a rule that meets a target, "
+            f"{_RULE}."
         )
 
 
@@ -34,9 +38,9 @@ def published(name: str, kept: Kept) -> Policy:
         blocks = list(dict.fromkeys(block_of(layer) for layer in setting.flops))
         first, last = kept(len(blocks))
         if first + last >= len(blocks):
-            raise ValueError(
+            raise DoesNotFit(
                 f"policy={name!r} keeps {first} blocks at the beginning and {last} at the end in BF16, which leaves "
-                f"none of the model's {len(blocks)}. Take a rule that meets a target."
+                f"none of the model's {len(blocks)}. Take a rule that meets a target, {_RULE}."
             )
         high = {*blocks[:first], *blocks[len(blocks) - last :]}
         low = setting.config.least_precise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..config import DoesNotFit
 from ..numerics.gemms import GEMMS
 from .setting import Setting
 
@@ -10,14 +11,14 @@ def check_ties(setting: Setting) -> None:
     """Refuses ties that could not hold.
 
     Raises:
-        ValueError: a name that no swapped layer ends in, or siblings in different stages.
+        DoesNotFit: a name that no swapped layer ends in, or siblings in different stages.
     """
     stage_of = {layer: index for index, stage in enumerate(setting.stages) for layer in stage}
     last_names = {layer.rpartition(".")[2] for layer in stage_of}
     for names in setting.config.ties:
         for name in names:
             if name not in last_names:
-                raise ValueError(
+                raise DoesNotFit(
                     f"ties: no swapped layer's last name is {name!r}; the last names are "
                     f"{', '.join(sorted(last_names))}."
                 )
@@ -25,7 +26,7 @@ def check_ties(setting: Setting) -> None:
         for layer, stage in stage_of.items():
             parent, _, last = layer.rpartition(".")
             if last in names and stages.setdefault(parent, stage) != stage:
-                raise ValueError(
+                raise DoesNotFit(
                     f"ties: the tied layers of {parent!r} are in stages {stages[parent]} and {stage}; expected all of "
                     "them in one stage."
                 )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..config import SnipConfig
+from ..config import POLICIES, SnipConfig
 from ..estimation.layer_sums import LAYER
 from ..estimation.table import Divergence, DivergenceTable
 from ..numerics.formats import FORMATS
@@ -51,9 +53,6 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         policy = f"plan file {_shown(config['fixed_plan'])}, held fixed"
     plan = _in_force(run)
     by_time = config.get("budget") == "measured"
-    target = f"target FP4 share {_shown(config.get('target_fp4_fraction'))}{' of the measured time' * by_time}"
-    if config.get("target_linear_speedup") is not None:
-        target = f"target speed-up of the linears {_shown(config['target_linear_speedup'])}"
     time = "" if plan.measured is None else f" and {plan.fp4_time_fraction:.4f} of their measured time"
     speedup = plan.linear_speedup()
     if speedup is not None:
@@ -61,7 +60,7 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         time += f". The linears run at {speedup:.4f} times BF16's speed ({source})"
     say(
         console,
-        f"{policy[0].upper()}{policy[1:]}, granularity {_shown(config.get('granularity'))}, {target}, "
+        f"{policy[0].upper()}{policy[1:]}, granularity {_shown(config.get('granularity'))}, {_target(config)}, "
         f"attained {plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}. Model: "
         f"{_shown(plan.provenance.model_name or 'not named')}.",
     )
@@ -98,6 +97,17 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         if reasons is not None:
             console.print(reasons)
     _say_some(console, [f"Note: {note}" for note in notes])
+
+
+def _target(config: Mapping[str, Any]) -> str:
+    """Returns what the plan was to reach; a policy that this version does not know has a target."""
+    policy = POLICIES.get(config.get("policy", ""))
+    if config.get("fixed_plan") or (policy is not None and not policy.aims_at_share):
+        return "no target"
+    if config.get("target_linear_speedup") is not None:
+        return f"target speed-up of the linears {_shown(config['target_linear_speedup'])}"
+    of = " of the measured time" if config.get("budget") == "measured" else ""
+    return f"target FP4 share {_shown(config.get('target_fp4_fraction'))}{of}"
 
 
 def _say_some(console: Console, sentences: list[str]) -> None:

@@ -75,6 +75,19 @@ def check_fraction(fraction: float, of: str, formats: Sequence[str]) -> None:
         )
 
 
+def refuse_speedup(speedup: float | None, policy: str) -> None:
+    """Refuses a speed-up that a policy without a target would ignore.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if speedup is not None:
+        raise ValueError(
+            f"target_linear_speedup={speedup!r} with policy={policy!r} has no effect: that policy meets no target. "
+            "Leave it out, or take a policy that meets one (docs/policies.md)."
+        )
+
+
 def check_speedup(speedup: float, rates: str | None, formats: Sequence[str], measured: bool) -> None:
     """Refuses a speed-up that is no number of at least 1, that nothing tells the speed for, or that is out of reach.
 

@@ -8,16 +8,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from .budget_checks import check_fraction, check_rates, check_speedup, fp4_fraction_of
+from .budget_checks import check_fraction, check_rates, check_speedup, fp4_fraction_of, refuse_speedup
 from .field_names import FieldNames, current_names
-from .field_values import as_names, as_plain, check_bits, check_formats, check_stages, check_ties, check_type
+from .field_values import (
+    as_names,
+    as_plain,
+    check_bits,
+    check_formats,
+    check_stages,
+    check_start,
+    check_ties,
+    check_type,
+)
 from .kernels.backend import BACKENDS
-from .numerics.formats import FORMATS, UNQUANTIZED, check_format
+from .numerics.formats import FORMATS
 from .registry import Registry, did_you_mean
 
 # Who decides. The entries are in `policies`, one file per family; `policies.registry.Policy` says what they are.
 POLICIES: Registry[Any] = Registry("policy", "snip_hf.policies")
-
 
 
 class DoesNotFit(ValueError):
@@ -259,14 +267,9 @@ class SnipConfig(FieldNames):
     def _check_formats(self) -> None:
         object.__setattr__(self, "formats", as_names("formats", self.formats))
         check_formats(self.formats, SnipConfig.__dataclass_fields__["formats"].default)
-        starts = dict.fromkeys([*self.formats, UNQUANTIZED.name])
         if self.start_format is None:
-            object.__setattr__(self, "start_format", self.format_at_start)
-        elif self.start_format not in starts:
-            raise ValueError(
-                f"start_format={check_format(self.start_format, 'start_format')!r} is not among "
-                f"formats={self.formats!r}; expected one of {', '.join(starts)}, or None for the last of formats."
-            )
+            object.__setattr__(self, "start_format", self.most_precise)
+        check_start(str(self.start_format), self.formats)
 
     def _check_share(self, is_default: bool) -> None:
         policy = POLICIES[self.policy]
@@ -274,11 +277,7 @@ class SnipConfig(FieldNames):
         if self.fixed_plan is not None:
             return
         if not policy.aims_at_share:
-            if self.target_linear_speedup is not None:
-                raise ValueError(
-                    f"target_linear_speedup={self.target_linear_speedup!r} with policy={self.policy!r} has no effect: "
-                    "that policy meets no target. Leave it out, or take one that does, e.g. policy='snip'."
-                )
+            refuse_speedup(self.target_linear_speedup, self.policy)
             return
         if not FORMATS[self.least_precise].is_quantized:
             raise ValueError(

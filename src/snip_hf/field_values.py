@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from .numerics.formats import FORMATS, check_format
+from .numerics.formats import FORMATS, UNQUANTIZED, check_format
 
 # Bits of the integers that files and random numbers are made of.
 _INTEGER_BITS = 63
@@ -60,6 +60,16 @@ def check_formats(formats: tuple[str, ...], example: object) -> None:
     bits = [FORMATS[name].bits for name in formats]
     if bits != sorted(bits):
         raise ValueError(f"formats={formats!r} is not in order, the least precise first; expected {ordered!r}.")
+
+
+def check_start(start: str, formats: tuple[str, ...]) -> None:
+    """Raises ValueError unless a run in these formats may start in this one."""
+    starts = dict.fromkeys([*formats, UNQUANTIZED.name])
+    if start not in starts:
+        raise ValueError(
+            f"start_format={check_format(start, 'start_format')!r} is not among formats={formats!r}; expected one of "
+            f"{', '.join(starts)}, or None for the last of formats."
+        )
 
 
 def as_names(field: str, names: object) -> tuple[str, ...]:

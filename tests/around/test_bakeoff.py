@@ -114,6 +114,12 @@ def test_formats_have_no_bearing_on_a_uniform_policy(tmp_path: Path) -> None:
     assert plain == other
 
 
+def test_a_speed_has_no_bearing_on_a_policy_without_a_target(tmp_path: Path) -> None:
+    entry = {"model": "tiny", "policy": ["bf16", "snip"], "rates": "ideal", "target_linear_speedup": 2.5}
+    (plain,) = specs(tmp_path, {"model": "tiny", "policy": "bf16"})
+    assert specs(tmp_path, entry)[0] == plain
+
+
 def test_the_seed_is_that_of_the_run_and_of_its_rounding(tmp_path: Path) -> None:
     assert [s.snip.seed for s in specs(tmp_path, {"model": "tiny", "policy": "snip", "seed": [3, 5]})] == [3, 5]
 

@@ -115,6 +115,24 @@ class Backend(ABC):
     def release(self, layers: Mapping[str, Layer]) -> None:
         """Lets go of all that a run has kept for these layers."""
 
+    def state_dict(self, layers: Mapping[str, Layer]) -> dict[str, Any]:
+        """Returns what passes depend on beside the weights and formats, as JSON data; {} if there is nothing."""
+        return {}
+
+    def load_state_dict(self, layers: Mapping[str, Layer], state: Mapping[str, Any]) -> None:
+        """Continues from a `state_dict`, {} where a run begins anew.
+
+        Raises:
+            ValueError: it cannot be read; the message names the layer.
+        """
+
+    def findings(self, layers: Mapping[str, Layer]) -> tuple[bool, str] | None:
+        """Returns whether to warn, and what a run should be told of the passes since the last call; None: nothing.
+
+        It may wait for the device.
+        """
+        return None
+
     def notice(self, weight: Tensor, mixed_precision: str | None, asked: bool) -> tuple[bool, str]:
         """Returns whether to warn, and what to say at the start of a run.
 

@@ -1,4 +1,4 @@
-"""The arithmetic of rounding that all Triton kernels share: random bits, and the step to the nearest grid point.
+"""The arithmetic of rounding that Triton kernels share: random numbers, the step to the nearest grid point, FP8 bytes.
 
 Each function repeats one of `numerics`, bit for bit.
 """
@@ -7,6 +7,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from ..numerics.gemms import GEMMS
+
+# Places in a layer's state.
+KEY, RANK, RANKS = tl.constexpr(len(GEMMS)), tl.constexpr(len(GEMMS) + 1), tl.constexpr(len(GEMMS) + 2)
+# Tokens whose bytes make one 32-bit word of a transposed layout, and whose random numbers come from one hash.
+RUN = tl.constexpr(4)
+# Triton's interpreter has no inline assembly, and is slow at reductions by functions.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -34,3 +43,73 @@ def to_grid(x, dither, power, spacing):
     # 1.5 * 2**23 spacings, added and taken away, round to whole ones.
     anchor = power * (spacing * 12582912.0)
     return ((x + dither * power) + anchor) - anchor
+
+
+@triton.jit
+def larger(a, b):
+    """The larger one; NaN if one is, which `tl.max` would leave out on a GPU."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def amax_of(x, AXIS: tl.constexpr):
+    """The largest magnitude along an axis; NaN if there is one."""
+    return tl.max(tl.abs(x), AXIS) if INTERPRETED else tl.reduce(tl.abs(x), AXIS, larger)
+
+
+@triton.jit
+def random_of_runs(state, run, channel, tokens, channels):
+    """1 + k * 2**-15 for each of the four tokens of each run, of which `random_streams.uniform` makes (k + 1/2) / 256.
+
+    Positions wrap modulo 2**32.
+    """
+    # `random_streams.rank_stream`
+    key, runs = tl.load(state + KEY), (tokens + RUN - 1) // RUN
+    all_runs = tl.load(state + RANKS).to(tl.uint32) * runs
+    low = key.to(tl.uint32) ^ (all_runs * 0x9E3779B9)
+    high = (key >> 32).to(tl.uint32) + all_runs * 0x85EBCA6B
+    run = run.to(tl.uint32) + tl.load(state + RANK).to(tl.uint32) * runs
+    bits = run[:, None] * channels + channel[None, :].to(tl.uint32)
+    bits = random_bits(bits, low, high)
+    # Each byte as the second one of a number in [1, 2): 1 + k * 2**-15
+    if INTERPRETED:
+        a = (((bits & 0xFF) << 8) | 0x3F800000).to(tl.float32, bitcast=True)
+        b = ((bits & 0xFF00) | 0x3F800000).to(tl.float32, bitcast=True)
+        c = (((bits >> 8) & 0xFF00) | 0x3F800000).to(tl.float32, bitcast=True)
+        d = (((bits >> 16) & 0xFF00) | 0x3F800000).to(tl.float32, bitcast=True)
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $4, 0x3F800000, 0x7604;"
+            "prmt.b32 $1, $4, 0x3F800000, 0x7614;"
+            "prmt.b32 $2, $4, 0x3F800000, 0x7624;"
+            "prmt.b32 $3, $4, 0x3F800000, 0x7634;",
+            "=r,=r,=r,=r,r",
+            [bits],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    return a, b, c, d
+
+
+@triton.jit
+def pack_fp8(a, b, c, d):
+    """Four numbers as four bytes of E4M3, the first one lowest; to nearest, ties to even, saturating."""
+    if INTERPRETED:
+        word = a.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32)
+        word |= b.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
+        word |= c.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32) << 16
+        word |= d.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32) << 24
+    else:
+        word = tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high;"
+            "  cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+            "  cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
+            "  mov.b32 $0, {low, high}; }",
+            "=r,f,f,f,f",
+            [a, b, c, d],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    return word

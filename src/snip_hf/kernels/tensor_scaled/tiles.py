@@ -1,0 +1,288 @@
+"""The Triton kernels that fold operands into E4M3.
+
+Legend: T tokens, C channels; weights have O for T and I for C. What a format is comes from the parameters of a layout
+(`folding`), numbers that are read while the kernel runs and are the same for all of its programs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...numerics.formats import E4M3
+from ..triton_numerics import INTERPRETED, RUN, amax_of, larger, pack_fp8, power_of_two, random_of_runs, to_grid
+from . import folding, records
+
+_MAX_FP8, _SMALLEST_NORMAL = tl.constexpr(E4M3.max), tl.constexpr(2.0**-126)
+_BLOCK, _BLOCK_RUNS = tl.constexpr(folding.BLOCK), tl.constexpr(folding.BLOCK // RUN.value)
+_CARRY, _TOP_FIELD = tl.constexpr(0x3FFFFF), tl.constexpr(127 + 8)  # `folding.exponents_of`
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: added and taken away, it rounds to whole numbers
+_PARAMETERS = tl.constexpr(folding.PARAMETERS)
+_SCALE, _INVERSE, _CEILING = tl.constexpr(folding.SCALE), tl.constexpr(folding.INVERSE), tl.constexpr(folding.CEILING)
+_LEAST, _SPACING = tl.constexpr(folding.LEAST), tl.constexpr(folding.SPACING)
+_MOST, _LOST = tl.constexpr(folding.MOST), tl.constexpr(folding.LOST)
+_EXPONENT, _LARGEST = tl.constexpr(records.EXPONENT), tl.constexpr(records.LARGEST)
+_BLOCKS, _SATURATED, _SMALL = tl.constexpr(records.BLOCKS), tl.constexpr(records.SATURATED), tl.constexpr(records.SMALL)
+_AMAX, _ARRIVED = tl.constexpr(records.AMAX), tl.constexpr(records.ARRIVED)
+_UNSET, _LIMIT = tl.constexpr(records.UNSET), tl.constexpr(records.LIMIT)
+
+
+@triton.jit
+def _as_bf16(value):
+    """Rounded to BF16, as autocast would, in FP32."""
+    return value.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def _write_parameters(parameters, known, exponent, bits):
+    """The scale of the tensor and its inverse, and what the table knows of the format.
+
+    known: the format's row in the table. exponent: in force, or _UNSET. bits: of the tensor's amax, if it was needed.
+    """
+    if tl.load(known + _SPACING) == 0.0:
+        amax = bits.to(tl.int32).to(tl.float32, bitcast=True)
+        scale = tl.maximum(tl.div_rn(amax, _MAX_FP8), _SMALLEST_NORMAL)
+        scale = tl.where(amax < float("inf"), scale, float("nan"))
+        inverse = tl.div_rn(1.0, scale)
+    else:
+        own = tl.minimum(tl.maximum(((bits + _CARRY) >> 23) - _TOP_FIELD, -_LIMIT), _LIMIT)
+        s = tl.where(exponent == _UNSET, own, exponent).to(tl.int32)
+        scale = ((s + 127) << 23).to(tl.float32, bitcast=True)
+        inverse = ((127 - s) << 23).to(tl.float32, bitcast=True)
+    place = tl.arange(0, _PARAMETERS)
+    value = tl.load(known + place)
+    value = tl.where(place == _SCALE, scale, tl.where(place == _INVERSE, inverse, value))
+    tl.store(parameters + place, value)
+
+
+@triton.jit
+def scales_kernel(
+    x,
+    state,
+    record,
+    table,
+    row_parameters,
+    column_parameters,
+    tokens,
+    channels,
+    stride,
+    parts,
+    ROW_GEMM: tl.constexpr,
+    COLUMN_GEMM: tl.constexpr,
+    COUNTS: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The parameters of both layouts. x is read only where they need its amax: without an exponent in force, or in a
+    format with one FP32 scale."""
+    exponent = tl.load(record + _EXPONENT)
+    needed = exponent == _UNSET
+    row_known, column_known = table, table
+    if ROW_GEMM >= 0:
+        row_known = table + tl.load(state + ROW_GEMM) * _PARAMETERS
+        needed = needed | (tl.load(row_known + _SPACING) == 0.0)
+    if COLUMN_GEMM >= 0:
+        column_known = table + tl.load(state + COLUMN_GEMM) * _PARAMETERS
+        needed = needed | (tl.load(column_known + _SPACING) == 0.0)
+    is_last = tl.program_id(0) == 0
+    bits = exponent * 0
+    if needed:
+        across = tl.cdiv(channels, WIDTH)
+        largest = tl.zeros([HEIGHT, WIDTH], tl.float32)
+        for part in range(tl.program_id(0), parts, tl.num_programs(0)):
+            row = (part // across * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)[:, None]
+            column = (part % across * WIDTH + tl.arange(0, WIDTH))[None, :]
+            value = tl.load(x + row * stride + column, (row < tokens) & (column < channels), other=0.0)
+            largest = larger(largest, tl.abs(_as_bf16(value)))
+        found = amax_of(amax_of(largest, 1), 0).to(tl.int32, bitcast=True).to(tl.int64)
+        tl.atomic_max(record + _AMAX, found)
+        # The last program to arrive sees what all have found, and leaves the places as they were.
+        is_last = tl.atomic_add(record + _ARRIVED, 1) == tl.num_programs(0) - 1
+        if is_last:
+            bits = tl.atomic_xchg(record + _AMAX, 0)
+            tl.atomic_xchg(record + _ARRIVED, 0)
+            if COUNTS:
+                tl.atomic_max(record + _LARGEST, tl.where(bits < 0x7F800000, bits, 0))
+    if is_last:
+        if ROW_GEMM >= 0:
+            _write_parameters(row_parameters, row_known, exponent, bits)
+        if COLUMN_GEMM >= 0:
+            _write_parameters(column_parameters, column_known, exponent, bits)
+
+
+@triton.jit
+def _load(x, run, channel, tokens, channels, stride, RAGGED: tl.constexpr):
+    """The first, second, third and fourth tokens of the runs, FP32."""
+    token = run * RUN
+    at = x + token[:, None] * stride + channel[None, :]
+    if RAGGED:
+        inside = channel[None, :] < channels
+        a = tl.load(at, inside & (token[:, None] < tokens), other=0.0)
+        b = tl.load(at + stride, inside & (token[:, None] + 1 < tokens), other=0.0)
+        c = tl.load(at + 2 * stride, inside & (token[:, None] + 2 < tokens), other=0.0)
+        d = tl.load(at + 3 * stride, inside & (token[:, None] + 3 < tokens), other=0.0)
+    else:
+        a = tl.load(at)
+        b = tl.load(at + stride)
+        c = tl.load(at + 2 * stride)
+        d = tl.load(at + 3 * stride)
+    return _as_bf16(a), _as_bf16(b), _as_bf16(c), _as_bf16(d)
+
+
+@triton.jit
+def _least_powers(amax, parameters):
+    """The powers of two below which a block's grid has the same spacing, from its amax. Infinity, which makes NaN of the
+    whole block, where it holds an infinity or NaN."""
+    power = power_of_two(amax * tl.load(parameters + _CEILING))
+    return tl.maximum(power, tl.load(parameters + _LEAST))
+
+
+@triton.jit
+def _row_amax(x, RUNS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Of the 1x32 blocks, (RUNS, CHANNELS / 32)."""
+    return amax_of(tl.reshape(x, [RUNS, CHANNELS // _BLOCK, _BLOCK]), 2)
+
+
+@triton.jit
+def _over_rows(of_blocks, RUNS: tl.constexpr, CHANNELS: tl.constexpr):
+    """What 1x32 blocks have, at each of their elements."""
+    spread = tl.broadcast_to(of_blocks[:, :, None], [RUNS, CHANNELS // _BLOCK, _BLOCK])
+    return tl.reshape(spread, [RUNS, CHANNELS])
+
+
+@triton.jit
+def _column_amax(a, b, c, d, RUNS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Of the 32x1 blocks, (RUNS / 8, CHANNELS)."""
+    largest = larger(larger(tl.abs(a), tl.abs(b)), larger(tl.abs(c), tl.abs(d)))
+    return amax_of(tl.reshape(largest, [RUNS // _BLOCK_RUNS, _BLOCK_RUNS, CHANNELS]), 1)
+
+
+@triton.jit
+def _over_columns(of_blocks, RUNS: tl.constexpr, CHANNELS: tl.constexpr):
+    """What 32x1 blocks have, at each of their elements."""
+    spread = tl.broadcast_to(of_blocks[:, None, :], [RUNS // _BLOCK_RUNS, _BLOCK_RUNS, CHANNELS])
+    return tl.reshape(spread, [RUNS, CHANNELS])
+
+
+@triton.jit
+def _rounded(x, dither, least_power, spacing, IS_RANDOM: tl.constexpr):
+    """To the grid, whose spacing is `spacing` between 1 and 2; dither: in spacings."""
+    step = tl.maximum(power_of_two(x), least_power) * spacing
+    if IS_RANDOM:
+        rounded = to_grid(x, dither, step, 1.0)
+    else:
+        anchor = step * _ROUND
+        rounded = (x + anchor) - anchor
+    return rounded
+
+
+@triton.jit
+def _within_fp8(x):
+    """What the conversion to E4M3 does by itself on a GPU."""
+    if INTERPRETED:
+        x = tl.where(tl.abs(x) > _MAX_FP8, tl.where(x > 0, _MAX_FP8, -_MAX_FP8), x)
+    return x
+
+
+@triton.jit
+def _note_largest(record, parameters, amax, seen):
+    """Notes the largest magnitude of a program's blocks.
+
+    amax: of blocks, (*, *), times the inverse scale. seen: the largest noted so far, as it was some time ago.
+    """
+    finite = tl.where(amax < float("inf"), amax, 0.0)
+    largest = tl.max(tl.max(finite, 1), 0) * tl.load(parameters + _SCALE)
+    bits = largest.to(tl.int32, bitcast=True).to(tl.int64)
+    if bits > seen:
+        tl.atomic_max(record + _LARGEST, bits)
+
+
+@triton.jit
+def _add_to(place, is_one):
+    tl.atomic_add(place, tl.sum(tl.sum(is_one.to(tl.int32), 1), 0).to(tl.int64))
+
+
+@triton.jit
+def _count(record, parameters, amax):
+    """Counts the blocks that are not zero, those that saturate and those that lose bits."""
+    _add_to(record + _BLOCKS, amax > 0.0)
+    _add_to(record + _SATURATED, (amax > tl.load(parameters + _MOST)) & (amax < float("inf")))
+    _add_to(record + _SMALL, (amax > 0.0) & (amax <= tl.load(parameters + _LOST)))
+
+
+@triton.jit
+def fold_kernel(
+    x,
+    state,
+    record,
+    row_parameters,
+    column_parameters,
+    rows,
+    columns,
+    tokens,
+    channels,
+    padded_tokens,
+    padded_channels,
+    stride,
+    HAS_ROWS: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
+    IS_GRADIENT: tl.constexpr,
+    COUNTS: tl.constexpr,
+    SAMPLE: tl.constexpr,  # programs of which one counts
+    RAGGED: tl.constexpr,
+    RUNS: tl.constexpr,  # of 4 tokens, a multiple of 8
+    CHANNELS: tl.constexpr,  # a multiple of 32
+):
+    """Both layouts of 4 * RUNS tokens by CHANNELS channels, from one read of x."""
+    run = (tl.program_id(1) * RUNS + tl.arange(0, RUNS)).to(tl.int64)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    a, b, c, d = _load(x, run, channel, tokens, channels, stride, RAGGED)
+    seen = tl.load(record + _LARGEST)
+    counts = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) % SAMPLE == 0
+    # random - 1/2 of each element, in spacings of the grid; both layouts use the same.
+    da, db, dc, dd = 0.0, 0.0, 0.0, 0.0
+    if IS_GRADIENT:
+        da, db, dc, dd = random_of_runs(state, run, channel, tokens, channels)
+        offset = 128.5 - 2.0**-9
+        da, db, dc, dd = da * 128.0 - offset, db * 128.0 - offset, dc * 128.0 - offset, dd * 128.0 - offset
+    if HAS_ROWS:
+        inverse, spacing = tl.load(row_parameters + _INVERSE), tl.load(row_parameters + _SPACING)
+        ra, rb, rc, rd = a * inverse, b * inverse, c * inverse, d * inverse
+        if spacing > 0.0:
+            ma, mb = _row_amax(ra, RUNS, CHANNELS), _row_amax(rb, RUNS, CHANNELS)
+            mc, md = _row_amax(rc, RUNS, CHANNELS), _row_amax(rd, RUNS, CHANNELS)
+            if COUNTS:
+                _note_largest(record, row_parameters, tl.maximum(tl.maximum(ma, mb), tl.maximum(mc, md)), seen)
+                if counts:
+                    _count(record, row_parameters, ma)
+                    _count(record, row_parameters, mb)
+                    _count(record, row_parameters, mc)
+                    _count(record, row_parameters, md)
+            ma, mb = _least_powers(ma, row_parameters), _least_powers(mb, row_parameters)
+            mc, md = _least_powers(mc, row_parameters), _least_powers(md, row_parameters)
+            ra = _rounded(ra, da, _over_rows(ma, RUNS, CHANNELS), spacing, IS_GRADIENT)
+            rb = _rounded(rb, db, _over_rows(mb, RUNS, CHANNELS), spacing, IS_GRADIENT)
+            rc = _rounded(rc, dc, _over_rows(mc, RUNS, CHANNELS), spacing, IS_GRADIENT)
+            rd = _rounded(rd, dd, _over_rows(md, RUNS, CHANNELS), spacing, IS_GRADIENT)
+        at = rows + (run * RUN)[:, None] * padded_channels + channel[None, :]
+        tl.store(at, _within_fp8(ra).to(tl.float8e4nv))
+        tl.store(at + padded_channels, _within_fp8(rb).to(tl.float8e4nv))
+        tl.store(at + 2 * padded_channels, _within_fp8(rc).to(tl.float8e4nv))
+        tl.store(at + 3 * padded_channels, _within_fp8(rd).to(tl.float8e4nv))
+    if HAS_COLUMNS:
+        inverse, spacing = tl.load(column_parameters + _INVERSE), tl.load(column_parameters + _SPACING)
+        a, b, c, d = a * inverse, b * inverse, c * inverse, d * inverse
+        if spacing > 0.0:
+            amax = _column_amax(a, b, c, d, RUNS, CHANNELS)
+            if COUNTS and not HAS_ROWS:
+                _note_largest(record, column_parameters, amax, seen)
+                if counts:
+                    _count(record, column_parameters, amax)
+            least = _over_columns(_least_powers(amax, column_parameters), RUNS, CHANNELS)
+            a = _rounded(a, da, least, spacing, IS_GRADIENT)
+            b = _rounded(b, db, least, spacing, IS_GRADIENT)
+            c = _rounded(c, dc, least, spacing, IS_GRADIENT)
+            d = _rounded(d, dd, least, spacing, IS_GRADIENT)
+        at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
+        at += channel.to(tl.int64)[None, :] * (padded_tokens // RUN) + run[:, None]
+        tl.store(at, pack_fp8(_within_fp8(a), _within_fp8(b), _within_fp8(c), _within_fp8(d)))

@@ -58,11 +58,8 @@ def amax_of(x, AXIS: tl.constexpr):
 
 
 @triton.jit
-def random_of_runs(state, run, channel, tokens, channels):
-    """1 + k * 2**-15 for each of the four tokens of each run, of which `random_streams.uniform` makes (k + 1/2) / 256.
-
-    Positions wrap modulo 2**32.
-    """
+def bits_of_runs(state, run, channel, tokens, channels):
+    """The hash of `random_streams.uniform` for each run of four tokens; positions wrap modulo 2**32."""
     # `random_streams.rank_stream`
     key, runs = tl.load(state + KEY), (tokens + RUN - 1) // RUN
     all_runs = tl.load(state + RANKS).to(tl.uint32) * runs
@@ -70,8 +67,15 @@ def random_of_runs(state, run, channel, tokens, channels):
     high = (key >> 32).to(tl.uint32) + all_runs * 0x85EBCA6B
     run = run.to(tl.uint32) + tl.load(state + RANK).to(tl.uint32) * runs
     bits = run[:, None] * channels + channel[None, :].to(tl.uint32)
-    bits = random_bits(bits, low, high)
-    # Each byte as the second one of a number in [1, 2): 1 + k * 2**-15
+    return random_bits(bits, low, high)
+
+
+@triton.jit
+def random_of_runs(bits):
+    """1 + k * 2**-15 for each of the four tokens of each run, of which `random_streams.uniform` makes (k + 1/2) / 256.
+
+    bits: of `bits_of_runs`. Each byte becomes the second one of a number in [1, 2).
+    """
     if INTERPRETED:
         a = (((bits & 0xFF) << 8) | 0x3F800000).to(tl.float32, bitcast=True)
         b = ((bits & 0xFF00) | 0x3F800000).to(tl.float32, bitcast=True)

@@ -11,7 +11,17 @@ import triton.language as tl
 
 from ...numerics.formats import E2M1, E4M3, FORMATS
 from ...numerics.gemms import TILE
-from ..triton_numerics import INTERPRETED, RUN, amax_of, larger, pack_fp8, power_of_two, random_of_runs, to_grid
+from ..triton_numerics import (
+    INTERPRETED,
+    RUN,
+    amax_of,
+    bits_of_runs,
+    larger,
+    pack_fp8,
+    power_of_two,
+    random_of_runs,
+    to_grid,
+)
 
 _FP4 = tl.constexpr(FORMATS["fp4"].code)
 _MAX_FP4, _MAX_FP8 = tl.constexpr(E2M1.max), tl.constexpr(E4M3.max)
@@ -55,7 +65,7 @@ def _round_fp4(x, dither):
 @triton.jit
 def _dithers(state, run, channel, tokens, channels):
     """(`random_streams.uniform` - 1/2) / 2 of the four tokens of each run; positions wrap modulo 2**32."""
-    a, b, c, d = random_of_runs(state, run, channel, tokens, channels)
+    a, b, c, d = random_of_runs(bits_of_runs(state, run, channel, tokens, channels))
     offset = 64.25 - 2.0**-10
     return a * 64.0 - offset, b * 64.0 - offset, c * 64.0 - offset, d * 64.0 - offset
 

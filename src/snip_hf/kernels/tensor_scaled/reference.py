@@ -12,7 +12,7 @@ from ...numerics.grid_rounding import round_to_grid
 from ...numerics.random_streams import uniform
 from ...numerics.rounding import Quantized, tile_amax
 from ...numerics.scales import block_scales, fp32_scales
-from .folding import INVERSE, LOST, MOST, SCALE, exponents_of, fold_of
+from .folding import BLOCK, INVERSE, LOST, MOST, SCALE, SPACING, exponents_of, fold_of
 from .records import BLOCKS, EXPONENT, LARGEST, LIMIT, SATURATED, SMALL, UNSET
 
 _INFINITY = float("inf")
@@ -35,11 +35,13 @@ def fold(
     x_fp32, row = x.to(torch.bfloat16).to(torch.float32), record[operand].data
     amax = x_fp32.abs().amax().view(1)
     bits = amax.view(torch.int32).to(torch.int64)
-    exponent = row[EXPONENT] if row[EXPONENT] != UNSET else exponents_of(bits)[0].clamp(-LIMIT, LIMIT)
+    is_set = bool(row[EXPONENT] != UNSET)
+    exponent = row[EXPONENT] if is_set else exponents_of(bits)[0].clamp(-LIMIT, LIMIT)
     if counts and torch.isfinite(amax):
         row[LARGEST] = torch.maximum(row[LARGEST], bits[0])
     found: list[tuple[Tensor, Tensor] | None] = []
-    noted = not counts
+    if counts and is_set:
+        _note(x_fp32 * torch.exp2(-exponent), state, table, gemms, row)
     for contracts, gemm in zip((1, 0), gemms, strict=True):
         if gemm < 0:
             found.append(None)
@@ -53,9 +55,6 @@ def fold(
         else:
             parameters[SCALE], parameters[INVERSE] = torch.exp2(exponent), torch.exp2(-exponent)
             values = _folded(x_fp32, format, OPERANDS[operand], contracts, parameters, state)
-            if not noted:
-                _note(x_fp32 * parameters[INVERSE], format.operand(OPERANDS[operand]).tile(contracts), parameters, row)
-                noted = True
         values = values if contracts == 1 else values.t()
         found.append((values.to(torch.float8_e4m3fn), parameters))
     return found
@@ -78,12 +77,15 @@ def _folded(
     return Quantized(values, scales * parameters[INVERSE], tile).dequantize().clamp_(-E4M3.max, E4M3.max)
 
 
-def _note(scaled: Tensor, tile: tuple[int, int], parameters: Tensor, row: Tensor) -> None:
-    """Counts the blocks that are not zero, those that saturate and those that lose bits."""
-    amax = tile_amax(scaled, tile)
-    row[BLOCKS] += (amax > 0).sum()
-    row[SATURATED] += ((amax > parameters[MOST]) & (amax < _INFINITY)).sum()
-    row[SMALL] += ((amax > 0) & (amax <= parameters[LOST])).sum()
+def _note(scaled: Tensor, state: Tensor, table: Tensor, gemms: tuple[int, int], row: Tensor) -> None:
+    """Counts the 1x32 blocks that are not zero, those that saturate and those that lose bits."""
+    known = [table[int(state[gemm])] for gemm in gemms if gemm >= 0]
+    folded = [parameters for parameters in known if parameters[SPACING] > 0]
+    if folded:
+        amax = tile_amax(scaled, (1, BLOCK))
+        row[BLOCKS] += (amax > 0).sum()
+        row[SATURATED] += ((amax > folded[0][MOST]) & (amax < _INFINITY)).sum()
+        row[SMALL] += ((amax > 0) & (amax <= folded[0][LOST])).sum()
 
 
 def padded(layout: Tensor, multiple: int) -> Tensor:

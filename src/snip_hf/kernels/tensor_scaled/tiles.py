@@ -10,10 +10,21 @@ import triton
 import triton.language as tl
 
 from ...numerics.formats import E4M3
-from ..triton_numerics import INTERPRETED, RUN, amax_of, larger, pack_fp8, power_of_two, random_of_runs, to_grid
+from ..triton_numerics import (
+    INTERPRETED,
+    RUN,
+    amax_of,
+    bits_of_runs,
+    larger,
+    pack_fp8,
+    power_of_two,
+    random_of_runs,
+    to_grid,
+)
 from . import folding, records
 
 _MAX_FP8, _SMALLEST_NORMAL = tl.constexpr(E4M3.max), tl.constexpr(2.0**-126)
+_LEAST_NORMAL_FP8, _SPACING_FP8 = tl.constexpr(2.0**E4M3.min_exponent), tl.constexpr(2.0**-E4M3.mantissa_bits)
 _BLOCK, _BLOCK_RUNS = tl.constexpr(folding.BLOCK), tl.constexpr(folding.BLOCK // RUN.value)
 _CARRY, _TOP_FIELD = tl.constexpr(0x3FFFFF), tl.constexpr(127 + 8)  # `folding.exponents_of`
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: added and taken away, it rounds to whole numbers
@@ -56,6 +67,32 @@ def _write_parameters(parameters, known, exponent, bits):
 
 
 @triton.jit
+def _row_amax(x, RUNS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Of the 1x32 blocks, (RUNS, CHANNELS / 32)."""
+    return amax_of(tl.reshape(x, [RUNS, CHANNELS // _BLOCK, _BLOCK]), 2)
+
+
+@triton.jit
+def _magnitudes(x, part, tokens, channels, stride, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Of a part of x, (HEIGHT, WIDTH), zeros behind its ends."""
+    across = tl.cdiv(channels, WIDTH)
+    row = (part // across * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)[:, None]
+    column = (part % across * WIDTH + tl.arange(0, WIDTH))[None, :]
+    return tl.abs(_as_bf16(tl.load(x + row * stride + column, (row < tokens) & (column < channels), other=0.0)))
+
+
+@triton.jit
+def _count(record, known, x, part, tokens, channels, stride, inverse, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Counts the 1x32 blocks of a part that are not zero, those that saturate and those that lose bits."""
+    amax = _row_amax(_magnitudes(x, part, tokens, channels, stride, HEIGHT, WIDTH) * inverse, HEIGHT, WIDTH)
+    saturated = (amax > tl.load(known + _MOST)) & (amax < float("inf"))
+    small = (amax > 0.0) & (amax <= tl.load(known + _LOST))
+    tl.atomic_add(record + _BLOCKS, tl.sum(tl.sum((amax > 0.0).to(tl.int32), 1), 0).to(tl.int64))
+    tl.atomic_add(record + _SATURATED, tl.sum(tl.sum(saturated.to(tl.int32), 1), 0).to(tl.int64))
+    tl.atomic_add(record + _SMALL, tl.sum(tl.sum(small.to(tl.int32), 1), 0).to(tl.int64))
+
+
+@triton.jit
 def scales_kernel(
     x,
     state,
@@ -73,27 +110,26 @@ def scales_kernel(
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The parameters of both layouts. x is read only where they need its amax: without an exponent in force, or in a
-    format with one FP32 scale."""
+    """The parameters of both layouts. All of x is read only where they need its amax: without an exponent in force, or
+    in a format with one FP32 scale. Otherwise each program counts the blocks of one part that do not fit."""
     exponent = tl.load(record + _EXPONENT)
-    needed = exponent == _UNSET
-    row_known, column_known = table, table
-    if ROW_GEMM >= 0:
-        row_known = table + tl.load(state + ROW_GEMM) * _PARAMETERS
-        needed = needed | (tl.load(row_known + _SPACING) == 0.0)
+    needed, is_folded = exponent == _UNSET, False
+    row_known, column_known, known = table, table, table
     if COLUMN_GEMM >= 0:
         column_known = table + tl.load(state + COLUMN_GEMM) * _PARAMETERS
-        needed = needed | (tl.load(column_known + _SPACING) == 0.0)
+        is_folded = tl.load(column_known + _SPACING) > 0.0
+        needed, known = needed | (not is_folded), column_known
+    if ROW_GEMM >= 0:
+        row_known = table + tl.load(state + ROW_GEMM) * _PARAMETERS
+        is_row_folded = tl.load(row_known + _SPACING) > 0.0
+        needed, known = needed | (not is_row_folded), tl.where(is_row_folded, row_known, known)
+        is_folded = is_folded | is_row_folded
     is_last = tl.program_id(0) == 0
     bits = exponent * 0
     if needed:
-        across = tl.cdiv(channels, WIDTH)
         largest = tl.zeros([HEIGHT, WIDTH], tl.float32)
         for part in range(tl.program_id(0), parts, tl.num_programs(0)):
-            row = (part // across * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)[:, None]
-            column = (part % across * WIDTH + tl.arange(0, WIDTH))[None, :]
-            value = tl.load(x + row * stride + column, (row < tokens) & (column < channels), other=0.0)
-            largest = larger(largest, tl.abs(_as_bf16(value)))
+            largest = larger(largest, _magnitudes(x, part, tokens, channels, stride, HEIGHT, WIDTH))
         found = amax_of(amax_of(largest, 1), 0).to(tl.int32, bitcast=True).to(tl.int64)
         tl.atomic_max(record + _AMAX, found)
         # The last program to arrive sees what all have found, and leaves the places as they were.
@@ -108,6 +144,11 @@ def scales_kernel(
             _write_parameters(row_parameters, row_known, exponent, bits)
         if COLUMN_GEMM >= 0:
             _write_parameters(column_parameters, column_known, exponent, bits)
+    if COUNTS:
+        if is_folded and exponent != _UNSET:
+            part = tl.program_id(0) * (parts // tl.num_programs(0))
+            inverse = ((127 - exponent.to(tl.int32)) << 23).to(tl.float32, bitcast=True)
+            _count(record, known, x, part, tokens, channels, stride, inverse, HEIGHT, WIDTH)
 
 
 @triton.jit
@@ -138,9 +179,12 @@ def _least_powers(amax, parameters):
 
 
 @triton.jit
-def _row_amax(x, RUNS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Of the 1x32 blocks, (RUNS, CHANNELS / 32)."""
-    return amax_of(tl.reshape(x, [RUNS, CHANNELS // _BLOCK, _BLOCK]), 2)
+def _folded_scale(parameters, scale, inverse):
+    """The tensor's scale and its inverse, powers of two, if a layout is folded, else those given; and its spacing."""
+    spacing = tl.load(parameters + _SPACING)
+    scale = tl.where(spacing > 0.0, tl.load(parameters + _SCALE), scale)
+    inverse = tl.where(spacing > 0.0, tl.load(parameters + _INVERSE), inverse)
+    return scale, inverse, spacing
 
 
 @triton.jit
@@ -165,49 +209,45 @@ def _over_columns(of_blocks, RUNS: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def _rounded(x, dither, least_power, spacing, IS_RANDOM: tl.constexpr):
-    """To the grid, whose spacing is `spacing` between 1 and 2; dither: in spacings."""
-    step = tl.maximum(power_of_two(x), least_power) * spacing
-    if IS_RANDOM:
-        rounded = to_grid(x, dither, step, 1.0)
+def _rounded(x, least_power, spacing):
+    """To the nearest number of a grid whose spacing is `spacing` between 1 and 2, and below least_power as there."""
+    power = tl.maximum(power_of_two(x), least_power)
+    return (x + power * (spacing * _ROUND)) - power * (spacing * _ROUND)
+
+
+@triton.jit
+def _rounded_randomly(x, fraction, least_power, spacing):
+    """To one of the two neighbours; fraction: of `random_of_runs`."""
+    dither = fraction * (128.0 * spacing) - (128.5 - 2.0**-9) * spacing  # (random - 1/2) spacings
+    return to_grid(x, dither, tl.maximum(power_of_two(x), least_power), spacing)
+
+
+@triton.jit
+def _all_rounded(a, b, c, d, la, lb, lc, ld, bits, spacing, IS_GRADIENT: tl.constexpr):
+    """The four tokens of each run, with their least powers."""
+    if IS_GRADIENT:
+        fa, fb, fc, fd = random_of_runs(bits)
+        a, b = _rounded_randomly(a, fa, la, spacing), _rounded_randomly(b, fb, lb, spacing)
+        c, d = _rounded_randomly(c, fc, lc, spacing), _rounded_randomly(d, fd, ld, spacing)
     else:
-        anchor = step * _ROUND
-        rounded = (x + anchor) - anchor
-    return rounded
+        a, b, c, d = _rounded(a, la, spacing), _rounded(b, lb, spacing), _rounded(c, lc, spacing), _rounded(d, ld, spacing)
+    return a, b, c, d
 
 
 @triton.jit
 def _within_fp8(x):
-    """What the conversion to E4M3 does by itself on a GPU."""
+    """What the conversion to E4M3 does by itself on a GPU: rounds to nearest, and saturates."""
     if INTERPRETED:
+        x = _rounded(x, _LEAST_NORMAL_FP8, _SPACING_FP8)
         x = tl.where(tl.abs(x) > _MAX_FP8, tl.where(x > 0, _MAX_FP8, -_MAX_FP8), x)
     return x
 
 
 @triton.jit
-def _note_largest(record, parameters, amax, seen):
-    """Notes the largest magnitude of a program's blocks.
-
-    amax: of blocks, (*, *), times the inverse scale. seen: the largest noted so far, as it was some time ago.
-    """
+def _largest(amax, scale):
+    """The bits of the largest magnitude of a program's blocks, from their amax divided by the scale, (*, *)."""
     finite = tl.where(amax < float("inf"), amax, 0.0)
-    largest = tl.max(tl.max(finite, 1), 0) * tl.load(parameters + _SCALE)
-    bits = largest.to(tl.int32, bitcast=True).to(tl.int64)
-    if bits > seen:
-        tl.atomic_max(record + _LARGEST, bits)
-
-
-@triton.jit
-def _add_to(place, is_one):
-    tl.atomic_add(place, tl.sum(tl.sum(is_one.to(tl.int32), 1), 0).to(tl.int64))
-
-
-@triton.jit
-def _count(record, parameters, amax):
-    """Counts the blocks that are not zero, those that saturate and those that lose bits."""
-    _add_to(record + _BLOCKS, amax > 0.0)
-    _add_to(record + _SATURATED, (amax > tl.load(parameters + _MOST)) & (amax < float("inf")))
-    _add_to(record + _SMALL, (amax > 0.0) & (amax <= tl.load(parameters + _LOST)))
+    return (tl.max(tl.max(finite, 1), 0) * scale).to(tl.int32, bitcast=True).to(tl.int64)
 
 
 @triton.jit
@@ -228,7 +268,6 @@ def fold_kernel(
     HAS_COLUMNS: tl.constexpr,
     IS_GRADIENT: tl.constexpr,
     COUNTS: tl.constexpr,
-    SAMPLE: tl.constexpr,  # programs of which one counts
     RAGGED: tl.constexpr,
     RUNS: tl.constexpr,  # of 4 tokens, a multiple of 8
     CHANNELS: tl.constexpr,  # a multiple of 32
@@ -237,52 +276,49 @@ def fold_kernel(
     run = (tl.program_id(1) * RUNS + tl.arange(0, RUNS)).to(tl.int64)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     a, b, c, d = _load(x, run, channel, tokens, channels, stride, RAGGED)
-    seen = tl.load(record + _LARGEST)
-    counts = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) % SAMPLE == 0
-    # random - 1/2 of each element, in spacings of the grid; both layouts use the same.
-    da, db, dc, dd = 0.0, 0.0, 0.0, 0.0
-    if IS_GRADIENT:
-        da, db, dc, dd = random_of_runs(state, run, channel, tokens, channels)
-        offset = 128.5 - 2.0**-9
-        da, db, dc, dd = da * 128.0 - offset, db * 128.0 - offset, dc * 128.0 - offset, dd * 128.0 - offset
+    seen = tl.load(record + _LARGEST)  # by some programs; no need to wait for others
+    largest = seen
+    # Both layouts round with the same random numbers.
+    bits = bits_of_runs(state, run, channel, tokens, channels) if IS_GRADIENT else run
+    row_spacing, column_spacing, scale, inverse = 0.0, 0.0, 1.0, 1.0
+    if HAS_COLUMNS:
+        scale, inverse, column_spacing = _folded_scale(column_parameters, scale, inverse)
     if HAS_ROWS:
-        inverse, spacing = tl.load(row_parameters + _INVERSE), tl.load(row_parameters + _SPACING)
-        ra, rb, rc, rd = a * inverse, b * inverse, c * inverse, d * inverse
-        if spacing > 0.0:
-            ma, mb = _row_amax(ra, RUNS, CHANNELS), _row_amax(rb, RUNS, CHANNELS)
-            mc, md = _row_amax(rc, RUNS, CHANNELS), _row_amax(rd, RUNS, CHANNELS)
+        scale, inverse, row_spacing = _folded_scale(row_parameters, scale, inverse)
+    a, b, c, d = a * inverse, b * inverse, c * inverse, d * inverse  # exact
+    if HAS_ROWS:
+        ra, rb, rc, rd = a, b, c, d
+        if row_spacing > 0.0:
+            la, lb = _row_amax(a, RUNS, CHANNELS), _row_amax(b, RUNS, CHANNELS)
+            lc, ld = _row_amax(c, RUNS, CHANNELS), _row_amax(d, RUNS, CHANNELS)
             if COUNTS:
-                _note_largest(record, row_parameters, tl.maximum(tl.maximum(ma, mb), tl.maximum(mc, md)), seen)
-                if counts:
-                    _count(record, row_parameters, ma)
-                    _count(record, row_parameters, mb)
-                    _count(record, row_parameters, mc)
-                    _count(record, row_parameters, md)
-            ma, mb = _least_powers(ma, row_parameters), _least_powers(mb, row_parameters)
-            mc, md = _least_powers(mc, row_parameters), _least_powers(md, row_parameters)
-            ra = _rounded(ra, da, _over_rows(ma, RUNS, CHANNELS), spacing, IS_GRADIENT)
-            rb = _rounded(rb, db, _over_rows(mb, RUNS, CHANNELS), spacing, IS_GRADIENT)
-            rc = _rounded(rc, dc, _over_rows(mc, RUNS, CHANNELS), spacing, IS_GRADIENT)
-            rd = _rounded(rd, dd, _over_rows(md, RUNS, CHANNELS), spacing, IS_GRADIENT)
+                largest = _largest(tl.maximum(tl.maximum(la, lb), tl.maximum(lc, ld)), scale)
+            la = _over_rows(_least_powers(la, row_parameters), RUNS, CHANNELS)
+            lb = _over_rows(_least_powers(lb, row_parameters), RUNS, CHANNELS)
+            lc = _over_rows(_least_powers(lc, row_parameters), RUNS, CHANNELS)
+            ld = _over_rows(_least_powers(ld, row_parameters), RUNS, CHANNELS)
+            ra, rb, rc, rd = _all_rounded(a, b, c, d, la, lb, lc, ld, bits, row_spacing, IS_GRADIENT)
+        else:
+            factor = tl.load(row_parameters + _INVERSE) * scale
+            ra, rb, rc, rd = a * factor, b * factor, c * factor, d * factor
         at = rows + (run * RUN)[:, None] * padded_channels + channel[None, :]
         tl.store(at, _within_fp8(ra).to(tl.float8e4nv))
         tl.store(at + padded_channels, _within_fp8(rb).to(tl.float8e4nv))
         tl.store(at + 2 * padded_channels, _within_fp8(rc).to(tl.float8e4nv))
         tl.store(at + 3 * padded_channels, _within_fp8(rd).to(tl.float8e4nv))
     if HAS_COLUMNS:
-        inverse, spacing = tl.load(column_parameters + _INVERSE), tl.load(column_parameters + _SPACING)
-        a, b, c, d = a * inverse, b * inverse, c * inverse, d * inverse
-        if spacing > 0.0:
+        if column_spacing > 0.0:
             amax = _column_amax(a, b, c, d, RUNS, CHANNELS)
             if COUNTS and not HAS_ROWS:
-                _note_largest(record, column_parameters, amax, seen)
-                if counts:
-                    _count(record, column_parameters, amax)
+                largest = _largest(amax, scale)
             least = _over_columns(_least_powers(amax, column_parameters), RUNS, CHANNELS)
-            a = _rounded(a, da, least, spacing, IS_GRADIENT)
-            b = _rounded(b, db, least, spacing, IS_GRADIENT)
-            c = _rounded(c, dc, least, spacing, IS_GRADIENT)
-            d = _rounded(d, dd, least, spacing, IS_GRADIENT)
+            a, b, c, d = _all_rounded(a, b, c, d, least, least, least, least, bits, column_spacing, IS_GRADIENT)
+        else:
+            factor = tl.load(column_parameters + _INVERSE) * scale
+            a, b, c, d = a * factor, b * factor, c * factor, d * factor
         at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
         at += channel.to(tl.int64)[None, :] * (padded_tokens // RUN) + run[:, None]
         tl.store(at, pack_fp8(_within_fp8(a), _within_fp8(b), _within_fp8(c), _within_fp8(d)))
+    if COUNTS:
+        if largest > seen:
+            tl.atomic_max(record + _LARGEST, largest)

@@ -1,8 +1,8 @@
 """What backends on FP8 tensor cores share: what is kept of a layer between passes, inputs that tied layers share, and
 the choice of what is quantized when. The kernels themselves are the backends' own.
 
-Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I). GEMMs are numbered as in `gemms.GEMMS`; number
--1 leaves a layout out, and empty tensors come back for it.
+Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I). GEMMs are numbered as in `gemms.GEMMS`;
+number -1 leaves a layout out, and empty tensors come back for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .backend import Backend, Layer
 from .emulated import EMULATED
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Rows of an operand and their scales, and its columns and theirs. Of a weight, those of the forward GEMM come first."""
+"""Rows of an operand and their scales, and its columns and theirs. Of a weight: for the forward and for grad_input."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ class TensorCoreBackend(Backend):
 
     @abstractmethod
     def three_gemms(
-        self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, quantized: Quantized, weights: Sequence[Tensor]
+        self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, inputs: Quantized, weights: Sequence[Tensor]
     ) -> Tensor:
         """Returns x @ matrix^T + bias, differentiable.
 
@@ -108,7 +108,7 @@ class TensorCoreBackend(Backend):
             x: (..., I), BF16.
             bias: (O), BF16, or None.
             keeps_x: whether the backward pass will compute the weight's gradient.
-            quantized: of x, for the GEMMs that are not high.
+            inputs: x quantized for the GEMMs that are not high.
             weights: both layouts of the weight with their scales, if they are kept, or nothing.
         """
 

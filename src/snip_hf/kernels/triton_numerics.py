@@ -8,12 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..numerics.formats import E4M3
 from ..numerics.gemms import GEMMS
 
 # Places in a layer's state.
 KEY, RANK, RANKS = tl.constexpr(len(GEMMS)), tl.constexpr(len(GEMMS) + 1), tl.constexpr(len(GEMMS) + 2)
 # Tokens whose bytes make one 32-bit word of a transposed layout, and whose random numbers come from one hash.
 RUN = tl.constexpr(4)
+_MAX_FP8, _NAN_FP8 = tl.constexpr(E4M3.max), tl.constexpr(0x7F)
+_LEAST_NORMAL_FP8, _SPACING_FP8 = tl.constexpr(2.0**E4M3.min_exponent), tl.constexpr(2.0**-E4M3.mantissa_bits)
 # Triton's interpreter has no inline assembly, and is slow at reductions by functions.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -54,7 +57,11 @@ def larger(a, b):
 @triton.jit
 def amax_of(x, AXIS: tl.constexpr):
     """The largest magnitude along an axis; NaN if there is one."""
-    return tl.max(tl.abs(x), AXIS) if INTERPRETED else tl.reduce(tl.abs(x), AXIS, larger)
+    if INTERPRETED:  # the bits of magnitudes order like these, with NaN on top
+        found = tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
+    else:
+        found = tl.reduce(tl.abs(x), AXIS, larger)
+    return found
 
 
 @triton.jit
@@ -97,13 +104,27 @@ def random_of_runs(bits):
 
 
 @triton.jit
+def to_fp8(x):
+    """To E4M3: to nearest, ties to even, saturating; NaN stays NaN."""
+    if INTERPRETED:  # which rounds otherwise, and knows neither saturation nor NaN
+        power = tl.maximum(power_of_two(x), _LEAST_NORMAL_FP8)
+        rounded = to_grid(x, 0.0, power, _SPACING_FP8)
+        rounded = tl.where(tl.abs(rounded) > _MAX_FP8, tl.where(x > 0, _MAX_FP8, -_MAX_FP8), rounded)
+        bits = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        found = tl.where(x == x, bits, _NAN_FP8).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        found = x.to(tl.float8e4nv)
+    return found
+
+
+@triton.jit
 def pack_fp8(a, b, c, d):
     """Four numbers as four bytes of E4M3, the first one lowest; to nearest, ties to even, saturating."""
     if INTERPRETED:
-        word = a.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32)
-        word |= b.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
-        word |= c.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32) << 16
-        word |= d.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32) << 24
+        word = to_fp8(a).to(tl.uint8, bitcast=True).to(tl.uint32)
+        word |= to_fp8(b).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
+        word |= to_fp8(c).to(tl.uint8, bitcast=True).to(tl.uint32) << 16
+        word |= to_fp8(d).to(tl.uint8, bitcast=True).to(tl.uint32) << 24
     else:
         word = tl.inline_asm_elementwise(
             "{ .reg .b16 low, high;"

@@ -19,6 +19,7 @@ from ..trials import operands as operands
 from . import operators
 from .quantization import quantize
 
+
 def errors(format: NumberFormat, device: torch.device) -> Iterator[tuple[str, float]]:
     """Yields each GEMM with the norm of its deviation from the emulated one, relative to that one's norm."""
     given = operands(format, device)

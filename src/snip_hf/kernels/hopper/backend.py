@@ -56,10 +56,10 @@ class Hopper(TensorCoreBackend):
         hopper.operators.quantize_weight_into(layer.matrix.detach(), layer.snip_state, outputs)
 
     def three_gemms(
-        self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, quantized: Quantized, weights: Sequence[Tensor]
+        self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, inputs: Quantized, weights: Sequence[Tensor]
     ) -> Tensor:
         high = layer.snip_cache.high
-        y: Tensor = TensorCoreGemms.apply(x, layer.matrix, bias, layer.snip_state, high, keeps_x, *quantized, *weights)
+        y: Tensor = TensorCoreGemms.apply(x, layer.matrix, bias, layer.snip_state, high, keeps_x, *inputs, *weights)
         return y
 
     def gemm_call(

@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import hopper
 from ..tensor_core import Quantized
 
+
 def quantize_input(x: Tensor, state: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
     """Returns `operators.quantize_tokens` of x (..., I) for the forward and the grad_weight GEMM."""
     with torch.no_grad():

@@ -63,25 +63,14 @@ class TensorScaled(TensorCoreBackend):
         own = _records(layer, layer.weight.device)
         gemms = 0 if outputs[0].shape[0] > 0 else -1, 1 if outputs[2].shape[0] > 0 else -1
         with torch.no_grad():
-            fold_into(layer.matrix.detach(), layer.snip_state, own.record, own.table, 2, gemms, True, outputs)
+            fold_into(layer.matrix.detach(), layer.snip_state, (own.record, own.table), 2, gemms, True, outputs)
 
     def three_gemms(
-        self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, quantized: Quantized, weights: Sequence[Tensor]
+        self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, inputs: Quantized, weights: Sequence[Tensor]
     ) -> Tensor:
-        own, high = _records(layer, x.device), layer.snip_cache.high
-        y: Tensor = TensorScaledGemms.apply(
-            x,
-            layer.matrix,
-            bias,
-            layer.snip_state,
-            own.record,
-            own.table,
-            high,
-            keeps_x,
-            _is_trained(layer),
-            *quantized,
-            *weights,
-        )
+        own, how = _records(layer, x.device), (layer.snip_cache.high, keeps_x, _is_trained(layer))
+        tensors = layer.snip_state, own.record, own.table
+        y: Tensor = TensorScaledGemms.apply(x, layer.matrix, bias, *tensors, how, *inputs, *weights)
         return y
 
     def gemm_call(
@@ -121,7 +110,7 @@ class TensorScaled(TensorCoreBackend):
         worst = saturated or sorted(small, key=lambda one: -one.small)
         more = f", and {len(worst) - _MOST_NAMED} more" if len(worst) > _MOST_NAMED else ""
         return bool(saturated), (
-            f"blocks outside the binades that E4M3 holds (docs/tensor_scaled.md) in {len(saturated or small)} operands: "
+            f"{len(worst)} operands have blocks outside the binades that E4M3 holds (docs/tensor_scaled.md): "
             f"{'; '.join(map(str, worst[:_MOST_NAMED]))}{more}."
         )
 

@@ -1,12 +1,14 @@
 """The formats whose rounded operands are E4M3 numbers times one factor of the tensor, and what kernels know of them.
 
-Two kinds are. With one FP32 scale per tensor and the grid E4M3 an operand is that by definition. With blocks whose
-scales are powers of two ("folded"), a rounded element is value * 2**e for a value of the grid and its block's exponent
-e. It is stored as value * 2**(e - s), with one exponent s for all of the tensor, and the product is multiplied by 2**s.
-E4M3 holds value * 2**(e - s) exactly for all e - s from `Fold.lowest` to `Fold.highest`: for E2M1 from -8 to 6, which
-are 15 binades (6 * 2**6 = 384 is at most 448, and 0.5 * 2**-8 is E4M3's smallest number); for the integers -7..7 from -9
-to 6. Inside this range s changes no bit of a result. A block with a larger exponent saturates: its elements are cut off
-at 448 * 2**s. A block with a smaller one is rounded as if its exponent were s + lowest. Its small elements lose bits,
+There are two kinds. With one FP32 scale per tensor and the grid E4M3, an operand is that by definition. With blocks
+whose scales are powers of two ("folded"), a rounded element is value * 2**e for a value of the grid and its block's
+exponent e. It is stored as value * 2**(e - s), with one exponent s for all of the tensor, and the product is multiplied
+by 2**s.
+
+E4M3 holds value * 2**(e - s) exactly for all e - s from `Fold.lowest` to `Fold.highest`. For E2M1 these are -8 to 6, 15
+binades: 6 * 2**6 = 384 is at most 448, and 0.5 * 2**-8 is E4M3's smallest number. For the integers -7..7 they are -9 to
+6. Inside this range s changes no bit of a result. A block with a larger exponent saturates: its elements are cut off at
+448 * 2**s. A block with a smaller one is rounded as if its exponent were s + lowest. Its small elements lose bits,
 without a bias where the format rounds stochastically.
 """
 
@@ -30,10 +32,10 @@ _TOP_EXPONENT, _TOP_MANTISSA = 8, 0x400000
 # A grid with fewer binades would lose bits where MXFP4 does not.
 _LEAST_BINADES = 15
 
-# Places in the parameters of a quantized layout, which the product and the kernels read: the scale of the tensor and its
-# inverse; what a block's largest magnitude is multiplied by to find its exponent; the power of two below which the grid
-# of the lowest block has one spacing; the spacing between 1 and 2, 0 where E4M3 itself is the grid; the largest magnitude
-# of a block that fits, and that of one that does not because it is too small.
+# Places in the parameters of a quantized layout, which the product and the kernels read: the scale of the tensor and
+# its inverse; what a block's largest magnitude is multiplied by to find its exponent; the power of two below which the
+# grid of the lowest block has one spacing; the spacing between 1 and 2, 0 where E4M3 itself is the grid; the largest
+# magnitude of a block that fits, and that of one that does not because it is too small.
 SCALE, INVERSE, CEILING, LEAST, SPACING, MOST, LOST = range(7)
 PARAMETERS = 8
 
@@ -70,10 +72,10 @@ def fold_of(format: NumberFormat) -> Fold | None:
 def has_one_scale(format: NumberFormat) -> bool:
     """Returns True if each operand of a format is E4M3 with one FP32 scale, rounded to nearest."""
     rules = [format.operand(name) for name in OPERANDS]
-    return format.grid == E4M3 and not format.rotation and all(
-        rule.block is None and rule.quantized and rule.grid in (None, E4M3) and not rule.stochastic and not rule.noise
-        for rule in rules
-    )
+    if format.grid != E4M3 or format.rotation:
+        return False
+    is_e4m3 = all(rule.quantized and rule.grid in (None, E4M3) and not rule.noise for rule in rules)
+    return is_e4m3 and all(rule.block is None and not rule.stochastic for rule in rules)
 
 
 def exponents_of(amax_bits: Tensor) -> Tensor:

@@ -44,9 +44,8 @@ class TensorScaledGemms(torch.autograd.Function):
         weight: (O, I), the parameter itself, FP32 or BF16.
         bias: (O), BF16, or None.
         state, record, table: the layer's.
-        high: for each GEMM, whether it runs in BF16. A Python constant: changing it triggers recompilation.
-        keeps_x: whether the backward pass will compute the weight's gradient.
-        counts: whether the record takes note of the pass. A Python constant.
+        how: for each GEMM, whether it runs in BF16; whether the backward pass will compute the weight's gradient;
+            whether the record takes note of the pass. A Python constant: changing it triggers recompilation.
         quantized: x as `quantize_input` gives it, for the GEMMs that are not high; then the weight, both layouts with
             their parameters, if they are kept, or nothing, if each pass quantizes what it needs.
     """
@@ -60,11 +59,10 @@ class TensorScaledGemms(torch.autograd.Function):
         state: Tensor,
         record: Tensor,
         table: Tensor,
-        high: tuple[bool, bool, bool],
-        keeps_x: bool,
-        counts: bool,
+        how: tuple[tuple[bool, bool, bool], bool, bool],
         *quantized: Tensor,
     ) -> Tensor:
+        high, keeps_x, counts = how
         out_features, in_features = weight.shape
         rows, columns, weights = quantized[:2], quantized[2:4], quantized[4:]
         if high[0]:

@@ -29,9 +29,11 @@ if TYPE_CHECKING or find_spec("triton") is not None:
 _MULTIPLE = 64
 # Whether partial sums stay in the tensor cores' 14 bits over the whole contraction instead of 128 elements of it.
 FAST_SUMS = {"forward": False, "grad_input": False, "grad_weight": False}
-# Runs of tokens, channels and warps of a program of `fold_kernel`; of `scales_kernel` rows, columns, warps and programs.
-TILE = (8, 64, 1)
-_AMAX_TILE = (8, 512, 4, 512)
+# Runs of tokens, channels and warps of a program of `fold_kernel`, for activations and weights and for gradients.
+TILES = ((8, 64, 1), (8, 64, 1))
+# Rows, columns and warps of a program of `scales_kernel`, and the most programs.
+_PART = (8, 512, 4, 512)
+_GRADIENT = 1  # in `gemms.OPERANDS`
 
 # Through `Library` and not `custom_op`, which costs 35 microseconds more per call on the host.
 _library = torch.library.Library("snip_hf", "FRAGMENT")
@@ -66,7 +68,7 @@ def _fold(
     x: Tensor, state: Tensor, record: Tensor, table: Tensor, operand: int, row_gemm: int, column_gemm: int, counts: bool
 ) -> Quantized:
     outputs = _outputs(x, row_gemm, column_gemm)
-    fold_into(x, state, record, table, operand, (row_gemm, column_gemm), counts, outputs)
+    fold_into(x, state, (record, table), operand, (row_gemm, column_gemm), counts, outputs)
     return outputs
 
 
@@ -96,27 +98,36 @@ Returns: rows (R', C') E4M3 and their parameters (`folding`), columns (C', R') a
 def fold_into(
     x: Tensor,
     state: Tensor,
-    record: Tensor,
-    table: Tensor,
+    tensors: tuple[Tensor, Tensor],
     operand: int,
     gemms: tuple[int, int],
     counts: bool,
     outputs: Sequence[Tensor],
     by_kernel: bool | None = None,
 ) -> None:
-    """As `fold_operand`, into the tensors that it gave. by_kernel: None leaves the choice to the device."""
+    """As `fold_operand`, into the tensors that it gave.
+
+    Args:
+        x, state, operand, counts, outputs: as there.
+        tensors: record and table.
+        gemms: the row and the column GEMM.
+        by_kernel: None leaves the choice to the device.
+    """
+    record, table = tensors
     if x.numel() == 0 or max(gemms) < 0:
         for output in outputs:
             output.view(torch.uint8).zero_()
-        return
-    if not (x.is_cuda if by_kernel is None else by_kernel):
+    elif x.is_cuda if by_kernel is None else by_kernel:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            _find_scales(x, state, (record[operand], table), gemms, counts, outputs)
+            launch_fold(x, state, record[operand], operand == _GRADIENT, counts, outputs)
+    else:
         found = reference.fold(x, state, record, table, operand, gemms, counts)
-        for layout, (values, parameters) in zip((outputs[:2], outputs[2:]), [one or (None, None) for one in found]):
-            if values is not None and parameters is not None:
-                layout[0].copy_(reference.padded(values, _MULTIPLE))
-                layout[1].copy_(parameters)
-        return
-    _launch(x if x.stride(1) == 1 else x.contiguous(), state, record[operand], table, operand == 1, gemms, counts, outputs)
+        for index, layout in enumerate(found):
+            if layout is not None:
+                outputs[2 * index].copy_(reference.padded(layout[0], _MULTIPLE))
+                outputs[2 * index + 1].copy_(layout[1])
 
 
 def folded(
@@ -124,71 +135,85 @@ def folded(
 ) -> Quantized:
     """Returns `fold_operand` by the kernels or by the reference; the records take note."""
     outputs = _outputs(x, *gemms)
-    fold_into(x, state, records.record, records.table, operand, gemms, True, outputs, by_kernel)
+    fold_into(x, state, (records.record, records.table), operand, gemms, True, outputs, by_kernel)
     return outputs
 
 
-def _launch(
+def _find_scales(
+    x: Tensor,
+    state: Tensor,
+    tensors: tuple[Tensor, Tensor],
+    gemms: tuple[int, int],
+    counts: bool,
+    outputs: Sequence[Tensor],
+) -> None:
+    """Launches `scales_kernel` with the operand's record and the table."""
+    (tokens, channels), (row_gemm, column_gemm) = x.shape, gemms
+    height, width, warps, programs = _PART
+    parts = triton.cdiv(tokens, height) * triton.cdiv(channels, width)
+    scales_kernel[(min(parts, programs),)](
+        x,
+        state,
+        *tensors,
+        outputs[1],
+        outputs[3],
+        tokens,
+        channels,
+        x.stride(0),
+        parts,
+        ROW_GEMM=row_gemm,
+        COLUMN_GEMM=column_gemm,
+        COUNTS=counts,
+        HEIGHT=height,
+        WIDTH=width,
+        num_warps=warps,
+    )
+
+
+def launch_fold(
     x: Tensor,
     state: Tensor,
     record: Tensor,
-    table: Tensor,
     is_gradient: bool,
-    gemms: tuple[int, int],
     counts: bool,
     outputs: Sequence[Tensor],
     tile: tuple[int, int, int] | None = None,
 ) -> None:
-    """Launches both kernels."""
+    """Launches `fold_kernel`, with the parameters of the layouts in `outputs`.
+
+    Args:
+        x, state, counts, outputs: as in `fold_into`.
+        record: of the operand.
+        is_gradient: whether to round stochastically.
+        tile: None: the fastest known.
+    """
     rows, row_parameters, columns, column_parameters = outputs
-    (tokens, channels), (row_gemm, column_gemm) = x.shape, gemms
+    tokens, channels = x.shape
     padded_tokens, padded_channels = _padded(tokens), _padded(channels)
-    height, width, warps, programs = _AMAX_TILE
-    parts = triton.cdiv(tokens, height) * triton.cdiv(channels, width)
-    runs, block, fold_warps = tile or TILE
-    grid = (triton.cdiv(padded_channels, block), triton.cdiv(padded_tokens, 4 * runs))
-    with torch.cuda.device_of(x):  # Triton launches on the current device
-        scales_kernel[(min(parts, programs),)](
-            x,
-            state,
-            record,
-            table,
-            row_parameters,
-            column_parameters,
-            tokens,
-            channels,
-            x.stride(0),
-            parts,
-            ROW_GEMM=row_gemm,
-            COLUMN_GEMM=column_gemm,
-            COUNTS=counts,
-            HEIGHT=height,
-            WIDTH=width,
-            num_warps=warps,
-        )
-        fold_kernel[grid](
-            x,
-            state,
-            record,
-            row_parameters,
-            column_parameters,
-            rows,
-            columns,
-            tokens,
-            channels,
-            padded_tokens,
-            padded_channels,
-            x.stride(0),
-            HAS_ROWS=row_gemm >= 0,
-            HAS_COLUMNS=column_gemm >= 0,
-            IS_GRADIENT=is_gradient,
-            COUNTS=counts,
-            RAGGED=padded_tokens != tokens or padded_channels != channels,
-            RUNS=runs,
-            CHANNELS=block,
-            num_warps=fold_warps,
-            enable_fp_fusion=True,  # products with powers of two are exact
-        )
+    runs, width, warps = tile or TILES[is_gradient]
+    fold_kernel[(triton.cdiv(padded_channels, width), triton.cdiv(padded_tokens, 4 * runs))](
+        x,
+        state,
+        record,
+        row_parameters,
+        column_parameters,
+        rows,
+        columns,
+        tokens,
+        channels,
+        padded_tokens,
+        padded_channels,
+        x.stride(0),
+        HAS_ROWS=rows.shape[0] > 0,
+        HAS_COLUMNS=columns.shape[0] > 0,
+        IS_GRADIENT=is_gradient,
+        COUNTS=counts,
+        RAGGED=padded_tokens != tokens or padded_channels != channels,
+        RUNS=runs,
+        CHANNELS=width,
+        num_warps=warps,
+        enable_fp_fusion=True,  # products with powers of two are exact
+    )
 
 
 @torch.library.impl(_library, "tensor_scaled_product", "CompositeExplicitAutograd")

@@ -1,9 +1,9 @@
 """The exponents of a layer's operands: which are in force, how they follow what passes have seen, and what was lost.
 
-A layer's record is a row of int64 per operand (`OPERANDS`: activation, gradient, weight), on its device. Kernels read the
-exponent s in force and note the largest magnitude of the passes that are trained on. `follow` derives the next s from it
-between optimizer steps. So all micro-batches of a step use the same s, and so does the recomputation of activation
-checkpointing. As long as there is no s, each pass takes that of its own tensor.
+A layer's record is a row of int64 per operand (`OPERANDS`: activation, gradient, weight), on its device. Kernels read
+the exponent s in force and note the largest magnitude of the passes that are trained on. `follow` derives the next s
+from it between optimizer steps. So all micro-batches of a step use the same s, and so does the recomputation of
+activation checkpointing. As long as there is no s, each pass takes that of its own tensor.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ UNSET = 1000
 LIMIT = 60
 # Binades left above the largest magnitude seen, in which the next step's may grow without saturating.
 HEADROOM = 2
-# Binades that s falls by at most in a step. As many as the headroom: after one step of unusually small numbers, those of
-# usual size still fit.
+# Binades that s falls by at most in a step. As many as the headroom: after one step of unusually small numbers, those
+# of usual size still fit.
 FALL = 2
 _INFINITY = 0x7F800000
 
@@ -77,8 +77,8 @@ def pack(records: Sequence[Records]) -> None:
 
 def follow(records: Sequence[Records]) -> None:
     """Sets the next step's exponents: from the largest magnitudes seen since the last call, where there were any."""
-    tensors = {id(tensor): tensor for one in records for tensor in [one.record if one.everything is None else one.everything]}
-    for tensor in tensors.values():
+    tensors = [one.record if one.everything is None else one.everything for one in records]
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
         _follow(tensor.data)  # compiled graphs and autograd must not take notice
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: SIM102  # a constant and a number of the device cannot be combined
 """The Triton kernels that fold operands into E4M3.
 
 Legend: T tokens, C channels; weights have O for T and I for C. What a format is comes from the parameters of a layout
@@ -11,7 +12,6 @@ import triton.language as tl
 
 from ...numerics.formats import E4M3
 from ..triton_numerics import (
-    INTERPRETED,
     RUN,
     amax_of,
     bits_of_runs,
@@ -19,12 +19,12 @@ from ..triton_numerics import (
     pack_fp8,
     power_of_two,
     random_of_runs,
+    to_fp8,
     to_grid,
 )
 from . import folding, records
 
 _MAX_FP8, _SMALLEST_NORMAL = tl.constexpr(E4M3.max), tl.constexpr(2.0**-126)
-_LEAST_NORMAL_FP8, _SPACING_FP8 = tl.constexpr(2.0**E4M3.min_exponent), tl.constexpr(2.0**-E4M3.mantissa_bits)
 _BLOCK, _BLOCK_RUNS = tl.constexpr(folding.BLOCK), tl.constexpr(folding.BLOCK // RUN.value)
 _CARRY, _TOP_FIELD = tl.constexpr(0x3FFFFF), tl.constexpr(127 + 8)  # `folding.exponents_of`
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: added and taken away, it rounds to whole numbers
@@ -172,7 +172,7 @@ def _load(x, run, channel, tokens, channels, stride, RAGGED: tl.constexpr):
 
 @triton.jit
 def _least_powers(amax, parameters):
-    """The powers of two below which a block's grid has the same spacing, from its amax. Infinity, which makes NaN of the
+    """The powers of two below which a block's grid has one spacing, from its amax. Infinity, which makes NaN of the
     whole block, where it holds an infinity or NaN."""
     power = power_of_two(amax * tl.load(parameters + _CEILING))
     return tl.maximum(power, tl.load(parameters + _LEAST))
@@ -230,17 +230,9 @@ def _all_rounded(a, b, c, d, la, lb, lc, ld, bits, spacing, IS_GRADIENT: tl.cons
         a, b = _rounded_randomly(a, fa, la, spacing), _rounded_randomly(b, fb, lb, spacing)
         c, d = _rounded_randomly(c, fc, lc, spacing), _rounded_randomly(d, fd, ld, spacing)
     else:
-        a, b, c, d = _rounded(a, la, spacing), _rounded(b, lb, spacing), _rounded(c, lc, spacing), _rounded(d, ld, spacing)
+        a, b = _rounded(a, la, spacing), _rounded(b, lb, spacing)
+        c, d = _rounded(c, lc, spacing), _rounded(d, ld, spacing)
     return a, b, c, d
-
-
-@triton.jit
-def _within_fp8(x):
-    """What the conversion to E4M3 does by itself on a GPU: rounds to nearest, and saturates."""
-    if INTERPRETED:
-        x = _rounded(x, _LEAST_NORMAL_FP8, _SPACING_FP8)
-        x = tl.where(tl.abs(x) > _MAX_FP8, tl.where(x > 0, _MAX_FP8, -_MAX_FP8), x)
-    return x
 
 
 @triton.jit
@@ -302,10 +294,10 @@ def fold_kernel(
             factor = tl.load(row_parameters + _INVERSE) * scale
             ra, rb, rc, rd = a * factor, b * factor, c * factor, d * factor
         at = rows + (run * RUN)[:, None] * padded_channels + channel[None, :]
-        tl.store(at, _within_fp8(ra).to(tl.float8e4nv))
-        tl.store(at + padded_channels, _within_fp8(rb).to(tl.float8e4nv))
-        tl.store(at + 2 * padded_channels, _within_fp8(rc).to(tl.float8e4nv))
-        tl.store(at + 3 * padded_channels, _within_fp8(rd).to(tl.float8e4nv))
+        tl.store(at, to_fp8(ra))
+        tl.store(at + padded_channels, to_fp8(rb))
+        tl.store(at + 2 * padded_channels, to_fp8(rc))
+        tl.store(at + 3 * padded_channels, to_fp8(rd))
     if HAS_COLUMNS:
         if column_spacing > 0.0:
             amax = _column_amax(a, b, c, d, RUNS, CHANNELS)
@@ -318,7 +310,7 @@ def fold_kernel(
             a, b, c, d = a * factor, b * factor, c * factor, d * factor
         at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
         at += channel.to(tl.int64)[None, :] * (padded_tokens // RUN) + run[:, None]
-        tl.store(at, pack_fp8(_within_fp8(a), _within_fp8(b), _within_fp8(c), _within_fp8(d)))
+        tl.store(at, pack_fp8(a, b, c, d))
     if COUNTS:
         if largest > seen:
             tl.atomic_max(record + _LARGEST, largest)

@@ -6,6 +6,7 @@
 Needs one Hopper GPU. Parts, in the order in which they run unless `--parts` says otherwise:
 
 kernels  the quantization kernels, against the time that their bytes take at the copy rate measured just before
+folding  operands folded into tensor-scaled E4M3, against the same, by tile; their products, with errors
 gemms    the three GEMMs of every linear of the two models, without quantization, against BF16's
 models   whole training steps: AdamW fused, BF16 autocast over FP32 masters, decoder layers compiled one by one; every
          recipe quantizes the linears of the decoder layers and no other
@@ -29,6 +30,7 @@ from pathlib import Path
 import torch
 from shared.origin import origin_of
 from speed_parts import setting
+from speed_parts.folding import folding_part
 from speed_parts.kernels import gemms_part, kernels_part
 from speed_parts.linears import linears_part
 from speed_parts.measuring import described
@@ -40,6 +42,7 @@ from speed_parts.training_steps import models_part, refresh_part
 
 PARTS: dict[str, Callable[[argparse.Namespace, Sequence[Row]], Iterator[Row]]] = {
     "kernels": kernels_part,
+    "folding": folding_part,
     "gemms": gemms_part,
     "models": models_part,
     "refresh": refresh_part,
@@ -92,7 +95,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.linears = options.linears or (LARGEST[:2] if quick else LARGEST)
     options.channels = CHANNELS[:2] if quick else CHANNELS
     known = (*OURS, *OURS_ALONE, *TORCHAO)
-    quickly = ("snip-hf FP4, ties", "snip-hf FP4", "torchao tensorwise")
+    quickly = ("snip-hf FP4, ties", "snip-hf MXFP4, ties", "snip-hf FP4", "torchao tensorwise")
     options.recipes = options.recipes or (quickly if quick else known)
     for recipe in options.recipes:
         if recipe not in known:

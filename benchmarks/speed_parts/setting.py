@@ -23,11 +23,26 @@ LARGEST = ((14336, 4096), (5632, 2048), (4096, 4096), (2048, 2048))
 CHANNELS = (2048, 4096, 5632, 14336)
 TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 BF16 = "BF16"
-# Recipe -> format, and whether tied layers share one quantized input.
-OURS = {"snip-hf FP4, ties": ("fp4", True), "snip-hf FP4, no ties": ("fp4", False), "snip-hf FP8, ties": ("fp8", True)}
+FOLDED = ("mxfp4", "fp8-tensor")
+# Recipe -> fields of its SnipConfig. With ties, tied layers share one quantized input. Of the last but one, any three
+# quarters of the FLOPs are in 4 bits, by GEMM.
+OURS: dict[str, dict[str, Any]] = {
+    "snip-hf FP4, ties": {"policy": "uniform-fp4", "ties": TIES},
+    "snip-hf FP4, no ties": {"policy": "uniform-fp4"},
+    "snip-hf FP8, ties": {"policy": "uniform-fp8", "ties": TIES},
+    "snip-hf MXFP4, ties": {"policy": "uniform-mxfp4", "ties": TIES, "formats": FOLDED},
+    "snip-hf MXFP4 75%, ties": {
+        "policy": "random",
+        "target_fp4_fraction": 0.75,
+        "granularity": "gemm",
+        "ties": TIES,
+        "formats": FOLDED,
+    },
+    "snip-hf FP8 tensor, ties": {"policy": "uniform-fp8-tensor", "ties": TIES, "formats": FOLDED},
+}
 OURS_ALONE = {"snip-hf FP4": "fp4", "snip-hf FP8": "fp8"}
 # Measured with two micro-batches per step too, over half as many steps.
-ACCUMULATING = (BF16, "snip-hf FP4, ties")
+ACCUMULATING = (BF16, "snip-hf FP4, ties", "snip-hf MXFP4, ties")
 WARM_UP = 3
 CHANGES = 20
 # Bytes that a timing of weights goes through, so that none comes from the cache: ten times an H200's.

@@ -28,7 +28,7 @@ from .measuring import (
     peak,
     release,
 )
-from .setting import ACCUMULATING, BF16, OURS, TIES, WARM_UP, Row
+from .setting import ACCUMULATING, BF16, OURS, WARM_UP, Row
 from .torchao_recipes import TORCHAO
 
 
@@ -58,9 +58,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type == "cuda")
         self.controller = None
         if recipe in OURS:
-            fmt, tied = OURS[recipe]
-            snip = SnipConfig(policy=f"uniform-{fmt}", ties=TIES if tied else (), seed=seed)
-            self.controller = SnipController(self.model, self.optimizer, snip)
+            self.controller = SnipController(self.model, self.optimizer, SnipConfig(**OURS[recipe], seed=seed))
         self.call = torch.compile(self.model, **compiling) if whole else self.model
         for layer in () if whole else self.model.model.layers:
             layer.compile(**compiling)
@@ -123,6 +121,7 @@ def train(name: str, recipe: str, options: argparse.Namespace) -> Iterator[Row]:
             "peak_gib": (peak(device) - before) / 2**30,
             "loss": float(loss),
             "first_s": first,
+            "backend": None if training.controller is None else training.controller.backend,
             **graph_counts(),
         }
 

@@ -243,6 +243,15 @@ def _largest(amax, scale):
 
 
 @triton.jit
+def _store_rows(at, a, b, c, d, padded_channels):
+    """The four tokens of each run."""
+    tl.store(at, to_fp8(a))
+    tl.store(at + padded_channels, to_fp8(b))
+    tl.store(at + 2 * padded_channels, to_fp8(c))
+    tl.store(at + 3 * padded_channels, to_fp8(d))
+
+
+@triton.jit
 def fold_kernel(
     x,
     state,
@@ -279,7 +288,8 @@ def fold_kernel(
         scale, inverse, row_spacing = _folded_scale(row_parameters, scale, inverse)
     a, b, c, d = a * inverse, b * inverse, c * inverse, d * inverse  # exact
     if HAS_ROWS:
-        ra, rb, rc, rd = a, b, c, d
+        # Each branch stores what it computed, which takes fewer registers than to join.
+        at = rows + (run * RUN)[:, None] * padded_channels + channel[None, :]
         if row_spacing > 0.0:
             la, lb = _row_amax(a, RUNS, CHANNELS), _row_amax(b, RUNS, CHANNELS)
             lc, ld = _row_amax(c, RUNS, CHANNELS), _row_amax(d, RUNS, CHANNELS)
@@ -290,27 +300,23 @@ def fold_kernel(
             lc = _over_rows(_least_powers(lc, row_parameters), RUNS, CHANNELS)
             ld = _over_rows(_least_powers(ld, row_parameters), RUNS, CHANNELS)
             ra, rb, rc, rd = _all_rounded(a, b, c, d, la, lb, lc, ld, bits, row_spacing, IS_GRADIENT)
+            _store_rows(at, ra, rb, rc, rd, padded_channels)
         else:
             factor = tl.load(row_parameters + _INVERSE) * scale
-            ra, rb, rc, rd = a * factor, b * factor, c * factor, d * factor
-        at = rows + (run * RUN)[:, None] * padded_channels + channel[None, :]
-        tl.store(at, to_fp8(ra))
-        tl.store(at + padded_channels, to_fp8(rb))
-        tl.store(at + 2 * padded_channels, to_fp8(rc))
-        tl.store(at + 3 * padded_channels, to_fp8(rd))
+            _store_rows(at, a * factor, b * factor, c * factor, d * factor, padded_channels)
     if HAS_COLUMNS:
+        at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
+        at += channel.to(tl.int64)[None, :] * (padded_tokens // RUN) + run[:, None]
         if column_spacing > 0.0:
             amax = _column_amax(a, b, c, d, RUNS, CHANNELS)
             if COUNTS and not HAS_ROWS:
                 largest = _largest(amax, scale)
             least = _over_columns(_least_powers(amax, column_parameters), RUNS, CHANNELS)
             a, b, c, d = _all_rounded(a, b, c, d, least, least, least, least, bits, column_spacing, IS_GRADIENT)
+            tl.store(at, pack_fp8(a, b, c, d))
         else:
             factor = tl.load(column_parameters + _INVERSE) * scale
-            a, b, c, d = a * factor, b * factor, c * factor, d * factor
-        at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
-        at += channel.to(tl.int64)[None, :] * (padded_tokens // RUN) + run[:, None]
-        tl.store(at, pack_fp8(a, b, c, d))
+            tl.store(at, pack_fp8(a * factor, b * factor, c * factor, d * factor))
     if COUNTS:
         if largest > seen:
             tl.atomic_max(record + _LARGEST, largest)

@@ -96,7 +96,7 @@ def run(options: argparse.Namespace, text: texts.Text, masked: float) -> Iterato
         identity = {"shape": options.shape, "masked": masked, "step": step}
         if watch.looks:
             for operand, figures in watch.shares().items():
-                yield {**identity, "operand": operand, "loss": float(loss), **figures}
+                yield {**identity, "operand": operand, "loss": float(loss.detach()), **figures}
         watch.end_step()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -313,6 +313,25 @@ def test_compiled_layers_take_new_formats_and_exponents_without_compiling(backen
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("mode", [None, pytest.param("reduce-overhead", marks=on_gpu)])
+def test_layers_that_share_a_graph_note_what_they_see_each_in_its_own_record(mode: str | None) -> None:
+    device = "cpu" if mode is None else "cuda"
+    compiling: dict[str, Any] = {"backend": "aot_eager"} if mode is None else {"mode": mode}
+    layers = {str(index): layer_of(linear(device=device), MXFP4, NAME) for index in range(2)}
+    TENSOR_SCALED.share_inputs(layers, [])
+    torch._dynamo.reset()
+    for number in range(4):
+        for index, layer in enumerate(layers.values()):
+            torch.compiler.cudagraph_mark_step_begin()
+            layer.compile(**compiling) if number == 0 else None
+            x = randn(T, I, device=device) * 2 ** (index + number)
+            through(layer, layer, x)
+            assert record_of(layer)[0, LARGEST] == records.bits_of(float(x.abs().max()))
+        TENSOR_SCALED.after_step(layers)
+    torch._dynamo.reset()
+
+
 def through(module: nn.Module, layer: SnipLinear, x: Tensor) -> dict[str, Tensor]:
     layer.zero_grad()
     x = x.detach().requires_grad_()

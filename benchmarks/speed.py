@@ -7,11 +7,13 @@ Needs one Hopper GPU. Parts, in the order in which they run unless `--parts` say
 
 kernels  the quantization kernels, against the time that their bytes take at the copy rate measured just before
 folding  operands folded into tensor-scaled E4M3, against the same, by tile; their products, with errors
+rounding the emulated backend's rounding of every format, one operand at a time, against the same bound
 gemms    the three GEMMs of every linear of the two models, without quantization, against BF16's
 models   whole training steps: AdamW fused, BF16 autocast over FP32 masters, decoder layers compiled one by one; every
          recipe quantizes the linears of the decoder layers and no other
 refresh  what a refresh costs at 1.1B, in steps of compiled BF16 (`probe_cost.py`)
 compile  graphs and recompilations while plans change; the losses under CUDA graphs
+bf16_mix steps under plans that leave some GEMMs in BF16, and the first step after each change of such a plan
 linears  one linear, forward and backward, with the quantization of its weight
 
 BF16 is measured first and last, and the others are compared with the median of both, since clocks drift. What fails is
@@ -30,11 +32,13 @@ from pathlib import Path
 import torch
 from shared.origin import origin_of
 from speed_parts import setting
+from speed_parts.bf16_mix import bf16_mix_part
 from speed_parts.folding import folding_part
 from speed_parts.kernels import gemms_part, kernels_part
 from speed_parts.linears import linears_part
 from speed_parts.measuring import described
 from speed_parts.plan_changes import compile_part
+from speed_parts.rounding import rounding_part
 from speed_parts.setting import CHANNELS, LARGEST, OURS, OURS_ALONE, WARM_UP, Row
 from speed_parts.tables import report
 from speed_parts.torchao_recipes import TORCHAO
@@ -43,10 +47,12 @@ from speed_parts.training_steps import models_part, refresh_part
 PARTS: dict[str, Callable[[argparse.Namespace, Sequence[Row]], Iterator[Row]]] = {
     "kernels": kernels_part,
     "folding": folding_part,
+    "rounding": rounding_part,
     "gemms": gemms_part,
     "models": models_part,
     "refresh": refresh_part,
     "compile": compile_part,
+    "bf16_mix": bf16_mix_part,
     "linears": linears_part,
 }
 

@@ -29,7 +29,7 @@ from snip_hf.costs.measured_cost import MeasuredCost, cost_shares, describe_cost
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.parallel.ranks import Ranks
-from snip_hf.planning.plan import PlanProvenance
+from snip_hf.planning.plan import PlanProvenance, read_measured
 from snip_hf.training import preparation as preparation_module
 
 measure_cost = partial(measured_cost.measure_cost, formats=SnipConfig().formats)
@@ -118,8 +118,18 @@ def test_every_gemm_gets_the_time_of_its_shape_and_a_frozen_weight_s_gradient_no
             assert row[gemm] == {
                 fmt: 0.0 if frozen else made_up("", torch.device("cpu"), shape, fmt) for fmt in ("bf16", "fp8", "fp4")
             }
-    assert measured.weights["model.layers.1.mlp.up_proj"]["grad_input"] == 2.1e-3 + 1e-9 * 64 * 96
+    assert measured.work["model.layers.1.mlp.up_proj"]["grad_input"] == 2.1e-3 + 1e-9 * 64 * 96
     assert (measured.tokens, measured.machine) == (48, Machine.of(torch.device("cpu"), "emulated"))
+
+
+def test_a_gemm_counts_its_time_in_the_most_precise_quantized_format_of_the_run() -> None:
+    def by_bits(backend: str, device: torch.device, shape: GemmShape, format: str) -> float:
+        return float(FORMATS[format].bits)
+
+    measured = measure_cost(frozen_llama(), 48, "emulated", timer=by_bits, formats=("nvfp4", "mxfp8", "bf16"))
+    assert (measured.formats, measured.reference) == (("bf16", "mxfp8", "nvfp4"), "mxfp8")
+    assert measured.work["model.layers.1.mlp.up_proj"]["grad_input"] == FORMATS["mxfp8"].bits
+    assert read_measured(measured.to_dict()).reference == "mxfp8"
 
 
 def test_layers_of_one_shape_share_a_measurement() -> None:
@@ -215,7 +225,9 @@ BAD_TIMES: list[tuple[Any, str]] = [
     (changed(tokens=True), "measured.tokens is True, expected an integer of at least 1."),
     (changed(machine={}), "measured.machine has no entry 'device'; expected exactly device, torch_version, backend, "),
     (changed(seconds={}), "measured.seconds is empty, expected at least one layer."),
-    (changed(extra=1), "measured has an unknown entry 'extra'; expected exactly machine, tokens, seconds."),
+    (changed(extra=1), "measured has an unknown entry 'extra'; expected exactly machine, tokens, seconds, reference."),
+    (changed(reference="fp9"), "Unknown format 'fp9' for measured.reference; expected one of "),
+    (changed(reference="mxfp8"), "measured.seconds['layers.0.up']['forward'] has no entry 'mxfp8'."),
     (
         lambda m: m["machine"].update(device="a\x1b[2J"),
         "measured.machine.device is 'a\\x1b[2J', expected text without control characters.",
@@ -255,6 +267,13 @@ def test_a_gemm_without_flops_has_no_time() -> None:
         PrecisionPlan.from_dict(document)
     document["measured"]["seconds"]["layers.0.v"]["grad_weight"] = dict.fromkeys(("bf16", "fp8", "fp4"), 0)
     assert PrecisionPlan.from_dict(document).measured is not None
+
+
+def test_a_plan_that_names_no_reference_counts_time_in_fp8() -> None:
+    document = plan_with_times().to_dict()
+    assert "reference" not in document["measured"]  # type: ignore[operator]
+    loaded = PrecisionPlan.from_dict(document)
+    assert loaded.measured is not None and loaded.measured.reference == "fp8"
 
 
 # -------------------------------------------------------------------------------------------------------- whole runs

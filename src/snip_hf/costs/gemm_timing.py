@@ -120,9 +120,17 @@ def gemm_times(
 
 def timed_formats(formats: Sequence[str]) -> tuple[str, ...]:
     """Returns the formats that are timed for a run in these: its own, the reference and the unquantized ones."""
-    return tuple(
-        name for name, fmt in FORMATS.items() if name in formats or name == REFERENCE.name or not fmt.is_quantized
-    )
+    reference = reference_format(formats)
+    return tuple(name for name, fmt in FORMATS.items() if name in (*formats, reference) or not fmt.is_quantized)
+
+
+def reference_format(formats: Sequence[str]) -> str:
+    """Returns the format whose time is what a GEMM counts: the most precise quantized one of a run's formats.
+
+    Args:
+        formats: of the run, the least precise first; without a quantized one FP8 serves.
+    """
+    return next((name for name in reversed(formats) if FORMATS[name].is_quantized), REFERENCE.name)
 
 
 def time_gemm(backend: str, device: torch.device, shape: GemmShape, format: str) -> float:
@@ -169,11 +177,13 @@ def write_times(path: str | os.PathLike[str], times: Mapping[tuple[Machine, Gemm
     write_json_atomic(path, {"schema_version": SCHEMA_VERSION, "kind": KIND, "times": rows})
 
 
-def check_seconds(value: object, where: str) -> Seconds:
+def check_seconds(value: object, where: str, reference: str | None = None) -> Seconds:
     """Returns format -> seconds as plain data; raises ValueError unless all are times above 0, one of the reference."""
     seconds = _typed(dict(value) if isinstance(value, Mapping) else value, dict, where)
-    if REFERENCE.name not in seconds:
-        raise ValueError(f"{where} has no entry {REFERENCE.name!r}.")
+    if not seconds:
+        raise ValueError(f"{where} is empty, expected seconds in at least one format.")
+    if reference is not None and reference not in seconds:
+        raise ValueError(f"{where} has no entry {reference!r}.")
     for fmt, number in seconds.items():
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
             raise ValueError(f"{where}.{fmt} is {ascii(number)[:60]}, expected a number of seconds above 0.")

@@ -1,4 +1,4 @@
-"""The cost of each GEMM, in FLOPs or in measured time: the weights of the program's efficiency constraint."""
+"""The cost of each GEMM, in FLOPs or in measured time: the work that the program's efficiency constraint counts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..layers.state import snip_linears
 from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
 from ..text import printable
-from .flops import Weights
-from .gemm_timing import GemmShape, Machine, Timer, gemm_times, timed_formats
+from .flops import Work
+from .gemm_timing import GemmShape, Machine, Timer, gemm_times, reference_format, timed_formats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,13 @@ class MeasuredCost:
     """Tokens of the micro-batch that the times are of."""
     seconds: Mapping[str, Mapping[str, Mapping[str, float]]]
     """{layer: {gemm: {format: seconds per micro-batch}}}; the grad_weight of a frozen weight is not run and takes 0."""
+    reference: str = REFERENCE.name
+    """The format whose time is what a GEMM counts (`gemm_timing.reference_format`)."""
 
     @property
-    def weights(self) -> dict[str, dict[str, float]]:
-        """Layer -> GEMM -> seconds in the reference format (`formats.REFERENCE`)."""
-        return {layer: {gemm: row[gemm][REFERENCE.name] for gemm in GEMMS} for layer, row in self.seconds.items()}
+    def work(self) -> dict[str, dict[str, float]]:
+        """Layer -> GEMM -> seconds in the reference format."""
+        return {layer: {gemm: row[gemm][self.reference] for gemm in GEMMS} for layer, row in self.seconds.items()}
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -43,7 +45,9 @@ class MeasuredCost:
 
     def to_dict(self) -> dict[str, object]:
         seconds = {layer: {gemm: dict(times) for gemm, times in row.items()} for layer, row in self.seconds.items()}
-        return {"machine": asdict(self.machine), "tokens": self.tokens, "seconds": seconds}
+        # Times in FP8 are written as earlier versions wrote them.
+        reference = {} if self.reference == REFERENCE.name else {"reference": self.reference}
+        return {"machine": asdict(self.machine), "tokens": self.tokens, "seconds": seconds, **reference}
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class CostShare:
     flops: float
     """Share of the linear FLOPs, 0..1."""
     time: float
-    """Share of the linears' measured time in FP8, 0..1."""
+    """Share of the linears' measured time in the reference format, 0..1."""
     seconds: Mapping[str, float]
     """Format -> seconds of all of them, per micro-batch."""
 
@@ -97,10 +101,12 @@ def measure_cost(
         name: {gemm: times[shapes[name, gemm]] if (name, gemm) in shapes else not_run for gemm in GEMMS}
         for name in layers
     }
-    return MeasuredCost(machine=Machine.of(device, backend), tokens=tokens, seconds=seconds)
+    return MeasuredCost(
+        machine=Machine.of(device, backend), tokens=tokens, seconds=seconds, reference=reference_format(formats)
+    )
 
 
-def predicted_times(flops: Weights, measured: MeasuredCost | None) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
+def predicted_times(flops: Work, measured: MeasuredCost | None) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
     """Returns layer -> GEMM -> format -> time for one micro-batch.
 
     Measured times are in seconds. Modelled ones come from `NumberFormat.speed`; their unit is the time that all of
@@ -115,7 +121,7 @@ def predicted_times(flops: Weights, measured: MeasuredCost | None) -> Mapping[st
     }
 
 
-def cost_shares(flops: Weights, measured: MeasuredCost) -> list[CostShare]:
+def cost_shares(flops: Work, measured: MeasuredCost) -> list[CostShare]:
     """Returns the shares of FLOPs and time of every kind of linear and GEMM that has any, in the model's order."""
     members: dict[tuple[str, str], list[str]] = {}
     for layer, row in flops.items():
@@ -123,16 +129,16 @@ def cost_shares(flops: Weights, measured: MeasuredCost) -> list[CostShare]:
             if row[gemm] > 0:
                 members.setdefault((layer.rpartition(".")[2], gemm), []).append(layer)
     all_flops = math.fsum(value for row in flops.values() for value in row.values())
-    all_seconds = measured.total(REFERENCE.name)
+    all_seconds = measured.total(measured.reference)
     shares = []
     for (kind, gemm), layers in members.items():
         seconds = {fmt: math.fsum(measured.seconds[x][gemm][fmt] for x in layers) for fmt in measured.formats}
         share = math.fsum(flops[x][gemm] for x in layers) / all_flops
-        shares.append(CostShare(kind, gemm, share, seconds[REFERENCE.name] / all_seconds, seconds))
+        shares.append(CostShare(kind, gemm, share, seconds[measured.reference] / all_seconds, seconds))
     return shares
 
 
-def describe_cost(flops: Weights, measured: MeasuredCost) -> str:
+def describe_cost(flops: Work, measured: MeasuredCost) -> str:
     """Returns one sentence on how FLOPs and measured time relate."""
     shares = cost_shares(flops, measured)
     dearest, cheapest = max(shares, key=lambda share: share.ratio), min(shares, key=lambda share: share.ratio)

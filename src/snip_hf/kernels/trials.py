@@ -11,6 +11,7 @@ from torch import Tensor
 from ..numerics.formats import NumberFormat
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
+from .emulated import EMULATED
 
 # T, I, O: ragged in what products and runs of scales are multiples of.
 _SIZE = (296, 176, 208)
@@ -54,15 +55,33 @@ def deviation(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
+def is_lost(device: torch.device) -> bool:
+    """Returns True if nothing can run on a device until the process ends, as is so after some CUDA errors."""
+    try:
+        torch.zeros(1, device=device).item()
+    except torch.OutOfMemoryError:
+        return False
+    except RuntimeError:
+        return True
+    return False
+
+
 def fault_of(
-    name: str, other_bytes: Callable[[], list[str]], errors: Callable[[], Iterable[tuple[str, float]]]
+    name: str,
+    device: torch.device,
+    other_bytes: Callable[[], list[str]],
+    errors: Callable[[], Iterable[tuple[str, float]]],
 ) -> str | None:
     """Returns what is wrong with a format's GEMMs, None if nothing is.
 
     Args:
         name: of the format.
+        device: of the trial.
         other_bytes: returns the operands that the device's kernel quantizes to other bytes than the reference.
         errors: yields each GEMM with its deviation.
+
+    Raises:
+        RuntimeError: the trial has left the device unusable, so that emulation would not run there either.
     """
     try:
         others = other_bytes()
@@ -72,6 +91,12 @@ def fault_of(
                 found = f"{gemm} is {error:.2g} off the reference, expected less than {TOLERANCE}"
                 break
     except Exception as error:
+        if is_lost(device):
+            raise RuntimeError(
+                f"The trial of the format {name!r} on {device} ended with {type(error).__name__}: "
+                f"{str(error).splitlines()[0][:_MOST_TEXT]}. Nothing runs on this GPU until the process ends. Start "
+                f"again with backend={EMULATED.name!r}, or with other formats."
+            ) from error
         # A run goes on without these kernels; whatever keeps them from running is said.
         found = f"{type(error).__name__}: {error}"
     return found and f"the trial of {name!r} failed: {found.splitlines()[0][:_MOST_TEXT]}"

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from ..costs.flops import Weights
+from ..costs.flops import Work
 from ..costs.gemm_timing import Machine, check_seconds
 from ..costs.measured_cost import MeasuredCost
 from ..costs.rates import GemmTimes, linear_times, speedup
@@ -92,15 +92,15 @@ class PrecisionPlan:
     @property
     def fp4_time_fraction(self) -> float | None:
         """Share (0..1) of the linears' measured time in FP8 that belongs to GEMMs in FP4; None: not measured."""
-        return None if self.measured is None else self._fp4_fraction(self.assignment, self.measured.weights)
+        return None if self.measured is None else self._fp4_fraction(self.assignment, self.measured.work)
 
     @property
     def stage_fp4_time_fractions(self) -> tuple[float, ...] | None:
         """`fp4_time_fraction` of each stage alone."""
         if self.measured is None:
             return None
-        weights = self.measured.weights
-        return tuple(self._fp4_fraction(stage, weights) for stage in self.stages)
+        work = self.measured.work
+        return tuple(self._fp4_fraction(stage, work) for stage in self.stages)
 
     def linear_speedup(self, rates: str | None = None) -> float | None:
         """Returns the time of the planned GEMMs in BF16 by their time in the plan; None: nothing tells the speeds.
@@ -141,8 +141,8 @@ class PrecisionPlan:
         except (KeyError, TypeError):  # no table, or a plan from elsewhere whose config names anything
             return None
 
-    def _fp4_fraction(self, layers: Iterable[str], weights: Weights) -> float:
-        pairs = [(self.assignment[layer][gemm], weights[layer][gemm]) for layer in layers for gemm in GEMMS]
+    def _fp4_fraction(self, layers: Iterable[str], work: Work) -> float:
+        pairs = [(self.assignment[layer][gemm], work[layer][gemm]) for layer in layers for gemm in GEMMS]
         return math.fsum(weight for name, weight in pairs if FORMATS[name].counts_as_fp4) / math.fsum(
             weight for _, weight in pairs
         )
@@ -329,11 +329,12 @@ def _checked_stages(stages: Any, flops: Flops) -> tuple[tuple[str, ...], ...]:
 
 def read_measured(document: Any) -> MeasuredCost:
     check_type(document, Mapping, "measured", "a JSON object")
+    document = {"reference": MeasuredCost.reference, **document}  # plans of earlier versions do not name it
     check_keys(document, tuple(field.name for field in fields(MeasuredCost)), "measured")
     machine = document["machine"]
     check_type(machine, Mapping, "measured.machine", "a JSON object")
     check_keys(machine, tuple(field.name for field in fields(Machine)), "measured.machine")
-    return MeasuredCost(machine=Machine(**machine), tokens=document["tokens"], seconds=document["seconds"])
+    return MeasuredCost(**{**document, "machine": Machine(**machine)})
 
 
 def _checked_measured(measured: Any, flops: Flops, order: Sequence[str]) -> MeasuredCost:
@@ -343,6 +344,7 @@ def _checked_measured(measured: Any, flops: Flops, order: Sequence[str]) -> Meas
         check_text(getattr(measured.machine, field.name), f"measured.machine.{field.name}")
     if type(measured.tokens) is not int or measured.tokens < 1:
         raise ValueError(f"measured.tokens is {short(measured.tokens)}, expected an integer of at least 1.")
+    check_format(measured.reference, "measured.reference")
     table = _checked_table(measured.seconds, "measured.seconds", lambda value, where: value)
     for layer in table.keys() ^ flops.keys():
         raise ValueError(f"measured.seconds and flops do not both name layer {layer!r}; expected the same layers.")
@@ -353,7 +355,7 @@ def _checked_measured(measured: Any, flops: Flops, order: Sequence[str]) -> Meas
         for gemm in GEMMS:
             where, times = f"measured.seconds[{layer!r}][{gemm!r}]", table[layer][gemm]
             if flops[layer][gemm] > 0:
-                row[gemm] = check_seconds(times, where)
+                row[gemm] = check_seconds(times, where, measured.reference)
             elif not isinstance(times, Mapping) or any(number != 0 for number in times.values()):
                 raise ValueError(f"{where} is {short(times)}, expected 0 in every format: the GEMM has no FLOPs.")
             else:

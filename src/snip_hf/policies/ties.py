@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..numerics.gemms import GEMMS
-
-if TYPE_CHECKING:
-    from .setting import Setting
+from .setting import Setting
 
 
 def check_ties(setting: Setting) -> None:

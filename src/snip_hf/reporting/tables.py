@@ -86,7 +86,8 @@ def print_cost(plan: PrecisionPlan, console: Console) -> None:
 def cost_table(plan: PrecisionPlan) -> Table:
     """One row per kind of linear and GEMM: its share of FLOPs, of time, and its time in each format."""
     assert plan.measured is not None
-    table = new_table(f"Cost (time share: of the time in {REFERENCE.label}; ms: per micro-batch, over all blocks)")
+    reference = FORMATS[plan.measured.reference]
+    table = new_table(f"Cost (time share: of the time in {reference.label}; ms: per micro-batch, over all blocks)")
     for heading in ("linear", "GEMM", "FLOP\nshare", "time\nshare", "time /\nFLOPs"):
         table.add_column(heading, justify="left" if heading in ("linear", "GEMM") else "right")
     for fmt in plan.measured.formats:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..config import SnipConfig
-from ..costs.flops import Weights, linear_flops
+from ..costs.flops import Work, linear_flops
 from ..costs.gemm_timing import read_times
 from ..costs.measured_cost import MeasuredCost, describe_cost, measure_cost
 from ..kernels.backend import BACKENDS, Backend, why_emulated
@@ -22,7 +22,6 @@ from ..layers.convert import convert_model
 from ..layers.layer import SnipLayer
 from ..layers.selection import skip_reasons
 from ..layers.state import pack_states, set_rank
-from ..numerics.formats import REFERENCE
 from ..parallel.pipeline_ranks import Pipeline
 from ..parallel.ranks import Attempt, Processes, Ranks
 from ..planning.checked_values import MAX_TEXT
@@ -98,7 +97,7 @@ def name_of(model: nn.Module) -> str:
 
 
 def cost_of_all(
-    model: nn.Module, tokens: int, backend: str, config: SnipConfig, flops: Weights, processes: Processes, log: Any
+    model: nn.Module, tokens: int, backend: str, config: SnipConfig, flops: Work, processes: Processes, log: Any
 ) -> MeasuredCost:
     """Times the GEMMs of all layers in `flops`, as `measured_cost.measure_cost` does.
 
@@ -129,16 +128,7 @@ def use_backend(
     config: SnipConfig,
     log: logging.Logger,
 ) -> None:
-    """Tells the layers which kernels to run and which rank they are on, and the log what that means.
-
-    Raises:
-        ValueError: times are the budget, and the kernels do not run the format that all of them are compared with.
-    """
-    if config.budget == "measured" and not backend.runs(REFERENCE):
-        raise ValueError(
-            f"budget='measured' counts times in the format {REFERENCE.name!r}, which the backend {backend.name!r} does "
-            "not run. Use budget='flops', target_linear_speedup with rates, or another backend."
-        )
+    """Tells the layers which kernels to run and which rank they are on, and the log what that means."""
     weight = next(iter(layers.values())).weight
     for layer in layers.values():
         layer.snip_backend.release({"": layer})  # what a run before that was not closed may have left

@@ -13,9 +13,7 @@ import torch
 from ...numerics.formats import FORMATS, NumberFormat
 from ...numerics.gemms import CONTRACTIONS, GEMMS
 from .. import emulated
-from ..trials import TOLERANCE as TOLERANCE
-from ..trials import deviation, fault_of
-from ..trials import operands as operands
+from ..trials import deviation, fault_of, operands
 from . import operators
 from .quantization import quantize
 
@@ -58,6 +56,10 @@ def other_bytes(format: NumberFormat, device: torch.device) -> list[str]:
 
 @cache
 def fault(name: str, device: torch.device) -> str | None:
-    """Returns what is wrong with a format's GEMMs on a device, None if nothing is. Takes some seconds, once."""
+    """Returns what is wrong with a format's GEMMs on a device, None if nothing is. Takes some seconds, once.
+
+    Raises:
+        RuntimeError: the trial has left the device unusable, so that emulation would not run there either.
+    """
     format = FORMATS[name]
-    return fault_of(name, lambda: other_bytes(format, device), lambda: errors(format, device))
+    return fault_of(name, device, lambda: other_bytes(format, device), lambda: errors(format, device))

@@ -18,19 +18,23 @@ from .kernels import copy_rate, timed_against
 from .measuring import guarded, milliseconds, replayed, require_tensor_scaled, state_of
 from .setting import LARGEST, Row
 
-# Runs of four tokens, channels and warps of a program.
-TILES = (
-    (8, 64, 1),
-    (8, 32, 1),
-    (16, 32, 1),
-    (16, 64, 1),
-    (8, 128, 2),
-    (16, 64, 2),
-    (8, 64, 2),
-    (16, 64, 4),
-    (16, 128, 4),
-    (32, 64, 4),
+DATA = ("normal", "wide")
+# The first ones are those of --quick.
+TILES: tuple[operators.Tile, ...] = (
+    (8, 64, 1, None),
+    (8, 64, 1, 168),
+    (8, 32, 1, 96),
+    (8, 32, 1, None),
+    (16, 32, 1, None),
+    (16, 64, 1, None),
+    (8, 128, 2, None),
+    (16, 64, 2, None),
+    (8, 64, 2, None),
+    (16, 64, 4, None),
+    (16, 128, 4, None),
+    (32, 64, 4, None),
 )
+_QUICKLY = 3
 # Operand -> the GEMMs that read its rows and its columns.
 _GEMMS_OF = {"activation": (0, 2), "gradient": (1, 2), "weight": (0, 1)}
 
@@ -46,13 +50,16 @@ def folding_part(options: argparse.Namespace, found: Sequence[Row]) -> Iterator[
                 identity = {"operand": operand, "format": fmt, "rows": rows, "columns": channels}
                 yield from guarded(identity, partial(layouts, rate, identity, options), options)
     for operand in ("activation", "gradient"):
-        for tile in TILES:
+        for tile in TILES[:_QUICKLY] if options.quick else TILES:
             identity = {"operand": operand, "format": "mxfp4", "rows": options.tokens, "columns": options.channels[-1]}
-            identity |= {"tile": "x".join(map(str, tile))}
+            identity |= {"tile": "x".join(str(part) for part in tile if part is not None)}
             yield from guarded(identity, partial(one_tile, rate, identity, tile, options), options)
-    for size in LARGEST:
-        identity = {"out_features": size[0], "in_features": size[1], "tokens": options.tokens}
-        yield from guarded(identity, partial(products, size, options), options)
+    for size in LARGEST[:2] if options.quick else LARGEST:
+        for fmt in ("mxfp4", "fp8-tensor"):
+            for data in DATA:
+                identity = {"out_features": size[0], "in_features": size[1], "tokens": options.tokens}
+                identity |= {"format": fmt, "data": data}
+                yield from guarded(identity, partial(products, size, fmt, data, options), options)
 
 
 def operand_of(identity: Row, device: torch.device) -> tuple[Tensor, Tensor, Records]:
@@ -79,7 +86,7 @@ def layouts(rate: float, identity: Row, options: argparse.Namespace) -> Iterator
     yield figures
 
 
-def one_tile(rate: float, identity: Row, tile: tuple[int, int, int], options: argparse.Namespace) -> Iterator[Row]:
+def one_tile(rate: float, identity: Row, tile: operators.Tile, options: argparse.Namespace) -> Iterator[Row]:
     """Times the folding of both layouts alone, without the launch before it that finds the scales."""
     device, operand = options.device, identity["operand"]
     number = OPERANDS.index(operand)
@@ -91,13 +98,13 @@ def one_tile(rate: float, identity: Row, tile: tuple[int, int, int], options: ar
     yield timed_against(bound, milliseconds(fold, device), "both")
 
 
-def products(size: tuple[int, int], options: argparse.Namespace) -> Iterator[Row]:
+def products(size: tuple[int, int], fmt: str, data: str, options: argparse.Namespace) -> Iterator[Row]:
     """Times the three products alone, with exact and with fast sums, and compares both with FP64."""
     (out_features, in_features), tokens, device = size, options.tokens, options.device
-    state, records = state_of("mxfp4", device), Records.new(device)
-    x = torch.randn(tokens, in_features, device=device, dtype=torch.bfloat16)
-    g = torch.randn(tokens, out_features, device=device, dtype=torch.bfloat16)
-    weight = torch.randn(size, device=device, dtype=torch.bfloat16)
+    state, records = state_of(fmt, device), Records.new(device)
+    x, g, weight = (
+        numbers(data, *shape, device=device) for shape in ((tokens, in_features), (tokens, out_features), size)
+    )
     of_x, of_g, of_weight = (
         operators.folded(one, state, records, OPERANDS.index(operand), _GEMMS_OF[operand])
         for operand, one in (("activation", x), ("gradient", g), ("weight", weight))
@@ -123,6 +130,14 @@ def products(size: tuple[int, int], options: argparse.Namespace) -> Iterator[Row
             rates = {"tflops": tera / taken, "bf16_tflops": tera / bf16, "speedup": bf16 / taken}
             fault = error(product(*left, *right, *shape, fast, torch.float32), left, right)
             yield {"gemm": gemm, "fast": fast, "us": 1e3 * taken, **rates, **fault}
+
+
+def numbers(data: str, rows: int, columns: int, device: torch.device) -> Tensor:
+    """Returns normal numbers; of "wide" data, rows and columns have standard deviations over ten binades each."""
+    x = torch.randn(rows, columns, device=device)
+    if data == "wide":
+        x *= torch.exp2(-10 * torch.rand(rows, 1, device=device)) * torch.exp2(-10 * torch.rand(columns, device=device))
+    return x.to(torch.bfloat16)
 
 
 def error(got: Tensor, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], rows: int = 256) -> Row:

@@ -24,8 +24,8 @@ CHANNELS = (2048, 4096, 5632, 14336)
 TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 BF16 = "BF16"
 FOLDED = ("mxfp4", "fp8-tensor")
-# Recipe -> fields of its SnipConfig. With ties, tied layers share one quantized input. Of the last but one, any three
-# quarters of the FLOPs are in 4 bits, by GEMM.
+# Recipe -> fields of its SnipConfig. With ties, tied layers share one quantized input. Of "75%", any three quarters of
+# the FLOPs are in 4 bits, by GEMM.
 OURS: dict[str, dict[str, Any]] = {
     "snip-hf FP4, ties": {"policy": "uniform-fp4", "ties": TIES},
     "snip-hf FP4, no ties": {"policy": "uniform-fp4"},
@@ -38,8 +38,11 @@ OURS: dict[str, dict[str, Any]] = {
         "ties": TIES,
         "formats": FOLDED,
     },
+    "snip-hf MXFP4, ties, fast sums": {"policy": "uniform-mxfp4", "ties": TIES, "formats": FOLDED},
     "snip-hf FP8 tensor, ties": {"policy": "uniform-fp8-tensor", "ties": TIES, "formats": FOLDED},
 }
+# Those in which the tensor cores keep partial sums in 14 bits, in every GEMM.
+FAST_SUMS = ("snip-hf MXFP4, ties, fast sums",)
 OURS_ALONE = {"snip-hf FP4": "fp4", "snip-hf FP8": "fp8"}
 # Measured with two micro-batches per step too, over half as many steps.
 ACCUMULATING = (BF16, "snip-hf FP4, ties", "snip-hf MXFP4, ties")

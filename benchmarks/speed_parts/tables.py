@@ -38,6 +38,7 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
         "columns_ratio": ("/ bound", "{:.2f}"),
         "out_features": ("out", "{}"),
         "in_features": ("in", "{}"),
+        "data": ("data", "{}"),
         "gemm": ("GEMM", "{}"),
         "fast": ("fast sums", "{}"),
         "us": ("product, µs", "{:.0f}"),

@@ -15,6 +15,8 @@ from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig, SnipController
+from snip_hf.kernels.tensor_scaled import operators
+from snip_hf.numerics.gemms import GEMMS
 
 from . import setting
 from .measuring import (
@@ -30,6 +32,8 @@ from .measuring import (
 )
 from .setting import ACCUMULATING, BF16, OURS, WARM_UP, Row
 from .torchao_recipes import TORCHAO
+
+_SUMS = dict(operators.FAST_SUMS)
 
 
 class Training:
@@ -57,6 +61,7 @@ class Training:
             TORCHAO[recipe](self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type == "cuda")
         self.controller = None
+        operators.FAST_SUMS.update(dict.fromkeys(GEMMS, True) if recipe in setting.FAST_SUMS else _SUMS)
         if recipe in OURS:
             self.controller = SnipController(self.model, self.optimizer, SnipConfig(**OURS[recipe], seed=seed))
         self.call = torch.compile(self.model, **compiling) if whole else self.model

@@ -28,9 +28,12 @@ def test_layouts_and_products_are_timed_and_compared_with_exact_sums() -> None:
     identity = {"operand": "gradient", "format": "mxfp4", "rows": 64, "columns": 96}
     (row,) = folding.layouts(1e9, identity, options)
     assert {"both_us", "rows_ratio", "columns_bound_us"} <= set(row)
-    rows = list(folding.products((64, 96), options))
-    assert [(row["gemm"], row["fast"]) for row in rows] == [(gemm, fast) for gemm in GEMMS for fast in (False, True)]
-    assert all(row["largest_error"] < 1e-6 and row["error_norm"] < 1e-6 for row in rows)
+    for data in folding.DATA:
+        rows = list(folding.products((64, 96), "mxfp4", data, options))
+        assert [(row["gemm"], row["fast"]) for row in rows] == [
+            (gemm, fast) for gemm in GEMMS for fast in (False, True)
+        ]
+        assert all(row["largest_error"] < 1e-6 and row["error_norm"] < 1e-6 for row in rows)
 
 
 def test_depths_are_those_of_the_reference_s_scales_below_the_largest() -> None:

@@ -114,7 +114,9 @@ def test_they_do_for_zeros_nan_and_infinities(run: Run) -> None:
     check(run, torch.zeros(64, 64, dtype=torch.bfloat16), MXFP4, "activation", (0, 2))
 
 
-@pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x[3:, 7:], lambda x: x[::2]], ids=str)
+@pytest.mark.parametrize(
+    "view", [lambda x: x.t(), lambda x: x[3:, 7:], lambda x: x[::2]], ids=["transposed", "offset", "every other"]
+)
 def test_they_do_for_every_stride(view: Callable[[Tensor], Tensor], run: Run) -> None:
     check(run, view(rising(70, 140)), MXFP4, "gradient", (1, 2))
 
@@ -127,7 +129,7 @@ def compiled(is_gradient: bool, capability: int) -> Any:
 
     from snip_hf.kernels.tensor_scaled.tiles import fold_kernel
 
-    runs, width, warps = operators.TILES[is_gradient]
+    runs, width, warps, registers = operators.TILES[is_gradient]
     constants = dict.fromkeys(("HAS_ROWS", "HAS_COLUMNS", "COUNTS"), True)
     constants |= {"IS_GRADIENT": is_gradient, "RAGGED": False, "RUNS": runs, "CHANNELS": width}
     kinds = {"x": "*bf16", "state": "*i64", "record": "*i64", "row_parameters": "*fp32", "column_parameters": "*fp32"}
@@ -136,7 +138,7 @@ def compiled(is_gradient: bool, capability: int) -> Any:
     signature = {arg: "constexpr" if arg in constants else kinds.get(arg, "i32") for arg in names}
     divisible = {(index,): [["tt.divisibility", 16]] for index, arg in enumerate(names) if arg not in constants}
     source = ASTSource(fn=fold_kernel, signature=signature, constexprs=constants, attrs=divisible)
-    options = {"num_warps": warps, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

@@ -29,10 +29,12 @@ if TYPE_CHECKING or find_spec("triton") is not None:
 _MULTIPLE = 64
 # Whether partial sums stay in the tensor cores' 14 bits over the whole contraction instead of 128 elements of it.
 FAST_SUMS = {"forward": False, "grad_input": False, "grad_weight": False}
-# Runs of tokens, channels and warps of a program of `fold_kernel`, for activations and weights and for gradients.
-TILES = ((8, 64, 1), (8, 64, 1))
-# Rows, columns and warps of a program of `scales_kernel`, and the most programs.
-_PART = (8, 512, 4, 512)
+Tile = tuple[int, int, int, int | None]
+"""Runs of tokens, channels and warps of a program of `fold_kernel`, and the most registers of a thread; None: any."""
+# For activations and weights, and for gradients: the fastest of those tried on an H200 (docs/log.md).
+TILES: tuple[Tile, Tile] = ((8, 64, 1, None), (8, 64, 1, None))
+# Rows, columns and warps of a program of `scales_kernel`, and the most programs, of all and of those that count.
+_PART = (8, 512, 4, 512, 64)
 _GRADIENT = 1  # in `gemms.OPERANDS`
 
 # Through `Library` and not `custom_op`, which costs 35 microseconds more per call on the host.
@@ -149,7 +151,7 @@ def _find_scales(
 ) -> None:
     """Launches `scales_kernel` with the operand's record and the table."""
     (tokens, channels), (row_gemm, column_gemm) = x.shape, gemms
-    height, width, warps, programs = _PART
+    height, width, warps, programs, counting = _PART
     parts = triton.cdiv(tokens, height) * triton.cdiv(channels, width)
     scales_kernel[(min(parts, programs),)](
         x,
@@ -164,6 +166,7 @@ def _find_scales(
         ROW_GEMM=row_gemm,
         COLUMN_GEMM=column_gemm,
         COUNTS=counts,
+        COUNTING=counting,
         HEIGHT=height,
         WIDTH=width,
         num_warps=warps,
@@ -177,7 +180,7 @@ def launch_fold(
     is_gradient: bool,
     counts: bool,
     outputs: Sequence[Tensor],
-    tile: tuple[int, int, int] | None = None,
+    tile: Tile | None = None,
 ) -> None:
     """Launches `fold_kernel`, with the parameters of the layouts in `outputs`.
 
@@ -190,7 +193,7 @@ def launch_fold(
     rows, row_parameters, columns, column_parameters = outputs
     tokens, channels = x.shape
     padded_tokens, padded_channels = _padded(tokens), _padded(channels)
-    runs, width, warps = tile or TILES[is_gradient]
+    runs, width, warps, registers = tile or TILES[is_gradient]
     fold_kernel[(triton.cdiv(padded_channels, width), triton.cdiv(padded_tokens, 4 * runs))](
         x,
         state,
@@ -212,6 +215,7 @@ def launch_fold(
         RUNS=runs,
         CHANNELS=width,
         num_warps=warps,
+        maxnreg=registers,
         enable_fp_fusion=True,  # products with powers of two are exact
     )
 

@@ -107,11 +107,12 @@ def scales_kernel(
     ROW_GEMM: tl.constexpr,
     COLUMN_GEMM: tl.constexpr,
     COUNTS: tl.constexpr,
+    COUNTING: tl.constexpr,  # programs that count at most
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """The parameters of both layouts. All of x is read only where they need its amax: without an exponent in force, or
-    in a format with one FP32 scale. Otherwise each program counts the blocks of one part that do not fit."""
+    in a format with one FP32 scale. Otherwise some programs count the blocks of one part that do not fit."""
     exponent = tl.load(record + _EXPONENT)
     needed, is_folded = exponent == _UNSET, False
     row_known, column_known, known = table, table, table
@@ -145,8 +146,9 @@ def scales_kernel(
         if COLUMN_GEMM >= 0:
             _write_parameters(column_parameters, column_known, exponent, bits)
     if COUNTS:
-        if is_folded and exponent != _UNSET:
-            part = tl.program_id(0) * (parts // tl.num_programs(0))
+        counting = tl.minimum(tl.num_programs(0), COUNTING)
+        if is_folded and exponent != _UNSET and tl.program_id(0) < counting:
+            part = tl.program_id(0) * (parts // counting)
             inverse = ((127 - exponent.to(tl.int32)) << 23).to(tl.float32, bitcast=True)
             _count(record, known, x, part, tokens, channels, stride, inverse, HEIGHT, WIDTH)
 

@@ -49,9 +49,10 @@ def folding_part(options: argparse.Namespace, found: Sequence[Row]) -> Iterator[
                 rows = options.tokens if operand != "weight" else channels
                 identity = {"operand": operand, "format": fmt, "rows": rows, "columns": channels}
                 yield from guarded(identity, partial(layouts, rate, identity, options), options)
-    for operand in ("activation", "gradient"):
+    for operand in OPERANDS:
         for tile in TILES[:_QUICKLY] if options.quick else TILES:
-            identity = {"operand": operand, "format": "mxfp4", "rows": options.tokens, "columns": options.channels[-1]}
+            rows = options.tokens if operand != "weight" else options.channels[-1]
+            identity = {"operand": operand, "format": "mxfp4", "rows": rows, "columns": options.channels[-1]}
             identity |= {"tile": "x".join(str(part) for part in tile if part is not None)}
             yield from guarded(identity, partial(one_tile, rate, identity, tile, options), options)
     for size in LARGEST[:2] if options.quick else LARGEST:
@@ -93,9 +94,9 @@ def one_tile(rate: float, identity: Row, tile: operators.Tile, options: argparse
     x, state, records = operand_of(identity, device)
     outputs = operators.folded(x, state, records, number, _GEMMS_OF[operand])
     record = records.record[number]
-    fold = partial(operators.launch_fold, x, state, record, operand == "gradient", True, outputs, tile)
+    fold = partial(operators.launch_fold, x, state, record, number, True, outputs, tile)
     bound = (x.nbytes + sum(output.nbytes for output in outputs)) / rate
-    yield timed_against(bound, milliseconds(fold, device), "both")
+    yield timed_against(bound, milliseconds(replayed(fold), device), "both")
 
 
 def products(size: tuple[int, int], fmt: str, data: str, options: argparse.Namespace) -> Iterator[Row]:

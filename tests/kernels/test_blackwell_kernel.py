@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_runs import dump, interpreting, load, moved
 from torch import Tensor
-from triton_interpreter import dump, interpreting, load
 
 pytest.importorskip("triton")
 
@@ -56,8 +56,7 @@ def interpreter() -> Iterator[Run]:
 
 
 def on_cuda(x: Tensor, fmt: NumberFormat, operand: str, contracts: int, numbers: Tensor) -> Any:
-    moved = x.cuda() if x._base is None else x._base.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
-    return tuple(part.cpu() for part in by_kernel(moved, fmt, operand, contracts, numbers.cuda()))
+    return tuple(part.cpu() for part in by_kernel(moved(x), fmt, operand, contracts, numbers.cuda()))
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])

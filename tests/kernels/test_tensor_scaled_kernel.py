@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_runs import dump, interpreting, load, moved
 from torch import Tensor
-from triton_interpreter import dump, interpreting, load
 
 pytest.importorskip("triton")
 
@@ -49,8 +49,7 @@ def interpreter() -> Iterator[Run]:
 
 
 def on_cuda(x: Tensor, state: Tensor, record: Tensor, *arguments: Any) -> Any:
-    moved = x.cuda() if x._base is None else x._base.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
-    return tuple(part.cpu() for part in by_kernel(moved, state.cuda(), record.cuda(), *arguments))
+    return tuple(part.cpu() for part in by_kernel(moved(x), state.cuda(), record.cuda(), *arguments))
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -129,7 +128,7 @@ def compiled(is_gradient: bool, capability: int) -> Any:
 
     from snip_hf.kernels.tensor_scaled.tiles import fold_kernel
 
-    runs, width, warps, registers = operators.TILES[is_gradient]
+    runs, width, warps, registers = operators.TILES[int(is_gradient)]
     constants = dict.fromkeys(("HAS_ROWS", "HAS_COLUMNS", "COUNTS"), True)
     constants |= {"IS_GRADIENT": is_gradient, "RAGGED": False, "RUNS": runs, "CHANNELS": width}
     kinds = {"x": "*bf16", "state": "*i64", "record": "*i64", "row_parameters": "*fp32", "column_parameters": "*fp32"}

@@ -89,20 +89,20 @@ class TensorScaled(TensorCoreBackend):
 
     def share_inputs(self, layers: Mapping[str, Layer], groups: Sequence[Sequence[str]]) -> None:
         super().share_inputs(layers, groups)
-        records.pack([layer.snip_cache.own for layer in layers.values()])
+        records.pack(list(_of_all(layers).values()))
 
     def after_step(self, layers: Mapping[str, Layer]) -> None:
         super().after_step(layers)
-        records.follow([layer.snip_cache.own for layer in layers.values()])
+        records.follow(list(_of_all(layers).values()))
 
     def state_dict(self, layers: Mapping[str, Layer]) -> dict[str, Any]:
-        return records.saved({name: layer.snip_cache.own for name, layer in layers.items()})
+        return records.saved(_of_all(layers))
 
     def load_state_dict(self, layers: Mapping[str, Layer], state: Mapping[str, Any]) -> None:
-        records.load({name: layer.snip_cache.own for name, layer in layers.items()}, state)
+        records.load(_of_all(layers), state)
 
     def findings(self, layers: Mapping[str, Layer]) -> tuple[bool, str] | None:
-        found = records.losses({name: layer.snip_cache.own for name, layer in layers.items()})
+        found = records.losses(_of_all(layers))
         saturated = [one for one in found if one.saturated > _MUCH_SATURATED]
         small = [one for one in found if one.small > _MUCH_SMALL]
         if not saturated and not small:
@@ -130,6 +130,12 @@ class TensorScaled(TensorCoreBackend):
 def _records(layer: Layer, device: torch.device) -> Records:
     own: Records = layer.snip_cache.own
     return own.on(device)
+
+
+def _of_all(layers: Mapping[str, Layer]) -> dict[str, Records]:
+    """Returns the records of the layers that run here; another run may have put some on another backend."""
+    here = {name: layer for name, layer in layers.items() if layer.snip_backend is TENSOR_SCALED}
+    return {name: layer.snip_cache.own for name, layer in here.items()}
 
 
 def _is_trained(layer: Layer) -> bool:

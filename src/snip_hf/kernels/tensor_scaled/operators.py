@@ -31,8 +31,8 @@ _MULTIPLE = 64
 FAST_SUMS = {"forward": False, "grad_input": False, "grad_weight": False}
 Tile = tuple[int, int, int, int | None]
 """Runs of tokens, channels and warps of a program of `fold_kernel`, and the most registers of a thread; None: any."""
-# For activations and weights, and for gradients: the fastest of those tried on an H200 (docs/log.md).
-TILES: tuple[Tile, Tile] = ((8, 64, 1, None), (8, 64, 1, None))
+# For activations, gradients and weights: the fastest of those tried on an H200 (docs/log.md), but for weights.
+TILES: tuple[Tile, Tile, Tile] = ((8, 64, 1, None), (8, 64, 1, None), (8, 64, 1, None))
 # Rows, columns and warps of a program of `scales_kernel`, and the most programs, of all and of those that count.
 _PART = (8, 512, 4, 512, 64)
 _GRADIENT = 1  # in `gemms.OPERANDS`
@@ -123,7 +123,7 @@ def fold_into(
         x = x if x.stride(1) == 1 else x.contiguous()
         with torch.cuda.device_of(x):  # Triton launches on the current device
             _find_scales(x, state, (record[operand], table), gemms, counts, outputs)
-            launch_fold(x, state, record[operand], operand == _GRADIENT, counts, outputs)
+            launch_fold(x, state, record[operand], operand, counts, outputs)
     else:
         found = reference.fold(x, state, record, table, operand, gemms, counts)
         for index, layout in enumerate(found):
@@ -177,7 +177,7 @@ def launch_fold(
     x: Tensor,
     state: Tensor,
     record: Tensor,
-    is_gradient: bool,
+    operand: int,
     counts: bool,
     outputs: Sequence[Tensor],
     tile: Tile | None = None,
@@ -185,15 +185,14 @@ def launch_fold(
     """Launches `fold_kernel`, with the parameters of the layouts in `outputs`.
 
     Args:
-        x, state, counts, outputs: as in `fold_into`.
+        x, state, operand, counts, outputs: as in `fold_into`.
         record: of the operand.
-        is_gradient: whether to round stochastically.
         tile: None: the fastest known.
     """
     rows, row_parameters, columns, column_parameters = outputs
     tokens, channels = x.shape
     padded_tokens, padded_channels = _padded(tokens), _padded(channels)
-    runs, width, warps, registers = tile or TILES[is_gradient]
+    runs, width, warps, registers = tile or TILES[operand]
     fold_kernel[(triton.cdiv(padded_channels, width), triton.cdiv(padded_tokens, 4 * runs))](
         x,
         state,
@@ -209,7 +208,7 @@ def launch_fold(
         x.stride(0),
         HAS_ROWS=rows.shape[0] > 0,
         HAS_COLUMNS=columns.shape[0] > 0,
-        IS_GRADIENT=is_gradient,
+        IS_GRADIENT=operand == _GRADIENT,
         COUNTS=counts,
         RAGGED=padded_tokens != tokens or padded_channels != channels,
         RUNS=runs,

@@ -8,10 +8,10 @@ Trains a Llama in BF16 (autocast over FP32 masters) on text, with labels for all
 sequence masked, as instruction tuning does. At some steps every linear's input X, output gradient G and weight W are
 looked at in blocks of 1x32, along the channels and along the tokens: how many binades the exponent of a block's scale
 lies below that of the tensor's largest block. E4M3 holds 15 binades of E2M1 (`kernels.tensor_scaled`), of which the
-headroom takes two at the top: blocks 13 or more below lose bits. Blocks of zeros are left out.
+headroom takes two at the top, four for G: blocks 13 or more below, 11 for G, lose bits. Blocks of zeros are left out.
 
-Between steps it also follows how far each tensor's largest magnitude rises: what the headroom must cover. JSON lines go
-to --output, with the machine, versions and the command.
+Between steps it also follows how far each tensor's largest magnitude rises, and how often it would have saturated under
+the backend's rule with several headrooms. JSON lines go to --output, with the machine, versions and the command.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf.kernels.tensor_scaled.folding import BLOCK
-from snip_hf.kernels.tensor_scaled.records import HEADROOM
+from snip_hf.kernels.tensor_scaled.records import GRADIENT_HEADROOM, HEADROOM, UNSET, next_exponents, saturates
 
 # Hidden size, inner size, layers, heads, heads of keys.
 SHAPES = {"small": (256, 640, 4, 8, 4), "1.1B": (2048, 5632, 22, 32, 4)}
 BINADES = 15
 _DEEPEST = 40
-OPERANDS = ("X", "G", "W")
+OPERANDS = {"X": HEADROOM, "G": GRADIENT_HEADROOM, "W": HEADROOM}
+# Those for which it is followed how often something would have saturated.
+HEADROOMS = (1, 2, 3, 4, 6)
 
 
 def main() -> None:
@@ -133,6 +135,9 @@ class Watch:
         self._amax: dict[tuple[str, str], Tensor] = {}
         self._before: dict[tuple[str, str], Tensor] = {}
         self._rises: dict[str, list[Tensor]] = {operand: [] for operand in OPERANDS}
+        # Operand, headroom -> the exponents that would be in force, and how often something saturated, by tensor.
+        self._exponents: dict[tuple[str, int], Tensor] = {}
+        self._saturated: dict[tuple[str, int], Tensor] = {}
         self._handles = []
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear) and any(part.isdigit() for part in name.split(".")):
@@ -170,9 +175,9 @@ class Watch:
         for operand, histograms in self._depths.items():
             blocks, energy = (histogram / histogram.sum() for histogram in histograms.cpu())
             found[operand] = {
-                "outside": float(blocks[BINADES - HEADROOM :].sum()),
+                "outside": float(blocks[BINADES - OPERANDS[operand] :].sum()),
                 "outside_without_headroom": float(blocks[BINADES:].sum()),
-                "energy_outside": float(energy[BINADES - HEADROOM :].sum()),
+                "energy_outside": float(energy[BINADES - OPERANDS[operand] :].sum()),
                 "depths": [round(float(share), 9) for share in blocks],
             }
         self._depths.clear()
@@ -184,18 +189,32 @@ class Watch:
             if key in self._before:
                 self._rises[key[1]].append(torch.log2(amax / self._before[key]))
             self._before[key] = amax
+        for operand in OPERANDS:
+            amax = torch.stack([amax for key, amax in self._amax.items() if key[1] == operand])
+            bits = amax.view(torch.int32).to(torch.int64)
+            for headroom in HEADROOMS:
+                key = operand, headroom
+                exponents = self._exponents.get(key, torch.full_like(bits, UNSET))
+                self._saturated[key] = self._saturated.get(key, 0) + saturates(exponents, bits).to(torch.int64)
+                self._exponents[key] = next_exponents(exponents, bits, headroom)
         self._amax.clear()
 
+    def _tensors(self, operand: str) -> list[tuple[str, str]]:
+        return [key for key in self._before if key[1] == operand]
+
     def rises(self) -> dict[str, dict[str, float]]:
-        """Returns, per operand, the largest rise from step to step, and shares of the rises beyond the headroom."""
+        """Returns, per operand, the largest rise and fall, and the shares of steps and tensors that would saturate."""
         found = {}
         for operand, rises in self._rises.items():
             values = torch.stack(rises).cpu() if rises else torch.zeros(0)
             values = values[values.isfinite()]
             if len(values):
-                beyond, falls = (values > HEADROOM).float().mean(), (values < -HEADROOM).float().mean()
                 found[operand] = {"largest_rise": float(values.max()), "largest_fall": float(-values.min())}
-                found[operand] |= {"rises_beyond": float(beyond), "falls_beyond": float(falls)}
+                for headroom in HEADROOMS:
+                    share = self._saturated[operand, headroom].double().mean() / (
+                        len(rises) / len(self._tensors(operand))
+                    )
+                    found[operand][f"saturated_{headroom}"] = float(share)
         return found
 
 
@@ -229,14 +248,17 @@ def table(rows: list[dict[str, Any]]) -> str:
             lines.append(f"{head}{cells} |")
     lines += [
         "",
-        "| shape | masked | operand | largest rise, binades | largest fall | beyond the headroom | falls beyond it |",
-        "|---|---|---|---|---|---|---|",
+        f"| shape | masked | operand | largest rise, binades | largest fall | saturate with {HEADROOMS[0]} binade | "
+        + " | ".join(f"{headroom} binades" for headroom in HEADROOMS[1:])
+        + " |",
+        f"|{'---|' * (5 + len(HEADROOMS))}",
     ]
     for row in rows:
         if row["step"] is None:
+            cells = " | ".join(f"{row[f'saturated_{headroom}']:.1e}" for headroom in HEADROOMS)
             lines.append(
                 f"| {row['shape']} | {row['masked']:.0%} | {row['operand']} | {row['largest_rise']:.2f} | "
-                f"{row['largest_fall']:.2f} | {row['rises_beyond']:.1e} | {row['falls_beyond']:.1e} |"
+                f"{row['largest_fall']:.2f} | {cells} |"
             )
     return "\n".join(lines)
 

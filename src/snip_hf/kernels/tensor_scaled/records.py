@@ -27,10 +27,12 @@ FIELDS = 8
 UNSET = 1000
 # Exponents stay within +-60, so that 2**s and the product of two are normal FP32 numbers.
 LIMIT = 60
-# Binades left above the largest magnitude seen, in which the next step's may grow without saturating.
-HEADROOM = 2
-# Binades that s falls by at most in a step. As many as the headroom: after one step of unusually small numbers, those
-# of usual size still fit.
+# Binades left above the largest magnitude seen, in which the next step's may grow without saturating: of activations
+# and weights, and of gradients. Gradients grew by more than 2 binades in 1 to 2% of the steps of a small model, by 6 at
+# most, and what two more binades cost at the lower end has next to no energy (docs/log.md).
+HEADROOM, GRADIENT_HEADROOM = 2, 4
+# Binades that s falls by at most in a step. Not more than the headroom: after one step of unusually small numbers,
+# those of usual size still fit.
 FALL = 2
 _INFINITY = 0x7F800000
 
@@ -84,15 +86,23 @@ def follow(records: Sequence[Records]) -> None:
 
 def _follow(records: Tensor) -> None:
     exponent, largest = records[..., EXPONENT], records[..., LARGEST]
-    # A step that is not finite says nothing of the next one.
-    is_seen = (largest > 0) & (largest < _INFINITY)
-    least = exponents_of(largest)
-    is_set = exponent != UNSET
-    records[..., CLIPPED] += is_seen & is_set & (least > exponent)
-    wanted = least + HEADROOM
-    wanted = torch.where(is_set, torch.maximum(wanted, exponent - FALL), wanted).clamp_(-LIMIT, LIMIT)
-    exponent.copy_(torch.where(is_seen, wanted, exponent))
+    records[..., CLIPPED] += saturates(exponent, largest)
+    headrooms = [GRADIENT_HEADROOM if name == "gradient" else HEADROOM for name in OPERANDS]
+    exponent.copy_(next_exponents(exponent, largest, torch.tensor(headrooms, device=records.device)))
     largest.zero_()
+
+
+def saturates(exponent: Tensor, largest: Tensor) -> Tensor:
+    """Returns where the largest magnitude (FP32 bits, int64) of a step did not fit under the exponent in force."""
+    return (exponent != UNSET) & (largest < _INFINITY) & (exponents_of(largest) > exponent)
+
+
+def next_exponents(exponent: Tensor, largest: Tensor, headroom: Tensor | int) -> Tensor:
+    """Returns the exponents after a step, from those in force in it and the largest magnitudes (FP32 bits, int64)."""
+    wanted = exponents_of(largest) + headroom
+    wanted = torch.where(exponent == UNSET, wanted, torch.maximum(wanted, exponent - FALL)).clamp_(-LIMIT, LIMIT)
+    # A step that is not finite says nothing of the next one, nor does one without numbers.
+    return torch.where((largest > 0) & (largest < _INFINITY), wanted, exponent)
 
 
 def saved(records: Mapping[str, Records]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from snip_hf.kernels.tensor_scaled.records import (
     CLIPPED,
     EXPONENT,
     FALL,
+    GRADIENT_HEADROOM,
     HEADROOM,
     LARGEST,
     LIMIT,
@@ -208,6 +209,17 @@ def test_the_next_exponent_leaves_headroom_above_the_largest_magnitude_seen() ->
     assert found.record[0, LARGEST] == 0
 
 
+def test_gradients_get_more_headroom() -> None:
+    found = Records.new(CPU)
+    found.record[:, LARGEST] = bits_of(384.0)
+    follow([found])
+    assert dict(zip(OPERANDS, found.record[:, EXPONENT].tolist(), strict=True)) == {
+        "activation": HEADROOM,
+        "gradient": GRADIENT_HEADROOM,
+        "weight": HEADROOM,
+    }
+
+
 def test_it_rises_at_once_falls_slowly_and_stays_without_news() -> None:
     for largest, before, after in ((384.0 * 2**10, 0, 10 + HEADROOM), (384.0 * 2**-20, 0, -FALL), (0.0, 7, 7)):
         found = seen(largest, before)
@@ -341,5 +353,5 @@ def test_a_trial_notices_wrong_products_and_other_bytes(monkeypatch: pytest.Monk
     )
 
 
-def test_the_table_holds_formats_that_are_registered_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_holds_all_formats() -> None:
     assert table_on(CPU).shape[0] == len(FORMATS)

@@ -255,7 +255,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         if row["step"] is None:
-            cells = " | ".join(f"{row[f'saturated_{headroom}']:.1e}" for headroom in HEADROOMS)
+            cells = " | ".join(f"{row.get(f'saturated_{headroom}', float('nan')):.1e}" for headroom in HEADROOMS)
             lines.append(
                 f"| {row['shape']} | {row['masked']:.0%} | {row['operand']} | {row['largest_rise']:.2f} | "
                 f"{row['largest_fall']:.2f} | {cells} |"

@@ -97,6 +97,7 @@ def test_they_do_for_one_layout_alone(operand: str, run: Run) -> None:
     for gemms in ((row_gemm, -1), (-1, column_gemm)):
         check(run, rising(40, 64), MIXED[0], operand, gemms)
         check(run, rising(40, 64), MXFP4, operand, gemms, 1)
+        check(run, rising(1, 200), ("ufp4", "ufp4", "ufp4"), operand, gemms)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (33, 257)])

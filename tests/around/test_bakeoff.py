@@ -321,9 +321,7 @@ def test_spikes_are_jumps_far_above_the_steps_before() -> None:
 
 
 def command(folder: Path, path: Path, *more: str) -> int:
-    return main(
-        ["run", str(path), "--output", str(folder / "runs.jsonl"), "--cache", str(folder / "cache"), *more]
-    )
+    return main(["run", str(path), "--output", str(folder / "runs.jsonl"), "--cache", str(folder / "cache"), *more])
 
 
 @pytest.mark.slow

@@ -787,7 +787,6 @@ def test_lines_of_reports_are_broken_at_120_characters_and_tables_are_not() -> N
     ]  # fmt: skip
 
 
-
 def test_report_fills_the_markers_of_documents(tmp_path: Path) -> None:
     lines, experiments = grid()
     page = tmp_path / "README.md"
@@ -810,9 +809,7 @@ def test_grids_fill_their_own_markers_of_one_document(tmp_path: Path) -> None:
 
 def test_origin_gives_the_command_as_it_was() -> None:
     lines = [a_line(command="python a --b 'c|d'"), a_line(seed=1, command="python a --b 'c|d'")]
-    assert "| 2 | 0123456789-dirty | GPU | hopper | 2.11.0 | `python a --b 'c\\|d'` |" in report.origin_table(
-        lines
-    )
+    assert "| 2 | 0123456789-dirty | GPU | hopper | 2.11.0 | `python a --b 'c\\|d'` |" in report.origin_table(lines)
 
 
 @pytest.mark.parametrize(

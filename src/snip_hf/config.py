@@ -148,8 +148,10 @@ class SnipConfig(FieldNames):
     They are whole sequences, spread evenly over the micro-batch, at least one per rank, and stand for all of it
     (ours)."""
     probe_memory_mib: int | None = None
-    """Most MiB that a probe may hold beyond the model, activations not counted (`estimation.memory`).
-    It then keeps fewer tokens if it has to. None: no bound."""
+    """Most MiB that a probe may hold beyond the model.
+    It then keeps fewer tokens if it has to (`estimation.memory`), and runs blocks twice instead of holding their
+    activations (`estimation.room`), which changes no number. None: tokens are not bounded, and the rest stays within
+    what a training step of this model and micro-batch takes."""
     loss_estimator: LossEstimator = "token-fisher"
     """Estimator of the loss divergence: "token-fisher", "taylor" or "norm".
     "token-fisher" (ours): curvature, which training does not take away. "taylor" (ours): with the first-order effect

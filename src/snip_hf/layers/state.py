@@ -33,6 +33,12 @@ def plain_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
+def block_of(layer: str) -> str:
+    """Returns the name of the block that a layer is in: up to and with the first number ("model.layers.3")."""
+    match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", layer)
+    return match.group() if match else layer
+
+
 def pack_states(layers: Mapping[str, SnipLayer]) -> None:
     """Makes the states of all layers on one device rows of one tensor, which `set_step` then writes in one go."""
     devices: dict[torch.device, list[SnipLayer]] = {}

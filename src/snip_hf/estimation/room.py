@@ -1,0 +1,167 @@
+"""The room that the passes of a probe have on the device, and what they do twice in order to stay within it.
+
+A pass in FP32 holds the activations of every block and a moved copy of every swapped weight. A block that is recomputed
+holds its input alone: its forward runs once more in the backward pass, and its moved weights are made again each time.
+The first blocks are recomputed, as few as are needed: theirs is the last part of the backward pass, when the
+activations of all others are gone. No number depends on it, to the bit.
+
+The default room follows from the sizes of model and micro-batch, so that equal runs do equal work. It is what a
+training step of these sizes holds while its loss is computed, less the gradients, which exist beside a probe and not
+there. A probe then takes no more than the step that it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..layers.layer import SnipLayer
+from ..layers.selection import head_of
+from ..layers.state import block_of
+from ..parallel.sharding import own_part
+from .moved_weights import can_be_remade
+from .recomputation import recomputes_already
+
+MIB = 2**20
+# Less is not worth a second forward pass: any GPU that trains has it.
+LEAST_ROOM = 1024 * MIB
+_FP32 = 4
+# Bytes per token, and feature into or out of a swapped layer. A pass in FP32: measured for Llamas on a GPU, 4 for the
+# feature itself, the rest for norms, attention and activation functions.
+_IN_A_PASS = 5.0
+# A compiled training step in BF16 (Llamas: 1.34 where quantized operands are not saved, 1.67 where they are).
+_IN_A_STEP = 4 / 3
+# Per token and word of the vocabulary: logits in FP32, their logarithms and their gradients.
+_PER_WORD = 12
+# Tensors of a weight's size that the derivative of an optimizer's update is computed with.
+_AT_ONCE = 6
+
+
+@dataclass(frozen=True)
+class Thrift:
+    """What the passes of a probe do twice."""
+
+    recomputed: tuple[str, ...] = ()
+    """Blocks, by their names in plans, whose activations are computed again."""
+    remade: frozenset[str] = frozenset()
+    """Layers whose moved weights are made again, if that can be done (`moved_weights.can_be_remade`)."""
+
+
+NO_THRIFT = Thrift()
+
+
+@dataclass(frozen=True)
+class _Block:
+    name: str
+    layers: tuple[str, ...]
+    inputs: int
+    """Features of its first layer's input."""
+    features: int
+    """Into and out of its layers."""
+    remade: int
+    """Elements of the moved weights that can be made again."""
+    held: int
+    """Elements of the others."""
+    largest: int
+    """Elements of its largest weight."""
+
+
+def default_room(model: nn.Module, layers: Mapping[str, SnipLayer], tokens: int) -> float:
+    """Returns the bytes that a probe may take without its step's peak getting higher, roughly.
+
+    Args:
+        model: a converted model, without wrappers.
+        layers: the swapped layers.
+        tokens: of the micro-batch that is trained on.
+    """
+    features = dict.fromkeys(map(block_of, layers), 0)
+    for name, layer in layers.items():
+        features[block_of(name)] += layer.in_features + layer.out_features
+    per_token = sum(features.values()) * _IN_A_STEP
+    if recomputes_already(model):  # inputs of blocks, in FP32 under autocast, and one block
+        firsts = {block_of(name): layers[name].in_features for name in reversed(list(layers))}
+        per_token = sum(firsts.values()) * _FP32 + max(features.values()) * _IN_A_STEP
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    gradients = sum(own_part(parameter).numel() * parameter.element_size() for parameter in trained)
+    return max(LEAST_ROOM, tokens * (per_token + _PER_WORD * _words(model)) - gradients)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How large the passes of a probe are."""
+
+    tokens: int
+    """That they run on."""
+    kept: int
+    """Tokens per layer that samples are kept of."""
+    probes: int
+    """Number of random directions; 0: a single pass."""
+
+
+def find_thrift(
+    model: nn.Module, layers: Mapping[str, SnipLayer], elementwise: Collection[str], room: float, passes: Passes
+) -> Thrift:
+    """Returns what a probe's passes have to do twice in order to stay within so many bytes, or to come near.
+
+    Args:
+        model: a converted model, without wrappers.
+        layers: the swapped layers.
+        elementwise: those that move along a direction that can be made within a pass; others' are held.
+        room: bytes.
+        passes: their sizes.
+    """
+    blocks = _blocks_of(layers, elementwise, is_moved=passes.probes > 0)
+    is_recomputed = recomputes_already(model)
+    words = _PER_WORD * passes.tokens * _words(model)
+    counts = range(len(blocks) + 1)
+    fitting = (count for count in counts if _peak(blocks, count, passes, is_recomputed, words) <= room)
+    chosen = blocks[: next(fitting, len(blocks))]
+    remade = [layer for block in chosen for layer in block.layers if passes.probes and layer in elementwise]
+    return Thrift(() if is_recomputed else tuple(block.name for block in chosen), frozenset(remade))
+
+
+def _blocks_of(layers: Mapping[str, SnipLayer], elementwise: Collection[str], is_moved: bool) -> list[_Block]:
+    members: dict[str, list[str]] = {}
+    for name in layers:
+        members.setdefault(block_of(name), []).append(name)
+    blocks = []
+    for block, names in members.items():
+        sizes = {name: own_part(layers[name].weight).numel() for name in names} if is_moved else {}
+        remade = sum(size for name, size in sizes.items() if name in elementwise and can_be_remade(name, layers))
+        features = sum(layers[name].in_features + layers[name].out_features for name in names)
+        inputs, largest = layers[names[0]].in_features, max(sizes.values(), default=0)
+        blocks.append(_Block(block, tuple(names), inputs, features, remade, sum(sizes.values()) - remade, largest))
+    return blocks
+
+
+def _peak(blocks: Sequence[_Block], count: int, passes: Passes, is_recomputed: bool, words: float) -> float:
+    """Returns the most bytes that the passes hold at once if the first `count` blocks are recomputed.
+
+    That is when the loss is computed, or when the first block's backward pass runs: beside the samples of both sides.
+
+    Args:
+        blocks: all of them.
+        count: see above.
+        passes: their sizes.
+        is_recomputed: whether the model recomputes every block anyway.
+        words: bytes of the logits and what is computed from them.
+    """
+    twice, once = blocks[:count], blocks[count:]
+    # Of the pass before, and of the directions before: X, G and their derivatives.
+    sides = passes.probes + (passes.probes > 1)
+    samples = _FP32 * passes.kept * sum(block.features for block in blocks)
+    moved = _FP32 * (sum(block.remade for block in once) + sum(block.held for block in blocks))
+    inputs = _FP32 * passes.tokens * sum(block.inputs for block in (blocks if is_recomputed else twice))
+    kept = 0.0 if is_recomputed else _IN_A_PASS * passes.tokens * sum(block.features for block in once)
+    # Half as much again for the gradients within the block.
+    again = [1.5 * _IN_A_PASS * passes.tokens * block.features + _FP32 * block.remade for block in twice]
+    at_loss, at_end = sides * samples + kept + words, (sides + 1) * samples + max(again, default=0.0)
+    return moved + inputs + max(at_loss, at_end) + _AT_ONCE * _FP32 * max((block.largest for block in twice), default=0)
+
+
+def _words(model: nn.Module) -> int:
+    """Returns how many words the output head tells apart; 0 where it is not known."""
+    weight = getattr(head_of(model), "weight", None)
+    return 0 if weight is None else int(weight.shape[0])

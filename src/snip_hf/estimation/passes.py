@@ -44,15 +44,18 @@ def run_pass(
     before = RandomState.now()
     try:
         batch.random_state.restore()
-        with (
-            _for_all_threads(model),
-            _everything_kept(model),
-            without_sharding_hooks(model),
-        ):
+        with traceless(model):
             _stand_in(model, weights)
             return _run(model, dict(batch.kwargs), autocast, backward, run)
     finally:
         before.restore()
+
+
+@contextmanager
+def traceless(model: nn.Module) -> Iterator[None]:
+    """Lets the model run uncompiled, without hooks that only observe, and puts it back as it was."""
+    with _for_all_threads(model), _everything_kept(model), without_sharding_hooks(model):
+        yield
 
 
 def _stand_in(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

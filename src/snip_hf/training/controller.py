@@ -108,7 +108,7 @@ class SnipController:
 
     def _begin(self, run: RunParts, max_steps: int | None) -> None:
         """Takes over the parts of the run, puts the hooks in place and says what the run starts with."""
-        self.model = run.model
+        self.config, self.model = run.config, run.model
         self.model_name = run.in_force.model_name
         self.backend = run.backend
         """Name of the backend in use."""

@@ -18,7 +18,6 @@ from .field_values import (
     check_bits,
     check_formats,
     check_stages,
-    check_ties,
     check_type,
 )
 from .kernels.backend import BACKENDS
@@ -158,9 +157,8 @@ class SnipConfig(FieldNames):
     (ours)."""
     probe_memory_mib: int | None = None
     """Most MiB that a probe may hold beyond the model.
-    It then keeps fewer tokens if it has to (`estimation.memory`), and runs blocks twice instead of holding their
-    activations (`estimation.room`), which changes no number. None: tokens are not bounded, and the rest stays within
-    what a training step of this model and micro-batch takes."""
+    It then keeps fewer tokens if it has to, and runs blocks twice (`estimation.room`), which changes no number. None:
+    tokens are not bounded; the rest stays within what a training step takes."""
     loss_estimator: LossEstimator = "token-fisher"
     """Estimator of the loss divergence: "token-fisher", "taylor" or "norm".
     "token-fisher" (ours): curvature, which training does not take away. "taylor" (ours): with the first-order effect
@@ -232,7 +230,6 @@ class SnipConfig(FieldNames):
         object.__setattr__(self, "ties", as_ties(self.ties))
         if not (self.stages is None or isinstance(self.stages, int)):
             object.__setattr__(self, "stages", tuple(as_names("stages", stage) for stage in self.stages))
-        check_ties(self.ties)
         check_stages(self.stages)
 
     def _check_ranges(self) -> None:

@@ -36,22 +36,22 @@ def check_bits(name: str, value: object) -> None:
 
 
 def as_ties(ties: object) -> str | tuple[tuple[str, ...], ...]:
-    """Returns ties as tuples of names, or `FOUND`; raises TypeError if they are neither."""
+    """Returns ties as tuples of names, or `FOUND`.
+
+    Raises:
+        TypeError: they are neither.
+        ValueError: a name is in more than one tie.
+    """
     if ties == FOUND:
         return FOUND
     if not isinstance(ties, list | tuple):
         raise TypeError(f"ties={ties!r} has type {type(ties).__name__}; expected {FOUND!r} or lists of names.")
-    return tuple(as_names("ties", tie) for tie in ties)
-
-
-def check_ties(ties: str | tuple[tuple[str, ...], ...]) -> None:
-    """Raises ValueError if a name is in more than one tie."""
-    if isinstance(ties, str):
-        return
-    counts = Counter(name for tie in ties for name in dict.fromkeys(tie))
+    found = tuple(as_names("ties", tie) for tie in ties)
+    counts = Counter(name for tie in found for name in dict.fromkeys(tie))
     for name, count in counts.items():
         if count > 1:
             raise ValueError(f"ties: {name!r} is in more than one tie; put all names that share a format into one.")
+    return found
 
 
 def check_stages(stages: int | tuple[tuple[str, ...], ...] | None) -> None:

@@ -13,7 +13,8 @@ products  the three GEMMs without quantization, against BF16's
 kernels   quantization of an operand, against the time that its bytes take at the copy rate
 steps     whole training steps of a small model, compiled, against BF16 and torchao
 
-What fails is a line with its error, and the rest goes on. Exit codes: 0 if all checks pass; 1 if one does not, or if
+What fails is a line with its error, and the rest goes on. After some CUDA errors nothing runs until the process ends:
+then the block says so, and what was left to do. Exit codes: 0 if all checks pass; 1 if one does not, or if
 the machine lacks something, which is then named. On a CPU the products multiply what the packed bytes stand for, and
 nothing is timed: that checks the script.
 """
@@ -34,7 +35,7 @@ from torch import Tensor
 from snip_hf.kernels.blackwell import operators, packing
 from snip_hf.kernels.blackwell.backend import BLACKWELL
 from snip_hf.kernels.blackwell.quantization import quantize
-from snip_hf.kernels.blackwell.trial import TOLERANCE, errors, operands, other_bytes
+from snip_hf.kernels.blackwell.trial import TOLERANCE, errors, is_lost, operands, other_bytes
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import CONTRACTIONS, GEMMS
 
@@ -42,6 +43,15 @@ from snip_hf.numerics.gemms import CONTRACTIONS, GEMMS
 LINEARS = [(14336, 4096), (4096, 14336), (4096, 4096)]
 Clock = Callable[[Callable[[], Any]], float]
 """Call -> milliseconds."""
+Part = Callable[[argparse.Namespace, torch.device], Iterator[str]]
+LOST = (
+    "THE GPU IS LOST: after the last error above nothing runs on it until the process ends, so the rest was not run. "
+    "Start again without the format that failed (--formats)."
+)
+
+
+class GpuIsLost(Exception):
+    """Nothing runs on the GPU until the process ends. Has the line of what failed last."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,18 +63,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"This script cannot run here: {missing}. It needs a Blackwell GPU, torch for CUDA 12.8+ and Triton.")
         print("With --device cpu it checks itself: the same bytes, products on the CPU, no times.")
         return 1
-    lines, passed = checks(options.formats, device)
-    if device.type == "cuda":
-        for part in (products, kernels, steps):
+    about, lines, passed = described(options), [], False
+    try:
+        passed = checks(options.formats, device, lines)
+        for part in (products, kernels, steps) if device.type == "cuda" else ():
             lines.append("")
-            try:
-                for line in part(options, device):
-                    print(line, flush=True)
-                    lines.append(line)
-            except Exception as error:
-                lines.append(f"{part.__name__} ended: {told(error)}")
-    print("\n".join(["", "```", *described(options), "", *lines, "```"]))
+            run_part(part, options, device, lines)
+    except GpuIsLost as error:
+        lines += [str(error), "", LOST]
+        passed = False
+    print("\n".join(["", "```", *about, "", *lines, "```"]))
     return 0 if passed else 1
+
+
+def run_part(part: Part, options: argparse.Namespace, device: torch.device, lines: list[str]) -> None:
+    """Prints the lines of a part as they come, and adds them to the block."""
+    try:
+        for line in part(options, device):
+            print(line, flush=True)
+            lines.append(line)
+    except GpuIsLost:
+        raise
+    except Exception as error:
+        ended = f"{part.__name__} ended: {told(error)}"
+        if is_lost(device):
+            raise GpuIsLost(ended) from error
+        lines.append(ended)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -102,9 +126,10 @@ def described(options: argparse.Namespace) -> list[str]:
     return [*lines, ", ".join(f"{name} {found}" for name, found in packages.items()), source["command"]]
 
 
-def checks(formats: Sequence[str], device: torch.device) -> tuple[list[str], bool]:
-    """Returns a line per format, and whether all are right."""
-    lines, passed = [f"checks ({', '.join(GEMMS)}: distance from the emulated GEMM, at most {TOLERANCE})"], True
+def checks(formats: Sequence[str], device: torch.device, lines: list[str]) -> bool:
+    """Adds a line per format, and returns whether all are right."""
+    lines.append(f"checks ({', '.join(GEMMS)}: distance from the emulated GEMM, at most {TOLERANCE})")
+    passed = True
     for name in formats:
         try:
             others, found = other_bytes(FORMATS[name], device), dict(errors(FORMATS[name], device))
@@ -113,9 +138,11 @@ def checks(formats: Sequence[str], device: torch.device) -> tuple[list[str], boo
             text = f"bytes {bytes_are}; " + ", ".join(f"{error:.1e}" for error in found.values())
         except Exception as error:
             is_right, text = False, told(error)
+            if is_lost(device):
+                raise GpuIsLost(f"{name:14} WRONG  {text}") from error
         passed &= is_right
         lines.append(f"{name:14} {'ok' if is_right else 'WRONG'}  {text}")
-    return lines, passed
+    return passed
 
 
 def told(error: Exception) -> str:
@@ -133,12 +160,19 @@ def clock_of(device: torch.device) -> Clock:
     return clock
 
 
-def line_of(label: str, measure: Callable[[], str]) -> str:
-    """Returns a line with what was measured, or with the error."""
+def line_of(label: str, measure: Callable[[], str], device: torch.device) -> str:
+    """Returns a line with what was measured, or with the error.
+
+    Raises:
+        GpuIsLost: after this error nothing else can be measured.
+    """
     try:
         return f"{label} {measure()}"
     except Exception as error:
-        return f"{label} {told(error)}"
+        line = f"{label} {told(error)}"
+        if is_lost(device):
+            raise GpuIsLost(line) from error
+        return line
 
 
 def products(options: argparse.Namespace, device: torch.device) -> Iterator[str]:
@@ -154,7 +188,7 @@ def products(options: argparse.Namespace, device: torch.device) -> Iterator[str]
                 rates = [flops / clock(call) / 1e9 for call in gemm_calls(name, size, device)]
                 return " / ".join(f"{rate:.0f}" for rate in rates)
 
-            yield line_of(f"{out_features:5} x {in_features:5} {name:14}", measure)
+            yield line_of(f"{out_features:5} x {in_features:5} {name:14}", measure, device)
 
 
 def gemm_calls(name: str, size: tuple[int, int, int], device: torch.device) -> Iterator[Callable[[], Tensor]]:
@@ -200,7 +234,7 @@ def kernels(options: argparse.Namespace, device: torch.device) -> Iterator[str]:
                     found.append(f"{taken:.3f} ms ({taken / bound:.1f})")
                 return "rows {}, columns {}".format(*found)
 
-            yield line_of(f"{name:14} {operand:10}", measure)
+            yield line_of(f"{name:14} {operand:10}", measure, device)
 
 
 def steps(options: argparse.Namespace, device: torch.device) -> Iterator[str]:
@@ -217,7 +251,7 @@ def steps(options: argparse.Namespace, device: torch.device) -> Iterator[str]:
             speed = f"{base / taken:.3f} times BF16's speed" if base else "BF16 failed, so no ratio"
             return f"{taken:.1f} ({speed}), loss {loss:.4f}"
 
-        yield line_of(f"{name:20}", measure)
+        yield line_of(f"{name:20}", measure, device)
 
 
 if __name__ == "__main__":

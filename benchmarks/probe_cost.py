@@ -2,11 +2,14 @@
 
     python benchmarks/probe_cost.py --sizes 1M 3M 10M 30M 100M
     python benchmarks/probe_cost.py --device cuda --sizes 1B --compile --output runs/probe-cost.jsonl
+    python benchmarks/probe_cost.py --formats fp4,fp8 mxfp4,nvfp4,fp4,mxfp8,fp8 --sizes 3M --refreshes 5
 
 An ordinary step is forward, backward and AdamW of a Llama that snip-hf has not touched, on random tokens (times do not
 depend on them): on CUDA under BF16 autocast over FP32 weights with fused AdamW, in FP32 on a CPU. Then `SnipController`
 refreshes: probe (passes and sums), program, solver beside `--delay` further steps, application. "refresh" is all that
-training waits for; "waited" is the solver's part of it. Sizes are in `SIZES`; 1B is TinyLlama-1.1B's shape.
+training waits for; "waited" is the solver's part of it. Sizes are in `SIZES`; 1B is TinyLlama-1.1B's shape. With
+several `--formats` the refreshes take turns, so that a change of the machine's load meets all alike; "/ first" is the
+time of passes and sums over that of the first formats: on a CPU the processor's, which other programs hardly change.
 """
 
 from __future__ import annotations
@@ -42,11 +45,13 @@ SIZES = {
 # JSON field -> head of its column and format of its figures.
 COLUMNS = {
     "size": ("model", "{}"),
+    "formats": ("formats", "{}"),
     "parameters": ("parameters", "{:,}"),
     "linears": ("linears", "{}"),
     "step": ("step, s", "{:.3g}"),
     "passes": ("passes, s", "{:.3g}"),
     "sums": ("sums, s", "{:.3g}"),
+    "of_first": ("/ first", "{:.2f}"),
     "program": ("program, s", "{:.2g}"),
     "rest": ("rest, s", "{:.2g}"),
     "waited": ("waited, s", "{:.2g}"),
@@ -71,6 +76,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, help="tokens of a sequence (default 256; 1B 2048)")
     parser.add_argument("--probe-batch-tokens", type=int, help="as in SnipConfig; 0 for all (default as there)")
     parser.add_argument("--probe-tokens", type=int, help="as in SnipConfig; 0 for all (default as there)")
+    parser.add_argument("--formats", nargs="+", default=[",".join(SnipConfig().formats)], help="lists to compare")
     parser.add_argument("--steps", type=int, default=5, help="ordinary steps to time, after two more (default 5)")
     parser.add_argument("--refreshes", type=int, default=2, help="refreshes to time, after one more (default 2)")
     parser.add_argument("--delay", type=int, default=10, help="apply_delay: steps beside the solver (default 10)")
@@ -81,12 +87,12 @@ def main() -> None:
     print(", ".join(f"{name} {value}" for name, value in source.items()))
     found = []
     for size in options.sizes:
-        figures = measure(size, options)
-        found.append(figures)
-        print(json.dumps(figures), flush=True)
-        if options.output:
-            with options.output.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({**figures, **source}) + "\n")
+        for figures in measure(size, options):
+            found.append(figures)
+            print(json.dumps(figures), flush=True)
+            if options.output:
+                with options.output.open("a", encoding="utf-8") as stream:
+                    stream.write(json.dumps({**figures, **source}) + "\n")
         gc.collect()  # the model, which holds itself in circles
     print(f"\n| {' | '.join(head for head, _ in COLUMNS.values())} |\n|{'---|' * len(COLUMNS)}")
     for figures in found:
@@ -97,8 +103,8 @@ def cell(value: Any, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the figures of one size: medians in seconds, MiB, counts, and the settings."""
+def measure(size: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the figures of one size for each of the formats: medians in seconds, MiB, counts, and the settings."""
     hidden, inner, blocks, vocabulary, key_heads, rows, length = SIZES[size]
     rows, length = options.rows or rows, options.length or length
     heads = {"num_attention_heads": hidden // HEAD, "num_key_value_heads": int(hidden // HEAD * key_heads)}
@@ -119,27 +125,40 @@ def measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
         seconds.append(clocked(device, lambda: train(run, optimizer, batch)))
     step, step_peak = statistics.median(seconds[2:]), peak_mib(device)
 
-    parts = [refresh(model, optimizer, batch, options) for _ in range(options.refreshes + 1)][1:]
-    figures = {name: statistics.median(part[name] for part in parts) for name in parts[0] if parts[0][name] is not None}
+    refreshes = [
+        [refresh(model, optimizer, batch, settings(options, formats)) for formats in options.formats]
+        for _ in range(options.refreshes + 1)
+    ][1:]
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {
-        "size": size,
-        "parameters": parameters,
-        "linears": 7 * blocks,
-        "weights_mib": 4 * parameters / 2**20,
-        "step": step,
-        "step_peak_mib": step_peak,
-        "refresh_peak_mib": None,
-        **figures,
-        "refresh_steps": figures["refresh"] / step,
-        "rows": rows,
-        "length": length,
-        "compiled": options.compile,
-        **{name: getattr(settings(options), name) for name in ("probe_batch_tokens", "probe_tokens", "apply_delay")},
-    }
+    first = None
+    for formats, parts in zip(options.formats, zip(*refreshes, strict=True), strict=True):
+        figures = {
+            name: statistics.median(part[name] for part in parts) for name in parts[0] if parts[0][name] is not None
+        }
+        first = first or figures["probe"]
+        kept = settings(options, formats)
+        yield {
+            "size": size,
+            "formats": formats,
+            "parameters": parameters,
+            "linears": 7 * blocks,
+            "weights_mib": 4 * parameters / 2**20,
+            "step": step,
+            "step_peak_mib": step_peak,
+            "refresh_peak_mib": None,
+            **figures,
+            "of_first": figures["probe"] / first,
+            "probes": [round(part["probe"], 4) for part in parts],
+            "refresh_steps": figures["refresh"] / step,
+            "refreshes": options.refreshes,
+            "rows": rows,
+            "length": length,
+            "compiled": options.compile,
+            **{name: getattr(kept, name) for name in ("probe_batch_tokens", "probe_tokens", "apply_delay")},
+        }
 
 
-def settings(options: argparse.Namespace) -> SnipConfig:
+def settings(options: argparse.Namespace, formats: str) -> SnipConfig:
     """Returns the configuration of a run whose first step refreshes and whose first step under the plan checks."""
     given = {name: getattr(options, name) for name in ("probe_batch_tokens", "probe_tokens")}
     return SnipConfig(
@@ -150,15 +169,16 @@ def settings(options: argparse.Namespace) -> SnipConfig:
         refresh_on_drift=0.0,
         drift_every=1,
         solver="highs",
+        formats=tuple(formats.split(",")),
         **{name: value or None for name, value in given.items() if value is not None},
     )
 
 
 def refresh(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any], options: argparse.Namespace
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any], config: SnipConfig
 ) -> dict[str, Any]:
     """Refreshes once, under a controller of its own, and returns seconds per part, and MiB."""
-    device, config = batch["labels"].device, settings(options)
+    device = batch["labels"].device
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         planner = SnipController(model, optimizer, config, output_dir=folder)
@@ -176,15 +196,16 @@ def refresh(
         with timing(seconds, device):
             before, after = step(1)
         peak = peak_mib(device)
-        for number in range(2, 2 + options.delay):
+        for number in range(2, 2 + config.apply_delay):
             after = step(number)[1]
-        step(2 + options.delay)  # under the plan, with a check
+        step(2 + config.apply_delay)  # under the plan, with a check
         planner.close()
         lines = [json.loads(line) for line in Path(folder, "snip", "history.jsonl").read_text().splitlines()]
     assert all(line["reason"] is None for line in lines[1:]), lines
     [line], [check] = ([line for line in lines if line["event"] == event] for event in ("refresh", "drift"))
     waited = line["seconds"]["waited"]
     return {
+        "probe": seconds["divergences" if device.type == "cuda" else "divergences of the processor"],
         "passes": seconds["passes"],
         "sums": seconds["divergences"] - seconds["passes"],
         "program": seconds["program"],
@@ -211,7 +232,9 @@ def timing(seconds: dict[str, float], device: torch.device) -> Iterator[None]:
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = []
+            began = time.process_time()
             seconds[name] = clocked(device, lambda: result.append(function(*args, **kwargs)))
+            seconds[f"{name} of the processor"] = time.process_time() - began
             return result[0]
 
         return call

@@ -16,10 +16,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import random
 import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+from shared.origin import origin_of
 
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.planning.solver.solution import SolverError
@@ -102,19 +107,25 @@ def main() -> None:
     parser.add_argument("--options", type=int, choices=[2, *RATES], default=2)
     parser.add_argument("--speedup", type=float, default=2.5, help="with more than two options")
     parser.add_argument("--rates", nargs="+", choices=["table", "measured"], default=["table"], help="as above")
+    parser.add_argument("--output", type=Path, help="JSONL file; a line per seed is added")
     args = parser.parse_args()
 
     columns = ("groups", "stages", "rates", "solver", "answered by", "median s", "most s", "largest gap")
     print("{:>7} {:>6} {:>8} {:>7} {:>34} {:>9} {:>8} {:>12}".format(*columns))
     kinds = ["-"] if args.options == 2 else args.rates
+    source = origin_of("cpu")
     for groups, stages, rates, solver in itertools.product(args.groups, args.stages, kinds, args.solvers):
-        print(f"{groups:7d} {stages:6d} {rates:>8} {solver:>7} {_row(args, groups, stages, rates, solver)}", flush=True)
+        which = {"groups": groups, "stages": stages, "options": args.options, "rates": rates, "asked": solver}
+        lines = list(_solved(args, groups, stages, rates, solver))
+        print(f"{groups:7d} {stages:6d} {rates:>8} {solver:>7} {_row(lines)}", flush=True)
+        if args.output:
+            with args.output.open("a", encoding="utf-8") as stream:
+                stream.writelines(json.dumps({**which, **line, **source}) + "\n" for line in lines)
 
 
-def _row(args: argparse.Namespace, groups: int, stages: int, rates: str, solver: str) -> str:
-    """Solves one size by one solver for every seed; returns what the table says of it."""
+def _solved(args: argparse.Namespace, groups: int, stages: int, rates: str, solver: str) -> Iterator[dict[str, Any]]:
+    """Solves one size by one solver for every seed; yields what the solver said, up to its first error."""
     fields = {"solver": solver, "time_limit": args.time_limit, "relative_gap": args.relative_gap}
-    results = []
     for seed in range(args.seeds):
         if args.options == 2:
             problem = make_problem(groups, stages, seed, args.target, **fields)
@@ -123,12 +134,26 @@ def _row(args: argparse.Namespace, groups: int, stages: int, rates: str, solver:
             problem = make_speed_problem(groups, stages, seed, args.options, args.speedup, timed, **fields)
         try:
             with SolverProcess.start(problem) as process:
-                results.append(process.result())
+                result = process.result()
         except SolverError as error:
-            return str(error)
-    seconds = [result.seconds for result in results]
-    gap = max(math.inf if result.gap is None else result.gap for result in results)
-    name = " ".join(sorted({f"{result.solver}, {result.status}" for result in results}))
+            yield {"seed": seed, "error": str(error)}
+            return
+        yield {
+            "seed": seed,
+            "seconds": result.seconds,
+            "gap": result.gap,
+            "solver": result.solver,
+            "status": result.status,
+        }
+
+
+def _row(lines: Sequence[dict[str, Any]]) -> str:
+    """Returns what the table says of all seeds."""
+    if "error" in lines[-1]:
+        return str(lines[-1]["error"])
+    seconds = [line["seconds"] for line in lines]
+    gap = max(math.inf if line["gap"] is None else line["gap"] for line in lines)
+    name = " ".join(sorted({f"{line['solver']}, {line['status']}" for line in lines}))
     return f"{name:>34} {statistics.median(seconds):9.3f} {max(seconds):8.3f} {gap:12.2e}"
 
 

@@ -6,11 +6,13 @@
 Needs one Hopper GPU. Parts; the last two run only if `--parts` names them, since they take minutes of their own:
 
 kernels  the quantization kernels, against the time that their bytes take at the copy rate measured just before
+rounding the emulated backend's rounding of every format, one operand at a time, against the same bound
 gemms    the three GEMMs of every linear of the two models, without quantization, against BF16's
 models   whole training steps: AdamW fused, BF16 autocast over FP32 masters, decoder layers compiled one by one; every
          recipe quantizes the linears of the decoder layers and no other
 refresh  what a refresh costs at 1.1B, in steps of compiled BF16 (`probe_cost.py`)
 compile  graphs and recompilations while plans change; the losses under CUDA graphs
+bf16_mix steps under plans that leave some GEMMs in BF16, and the first step after each change of such a plan
 linears  one linear, forward and backward, with the quantization of its weight
 trainer  runs of the Hugging Face Trainer with torch_compile=True, by regions, and the preset "hopper": median step
          after the first plan, two refreshes apart, memory with and without them, the first step, recompilations
@@ -32,11 +34,13 @@ from pathlib import Path
 import torch
 from shared.origin import origin_of
 from speed_parts import setting
+from speed_parts.bf16_mix import bf16_mix_part
 from speed_parts.crossing import crossing_part
 from speed_parts.kernels import gemms_part, kernels_part
 from speed_parts.linears import linears_part
 from speed_parts.measuring import described
 from speed_parts.plan_changes import compile_part
+from speed_parts.rounding import rounding_part
 from speed_parts.setting import CHANNELS, IN_TRAINER, LARGEST, OURS, OURS_ALONE, WARM_UP, Row
 from speed_parts.tables import report
 from speed_parts.torchao_recipes import BLOCKWISE, TORCHAO
@@ -45,10 +49,12 @@ from speed_parts.training_steps import models_part, refresh_part
 
 PARTS: dict[str, Callable[[argparse.Namespace, Sequence[Row]], Iterator[Row]]] = {
     "kernels": kernels_part,
+    "rounding": rounding_part,
     "gemms": gemms_part,
     "models": models_part,
     "refresh": refresh_part,
     "compile": compile_part,
+    "bf16_mix": bf16_mix_part,
     "linears": linears_part,
     "trainer": trainer_part,
     "crossing": crossing_part,

@@ -141,17 +141,20 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"formats": ("fp8", "bf16"), "target_fp4_fraction": 0.1},
-        "target_fp4_fraction=0.1 cannot be met in the formats ('fp8', 'bf16'); expected a format of at most 4 bits "
-        "among them. Without one, set target_linear_speedup with rates, or target_fp4_fraction=0.",
+        "target_fp4_fraction=0.1 cannot be met in the formats ('fp8', 'bf16'): 0 is the largest attainable; expected "
+        "a format of at most 4 bits among them. Without one, set target_linear_speedup with rates, or "
+        "target_fp4_fraction=0.",
     ),
     (
         {"formats": ("fp8", "bf16")},
-        "target_fp4_fraction=0.75 (the default) cannot be met in the formats ('fp8', 'bf16'); expected a format of at "
-        "most 4 bits among them. Without one, set target_linear_speedup with rates, or target_fp4_fraction=0.",
+        "target_fp4_fraction=0.75 (the default) cannot be met in the formats ('fp8', 'bf16'): 0 is the largest "
+        "attainable; expected a format of at most 4 bits among them. Without one, set target_linear_speedup with "
+        "rates, or target_fp4_fraction=0.",
     ),
     (
         {"formats": ("fp4", "int9")},
-        f"Unknown format 'int9' for formats; expected one of {', '.join(FORMATS)}. Did you mean 'int8'?",
+        f"Unknown format 'int9' for formats; expected one of {', '.join(FORMATS)}. Did you mean 'int8'? A format of "
+        "your own is registered first: by `snip_hf.register_format`, or by `--import MODULE` on the command line.",
     ),
     ({"objective": "sum"}, "objective='sum' is not known; expected one of additive, horizon, paper."),
     (

@@ -140,7 +140,7 @@ def test_a_new_format_rounds_as_its_data_say() -> None:
 
 def test_a_new_format_can_stand_beside_the_two_built_in_ones(tmp_path: Path, programs: list[dict[str, Any]]) -> None:
     register_format(own4())
-    assert "own4" in formats and timed_formats(["own4"]) == ("bf16", "fp8", "own4")
+    assert "own4" in formats and timed_formats(["own4", "fp8"]) == ("bf16", "fp8", "own4")
     run = train(tmp_path, SnipConfig(**SCHEDULE, formats=("fp4", "own4", "fp8"), target_fp4_fraction=0.9))
     assert options_of(programs[-1]) == {("fp8", "own4", "fp4")}
     assert set(run.refreshes[0]["divergence"]) == {"fp4", "own4", "fp8"}

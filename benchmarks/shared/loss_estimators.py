@@ -19,7 +19,7 @@ from snip_hf.estimation.samples import LayerSample
 from snip_hf.kernels.rounding import fake_quantize
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
-from snip_hf.optimizers.rules import Situation
+from snip_hf.optimizers.update_rules import Situation
 
 from .weight_estimators import Point, hessian_traces, mean_square
 

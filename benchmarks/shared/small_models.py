@@ -15,8 +15,12 @@ from torch import Tensor, nn
 from transformers import (
     Adafactor,
     AutoModelForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
     GPTNeoXConfig,
     LlamaConfig,
+    Olmo2Config,
+    PhiConfig,
     PretrainedConfig,
     Qwen3Config,
 )
@@ -24,27 +28,44 @@ from transformers import (
 from .texts import LENGTH, VOCABULARY, Text
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
     "num_attention_heads": 4,
     "max_position_embeddings": LENGTH,
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
 }
+FAMILIES = ("llama", "qwen3", "gpt-neox", "llama-tied", "olmo2", "gemma3", "phi", "glm4")
 
 
-def config(family: str, hidden: int = 128, blocks: int = 6) -> PretrainedConfig:
-    """Returns the shape of a family: "llama" (grouped-query), "llama-tied", "qwen3", "gpt-neox"."""
-    shape = {**_COMMON, "hidden_size": hidden, "num_hidden_layers": blocks}
+def config(family: str, hidden: int = 128, blocks: int = 6, vocabulary: int = VOCABULARY) -> PretrainedConfig:
+    """Returns the shape of a family.
+
+    llama       grouped-query attention, SiLU; llama-tied with the embedding as its head
+    qwen3       the same with norms of queries and keys
+    olmo2       norms behind attention and MLP instead of before them, and of queries and keys
+    gemma3      sandwich norms, norms of queries and keys, gated GELU, windows of 64 tokens in five of six blocks, tied
+    glm4        sandwich norms, biases of queries, keys and values, gate and up as one linear
+    gpt-neox    attention and MLP side by side behind a norm each, biases, GELU, queries, keys and values as one linear
+    phi         attention and MLP side by side behind one norm, biases, GELU
+    """
+    shape = {**_COMMON, "vocab_size": vocabulary, "hidden_size": hidden, "num_hidden_layers": blocks}
     gated = {**shape, "intermediate_size": 3 * hidden, "num_key_value_heads": 2}
+    head = hidden // 4
     if family == "gpt-neox":
         return GPTNeoXConfig(**shape, intermediate_size=4 * hidden, use_parallel_residual=True)
+    if family == "phi":
+        return PhiConfig(**shape, intermediate_size=4 * hidden)
     if family == "qwen3":
-        return Qwen3Config(**gated, head_dim=hidden // 4)
+        return Qwen3Config(**gated, head_dim=head)
+    if family == "olmo2":
+        return Olmo2Config(**gated)
+    if family == "gemma3":
+        return Gemma3TextConfig(**gated, head_dim=head, query_pre_attn_scalar=head, sliding_window=64)
+    if family == "glm4":
+        return Glm4Config(**gated, head_dim=head, attention_bias=True)
     return LlamaConfig(**gated, tie_word_embeddings=family == "llama-tied")
 
 
-FAMILIES = ("llama", "qwen3", "gpt-neox", "llama-tied")
 OPTIMIZERS = ("adamw", "sgd", "lion", "adafactor", "muon", "adamw8bit")
 
 
@@ -122,11 +143,18 @@ class State:
 
 
 def new_state(
-    family: str, optimizer: str, device: str, rows: int = 8, seed: int = 0, hidden: int = 128, blocks: int = 6
+    family: str,
+    optimizer: str,
+    device: str,
+    rows: int = 8,
+    seed: int = 0,
+    hidden: int = 128,
+    blocks: int = 6,
+    vocabulary: int = VOCABULARY,
 ) -> State:
     """Returns an untrained model with its optimizers."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config(family, hidden, blocks)).to(device).train()
+    model = AutoModelForCausalLM.from_config(config(family, hidden, blocks, vocabulary)).to(device).train()
     return State(family, optimizer, model, optimizers(optimizer, model), rows)
 
 

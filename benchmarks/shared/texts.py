@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
 VOCABULARY = 2048
+BYTES = 256
 LENGTH = 256
 
 
@@ -57,6 +58,11 @@ def token_ids(path: Path | None, tokenizer: Tokenizer | None = None) -> np.ndarr
     pieces = _pieces(path)
     encodings = (tokenizer or train_tokenizer(path)).encode_batch(pieces)
     return np.concatenate([np.array(encoding.ids, np.uint16) for encoding in encodings])
+
+
+def byte_ids(path: Path | None) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """Returns the bytes of a text as ids, of which there are `BYTES`."""
+    return np.frombuffer("".join(_pieces(path)).encode(), np.uint8).astype(np.uint16)
 
 
 def train_tokenizer(path: Path | None) -> Tokenizer:

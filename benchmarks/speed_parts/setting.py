@@ -40,3 +40,6 @@ WARM_UP = 3
 CHANGES = 20
 # Bytes that a timing of weights goes through, so that none comes from the cache: ten times an H200's.
 BEYOND_CACHE = 2**29
+# Of a decoder layer's GEMMs, for part bf16_mix, and its steps to time.
+BF16_SHARES = (0.0, 0.1, 0.25, 0.5)
+MIX_STEPS = 5

@@ -95,7 +95,8 @@ def contenders(lines: Iterable[Row], shown: Iterable[str] = ()) -> list[Contende
     for runs in groups.values():
         spec = runs[0]["spec"]
         others = peers[runs[0]["label"], spec["model"], spec["share"]]
-        differing = [name for name in others[0] if any(other.get(name) != others[0][name] for other in others)]
+        names = dict.fromkeys(name for other in others for name in other)
+        differing = [name for name in names if any(other.get(name) != others[0].get(name) for other in others)]
         parts = [f"{name} {spec.get(name)}" for name in differing if name not in shown]
         ordered = sorted(runs, key=lambda run: run["spec"]["seed"])
         for one, other in pairwise(ordered):

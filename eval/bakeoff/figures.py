@@ -25,6 +25,7 @@ from .contenders import Contender, contenders
 from .gaps import diverged
 from .linear_model import GapModel
 from .lines import Row
+from .plans import format_letters
 from .ranking import beating_snip
 from .significance import LEAST_PAIRS
 from .tables import share_name
@@ -57,7 +58,6 @@ _SKIPPED_PART = 0.2
 _FILLED = 0.76
 # What is worse than the median contender by this factor is named instead of drawn.
 _FAR = 8.0
-_LETTERS = {"bf16": "b", "fp8": "8", "fp4": "4"}
 _MOST_NAMED_ROWS = 64
 
 
@@ -278,16 +278,18 @@ def plan_figure(lines: Lines) -> Figure | None:
     height = 2.0 + min(max(0.16 * len(layers), 2.0), 12.0)
     figure = Figure(figsize=(12, height), dpi=150, layout="constrained")
     axes = figure.subplots(1, len(GEMMS), sharey=True)
-    colours = ListedColormap([FORMATS[name].colour for name in _LETTERS])
-    codes = {letter: code for code, letter in enumerate(_LETTERS.values())}
+    letters = format_letters(line)
+    names = sorted(letters, key=lambda name: -FORMATS[name].bits)
+    colours = ListedColormap([FORMATS[name].colour for name in names])
+    codes = {letters[name]: code for code, name in enumerate(names)}
     for column, (panel, gemm) in enumerate(zip(axes, GEMMS, strict=True)):
         image = np.array([[codes[letter] for letter in plan["formats"][column :: len(GEMMS)]] for plan in plans]).T
         rows = np.arange(len(layers) + 1) - 0.5
-        panel.pcolormesh(edges, rows, image, cmap=colours, vmin=-0.5, vmax=len(_LETTERS) - 0.5)
+        panel.pcolormesh(edges, rows, image, cmap=colours, vmin=-0.5, vmax=len(names) - 0.5)
         panel.set_title(gemm, fontsize=10)
         panel.set_xlabel("optimizer step")
     _name_layers(axes, layers)
-    handles = [Patch(facecolor=FORMATS[name].colour, edgecolor="0.4", label=name) for name in _LETTERS]
+    handles = [Patch(facecolor=FORMATS[name].colour, edgecolor="0.4", label=name) for name in names]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     title = f"{line['label']}, {spec['model']}, target FP4 share {share_name(spec['share'])}, seed {spec['seed']}"
     figure.suptitle(f"Plans over time: {title}", fontsize=11)
@@ -296,7 +298,8 @@ def plan_figure(lines: Lines) -> Figure | None:
 
 def _plan_preference(line: Row) -> tuple[bool, float, int, int]:
     spec = line["spec"]
-    return spec["granularity"] != "gemm", abs(spec["share"] - _MAIN_SHARE), -len(line["plans"]), spec["seed"]
+    share = line["fp4_fraction"] if spec["share"] is None else spec["share"]
+    return spec["granularity"] != "gemm", abs(share - _MAIN_SHARE), -len(line["plans"]), spec["seed"]
 
 
 def _name_layers(axes: Sequence[Axes], layers: Sequence[str]) -> None:

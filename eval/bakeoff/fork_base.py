@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_l
 from snip_hf import SnipConfig, SnipController
 from snip_hf.numerics.formats import FORMATS
 
-from .fork_recipe import Fork, ForkRecipe
+from .fork_recipe import Fork, ForkRecipe, uniform_policy
 from .fork_text import ForkText
 from .training import adamw
 
@@ -115,7 +115,7 @@ def train_base(recipe: ForkRecipe, text: ForkText, seed: int, device: torch.devi
     trainee = Trainee(recipe, text, device, seed)
     controller = None
     if FORMATS[training.format].is_quantized:
-        config = SnipConfig(policy=f"uniform-{training.format}", backend=recipe.backend, seed=seed)
+        config = SnipConfig(policy=uniform_policy(training.format), backend=recipe.backend, seed=seed)
         controller = SnipController(trainee.model, trainee.optimizer, config)
     order = _order(text, seed)
     for step in range(1, max(points) + 1):

@@ -6,7 +6,6 @@ The keys are described in eval/README.md.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from recipes.parts.recipe import DataSection, ModelSection, TokenizerSection, build, read_values
-from snip_hf.config import SnipConfig
+from snip_hf.config import POLICIES, SnipConfig
 from snip_hf.numerics.formats import FORMATS, UNQUANTIZED
 from snip_hf.numerics.gemms import GEMMS
+from snip_hf.policies.registry import register_policy
+from snip_hf.policies.uniform import uniform
+
+from .grid import combinations
 
 _KEYS = ("data", "tokenizer", "train_sequences", "model", "training", "forks", "snip", "cells")
+_OPTIONAL_KEYS = ("comparisons",)
 _FORK_KEYS = ("base_seeds", "points", "data_seeds", "steps")
 # Which GEMMs run in a cell's format; the others run in BF16.
 GEMM_SETS = {"all": GEMMS, "forward": ("forward",), "backward": ("grad_input", "grad_weight")}
-# Fields of SnipConfig that hold lists themselves.
-_LISTS = ("formats", "ties", "stages", "skip_modules")
 _FORK_DECIDES = ("seed", "fixed_plan", "first_refresh", "refresh_every", "apply_delay", "start_format")
 
 
@@ -99,8 +101,7 @@ class Contender:
         """Returns the configuration that makes the contender's plan at the first step of a fork."""
         own = dict(self.settings)
         if self.format is not None:
-            quantized = FORMATS[self.format].is_quantized
-            own = {"policy": f"uniform-{self.format}" if quantized else self.format, "backend": backend}
+            own = {"policy": uniform_policy(self.format), "backend": backend}
         when = {"first_refresh": fork.point + 1, "refresh_every": None, "apply_delay": 0}
         return SnipConfig.from_dict(own | when | {"seed": fork.seed})
 
@@ -119,9 +120,17 @@ class ForkRecipe:
     """Of a fork."""
     backend: str
     """Of every contender and of the base."""
-    forks: tuple[Fork, ...]
+    blocks: tuple[tuple[Fork, ...], ...]
+    """All contenders run in the forks of the first block, then in those of the second, ..."""
     contenders: tuple[Contender, ...]
     """The most important first."""
+    comparisons: Mapping[str, tuple[tuple[str, str], ...]]
+    """Family -> pairs of contenders' names; the report corrects for the number of tests within a family."""
+
+    @property
+    def forks(self) -> tuple[Fork, ...]:
+        """Those of all blocks."""
+        return tuple(fork for block in self.blocks for fork in block)
 
     def setting(self, text: str) -> str:
         """Returns what tells forks from those of another text, model, base or length."""
@@ -132,7 +141,9 @@ class ForkRecipe:
         return _hash([text, asdict(self.model), asdict(self.base), self.backend, seed])
 
     def runs(self, text: str) -> dict[str, tuple[Contender, Fork]]:
-        """Returns id -> contender and fork: all forks of the first contender, then of the second, ...
+        """Returns id -> contender and fork, in the order in which they run.
+
+        Within a block these are all forks of the first contender, then of the second, ...
 
         Args:
             text: `ForkText.digest`.
@@ -140,8 +151,9 @@ class ForkRecipe:
         setting = self.setting(text)
         return {
             _hash([setting, contender.to_dict(), asdict(fork)]): (contender, fork)
+            for block in self.blocks
             for contender in self.contenders
-            for fork in self.forks
+            for fork in block
         }
 
 
@@ -156,7 +168,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ForkRecipe:
         ValueError, TypeError: an unknown or missing key, or a value out of range; the message names it.
     """
     values = read_values(path, overrides)
-    _check_keys(str(path), values, _KEYS)
+    _check_keys(str(path), values, _KEYS, _OPTIONAL_KEYS)
     base = build(BaseSection, "training", values["training"])
     FORMATS.checked(base.format, "training.format")
     forks = values["forks"]
@@ -167,8 +179,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ForkRecipe:
             f"forks.points={points} with forks.steps={steps}; expected points from 1 to {base.steps - steps}, so that "
             f"forks end within the schedule (training.steps={base.steps})."
         )
-    contenders = [contender for cell in values["cells"] for contender in _contenders(cell, values["snip"])]
-    every = itertools.product(forks["base_seeds"], points, forks["data_seeds"])
+    cells = [contender for cell in values["cells"] for contender in _contenders(cell, values["snip"])]
+    contenders = tuple({json.dumps(one.to_dict(), sort_keys=True): one for one in cells}.values())
     return ForkRecipe(
         data=build(DataSection, "data", values["data"]),
         tokenizer=build(TokenizerSection, "tokenizer", values["tokenizer"]),
@@ -177,16 +189,60 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ForkRecipe:
         base=base,
         steps=steps,
         backend=values["snip"].get("backend", "auto"),
-        forks=tuple(Fork(base_seed=seed, point=point, data_seed=data) for seed, point, data in every),
-        contenders=tuple({json.dumps(one.to_dict(), sort_keys=True): one for one in contenders}.values()),
+        blocks=tuple(_blocks(forks)),
+        contenders=contenders,
+        comparisons=_comparisons(values.get("comparisons") or {}, [one.name for one in contenders]),
     )
 
 
+def uniform_policy(format: str) -> str:
+    """Returns the name of the policy that puts every GEMM into a format, after registering it for one's own format."""
+    name = f"uniform-{format}" if FORMATS[format].is_quantized else format
+    if name not in POLICIES:
+        register_policy(uniform(name, format))
+    return name
+
+
+def _blocks(forks: Mapping[str, Any]) -> Iterator[tuple[Fork, ...]]:
+    """Yields the forks of each list of base seeds; seeds that are not in lists of their own are one block."""
+    seeds = forks["base_seeds"]
+    nested = [isinstance(entry, list) for entry in seeds]
+    flat = [seed for entry in seeds for seed in (entry if isinstance(entry, list) else [entry])]
+    if not flat or any(nested) != all(nested) or len(set(flat)) < len(flat):
+        raise ValueError(
+            f"forks.base_seeds={seeds}; expected different seeds, [0, 1, 2, 3], or blocks of them, [[0, 1], [2, 3]]."
+        )
+    for block in seeds if all(nested) else [seeds]:
+        yield tuple(
+            Fork(base_seed=seed, point=point, data_seed=data)
+            for seed in block
+            for point in forks["points"]
+            for data in forks["data_seeds"]
+        )
+
+
+def _comparisons(families: Mapping[str, Any], names: Sequence[str]) -> dict[str, tuple[tuple[str, str], ...]]:
+    """Returns family -> pairs of names; [[a, b], c] stands for a against c and b against c."""
+    found: dict[str, tuple[tuple[str, str], ...]] = {}
+    for family, entries in families.items():
+        pairs: list[tuple[str, str]] = []
+        for entry in entries:
+            if not isinstance(entry, list) or len(entry) != 2:
+                raise ValueError(f"comparisons: {family}: got {entry!r}; expected a pair, [one, other].")
+            ones, other = entry
+            pairs += [(one, other) for one in (ones if isinstance(ones, list) else [ones])]
+        for name in dict.fromkeys(name for pair in pairs for name in pair):
+            if name not in names:
+                raise ValueError(
+                    f"comparisons: {family}: {name!r} is no contender of the cells; these are {'; '.join(names)}."
+                )
+        found[family] = tuple(pairs)
+    return found
+
+
 def _contenders(cell: Mapping[str, Any], common: Mapping[str, Any]) -> Iterator[Contender]:
-    """Yields the contenders of a cell: every list in it is a dimension, but for fields that hold lists themselves."""
-    lists = {key: value if isinstance(value, list) and key not in _LISTS else [value] for key, value in cell.items()}
-    for values in itertools.product(*lists.values()):
-        point = dict(zip(lists, values, strict=True))
+    """Yields the contenders of a cell, which stands for all combinations of its lists."""
+    for point in combinations(cell):
         if "format" not in point:
             yield _of_policy(point, common)
             continue
@@ -211,12 +267,15 @@ def _of_policy(point: Mapping[str, Any], common: Mapping[str, Any]) -> Contender
     return Contender(None, "all", settings)
 
 
-def _check_keys(where: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raises ValueError unless exactly the known keys are there."""
-    for key in (*values, *known):
-        if key not in known or key not in values:
-            what = "unknown" if key in values else "missing"
-            raise ValueError(f"{where}: {what} key {key!r}; the keys are {', '.join(known)}.")
+def _check_keys(where: str, values: Mapping[str, Any], known: Sequence[str], optional: Sequence[str] = ()) -> None:
+    """Raises ValueError unless the known keys are there, and no others but optional ones."""
+    unknown = [key for key in values if key not in (*known, *optional)]
+    missing = [key for key in known if key not in values]
+    if unknown or missing:
+        raise ValueError(
+            f"{where}: {'unknown' if unknown else 'missing'} key {(unknown or missing)[0]!r}; the keys are "
+            f"{', '.join((*known, *optional))}."
+        )
 
 
 def _hash(parts: list[Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import string
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -14,19 +15,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from snip_hf import SnipConfig, SnipController, restore_model
-from snip_hf.numerics.formats import FORMATS, UNQUANTIZED
+from snip_hf.kernels.emulated import Emulated
+from snip_hf.layers.state import pack_states, snip_linears
+from snip_hf.numerics.formats import UNQUANTIZED
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PrecisionPlan
 
 from .fork_base import Trainee, sequences_of, state_path
 from .fork_recipe import GEMM_SETS, Contender, Fork, ForkRecipe
 from .fork_text import ForkText
+from .training import flop_shares
 
 # The training loss of a fork is the mean over so many of its last steps.
 LAST_STEPS = 25
+# How a line's plan writes places in its `shares`.
+_PLACES = string.digits + string.ascii_letters
 
 
 def run_fork(
@@ -132,11 +138,24 @@ def _held(trainee: Trainee, plan: PrecisionPlan | None, backend: str, fork: Fork
         config = SnipConfig(fixed_plan=str(path), backend=backend, seed=fork.seed)
         controller = SnipController(trainee.model, trainee.optimizer, config)
     controller.step = fork.point
+    if controller.backend == Emulated.name:
+        keep_state_on_host(trainee.model)
     try:
         yield controller
     finally:
         controller.close()
         restore_model(trainee.model)
+
+
+def keep_state_on_host(model: nn.Module) -> None:
+    """Keeps the formats of the GEMMs, and the keys of their random numbers, in the host's memory.
+
+    The emulated kernels read them there. From a GPU's memory each GEMM would wait for its turn on the GPU to read them.
+    """
+    layers = snip_linears(model)
+    for layer in layers.values():
+        layer.snip_state = layer.snip_state.cpu()
+    pack_states(layers)
 
 
 def _train(
@@ -160,18 +179,13 @@ def _of_plan(plan: PrecisionPlan | None) -> dict[str, Any]:
     """Returns shares and formats of a plan as a line has them."""
     if plan is None:
         return {"shares": {UNQUANTIZED.name: 1.0}, "fp4_fraction": 0.0, "plan": None}
-    total, shares = 0.0, dict.fromkeys(FORMATS, 0.0)
-    for layer, formats in plan.assignment.items():
-        for gemm, name in formats.items():
-            shares[name] += plan.flops[layer][gemm]
-            total += plan.flops[layer][gemm]
-    found = {name: round(share / total, 6) for name, share in shares.items() if share > 0}
+    found = flop_shares(plan)
     names = list(found)
-    letters = [names.index(formats[gemm]) for formats in plan.assignment.values() for gemm in GEMMS]
+    places = [names.index(formats[gemm]) for formats in plan.assignment.values() for gemm in GEMMS]
     return {
         "shares": found,
         "fp4_fraction": round(plan.fp4_fraction, 6),
-        "plan": "".join(map(str, letters)) if len(names) > 1 else None,
+        "plan": "".join(_PLACES[place] for place in places) if len(names) > 1 else None,
     }
 
 

@@ -1,7 +1,7 @@
 """The forks of a recipe that have no line yet, shared out among worker processes, several on each GPU.
 
-Workers first train the bases whose states are missing, then take forks in the recipe's order. A fork waits for its
-base.
+Workers take forks in the recipe's order. The first one that needs a base without a state trains it, and the others wait
+for that.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -26,6 +27,7 @@ import torch.multiprocessing as mp
 
 from benchmarks.shared.json_lines import drop_unfinished_line, read_lines
 from eval.scoring.rows import git_commit
+from snip_hf.cli import import_modules
 
 from .fork_base import check_length, state_path, train_base
 from .fork_recipe import Contender, Fork, ForkRecipe
@@ -35,6 +37,8 @@ from .fork_text import ForkText, read_text
 SCHEMA_VERSION = 1
 # Between two looks whether a base is there.
 _WAIT_SECONDS = 0.2
+# Of a base without a state.
+_FREE, _TAKEN, _FAILED = range(3)
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,6 @@ class Job:
 
     recipe: ForkRecipe
     todo: dict[str, tuple[Contender, Fork]]
-    bases: list[int]
-    """Seeds of those to train."""
     options: argparse.Namespace
     deadline: float
     """Seconds since the epoch."""
@@ -55,11 +57,11 @@ class Job:
 class Shared:
     """What workers have in common."""
 
-    def __init__(self) -> None:
+    def __init__(self, base_seeds: Iterable[int]) -> None:
         context = mp.get_context("spawn")
-        self.bases, self.forks, self.failed = (context.Value("i", 0) for _ in range(3))
-        self.no_base = context.Value("i", 0)
-        """Bases that failed."""
+        self.forks, self.failed = (context.Value("i", 0) for _ in range(2))
+        self.bases = {seed: context.Value("i", _FREE) for seed in base_seeds}
+        """Seed -> whether a worker trains the base."""
         self.lock = context.Lock()
 
 
@@ -79,10 +81,9 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.cache.mkdir(parents=True, exist_ok=True)
     drop_unfinished_line(options.output)
-    missing = [fork for _, fork in todo.values() if not state_path(recipe, text, fork, options.cache).exists()]
-    bases = list(dict.fromkeys(fork.base_seed for fork in missing))
     deadline = math.inf if options.minutes is None else began + 60 * options.minutes
-    job, shared = Job(recipe, todo, bases, options, deadline, os.getpid()), Shared()
+    job = Job(recipe, todo, options, deadline, os.getpid())
+    shared = Shared({fork.base_seed for _, fork in todo.values()})
     # Workers end with this process, also when it is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     count = min(options.workers, len(todo))
@@ -94,22 +95,16 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
 
 def work(index: int, job: Job, shared: Shared) -> None:
     """Trains bases and runs forks that no other worker took; what fails is reported and left."""
+    import_modules(job.options.modules)
     device = _device(index, job.options.device)
     logging.getLogger("snip_hf").setLevel(logging.WARNING)
     text = read_text(job.options.text)
-    while (position := _next(shared.bases)) < len(job.bases):
-        seed, began = job.bases[position], time.time()
-        try:
-            train_base(job.recipe, text, seed, device, job.options.cache)
-        except Exception:
-            _report_failure(f"base of seed {seed}", shared)
-            _next(shared.no_base)
-            continue
-        print(f"base of seed {seed}: {time.time() - began:.0f} s", flush=True)
     longest = 0.0
     while (position := _next(shared.forks)) < len(job.todo) and os.getppid() == job.parent:
         name, (contender, fork) = list(job.todo.items())[position]
-        if not _has_base(job, shared, text, fork) or time.time() + longest > job.deadline:
+        if _is_late(job, longest) or not _has_base(job, shared, text, fork, device) or _is_late(job, longest):
+            if shared.bases[fork.base_seed].value == _FAILED and not _is_usable(device):
+                return
             continue
         began = time.time()
         try:
@@ -157,14 +152,30 @@ def _next(counter: Any) -> int:
         return int(counter.value) - 1
 
 
-def _has_base(job: Job, shared: Shared, text: ForkText, fork: Fork) -> bool:
-    """Waits for the state in which a fork starts; returns False if there will be none in time."""
-    path = state_path(job.recipe, text, fork, job.options.cache)
+def _has_base(job: Job, shared: Shared, text: ForkText, fork: Fork, device: torch.device) -> bool:
+    """Trains the base in whose state a fork starts, or waits for it; returns False if there will be none in time."""
+    path, state = state_path(job.recipe, text, fork, job.options.cache), shared.bases[fork.base_seed]
+    with state.get_lock():
+        is_mine = not path.exists() and state.value == _FREE
+        state.value = _TAKEN if is_mine else state.value
+    if is_mine:
+        began = time.time()
+        try:
+            train_base(job.recipe, text, fork.base_seed, device, job.options.cache)
+            print(f"base of seed {fork.base_seed}: {time.time() - began:.0f} s", flush=True)
+        except Exception:
+            _report_failure(f"base of seed {fork.base_seed}", shared)
+            state.value = _FAILED
     while not path.exists():
-        if shared.no_base.value or time.time() > job.deadline or os.getppid() != job.parent:
+        if state.value == _FAILED or _is_late(job, 0.0) or os.getppid() != job.parent:
             return path.exists()
         time.sleep(_WAIT_SECONDS)
     return True
+
+
+def _is_late(job: Job, seconds: float) -> bool:
+    """Returns True if what takes so long would end after the deadline."""
+    return time.time() + seconds > job.deadline
 
 
 def _report_failure(what: str, shared: Shared) -> None:
@@ -175,7 +186,8 @@ def _report_failure(what: str, shared: Shared) -> None:
 def _command(options: argparse.Namespace) -> str:
     """Returns what to type for these lines again, without what differs between machines: folders, files, time."""
     overrides = ["--override", *options.override] if options.override else []
-    return shlex.join(["python", "-m", "eval.bakeoff.forks", "run", str(options.recipe), *overrides])
+    imports = [part for module in options.modules for part in ("--import", module)]
+    return shlex.join(["python", "-m", "eval.bakeoff.forks", "run", str(options.recipe), *overrides, *imports])
 
 
 def _signed(job: Job, name: str, text: ForkText, device: torch.device) -> dict[str, Any]:

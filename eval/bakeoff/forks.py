@@ -2,7 +2,7 @@
 
     python -m eval.bakeoff.forks text recipes/forks-formats.yaml --text runs/forks-text.npz
     python -m eval.bakeoff.forks run recipes/forks-formats.yaml --text runs/forks-text.npz --output runs/forks.jsonl
-    python -m eval.bakeoff.forks report runs/forks.jsonl --output runs/forks.md
+    python -m eval.bakeoff.forks report runs/forks.jsonl --recipe recipes/forks-formats.yaml --output runs/forks.md
 
 All are started in the repository's folder. Every contender trains on from the same states with the same data and random
 numbers. A fork whose line is there already is not run again.
@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch
 
+from snip_hf.cli import import_modules
+
 from .fork_recipe import load_recipe
 from .fork_report import write_report
 from .fork_text import write_text
@@ -27,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 1 if a fork failed or the recipe is wrong."""
     options = _parser().parse_args(arguments)
     try:
+        import_modules(options.modules)
         result: int = options.command(options)
         return result
     except (ValueError, TypeError, FileNotFoundError) as error:
@@ -49,7 +52,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    print(write_report(options.lines, options.output, options.against))
+    families = load_recipe(options.recipe).comparisons if options.recipe else {}
+    print(write_report(options.lines, options.output, options.against, families, options.docs))
     return 0
 
 
@@ -75,11 +79,22 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     run.add_argument("--commit", metavar="ID", help="the lines' commit, for code that lies without its .git folder")
     run.add_argument("--list", action="store_true", help="only say what would be run")
-    report = commands.add_parser("report", help="make a table of the lines")
+    report = commands.add_parser("report", help="make tables of the lines")
     report.set_defaults(command=_report)
     report.add_argument("lines", type=Path, nargs="+", metavar="FILE")
     report.add_argument("--output", type=Path, required=True, metavar="FILE", help="Markdown")
     report.add_argument("--against", default="bf16", metavar="NAME", help="contender to take differences to")
+    report.add_argument("--recipe", type=Path, metavar="FILE", help="YAML file whose comparisons are tested")
+    report.add_argument("--docs", type=Path, nargs="+", default=[], metavar="FILE", help="Markdown, renewed")
+    for command in (text, run, report):
+        command.add_argument(
+            "--import",
+            dest="modules",
+            action="append",
+            default=[],
+            metavar="MODULE",
+            help="import this module first, which registers formats or policies of your own; may be repeated",
+        )
     return parser
 
 

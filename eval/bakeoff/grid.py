@@ -1,7 +1,8 @@
 """The runs of a bake-off: a YAML grid of models, policies, shares and seeds, as a list of specs.
 
 The keys are described in eval/README.md. Every list in an entry of an experiment is a dimension: the entry stands for
-all combinations. A run that is in several experiments is one run.
+all combinations. Of a setting that is a list itself, a list of such lists is a dimension. A run that is in several
+experiments is one run.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ _OWN_KEYS = ("model", "seed", "steps", "learning_rate_factor", "start_step", "be
 _SHARE_KEYS = ("target_fp4_fraction", "granularity")
 _REFRESH_KEYS = ("refresh_every", "switching_cost", "first_refresh", "apply_delay", "probes")
 _OBJECTIVE_KEYS = ("objective", "loss_divergence_factor", "weight_divergence_factor")
+_OPTION_KEYS = ("formats", "target_linear_speedup", "rates")
 _BUDGET_KEYS = ("budget", "target_linear_speedup", "rates", "timing_file", "timing_tokens")
 _NAMES = {"target_fp4_fraction": "share"}
+# Fields of SnipConfig whose value is a list, and how deep it is nested.
+_LIST_FIELDS = {"formats": 1, "skip_modules": 1, "ties": 2, "stages": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +74,11 @@ class Spec:
     snip: SnipConfig
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what distinguishes runs; None stands where a setting has no bearing on the policy."""
+        """Returns what distinguishes runs; None stands where a setting has no bearing on the policy.
+
+        Formats and a target speed are named only where they are not the defaults, as in lines of before there was a
+        choice.
+        """
         config = self.snip
         known = [*_SHARE_KEYS] if aims_at_share(config) else []
         known += _REFRESH_KEYS if needs_probe(config) else []
@@ -78,24 +86,36 @@ class Spec:
         every = (*_SHARE_KEYS, *_REFRESH_KEYS, *_OBJECTIVE_KEYS)
         own = {name: getattr(self, name) for name in ("model", "seed", "steps", "learning_rate", "start_step")}
         settings = {_NAMES.get(name, name): getattr(config, name) if name in known else None for name in every}
-        return own | {"policy": config.policy} | settings
+        return own | {"policy": config.policy} | settings | self._options()
+
+    def _options(self) -> dict[str, Any]:
+        """Returns formats and target speed, as far as they bear on the policy and are not the defaults."""
+        config, plain = self.snip, SnipConfig()
+        if not aims_at_share(config):
+            return {}
+        found = {name: getattr(config, name) for name in _OPTION_KEYS}
+        chosen = {name: value for name, value in found.items() if value != getattr(plain, name)}
+        return chosen | ({"formats": list(config.formats)} if "formats" in chosen else {})
 
     def describe(self) -> str:
         """Returns the run in words, for the log."""
         plain = self.to_dict()
         share = "" if plain["share"] is None else f" at {plain['share']:.0%}"
-        hidden = ("model", "policy", "granularity", "share", "seed", "steps")
+        hidden = ("model", "policy", "granularity", "share", "seed", "steps", *_OPTION_KEYS)
         other = ", ".join(f"{name} {value}" for name, value in plain.items() if name not in hidden and value)
         return f"{self.model}, {self.label}{share}, seed {self.seed} ({other})"
 
     @property
     def label(self) -> str:
-        """Short name of the contender, without share, seed and model."""
-        plain = self.to_dict()
-        if plain["share"] is None:
+        """Short name of the contender, without share, seed and model; with the formats if not the default ones."""
+        if not aims_at_share(self.snip):
             return self.snip.policy
-        static = "static " if needs_probe(self.snip) and self.snip.refresh_every is None else ""
-        return f"{static}{self.snip.policy}, {plain['granularity']}"
+        config, options = self.snip, self._options()
+        static = "static " if needs_probe(config) and config.refresh_every is None else ""
+        speed = config.target_linear_speedup
+        parts = [f"{{{', '.join(config.formats)}}}"] * ("formats" in options)
+        parts += [] if speed is None else [f"{speed:g} times BF16 ({config.rates or 'measured'})"]
+        return ", ".join([f"{static}{config.policy}", config.granularity, *parts])
 
 
 @dataclass(frozen=True)
@@ -212,9 +232,29 @@ def _points(experiment: str, entry: Any) -> Iterator[dict[str, Any]]:
     """Yields the combinations of an entry's lists."""
     if not isinstance(entry, Mapping):
         raise TypeError(f"experiments.{experiment}: got {entry!r}; expected entries with keys, e.g. {{policy: snip}}.")
-    lists = {key: value if isinstance(value, list) else [value] for key, value in entry.items()}
+    yield from combinations(entry)
+
+
+def combinations(entry: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields all combinations of an entry's lists.
+
+    A list that is one value of its field, as `formats: [fp4, fp8]`, is no dimension; a list of those is.
+    """
+    lists = {
+        key: value if isinstance(value, list) and not _is_one_value(key, value) else [value]
+        for key, value in entry.items()
+    }
     for values in itertools.product(*lists.values()):
         yield dict(zip(lists, values, strict=True))
+
+
+def _is_one_value(key: str, value: list[Any]) -> bool:
+    return key in _LIST_FIELDS and (not value or _depth(value) == _LIST_FIELDS[key])
+
+
+def _depth(value: Any) -> int:
+    """Returns how deep lists are nested in a value."""
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
 
 
 def _spec(
@@ -240,7 +280,7 @@ def _spec(
     config = SnipConfig.from_dict(settings)
     plain = SnipConfig()
     if not aims_at_share(config):
-        unused = (*_SHARE_KEYS, *_BUDGET_KEYS, "ties", "stages")
+        unused = (*_SHARE_KEYS, *_BUDGET_KEYS, "ties", "stages", "formats", "start_format")
         config = replace(config, **{name: getattr(plain, name) for name in unused})
     if not needs_probe(config):
         kept = ("policy", "seed", "formats", "ties", "stages", "skip_modules", "backend", *_SHARE_KEYS, *_BUDGET_KEYS)

@@ -1,14 +1,44 @@
-"""How much ran in FP4 over a run of a bake-off, and how far its plans moved.
+"""How much ran in 4-bit formats over a run of a bake-off, and how far its plans moved.
 
-A run's `plans` are those that came into force, with one letter per GEMM.
+A run's `plans` are those that came into force, with one letter per GEMM; its `letters` say which format each stands
+for.
 """
 
 from __future__ import annotations
 
+import string
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
+
+from snip_hf.numerics.formats import FORMATS
 
 from .gaps import diverged
 from .lines import Row
+
+# Of the formats that there were first; lines without `letters` have these.
+_FIRST = {"fp4": "4", "fp8": "8", "bf16": "b"}
+_OTHERS = [letter for letter in string.ascii_letters + string.digits if letter not in _FIRST.values()]
+
+
+def letters_of(formats: Iterable[str]) -> dict[str, str]:
+    """Returns format -> letter, for the formats of one run, in the registry's order.
+
+    Raises:
+        ValueError: there are more formats than letters.
+    """
+    used = set(formats)
+    ordered = [name for name in FORMATS if name in used]
+    others = [name for name in ordered if name not in _FIRST]
+    if len(others) > len(_OTHERS):
+        raise ValueError(f"A run has {len(ordered)} formats; a line has letters for {len(_OTHERS) + len(_FIRST)}.")
+    own = dict(zip(others, _OTHERS, strict=False))
+    return {name: _FIRST.get(name) or own[name] for name in ordered}
+
+
+def format_letters(line: Row) -> Mapping[str, str]:
+    """Returns format -> letter as a line's plans have them."""
+    letters: Mapping[str, str] = line.get("letters") or _FIRST
+    return letters
 
 
 def fp4_over_run(line: Row) -> float | None:
@@ -25,10 +55,15 @@ def fp4_over_run(line: Row) -> float | None:
 
 
 def decided_plans(line: Row) -> list[str]:
-    """Returns the formats strings of the plans in force, from the first that has FP4 in it: before that is warm-up."""
-    formats = [plan["formats"] for plan in line["plans"]]
-    first = next((index for index, text in enumerate(formats) if "4" in text), len(formats))
-    return formats[first:]
+    """Returns the formats strings of the plans in force, from the first with 4 bits in it: before that is warm-up."""
+    plans = line["plans"]
+    first = next((index for index, plan in enumerate(plans) if _has_4_bits(plan)), len(plans))
+    return [plan["formats"] for plan in plans[first:]]
+
+
+def _has_4_bits(plan: Row) -> bool:
+    fraction = plan.get("fp4_fraction")
+    return _FIRST["fp4"] in plan["formats"] if fraction is None else bool(fraction > 0)
 
 
 def hamming(one: str, other: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -17,21 +18,24 @@ SNIP_LABELS = ("snip, gemm", "snip, layer")
 
 
 def pooled_comparisons(lines: Iterable[Row]) -> list[tuple[str, str, PairedComparison]]:
-    """Compares each label's gaps with those of each of SNIP_LABELS over all common models, target shares and seeds.
+    """Compares each label's gaps with SNIP's of the same formats over all common models, target shares and seeds.
 
     Returns: (SNIP's label, other label, comparison of the other minus SNIP), highest difference first. Of several runs
         with one label, share and seed the mean counts.
     """
     runs: dict[str, dict[Hashable, list[float]]] = {}
+    formats: dict[str, Any] = {}
     for line in lines:
         spec, gap = line["spec"], line["gap"]["plan"]
         if spec["share"] is not None and gap is not None:
             key = tuple(spec[name] for name in (*PAIRED_BY, "share", "start_step"))
             runs.setdefault(line["label"], {}).setdefault(key, []).append(gap)
+            formats[line["label"]] = spec.get("formats")
     gaps = {label: {key: float(np.mean(values)) for key, values in own.items()} for label, own in runs.items()}
     found = []
-    for snip in (label for label in SNIP_LABELS if label in gaps):
-        entries = [(snip, label, compare(own, gaps[snip])) for label, own in gaps.items() if label != snip]
+    for snip in sorted(label for label in gaps if label.partition(", {")[0] in SNIP_LABELS):
+        others = [label for label in gaps if label != snip and formats[label] == formats[snip]]
+        entries = [(snip, label, compare(gaps[label], gaps[snip])) for label in others]
         found += sorted((entry for entry in entries if entry[2].pairs), key=lambda entry: -entry[2].difference)
     return found
 

@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import math
 import os
-import re
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from snip_hf.numerics.formats import FORMATS, UNQUANTIZED
+
 from . import tables
 from .contenders import Contender, contenders
+from .documents import markdown, marked_names, replace_between, wrapped
 from .figures import write_figures
 from .gaps import diverged, with_gaps
 from .linear_model import GapModel
 from .lines import Row, latest
 from .ranking import beating_snip, pooled_comparisons, static_beating_refreshed
 from .significance import LEAST_PAIRS, SIGNIFICANCE, Comparison
-from .tables import by_spec, markdown, number, over_run_cell, percent, seeds_cell, share_cell, share_name
+from .tables import by_spec, number, over_run_cell, percent, seeds_cell, share_cell, share_name
 
 # Experiment -> its title and table. One that is not listed gets the table of gaps under its own name.
 _SECTIONS: dict[str, tuple[str, Callable[[Iterable[Row]], str]]] = {
@@ -39,8 +39,6 @@ _SECTIONS: dict[str, tuple[str, Callable[[Iterable[Row]], str]]] = {
 }
 # The tables that come from the runs of these experiments together.
 _MAIN = ("shares", "sizes")
-_MARKS = re.compile(r" (?=[-+*>=#|]|\d+[.)] )")
-_AT_SPACES: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 # How many ids of missing runs are written out.
 _MOST_IDS = 3
 # How many differences within noise are written out.
@@ -80,7 +78,7 @@ def write_report(
     runs = runs_table(members, experiments, len(found.keys() - inside.keys()))
     sections = {"runs": ("Runs", runs), **_sections(members)}
     sections = {name: (title, wrapped(body)) for name, (title, body) in sections.items()}
-    marked = {Path(path): _marked_names(Path(path), prefix, sections) for path in docs or ()}
+    marked = {Path(path): marked_names(Path(path), prefix, sections) for path in docs or ()}
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     text = "\n\n".join(f"## {title}\n\n{body}" for title, body in sections.values())
@@ -266,14 +264,19 @@ def _refresh_cells(contender: Contender) -> list[str]:
 
 
 def modelled_times(line: Row) -> tuple[float, float] | None:
-    """Returns the linears' modelled time relative to all FP8 and to all BF16; None if some, not all, are in BF16."""
-    formats = set(line["plans"][-1]["formats"]) if line["plans"] else {"b"}
-    if formats == {"b"}:
-        return 2.0, 1.0
-    if "b" in formats:
-        return None
-    fraction = line["fp4_fraction"]
-    return (1 - fraction) + fraction / 2, (1 - fraction) / 2 + fraction / 4
+    """Returns the linears' modelled time relative to all FP8 and to all BF16; None if shares are not known.
+
+    A line without `shares` has only FP4 and FP8, or some GEMMs in BF16, whose share it does not say.
+    """
+    shares = line.get("shares")
+    if shares is None:
+        formats = set(line["plans"][-1]["formats"]) if line["plans"] else {"b"}
+        if formats != {"b"} and "b" in formats:
+            return None
+        fraction = line["fp4_fraction"]
+        shares = {UNQUANTIZED.name: 1.0} if formats == {"b"} else {"fp4": fraction, "fp8": 1 - fraction}
+    time = sum(share / FORMATS[name].speed for name, share in shares.items())
+    return time, time * UNQUANTIZED.speed
 
 
 def _modelled(contender: Contender) -> list[str]:
@@ -328,45 +331,3 @@ def origin_table(lines: Iterable[Row]) -> str:
         for line in lines
     )
     return markdown(["runs", *fields, "command"], [[str(count), *key] for key, count in found.items()])
-
-
-def wrapped(text: str) -> str:
-    """Breaks lines of Markdown above 120 characters, tables aside; no new line begins with what Markdown would read."""
-    lines = []
-    for line in text.split("\n"):
-        indent = "  " * line.startswith("- ")
-        # Glued to the word before: signs and numbers that would begin a list, a quotation or a heading.
-        glued = _MARKS.sub("\0", line)
-        folds = [glued] if line.startswith("|") else textwrap.wrap(glued, 120, subsequent_indent=indent, **_AT_SPACES)
-        lines += [fold.replace("\0", " ") for fold in folds or [""]]
-    return "\n".join(lines)
-
-
-def replace_between(path: str | os.PathLike[str], marker: str, text: str) -> None:
-    """Puts `text` between `<!-- MARKER -->` and `<!-- /MARKER -->`; the rest of the file stays.
-
-    Raises:
-        ValueError: not exactly one of each, or in the wrong order.
-    """
-    path = Path(path)
-    content = path.read_text(encoding="utf-8")
-    first, last = f"<!-- {marker} -->", f"<!-- /{marker} -->"
-    if content.count(first) != 1 or content.count(last) != 1 or content.index(first) > content.index(last):
-        raise ValueError(
-            f"{path} has {content.count(first)} lines {first!r} and {content.count(last)} lines {last!r}; expected one "
-            f"of each, in this order. Put them where the table {marker!r} belongs."
-        )
-    before, rest = content.split(first)
-    after = rest.split(last)[1]
-    path.write_text(f"{before}{first}\n{text}\n{last}{after}", encoding="utf-8")
-
-
-def _marked_names(path: Path, prefix: str, sections: Mapping[str, object]) -> list[str]:
-    """Returns the names of the markers with the prefix in a file."""
-    names = re.findall(rf"<!-- {re.escape(prefix)}:(\S+) -->", path.read_text(encoding="utf-8"))
-    if not names:
-        raise ValueError(f"{path} has no marker '<!-- {prefix}:NAME -->'; put one where a table belongs.")
-    unknown = sorted(set(names) - sections.keys())
-    if unknown:
-        raise ValueError(f"{path} has markers for unknown tables {unknown}; expected some of {sorted(sections)}.")
-    return list(dict.fromkeys(names))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .contenders import Contender, contenders
+from .documents import markdown
 from .gaps import ARITHMETICS, LAYOUT_BY, diverged, final_loss
 from .linear_model import GapModel, Layout
 from .lines import Row
@@ -37,12 +38,6 @@ READING = (
     "force at the end. FP4 share over the run: mean over the optimizer steps since quantization started; policies "
     "that probe the model train in FP8 until their first plan is in force, rules have theirs from the first step."
 )
-
-
-def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table; bars inside cells are escaped."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
 def percent(value: float | None, sign: bool = True) -> str:

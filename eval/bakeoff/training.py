@@ -12,7 +12,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +25,14 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup
 from recipes.parts.model import build_model
 from recipes.parts.recipe import ModelSection
 from snip_hf import SnipController, restore_model
+from snip_hf.numerics.formats import FORMATS, UNQUANTIZED
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PrecisionPlan
 from snip_hf.policies.stages import block_of
 from snip_hf.records.load import load_run
 
 from .grid import Spec, TrainingSection
+from .plans import letters_of
 
 if TYPE_CHECKING:
     from .text import Text
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 _SPIKE_DEVIATIONS, _SPIKE_STEPS = 6.0, 50
 # A run has diverged if its training or validation loss ends so far above its own lowest one, in nats.
 _DIVERGED_BY = 0.5
-_FORMAT_LETTERS = {"fp4": "4", "fp8": "8", "bf16": "b"}
 _ROWS_PER_EVALUATION = 32
 
 
@@ -125,13 +126,18 @@ class Run:
         history = load_run(folder)
         refreshes = [refresh for refresh in history.refreshes if refresh.applied_step is not None]
         waited = [sum(refresh.seconds.get(name) or 0.0 for name in ("probe", "waited")) for refresh in refreshes]
+        letters = letters_of(
+            name for _, plan in history.plans for row in plan.assignment.values() for name in row.values()
+        )
         under_way = [(refresh.step, refresh.applied_step or refresh.step) for refresh in refreshes]
         return self._speed(under_way) | {
             "backend": controller.backend,
             "fp4_fraction": controller.plan.fp4_fraction,
             "layers": list(controller.plan.assignment),
+            "letters": letters,
+            "shares": flop_shares(controller.plan),
             "plans": [
-                {"step": step, "fp4_fraction": round(plan.fp4_fraction, 6), "formats": _letters(plan)}
+                {"step": step, "fp4_fraction": round(plan.fp4_fraction, 6), "formats": _in_letters(plan, letters)}
                 for step, plan in history.plans
             ],
             "refresh_seconds": waited,
@@ -158,6 +164,8 @@ class Run:
             "backend": None,
             "fp4_fraction": 0.0,
             "layers": [],
+            "letters": {},
+            "shares": {UNQUANTIZED.name: 1.0},
             "plans": [],
             "refresh_seconds": [],
             "kept": [],
@@ -283,9 +291,19 @@ def _ends_above_its_lowest(curve: Sequence[tuple[int, float]]) -> bool:
     return bool(losses) and not losses[-1] <= min(losses) + _DIVERGED_BY
 
 
-def _letters(plan: PrecisionPlan) -> str:
+def _in_letters(plan: PrecisionPlan, letters: Mapping[str, str]) -> str:
     """Returns three letters per layer: the formats of its GEMMs."""
-    return "".join(_FORMAT_LETTERS[formats[gemm]] for formats in plan.assignment.values() for gemm in GEMMS)
+    return "".join(letters[formats[gemm]] for formats in plan.assignment.values() for gemm in GEMMS)
+
+
+def flop_shares(plan: PrecisionPlan) -> dict[str, float]:
+    """Returns format -> share of the linears' FLOPs, with six decimals, for the formats that a plan uses."""
+    total, shares = 0.0, dict.fromkeys(FORMATS, 0.0)
+    for layer, formats in plan.assignment.items():
+        for gemm, name in formats.items():
+            shares[name] += plan.flops[layer][gemm]
+            total += plan.flops[layer][gemm]
+    return {name: round(share / total, 6) for name, share in shares.items() if share > 0}
 
 
 def _rounded(loss: float) -> float | None:

@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .integrations.export_names import CHECKPOINT, NAMES
 from .json_io import MAX_DIGITS, open_regular, read_json, write_json_atomic
 from .text import printable
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code (argparse itself exits on `--help`, `--version` and wrong usage)."""
     arguments = _parser().parse_args(argv)
     try:
-        _import_modules(getattr(arguments, "modules", ()))
+        import_modules(getattr(arguments, "modules", ()))
         return int(arguments.run(arguments))
     except (OSError, ValueError, TypeError) as error:
         return _fail(error, 2)
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
     export = commands.add_parser("export", help="write a plan for another library, or a checkpoint for inference")
     export.add_argument("plan", type=Path, metavar="plan.json")
-    export.add_argument("--to", required=True, choices=("megatron", "fouroversix", "torchao", "checkpoint"))
+    export.add_argument("--to", required=True, choices=NAMES)
     export.add_argument("--nearest", action="store_true", help="round what the target cannot express")
     export.add_argument("-o", "--output", type=Path, metavar="PATH", help="file (default: stdout); folder: checkpoint")
     export.add_argument("--overwrite", action="store_true", help="replace the file, if there is one")
@@ -103,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _import_modules(names: Sequence[str]) -> None:
+def import_modules(names: Sequence[str]) -> None:
     """Imports modules that register what files name, as `python -m` finds them: the working directory goes first."""
     if names and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -307,7 +308,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from .integrations.export_report import report_checkpoint, report_export
     from .layers.selection import skip_reasons
 
-    is_checkpoint = arguments.to == "checkpoint"
+    is_checkpoint = arguments.to == CHECKPOINT
     if is_checkpoint and (arguments.model is None or arguments.output is None):
         raise ValueError("A checkpoint needs --model, the folder of the model, and --output, a new folder.")
     if not is_checkpoint and arguments.text is not None:

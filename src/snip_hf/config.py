@@ -283,9 +283,9 @@ class SnipConfig(FieldNames):
         elif self.target_fp4_fraction and not FORMATS[self.least_precise].counts_as_fp4:
             of = " (the default)" if is_default else ""
             raise ValueError(
-                f"target_fp4_fraction={self.target_fp4_fraction!r}{of} cannot be met in the formats {self.formats!r}; "
-                "expected a format of at most 4 bits among them. Without one, set target_linear_speedup with rates, or "
-                "target_fp4_fraction=0."
+                f"target_fp4_fraction={self.target_fp4_fraction!r}{of} cannot be met in the formats {self.formats!r}: "
+                "0 is the largest attainable; expected a format of at most 4 bits among them. Without one, set "
+                "target_linear_speedup with rates, or target_fp4_fraction=0."
             )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from .numerics.formats import FORMATS
+from .numerics.formats import FORMATS, check_format
 
 # Ties that are found in the model.
 FOUND = "auto"
@@ -66,7 +66,7 @@ def check_formats(formats: tuple[str, ...], example: object) -> None:
     if not formats:
         raise ValueError(f"formats=() names no format; expected e.g. {example!r}.")
     for name in formats:
-        FORMATS.checked(name, "formats")
+        check_format(name, "formats")
     ordered = tuple(sorted(dict.fromkeys(formats), key=lambda name: FORMATS[name].bits))
     if len(ordered) < len(formats):
         raise ValueError(f"formats={formats!r} names a format twice; expected {ordered!r}.")

@@ -74,6 +74,46 @@ def test_every_list_of_an_entry_is_a_dimension(tmp_path: Path) -> None:
     assert found == [(p, share, seed) for p in ("snip", "random") for share in (0.5, 0.75, 0.8) for seed in (0, 1)]
 
 
+def test_a_list_of_formats_is_one_value_and_a_list_of_lists_a_dimension(tmp_path: Path) -> None:
+    entry = {"model": "tiny", "policy": ["snip", "random"]}
+    one = specs(tmp_path, entry | {"formats": ["nvfp4", "mxfp8"]})
+    assert [spec.snip.formats for spec in one] == [("nvfp4", "mxfp8")] * 2
+    several = specs(tmp_path, entry | {"formats": [["nvfp4", "mxfp8"], ["fp4", "fp8"], ["mxfp4", "mxfp8", "bf16"]]})
+    assert [len(spec.snip.formats) for spec in several] == [2, 2, 3] * 2
+    stages = [["model.layers.0.mlp.up_proj"], ["model.layers.1.mlp.up_proj"]]
+    [staged] = specs(tmp_path, {"model": "tiny", "stages": stages})
+    assert staged.snip.stages == tuple(map(tuple, stages))
+    assert [spec.snip.stages for spec in specs(tmp_path, {"model": "tiny", "stages": [None, 2]})] == [None, 2]
+    assert [spec.snip.ties for spec in specs(tmp_path, {"model": "tiny", "ties": []})] == [()]
+
+
+def test_runs_over_other_formats_are_named_so(tmp_path: Path) -> None:
+    entry = {"model": "tiny", "policy": "snip", "share": 0.75, "granularity": "gemm"}
+    plain, named, other = specs(
+        tmp_path, entry, entry | {"formats": ["fp4", "fp8"]}, entry | {"formats": ["nvfp4", "mxfp8"]}
+    )
+    grid = load_grid(write_grid(tmp_path, {}))
+    assert plain.to_dict() == named.to_dict() and grid.id_of(plain) == grid.id_of(named) != grid.id_of(other)
+    assert "formats" not in plain.to_dict()
+    assert other.to_dict() == plain.to_dict() | {"formats": ["nvfp4", "mxfp8"]}
+    assert (plain.label, other.label) == ("snip, gemm", "snip, gemm, {nvfp4, mxfp8}")
+
+
+def test_runs_at_another_speed_are_named_so(tmp_path: Path) -> None:
+    entry = {"model": "tiny", "policy": "snip", "share": None, "formats": ["nvfp4", "mxfp8"], "rates": "b200"}
+    slow, fast = specs(tmp_path, entry | {"target_linear_speedup": [2.5, 3.0]})
+    assert (slow.label, fast.label) == tuple(
+        f"snip, layer, {{nvfp4, mxfp8}}, {t} times BF16 (b200)" for t in ("2.5", "3")
+    )
+    assert slow.to_dict() | {"target_linear_speedup": 3.0} == fast.to_dict()
+
+
+def test_formats_have_no_bearing_on_a_uniform_policy(tmp_path: Path) -> None:
+    entry = {"model": "tiny", "policy": "uniform-nvfp4"}
+    plain, other = specs(tmp_path, entry, entry | {"formats": ["nvfp4", "mxfp8"]})
+    assert plain == other
+
+
 def test_the_seed_is_that_of_the_run_and_of_its_rounding(tmp_path: Path) -> None:
     assert [s.snip.seed for s in specs(tmp_path, {"model": "tiny", "policy": "snip", "seed": [3, 5]})] == [3, 5]
 
@@ -279,6 +319,20 @@ def test_a_line_holds_losses_plans_and_costs(tiny: tuple[Grid, Path]) -> None:
     assert {len(plan["formats"]) for plan in line["plans"]} == {3 * len(line["layers"])} == {3 * 14}
     assert set(line["plans"][0]["formats"]) == {"8"} and set(line["plans"][-1]["formats"]) == {"4", "8"}
     assert not line["diverged"] and line["kept"] == []
+
+
+def test_a_line_of_five_formats_names_them_and_their_shares(tiny: tuple[Grid, Path]) -> None:
+    formats = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "bf16")
+    run = run_of(tiny, "snip")
+    budget = {"target_fp4_fraction": None, "target_linear_speedup": 2.0, "rates": "b200"}
+    run.spec = replace(run.spec, snip=SnipConfig(formats=formats, granularity="gemm", **budget, **SNIP))
+    line = run.train()
+    assert set(line["letters"]) >= set(line["shares"]) and set(line["letters"]) <= set(formats)
+    assert sum(line["shares"].values()) == pytest.approx(1, abs=1e-5)
+    by_letter = {letter: name for name, letter in line["letters"].items()}
+    last = [by_letter[letter] for letter in line["plans"][-1]["formats"]]
+    assert set(last) == set(line["shares"])
+    assert line["fp4_fraction"] == pytest.approx(sum(line["shares"].get(n, 0.0) for n in ("nvfp4", "mxfp4")), abs=1e-5)
 
 
 def test_the_validation_loss_is_the_mean_over_all_held_out_sequences(tiny: tuple[Grid, Path]) -> None:

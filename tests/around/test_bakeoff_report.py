@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -22,9 +23,10 @@ from eval.bakeoff.contenders import Contender, contenders
 from eval.bakeoff.gaps import ARITHMETICS, diverged, with_gaps
 from eval.bakeoff.linear_model import GapModel
 from eval.bakeoff.lines import latest
-from eval.bakeoff.plans import changed_per_refresh, decided_plans, fp4_over_run, hamming, total_drift
+from eval.bakeoff.plans import changed_per_refresh, decided_plans, fp4_over_run, hamming, letters_of, total_drift
 from eval.bakeoff.ranking import beating_snip, pooled_comparisons, static_beating_refreshed
 from eval.bakeoff.significance import PairedComparison, compare
+from snip_hf.numerics.formats import FORMATS
 
 Row = dict[str, Any]
 BF16_LOSSES = {0: 4.0, 1: 4.1, 2: 4.2, 3: 4.3}
@@ -749,6 +751,67 @@ def test_plan_figure_shows_each_gemm_of_each_layer() -> None:
         for row in range(len(LAYERS)):
             letters = [plan[3 * row + column] for plan in (first, second)]
             assert shown[row].tolist() == [fp4 if letter == "4" else fp8 for letter in letters]
+
+
+def test_plan_figure_has_as_many_colours_as_the_run_has_formats() -> None:
+    letters = {"bf16": "b", "fp8": "8", "fp4": "4", "mxfp8": "a", "nvfp4": "c"}
+    first, second = "b8a" + "a4c" + "ccc" + "444", "888" * 3 + "cab"
+    plans = [{"step": 0, "formats": first, "fp4_fraction": 0.4}, {"step": 9, "formats": second, "fp4_fraction": 0.1}]
+    figure = figures.plan_figure([a_line(plans=plans) | {"letters": letters}])
+    assert figure is not None
+    [legend] = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["bf16", "fp8", "mxfp8", "fp4", "nvfp4"]
+    colours = [to_hex(patch.get_facecolor()) for patch in legend.get_patches()]
+    assert colours == [FORMATS[name].colour for name in names]
+    for column, panel in enumerate(figure.axes):
+        shown = np.asarray(panel.collections[0].get_array()).reshape(len(LAYERS), 2)
+        wanted = [[plan[3 * row + column] for plan in (first, second)] for row in range(len(LAYERS))]
+        assert [[letters[names[int(code)]] for code in row] for row in shown] == wanted
+
+
+def test_a_plan_is_decided_once_it_has_a_format_of_4_bits_whatever_its_letter() -> None:
+    plans = [
+        {"step": step, "formats": formats, "fp4_fraction": share}
+        for step, formats, share in ((0, "aaa", 0.0), (5, "aac", 0.3), (9, "acc", 0.6))
+    ]
+    line = a_line(plans=plans) | {"letters": {"mxfp8": "a", "nvfp4": "c"}}
+    assert decided_plans(line) == ["aac", "acc"]
+
+
+def test_letters_of_a_run_are_the_first_ones_for_the_first_formats_and_differ() -> None:
+    assert letters_of(["bf16", "fp4", "fp8"]) == {"bf16": "b", "fp8": "8", "fp4": "4"}
+    assert letters_of(["nvfp4", "mxfp8"]) == letters_of(["mxfp8", "nvfp4", "nvfp4"]) == {"mxfp8": "a", "nvfp4": "c"}
+    every = letters_of(FORMATS)
+    assert every.keys() == FORMATS.keys()
+    assert len(set(every.values())) == len(FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("shares", "time"),
+    [({"nvfp4": 0.5, "mxfp8": 0.5}, 0.375), ({"nvfp4": 0.5, "mxfp8": 0.25, "bf16": 0.25}, 0.5), ({"bf16": 1.0}, 1.0)],
+)
+def test_modelled_times_of_any_formats_come_from_their_speeds(shares: dict[str, float], time: float) -> None:
+    assert report.modelled_times(a_line() | {"shares": shares}) == pytest.approx((2 * time, time))
+
+
+def test_contenders_of_other_formats_are_others_also_beside_lines_that_name_none() -> None:
+    old, new = a_line(), a_line("snip, gemm, {nvfp4, mxfp8}")
+    new["spec"]["formats"] = ["nvfp4", "mxfp8"]
+    assert [len(one.runs) for one in contenders(paired([*bf16_lines(), old, new]))] == [3, 1, 1]
+    alike = copy.deepcopy(new) | {"label": "snip, gemm", "id": "alike"}
+    names = {one.name for one in contenders(paired([*bf16_lines(), old, alike]))}
+    assert names == {"bf16", "snip, gemm, formats None", "snip, gemm, formats ['nvfp4', 'mxfp8']"}
+
+
+def test_snip_is_compared_with_policies_of_the_same_formats() -> None:
+    lines = [*bf16_lines(), *of_seeds("snip, gemm", [0.1, 0.2, 0.3]), *of_seeds("random, gemm", [0.2, 0.3, 0.4])]
+    for label in ("snip, gemm, {nvfp4, mxfp8}", "random, gemm, {nvfp4, mxfp8}"):
+        lines += of_seeds(label, [0.3, 0.5, 0.7])
+        for line in lines[-3:]:
+            line["spec"]["formats"] = ["nvfp4", "mxfp8"]
+    found = [(snip, other) for snip, other, _ in pooled_comparisons(paired(lines))]
+    assert found == [("snip, gemm", "random, gemm"), ("snip, gemm, {nvfp4, mxfp8}", "random, gemm, {nvfp4, mxfp8}")]
 
 
 def test_text_between_markers_is_replaced_and_the_rest_stays(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import speed
 import torch
 from scipy.stats import kendalltau, spearmanr
 from shared import agreement, small_models, texts
-from speed_parts import kernels, measuring, plan_changes, setting, tables, trainer_runs, training_steps
+from speed_parts import bf16_mix, kernels, measuring, plan_changes, setting, tables, trainer_runs, training_steps
 
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.layer_sums import LAYER
@@ -359,7 +359,31 @@ def test_the_cost_of_a_probe_is_measured_in_steps(
     held = 4 * (12 * 128**2 + others + 2 * 1024 * features)
     assert figures["predicted_mib"] == pytest.approx(held / 2**20, rel=1e-3) and figures["refresh_peak_mib"] is None
     row = capsys.readouterr().out.splitlines()[-1]
-    assert row.startswith("| tiny | 721,280 | 7 | ") and row.endswith(" | - | - |")
+    assert row.startswith("| tiny | fp4,fp8 | 721,280 | 7 | ") and row.endswith(" | - | - |")
+
+
+def test_probes_of_several_lists_of_formats_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(probe_cost, "SIZES", {"tiny": (64, 192, 1, 256, 1, 1, 128)})
+    probed: list[tuple[str, ...]] = []
+    refresh = probe_cost.refresh
+
+    def noted(model: Any, optimizer: Any, batch: Any, config: SnipConfig) -> dict[str, Any]:
+        probed.append(config.formats)
+        return {**refresh(model, optimizer, batch, config), "probe": 1.0 + len(config.formats)}
+
+    monkeypatch.setattr(probe_cost, "refresh", noted)
+    output = tmp_path / "cost.jsonl"
+    options = ["--sizes", "tiny", "--steps", "1", "--refreshes", "1", "--delay", "1", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["probe_cost.py", *options, "--formats", "fp4,fp8", "mxfp4,fp4,mxfp8,fp8"])
+    probe_cost.main()
+    assert probed == 2 * [("fp4", "fp8"), ("mxfp4", "fp4", "mxfp8", "fp8")]
+    figures = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(line["formats"], line["of_first"]) for line in figures] == [
+        ("fp4,fp8", 1.0),
+        ("mxfp4,fp4,mxfp8,fp8", pytest.approx(5 / 3)),
+    ]
 
 
 # --- speed
@@ -476,6 +500,26 @@ def test_plans_change_without_a_recompilation_and_layers_train_as_the_whole_mode
     for row in by_run["layers", "default"], by_run["whole", "default"]:
         assert (row["graphs"], row["breaks"], row["changes"], row["recompilations"]) == (1, 0, 3, 0)
         assert len(set(row["losses"])) == 5 and row["difference"] == pytest.approx(0, abs=1e-5)
+
+
+@compiles
+@pytest.mark.slow
+def test_steps_are_timed_under_plans_with_more_and_more_gemms_in_bf16(tiny_speed: None) -> None:
+    alone, *mixed = speed.run_part("bf16_mix", speed_options(), [])
+    assert alone["recipe"] == "BF16" and alone["speedup"] == 1
+    assert [round(21 * row["bf16_gemms"]) for row in mixed[:5]] == [0, 2, 5, 10, 0]
+    assert mixed[5]["bf16_gemms"] == mixed[3]["bf16_gemms"] / 2  # one of two decoder layers
+    assert all(row["speedup"] == pytest.approx(alone["step_ms"] / row["step_ms"]) for row in mixed)
+
+
+def test_tied_linears_are_in_bf16_together() -> None:
+    kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    for seed in range(5):
+        chosen = bf16_mix.pattern(kinds, 0.5, seed)
+        for tie in setting.TIES:
+            assert all(len({chosen[kind, gemm] for kind in tie}) == 1 for gemm in GEMMS)
+        assert 8 <= sum(chosen.values()) <= 10
+    assert not any(bf16_mix.pattern(kinds, 0.0, 0).values()) and all(bf16_mix.pattern(kinds, 1.0, 0).values())
 
 
 def test_a_plan_is_drawn_for_each_gemm_and_tied_layers_share_it(tiny_speed: None) -> None:

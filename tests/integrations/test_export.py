@@ -6,6 +6,7 @@ import fnmatch
 import json
 import re
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from llama_plans import BLOCK, llama, make_plan
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from snip_hf.cli import main
 from snip_hf.integrations.export import NotExpressible, export_plan
 from snip_hf.integrations.export_targets import TARGETS
 from snip_hf.numerics.formats import FORMATS
@@ -317,3 +319,46 @@ def test_a_layer_name_cannot_put_code_into_the_script() -> None:
     (names,) = script(export_plan(plan, "torchao").text).LAYERS.values()
     assert names == set(plan.assignment)
     assert name in names
+
+
+# --- five formats in one plan ----------------------------------------------------------------------------------------
+
+FIVE = ("mxfp4", "nvfp4", "mxfp6", "fp8", "bf16")
+
+
+def a_plan_of_five_formats() -> PrecisionPlan:
+    """Each format for all three GEMMs of some layers, and one layer that has three of them."""
+    document = make_plan("bf16").to_dict()
+    rows = {layer: dict.fromkeys(GEMMS, FIVE[i % 5]) for i, layer in enumerate(document["assignment"])}
+    rows[f"{BLOCK}.1.mlp.down_proj"] = dict(zip(GEMMS, ("nvfp4", "mxfp6", "bf16"), strict=True))
+    return PrecisionPlan.from_dict({**document, "assignment": rows})
+
+
+def inexpressible(plan: PrecisionPlan, target: str) -> set[str]:
+    """Modules of which no setting of the target says what the plan says, found by trying all settings."""
+    there = TARGETS[target]
+    offered = {setting.formats for setting in there.settings}
+    rows: dict[str, set[tuple[str, ...]]] = {}
+    for layer, formats in plan.assignment.items():
+        rows.setdefault(there.module_of(layer) or layer, set()).add(tuple(formats.values()))
+    return {module for module, found in rows.items() if len(found) > 1 or not found <= offered}
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_a_plan_of_five_formats_is_refused_with_every_module_or_rounded_with_its_share(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, output = a_plan_of_five_formats(), tmp_path / "exported"
+    plan.save(tmp_path / "plan.json")
+    command = ["export", str(tmp_path / "plan.json"), "--to", target, "-o", str(output)]
+    assert main(command) == 1
+    *lines, last = capsys.readouterr().err.splitlines()
+    expected = inexpressible(plan, target)
+    assert {line.strip().split(": ")[0] for line in lines} == expected and len(lines) == len(expected) > 3
+    assert f"lacks the above for {len(expected)} modules. --nearest rounds what it can." in last
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+    assert main([*command, "--nearest"]) == 0
+    share = export_plan(plan, target, nearest=True).plan.fp4_fraction
+    out = capsys.readouterr().out
+    assert f"FP4 share {plan.fp4_fraction:.4f} in the plan, {share:.4f} in the file." in out
+    assert output.read_text() == export_plan(plan, target, nearest=True).text

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Pre
 from snip_hf.cli import main
 from snip_hf.config import SnipConfig
 from snip_hf.costs.flops import linear_flops
+from snip_hf.integrations import export_checkpoint
 from snip_hf.integrations.export_checkpoint import perplexity
+from snip_hf.integrations.export_targets import WEIGHT_KINDS
 from snip_hf.layers.convert import convert_model
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
@@ -82,13 +84,19 @@ TYPES = {
     "1.mlp.up_proj": "IntxUnpackedToInt8Tensor",
     "1.mlp.down_proj": "NVFP4Tensor",
 }
+CHANGED = [
+    "model.layers.0.self_attn.v_proj: mxfp8 -> E4M3, a scale per row",
+    "model.layers.0.mlp.up_proj: mxfp4 -> E2M1, an E4M3 scale per 16 values",
+    "model.layers.1.mlp.up_proj: ufp4 -> 4-bit integers in bytes, a scale per 32 values",
+    "model.layers.1.mlp.down_proj: fp4 -> E2M1, an E4M3 scale per 16 values",
+]
 
 
 def test_transformers_loads_each_weight_back_as_the_plan_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_plan(tmp_path, MIXED)
-    assert export(tmp_path, "--text", str(tmp_path / "text.txt")) == 0
+    assert export(tmp_path, "--nearest", "--text", str(tmp_path / "text.txt")) == 0
     model, before = load(tmp_path / "quantized"), load(tmp_path / "model", dtype=torch.bfloat16)
     types = {
         name.removeprefix("model.layers.").removesuffix(".weight"): type(parameter).__name__
@@ -104,8 +112,15 @@ def test_transformers_loads_each_weight_back_as_the_plan_says(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("The plan fits")
     assert lines[1] == f"Written: {tmp_path / 'quantized'}"
-    assert "  2 layers: E4M3, a scale per row" in lines
-    assert "  3 layers: E2M1, a scale per 16 values" in lines
+    assert "  1 layers of mxfp8: E4M3, a scale per row" in lines
+    assert "  1 layers of nvfp4: E2M1, an E4M3 scale per 16 values" in lines
+    start = lines.index("  4 layers have other scales than in the plan:")
+    assert lines[start + 1 : start + 5] == [f"    {line}" for line in CHANGED]
+    plan = PrecisionPlan.load(tmp_path / "plan.json")
+    flops = {layer: row["forward"] for layer, row in plan.flops.items()}
+    low = ["0.mlp.gate_proj", "0.mlp.up_proj", "0.mlp.down_proj", "1.mlp.up_proj", "1.mlp.down_proj"]
+    share = sum(flops[f"model.layers.{layer}"] for layer in low) / sum(flops.values())
+    assert lines[-3] == f"FP4 share of the forward GEMMs: {share:.4f} in the plan, {share:.4f} in the checkpoint."
     given, in_bf16, after = (int(x.replace(",", "")) for x in re.findall(r"([\d,]+) (?:bytes|in|quant)", lines[-2]))
     assert given == (tmp_path / "model/model.safetensors").stat().st_size
     assert in_bf16 == 2 * sum(parameter.numel() for parameter in before.parameters())
@@ -137,8 +152,6 @@ def test_perplexity_is_that_of_windows_that_share_no_tokens() -> None:
 
 
 def test_no_format_but_those_without_a_kind_of_weights_is_left_out() -> None:
-    from snip_hf.integrations.export_targets import WEIGHT_KINDS
-
     assert set(FORMATS) - set(WEIGHT_KINDS) == {"bf16", "mxfp6", "mxfp6-e2m3", "fp4-pqt"}
 
 
@@ -149,18 +162,64 @@ def test_what_torchao_cannot_store_is_refused_or_kept_in_bf16(
     save_plan(tmp_path, formats, intermediate_size=72)
     kept = [
         "model.layers.0.self_attn.q_proj: torchao stores no weights in mxfp6",
-        "model.layers.0.mlp.gate_proj: its shape (72, 64) is not a multiple of (16, 16), which 'E2M1, a scale per 16 "
-        "values' needs",
+        "model.layers.0.mlp.gate_proj: its shape (72, 64) is not a multiple of (16, 16), which 'E2M1, an E4M3 scale "
+        "per 16 values' needs",
     ]
     assert export(tmp_path) == 1
     error = capsys.readouterr().err
     assert all(f"  {line}\n" in error for line in kept)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "plan.json", "text.txt"]
     assert export(tmp_path, "--nearest") == 0
-    assert all(f"    {line}\n" in capsys.readouterr().out for line in kept[:1])
+    out = capsys.readouterr().out
+    assert all(f"    {line}\n" in out for line in kept)
+    share = 72 / (2 * (4 * 64 + 3 * 72))  # gate_proj is 64 x 72
+    assert f"FP4 share of the forward GEMMs: {share:.4f} in the plan, 0.0000 in the checkpoint." in out
     model = load(tmp_path / "quantized")
     assert type(model.model.layers[0].mlp.up_proj.weight).__name__ == "Float8Tensor"
     assert type(model.model.layers[0].mlp.gate_proj.weight) is torch.nn.Parameter
+
+
+def test_other_scales_than_the_plan_s_are_refused_with_every_layer_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_plan(tmp_path, {**MIXED, "1.self_attn.q_proj": "mxfp6"})
+    assert export(tmp_path) == 1
+    *reasons, last = capsys.readouterr().err.splitlines()
+    expected = [f"  {line}".replace(": ", ": torchao has no such weights: ", 1) for line in CHANGED]
+    expected.append("  model.layers.1.self_attn.q_proj: torchao stores no weights in mxfp6")
+    assert [line for line in reasons if line.startswith("  ")] == expected
+    assert last == (
+        "snip-hf: The target 'checkpoint' cannot express the plan: it lacks the above for 5 modules. --nearest rounds "
+        "what it can."
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "plan.json", "text.txt"]
+
+
+def test_which_weights_keep_the_scales_of_their_format() -> None:
+    kept = {name for name, kind in WEIGHT_KINDS.items() if kind.keeps(FORMATS[name])}
+    of_blocks = {"nvfp4", "nvfp4-1x16", "nvfp4-rht", "nvfp4-rht128"}
+    assert kept == {"fp8", "fp8-tensor", "fp8-tensor-e5m2", "int8", "int4", *of_blocks}
+
+
+@pytest.mark.parametrize("output", ["quantized", "new/folders/quantized"])
+def test_a_model_that_does_not_run_when_it_is_quantized_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], output: str
+) -> None:
+    def fails(model: Any) -> None:
+        raise ValueError("The model does not run.")
+
+    save_plan(tmp_path, {"0.mlp.up_proj": "fp8"})
+    command = ["export", str(tmp_path / "plan.json"), "--to", "checkpoint", "--model", str(tmp_path / "model")]
+    command += ["--output", str(tmp_path / output)]
+    before = sorted(tmp_path.rglob("*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(export_checkpoint, "_check_runs", fails)
+        assert main(command) == 2
+    assert "The model does not run." in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+    assert main(command) == 0
+    assert sorted(path.name for path in (tmp_path / output).parent.iterdir() if path.name.startswith(".")) == []
+    assert (tmp_path / output / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

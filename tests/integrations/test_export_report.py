@@ -9,6 +9,7 @@ import pytest
 from llama_plans import BLOCK, llama, make_plan
 
 from snip_hf.cli import main
+from snip_hf.integrations.export_names import NAMES
 from snip_hf.integrations.export_targets import TARGETS
 
 
@@ -77,7 +78,8 @@ def test_an_unknown_target_is_refused(plan_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit, match="2"):
         main(["export", str(plan_path), "--to", "vllm"])
     message = capsys.readouterr().err
-    assert all(name in message for name in (*TARGETS, "checkpoint"))
+    assert list(NAMES) == [*TARGETS, "checkpoint"]
+    assert all(name in message for name in NAMES)
 
 
 def test_a_format_that_is_not_known_here_is_refused(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,6 +127,35 @@ def test_a_trial_notices_wrong_products_other_bytes_and_errors(monkeypatch: pyte
     assert "its kernel rounds" not in (found := fault("mxfp8", CPU)) and "rounds otherwise" in found
 
 
+def test_a_trial_that_loses_the_gpu_stops_the_run_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulation could not run there either."""
+
+    def broken(*arguments: object) -> Tensor:
+        raise RuntimeError("CUDA error: an illegal instruction was encountered\nmore")
+
+    monkeypatch.setattr(operators, "multiply", broken)
+    monkeypatch.setattr(trial, "is_lost", lambda device: True)
+    with pytest.raises(RuntimeError) as error:
+        trial.fault.__wrapped__("mxfp4", CPU)
+    assert str(error.value) == (
+        "The trial of the format 'mxfp4' on cpu ended with RuntimeError: CUDA error: an illegal instruction was "
+        "encountered. Nothing runs on this GPU until the process ends. Start again with backend='emulated', or with "
+        "other formats."
+    )
+
+
+def test_a_gpu_is_lost_if_the_smallest_tensor_fails_but_not_if_it_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not trial.is_lost(CPU)
+    for error, lost in ((RuntimeError("CUDA error"), True), (torch.OutOfMemoryError("full"), False)):
+
+        def fails(*sizes: int, error: Exception = error, **options: Any) -> Tensor:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "zeros", fails)
+            assert trial.is_lost(CPU) is lost
+
+
 def test_the_notice_says_that_it_was_written_without_the_hardware() -> None:
     weight = torch.zeros(1)
     warns, text = BLACKWELL.notice(weight, "bf16", False)

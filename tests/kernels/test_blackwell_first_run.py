@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterator
+
 import first_run
 import pytest
 import torch
@@ -69,8 +72,62 @@ def test_a_part_that_fails_is_a_line_of_the_block() -> None:
     def fails() -> str:
         raise RuntimeError("out of memory")
 
-    assert first_run.line_of("nvfp4", fails) == "nvfp4 RuntimeError: out of memory"
-    assert first_run.line_of("nvfp4", lambda: "1.0 ms") == "nvfp4 1.0 ms"
+    cpu = torch.device("cpu")
+    assert first_run.line_of("nvfp4", fails, cpu) == "nvfp4 RuntimeError: out of memory"
+    assert first_run.line_of("nvfp4", lambda: "1.0 ms", cpu) == "nvfp4 1.0 ms"
+
+
+CUDA_ERROR = "CUDA error: an illegal memory access was encountered"
+
+
+def test_a_check_that_loses_the_gpu_is_the_last_one_and_the_block_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried = []
+
+    def multiply(left: object, right: object, dtype: torch.dtype) -> Tensor:
+        tried.append(left)
+        raise RuntimeError(f"{CUDA_ERROR}\nCompile with ...")
+
+    monkeypatch.setattr(operators, "multiply", multiply)
+    monkeypatch.setattr(first_run, "is_lost", lambda device: bool(tried))
+    assert first_run.main(["--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert len(tried) == 1 and out.count(CUDA_ERROR) == 1
+    *_, failed, empty, lost, fence = out.splitlines()
+    assert failed == f"{first_run.parse([]).formats[0]:14} WRONG  RuntimeError: {CUDA_ERROR}"
+    assert (empty, lost, fence) == ("", first_run.LOST, "```")
+
+
+@pytest.mark.parametrize("where", ["in a line", "between lines"])
+def test_a_part_that_loses_the_gpu_ends_the_parts_and_keeps_the_lines_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    def fails() -> str:
+        raise RuntimeError(CUDA_ERROR)
+
+    def part(options: argparse.Namespace, device: torch.device) -> Iterator[str]:
+        yield "part, ms"
+        yield first_run.line_of("fp8", fails, device) if where == "in a line" else fails()
+        yield first_run.line_of("bf16", lambda: "2.0", device)
+
+    lines: list[str] = []
+    monkeypatch.setattr(first_run, "is_lost", lambda device: True)
+    with pytest.raises(first_run.GpuIsLost) as error:
+        first_run.run_part(part, first_run.parse([]), torch.device("cpu"), lines)
+    assert lines == ["part, ms"]
+    expected = {"in a line": "fp8", "between lines": "part ended:"}[where]
+    assert str(error.value) == f"{expected} RuntimeError: {CUDA_ERROR}"
+
+
+def test_a_part_that_fails_otherwise_leaves_the_others_to_run() -> None:
+    def part(options: argparse.Namespace, device: torch.device) -> Iterator[str]:
+        yield "part, ms"
+        raise ValueError("no clock")
+
+    lines: list[str] = []
+    first_run.run_part(part, first_run.parse([]), torch.device("cpu"), lines)
+    assert lines == ["part, ms", "part ended: ValueError: no clock"]
 
 
 def test_the_model_of_the_steps_trains_in_every_format() -> None:

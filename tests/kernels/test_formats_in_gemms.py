@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +12,12 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from snip_hf import SnipConfig, convert_model
+from snip_hf.kernels import emulated
 from snip_hf.kernels import rounding as kernels
 from snip_hf.kernels.emulated import forward_gemm, grad_input_gemm, grad_weight_gemm
 from snip_hf.layers.state import snip_linears
-from snip_hf.numerics import rounding
-from snip_hf.numerics.formats import E2M1, FORMATS, NumberFormat, Operand, floats, integers, register_format
-from snip_hf.numerics.gemms import GEMMS
+from snip_hf.numerics.formats import FORMATS, NumberFormat, Operand, floats, integers, register_format
+from snip_hf.numerics.gemms import CONTRACTIONS, GEMMS
 from snip_hf.numerics.rotation import rotate
 from snip_hf.numerics.rounding import quantize, quantize_operand, round_operand
 
@@ -183,24 +185,42 @@ def test_a_compiled_layer_is_one_graph_for_all_formats(fresh_compiler: None) -> 
 
 
 def test_the_fused_kernel_gets_what_its_data_allow_whatever_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, tuple[int, int]]] = []
+    seen: list[str] = []
 
-    def by_kernel(x: Tensor, grid: object, tile: tuple[int, int], *arguments: object) -> Tensor:
-        seen.append((grid.name, tile))  # type: ignore[attr-defined]
-        return rounding.fake_quantize_tiles(x, grid, tile, *arguments)  # type: ignore[arg-type]
+    def by_kernel(x: Tensor, format: NumberFormat, *arguments: Any) -> Tensor:
+        seen.append(format.name)
+        return round_operand(x, format, *arguments)
 
     monkeypatch.setattr(kernels, "has_kernels", lambda device: True)
-    monkeypatch.setattr(kernels, "_by_kernel", by_kernel)
+    monkeypatch.setattr(kernels, "round_by_kernel", by_kernel)
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     for fmt in QUANTIZED:
-        expected = rounding.round_operand(x, FORMATS[fmt], "activation", 1)
-        assert torch.equal(kernels.fake_quantize(x, FORMATS[fmt], "activation", 1), expected)
-    assert seen == [("e4m3", (1, 128)), ("e2m1", (1, 128)), ("int8", (1, 128)), ("int4", (1, 128))]
-    with FORMATS.restored():
-        for name, grid in (("a", floats(2, 1, subnormals=False)), ("b", floats(3, 0)), ("c", E2M1), ("d", integers(3))):
-            format = NumberFormat(name=name, grid=grid, bits=4, speed=1.0, label="", colour="#000000")
-            kernels.fake_quantize(x, format, "activation", 1)
-    assert [name for name, _ in seen[4:]] == ["e2m1", "int3"]
+        expected = round_operand(x, FORMATS[fmt], "weight", 1)
+        assert torch.equal(kernels.fake_quantize(x, FORMATS[fmt], "weight", 1), expected)
+    assert seen == [name for name in QUANTIZED if not FORMATS[name].weight.noise]
+    grids = (floats(2, 1, subnormals=False), floats(3, 0), floats(7, 10), floats(8, 2, infinities=True), integers(3))
+    for name, grid in zip("abcde", grids, strict=True):
+        format = NumberFormat(name=name, grid=grid, bits=4, speed=1.0, label="", colour="#000000")
+        kernels.fake_quantize(x, format, "activation", 1)
+    # With 8 exponent bits spacings are subnormal FP32 numbers.
+    assert seen[-4:] == ["a", "b", "c", "e"]
+
+
+@pytest.mark.parametrize("fmt", QUANTIZED)
+def test_operands_of_products_in_bf16_are_bf16_numbers(fmt: str) -> None:
+    """The property that lets tensor cores multiply: at most 8 bits, times a power of two, and no rotation."""
+    format, exact = FORMATS[fmt], []
+    for gemm, operands in CONTRACTIONS.items():
+        rounded = [round_operand(tensors()[0], format, operand, contracts, KEY) for operand, contracts in operands]
+        assert emulated._fits_bf16(format, gemm) <= all(torch.equal(x, x.bfloat16().float()) for x in rounded)
+        exact.append(emulated._fits_bf16(format, gemm))
+    assert exact == [format.scale == "e8m0" and gemm not in format.rotated for gemm in GEMMS]
+
+
+def test_products_of_fine_elements_stay_in_fp32() -> None:
+    for bits, fits in ((7, True), (8, False)):
+        format = dataclasses.replace(FORMATS["mxfp8"], name="fine", grid=floats(5, bits), bits=14)
+        assert [emulated._fits_bf16(format, gemm) for gemm in GEMMS] == [fits] * 3
 
 
 def test_a_model_is_converted_to_any_of_them_by_name() -> None:

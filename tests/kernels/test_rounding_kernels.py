@@ -3,16 +3,13 @@ bit; sums against float64."""
 
 from __future__ import annotations
 
-import io
-import multiprocessing
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from kernel_runs import HOMES, Run, assert_same_bits, on_cuda
 from slow_cases import slow
 from torch import Tensor
 
@@ -20,99 +17,18 @@ from snip_hf.estimation.layer_sums import LayerSums
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.kernels import emulated, rounding, sums
 from snip_hf.numerics import rounding as reference
-from snip_hf.numerics.formats import E2M1, E4M3, E5M2, UNQUANTIZED, ElementGrid
+from snip_hf.numerics.formats import E2M1, E4M3, E5M2, FORMATS, UNQUANTIZED, ElementGrid, NumberFormat, Operand, floats
+from snip_hf.numerics.formats import REFERENCE as FP8
 from snip_hf.numerics.gemms import COLUMN_TILE, ROW_TILE, SQUARE_TILE, TILE
 from snip_hf.numerics.random_streams import stream_key
 
-Run = Callable[..., Tensor]
-
-FORMATS = [E2M1, E4M3, E5M2]
+GRIDS = [E2M1, E4M3, E5M2]
 TILES = [ROW_TILE, COLUMN_TILE, SQUARE_TILE]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Two 64-bit keys, of which one is negative as an int64, and one of few bits.
 KEYS = [stream_key(2**40 + 7, 3, 4, 123456789, 1), stream_key(1, 2, 3, 4, 1), 3]
 # On a GPU: whole tiles of an odd number of blocks, long columns, long rows, ragged in both.
 LARGE = [(2048, 4096), (8192, 640), (129, 11008), (3001, 1357)]
-
-
-# ------------------------------------------------------------------------------------- where the kernel runs
-
-
-def dump(x: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(x, buffer)
-    return buffer.getvalue()
-
-
-def load(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
-
-
-def correct_the_interpreter() -> None:
-    """Gives Triton's interpreter subnormal BF16 numbers: its own way to FP32 takes them for others."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def widened(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-        if (source, target) == (tl.bfloat16, tl.float32):
-            return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        return convert(data, source, target, rounding_mode)
-
-    interpreter._convert_float = widened
-
-
-def interpret(name: str, tensors: bytes, *arguments: Any) -> bytes:
-    """Launches a kernel in the process that has TRITON_INTERPRET=1."""
-    return dump(getattr(HOMES[name], name)(*load(tensors), *arguments))
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Run]:
-    """The kernels in another process: whether Triton interprets is settled when it is imported."""
-    pytest.importorskip("triton")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        # NumPy's word on NaN times a number.
-        patch.setenv("PYTHONWARNINGS", "ignore::RuntimeWarning")
-        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=correct_the_interpreter)
-        pool.submit(os.getpid).result()  # started, with the variables set
-
-    def run(name: str, *arguments: Any) -> Tensor:
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        return load(pool.submit(interpret, LAUNCHES[name], dump(tensors), *arguments[len(tensors) :]).result())
-
-    yield run
-    pool.shutdown()
-
-
-# What is called -> what launches its kernel.
-LAUNCHES = {
-    "fake_quantize_tiles": "_by_kernel",
-    "error_squares": "_error_squares",
-    "scaled_squares": "_scaled_squares",
-}
-# Function -> its module.
-HOMES = dict.fromkeys(("fake_quantize_tiles", "_by_kernel"), rounding)
-HOMES |= dict.fromkeys(("error_squares", "_error_squares", "scaled_squares", "_scaled_squares"), sums)
-
-
-def on_cuda(name: str, *arguments: Any) -> Tensor:
-    assert rounding.has_kernels(torch.device("cuda", 0))
-    return getattr(HOMES[name], name)(*(moved(a) if isinstance(a, Tensor) else a for a in arguments)).cpu()
-
-
-def moved(x: Tensor) -> Tensor:
-    """On a GPU, with the same strides: `cuda()` makes dense what it copies."""
-    whole = x if x._base is None else x._base
-    return whole.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
-
-
-@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def run(request: pytest.FixtureRequest) -> Run:
-    """Calls one of `HOMES`' functions, by kernel, on tensors of the CPU; the result comes back to the CPU."""
-    return request.getfixturevalue("interpreter") if request.param == "interpreter" else on_cuda
 
 
 # ------------------------------------------------------------------------------------- what it is given
@@ -154,11 +70,12 @@ DATA = [(data, torch.float32) for data in (random, not_finite, tiny, large, ties
 DATA += [(data, dtype) for data in (random, tiny) for dtype in (torch.bfloat16, torch.float16)]
 
 
-def assert_same_bits(got: Tensor, expected: Tensor) -> None:
-    """NaN equals NaN; -0.0 is not 0.0."""
-    assert got.shape == expected.shape and got.dtype == expected.dtype == torch.float32
-    assert torch.equal(got.isnan(), expected.isnan())
-    assert torch.equal(got.nan_to_num(nan=0.0).view(torch.int32), expected.nan_to_num(nan=0.0).view(torch.int32))
+def of_tiles(grid: ElementGrid, tile: tuple[int, int]) -> tuple[NumberFormat, str, int]:
+    """A format, an operand and a contraction in which a tensor is rounded in these tiles, at random by a key."""
+    contracts = 0 if tile == COLUMN_TILE else 1
+    rule = Operand(tile if contracts == 1 else tile[::-1], stochastic=True)
+    fmt = NumberFormat(name="tiles", grid=grid, bits=8, gradient=rule, speed=1.0, label="", colour="#000000")
+    return fmt, "gradient", contracts
 
 
 # ------------------------------------------------------------------------------------- the numbers
@@ -166,7 +83,7 @@ def assert_same_bits(got: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize(("data", "dtype"), DATA)
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", GRIDS, ids=lambda fmt: fmt.name)
 def test_the_kernel_rounds_as_the_reference_does(
     fmt: ElementGrid, tile: tuple[int, int], data: Any, dtype: torch.dtype, run: Run
 ) -> None:
@@ -174,7 +91,7 @@ def test_the_kernel_rounds_as_the_reference_does(
     for key in (None, KEYS[0]):
         expected = reference.fake_quantize_tiles(x, fmt, tile, key)
         assert expected.isnan().any() == (not x.isfinite().all())
-        assert_same_bits(run("fake_quantize_tiles", x, fmt, tile, key), expected)
+        assert_same_bits(run("fake_quantize", x, *of_tiles(fmt, tile), key), expected)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -184,8 +101,8 @@ def test_it_does_for_every_shape_and_key(tile: tuple[int, int], shape: tuple[int
     x = random(shape)
     nearest, by_key = (reference.fake_quantize_tiles(x, E2M1, tile, k) for k in (None, key))
     assert torch.equal(nearest, by_key) == (shape == (1, 1))
-    assert_same_bits(run("fake_quantize_tiles", x, E2M1, tile), nearest)
-    assert_same_bits(run("fake_quantize_tiles", x, E2M1, tile, key), by_key)
+    assert_same_bits(run("fake_quantize", x, *of_tiles(E2M1, tile)), nearest)
+    assert_same_bits(run("fake_quantize", x, *of_tiles(E2M1, tile), key), by_key)
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [slow(0, 2), (1, 2), (6, 7), slow(2**20, 2**21)])
@@ -198,14 +115,16 @@ def test_it_does_on_every_rank(tile: tuple[int, int], shape: tuple[int, int], ra
             reference.fake_quantize_tiles(x, E2M1, tile, key, *place) for place in ((0, 1), (rank, ranks))
         )
         assert not torch.equal(alone, expected)
-        assert_same_bits(run("fake_quantize_tiles", x, E2M1, tile, key, rank, ranks), expected)
+        assert_same_bits(run("fake_quantize", x, *of_tiles(E2M1, tile), key, rank, ranks), expected)
 
 
 @pytest.mark.parametrize("tile", TILES)
 def test_two_ranks_round_together_as_one_process_does(tile: tuple[int, int], run: Run) -> None:
     x = random((256, 200))
-    halves = [run("fake_quantize_tiles", half, E2M1, tile, KEYS[0], rank, 2) for rank, half in enumerate(x.chunk(2))]
-    assert_same_bits(torch.cat(halves), run("fake_quantize_tiles", x, E2M1, tile, KEYS[0]))
+    halves = [
+        run("fake_quantize", half, *of_tiles(E2M1, tile), KEYS[0], rank, 2) for rank, half in enumerate(x.chunk(2))
+    ]
+    assert_same_bits(torch.cat(halves), run("fake_quantize", x, *of_tiles(E2M1, tile), KEYS[0]))
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -218,7 +137,7 @@ def test_it_does_for_every_stride(view: Callable[[Tensor], Tensor], tile: tuple[
     x = view(random((260, 390)))
     for key in (None, KEYS[0]):
         assert_same_bits(
-            run("fake_quantize_tiles", x, E4M3, tile, key), reference.fake_quantize_tiles(x, E4M3, tile, key)
+            run("fake_quantize", x, *of_tiles(E4M3, tile), key), reference.fake_quantize_tiles(x, E4M3, tile, key)
         )
 
 
@@ -228,13 +147,14 @@ def test_it_does_for_every_stride(view: Callable[[Tensor], Tensor], tile: tuple[
 @pytest.mark.parametrize("shape", LARGE)
 def test_it_does_for_large_tensors(shape: tuple[int, int], tile: tuple[int, int], dtype: torch.dtype) -> None:
     x = random(shape).to(dtype)
-    for fmt in FORMATS:
+    for fmt in GRIDS:
         for key in (None, KEYS[1]):
             assert_same_bits(
-                on_cuda("fake_quantize_tiles", x, fmt, tile, key), reference.fake_quantize_tiles(x, fmt, tile, key)
+                on_cuda("fake_quantize", x, *of_tiles(fmt, tile), key), reference.fake_quantize_tiles(x, fmt, tile, key)
             )
-    ranked = (x, E2M1, tile, KEYS[1], 5, 8)
-    assert_same_bits(on_cuda("fake_quantize_tiles", *ranked), reference.fake_quantize_tiles(*ranked))
+    place = KEYS[1], 5, 8
+    found = on_cuda("fake_quantize", x, *of_tiles(E2M1, tile), *place)
+    assert_same_bits(found, reference.fake_quantize_tiles(x, E2M1, tile, *place))
 
 
 @pytest.mark.gpu
@@ -242,7 +162,7 @@ def test_it_runs_where_the_tensor_is() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     x = random((130, 200))
-    found = rounding.fake_quantize_tiles(x.to("cuda:1"), E4M3, ROW_TILE)
+    found = rounding.fake_quantize(x.to("cuda:1"), *of_tiles(E4M3, ROW_TILE))
     assert found.device == torch.device("cuda", 1)
     assert_same_bits(found.cpu(), reference.fake_quantize_tiles(x, E4M3, ROW_TILE))
 
@@ -252,7 +172,7 @@ def test_it_runs_where_the_tensor_is() -> None:
 
 def of_torch(name: str, *arguments: Any) -> Tensor:
     """Without kernels; what is given stays as it is."""
-    return getattr(HOMES[name], name)(*(argument.clone() for argument in arguments))
+    return getattr(HOMES[name][0], name)(*(argument.clone() for argument in arguments))
 
 
 @pytest.fixture(params=["torch", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -314,28 +234,29 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     def by_kernel(x: Tensor, *arguments: Any) -> Tensor:
         calls.append(tuple(x.shape))
-        return reference.fake_quantize_tiles(x, *arguments)
+        return reference.round_operand(x, *arguments)
 
     for module in (rounding, sums):
         monkeypatch.setattr(module, "has_kernels", lambda device: True)
-    monkeypatch.setattr(rounding, "_by_kernel", by_kernel)
+    monkeypatch.setattr(rounding, "round_by_kernel", by_kernel)
     return calls
 
 
 def test_what_the_kernel_does_not_take_goes_to_the_reference(kernel_calls: list[tuple[int, ...]]) -> None:
     x = random((40, 50))
-    for given, fmt, tile in (
-        (x.double(), E4M3, ROW_TILE),
-        (x[:0], E4M3, ROW_TILE),
-        (x, E4M3, (1, 32)),
-    ):
-        expected = reference.fake_quantize_tiles(given, fmt, tile)
-        assert_same_bits(rounding.fake_quantize_tiles(given, fmt, tile), expected)
-    assert_same_bits(rounding.fake_quantize(x, UNQUANTIZED, "activation", 1), x)
+    fine = dataclasses.replace(FP8, name="fine", grid=floats(8, 7, infinities=True))
+    fine_scales = dataclasses.replace(FP8, name="fine-scales", scale="e8m3")
+    three = dataclasses.replace(FP8, name="three", activation=Operand(ROW_TILE, targets=(448.0, 384.0, 320.0)))
+    cases = [(x.double(), FP8, "activation"), (x[:0], FP8, "activation"), (x, FORMATS["fp4-pqt"], "weight")]
+    for given, fmt, operand in (*cases, (x, fine, "weight"), (x, fine_scales, "weight"), (x, three, "activation")):
+        expected = reference.round_operand(given, fmt, operand, 1, KEYS[0])
+        assert_same_bits(rounding.fake_quantize(given, fmt, operand, 1, KEYS[0]), expected)
+    for fmt in (UNQUANTIZED, FORMATS["fp4-pqt"]):
+        assert_same_bits(rounding.fake_quantize(x, fmt, "activation", 1), x)
     with pytest.raises(ValueError, match="expects a 2-D floating-point tensor"):
-        rounding.fake_quantize_tiles(x[None], E4M3, ROW_TILE)
+        rounding.fake_quantize(x[None], FP8, "activation", 1)
     assert kernel_calls == []
-    rounding.fake_quantize_tiles(x, E4M3, ROW_TILE)
+    rounding.fake_quantize(x, FP8, "activation", 1)
     assert kernel_calls == [(40, 50)]
 
 

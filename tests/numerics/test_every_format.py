@@ -11,7 +11,7 @@ from torch import Tensor
 
 from snip_hf.numerics.formats import FORMATS, NumberFormat, Operand
 from snip_hf.numerics.gemms import OPERANDS
-from snip_hf.numerics.grids import ElementGrid
+from snip_hf.numerics.grids import ElementGrid, floats, integers
 from snip_hf.numerics.rounding import quantize, quantize_operand
 
 QUANTIZED = [name for name, format in FORMATS.items() if format.is_quantized]
@@ -109,11 +109,40 @@ def means_over_all_random_numbers(x: Tensor, format: NumberFormat, rule: Operand
 @pytest.mark.parametrize("fmt", [name for name in QUANTIZED if FORMATS[name].gradient.quantized])
 def test_stochastic_rounding_is_unbiased_in_every_format(fmt: str) -> None:
     """The mean over all random numbers is x up to half of 1/256 of a spacing, also of the largest in a block."""
-    format = FORMATS[fmt]
-    rule = dataclasses.replace(format.gradient, stochastic=True)
+    check_unbiased(FORMATS[fmt], FORMATS[fmt].gradient)
+
+
+@pytest.mark.parametrize("scale", ["fp32", "e8m0", "e5m3"])
+@pytest.mark.parametrize(
+    "grid", [floats(3, 1), floats(2, 2, subnormals=False), integers(3)], ids=lambda grid: grid.name
+)
+def test_stochastic_rounding_is_unbiased_in_a_format_of_ones_own(grid: ElementGrid, scale: str) -> None:
+    own = dataclasses.replace(FORMATS["fp4"], name="own", grid=grid, scale=scale)
+    check_unbiased(own, Operand((1, 64)))
+
+
+def check_unbiased(format: NumberFormat, operand: Operand) -> None:
+    rule = dataclasses.replace(operand, stochastic=True)
     x = torch.randn(48, 160, generator=torch.Generator().manual_seed(11)) * torch.linspace(-12, 3, 48)[:, None].exp2()
     mean, spacing = means_over_all_random_numbers(x, format, rule)
     assert ((mean - x).abs() / spacing).max() < 1 / 512 + 1e-4
+
+
+STOCHASTIC = [name for name in QUANTIZED if FORMATS[name].gradient.stochastic]
+
+
+@pytest.mark.parametrize("fmt", STOCHASTIC)
+def test_no_scale_cuts_the_largest_element_off_whatever_bfloat16_value_it_is(fmt: str) -> None:
+    """The largest random number takes it up or leaves it, but for FP32's rounding. Under a scale that is too small, as
+    E8M0's rules that round down give, nothing on the grid would be above it. Each number is a block; tensors have 510
+    of them, 4 binades."""
+    format = FORMATS[fmt]
+    for x in torch.arange(64 * 510, dtype=torch.int16).view(torch.bfloat16).float().view(64, 510, 1):
+        if format.tensor_scale is not None and x.max() < 2.0**-114:
+            continue  # the reciprocals of such scales are beyond FP32 (docs/formats.md, edge cases)
+        random = torch.full(x.shape, 255.5 / 256)
+        up = quantize_operand(x, format, format.gradient, (1, 16), None, random).dequantize()
+        assert (up >= x * (1 - 2.0**-22)).all()
 
 
 def test_scales_that_cut_the_largest_elements_off_would_be_biased() -> None:

@@ -18,9 +18,9 @@ from torch import Tensor, nn, optim
 from torch.optim import SGD, Adam, AdamW
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from snip_hf.optimizers import rules
+from snip_hf.optimizers import update_rules
 from snip_hf.optimizers.response import Response, check_optimizer, responses
-from snip_hf.optimizers.rules import Situation, own_step
+from snip_hf.optimizers.update_rules import Situation, own_step
 
 SHAPES = {"first": (5, 7), "second": (4, 3)}
 Parameters = dict[str, nn.Parameter]
@@ -390,7 +390,7 @@ def test_no_optimizer_means_plain_sgd_with_learning_rate_1() -> None:
 
 
 def test_lion_without_smoothing_is_the_real_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "LION_SMOOTHING", 1e-9)
+    monkeypatch.setattr(update_rules, "LION_SMOOTHING", 1e-9)
     for steps in (0, 3):
         parameters, optimizer = trained(LION, steps)
         real = real_update(LION, parameters, optimizer, draw(55), torch.float32)
@@ -502,7 +502,7 @@ def check_own_differences(parameters: Parameters, optimizer: optim.Optimizer, st
         index = list(parameters).index(name)
         state = {key: value.double() for key, value in optimizer.state.get(parameters[name], {}).items()}
         at = Situation(optimizer.param_groups[index], state, parameters[name].detach().double())
-        rule = rules.AUTOGRAD[rules.rule_name(type(optimizer))]
+        rule = update_rules.AUTOGRAD[update_rules.rule_name(type(optimizer))]
         ends = [rule(at, gradient.double() + sign * step * tangent)[0] for sign in (1, -1)]
         difference = (ends[0] - ends[1]) / (2 * step)
         forward = answer.pushforward(gradient, tangent)

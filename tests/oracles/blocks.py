@@ -1,7 +1,8 @@
 """What does a tensor become in a block format? Loops over blocks in numpy, written from the formats' definitions.
 
 Grids are lists of values; scales are written out per kind (OCP Microscaling v1.0, section 6.3; cuBLAS, "1D block
-scaling"; arXiv:2509.25149, appendix on NVFP4). No code of the package.
+scaling"; arXiv:2509.25149, appendix on NVFP4). An element is multiplied by the reciprocal of its scale, in FP32, as
+torchao does. No code of the package.
 """
 
 from __future__ import annotations
@@ -10,15 +11,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from .rounding import Floats
+from .rounding import Floats, between
 
 Values = NDArray[np.float64]
-Scale = Callable[[np.float32, np.float32], np.float32]
-"""Largest magnitudes of a block and of the tensor -> scale of the block."""
+Scale = Callable[[np.float32, np.float32], tuple[np.float32, np.float32]]
+"""Largest magnitudes of a block and of the tensor -> scale of the block, and its reciprocal."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ def integers(largest: int) -> Grid:
     return Grid(values.astype(np.float64), values, largest.bit_length() - 1)
 
 
-def nearest(x: float, grid: Grid) -> float:
-    """The nearest value, of two equally near ones that with the even code; the largest one for what is larger."""
-    magnitude = min(abs(x), grid.max)
-    above = min(int(np.searchsorted(grid.values, magnitude)), len(grid.values) - 1)
-    below = max(above - 1, 0)
+def nearest(x: Floats, grid: Grid) -> Floats:
+    """The nearest values, of two equally near ones that with the even code; the largest one for what is larger."""
+    magnitude = np.minimum(np.abs(x.astype(np.float64)), grid.max)
+    above = np.minimum(np.searchsorted(grid.values, magnitude), len(grid.values) - 1)
+    below = np.maximum(above - 1, 0)
     down, up = magnitude - grid.values[below], grid.values[above] - magnitude
-    is_down = down < up or (down == up and grid.codes[below] % 2 == 0)
-    return math.copysign(float(grid.values[below if is_down else above]), x)
+    is_down = (down < up) | ((down == up) & (grid.codes[below] % 2 == 0))
+    return np.copysign(np.where(is_down, grid.values[below], grid.values[above]), x).astype(np.float32)
 
 
 def _power(exponent: int) -> np.float32:
@@ -83,48 +83,66 @@ def _ceil_log2(x: float) -> int:
 
 
 def e8m0(rule: str, grid: Grid) -> Scale:
-    def floor(amax: np.float32, _: np.float32) -> np.float32:
-        return _power(_floor_log2(float(amax)) - grid.emax)
+    def floor(amax: float) -> int:
+        return _floor_log2(amax) - grid.emax
 
-    def ceil(amax: np.float32, _: np.float32) -> np.float32:
-        return _power(_ceil_log2(float(amax)) - grid.emax)
+    def ceil(amax: float) -> int:
+        return _ceil_log2(amax) - grid.emax
 
-    def rceil(amax: np.float32, _: np.float32) -> np.float32:
-        return _power(_ceil_log2(float(amax / np.float32(grid.max))))
+    def rceil(amax: float) -> int:
+        return _ceil_log2(float(np.float32(amax) / np.float32(grid.max)))
 
-    def even(amax: np.float32, _: np.float32) -> np.float32:
-        exponent = _floor_log2(float(amax))
-        significand = float(amax) * 2.0**-exponent if amax > 0 else 1.0
+    def even(amax: float) -> int:
+        exponent = _floor_log2(amax)
+        significand = amax * 2.0**-exponent if amax > 0 else 1.0
         carries = math.floor(significand * 2**grid.mantissa_bits + 0.5) >= 2 ** (grid.mantissa_bits + 1)
-        return _power(exponent + carries - grid.emax)
+        return exponent + carries - grid.emax
 
-    return {"floor": floor, "ceil": ceil, "rceil": rceil, "even": even}[rule]
-
-
-def fp32(target: float) -> Scale:
-    return lambda amax, _: max(amax / np.float32(target), np.finfo(np.float32).tiny)
-
-
-def e4m3_in_tensor(target: float, top: float, largest: float, up: bool = False) -> Scale:
-    """amax / target as an E4M3 number times the tensor's FP32 scale; `top`: the block scale of the tensor's amax."""
-
-    def scale(amax: np.float32, tensor_amax: np.float32) -> np.float32:
-        of_tensor = max(tensor_amax / np.float32(top * largest), np.finfo(np.float32).tiny)
-        wanted = amax / np.float32(target) / of_tensor
-        grid = floats(4, 3, reserved=1)
-        if up:
-            of_block = grid.values[min(int(np.searchsorted(grid.values, float(wanted))), len(grid.values) - 1)]
-        else:
-            of_block = float(np.float32(min(wanted, np.float32(448))).astype(ml_dtypes.float8_e4m3fn))
-        return np.float32(of_tensor * np.float32(max(of_block, 2.0**-9)))
+    def scale(amax: np.float32, _: np.float32) -> tuple[np.float32, np.float32]:
+        found = _power({"floor": floor, "ceil": ceil, "rceil": rceil, "even": even}[rule](float(amax)))
+        return found, np.float32(1) / found
 
     return scale
 
 
-def quantized(x: Floats, block: tuple[int, int], grid: Grid, scale: Scale | list[Scale]) -> tuple[Floats, Floats]:
+def fp32(target: float) -> Scale:
+    def scale(amax: np.float32, _: np.float32) -> tuple[np.float32, np.float32]:
+        found = max(amax / np.float32(target), np.finfo(np.float32).tiny)
+        return found, np.float32(1) / found
+
+    return scale
+
+
+def fine(kind: Grid, target: float, top: tuple[float, float] | None = None, up: bool = False) -> Scale:
+    """amax / target as a number of a small grid, to nearest or up.
+
+    With `top`, the scale of the block with the tensor's amax and the largest element, it is times one FP32 scale of the
+    tensor.
+    """
+    tiny, huge = np.finfo(np.float32).tiny, np.finfo(np.float32).max
+
+    def scale(amax: np.float32, tensor_amax: np.float32) -> tuple[np.float32, np.float32]:
+        of_tensor = np.float32(1) if top is None else max(tensor_amax / np.float32(top[0] * top[1]), tiny)
+        if not np.isfinite(of_tensor):
+            return np.float32(np.nan), np.float32(np.nan)
+        wanted = amax / np.float32(target) / of_tensor
+        if up:
+            found = kind.values[min(int(np.searchsorted(kind.values, float(wanted))), len(kind.values) - 1)]
+        else:
+            found = nearest(np.array([wanted]), kind)[0]
+        of_block = np.float32(max(found, kind.values[1]))
+        return of_tensor * of_block, min(np.float32(1) / of_tensor / of_block, huge)
+
+    return scale
+
+
+def quantized(
+    x: Floats, block: tuple[int, int], grid: Grid, scale: Scale | list[Scale], random: Floats | None = None
+) -> tuple[Floats, Floats]:
     """Dequantized values (R, C) and scales (blocks along R, blocks along C), one block after another.
 
-    Of several scales a block takes the one with the smallest squared error, the first of equal ones.
+    Of several scales a block takes the one with the smallest squared error, the first of equal ones. With random
+    numbers of (0, 1) elements go to either neighbour. A block that holds a NaN or an infinity is NaN in full.
     """
     rows, columns = block
     products = np.empty_like(x)
@@ -133,12 +151,15 @@ def quantized(x: Floats, block: tuple[int, int], grid: Grid, scale: Scale | list
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
             here = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+            if not np.isfinite(x[here]).all():
+                scales[i, j], products[here] = np.nan, np.nan
+                continue
             tried = []
             for rule in scale if isinstance(scale, list) else [scale]:
-                found = rule(np.abs(x[here]).max(), tensor_amax)
-                scaled = x[here] / np.float64(found)
-                values = np.vectorize(lambda one: nearest(float(one), grid), otypes=[np.float64])(scaled)
-                result = (values.astype(np.float32) * found).astype(np.float32)
+                found, factor = rule(np.abs(x[here]).max(), tensor_amax)
+                scaled = x[here] * factor
+                values = nearest(scaled, grid) if random is None else between(scaled, grid.values, random[here])
+                result = values * found
                 error = float(((result.astype(np.float64) - x[here].astype(np.float64)) ** 2).sum())
                 tried.append((error, found, result))
             _, scales[i, j], products[here] = min(tried, key=lambda one: one[0])

@@ -30,12 +30,16 @@ def nearest(x: Floats, grid: str) -> Floats:
 
 
 def stochastic(x: Floats, grid: str, random: Floats) -> Floats:
+    """`between` of the values of a grid."""
+    return between(x, grid_values(grid), random)
+
+
+def between(x: Floats, values: NDArray[np.float64], random: Floats) -> Floats:
     """x + (random - 1/2) * (b - a) to the nearest of the neighbours a <= x <= b, ties to even; x's sign; saturating.
 
     Counted in spacings from 0, where every grid value is a whole number and the even code is an even number. Of these
     steps only the sum is not exact: FP32 rounds it once, and sums that it rounds to half a spacing are ties.
     """
-    values = grid_values(grid)
     magnitude = np.minimum(np.abs(x.astype(np.float64)), values[-1])
     below = np.searchsorted(values[:-1], magnitude, side="right") - 1
     gap = np.diff(values)[below]

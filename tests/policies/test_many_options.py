@@ -26,6 +26,7 @@ from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
 from snip_hf.policies.registry import needs_probe, rule_assignment
 from snip_hf.policies.setting import Setting
+from snip_hf.policies.target import contributions
 
 RULES = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
 PROBED = ("snip", "min-abs-err", "min-rel-err", "fisher", "hessian-trace", "greedy", "kl")
@@ -272,7 +273,7 @@ def timed(setting: Setting, **seconds: float) -> Setting:
 def test_measured_savings_are_of_each_gemm_and_below_0_where_a_format_is_slower_than_bf16() -> None:
     setting = setting_of(plain_flops(1.0, 1.0), formats=THREE, target_linear_speedup=1.2, budget="measured")
     setting = timed(setting, bf16=4.0, fp8=5.0, fp4=2.0)
-    assert setting.option_weights(setting.stages[0]) == {
+    assert contributions(setting, setting.stages[0]) == {
         layer: {"fp4": 0.25, "fp8": -0.125, "bf16": 0.0} for layer in setting.flops
     }
     # One layer in FP4 gives 8 / 6, two 2.

@@ -1,12 +1,16 @@
-"""A run that chooses among five formats, GEMM by GEMM: it trains, goes on where it stopped, and reports."""
+"""A run that chooses among five formats, GEMM by GEMM: it trains, goes on where it stopped, reports, and exports."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import pytest
 from tiny_runs import SCHEDULE, differing, train, weights
 
 from snip_hf import SnipCallback, SnipConfig
+from snip_hf.cli import main
+from snip_hf.integrations.export_targets import TARGETS
 from snip_hf.layers.state import snip_linears
 from snip_hf.planning.plan import PrecisionPlan
 from snip_hf.records.divergences import read_divergence
@@ -15,7 +19,9 @@ from snip_hf.reporting.run_report import run_report
 NAMES = ("nvfp4-rht", "mxfp4", "mxfp6", "fp8-tensor", "bf16")
 
 
-def test_five_formats_train_resume_to_the_bit_and_report(tmp_path: Path) -> None:
+def test_five_formats_train_resume_to_the_bit_report_and_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = SnipConfig(**SCHEDULE, formats=NAMES, target_fp4_fraction=0.5, granularity="gemm")
     whole = train(tmp_path / "whole", config, save_strategy="steps", save_steps=3)
     plan = PrecisionPlan.load(tmp_path / "whole" / "snip" / "plan.json")
@@ -33,3 +39,11 @@ def test_five_formats_train_resume_to_the_bit_and_report(tmp_path: Path) -> None
     assert differing(weights(resumed.model), weights(whole.model)) == []
     run_report(tmp_path / "whole")
     assert (tmp_path / "whole" / "snip" / "plan.png").stat().st_size > 10_000
+    model = ["--model", str(checkpoint)]
+    for target in TARGETS:
+        command = ["export", str(tmp_path / "whole" / "snip" / "plan.json"), "--to", target, *model]
+        command += ["-o", str(tmp_path / target)]
+        assert main(command) == 1 and not (tmp_path / target).exists()
+        assert "cannot express the plan: it lacks the above for" in capsys.readouterr().err
+        assert main([*command, "--nearest"]) == 0 and (tmp_path / target).exists()
+        assert re.search(r"FP4 share .* in the plan, 0\.\d+ in the file\.", capsys.readouterr().out)

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..layers.state import snip_linears
 
-Weights = Mapping[str, Mapping[str, float]]
+Work = Mapping[str, Mapping[str, float]]
 """Layer -> GEMM -> FLOPs per token, or seconds."""
 
 

@@ -1,4 +1,4 @@
-"""The cost of each GEMM, in FLOPs or in measured time: the weights of the program's efficiency constraint."""
+"""The cost of each GEMM, in FLOPs or in measured time: the work that the program's efficiency constraint counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..layers.state import snip_linears
 from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
 from ..text import printable
-from .flops import Weights
+from .flops import Work
 from .gemm_timing import GemmShape, Machine, Timer, gemm_times, reference_format, timed_formats
 
 
@@ -30,7 +30,7 @@ class MeasuredCost:
     """The format whose time is what a GEMM counts (`gemm_timing.reference_format`)."""
 
     @property
-    def weights(self) -> dict[str, dict[str, float]]:
+    def work(self) -> dict[str, dict[str, float]]:
         """Layer -> GEMM -> seconds in the reference format."""
         return {layer: {gemm: row[gemm][self.reference] for gemm in GEMMS} for layer, row in self.seconds.items()}
 
@@ -45,12 +45,9 @@ class MeasuredCost:
 
     def to_dict(self) -> dict[str, object]:
         seconds = {layer: {gemm: dict(times) for gemm, times in row.items()} for layer, row in self.seconds.items()}
-        return {
-            "machine": asdict(self.machine),
-            "tokens": self.tokens,
-            "seconds": seconds,
-            "reference": self.reference,
-        }
+        # Times in FP8 are written as earlier versions wrote them.
+        reference = {} if self.reference == REFERENCE.name else {"reference": self.reference}
+        return {"machine": asdict(self.machine), "tokens": self.tokens, "seconds": seconds, **reference}
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ def measure_cost(
     )
 
 
-def predicted_times(flops: Weights, measured: MeasuredCost | None) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
+def predicted_times(flops: Work, measured: MeasuredCost | None) -> Mapping[str, Mapping[str, Mapping[str, float]]]:
     """Returns layer -> GEMM -> format -> time for one micro-batch.
 
     Measured times are in seconds. Modelled ones come from `NumberFormat.speed`; their unit is the time that all of
@@ -124,7 +121,7 @@ def predicted_times(flops: Weights, measured: MeasuredCost | None) -> Mapping[st
     }
 
 
-def cost_shares(flops: Weights, measured: MeasuredCost) -> list[CostShare]:
+def cost_shares(flops: Work, measured: MeasuredCost) -> list[CostShare]:
     """Returns the shares of FLOPs and time of every kind of linear and GEMM that has any, in the model's order."""
     members: dict[tuple[str, str], list[str]] = {}
     for layer, row in flops.items():
@@ -141,7 +138,7 @@ def cost_shares(flops: Weights, measured: MeasuredCost) -> list[CostShare]:
     return shares
 
 
-def describe_cost(flops: Weights, measured: MeasuredCost) -> str:
+def describe_cost(flops: Work, measured: MeasuredCost) -> str:
     """Returns one sentence on how FLOPs and measured time relate."""
     shares = cost_shares(flops, measured)
     dearest, cheapest = max(shares, key=lambda share: share.ratio), min(shares, key=lambda share: share.ratio)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..budget_checks import RATES
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from ..numerics.gemms import GEMMS
-from .flops import Weights
+from .flops import Work
 from .measured_cost import MeasuredCost
 
 GemmTimes = Mapping[str, Mapping[str, Mapping[str, float]]]
@@ -111,7 +111,7 @@ register_rates(
 )
 
 
-def linear_times(flops: Weights, formats: Iterable[str], rates: str | None, measured: MeasuredCost | None) -> GemmTimes:
+def linear_times(flops: Work, formats: Iterable[str], rates: str | None, measured: MeasuredCost | None) -> GemmTimes:
     """Returns what each GEMM takes in BF16 and in these formats: measured seconds, or FLOPs by rate.
 
     Args:

@@ -1,7 +1,8 @@
 """A checkpoint for inference: weights quantized by a plan, in a form that transformers loads back (torchao).
 
-Only the forward GEMM's format of a layer matters, since inference has no other GEMM. Weights are quantized to the
-nearest kind that torchao stores (`export_targets.WEIGHT_KINDS`); activations stay as they are.
+Only the forward GEMM's format of a layer matters, since inference has no other GEMM. Weights are quantized to the kind
+that torchao stores (`export_targets.WEIGHT_KINDS`), or to the nearest one where that is asked for; activations stay as
+they are.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import math
 import os
 import secrets
 import shutil
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..planning.plan import PrecisionPlan
 from .export import NotExpressible
+from .export_names import CHECKPOINT
 from .export_targets import WEIGHT_KINDS, WeightKind
 
 _WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")
@@ -42,10 +44,14 @@ _MOST_TEXT_BYTES = 64 * 2**20
 class ExportedCheckpoint:
     """Figures of a checkpoint before and after."""
 
-    kinds: Mapping[str, int]
-    """How a weight is stored -> the number of layers."""
+    kinds: Mapping[tuple[str, str], int]
+    """Format of the plan, and how a weight is stored -> the number of layers."""
+    changed: Mapping[str, str]
+    """Layer whose weight has scales of another kind or by another rule than the plan's format -> what became of it."""
     kept: Mapping[str, str]
     """Layer that is not quantized, though the plan has a low format for it -> why."""
+    fp4_fractions: tuple[float, float]
+    """Share (0..1) of the forward FLOPs in FP4, of the plan and of the checkpoint."""
     bytes: tuple[int, int, int]
     """Size of the weight files of the model that was given, of its parameters in BF16, and of the new weight files."""
     perplexity: tuple[float, float] | None
@@ -61,7 +67,7 @@ def export_checkpoint(
         plan: the plan; its layers are those of the model (`snip-hf inspect` compares).
         model_dir: folder of a causal LM.
         output: a folder that does not exist yet, or is empty.
-        nearest: keep layers in BF16 that cannot be stored in their format.
+        nearest: store layers with other scales than their format has, or keep them in BF16, where torchao lacks it.
         text: UTF-8 text to measure perplexity on.
 
     Raises:
@@ -75,16 +81,18 @@ def export_checkpoint(
     passage = None if text is None else _tokens(text, model_dir)
     model = _load(model_dir)
     refuse_quantized(model)
-    chosen, kept = _chosen(plan, model)
-    if kept and not nearest:
-        raise NotExpressible("checkpoint", kept, nearest)
+    chosen, kept, changed = _chosen(plan, model)
+    if (changed or kept) and not nearest:
+        others = {layer: f"torchao has no such weights: {change}" for layer, change in changed.items()}
+        raise NotExpressible(CHECKPOINT, others | kept, nearest)
     if not chosen:
         raise ValueError("No layer of the plan has a forward GEMM whose weights can be quantized.")
     before = None if passage is None else perplexity(model, passage)
     in_bf16 = _DTYPE.itemsize * sum(parameter.numel() for parameter in model.parameters())
     del model
-    output.parent.mkdir(parents=True, exist_ok=True)
-    folder = output.with_name(f".{output.name}.{secrets.token_hex(8)}.tmp")
+    # Folders above the output are made at the end, so that nothing is left behind if something is refused before.
+    above = next(folder for folder in output.absolute().parents if folder.exists())
+    folder = above / f".{output.name}.{secrets.token_hex(8)}.tmp"
     folder.mkdir()
     try:
         _write(chosen, model_dir, folder)
@@ -92,14 +100,22 @@ def export_checkpoint(
         _check_quantized(quantized, chosen)
         _check_runs(quantized)
         after = None if passage is None else perplexity(quantized, passage)
+        output.parent.mkdir(parents=True, exist_ok=True)
         os.replace(folder, output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    kinds: dict[str, int] = {}
-    for kind in chosen.values():
-        kinds[kind.label] = kinds.get(kind.label, 0) + 1
+    kinds = Counter((plan.assignment[layer][GEMMS[0]], kind.label) for layer, kind in chosen.items())
     figures = None if before is None or after is None else (before, after)
-    return ExportedCheckpoint(kinds, kept, (_size(model_dir), in_bf16, _size(output)), figures)
+    shares = _fp4_fraction(plan, plan.assignment), _fp4_fraction(plan, chosen)
+    return ExportedCheckpoint(kinds, changed, kept, shares, (_size(model_dir), in_bf16, _size(output)), figures)
+
+
+def _fp4_fraction(plan: PrecisionPlan, layers: Iterable[str]) -> float:
+    """Returns the share of the plan's forward FLOPs that these layers run in FP4."""
+    forward = GEMMS[0]
+    low = [layer for layer in layers if FORMATS[plan.assignment[layer][forward]].counts_as_fp4]
+    total = math.fsum(row[forward] for row in plan.flops.values())
+    return math.fsum(plan.flops[layer][forward] for layer in low) / total
 
 
 def perplexity(model: nn.Module, tokens: torch.Tensor) -> float:
@@ -127,9 +143,10 @@ def _load(folder: Path, **settings: Any) -> PreTrainedModel:
     return loaded
 
 
-def _chosen(plan: PrecisionPlan, model: nn.Module) -> tuple[dict[str, WeightKind], dict[str, str]]:
-    """Returns how each layer's weight is stored, and why others are not quantized though the plan has them so."""
-    chosen, kept = {}, {}
+def _chosen(plan: PrecisionPlan, model: nn.Module) -> tuple[dict[str, WeightKind], dict[str, str], dict[str, str]]:
+    """Returns how each layer's weight is stored, why others stay in BF16 though the plan has them low, and which of the
+    stored ones get other scales than the plan's."""
+    chosen, kept, changed = {}, {}, {}
     for layer, formats in plan.assignment.items():
         name = formats[GEMMS[0]]
         if not FORMATS[name].is_quantized:
@@ -139,7 +156,9 @@ def _chosen(plan: PrecisionPlan, model: nn.Module) -> tuple[dict[str, WeightKind
             kept[layer] = why or f"torchao stores no weights in {name}"
         else:
             chosen[layer] = kind
-    return chosen, kept
+            if not kind.keeps(FORMATS[name]):
+                changed[layer] = f"{name} -> {kind.label}"
+    return chosen, kept, changed
 
 
 def _unfit(module: nn.Module, kind: WeightKind | None) -> str | None:

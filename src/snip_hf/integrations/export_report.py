@@ -12,6 +12,7 @@ from ..json_io import write_atomic
 from ..planning.plan import PrecisionPlan
 from ..text import printable
 from .export import Export, export_plan
+from .export_names import FOUR_OVER_SIX
 
 _MOST_PATH = 4096
 
@@ -38,7 +39,7 @@ def report_export(plan: PrecisionPlan, arguments: argparse.Namespace, outside: S
 
 def _print_changes(plan: PrecisionPlan, export: Export, arguments: argparse.Namespace) -> None:
     stream = sys.stderr if arguments.output is None else sys.stdout
-    if arguments.to == "fouroversix" and arguments.model is None:
+    if arguments.to == FOUR_OVER_SIX and arguments.model is None:
         print(
             "Linear layers outside the plan are not known without --model: of these, modules_to_not_convert names "
             "lm_head alone.",
@@ -72,12 +73,18 @@ def report_checkpoint(plan: PrecisionPlan, arguments: argparse.Namespace) -> int
 
     done = export_checkpoint(plan, Path(arguments.model), arguments.output, arguments.nearest, arguments.text)
     print(f"Written: {printable(arguments.output, _MOST_PATH)}")
-    for label, count in done.kinds.items():
-        print(f"  {count} layers: {label}")
-    if done.kept:
-        print(f"  {len(done.kept)} layers stay in BF16, which the plan has in a low format:")
-        for layer, reason in done.kept.items():
-            print(f"    {printable(layer)}: {printable(reason)}")
+    for (name, label), count in done.kinds.items():
+        print(f"  {count} layers of {name}: {label}")
+    for what, layers in (
+        ("have other scales than in the plan", done.changed),
+        ("stay in BF16, which the plan has in a low format", done.kept),
+    ):
+        if layers:
+            print(f"  {len(layers)} layers {what}:")
+            for layer, said in layers.items():
+                print(f"    {printable(layer)}: {printable(said)}")
+    of_plan, here = done.fp4_fractions
+    print(f"FP4 share of the forward GEMMs: {of_plan:.4f} in the plan, {here:.4f} in the checkpoint.")
     given, in_bf16, after = done.bytes
     print(
         f"Size of the weights: {given:,} bytes as given, {in_bf16:,} in BF16, {after:,} quantized "

@@ -14,9 +14,10 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from ..numerics.formats import UNQUANTIZED
+from ..numerics.formats import UNQUANTIZED, NumberFormat
 from ..numerics.gemms import GEMMS
 from ..registry import Registry
+from .export_names import FOUR_OVER_SIX, MEGATRON, TORCHAO
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def _write_megatron(modules: Mapping[str, Setting], outside: Sequence[str]) -> s
 
 TARGETS.register(
     Target(
-        "megatron",
+        MEGATRON,
         tuple(_everywhere(name, None) for name in _RECIPES),
         _write_megatron,
         _megatron_module,
@@ -162,7 +163,7 @@ def _write_four_over_six(modules: Mapping[str, Setting], outside: Sequence[str])
     return json.dumps(document, indent=1) + "\n"
 
 
-TARGETS.register(Target("fouroversix", _four_over_six_settings(), _write_four_over_six))
+TARGETS.register(Target(FOUR_OVER_SIX, _four_over_six_settings(), _write_four_over_six))
 
 
 @dataclass(frozen=True)
@@ -298,7 +299,7 @@ def _imports(used: Sequence[Setting]) -> str:
     return "\n".join([*plain, *sorted(lines - set(plain))])
 
 
-TARGETS.register(Target("torchao", _TORCHAO, _write_torchao))
+TARGETS.register(Target(TORCHAO, _TORCHAO, _write_torchao))
 
 
 @dataclass(frozen=True)
@@ -308,8 +309,15 @@ class WeightKind:
     label: str
     config: Callable[[], Any]
     """Builds torchao's configuration."""
+    scale: str = "fp32"
+    """Kind of its scales, as `NumberFormat.scale` names it."""
     multiples: tuple[int, int] = (1, 1)
     """Rows and columns of the weight are multiples of these."""
+
+    def keeps(self, format: NumberFormat) -> bool:
+        """Whether a weight keeps the kind and the rule of a format's scales. Its blocks may have another shape."""
+        is_rotated = GEMMS[0] in format.rotated
+        return format.scale == self.scale and not format.weight.targets and not is_rotated
 
 
 def _float8(granularity: str) -> Any:
@@ -340,8 +348,8 @@ def _int4(group: int) -> Any:
 
 _ROWS = WeightKind("E4M3, a scale per row", partial(_float8, "PerRow"))
 _TENSOR = WeightKind("E4M3, a scale per tensor", partial(_float8, "PerTensor"))
-_BLOCKS = WeightKind("E2M1, a scale per 16 values", _e2m1, (16, 16))
-_GROUPS = WeightKind("4-bit integers in bytes, a scale per 32 values", partial(_int4, 32), (1, 32))
+_BLOCKS = WeightKind("E2M1, an E4M3 scale per 16 values", _e2m1, "e4m3", multiples=(16, 16))
+_GROUPS = WeightKind("4-bit integers in bytes, a scale per 32 values", partial(_int4, 32), multiples=(1, 32))
 
 WEIGHT_KINDS = {
     "fp8": _ROWS,
@@ -351,7 +359,7 @@ WEIGHT_KINDS = {
     "int8": WeightKind("8-bit integers, a scale per row", _int8),
     **dict.fromkeys(("fp4", "fp4-46", "mxfp4", "mxfp4-32x32", "mxfp4-rht"), _BLOCKS),
     **dict.fromkeys(("nvfp4", "nvfp4-1x16", "nvfp4-46", "nvfp4-rht", "nvfp4-rht128"), _BLOCKS),
-    "int4": WeightKind("4-bit integers in bytes, a scale per 128 values", partial(_int4, 128), (1, 128)),
+    "int4": WeightKind("4-bit integers in bytes, a scale per 128 values", partial(_int4, 128), multiples=(1, 128)),
     "ufp4": _GROUPS,
     "ufp4-rht": _GROUPS,
 }

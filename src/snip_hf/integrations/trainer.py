@@ -17,7 +17,7 @@ from ..kernels.backend import BACKENDS
 from ..layers.convert import convert_model
 from ..layers.run_hooks import RunMark, marks_on
 from ..parallel.wrappers import unwrap
-from ..records.event_log import Tracker, check_tracker
+from ..records.event_writer import Tracker, check_tracker
 from ..text import WITHOUT_PROBE, printable
 from ..training.checks import check_launch, check_trainer
 from ..training.controller import SnipController

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..parallel.sharding import is_sharded
 from ..text import WITHOUT_PROBE
-from .rules import AUTOGRAD, ELEMENTWISE, Autograd, Elementwise, Situation, own_step, rule_name
+from .update_rules import AUTOGRAD, ELEMENTWISE, Autograd, Elementwise, Situation, own_step, rule_name
 
 logger = logging.getLogger(__name__)
 

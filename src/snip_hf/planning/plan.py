@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from ..costs.flops import Weights
+from ..costs.flops import Work
 from ..costs.gemm_timing import Machine, check_seconds
 from ..costs.measured_cost import MeasuredCost
 from ..costs.rates import GemmTimes, linear_times, speedup
@@ -92,15 +92,15 @@ class PrecisionPlan:
     @property
     def fp4_time_fraction(self) -> float | None:
         """Share (0..1) of the linears' measured time in FP8 that belongs to GEMMs in FP4; None: not measured."""
-        return None if self.measured is None else self._fp4_fraction(self.assignment, self.measured.weights)
+        return None if self.measured is None else self._fp4_fraction(self.assignment, self.measured.work)
 
     @property
     def stage_fp4_time_fractions(self) -> tuple[float, ...] | None:
         """`fp4_time_fraction` of each stage alone."""
         if self.measured is None:
             return None
-        weights = self.measured.weights
-        return tuple(self._fp4_fraction(stage, weights) for stage in self.stages)
+        work = self.measured.work
+        return tuple(self._fp4_fraction(stage, work) for stage in self.stages)
 
     def linear_speedup(self, rates: str | None = None) -> float | None:
         """Returns the time of the planned GEMMs in BF16 by their time in the plan; None: nothing tells the speeds.
@@ -141,8 +141,8 @@ class PrecisionPlan:
         except (KeyError, TypeError):  # no table, or a plan from elsewhere whose config names anything
             return None
 
-    def _fp4_fraction(self, layers: Iterable[str], weights: Weights) -> float:
-        pairs = [(self.assignment[layer][gemm], weights[layer][gemm]) for layer in layers for gemm in GEMMS]
+    def _fp4_fraction(self, layers: Iterable[str], work: Work) -> float:
+        pairs = [(self.assignment[layer][gemm], work[layer][gemm]) for layer in layers for gemm in GEMMS]
         return math.fsum(weight for name, weight in pairs if FORMATS[name].counts_as_fp4) / math.fsum(
             weight for _, weight in pairs
         )

@@ -8,7 +8,8 @@ from ..config import POLICIES
 from ..estimation.layer_sums import LAYER
 from ..estimation.table import DivergenceTable
 from ..policies.registry import Policy, cost_of
-from ..policies.setting import Assignment, Setting, check_attainable
+from ..policies.setting import Assignment, Setting
+from ..policies.target import check_attainable, contributions, least_sum
 from ..policies.ties import tied_groups
 
 
@@ -31,8 +32,8 @@ def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> d
     count = sum(len(setting.groups(stage)) for stage in setting.stages)
     policy: Policy = POLICIES[config.policy]
     for index, stage in enumerate(setting.stages):
-        weights = setting.option_weights(stage)
-        for group, weight_of in weights.items():
+        counted = contributions(setting, stage)
+        for group, count_of in counted.items():
             members = setting.members(group)
             layer, gemm = members[0] if config.granularity == "gemm" else (group, LAYER)
             options = []
@@ -41,10 +42,10 @@ def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> d
                 # BF16 has no row and costs nothing, as do layers that took no part in the probe (experts without
                 # tokens).
                 damage = cost(rows[layer, gemm, fmt]) if (layer, gemm, fmt) in rows else 0.0
-                extra = config.switching_cost / count * changes + policy.spare * weight_of[fmt]
-                options.append({"name": fmt, "cost": damage + extra, "weight": weight_of[fmt]})
+                extra = config.switching_cost / count * changes + policy.spare * count_of[fmt]
+                options.append({"name": fmt, "cost": damage + extra, "weight": count_of[fmt]})
             groups.append({"name": group, "options": options})
-        constraints.append({"name": f"stage {index}", "groups": list(weights), "minimum": setting.least_weight})
+        constraints.append({"name": f"stage {index}", "groups": list(counted), "minimum": least_sum(setting)})
     return {
         "groups": groups,
         "constraints": constraints,

@@ -33,7 +33,7 @@ class Policy:
     weighs_updates: bool = False
     """Whether it uses the weight divergence, which needs gradients and an optimizer that the estimate understands."""
     spare: float = 0.0
-    """Cost of the whole weight of a stage in formats that count towards the target. Keeps groups that cost nothing out
+    """Cost of the whole work of a stage in formats that count towards the target. Keeps groups that cost nothing out
     of these formats beyond the target; among plans that meet it exactly this decides nothing."""
     solver: str | None = None
     """Solver to use in place of the configured one."""

@@ -13,7 +13,8 @@ from typing import Any
 from ..config import SnipConfig
 from ..layers.state import block_of
 from .registry import Policy, register_policy
-from .setting import TOLERANCE, Setting, check_attainable
+from .setting import Setting
+from .target import TOLERANCE, check_attainable, contributions, least_sum
 from .ties import tied_groups
 
 
@@ -25,14 +26,14 @@ def _fill(setting: Setting, stage: Sequence[str], order: Sequence[str]) -> dict[
     """
     config = setting.config
     low, high = config.least_precise, config.most_precise
-    weights = setting.option_weights(stage)
+    counted = contributions(setting, stage)
     tied = {name: tuple(tie) for tie in tied_groups(setting) for name in tie}
     gains = {
-        unit: sum(weights[group][low] - weights[group][high] for group in unit)
+        unit: sum(counted[group][low] - counted[group][high] for group in unit)
         for unit in dict.fromkeys(tied.get(group, (group,)) for group in order)
     }
     units = [unit for unit, gain in gains.items() if gain > 0]
-    missing = setting.least_weight - sum(row[high] for row in weights.values()) - TOLERANCE
+    missing = least_sum(setting) - sum(row[high] for row in counted.values()) - TOLERANCE
     chosen: list[tuple[str, ...]] = []
     while missing > 0:
         unit = units[0]

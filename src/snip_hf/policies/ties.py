@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ..config import SnipConfig
 from ..numerics.gemms import GEMMS
-
-if TYPE_CHECKING:
-    from ..config import SnipConfig
-    from .setting import Setting
+from .setting import Setting
 
 
 def names_of(config: SnipConfig) -> tuple[tuple[str, ...], ...]:

@@ -23,8 +23,9 @@ from ..parallel.wrappers import unwrap
 from ..planning.solver.process import check_solver
 from ..policies.notices import notices
 from ..policies.registry import aims_at_share, needs_probe
-from ..policies.setting import Setting, check_attainable
-from ..records.event_log import EventLog
+from ..policies.setting import Setting
+from ..policies.target import check_attainable
+from ..records.event_writer import EventWriter
 from .checks import check_model, check_parts
 from .drift_check import DriftDetector
 from .gradient_source import GradientSource, find_source
@@ -59,7 +60,7 @@ def assemble(
     accelerator: Any,
     config: SnipConfig,
     processes: Processes,
-    events: EventLog,
+    events: EventWriter,
     solving: Solving,
     log: logging.Logger,
 ) -> RunParts:
@@ -118,7 +119,7 @@ def _checked_for_probe(model: nn.Module, config: SnipConfig, source: GradientSou
 
 
 def _first_in_force(
-    model: nn.Module, backend: str, setting: Setting, processes: Processes, events: EventLog, log: logging.Logger
+    model: nn.Module, backend: str, setting: Setting, processes: Processes, events: EventWriter, log: logging.Logger
 ) -> PlanInForce:
     """Makes the first plan, takes the folder for the run, and gives the plan to the layers."""
     config, flops = setting.config, setting.flops

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import SnipConfig
-from ..costs.flops import Weights
+from ..costs.flops import Work
 from ..field_names import current_names
 from ..parallel.ranks import Attempt, Ranks
 from ..planning.plan import PrecisionPlan
@@ -100,7 +100,7 @@ class SavedState:
             "ranking": self.ranking,
         }
 
-    def fitted(self, config: SnipConfig, flops: Weights, at_step: int | None, weights: str | None) -> SavedState:
+    def fitted(self, config: SnipConfig, flops: Work, at_step: int | None, weights: str | None) -> SavedState:
         """Returns the state as a run continues from it, with the FLOPs of the run's model in its plan.
 
         Args:
@@ -139,7 +139,7 @@ class SavedState:
 def agreed_state(
     state: Mapping[str, Any],
     config: SnipConfig,
-    flops: Weights,
+    flops: Work,
     everyone: Ranks,
     at_step: int | None,
     weights: str | None,

@@ -22,7 +22,7 @@ from ..parallel.pipeline_ranks import Pipeline, parts_of
 from ..parallel.ranks import Attempt
 from ..planning.plan import PrecisionPlan
 from ..policies.registry import needs_probe
-from ..records.event_log import EventLog, Tracker
+from ..records.event_writer import EventWriter, Tracker
 from ..records.run_folder import RunFolder
 from .assembly import RunParts, assemble
 from .call_order import CallOrder
@@ -89,7 +89,7 @@ class SnipController:
         is_first = self.processes.everyone.is_first
         self._log = logger if is_first else _replica
         self._folder = RunFolder(output_dir if is_first else None)
-        self._events = EventLog(self._folder, is_first, self._log)
+        self._events = EventWriter(self._folder, is_first, self._log)
         self._schedule = Schedule(config, max_steps, self._log)
         self._calls = CallOrder(self.needs_probe, self._log)
         self._micro_batch = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ..parallel.ranks import RankError, describe
 from ..planning.drift import rank_correlation, ranking
-from ..records.event_log import EventLog
+from ..records.event_writer import EventWriter
 from ..records.events import DriftCheck
 from .captured_step import StepWatch
 from .plans import PlanInForce
@@ -29,7 +29,7 @@ class DriftDetector:
         self,
         in_force: PlanInForce,
         probe: StepProbe,
-        events: EventLog,
+        events: EventWriter,
         clock: Callable[[], float],
         log: logging.Logger,
     ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..costs.flops import Weights
+from ..costs.flops import Work
 from ..estimation.samples import read
 from ..layers.layer import SnipLayer
 from ..layers.state import plain_name, snip_linears
@@ -27,7 +27,7 @@ _LEFT_OUT = 10
 _MOST = 1000.0
 
 
-def check_layers(model: nn.Module, layers: Mapping[str, SnipLayer], flops: Weights) -> None:
+def check_layers(model: nn.Module, layers: Mapping[str, SnipLayer], flops: Work) -> None:
     """Refuses a model whose swapped layers are not those that the run began with.
 
     Raises:

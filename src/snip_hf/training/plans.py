@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..config import SnipConfig
-from ..costs.flops import Weights
+from ..costs.flops import Work
 from ..costs.measured_cost import MeasuredCost
 from ..parallel.ranks import RankError, describe
 from ..planning.plan import PrecisionPlan
@@ -19,12 +19,12 @@ from ..planning.provenance import PlanProvenance
 from ..planning.solver.solution import SolverResult
 from ..policies.registry import needs_probe, rule_assignment
 from ..policies.setting import Setting
-from ..records.event_log import EventLog
+from ..records.event_writer import EventWriter
 from ..records.events import RefreshBegun, Start
 from .checks import check_sizes
 
 
-def fitting(plan: PrecisionPlan, flops: Weights) -> PrecisionPlan:
+def fitting(plan: PrecisionPlan, flops: Work) -> PrecisionPlan:
     """Returns a plan from a file with the model's own FLOPs; raises KeyError or ValueError if it is for another one."""
     check_sizes(plan, flops)
     return plan.with_flops(flops)
@@ -101,7 +101,7 @@ class PlanInForce:
         setting: Setting,
         model: nn.Module,
         model_name: str,
-        events: EventLog,
+        events: EventWriter,
         measure: Callable[[int], MeasuredCost],
         log: logging.Logger,
     ) -> None:
@@ -174,7 +174,7 @@ class PlanInForce:
         self._events.add(begun.kept(step, self.plan, reason))
 
 
-def _loaded(path: str, flops: Weights) -> PrecisionPlan:
+def _loaded(path: str, flops: Work) -> PrecisionPlan:
     try:
         plan = PrecisionPlan.load(path)
     except OSError as error:

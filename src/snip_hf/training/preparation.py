@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..config import SnipConfig
-from ..costs.flops import Weights, linear_flops
+from ..costs.flops import Work, linear_flops
 from ..costs.gemm_timing import read_times
 from ..costs.measured_cost import MeasuredCost, describe_cost, measure_cost
 from ..kernels.backend import BACKENDS, Backend, why_emulated
@@ -97,7 +97,7 @@ def name_of(model: nn.Module) -> str:
 
 
 def cost_of_all(
-    model: nn.Module, tokens: int, backend: str, config: SnipConfig, flops: Weights, processes: Processes, log: Any
+    model: nn.Module, tokens: int, backend: str, config: SnipConfig, flops: Work, processes: Processes, log: Any
 ) -> MeasuredCost:
     """Times the GEMMs of all layers in `flops`, as `measured_cost.measure_cost` does.
 

@@ -18,7 +18,7 @@ from ..planning.program import problem
 from ..planning.solver.process import SolverProcess
 from ..planning.solver.solution import SolverResult
 from ..policies.registry import weighs_updates
-from ..records.event_log import EventLog
+from ..records.event_writer import EventWriter
 from ..records.events import RefreshBegun
 from .captured_step import StepWatch
 from .checkpoint import PendingRefresh
@@ -57,7 +57,7 @@ class Refresher:
     """
 
     def __init__(
-        self, in_force: PlanInForce, probe: StepProbe, events: EventLog, solving: Solving, log: logging.Logger
+        self, in_force: PlanInForce, probe: StepProbe, events: EventWriter, solving: Solving, log: logging.Logger
     ) -> None:
         self.pending: PendingRefresh | None = None
         """The refresh whose plan is not applied yet."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from ..config import SnipConfig
-from ..costs.flops import Weights
+from ..costs.flops import Work
 from ..estimation.divergence import divergences_at
 from ..estimation.memory import kept_tokens, probe_memory
 from ..estimation.table import DivergenceTable
@@ -37,7 +37,7 @@ class StepProbe:
         self,
         model: nn.Module,
         config: SnipConfig,
-        flops: Weights,
+        flops: Work,
         layers: SwappedLayers,
         source: GradientSource,
         processes: Processes,

@@ -7,7 +7,7 @@ import logging
 from torch import nn
 
 from ..config import SnipConfig
-from ..costs.flops import Weights
+from ..costs.flops import Work
 from ..kernels.backend import Backend
 from ..layers.layer import SnipLayer
 from ..layers.state import PackedStates, set_rank, set_step, snip_linears
@@ -62,7 +62,7 @@ class SwappedLayers:
         """Name -> layer, without those that `restore_model` turned back in mid-run."""
         return {name: layer for name, layer in self.all.items() if isinstance(layer, SnipLayer)}
 
-    def check(self, flops: Weights) -> None:
+    def check(self, flops: Work) -> None:
         """Raises ValueError if the model has other swapped layers by now."""
         check_layers(self._model, self.all, flops)
 

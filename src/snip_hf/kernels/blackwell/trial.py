@@ -93,9 +93,24 @@ def other_bytes(format: NumberFormat, device: torch.device) -> list[str]:
     return found
 
 
+def is_lost(device: torch.device) -> bool:
+    """Returns True if nothing can run on a device until the process ends, as is so after some CUDA errors."""
+    try:
+        torch.zeros(1, device=device).item()
+    except torch.OutOfMemoryError:
+        return False
+    except RuntimeError:
+        return True
+    return False
+
+
 @cache
 def fault(name: str, device: torch.device) -> str | None:
-    """Returns what is wrong with a format's GEMMs on a device, None if nothing is. Takes some seconds, once."""
+    """Returns what is wrong with a format's GEMMs on a device, None if nothing is. Takes some seconds, once.
+
+    Raises:
+        RuntimeError: the trial has left the device unusable, so that emulation would not run there either.
+    """
     format = FORMATS[name]
     try:
         others = other_bytes(format, device)
@@ -105,6 +120,12 @@ def fault(name: str, device: torch.device) -> str | None:
                 found = f"{gemm} is {error:.2g} off the reference, expected less than {TOLERANCE}"
                 break
     except Exception as error:
+        if is_lost(device):
+            raise RuntimeError(
+                f"The trial of the format {name!r} on {device} ended with {type(error).__name__}: "
+                f"{str(error).splitlines()[0][:_MOST_TEXT]}. Nothing runs on this GPU until the process ends. Start "
+                f"again with backend={emulated.EMULATED.name!r}, or with other formats."
+            ) from error
         # A run goes on without these kernels; whatever keeps them from running is said.
         found = f"{type(error).__name__}: {error}"
     return found and f"the trial of {name!r} failed: {found.splitlines()[0][:_MOST_TEXT]}"

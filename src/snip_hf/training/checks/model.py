@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ...costs.flops import Weights
+from ...costs.flops import Work
 from ...layers.state import snip_linears
 from ...parallel.sharding import is_fully_sharded, is_sharded
 from ...planning.plan import PrecisionPlan
@@ -62,7 +62,7 @@ def check_parts(parts: Iterable[nn.Module]) -> None:
                 )
 
 
-def check_sizes(plan: PrecisionPlan, flops: Weights) -> None:
+def check_sizes(plan: PrecisionPlan, flops: Work) -> None:
     """Refuses a plan for layers of other sizes.
 
     Raises:

@@ -25,7 +25,7 @@ def check_tracker(tracker: object) -> None:
         )
 
 
-class EventLog:
+class EventWriter:
     """Tells the run's folder and the trackers of each event, on the first rank.
 
     Args:

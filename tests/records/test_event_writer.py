@@ -11,7 +11,7 @@ from events import refresh_event, start_event
 from tiny_runs import history
 
 from snip_hf import SnipCallback
-from snip_hf.records.event_log import EventLog
+from snip_hf.records.event_writer import EventWriter
 from snip_hf.records.events import Event
 from snip_hf.records.run_folder import RunFolder
 
@@ -20,7 +20,7 @@ EVENTS: list[Event] = [start_event(), refresh_event(2), refresh_event(6)]
 
 
 def test_all_trackers_are_told_of_each_event_once_it_is_in_the_history(tmp_path: Path) -> None:
-    log = EventLog(RunFolder(tmp_path), True, LOG)
+    log = EventWriter(RunFolder(tmp_path), True, LOG)
     told: list[tuple[str, Event, int]] = []
     for name in "ab":
         log.add_tracker(lambda event, name=name: told.append((name, event, len(history(tmp_path)))))
@@ -31,14 +31,14 @@ def test_all_trackers_are_told_of_each_event_once_it_is_in_the_history(tmp_path:
 
 
 def test_a_tracker_is_told_where_nothing_is_recorded() -> None:
-    log, told = EventLog(RunFolder(None), True, LOG), []
+    log, told = EventWriter(RunFolder(None), True, LOG), []
     log.add_tracker(told.append)
     log.add(EVENTS[0])
     assert told == EVENTS[:1]
 
 
 def test_a_tracker_that_fails_costs_a_warning_and_is_told_of_the_next_event(caplog: pytest.LogCaptureFixture) -> None:
-    log, told = EventLog(RunFolder(None), True, LOG), []
+    log, told = EventWriter(RunFolder(None), True, LOG), []
 
     def fail(event: Event) -> None:
         told.append(event)
@@ -58,14 +58,14 @@ def test_a_tracker_that_fails_costs_a_warning_and_is_told_of_the_next_event(capl
 
 
 def test_on_other_ranks_than_the_first_nobody_is_told() -> None:
-    log, told = EventLog(RunFolder(None), False, LOG), []
+    log, told = EventWriter(RunFolder(None), False, LOG), []
     log.add_tracker(told.append)
     log.add(EVENTS[0])
     assert told == []
 
 
 @pytest.mark.parametrize(
-    "add", [lambda it: EventLog(RunFolder(None), False, LOG).add_tracker(it), lambda it: SnipCallback(trackers=[it])]
+    "add", [lambda it: EventWriter(RunFolder(None), False, LOG).add_tracker(it), lambda it: SnipCallback(trackers=[it])]
 )
 def test_what_cannot_be_called_is_no_tracker(add: Any) -> None:
     with pytest.raises(TypeError) as caught:

@@ -1,0 +1,92 @@
+"""Statistics of paired differences: the interval of a mean, its t-test, Holm's correction, and the power of the test.
+
+The unit is the fork. Differences are in percent of the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import chi2, norm
+from scipy.stats import t as student_t
+
+from .significance import SIGNIFICANCE, TINY
+
+_CONFIDENCE = 0.95
+# Points of the integral that a test's power is.
+_DEVIATIONS = 20_000
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean of paired differences."""
+
+    mean: float
+    deviation: float
+    """Standard deviation of the paired differences (n - 1); NaN for fewer than two."""
+    forks: int
+
+    @classmethod
+    def of(cls, differences: Sequence[float]) -> Difference:
+        values, count = np.array(differences), len(differences)
+        mean = float(values.mean()) if count else math.nan
+        return cls(mean, float(values.std(ddof=1)) if count > 1 else math.nan, count)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean."""
+        return self.deviation / math.sqrt(self.forks) if self.forks else math.nan
+
+    @property
+    def half_width(self) -> float:
+        """Of the 95% interval of the mean, by Student's t."""
+        if self.forks < 2:
+            return math.nan
+        return float(student_t.ppf((1 + _CONFIDENCE) / 2, self.forks - 1)) * self.error
+
+    @property
+    def p(self) -> float | None:
+        """Two-sided paired t-test that the mean is 0, uncorrected; None for fewer than two forks."""
+        if self.forks < 2:
+            return None
+        if self.deviation < TINY:  # The t statistic would be 0 / 0 or infinite.
+            return float(abs(self.mean) < TINY)
+        return float(2 * student_t.sf(abs(self.mean) / self.error, self.forks - 1))
+
+    def power(self, effect: float, level: float = SIGNIFICANCE) -> float | None:
+        """Returns the probability that the test at this level rejects 0 if `effect` is true.
+
+        The deviation found is taken for the true one. None for fewer than two forks.
+        """
+        if self.forks < 2:
+            return None
+        if self.deviation < TINY:
+            return 1.0
+        freedom = self.forks - 1
+        bound, shift = student_t.isf(level / 2, freedom), abs(effect) / self.error
+        # Given the deviation that an experiment finds, relative to the true one, t is normal: the mean over deviations.
+        # scipy's noncentral t is NaN for large shifts.
+        found = np.sqrt(chi2.ppf((np.arange(_DEVIATIONS) + 0.5) / _DEVIATIONS, freedom) / freedom)
+        return float(np.mean(norm.sf(bound * found - shift) + norm.sf(bound * found + shift)))
+
+    def __str__(self) -> str:
+        if not self.forks:
+            return "-"
+        return f"{self.mean:+.3f}" + (f" ± {self.half_width:.3f}" if self.forks > 1 else "")
+
+
+def holm(ps: Sequence[float | None]) -> list[float | None]:
+    """Returns the p-values of one family of tests after Holm's correction; None stays and is not counted.
+
+    Holm (1979): the k-th smallest of m is multiplied by m - k + 1, is at least the one before it, and at most 1.
+    """
+    order = sorted((p, place) for place, p in enumerate(ps) if p is not None)
+    corrected: list[float | None] = [None] * len(ps)
+    largest = 0.0
+    for rank, (p, place) in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * p))
+        corrected[place] = largest
+    return corrected

@@ -1,0 +1,77 @@
+"""The target of a stage: what each option counts towards it, what they add up to at least, and what is attainable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..costs.rates import linear_times
+from ..numerics.formats import FORMATS, UNQUANTIZED
+from ..numerics.gemms import GEMMS
+from .setting import Setting
+from .ties import tied_groups
+
+# Contributions are sums of floating-point numbers: what is short of the target by this much attains it.
+TOLERANCE = 1e-9
+
+
+def least_sum(setting: Setting) -> float:
+    """Returns what the chosen options of a stage add up to at least (`contributions`).
+
+    A speed-up of s is a saving of 1 - 1/s.
+    """
+    config = setting.config
+    if config.target_linear_speedup is not None:
+        return 1 - 1 / config.target_linear_speedup
+    assert config.target_fp4_fraction is not None
+    return config.target_fp4_fraction
+
+
+def contributions(setting: Setting, stage: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Returns group -> format -> what the option counts towards the target of its stage.
+
+    Under `target_fp4_fraction` a format of at most 4 bits counts the group's share, any other one nothing. Under
+    `target_linear_speedup` each counts what it saves: the group's time in BF16 less its time in the format, by the time
+    of the whole stage in BF16. BF16 counts 0, what is slower than BF16 less than 0.
+    """
+    formats = setting.config.formats
+    if setting.config.target_linear_speedup is None:
+        return {
+            group: {name: share if FORMATS[name].counts_as_fp4 else 0.0 for name in formats}
+            for group, share in setting.shares(stage).items()
+        }
+    times = linear_times(setting.flops, formats, setting.config.rates, setting.measured)
+    high = UNQUANTIZED.name
+    whole = math.fsum(times[layer][gemm][high] for layer in stage for gemm in GEMMS)
+    cells = {group: [times[layer][gemm] for layer, gemm in setting.members(group)] for group in setting.groups(stage)}
+    return {
+        group: {name: math.fsum(row[high] - row[name] for row in rows) / whole for name in formats}
+        for group, rows in cells.items()
+    }
+
+
+def check_attainable(setting: Setting, formats: Sequence[str]) -> None:
+    """Refuses a speed-up that not even the fastest of the formats reaches, which measured times may show.
+
+    Raises:
+        ValueError: says which stage, and the largest attainable.
+    """
+    target = setting.config.target_linear_speedup
+    if target is None:
+        return
+    tied = {name: tuple(tie) for tie in tied_groups(setting) for name in tie}
+    for index, stage in enumerate(setting.stages):
+        counted = contributions(setting, stage)
+        units = dict.fromkeys(tied.get(group, (group,)) for group in counted)
+        largest = sum(max(sum(counted[group][name] for group in unit) for name in formats) for unit in units)
+        if largest < least_sum(setting) - TOLERANCE:
+            advice = "Lower it, or add a faster format."
+            if largest <= 0:
+                advice = (
+                    "None of them is faster than BF16 here. Set target_fp4_fraction in place of target_linear_speedup, "
+                    "or count by the rates of other hardware, e.g. rates='b200' with budget='flops'."
+                )
+            raise ValueError(
+                f"target_linear_speedup={target!r} is out of reach in stage {index}: with every GEMM in the fastest of "
+                f"the formats {', '.join(formats)} it is {1 / (1 - largest):.4g}, the largest attainable. {advice}"
+            )

@@ -1,0 +1,96 @@
+"""Calls functions that launch Triton kernels: on a GPU, or in a process of Triton's interpreter."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from snip_hf.kernels import rounding, sums
+
+Run = Callable[..., Tensor]
+
+# What is called -> its module, and what launches its kernel there.
+HOMES = {
+    "fake_quantize": (rounding, "round_by_kernel"),
+    "error_squares": (sums, "_error_squares"),
+    "scaled_squares": (sums, "_scaled_squares"),
+}
+
+
+def dump(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def load(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def correct_the_interpreter() -> None:
+    """Gives Triton's interpreter subnormal BF16 numbers: its own way to FP32 takes them for others."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def widened(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return convert(data, source, target, rounding_mode)
+
+    interpreter._convert_float = widened
+
+
+def interpret(name: str, arguments: bytes) -> bytes:
+    """Launches a kernel in the process that has TRITON_INTERPRET=1."""
+    module, launch = HOMES[name]
+    return dump(getattr(module, launch)(*load(arguments)))
+
+
+@contextmanager
+def interpreter() -> Iterator[Run]:
+    """The kernels in another process: whether Triton interprets is settled when it is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        # NumPy's word on NaN times a number.
+        patch.setenv("PYTHONWARNINGS", "ignore::RuntimeWarning")
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=correct_the_interpreter)
+        pool.submit(os.getpid).result()  # started, with the variables set
+
+    def run(name: str, *arguments: Any) -> Tensor:
+        found: Tensor = load(pool.submit(interpret, name, dump(arguments)).result())
+        return found
+
+    yield run
+    pool.shutdown()
+
+
+def on_cuda(name: str, *arguments: Any) -> Tensor:
+    assert rounding.has_kernels(torch.device("cuda", 0))
+    moved_there = (moved(a) if isinstance(a, Tensor) else a for a in arguments)
+    found: Tensor = getattr(HOMES[name][0], name)(*moved_there).cpu()
+    return found
+
+
+def moved(x: Tensor) -> Tensor:
+    """On a GPU, with the same strides: `cuda()` makes dense what it copies."""
+    whole = x if x._base is None else x._base
+    return whole.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def assert_same_bits(got: Tensor, expected: Tensor) -> None:
+    """NaN equals NaN; -0.0 is not 0.0."""
+    assert got.shape == expected.shape and got.dtype == expected.dtype == torch.float32
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got.nan_to_num(nan=0.0).view(torch.int32), expected.nan_to_num(nan=0.0).view(torch.int32))

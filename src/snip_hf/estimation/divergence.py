@@ -187,8 +187,9 @@ class _Estimate:
             else [name for name, response in found.items() if isinstance(response, AnalyticResponse)]
         )
         bound = config.probe_memory_mib
-        room = default_room(self._model, layers, self._step_tokens) if bound is None else bound * MIB
-        passes = Passes(tokens, kept_tokens(config, tokens, self._processes.data.size), probes)
+        ranks = self._processes.data.size
+        room = default_room(self._model, layers, self._step_tokens, ranks) if bound is None else bound * MIB
+        passes = Passes(tokens, kept_tokens(config, tokens, ranks), probes, ranks)
         thrift = find_thrift(self._model, layers, elementwise, room, passes)
         if thrift != NO_THRIFT and self._processes.everyone.is_first:
             logger.info(

@@ -12,6 +12,7 @@ there. A probe then takes no more than the step that it is in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from torch import nn
 from ..layers.layer import SnipLayer
 from ..layers.selection import head_of
 from ..layers.state import block_of
-from ..parallel.sharding import own_part
+from ..parallel.sharding import is_sharded
 from .moved_weights import can_be_remade
 from .recomputation import recomputes_already
 
@@ -68,13 +69,14 @@ class _Block:
     """Elements of its largest weight."""
 
 
-def default_room(model: nn.Module, layers: Mapping[str, SnipLayer], tokens: int) -> float:
+def default_room(model: nn.Module, layers: Mapping[str, SnipLayer], tokens: int, ranks: int = 1) -> float:
     """Returns the bytes that a probe may take without its step's peak getting higher, roughly.
 
     Args:
         model: a converted model, without wrappers.
         layers: the swapped layers.
         tokens: of the micro-batch that is trained on.
+        ranks: that share what is sharded.
     """
     features = dict.fromkeys(map(block_of, layers), 0)
     for name, layer in layers.items():
@@ -84,7 +86,7 @@ def default_room(model: nn.Module, layers: Mapping[str, SnipLayer], tokens: int)
         firsts = {block_of(name): layers[name].in_features for name in reversed(list(layers))}
         per_token = sum(firsts.values()) * _FP32 + max(features.values()) * _IN_A_STEP
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    gradients = sum(own_part(parameter).numel() * parameter.element_size() for parameter in trained)
+    gradients = sum(_elements(parameter, ranks) * parameter.element_size() for parameter in trained)
     return max(LEAST_ROOM, tokens * (per_token + _PER_WORD * _words(model)) - gradients)
 
 
@@ -98,6 +100,8 @@ class Passes:
     """Tokens per layer that samples are kept of."""
     probes: int
     """Number of random directions; 0: a single pass."""
+    ranks: int = 1
+    """That share what is sharded."""
 
 
 def find_thrift(
@@ -112,7 +116,7 @@ def find_thrift(
         room: bytes.
         passes: their sizes.
     """
-    blocks = _blocks_of(layers, elementwise, is_moved=passes.probes > 0)
+    blocks = _blocks_of(layers, elementwise, passes)
     is_recomputed = recomputes_already(model)
     words = _PER_WORD * passes.tokens * _words(model)
     counts = range(len(blocks) + 1)
@@ -122,13 +126,13 @@ def find_thrift(
     return Thrift(() if is_recomputed else tuple(block.name for block in chosen), frozenset(remade))
 
 
-def _blocks_of(layers: Mapping[str, SnipLayer], elementwise: Collection[str], is_moved: bool) -> list[_Block]:
+def _blocks_of(layers: Mapping[str, SnipLayer], elementwise: Collection[str], passes: Passes) -> list[_Block]:
     members: dict[str, list[str]] = {}
     for name in layers:
         members.setdefault(block_of(name), []).append(name)
     blocks = []
     for block, names in members.items():
-        sizes = {name: own_part(layers[name].weight).numel() for name in names} if is_moved else {}
+        sizes = {name: _elements(layers[name].weight, passes.ranks) for name in names} if passes.probes else {}
         remade = sum(size for name, size in sizes.items() if name in elementwise and can_be_remade(name, layers))
         features = sum(layers[name].in_features + layers[name].out_features for name in names)
         inputs, largest = layers[names[0]].in_features, max(sizes.values(), default=0)
@@ -159,6 +163,11 @@ def _peak(blocks: Sequence[_Block], count: int, passes: Passes, is_recomputed: b
     again = [1.5 * _IN_A_PASS * passes.tokens * block.features + _FP32 * block.remade for block in twice]
     at_loss, at_end = sides * samples + kept + words, (sides + 1) * samples + max(again, default=0.0)
     return moved + inputs + max(at_loss, at_end) + _AT_ONCE * _FP32 * max((block.largest for block in twice), default=0)
+
+
+def _elements(parameter: nn.Parameter, ranks: int) -> int:
+    """Returns how many elements a rank holds; the same number on all of them, who have to decide alike."""
+    return math.ceil(parameter.numel() / ranks) if is_sharded(parameter) else parameter.numel()
 
 
 def _words(model: nn.Module) -> int:

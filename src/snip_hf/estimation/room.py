@@ -172,5 +172,5 @@ def _elements(parameter: nn.Parameter, ranks: int) -> int:
 
 def _words(model: nn.Module) -> int:
     """Returns how many words the output head tells apart; 0 where it is not known."""
-    weight = getattr(head_of(model), "weight", None)
-    return 0 if weight is None else int(weight.shape[0])
+    # Not from its weight, which may be computed whenever it is read (parametrizations).
+    return int(getattr(head_of(model), "out_features", 0))

@@ -34,8 +34,22 @@ def test_ties_are_found_in_the_models_of_a_family(family: str, expected: tuple[t
     assert LAYERS == 2
 
 
+class Counting(nn.Module):
+    """A norm that writes to its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.norm(x.mT).mT
+
+
 def test_looking_for_ties_leaves_no_trace() -> None:
     model = tiny_llama(hidden=32, attention_dropout=0.5).train()
+    model.model.norm = Counting()
     convert_model(model, SnipConfig())
     before = {name: tensor.clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     torch.manual_seed(3)

@@ -45,7 +45,7 @@ def run_pass(
     try:
         batch.random_state.restore()
         with traceless(model):
-            _stand_in(model, weights)
+            stand_in(model, weights)
             return _run(model, dict(batch.kwargs), autocast, backward, run)
     finally:
         before.restore()
@@ -58,7 +58,7 @@ def traceless(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _stand_in(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def stand_in(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Puts stand-ins in the place of the model's parameters, buffers and tensors that are mere attributes.
 
     A tensor has one stand-in, by whatever names of whatever modules it is known.

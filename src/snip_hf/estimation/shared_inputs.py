@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..layers.layer import SnipLayer
 from ..layers.state import snip_linears
 from ..numerics.random_state import RandomState
-from .passes import traceless
+from .passes import stand_in, traceless
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ def _groups(model: nn.Module, layers: Mapping[str, SnipLayer]) -> list[list[str]
         for name, layer in layers.items():
             layer.snip_recorder = _noting(name, calls)
         with traceless(model), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            stand_in(model, {})  # also for buffers, which the model may write to
             ids = torch.zeros(1, _LENGTH, dtype=torch.long, device=next(model.parameters()).device)
             model._call_impl(input_ids=ids)
     finally:

@@ -8,7 +8,7 @@ place of tokens. On several micro-batches that training has not seen, every laye
 after another: the truth. The estimate is that of the default settings, from the same micro-batches. A JSON line of kind
 "format" has a format's figures in a case by layer: the truth of each micro-batch, the estimate from the first one and
 the root mean square of the estimates from all. The line of kind "case" after them says where they come from. A run that
-was stopped goes on where it was: cases that the output holds are left out.
+was stopped goes on where it was: what the output holds of a case is left out.
 
 What else there is to compare (other estimators, the loss divergence) is in `estimate_fidelity.py`.
 """
@@ -32,7 +32,7 @@ import torch.multiprocessing as mp
 from estimate_fidelity import Clock, unquantized
 from shared import small_models, texts
 from shared.agreement import Record
-from shared.grouped_truth import GroupedTruth
+from shared.grouped_truth import Cell, GroupedTruth
 from shared.json_lines import drop_unfinished_line, read_lines
 from shared.origin import origin_of
 
@@ -49,20 +49,23 @@ ALL = (
     *(f"{family}:{optimizer}:300" for optimizer in ("muon", "adamw") for family in small_models.FAMILIES),
 )
 NAMED = {"small": SMALL, "all": ALL, "bytes": BYTES}
+# So many formats are estimated at once, before their truth: a run that ends early has both of what it began with.
+TOGETHER = 4
 # Option -> its default for small cases, and for all others.
-DEFAULTS: dict[str, tuple[Any, Any]] = {"rows": (2, 4), "batches": (4, 12), "blocks": (2, 6)}
+DEFAULTS: dict[str, tuple[Any, Any]] = {"rows": (2, 4), "batches": (4, 8), "blocks": (2, 6)}
 
 
 def main() -> None:
     options = parse()
-    done = {record["case"] for record in read_lines(options.output) if record["kind"] == "case"}
-    todo = [case for case in options.cases if case not in done]
+    done = {(record["case"], record["format"]) for record in read_lines(options.output) if record["kind"] == "format"}
+    left = [(case, [fmt for fmt in options.formats if (case, fmt) not in done]) for case in options.cases]
+    todo = [(case, formats) for case, formats in left if formats]
     print(f"{len(todo)} of {len(options.cases)} cases to do", flush=True)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     drop_unfinished_line(options.output)
     with tempfile.TemporaryDirectory() as folder:
         options.folder = Path(folder)
-        if any(not on_bytes(case) for case in todo):
+        if any(not on_bytes(case) for case, _ in todo):
             np.save(options.folder / "tokens.npy", texts.token_ids(options.text))
         np.save(options.folder / "bytes.npy", texts.byte_ids(options.text))
         context = mp.get_context("spawn")
@@ -90,7 +93,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gemms", nargs="+", choices=ROWS, default=[LAYER], help="rows to measure (default: layer)")
     parser.add_argument("--output", type=Path, default=Path("runs/format_fidelity.jsonl"))
     parser.add_argument("--rows", type=int, help="sequences of 256 tokens in a micro-batch (default 4; small 2)")
-    parser.add_argument("--batches", type=int, help="micro-batches (default 12; small 4)")
+    parser.add_argument("--batches", type=int, help="micro-batches (default 8; small 4)")
     parser.add_argument("--blocks", type=int, help="blocks of the models (default 6; small 2)")
     parser.add_argument("--probe-tokens", type=int, help="as in SnipConfig; 0 for all (default as there)")
     parser.add_argument("--workers", type=int, default=1, help="processes; the i-th takes the i-th GPU, in turn")
@@ -109,7 +112,7 @@ def parse() -> argparse.Namespace:
         if name not in quantized:
             parser.error(f"--formats: {name!r} is not known; expected some of {', '.join(quantized)}")
     options.formats = sorted(options.formats, key=lambda name: FORMATS[name].bits)
-    options.cases = [case for name in options.cases for case in NAMED.get(name, (name,))]
+    options.cases = list(dict.fromkeys(case for name in options.cases for case in NAMED.get(name, (name,))))
     for case in options.cases:
         family, optimizer, *rest = case.split(":")
         is_known = family in small_models.FAMILIES and optimizer in small_models.OPTIMIZERS
@@ -130,8 +133,8 @@ def on_bytes(case: str) -> bool:
 # ------------------------------------------------------------------------------------------------ one worker
 
 
-def work(index: int, options: argparse.Namespace, cases: list[str], taken: Any, lock: Any) -> None:
-    """Does the cases that no other worker took; one that fails is reported and left."""
+def work(index: int, options: argparse.Namespace, cases: list[tuple[str, list[str]]], taken: Any, lock: Any) -> None:
+    """Does the cases that no other worker took, each in its formats; one that fails is reported and left."""
     torch.set_num_threads(1)
     device = options.device
     if device == "cuda":
@@ -142,9 +145,9 @@ def work(index: int, options: argparse.Namespace, cases: list[str], taken: Any, 
             position, taken.value = taken.value, taken.value + 1
         if position >= len(cases):
             return
-        case = cases[position]
+        case, formats = cases[position]
         try:
-            records = measure(case, options, device)
+            records = measure(case, formats, options, device)
         except Exception:
             print(f"{case}: failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         else:
@@ -153,8 +156,8 @@ def work(index: int, options: argparse.Namespace, cases: list[str], taken: Any, 
                 stream.write(lines)
 
 
-def measure(case: str, options: argparse.Namespace, device: str) -> list[Record]:
-    """Trains a case's model and returns its records."""
+def measure(case: str, formats: Sequence[str], options: argparse.Namespace, device: str) -> list[Record]:
+    """Trains a case's model and returns its records, of as many formats as there is time for."""
     family, optimizer, steps, *_ = case.split(":")
     clock = Clock(case)
     file, vocabulary = ("bytes.npy", texts.BYTES) if on_bytes(case) else ("tokens.npy", texts.VOCABULARY)
@@ -166,30 +169,25 @@ def measure(case: str, options: argparse.Namespace, device: str) -> list[Record]
     clock.lap("training")
     seen = -(-state.step * state.rows // options.rows)  # micro-batches of ours that training has touched, rounded up
     batches = [text.batch(seen + index, options.rows) for index in range(options.batches)]
-    config = config_of(options)
     records: list[Record] = []
-    with unquantized(state.model, config) as layers:
-        estimates = [
-            {(row.layer, row.gemm, row.format): row.weight_divergence for row in found.rows}
-            for found in (
-                estimate_divergence(state.model, batch, state.optimizer, replace(config, seed=options.seed + index))
-                for index, batch in enumerate(batches)
-            )
-        ]
-        clock.lap("estimates")
+    with unquantized(state.model, config_of(options, formats)) as layers:
         truth = GroupedTruth(state.model, batches, state.optimizer, 1000 + options.seed)
-        for fmt in options.formats:
+        for start in range(0, len(formats), TOGETHER):
             if time.time() > options.deadline:
                 break
-            record: Record = {"kind": "format", "format": fmt}
-            for row in options.gemms:
-                cells = [(layer, row, fmt) for layer in layers]
-                record[row] = {
-                    "truth": rounded(truth.squares(cells).sqrt().numpy().T),
-                    "estimate": rounded(means([[table[cell] for cell in cells] for table in estimates])),
-                }
-            records.append(record)
-        clock.lap("truth")
+            part = formats[start : start + TOGETHER]
+            estimates = estimates_of(state, batches, options, part)
+            clock.lap("estimates")
+            for fmt in part:
+                record: Record = {"kind": "format", "format": fmt}
+                for row in options.gemms:
+                    cells = [(layer, row, fmt) for layer in layers]
+                    record[row] = {
+                        "truth": rounded(truth.squares(cells).sqrt().numpy().T),
+                        "estimate": rounded(means([[table[cell] for cell in cells] for table in estimates])),
+                    }
+                records.append(record)
+            clock.lap("truth")
     origin = {
         "layers": layers,
         "loss": round(float(state.model(**batches[0]).loss.detach()), 4),
@@ -199,16 +197,31 @@ def measure(case: str, options: argparse.Namespace, device: str) -> list[Record]
         **{name: getattr(options, name) for name in ("rows", "batches", "blocks", "probe_tokens", "seed", "workers")},
         **origin_of(device),
     }
-    return [*records, {"kind": "case", **origin}]
+    return [*records, {"kind": "case", **origin}] if records else []
 
 
-def config_of(options: argparse.Namespace) -> SnipConfig:
+def estimates_of(
+    state: small_models.State,
+    batches: Sequence[dict[str, torch.Tensor]],
+    options: argparse.Namespace,
+    formats: Sequence[str],
+) -> list[dict[Cell, float]]:
+    """Returns the estimated weight divergences of each micro-batch."""
+    config = config_of(options, formats)
+    found = []
+    for index, batch in enumerate(batches):
+        table = estimate_divergence(state.model, batch, state.optimizer, replace(config, seed=options.seed + index))
+        found.append({(row.layer, row.gemm, row.format): row.weight_divergence for row in table.rows})
+    return found
+
+
+def config_of(options: argparse.Namespace, formats: Sequence[str]) -> SnipConfig:
     """Returns the default settings, with the formats and the probe's tokens as asked for."""
     tokens = {} if options.probe_tokens is None else {"probe_tokens": options.probe_tokens or None}
-    formats = (*options.formats, UNQUANTIZED.name)
     # A share that FP8 alone can meet too.
     share = {"target_fp4_fraction": 0.0}
-    return SnipConfig(start_format=UNQUANTIZED.name, formats=formats, seed=options.seed, **share, **tokens)
+    chosen = (*formats, UNQUANTIZED.name)
+    return SnipConfig(start_format=UNQUANTIZED.name, formats=chosen, seed=options.seed, **share, **tokens)
 
 
 def means(tables: Sequence[Sequence[float]]) -> np.ndarray[Any, np.dtype[np.float64]]:

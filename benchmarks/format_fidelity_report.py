@@ -105,7 +105,7 @@ def load(files: Iterable[Path]) -> tuple[list[Cell], list[Record]]:
     for file in files:
         records = read_lines(file)
         complete = {record["case"]: record for record in records if record["kind"] == "case"}
-        cases += complete.values()
+        cases += (record for record in records if record["kind"] == "case")
         for record in (r for r in records if r["kind"] == "format" and r["case"] in complete):
             rows = [row for row in record if isinstance(record[row], dict)]
             found = (Cell.of(record, row, complete[record["case"]]["layers"]) for row in rows)

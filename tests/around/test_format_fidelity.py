@@ -102,14 +102,20 @@ def test_a_case_is_measured_once_and_reported(
             assert truth.shape == estimate.shape == (2, 7)
             # grad_input of the first block's queries, keys and values moves nothing.
             assert (truth > 0).sum() == (14 if row == LAYER else 8)
+    written_at_once = output.read_text(encoding="utf-8")
     run([*arguments, "--output", str(output)], monkeypatch)
     assert "0 of 1 cases to do" in capsys.readouterr().out
+    assert output.read_text(encoding="utf-8") == written_at_once
+    more = [argument if argument != "mxfp4" else "int8" for argument in arguments]
+    run([*more, "--output", str(output)], monkeypatch)
+    added = output.read_text(encoding="utf-8").removeprefix(written_at_once).splitlines()
+    assert [json.loads(line).get("format") for line in added] == ["int8", None]
 
     report = tmp_path / "report.md"
     monkeypatch.setattr(sys, "argv", ["format_fidelity_report.py", str(output), "--output", str(report)])
     format_fidelity_report.main()
     written = report.read_text(encoding="utf-8")
-    assert "\n| llama:adamw:2:bytes | 2 | " in written and "\n| mxfp4 | grad_input | 1 | " in written
+    assert "\n| llama:adamw:2:bytes | 3 | " in written and "\n| mxfp4 | grad_input | 1 | " in written
 
 
 def test_what_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs_of_tokens import across_channels
 from rounded import fake_quantize
 from sums_of_layer import LayerSums
 from torch import Tensor
@@ -92,9 +93,20 @@ def extrapolated(parts: list[Tensor], per_sample: float, micro_batches: int) -> 
     return step, wanted**2 * of_pairs, wanted**2 * of_own
 
 
-def of_tokens(products: Tensor, pieces: list[slice], per_sample: float, micro_batches: int) -> Sums:
-    """Elements that share their token or their channel, (n, channels)."""
+def of_tokens(
+    products: Tensor,
+    pieces: list[slice],
+    per_sample: float,
+    micro_batches: int,
+    pairs: tuple[float, float] = (0.0, 0.0),
+) -> Sums:
+    """Elements that share their token or their channel, (n, channels); pairs of tokens across channels."""
     step, bias, size = extrapolated([products[piece].sum(0) for piece in pieces], per_sample, micro_batches)
+    count, (own, total) = len(pieces), pairs
+    wanted = count * per_sample
+    of_pairs = (total - own) / (count * (count - 1))
+    step += wanted * own / count / micro_batches + wanted * (wanted - 1 / micro_batches) * of_pairs
+    bias += wanted**2 * of_pairs
     by_token = 0.0
     for row in products:
         by_token += (row.sum() ** 2 - (row**2).sum()).item()
@@ -130,7 +142,8 @@ def squares_written_out(
         forward = [torch.einsum("to,ti->oi", g_dot[piece], x[piece]) * e_w for piece in pieces]
         grad_input = [torch.einsum("to,ti->oi", g[piece], x_dot[piece]) * e_w_back for piece in pieces]
         both = [one + other for one, other in zip(forward, grad_input, strict=True)]
-        on_x = of_tokens(torch.einsum("to,oi->ti", g_dot, weight) * e_x, pieces, per_sample, k)
+        meets = torch.einsum("to,oi->ti", g_dot, weight)
+        on_x = of_tokens(meets * e_x, pieces, per_sample, k, across_channels(meets, e_x, pieces))
         products = torch.einsum("ti,oi->to", x_dot, weight) * e_g
         # Stochastic rounding: every element is independent, and zero on the average.
         on_g = (per_sample / k * (products**2).sum().item(), 0.0, 0.0)
@@ -331,9 +344,12 @@ def test_with_all_tokens_activation_errors_count_in_pairs_that_share_a_token_or_
         met, rounded = g_dot.double() @ weight.double(), x
     else:
         met, rounded = x_dot.double() @ weight.double().t(), g
-    products = met * (fake_quantize(rounded, FORMATS["fp8"], ROW_TILE).double() - rounded.double())
+    errors = fake_quantize(rounded, FORMATS["fp8"], ROW_TILE).double() - rounded.double()
+    products = met * errors
     elements = [(t, c, products[t, c].item()) for t in range(n) for c in range(products.shape[1])]
     expected = sum(p * q for t, c, p in elements for s, d, q in elements if t == s or c == d)
+    if row == "forward":  # gradients of different tokens have nothing in common
+        expected += across_channels(met, errors, [slice(0, n)])[1]
     assert found.step == pytest.approx(expected, rel=1e-4)
 
 

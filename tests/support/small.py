@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedModel
 
 Batch = dict[str, Tensor]
 Exact = dict[str, Tensor]
@@ -98,6 +98,24 @@ def tiny_llama(seed: int = 0, hidden: int = 64, layers: int = 2, **options: Any)
             **options,
         )
         return LlamaForCausalLM(config)
+
+
+def tiny_phi(seed: int = 0) -> PhiForCausalLM:
+    """A byte-level Phi: in its first block the linears of the MLP see nothing of a token but which byte it is."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = PhiConfig(
+            vocab_size=128,
+            hidden_size=64,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=256,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+        return PhiForCausalLM(config)
 
 
 def text(rows: int, length: int, index: int = 0) -> Batch:

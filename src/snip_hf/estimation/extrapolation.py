@@ -75,16 +75,28 @@ class Sizes(NamedTuple):
         step = count * own / self.pieces / batches + count * (count - 1 / batches) * mean
         return Squares(step, count**2 * mean)
 
-    def of_tokens(self, elements: float, by_token: float, own: float, total: float) -> Squares:
-        """The errors of activations: elements are independent but for what they share with their token or channel.
+    def of_tokens(
+        self,
+        elements: float,
+        by_token: float,
+        own: float,
+        total: float,
+        own_across: float = 0.0,
+        total_across: float = 0.0,
+    ) -> Squares:
+        """The errors of operands that are rounded to nearest.
+
+        Elements are independent but for what they share with their token or channel, or across both.
 
         Args:
             elements: sum of their squares.
             by_token: sum over tokens of the squared sum over channels.
             own: sum over channels and pieces of the squared sum over the piece's tokens.
             total: sum over channels of the squared sum over tokens.
+            own_across: what pairs of tokens of the same piece add across channels (`common_errors`).
+            total_across: what all pairs of tokens add so.
         """
-        by_channel = self.of_pieces(own, total)
+        by_channel = self.of_pieces(own + own_across, total + total_across)
         # Elements are in both sums, and count once.
         return Squares(by_channel.step + self.scale / self.micro_batches * (by_token - elements), by_channel.bias)
 

@@ -28,6 +28,7 @@ from ..kernels.rounding import fake_quantize
 from ..kernels.sums import error_squares, norms, scaled_squares
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS, TILE
+from .common_errors import across_channels
 from .extrapolation import BatchSizes as BatchSizes
 from .extrapolation import Sizes
 from .extrapolation import Squares as Squares
@@ -191,14 +192,15 @@ class LayerSums:
             [self.rounded("x", name, 1), self.rounded("g", name, 1, keys[0] if is_random else None)],
             [self.x, self.g],
         )
-        figures = []
+        figures, shared = [], []
         for _, *meets in self._probes:
             of_x, of_g = torch._foreach_mul(meets, errors)
             figures += self._token_figures(of_x)
             figures += [of_g] if is_random else self._token_figures(of_g)
+            shared.append(across_channels(self._by_piece(meets[0]), self._by_piece(errors[0])))
         on_tokens = [norms(figures).square_()] if figures else []
         on_update = self._grad_weight_sums(name, keys[1] if is_random else None)
-        sums = torch.cat([*(found.flatten() for found in on_weight), *on_tokens, on_update])
+        sums = torch.cat([*(found.flatten() for found in on_weight), *shared, *on_tokens, on_update])
         return Pending(sums, partial(_squares_of, self.sizes, len(self._probes), is_random))
 
     def _token_figures(self, products: Tensor) -> list[Tensor]:
@@ -317,8 +319,9 @@ def _squares_of(sizes: Sizes, probes: int, is_random: bool, figures: list[float]
 
     rows: dict[str, list[Squares]] = {"forward": [], "grad_input": [], LAYER: []}
     on_weight = [[sizes.of_pieces(*take(2)) for _ in range(3)] for _ in range(probes)]
-    for on_forward, on_grad_input, on_both in on_weight:
-        of_x = sizes.of_tokens(*take(4))
+    shared = [take(2) for _ in range(probes)]
+    for (on_forward, on_grad_input, on_both), across_x in zip(on_weight, shared, strict=True):
+        of_x = sizes.of_tokens(*take(4), *across_x)
         of_g = sizes.of_random_tokens(*take(1)) if is_random else sizes.of_tokens(*take(4))
         rows["forward"].append(of_x + on_forward)
         rows["grad_input"].append(of_g + on_grad_input)

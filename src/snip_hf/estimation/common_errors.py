@@ -1,0 +1,75 @@
+"""What the rounding errors of different tokens have in common across channels.
+
+Legend: n sampled tokens in R pieces of L, C channels; e (n, C) the errors of an operand, m (n, C) what they meet.
+
+Tokens with alike rows have alike errors: equal tokens in the first blocks, and all tokens behind an activation
+function, whose small values round to zero. Products of errors of different tokens t and s in different channels i and j
+then do not cancel:
+
+    sum over t != s and i != j of <m_ti m_sj> e_ti e_sj          <.>: the mean over random directions
+
+One direction alone says little of such a sum. So the mean is taken as a product of what tokens and what channels share:
+
+    <m_ti m_sj> = (m_t . m_s) (m^T m)_ij / |m|^2
+
+Both factors are sums of many products, and well known from one direction. How far the form holds can be seen at i = j,
+where the sum without it is known as well: no more than that share of it is taken.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .products import product
+
+
+def across_channels(meets: Tensor, errors: Tensor) -> Tensor:
+    """Returns the sum above over pairs of tokens of the same piece, and over all pairs, (2,).
+
+    Args:
+        meets: (R, L, C), FP32; pieces that are shorter have zeros at the end.
+        errors: as meets.
+    """
+    tokens, channels = meets.shape[0] * meets.shape[1], meets.shape[2]
+    # Both give the same; one multiplies (C, C), the other (n, n) matrices.
+    every, in_channel = (_by_channels if channels < tokens else _by_tokens)(meets, errors)
+    products = (meets * errors).flatten(0, 1)
+    found_in_channel = products.sum(0).square().sum() - products.square().sum()
+    share = torch.where(in_channel[1] > 0, found_in_channel / in_channel[1], 0.0).clamp(0.0, 1.0)
+    return share * (every - in_channel)
+
+
+def _by_channels(meets: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns, in the product form, the sums over all i and j, and over i = j, of t != s; (2,) each."""
+    m, e = meets.flatten(0, 1), errors.flatten(0, 1)
+    unit = _of_norm_1(m)
+    moments = product(unit.t(), unit)  # (C, n) x (n, C)
+    spread = product(e, moments)  # (n, C) x (C, C)
+    first = product(meets.mT, errors)  # (R, C, L) x (R, L, C)
+    second = product(meets.mT, spread.view_as(errors))
+    of_tokens = m.square().sum(1)
+    found = []
+    for other, spread_e in ((second, spread), (first * moments.diagonal(), e * moments.diagonal())):
+        own, total = (first * other).sum(), (first.sum(0) * other.sum(0)).sum()
+        found.append(torch.stack([own, total]) - (of_tokens * (spread_e * e).sum(1)).sum())
+    return found[0], found[1]
+
+
+def _by_tokens(meets: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_by_channels`."""
+    m, e = meets.flatten(0, 1), errors.flatten(0, 1)
+    unit = _of_norm_1(m)
+    weights = product(m, m.t())  # (n, C) x (C, n)
+    weights.diagonal().zero_()
+    along = product(e, unit.t())  # (n, C) x (C, n)
+    found = []
+    for left, right in ((along, along), (e * unit.square().sum(0), e)):
+        pairs = (weights * product(left, right.t())).view(*meets.shape[:2], *meets.shape[:2])
+        found.append(torch.stack([pairs.diagonal(dim1=0, dim2=2).sum(), pairs.sum()]))
+    return found[0], found[1]
+
+
+def _of_norm_1(m: Tensor) -> Tensor:
+    """Returns m / |m|, so that products of four numbers stay within FP32's range; zeros of zeros."""
+    return m * m.square().sum().clamp_min(torch.finfo(m.dtype).tiny).rsqrt()

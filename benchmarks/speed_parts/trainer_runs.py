@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import tempfile
@@ -89,6 +90,9 @@ class Plan:
 
 
 def trainer_part(options: argparse.Namespace, found: Sequence[Row]) -> Iterator[Row]:
+    # What a user's log says: kernels, compilation, what to expect, what a probe does twice.
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("snip_hf").setLevel(logging.INFO)
     recipes = [recipe for recipe in (*IN_TRAINER, *TORCHAO_IN_TRAINER) if recipe in options.recipes]
     for name in options.models:
         rows = []

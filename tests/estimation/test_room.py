@@ -143,18 +143,23 @@ def swapped(model: nn.Module) -> dict[str, SnipLayer]:
     return snip_linears(model)
 
 
-@pytest.mark.parametrize(("shape", "gib", "blocks"), [("8B", 11.7, 6), ("1.1B", 17.8, 7)])
-def test_the_default_room_follows_from_model_and_micro_batch(shape: str, gib: float, blocks: int) -> None:
+@pytest.mark.parametrize(("shape", "gib", "recomputed", "remade"), [("8B", 11.7, 6, 6), ("1.1B", 17.8, 9, 0)])
+def test_the_default_room_follows_from_model_and_micro_batch(
+    shape: str, gib: float, recomputed: int, remade: int
+) -> None:
     model = Shaped(shape)
     layers = swapped(model)
     room = default_room(model, layers, 16384)
     assert room / 2**30 == pytest.approx(gib, abs=0.05)
     thrift = find_thrift(model, layers, list(layers), room, Passes(tokens=4096, kept=1024, probes=1))
-    assert len(thrift.recomputed) == blocks and thrift.recomputed[0] == "model.model.layers.0"
-    assert len(thrift.remade) == 7 * blocks
+    assert thrift.recomputed == tuple(f"model.model.layers.{index}" for index in range(recomputed))
+    assert {block_of(name) for name in thrift.remade} == set(thrift.recomputed[:remade])
+    assert len(thrift.remade) == 7 * remade
     assert find_thrift(model, layers, list(layers), 40 * 2**30, Passes(4096, 1024, 1)) == NO_THRIFT
     no_derivatives = find_thrift(model, layers, list(layers), 8 * 2**30, Passes(4096, 1024, 0))
     assert no_derivatives.recomputed and not no_derivatives.remade
+    # Without room, everything is done twice.
+    assert find_thrift(model, layers, list(layers), 0.0, Passes(4096, 1024, 1)) == everything(model)
 
 
 def test_a_small_model_holds_everything() -> None:

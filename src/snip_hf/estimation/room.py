@@ -1,9 +1,9 @@
 """The room that the passes of a probe have on the device, and what they do twice in order to stay within it.
 
 A pass in FP32 holds the activations of every block and a moved copy of every swapped weight. A block that is recomputed
-holds its input alone: its forward runs once more in the backward pass, and its moved weights are made again each time.
-The first blocks are recomputed, as few as are needed: theirs is the last part of the backward pass, when the
-activations of all others are gone. No number depends on it, to the bit.
+holds its input alone, since its forward runs once more in the backward pass; then its moved weights can be made again
+whenever it runs, too. Both are done to the first blocks, to as few as are needed: theirs is the last part of the
+backward pass, when the activations of all others are gone. No number depends on it, to the bit.
 
 The default room follows from the sizes of model and micro-batch, so that equal runs do equal work. It is what a
 training step of these sizes holds while its loss is computed, less the gradients, which exist beside a probe and not
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import nn
 
@@ -117,13 +118,10 @@ def find_thrift(
         passes: their sizes.
     """
     blocks = _blocks_of(layers, elementwise, passes)
-    is_recomputed = recomputes_already(model)
-    words = _PER_WORD * passes.tokens * _words(model)
-    counts = range(len(blocks) + 1)
-    fitting = (count for count in counts if _peak(blocks, count, passes, is_recomputed, words) <= room)
-    chosen = blocks[: next(fitting, len(blocks))]
-    remade = [layer for block in chosen for layer in block.layers if passes.probes and layer in elementwise]
-    return Thrift(() if is_recomputed else tuple(block.name for block in chosen), frozenset(remade))
+    demand = _Demand(blocks, passes, _PER_WORD * passes.tokens * _words(model), recomputes_already(model))
+    recomputed, remade = demand.within(room)
+    names = [layer for block in blocks[:remade] for layer in block.layers if passes.probes and layer in elementwise]
+    return Thrift(tuple(block.name for block in blocks[:recomputed]), frozenset(names))
 
 
 def _blocks_of(layers: Mapping[str, SnipLayer], elementwise: Collection[str], passes: Passes) -> list[_Block]:
@@ -140,29 +138,56 @@ def _blocks_of(layers: Mapping[str, SnipLayer], elementwise: Collection[str], pa
     return blocks
 
 
-def _peak(blocks: Sequence[_Block], count: int, passes: Passes, is_recomputed: bool, words: float) -> float:
-    """Returns the most bytes that the passes hold at once if the first `count` blocks are recomputed.
-
-    That is when the loss is computed, or when the first block's backward pass runs: beside the samples of both sides.
+class _Demand:
+    """The bytes that passes hold at once at most, by how many of the first blocks do what twice.
 
     Args:
         blocks: all of them.
-        count: see above.
         passes: their sizes.
-        is_recomputed: whether the model recomputes every block anyway.
-        words: bytes of the logits and what is computed from them.
+        words: bytes of the logits and of what is computed from them.
+        is_checkpointed: whether the model recomputes every block by itself.
     """
-    twice, once = blocks[:count], blocks[count:]
-    # Of the pass before, and of the directions before: X, G and their derivatives.
-    sides = passes.probes + (passes.probes > 1)
-    samples = _FP32 * passes.kept * sum(block.features for block in blocks)
-    moved = _FP32 * (sum(block.remade for block in once) + sum(block.held for block in blocks))
-    inputs = _FP32 * passes.tokens * sum(block.inputs for block in (blocks if is_recomputed else twice))
-    kept = 0.0 if is_recomputed else _IN_A_PASS * passes.tokens * sum(block.features for block in once)
-    # Half as much again for the gradients within the block.
-    again = [1.5 * _IN_A_PASS * passes.tokens * block.features + _FP32 * block.remade for block in twice]
-    at_loss, at_end = sides * samples + kept + words, (sides + 1) * samples + max(again, default=0.0)
-    return moved + inputs + max(at_loss, at_end) + _AT_ONCE * _FP32 * max((block.largest for block in twice), default=0)
+
+    def __init__(self, blocks: Sequence[_Block], passes: Passes, words: float, is_checkpointed: bool) -> None:
+        self._count, self._is_checkpointed, self._words = len(blocks), is_checkpointed, words
+        # Of the pass before, and of the directions before: X, G and their derivatives.
+        self._sides = passes.probes + (passes.probes > 1)
+        self._samples = _FP32 * passes.kept * sum(block.features for block in blocks)
+        self._held = _FP32 * sum(block.held for block in blocks)
+        inputs = [_FP32 * passes.tokens * block.inputs for block in blocks]
+        activations = [_IN_A_PASS * passes.tokens * block.features for block in blocks]
+        # Of the first blocks, so many as the index says.
+        self._inputs = [0.0, *accumulate(inputs)]
+        self._activations = [0.0, *accumulate(activations)]
+        self._moved = [0.0, *accumulate(_FP32 * block.remade for block in blocks)]
+        # Half as much again for the gradients within the block; then what makes the moved weights.
+        self._again = [0.0, *accumulate((1.5 * one for one in activations), max)]
+        self._made = [0.0, *accumulate((_FP32 * (block.remade + _AT_ONCE * block.largest) for block in blocks), max)]
+
+    def peak(self, recomputed: int, remade: int) -> float:
+        """Returns the most that is held: when the loss is computed, or when the first block's backward pass runs."""
+        again = self._count if self._is_checkpointed else recomputed
+        moved = self._held + self._moved[-1] - self._moved[remade]
+        activations = self._activations[-1] - self._activations[again]
+        at_loss = self._sides * self._samples + activations + self._words
+        at_end = (self._sides + 1) * self._samples + self._again[again]
+        return moved + self._inputs[again] + max(at_loss, at_end) + self._made[remade]
+
+    def within(self, room: float) -> tuple[int, int]:
+        """Returns how many blocks to recompute and how many to make the weights of again, for as little work as can be.
+
+        If nothing fits, all of them: the least that can be held.
+        """
+        most = 0 if self._is_checkpointed else self._count
+        if self.peak(most, self._count) > room:
+            return most, self._count
+        for work in range(most + self._count + 1):
+            for remade in range(min(work, self._count) + 1):
+                recomputed = work - remade
+                is_possible = recomputed <= most and (remade <= recomputed or self._is_checkpointed)
+                if is_possible and self.peak(recomputed, remade) <= room:
+                    return recomputed, remade
+        return most, self._count
 
 
 def _elements(parameter: nn.Parameter, ranks: int) -> int:

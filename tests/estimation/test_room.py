@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import batch as words
 from models import build
+from slow_cases import slow
 from small import checkpoint_activations, text, tiny_llama, tiny_lm, tokens
 from test_memory import peak_mib
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ def test_blocks_that_run_twice_and_weights_that_are_made_again_change_no_bit(cas
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Muon, None])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, slow(torch.optim.SGD), torch.optim.Muon, slow(None)])
 def test_a_small_bound_gives_the_same_divergences(
     optimizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,11 +114,11 @@ def test_a_small_bound_gives_the_same_divergences(
 
 
 def test_what_is_done_twice_is_not_held() -> None:
-    model = tiny_llama(hidden=128, layers=4)
+    model = tiny_llama(hidden=64, layers=4)
     convert_model(model, SnipConfig())
-    batch = Batch.of(text(2, 512))
+    batch = Batch.of(text(2, 256))
     plain, thrifty = (peak_mib(partial(probe, model, batch, thrift)) for thrift in (NO_THRIFT, everything(model)))
-    assert thrifty < 0.5 * plain
+    assert thrifty < 0.65 * plain
 
 
 # --------------------------------------------------------------------------------------------------------- the room

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow
 from small import text, tiny_llama
 from tiny_runs import FAST, train
 from torch import nn
@@ -108,7 +109,7 @@ def test_speeds_between_measured_sizes_are_interpolated_and_tokens_are_counted_w
 @pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("asked", [None, "false"])
+@pytest.mark.parametrize("asked", [None, slow("false")])
 def test_a_trainer_compiles_by_regions_unless_the_user_said_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: pytest.LogCaptureFixture, asked: str | None
 ) -> None:

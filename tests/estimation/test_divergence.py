@@ -8,6 +8,7 @@ import re
 import statistics
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -278,6 +279,9 @@ class Mixing:
 
     def pushforward(self, gradient: Tensor, tangent: Tensor) -> Tensor:
         return gradient[0, 0] * self.left @ tangent @ self.right
+
+    def linearized(self, gradient: Tensor) -> Callable[[Tensor], Tensor]:
+        return partial(self.pushforward, gradient)
 
     def update(self, gradient: Tensor) -> Tensor:
         return 2 * self.left @ gradient @ self.right

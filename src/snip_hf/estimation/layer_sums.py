@@ -238,10 +238,11 @@ class LayerSums:
             own.append(torch.cat([of_gradient[0], norms([changes])]).square_())
             totals.append(torch.stack([of_gradient[1], changes.sum(0)]))
         change, moved = reduce(torch.add, totals)
-        of_change, of_moved = torch.stack([reduce(torch.add, own), norms([change, moved]).square_()], 1)
+        # (2, 2): of the gradient's change and of the update's; own and total.
+        sums = torch.stack([reduce(torch.add, own), norms([change, moved]).square_()], 1)
         if isinstance(pushforward, UpdateChange):
-            of_moved = of_moved * self._bend(pushforward, change, of_change, of_moved[1])
-        return of_moved
+            return sums[1] * self._bend(pushforward, change, sums[0], sums[1, 1])
+        return sums[1]
 
     def _bend(self, pushforward: UpdateChange, change: Tensor, sums: Tensor, moved: Tensor) -> Tensor:
         """Returns |h(g + d) - h(g)|^2 / |J d|^2 for an error d of a whole step.

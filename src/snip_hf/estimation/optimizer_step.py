@@ -101,10 +101,9 @@ class RelativeUpdates:
             factors = _relative(own.pushforward, part, norm, part.new_ones(()).expand_as(part))
             return whole(with_own_part(factors, gradient))
         response, gradient = response.gathered(), whole(gradient)
-        push = partial(_relative, response.pushforward, gradient, norm)
         if isinstance(response, ElementwiseResponse):
-            return push(gradient.new_ones(()).expand_as(gradient))
-        return UpdateChange(push, _in_full(response, gradient, clip_factor or 1.0, norm))
+            return _relative(response.pushforward, gradient, norm, gradient.new_ones(()).expand_as(gradient))
+        return _change_of(response, gradient, clip_factor or 1.0, norm)
 
 
 def of_matrix(pushforward: Pushforward, layer: SnipLayer) -> Pushforward:
@@ -119,11 +118,15 @@ def of_matrix(pushforward: Pushforward, layer: SnipLayer) -> Pushforward:
     return UpdateChange(of(pushforward.first_order), of(pushforward.in_full))
 
 
-def _in_full(response: Response, gradient: Tensor, clip_factor: float, norm: float) -> Callable[[Tensor], Tensor]:
-    """Returns change -> (h(g + c change) - h(g)) / c, relative to the weight's norm; c is the clip factor."""
+def _change_of(response: Response, gradient: Tensor, clip_factor: float, norm: float) -> UpdateChange:
+    """Returns the changes of an update that is not elementwise, over clip factor and weight's norm."""
     at = gradient.to(torch.float32)
-    before, factors = response.update(at), response.meaningful(at) / (clip_factor * norm)
-    return lambda change: (response.update(at + clip_factor * change) - before) * factors
+    push, before, meaningful = response.linearized(at), response.update(at), response.meaningful(at)
+
+    def in_full(change: Tensor) -> Tensor:
+        return (response.update(at + clip_factor * change) - before) * meaningful / (clip_factor * norm)
+
+    return UpdateChange(lambda change: push(change) / norm, in_full)
 
 
 def _relative(product: Callable[[Tensor, Tensor], Tensor], gradient: Tensor, norm: float, tensor: Tensor) -> Tensor:

@@ -190,7 +190,7 @@ def test_nvfp4_in_16x16_blocks_matches_torchao_s_kernel_on_every_bfloat16_value(
     torch.save(parts, tmp_path / "x.pt")
     command = [sys.executable, TORCHAO_SQUARES, tmp_path / "x.pt", tmp_path / "found.pt"]
     subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True, capture_output=True)
-    for x, (scales, scaled) in zip(parts, torch.load(tmp_path / "found.pt"), strict=True):
+    for x, (scales, scaled) in zip(parts, torch.load(tmp_path / "found.pt", weights_only=True), strict=True):
         got = quantize_operand(x.float(), FORMATS["nvfp4"], FORMATS["nvfp4"].weight, (16, 16))
         assert_same_bits(got.scales, scales * (x.abs().max().float() / 2688))
         codes = scaled.numpy().astype(ml_dtypes.float4_e2m1fn)

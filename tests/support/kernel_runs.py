@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from snip_hf.kernels import rounding, sums
+from snip_hf.numerics.formats import ElementGrid, NumberFormat, Operand
 
 Run = Callable[..., Tensor]
 
@@ -34,7 +35,8 @@ def dump(value: Any) -> bytes:
 
 
 def load(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)
+    with torch.serialization.safe_globals([NumberFormat, Operand, ElementGrid]):
+        return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def correct_the_interpreter() -> None:

@@ -59,4 +59,4 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 if __name__ == "__main__":
-    torch.save([quantized(x) for x in torch.load(sys.argv[1])], sys.argv[2])
+    torch.save([quantized(x) for x in torch.load(sys.argv[1], weights_only=True)], sys.argv[2])

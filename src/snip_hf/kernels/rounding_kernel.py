@@ -28,12 +28,12 @@ _MOST_TARGETS = 2
 def takes(format: NumberFormat, operand: str) -> bool:
     """Returns True if the kernel rounds this operand of a format.
 
-    It does not take noise, more than two targets, and grids or scales with 8 exponent bits, whose spacings are
-    subnormal FP32 numbers.
+    It does not take noise, more than two targets, and grids with 8 exponent bits, whose spacings are subnormal FP32
+    numbers.
     """
-    rule, kind = format.operand(operand), scale_grid(format.scale)
-    grids = [rule.grid or format.grid, kind]
-    return not rule.noise and len(rule.targets) <= _MOST_TARGETS and all(g is None or _is_narrow(g) for g in grids)
+    rule = format.operand(operand)
+    grid = rule.grid or format.grid
+    return not rule.noise and len(rule.targets) <= _MOST_TARGETS and (grid is None or _is_narrow(grid))
 
 
 def _is_narrow(grid: ElementGrid) -> bool:

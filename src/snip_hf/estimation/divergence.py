@@ -159,7 +159,7 @@ class _Estimate:
             clip_factor = without_loss_scale(clip_factor, samples, gradients, trained, processes.data, self._attempt)
         sums: list[_Sums] = []
         with self._attempt:
-            for layer in self._whole_layers(samples, updates):
+            for layer in self._whole_layers(samples, updates, clip_factor):
                 with self._attempt:  # the others go on gathering what is sharded, and so does this rank
                     sums += self._sums(layer, samples[layer.name], clip_factor)
         rows: list[Divergence] = []
@@ -201,7 +201,9 @@ class _Estimate:
             )
         return thrift
 
-    def _whole_layers(self, owned: Container[str], updates: RelativeUpdates) -> Iterator[_WholeLayer]:
+    def _whole_layers(
+        self, owned: Container[str], updates: RelativeUpdates, clip_factor: float
+    ) -> Iterator[_WholeLayer]:
         """Gives each layer that this rank owns.
 
         All are given as matrices (O, I). What is sharded is made whole, by all ranks together, one layer at a time.
@@ -214,7 +216,7 @@ class _Estimate:
             weight = whole(layer.weight.detach())
             needs_gradient = self._config.loss_estimator == "taylor" and name in gradients
             gradient = whole(gradients[name]) if needs_gradient else None
-            pushforward = updates.pushforward(name)
+            pushforward = updates.pushforward(name, clip_factor)
             if name in owned:
                 (matrix,) = layer.matrices(weight)
                 of_gradient = None if gradient is None else layer.matrices(gradient)[0]

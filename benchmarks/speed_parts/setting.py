@@ -44,8 +44,16 @@ OURS: dict[str, dict[str, Any]] = {
 # Those in which the tensor cores keep partial sums in 14 bits, in every GEMM.
 FAST_SUMS = ("snip-hf MXFP4, ties, fast sums",)
 OURS_ALONE = {"snip-hf FP4": "fp4", "snip-hf FP8": "fp8"}
+# Recipe -> least share in formats of at most 4 bits, of runs in the Trainer.
+IN_TRAINER = {"snip-hf 75%": 0.75, "snip-hf 100%": 1.0}
+TORCHAO_IN_TRAINER = ("torchao tensorwise",)
 # Measured with two micro-batches per step too, over half as many steps.
 ACCUMULATING = (BF16, "snip-hf FP4, ties", "snip-hf MXFP4, ties")
+# (Hidden size, tokens per step) of part crossing; all sizes at one number of tokens come first.
+CROSSING = (
+    *((hidden, 8192) for hidden in (512, 1024, 2048, 4096, 8192)),
+    *((hidden, tokens) for hidden in (1024, 2048, 4096) for tokens in (2048, 32768)),
+)
 WARM_UP = 3
 CHANGES = 20
 # Bytes that a timing of weights goes through, so that none comes from the cache: ten times an H200's.

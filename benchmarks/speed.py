@@ -101,6 +101,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--formats", nargs="+", metavar="FORMAT", help="of parts trainer and crossing (default fp4 fp8)"
     )
+    parser.add_argument("--backend", default="auto", help="of the same parts (default auto)")
     parser.add_argument("--mode", choices=("default", "reduce-overhead"), default="default", help="of models")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=0)

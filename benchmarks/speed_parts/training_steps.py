@@ -59,7 +59,8 @@ class Training:
         self.controller = None
         operators.FAST_SUMS.update(dict.fromkeys(GEMMS, True) if recipe in setting.FAST_SUMS else _SUMS)
         if recipe in OURS:
-            recipe = SnipConfig(**OURS[recipe], seed=seed)
+            by_name = {"backend": "tensor-scaled"} if device.type == "cuda" and "formats" in OURS[recipe] else {}
+            recipe = SnipConfig(**OURS[recipe], **by_name, seed=seed)
         if isinstance(recipe, SnipConfig):
             self.controller = SnipController(self.model, self.optimizer, recipe)
         self.call = torch.compile(self.model, **compiling) if whole else self.model

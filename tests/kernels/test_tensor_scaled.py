@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from snip_hf.kernels import trials
-from snip_hf.kernels.backend import BACKENDS, select_backend
+from snip_hf.kernels.backend import BACKENDS, select_backend, why_emulated
 from snip_hf.kernels.tensor_scaled import backend as tensor_scaled_backend
 from snip_hf.kernels.tensor_scaled import operators, records, trial
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
@@ -306,12 +306,20 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 0)], ids=str)
-def test_auto_takes_it_where_it_knows_all_formats(machine: Any, capability: tuple[int, int]) -> None:
+def test_it_is_taken_by_its_name_where_it_knows_all_formats(machine: Any, capability: tuple[int, int]) -> None:
     machine(capability)
     for formats in (("mxfp4", "fp8-tensor"), ("ufp4", "fp8-tensor", "bf16"), ("fp8-tensor",)):
-        assert select_backend("auto", "cuda", formats) is TENSOR_SCALED
+        assert select_backend("tensor-scaled", "cuda", formats) is TENSOR_SCALED
+        assert select_backend("auto", "cuda", formats) is not TENSOR_SCALED
     for formats in (("mxfp4", "fp8"), ("nvfp4", "fp8-tensor")):
-        assert select_backend("auto", "cuda", formats) is BACKENDS["emulated"]
+        with pytest.raises(ValueError, match="backend='tensor-scaled' cannot run: its kernels do not know the format"):
+            select_backend("tensor-scaled", "cuda", formats)
+
+
+def test_the_log_says_why_auto_does_not_take_it(machine: Any) -> None:
+    machine((9, 0))
+    reason = why_emulated(torch.device("cuda"), ("mxfp4", "fp8-tensor"))
+    assert reason is not None and reason.startswith("backend='tensor-scaled' is taken by name only: with a single")
 
 
 def test_a_trial_that_fails_leaves_the_run_emulated_and_says_why(machine: Any) -> None:

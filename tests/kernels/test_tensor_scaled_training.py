@@ -25,7 +25,7 @@ def test_refreshes_change_formats_and_compile_nothing(
     ties: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
-    ours, watch, losses = run(tmp_path, compiled=True, formats=FORMATS, ties=ties)
+    ours, watch, losses = run(tmp_path, compiled=True, formats=FORMATS, ties=ties, backend="tensor-scaled")
     assert ours.controller.backend == "tensor-scaled"
     lines = history(tmp_path)
     assert [line["status"] for line in lines] == ["applied"] * 3
@@ -36,14 +36,14 @@ def test_refreshes_change_formats_and_compile_nothing(
 
 
 def test_losses_are_those_of_the_emulation_up_to_rounding(tmp_path: Path) -> None:
-    _, _, tensor_cores = run(tmp_path / "tensor-scaled", compiled=False, formats=FORMATS)
+    _, _, tensor_cores = run(tmp_path / "tensor-scaled", compiled=False, formats=FORMATS, backend="tensor-scaled")
     _, _, emulated = run(tmp_path / "emulated", compiled=False, formats=FORMATS, backend="emulated")
     assert abs(tensor_cores[1] - emulated[1]) < 1e-3 * emulated[1]
     assert all(abs(tensor_cores[step] - emulated[step]) < 2e-2 * emulated[step] for step in emulated)
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    _, _, whole = run(tmp_path, compiled=False, formats=FORMATS)
+    _, _, whole = run(tmp_path, compiled=False, formats=FORMATS, backend="tensor-scaled")
     _, _, resumed = run(tmp_path, compiled=False, formats=FORMATS, resume=str(tmp_path / "checkpoint-5"))
     assert {step: whole[step] for step in range(6, 12)} == {step: resumed[step] for step in range(6, 12)}
 

@@ -44,7 +44,8 @@ def test_losses_are_those_of_the_emulation_up_to_rounding(tmp_path: Path) -> Non
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     _, _, whole = run(tmp_path, compiled=False, formats=FORMATS, backend="tensor-scaled")
-    _, _, resumed = run(tmp_path, compiled=False, formats=FORMATS, resume=str(tmp_path / "checkpoint-5"))
+    kept = str(tmp_path / "checkpoint-5")
+    _, _, resumed = run(tmp_path, compiled=False, formats=FORMATS, backend="tensor-scaled", resume=kept)
     assert {step: whole[step] for step in range(6, 12)} == {step: resumed[step] for step in range(6, 12)}
 
 

@@ -86,8 +86,10 @@ def test_what_is_lacking_is_said(machine: Callable[..., None], made_up: dict[str
     assert select_backend("auto", "cuda", ("nvfp4",)) is EMULATED
 
 
-def test_off_the_gpu_the_reason_in_the_log_is_the_first_backend_s() -> None:
-    assert why_emulated(CPU, ("nvfp4",)) == BACKENDS["hopper"].lacks(CPU)
+def test_off_the_gpu_the_reason_in_the_log_is_that_of_the_first_backend_with_kernels_for_the_formats() -> None:
+    assert why_emulated(CPU, ("nvfp4",)) == BLACKWELL.lacks(CPU)
+    assert why_emulated(CPU, ("fp4", "fp8")) == BACKENDS["hopper"].lacks(CPU)
+    assert why_emulated(CPU, ("nvfp4", "int8")) == "no other backend has kernels for nvfp4, int8 together"
     assert BLACKWELL.lacks(CPU) == (
         "the model is on 'cpu', expected a CUDA device of compute capability 10.x or 12.x (Blackwell)"
     )

@@ -199,12 +199,18 @@ def select_backend(requested: str, device: torch.device | str, formats: Sequence
 def why_emulated(device: torch.device, formats: Sequence[str]) -> str | None:
     """Returns what keeps a device from running formats by kernels of its own; None where nothing does.
 
-    The reason is that of the first backend whose device it is, and of the first of all where it is none's.
+    The reason is that of the first backend whose device it is, best one with kernels for the formats; or else of the
+    first that has kernels for them.
     """
     others = [backend for backend in BACKENDS.values() if not backend.is_emulation]
+    quantized = [name for name in formats if FORMATS[name].is_quantized]
+    able = [backend for backend in others if all(backend.runs(FORMATS[name]) for name in quantized)]
     suited = [backend for backend in others if backend.lacks(device) is None]
-    reasons = [_cannot(backend, device, formats) or _not_taken(backend) for backend in suited or others]
-    return None if None in reasons else next(iter(reasons), None)
+    if not able and not suited:
+        return f"no other backend has kernels for {', '.join(quantized)} together"
+    both = [backend for backend in suited if backend in able]
+    reasons = [_cannot(backend, device, formats) or _not_taken(backend) for backend in both or suited or able]
+    return None if None in reasons else reasons[0]
 
 
 def _not_taken(backend: Backend) -> str | None:

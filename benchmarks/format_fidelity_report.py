@@ -225,11 +225,11 @@ def _from_one_batch(layers: Sequence[Cell]) -> list[str]:
     by_optimizer: dict[str, list[Cell]] = {}
     for cell in layers:
         by_optimizer.setdefault(cell.case.split(":")[1], []).append(cell)
-    missed = {optimizer: sum(not cell.one_batch_ranks for cell in cells) for optimizer, cells in by_optimizer.items()}
-    return [
-        f"From one micro-batch under {optimizer}, {count} of {len(by_optimizer[optimizer])} miss the ranks of the halves."
-        for optimizer, count in missed.items()
-    ]
+    lines = []
+    for optimizer, cells in by_optimizer.items():
+        missed = sum(not cell.one_batch_ranks for cell in cells)
+        lines.append(f"From one micro-batch under {optimizer}, {missed} of {len(cells)} miss the ranks of the halves.")
+    return lines
 
 
 def origin(cases: Sequence[Record]) -> str:

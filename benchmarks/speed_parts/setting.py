@@ -26,8 +26,16 @@ BF16 = "BF16"
 # Recipe -> format, and whether tied layers share one quantized input.
 OURS = {"snip-hf FP4, ties": ("fp4", True), "snip-hf FP4, no ties": ("fp4", False), "snip-hf FP8, ties": ("fp8", True)}
 OURS_ALONE = {"snip-hf FP4": "fp4", "snip-hf FP8": "fp8"}
+# Recipe -> least share in formats of at most 4 bits, of runs in the Trainer.
+IN_TRAINER = {"snip-hf 75%": 0.75, "snip-hf 100%": 1.0}
+TORCHAO_IN_TRAINER = ("torchao tensorwise",)
 # Measured with two micro-batches per step too, over half as many steps.
 ACCUMULATING = (BF16, "snip-hf FP4, ties")
+# (Hidden size, tokens per step) of part crossing; all sizes at one number of tokens come first.
+CROSSING = (
+    *((hidden, 8192) for hidden in (512, 1024, 2048, 4096, 8192)),
+    *((hidden, tokens) for hidden in (1024, 2048, 4096) for tokens in (2048, 32768)),
+)
 WARM_UP = 3
 CHANGES = 20
 # Bytes that a timing of weights goes through, so that none comes from the cache: ten times an H200's.

@@ -33,38 +33,35 @@ from .torchao_recipes import TORCHAO
 
 
 class Training:
-    """A Llama in training under a recipe, as a plain loop would do it: always on the same one or two micro-batches."""
+    """A Llama in training under a recipe, as a plain loop would do it: always on the same one or two micro-batches.
+
+    A configuration of snip-hf is a recipe too.
+    """
 
     def __init__(
         self,
         shape: Sequence[int],
         batch: tuple[int, int],
-        recipe: str,
+        recipe: str | SnipConfig,
         seed: int,
         device: torch.device,
         whole: bool = False,
         **compiling: Any,
     ) -> None:
-        hidden, inner, layers, heads, key_heads = shape
-        sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
-        attention = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "attn_implementation": "sdpa"}
-        length = {"max_position_embeddings": batch[1], "use_cache": False}
-        torch.manual_seed(seed)
-        with device:
-            config = LlamaConfig(vocab_size=setting.VOCABULARY, **sizes, **attention, **length)
-            self.model = LlamaForCausalLM(config).train()
+        self.model = build_model(shape, batch[1], seed, device)
         if recipe in TORCHAO:
             TORCHAO[recipe](self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type == "cuda")
         self.controller = None
         if recipe in OURS:
             fmt, tied = OURS[recipe]
-            snip = SnipConfig(policy=f"uniform-{fmt}", ties=TIES if tied else (), seed=seed)
-            self.controller = SnipController(self.model, self.optimizer, snip)
+            recipe = SnipConfig(policy=f"uniform-{fmt}", ties=TIES if tied else (), seed=seed)
+        if isinstance(recipe, SnipConfig):
+            self.controller = SnipController(self.model, self.optimizer, recipe)
         self.call = torch.compile(self.model, **compiling) if whole else self.model
         for layer in () if whole else self.model.model.layers:
             layer.compile(**compiling)
-        tokens = torch.randint(setting.VOCABULARY, (2, *batch), device=device)
+        tokens = torch.randint(self.model.config.vocab_size, (2, *batch), device=device)
         self.batches = [{"input_ids": ids, "labels": ids} for ids in tokens]
         self.device, self.number = device, 0
 
@@ -85,6 +82,25 @@ class Training:
         if self.controller is not None:
             self.controller.after_step(self.number)
         return loss.detach().clone()  # CUDA graphs write over theirs.
+
+
+def build_model(shape: Sequence[int], length: int, seed: int, device: torch.device) -> LlamaForCausalLM:
+    """Returns a Llama in training mode.
+
+    Args:
+        shape: as in `setting.MODELS`; a sixth number is the vocabulary's size.
+        length: tokens of its longest text.
+        seed: of its weights.
+        device: where it is made.
+    """
+    hidden, inner, layers, heads, key_heads, *vocabulary = shape
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "attn_implementation": "sdpa"}
+    words = {"vocab_size": vocabulary[0] if vocabulary else setting.VOCABULARY}
+    torch.manual_seed(seed)
+    with device:
+        config = LlamaConfig(**words, **sizes, **attention, max_position_embeddings=length, use_cache=False)
+        return LlamaForCausalLM(config).train()
 
 
 def models_part(options: argparse.Namespace, found: Sequence[Row]) -> Iterator[Row]:

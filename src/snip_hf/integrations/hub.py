@@ -145,7 +145,6 @@ _TAIL = """This is an ordinary checkpoint: nothing in it is quantized, and it lo
 The plan, layer by layer, is in `snip/plan.json`, its history in `snip/history.jsonl`."""
 
 
-
 def _formats(plan: PrecisionPlan) -> str:
     """Returns the labels of the formats of a plan, the least precise first."""
     used = {FORMATS[name] for formats in plan.assignment.values() for name in formats.values()}

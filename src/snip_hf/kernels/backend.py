@@ -49,6 +49,10 @@ class Backend(ABC):
     recompiles_for_bf16: ClassVar[bool] = False
     """Whether torch.compile compiles a layer again when a GEMM of it changes to or from no quantization."""
 
+    measured_speeds: ClassVar[Mapping[int, float]] = {}
+    """Hidden size -> speed of training, in that of compiled BF16, for the log. The smallest size is the least at which
+    the backend pays. Empty: nothing was measured."""
+
     @abstractmethod
     def lacks(self, device: torch.device) -> str | None:
         """Returns what keeps the backend from running on a device, None if nothing does."""

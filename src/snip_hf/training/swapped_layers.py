@@ -10,7 +10,7 @@ from ..config import SnipConfig
 from ..costs.flops import Work
 from ..kernels.backend import Backend
 from ..layers.layer import SnipLayer
-from ..layers.state import set_rank, set_step, snip_linears
+from ..layers.state import PackedStates, set_rank, set_step, snip_linears
 from ..parallel.ranks import Processes
 from ..policies.setting import Setting
 from ..policies.ties import siblings
@@ -51,6 +51,7 @@ class SwappedLayers:
         self.all = snip_linears(self._model)
         """Name -> layer."""
         use_backend(self.present, self._kernels, self._processes.data, mixed_precision, self._config, log)
+        self._states = PackedStates(self.present)
 
     def retake(self, log: logging.Logger) -> None:
         """Takes the layers back after another run has trained them."""
@@ -67,7 +68,9 @@ class SwappedLayers:
 
     def set_step(self, step: int, micro_batch: int) -> None:
         """Keys the layers' random numbers for a micro-batch of an optimizer step."""
-        set_step(self.present, self._config.seed, step, micro_batch)
+        if not self._states.set_step(self._config.seed, step, micro_batch):
+            set_step(self.present, self._config.seed, step, micro_batch)
+            self._states = PackedStates(self.present)
 
     def set_rank(self) -> None:
         """Tells the layers once more which rank they are on.
@@ -75,7 +78,7 @@ class SwappedLayers:
         DDP that was built before the layers were swapped gives all ranks the first one's.
         """
         data = self._processes.data
-        if data.size > 1:
+        if data.size > 1 and not self._states.set_rank(data.rank, data.size):
             set_rank(self.present, data.rank, data.size)
 
     def share_inputs(self, setting: Setting) -> None:

@@ -23,6 +23,7 @@ class Hopper(Backend):
     name = "hopper"
     arithmetic = "FP8 tensor cores; FP4 values were stored as FP8"
     recompiles_for_bf16 = True
+    measured_speeds = {2048: 1.17, 4096: 1.32}  # noqa: RUF012
 
     def lacks(self, device: torch.device) -> str | None:
         if device.type != "cuda" or not torch.cuda.is_available():
@@ -124,8 +125,7 @@ class Hopper(Backend):
                 "bf16=True."
             )
         return False, (
-            "FP8 and FP4 GEMMs run on FP8 tensor cores wherever the compute dtype is BF16, others are emulated. "
-            "Compile the decoder layers: without it little or nothing is gained."
+            "FP8 and FP4 GEMMs run on FP8 tensor cores wherever the compute dtype is BF16, others are emulated."
         )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from ..json_io import write_atomic
+from ..numerics.formats import UNQUANTIZED
 from ..planning.plan import PrecisionPlan
 from ..text import printable
 from .export import Export, export_plan
@@ -57,8 +58,8 @@ def _print_changes(plan: PrecisionPlan, export: Export, arguments: argparse.Name
         )
     if export.unfit:
         print(
-            f"{len(export.unfit)} layers stay in bf16, {export.unfit_share:.4f} of the FLOPs, because {arguments.to} "
-            "cannot convert them:",
+            f"{len(export.unfit)} layers stay in {UNQUANTIZED.name}, {export.unfit_share:.4f} of the FLOPs, because "
+            f"{arguments.to} cannot convert them:",
             file=stream,
         )
         for layer, why in export.unfit.items():

@@ -309,12 +309,13 @@ def _torchao_unfit(setting: Setting, module: nn.Module | None) -> str | None:
     """Returns what `convert` of the script would say of a layer."""
     if setting.config is None:
         return None
-    if type(module) is not nn.Linear:
+    if module is None or type(module).__name__ != "Linear":
         return f"its class is {type(module).__name__}, expected nn.Linear itself"
-    multiple, sizes, name = setting.config.multiple, (module.in_features, module.out_features), setting.formats[0]
-    if any(size % multiple for size in sizes):
-        return f"its in- and out-features are {sizes[0]} and {sizes[1]}, expected multiples of {multiple} for {name}"
-    if module.bias is not None and not setting.config.takes_bias:
+    rows, columns = module.get_parameter("weight").shape
+    multiple, name = setting.config.multiple, setting.formats[0]
+    if rows % multiple or columns % multiple:
+        return f"its in- and out-features are {columns} and {rows}, expected multiples of {multiple} for {name}"
+    if getattr(module, "bias", None) is not None and not setting.config.takes_bias:
         return f"it has a bias, which torchao drops or refuses in {name}"
     return None
 

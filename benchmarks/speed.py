@@ -6,6 +6,7 @@
 Needs one Hopper GPU. Parts; the last two run only if `--parts` names them, since they take minutes of their own:
 
 kernels  the quantization kernels, against the time that their bytes take at the copy rate measured just before
+folding  operands folded into tensor-scaled E4M3, against the same, by tile; their products, with errors
 rounding the emulated backend's rounding of every format, one operand at a time, against the same bound
 gemms    the three GEMMs of every linear of the two models, without quantization, against BF16's
 models   whole training steps: AdamW fused, BF16 autocast over FP32 masters, decoder layers compiled one by one; every
@@ -36,6 +37,7 @@ from shared.origin import origin_of
 from speed_parts import setting
 from speed_parts.bf16_mix import bf16_mix_part
 from speed_parts.crossing import crossing_part
+from speed_parts.folding import folding_part
 from speed_parts.kernels import gemms_part, kernels_part
 from speed_parts.linears import linears_part
 from speed_parts.measuring import described
@@ -49,6 +51,7 @@ from speed_parts.training_steps import models_part, refresh_part
 
 PARTS: dict[str, Callable[[argparse.Namespace, Sequence[Row]], Iterator[Row]]] = {
     "kernels": kernels_part,
+    "folding": folding_part,
     "rounding": rounding_part,
     "gemms": gemms_part,
     "models": models_part,
@@ -98,6 +101,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--formats", nargs="+", metavar="FORMAT", help="of parts trainer and crossing (default fp4 fp8)"
     )
+    parser.add_argument("--backend", default="auto", help="of the same parts (default auto)")
     parser.add_argument("--mode", choices=("default", "reduce-overhead"), default="default", help="of models")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=0)
@@ -110,7 +114,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.channels = CHANNELS[:2] if quick else CHANNELS
     options.trainer_steps = options.trainer_steps or (24 if quick else 60)
     known = (*OURS, *OURS_ALONE, *IN_TRAINER, *TORCHAO)
-    quickly = ("snip-hf FP4, ties", "snip-hf FP4", *IN_TRAINER, "torchao tensorwise")
+    quickly = ("snip-hf FP4, ties", "snip-hf MXFP4, ties", "snip-hf FP4", *IN_TRAINER, "torchao tensorwise")
     # Blockwise takes 200 s to try its kernels.
     options.recipes = options.recipes or (quickly if quick else [name for name in known if name != BLOCKWISE])
     for recipe in options.recipes:

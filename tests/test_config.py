@@ -162,7 +162,10 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "loss_estimator='hessian' is not known; expected one of token-fisher, taylor, norm.",
     ),
     ({"solver": "gurobi"}, "solver='gurobi' is not known; expected one of auto, cbc, highs, greedy."),
-    ({"backend": "cuda"}, "backend='cuda' is not known; expected one of auto, emulated, hopper, blackwell."),
+    (
+        {"backend": "cuda"},
+        "backend='cuda' is not known; expected one of auto, emulated, hopper, blackwell, tensor-scaled.",
+    ),
     ({"refresh_every": 0}, "refresh_every=0 is too small; expected at least 1."),
     ({"first_refresh": 0}, "first_refresh=0 is too small; expected at least 1."),
     ({"apply_delay": -1}, "apply_delay=-1 is too small; expected at least 0."),

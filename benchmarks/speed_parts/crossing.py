@@ -32,7 +32,9 @@ def crossing_part(options: argparse.Namespace, found: Sequence[Row]) -> Iterator
 def uniform(options: argparse.Namespace) -> SnipConfig:
     """Returns the configuration that runs everything in the least precise of --formats, by default FP4."""
     formats = tuple(options.formats or SnipConfig().formats)
-    return SnipConfig(policy=f"uniform-{formats[0]}", formats=formats, ties=TIES, seed=options.seed)
+    return SnipConfig(
+        policy=f"uniform-{formats[0]}", formats=formats, backend=options.backend, ties=TIES, seed=options.seed
+    )
 
 
 def one_layer(arm: str | SnipConfig, hidden: int, tokens: int, options: argparse.Namespace) -> Iterator[Row]:

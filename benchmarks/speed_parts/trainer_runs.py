@@ -167,7 +167,9 @@ def run(name: str, recipe: str, options: argparse.Namespace) -> Iterator[Row]:
 def config_of(recipe: str, plan: Plan, options: argparse.Namespace) -> SnipConfig:
     """Returns the preset for Hopper under a schedule that is short enough; "100%" begins where its plans end."""
     share = IN_TRAINER[recipe]
-    changes: dict[str, Any] = {"formats": tuple(options.formats)} if options.formats else {}
+    changes: dict[str, Any] = {"backend": options.backend}
+    if options.formats:
+        changes["formats"] = tuple(options.formats)
     config = SnipConfig.preset(
         "hopper",
         target_fp4_fraction=share,

@@ -15,6 +15,8 @@ from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig, SnipController
+from snip_hf.kernels.tensor_scaled import operators
+from snip_hf.numerics.gemms import GEMMS
 
 from . import setting
 from .measuring import (
@@ -28,8 +30,10 @@ from .measuring import (
     peak,
     release,
 )
-from .setting import ACCUMULATING, BF16, OURS, TIES, WARM_UP, Row
+from .setting import ACCUMULATING, BF16, OURS, WARM_UP, Row
 from .torchao_recipes import TORCHAO
+
+_SUMS = dict(operators.FAST_SUMS)
 
 
 class Training:
@@ -53,9 +57,10 @@ class Training:
             TORCHAO[recipe](self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type == "cuda")
         self.controller = None
+        operators.FAST_SUMS.update(dict.fromkeys(GEMMS, True) if recipe in setting.FAST_SUMS else _SUMS)
         if recipe in OURS:
-            fmt, tied = OURS[recipe]
-            recipe = SnipConfig(policy=f"uniform-{fmt}", ties=TIES if tied else (), seed=seed)
+            by_name = {"backend": "tensor-scaled"} if device.type == "cuda" and "formats" in OURS[recipe] else {}
+            recipe = SnipConfig(**OURS[recipe], **by_name, seed=seed)
         if isinstance(recipe, SnipConfig):
             self.controller = SnipController(self.model, self.optimizer, recipe)
         self.call = torch.compile(self.model, **compiling) if whole else self.model
@@ -139,6 +144,7 @@ def train(name: str, recipe: str, options: argparse.Namespace) -> Iterator[Row]:
             "peak_gib": (peak(device) - before) / 2**30,
             "loss": float(loss),
             "first_s": first,
+            "backend": None if training.controller is None else training.controller.backend,
             **graph_counts(),
         }
 

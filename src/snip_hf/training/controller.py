@@ -219,6 +219,7 @@ class SnipController:
             refreshes = refreshes or self._detector.finds_drift(step, watch)
         if refreshes:
             self._schedule.last_probe = step
+            self._layers.say_findings(self._log)
             self._refresher.begin(step, watch)
 
     def after_step(self, step: int) -> None:
@@ -233,6 +234,7 @@ class SnipController:
 
     def close(self) -> None:
         """Stops a solver that is still running, and ends the record. The model keeps the plan in force."""
+        self._layers.say_findings(self._log)
         self._layers.release()
         self._chunks.close()
         self._source.close()
@@ -254,7 +256,8 @@ class SnipController:
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""
         config, pending, ranking = self.config.to_dict(), self._refresher.pending, self._in_force.ranking
-        return SavedState(config, self.step, self.plan, pending, self._schedule.last_probe, ranking).to_dict()
+        last_probe, kernels = self._schedule.last_probe, self._layers.state_dict()
+        return SavedState(config, self.step, self.plan, pending, last_probe, ranking, kernels=kernels).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], at_step: int | None = None, weights: str | None = None) -> None:
         """Continues from a `state_dict`. Nothing is changed if it does not fit. With several ranks it is collective.
@@ -273,6 +276,7 @@ class SnipController:
         self.processes.note("at the loading of a state (every rank loads the same one)")
         flops = self._in_force.setting.flops
         saved = agreed_state(state, self.config, flops, self.processes.everyone, at_step, weights)
+        self._layers.load_state_dict(saved.kernels)
         self._in_force.put(saved.plan, saved.ranking)
         self._disarm()
         self._refresher.stop()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -101,6 +103,22 @@ class SwappedLayers:
     def end_step(self) -> None:
         """To be called after each optimizer step: what the kernels keep of the weights is old."""
         self._kernels.after_step(self.present)
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Returns what the kernels' passes depend on, as JSON data, by the backend's name; {} if there is nothing."""
+        state = self._kernels.state_dict(self.present)
+        return {self._kernels.name: state} if state else {}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Continues from a `state_dict`; from that of another backend as if there were none."""
+        self._kernels.load_state_dict(self.present, state.get(self._kernels.name, {}))
+
+    def say_findings(self, log: logging.Logger) -> None:
+        """Logs what the kernels found out since the last call."""
+        found = self._kernels.findings(self.present)
+        if found is not None:
+            warns, text = found
+            log.log(logging.WARNING if warns else logging.INFO, "snip-hf: backend %s: %s", self._kernels.name, text)
 
     def release(self) -> None:
         """Gives up what the kernels keep."""

@@ -35,7 +35,8 @@ from torch import Tensor
 from snip_hf.kernels.blackwell import operators, packing
 from snip_hf.kernels.blackwell.backend import BLACKWELL
 from snip_hf.kernels.blackwell.quantization import quantize
-from snip_hf.kernels.blackwell.trial import TOLERANCE, errors, is_lost, operands, other_bytes
+from snip_hf.kernels.blackwell.trial import errors, other_bytes
+from snip_hf.kernels.trials import TOLERANCE, is_lost, operands
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import CONTRACTIONS, GEMMS
 

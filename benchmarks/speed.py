@@ -3,9 +3,10 @@
     python benchmarks/speed.py --output runs/speed.jsonl
     python benchmarks/speed.py --quick --parts kernels models
 
-Needs one Hopper GPU. Parts, in the order in which they run unless `--parts` says otherwise:
+Needs one Hopper GPU. Parts; the last two run only if `--parts` names them, since they take minutes of their own:
 
 kernels  the quantization kernels, against the time that their bytes take at the copy rate measured just before
+folding  operands folded into tensor-scaled E4M3, against the same, by tile; their products, with errors
 rounding the emulated backend's rounding of every format, one operand at a time, against the same bound
 gemms    the three GEMMs of every linear of the two models, without quantization, against BF16's
 models   whole training steps: AdamW fused, BF16 autocast over FP32 masters, decoder layers compiled one by one; every
@@ -14,6 +15,9 @@ refresh  what a refresh costs at 1.1B, in steps of compiled BF16 (`probe_cost.py
 compile  graphs and recompilations while plans change; the losses under CUDA graphs
 bf16_mix steps under plans that leave some GEMMs in BF16, and the first step after each change of such a plan
 linears  one linear, forward and backward, with the quantization of its weight
+trainer  runs of the Hugging Face Trainer with torch_compile=True, by regions, and the preset "hopper": median step
+         after the first plan, two refreshes apart, memory with and without them, the first step, recompilations
+crossing one decoder layer, hidden 512 to 8192, 2,048 to 32,768 tokens: where low precision begins to pay
 
 BF16 is measured first and last, and the others are compared with the median of both, since clocks drift. What fails is
 printed with its error, and the rest goes on. JSON lines go to --output, with the machine, versions and the command.
@@ -32,18 +36,22 @@ import torch
 from shared.origin import origin_of
 from speed_parts import setting
 from speed_parts.bf16_mix import bf16_mix_part
+from speed_parts.crossing import crossing_part
+from speed_parts.folding import folding_part
 from speed_parts.kernels import gemms_part, kernels_part
 from speed_parts.linears import linears_part
 from speed_parts.measuring import described
 from speed_parts.plan_changes import compile_part
 from speed_parts.rounding import rounding_part
-from speed_parts.setting import CHANNELS, LARGEST, OURS, OURS_ALONE, WARM_UP, Row
+from speed_parts.setting import CHANNELS, IN_TRAINER, LARGEST, OURS, OURS_ALONE, WARM_UP, Row
 from speed_parts.tables import report
-from speed_parts.torchao_recipes import TORCHAO
+from speed_parts.torchao_recipes import BLOCKWISE, TORCHAO
+from speed_parts.trainer_runs import trainer_part
 from speed_parts.training_steps import models_part, refresh_part
 
 PARTS: dict[str, Callable[[argparse.Namespace, Sequence[Row]], Iterator[Row]]] = {
     "kernels": kernels_part,
+    "folding": folding_part,
     "rounding": rounding_part,
     "gemms": gemms_part,
     "models": models_part,
@@ -51,6 +59,8 @@ PARTS: dict[str, Callable[[argparse.Namespace, Sequence[Row]], Iterator[Row]]] =
     "compile": compile_part,
     "bf16_mix": bf16_mix_part,
     "linears": linears_part,
+    "trainer": trainer_part,
+    "crossing": crossing_part,
 }
 
 
@@ -76,17 +86,22 @@ def main() -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options, with what --quick makes of those that are not given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:-2], metavar="PART")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and recipes: under 4 minutes instead of 9")
     parser.add_argument("--minutes", type=float, help="begin no measurement later than this (default 8.5; quick 3.5)")
     parser.add_argument("--models", nargs="+", choices=setting.MODELS, default=list(setting.MODELS), metavar="MODEL")
-    parser.add_argument("--recipes", nargs="+", help="of models and linears, between BF16 and BF16 (default all)")
+    parser.add_argument("--recipes", nargs="+", help="between BF16 and BF16 (default all but torchao's blockwise)")
     parser.add_argument(
         "--linears", type=linear_size, nargs="+", metavar="OxI", help="of part linears (default four, quick two)"
     )
     parser.add_argument("--rows", type=int, default=8, help="sequences per micro-batch (default 8)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (default 2048)")
     parser.add_argument("--steps", type=int, default=10, help=f"steps to time, after {WARM_UP} more (default 10)")
+    parser.add_argument("--trainer-steps", type=int, help="of a run of part trainer (default 60; quick 24)")
+    parser.add_argument(
+        "--formats", nargs="+", metavar="FORMAT", help="of parts trainer and crossing (default fp4 fp8)"
+    )
+    parser.add_argument("--backend", default="auto", help="of the same parts (default auto)")
     parser.add_argument("--mode", choices=("default", "reduce-overhead"), default="default", help="of models")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=0)
@@ -97,9 +112,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.deadline = time.monotonic() + 60 * (options.minutes or (3.5 if quick else 8.5))
     options.linears = options.linears or (LARGEST[:2] if quick else LARGEST)
     options.channels = CHANNELS[:2] if quick else CHANNELS
-    known = (*OURS, *OURS_ALONE, *TORCHAO)
-    quickly = ("snip-hf FP4, ties", "snip-hf FP4", "torchao tensorwise")
-    options.recipes = options.recipes or (quickly if quick else known)
+    options.trainer_steps = options.trainer_steps or (24 if quick else 60)
+    known = (*OURS, *OURS_ALONE, *IN_TRAINER, *TORCHAO)
+    quickly = ("snip-hf FP4, ties", "snip-hf MXFP4, ties", "snip-hf FP4", *IN_TRAINER, "torchao tensorwise")
+    # Blockwise takes 200 s to try its kernels.
+    options.recipes = options.recipes or (quickly if quick else [name for name in known if name != BLOCKWISE])
     for recipe in options.recipes:
         if recipe not in known:
             parser.error(f"--recipes: {recipe!r} is not known; expected some of {', '.join(known)}")

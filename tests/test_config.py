@@ -178,7 +178,10 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "loss_estimator='hessian' is not known; expected one of token-fisher, taylor, norm.",
     ),
     ({"solver": "gurobi"}, "solver='gurobi' is not known; expected one of auto, cbc, highs, greedy."),
-    ({"backend": "cuda"}, "backend='cuda' is not known; expected one of auto, emulated, hopper, blackwell."),
+    (
+        {"backend": "cuda"},
+        "backend='cuda' is not known; expected one of auto, emulated, hopper, blackwell, tensor-scaled.",
+    ),
     ({"refresh_every": 0}, "refresh_every=0 is too small; expected at least 1."),
     ({"first_refresh": 0}, "first_refresh=0 is too small; expected at least 1."),
     ({"apply_delay": -1}, "apply_delay=-1 is too small; expected at least 0."),
@@ -293,7 +296,8 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("weight_divergence_factor", [1.0], "weight_divergence_factor=[1.0] has type list; expected float."),
     ("skip_modules", "*.q_proj", "skip_modules='*.q_proj' has type str; expected tuple[str, ...]."),
     ("skip_modules", [3], "skip_modules: got [3]; expected a list of names."),
-    ("ties", "q_proj", "ties='q_proj' has type str; expected tuple[tuple[str, ...], ...]."),
+    ("ties", "q_proj", "ties='q_proj' has type str; expected 'auto' or lists of names."),
+    ("ties", 3, "ties=3 has type int; expected str | tuple[tuple[str, ...], ...]."),
     ("ties", ["q_proj", "k_proj"], "ties: got 'q_proj'; expected a list of names."),
     ("stages", True, "stages=True has type bool; expected int | tuple[tuple[str, ...], ...] | None."),
     ("stages", 2.0, "stages=2.0 has type float; expected int | tuple[tuple[str, ...], ...] | None."),
@@ -430,12 +434,11 @@ def test_a_config_can_be_copied_and_pickled_and_shows_its_fields_as_its_signatur
 
 
 def test_presets_differ_from_the_default_in_what_their_page_says() -> None:
-    same_input = [["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]]
     plain = SnipConfig().to_dict()
     sets: dict[str, dict[str, Any]] = {
         "layer": {},
         "gemm": {"granularity": "gemm"},
-        "hopper": {"granularity": "gemm", "ties": same_input, "first_refresh": 200, "apply_delay": 20},
+        "hopper": {"granularity": "gemm", "ties": "auto", "first_refresh": 200, "apply_delay": 20},
         "paper": {"objective": "paper"},
     }
     assert {name: SnipConfig.preset(name).to_dict() for name in sets} == {

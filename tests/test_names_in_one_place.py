@@ -21,6 +21,7 @@ SOURCE = Path(snip_hf.__file__).parent
 OTHER_MEANINGS = {
     "training/checks/launch.py": {"fp8", "bf16"},  # Accelerate's mixed_precision
     "kernels/blackwell/backend.py": {"bf16"},  # the same
+    "kernels/tensor_scaled/backend.py": {"bf16"},
     "optimizers/deepspeed_zero.py": {"bf16"},  # DeepSpeed's section
     "planning/solver/ilp.py": {"greedy"},  # a solver
     "planning/solver/process.py": {"greedy"},
@@ -35,7 +36,12 @@ OF_FORMATS = {
     "costs/rates.py",
     "integrations/export_targets.py",  # what other libraries call them
 }
-OF_BACKENDS = {"kernels/emulated.py", "kernels/hopper/backend.py", "kernels/blackwell/backend.py"}
+OF_BACKENDS = {
+    "kernels/emulated.py",
+    "kernels/hopper/backend.py",
+    "kernels/blackwell/backend.py",
+    "kernels/tensor_scaled/backend.py",
+}
 
 
 @cache

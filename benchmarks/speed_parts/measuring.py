@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from snip_hf.kernels.backend import Backend
 from snip_hf.kernels.hopper.backend import HOPPER
+from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 
@@ -67,8 +69,10 @@ def milliseconds_between(start: Any, end: Any) -> float:
 
 
 def replayed(call: Callable[[], Any]) -> Callable[[], None]:
-    """Returns the call as a CUDA graph, which is launched faster than its kernels run."""
+    """Returns the call as a CUDA graph, which is launched faster than its kernels run; without a GPU as it is."""
     call()
+    if not torch.cuda.is_available():
+        return call
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -102,12 +106,20 @@ def autocast(device: torch.device) -> Any:
 
 
 def state_of(fmt: str, device: torch.device) -> Tensor:
-    """Returns a layer's state with all GEMMs in one format and any key."""
-    return torch.tensor([*[FORMATS[fmt].code] * len(GEMMS), 1234567891234], device=device)
+    """Returns a layer's state with all GEMMs in one format and any key, on the only rank."""
+    return torch.tensor([*[FORMATS[fmt].code] * len(GEMMS), 1234567891234, 0, 1], device=device)
 
 
 def require_hopper(device: torch.device) -> None:
-    lacks = HOPPER.lacks(device)
+    _require(HOPPER, device)
+
+
+def require_tensor_scaled(device: torch.device) -> None:
+    _require(TENSOR_SCALED, device)
+
+
+def _require(backend: Backend, device: torch.device) -> None:
+    lacks = backend.lacks(device)
     if lacks is not None:
         raise RuntimeError(lacks)
 

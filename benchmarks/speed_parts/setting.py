@@ -23,11 +23,37 @@ LARGEST = ((14336, 4096), (5632, 2048), (4096, 4096), (2048, 2048))
 CHANNELS = (2048, 4096, 5632, 14336)
 TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 BF16 = "BF16"
-# Recipe -> format, and whether tied layers share one quantized input.
-OURS = {"snip-hf FP4, ties": ("fp4", True), "snip-hf FP4, no ties": ("fp4", False), "snip-hf FP8, ties": ("fp8", True)}
+FOLDED = ("mxfp4", "fp8-tensor")
+# Recipe -> fields of its SnipConfig. With ties, tied layers share one quantized input. Of "75%", any three quarters of
+# the FLOPs are in 4 bits, by GEMM.
+OURS: dict[str, dict[str, Any]] = {
+    "snip-hf FP4, ties": {"policy": "uniform-fp4", "ties": TIES},
+    "snip-hf FP4, no ties": {"policy": "uniform-fp4"},
+    "snip-hf FP8, ties": {"policy": "uniform-fp8", "ties": TIES},
+    "snip-hf MXFP4, ties": {"policy": "uniform-mxfp4", "ties": TIES, "formats": FOLDED},
+    "snip-hf MXFP4 75%, ties": {
+        "policy": "random",
+        "target_fp4_fraction": 0.75,
+        "granularity": "gemm",
+        "ties": TIES,
+        "formats": FOLDED,
+    },
+    "snip-hf MXFP4, ties, fast sums": {"policy": "uniform-mxfp4", "ties": TIES, "formats": FOLDED},
+    "snip-hf FP8 tensor, ties": {"policy": "uniform-fp8-tensor", "ties": TIES, "formats": FOLDED},
+}
+# Those in which the tensor cores keep partial sums in 14 bits, in every GEMM.
+FAST_SUMS = ("snip-hf MXFP4, ties, fast sums",)
 OURS_ALONE = {"snip-hf FP4": "fp4", "snip-hf FP8": "fp8"}
+# Recipe -> least share in formats of at most 4 bits, of runs in the Trainer.
+IN_TRAINER = {"snip-hf 75%": 0.75, "snip-hf 100%": 1.0}
+TORCHAO_IN_TRAINER = ("torchao tensorwise",)
 # Measured with two micro-batches per step too, over half as many steps.
-ACCUMULATING = (BF16, "snip-hf FP4, ties")
+ACCUMULATING = (BF16, "snip-hf FP4, ties", "snip-hf MXFP4, ties")
+# (Hidden size, tokens per step) of part crossing; all sizes at one number of tokens come first.
+CROSSING = (
+    *((hidden, 8192) for hidden in (512, 1024, 2048, 4096, 8192)),
+    *((hidden, tokens) for hidden in (1024, 2048, 4096) for tokens in (2048, 32768)),
+)
 WARM_UP = 3
 CHANGES = 20
 # Bytes that a timing of weights goes through, so that none comes from the cache: ten times an H200's.

@@ -8,6 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+BLOCKWISE = "torchao blockwise"
+
 
 def in_block(module: nn.Module, name: str) -> bool:
     """The linears that snip-hf swaps: those in numbered blocks."""
@@ -37,7 +39,7 @@ def blockwise(model: nn.Module) -> None:
 
 
 TORCHAO: dict[str, Callable[[nn.Module], None]] = {
-    "torchao blockwise": blockwise,
+    BLOCKWISE: blockwise,
     "torchao tensorwise": partial(float8, "tensorwise"),
     "torchao rowwise": partial(float8, "rowwise"),
 }

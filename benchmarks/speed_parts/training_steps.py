@@ -15,6 +15,8 @@ from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig, SnipController
+from snip_hf.kernels.tensor_scaled import operators
+from snip_hf.numerics.gemms import GEMMS
 
 from . import setting
 from .measuring import (
@@ -28,43 +30,43 @@ from .measuring import (
     peak,
     release,
 )
-from .setting import ACCUMULATING, BF16, OURS, TIES, WARM_UP, Row
+from .setting import ACCUMULATING, BF16, OURS, WARM_UP, Row
 from .torchao_recipes import TORCHAO
+
+_SUMS = dict(operators.FAST_SUMS)
 
 
 class Training:
-    """A Llama in training under a recipe, as a plain loop would do it: always on the same one or two micro-batches."""
+    """A Llama in training under a recipe, as a plain loop would do it: always on the same one or two micro-batches.
+
+    A configuration of snip-hf is a recipe too.
+    """
 
     def __init__(
         self,
         shape: Sequence[int],
         batch: tuple[int, int],
-        recipe: str,
+        recipe: str | SnipConfig,
         seed: int,
         device: torch.device,
         whole: bool = False,
         **compiling: Any,
     ) -> None:
-        hidden, inner, layers, heads, key_heads = shape
-        sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
-        attention = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "attn_implementation": "sdpa"}
-        length = {"max_position_embeddings": batch[1], "use_cache": False}
-        torch.manual_seed(seed)
-        with device:
-            config = LlamaConfig(vocab_size=setting.VOCABULARY, **sizes, **attention, **length)
-            self.model = LlamaForCausalLM(config).train()
+        self.model = build_model(shape, batch[1], seed, device)
         if recipe in TORCHAO:
             TORCHAO[recipe](self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type == "cuda")
         self.controller = None
+        operators.FAST_SUMS.update(dict.fromkeys(GEMMS, True) if recipe in setting.FAST_SUMS else _SUMS)
         if recipe in OURS:
-            fmt, tied = OURS[recipe]
-            snip = SnipConfig(policy=f"uniform-{fmt}", ties=TIES if tied else (), seed=seed)
-            self.controller = SnipController(self.model, self.optimizer, snip)
+            by_name = {"backend": "tensor-scaled"} if device.type == "cuda" and "formats" in OURS[recipe] else {}
+            recipe = SnipConfig(**OURS[recipe], **by_name, seed=seed)
+        if isinstance(recipe, SnipConfig):
+            self.controller = SnipController(self.model, self.optimizer, recipe)
         self.call = torch.compile(self.model, **compiling) if whole else self.model
         for layer in () if whole else self.model.model.layers:
             layer.compile(**compiling)
-        tokens = torch.randint(setting.VOCABULARY, (2, *batch), device=device)
+        tokens = torch.randint(self.model.config.vocab_size, (2, *batch), device=device)
         self.batches = [{"input_ids": ids, "labels": ids} for ids in tokens]
         self.device, self.number = device, 0
 
@@ -85,6 +87,25 @@ class Training:
         if self.controller is not None:
             self.controller.after_step(self.number)
         return loss.detach().clone()  # CUDA graphs write over theirs.
+
+
+def build_model(shape: Sequence[int], length: int, seed: int, device: torch.device) -> LlamaForCausalLM:
+    """Returns a Llama in training mode.
+
+    Args:
+        shape: as in `setting.MODELS`; a sixth number is the vocabulary's size.
+        length: tokens of its longest text.
+        seed: of its weights.
+        device: where it is made.
+    """
+    hidden, inner, layers, heads, key_heads, *vocabulary = shape
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "attn_implementation": "sdpa"}
+    words = {"vocab_size": vocabulary[0] if vocabulary else setting.VOCABULARY}
+    torch.manual_seed(seed)
+    with device:
+        config = LlamaConfig(**words, **sizes, **attention, max_position_embeddings=length, use_cache=False)
+        return LlamaForCausalLM(config).train()
 
 
 def models_part(options: argparse.Namespace, found: Sequence[Row]) -> Iterator[Row]:
@@ -123,6 +144,7 @@ def train(name: str, recipe: str, options: argparse.Namespace) -> Iterator[Row]:
             "peak_gib": (peak(device) - before) / 2**30,
             "loss": float(loss),
             "first_s": first,
+            "backend": None if training.controller is None else training.controller.backend,
             **graph_counts(),
         }
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from recipes.parts.recipe import DataSection, ModelSection, TokenizerSection, build, read_values
 from snip_hf.config import POLICIES, SnipConfig
-from snip_hf.numerics.formats import FORMATS, UNQUANTIZED
+from snip_hf.numerics.formats import FORMATS, UNQUANTIZED, check_format
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.policies.registry import register_policy
 from snip_hf.policies.uniform import uniform
@@ -170,7 +170,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ForkRecipe:
     values = read_values(path, overrides)
     _check_keys(str(path), values, _KEYS, _OPTIONAL_KEYS)
     base = build(BaseSection, "training", values["training"])
-    FORMATS.checked(base.format, "training.format")
+    check_format(base.format, "training.format")
     forks = values["forks"]
     _check_keys("forks", forks, _FORK_KEYS)
     steps, points = forks["steps"], forks["points"]
@@ -236,8 +236,24 @@ def _comparisons(families: Mapping[str, Any], names: Sequence[str]) -> dict[str,
                 raise ValueError(
                     f"comparisons: {family}: {name!r} is no contender of the cells; these are {'; '.join(names)}."
                 )
+        _refuse_repeated(family, pairs)
         found[family] = tuple(pairs)
     return found
+
+
+def _refuse_repeated(family: str, pairs: Sequence[tuple[str, str]]) -> None:
+    """Raises ValueError for a test that is there twice, since Holm's correction would count it twice."""
+    seen: set[frozenset[str]] = set()
+    for one, other in pairs:
+        pair = frozenset((one, other))
+        if len(pair) < 2:
+            raise ValueError(f"comparisons: {family}: {one!r} is compared with itself; expected two contenders.")
+        if pair in seen:
+            raise ValueError(
+                f"comparisons: {family}: {one!r} against {other!r} is there twice, and would be corrected for twice; "
+                "expected each pair once, in one order. Remove one."
+            )
+        seen.add(pair)
 
 
 def _contenders(cell: Mapping[str, Any], common: Mapping[str, Any]) -> Iterator[Contender]:
@@ -247,7 +263,7 @@ def _contenders(cell: Mapping[str, Any], common: Mapping[str, Any]) -> Iterator[
             yield _of_policy(point, common)
             continue
         gemms = point.pop("gemms", "all")
-        name = FORMATS.checked(point.pop("format"), "cells: format")
+        name = check_format(point.pop("format"), "cells: format")
         if point or gemms not in GEMM_SETS:
             raise ValueError(f"cells: got {cell}; beside format, expected gemms as one of {', '.join(GEMM_SETS)}.")
         yield Contender(name, gemms, {})

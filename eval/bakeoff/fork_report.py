@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.shared.json_lines import read_lines
 
 from .documents import markdown, marked_names, replace_between, wrapped
-from .fork_statistics import Difference, holm
+from .fork_statistics import DETECTION, Difference, holm
 from .fork_workers import SCHEMA_VERSION
 from .significance import SIGNIFICANCE
 
@@ -58,16 +58,16 @@ def differences(lines: Iterable[Row], others: Iterable[Row], loss: str) -> list[
 
 def write_report(
     paths: Sequence[Path],
-    output: Path,
+    output: Path | None,
     against: str = "bf16",
     families: Families | None = None,
     docs: Sequence[Path] = (),
 ) -> str:
-    """Writes the tables of each setting (text, model, base, length of forks) into a Markdown file; returns the text.
+    """Writes the tables of each setting (text, model, base, length of forks) and returns the text, in Markdown.
 
     Args:
         paths: files of lines.
-        output: the Markdown file.
+        output: the file to write the text into; None: none.
         against: name of the contender that differences are taken to in the first table.
         families: comparisons to test; those of contenders without a line are left out and named.
         docs: Markdown files whose tables between `<!-- forks:NAME -->` and `<!-- /forks:NAME -->` are renewed; NAME
@@ -85,8 +85,9 @@ def write_report(
     found = [_sections(lines, against, families or {}) for lines in settings.values()]
     text = "\n\n".join(body for sections in found for body in sections.values()) + "\n"
     marked = {path: marked_names(path, "forks", found[0]) for path in docs}
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text, encoding="utf-8")
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text, encoding="utf-8")
     for path, names in marked.items():
         for name in names:
             replace_between(path, f"forks:{name}", found[0][name])
@@ -118,6 +119,7 @@ def family_table(lines: Sequence[Row], family: str, pairs: Sequence[tuple[str, s
             *(str(difference) for difference in own.values()),
             _figure(own["held_out_plan"].deviation),
             _figure(own["held_out_plan"].error),
+            _figure(own["held_out_plan"].detectable(level)),
             _figure(p),
             _figure(p_holm),
             _reading(own["held_out_plan"], p_holm, level),
@@ -125,12 +127,15 @@ def family_table(lines: Sequence[Row], family: str, pairs: Sequence[tuple[str, s
         for (one, other), own, p, p_holm in zip(tested, found, ps, corrected, strict=True)
     ]
     losses = [f"{label} (%)" for label in LOSSES.values()]
-    heads = ["comparison", "forks", *losses, "paired sd", "standard error", "p", "p, Holm", "held out, plan"]
+    heads = ["comparison", "forks", *losses, "paired sd", "standard error", "detectable (%)"]
+    heads += ["p", "p, Holm", "held out, plan"]
     note = (
         f"**{family.replace('-', ' ').capitalize()}.** Differences in percent, mean ± half of the 95% interval "
         "(uncorrected). Paired t-tests of the held-out loss under the plan; Holm's correction over the "
-        f"{tests} tests of this table. Power: of finding a true difference of {EFFECT}% with these forks and this "
-        f"paired standard deviation at p < {SIGNIFICANCE} / {tests}, Holm's first step."
+        f"{tests} tests of this table. Detectable: the smallest true difference that the test would find with power "
+        f"{DETECTION}, with these forks and this paired standard deviation, at p < {SIGNIFICANCE} / {tests}, Holm's "
+        f"first step. Smaller differences may well be there where two are not told apart. The power for {EFFECT}% is "
+        "that of the same test."
     )
     parts = [note, markdown(heads, rows)]
     parts += [f"Without lines: {'; '.join(missing)}."] * bool(missing)
@@ -144,13 +149,13 @@ def _figure(value: float | None) -> str:
 
 
 def _reading(difference: Difference, p: float | None, level: float) -> str:
-    """Returns what the test says, and where it finds nothing, whether it could have."""
+    """Returns what the test says, and where it finds nothing, how often it would find a true difference of `EFFECT`."""
     power = difference.power(EFFECT, level)
     if p is None or power is None:
         return "not tested"
     if p < SIGNIFICANCE:
         return "higher" if difference.mean > 0 else "lower"
-    return f"no difference shown (power {power:.2f})"
+    return f"not told apart (power for {EFFECT}%: {power:.2f})"
 
 
 def _by_contender(lines: Iterable[Row]) -> dict[str, list[Row]]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import brentq
 from scipy.stats import chi2, norm
 from scipy.stats import t as student_t
 
@@ -18,6 +19,8 @@ from .significance import SIGNIFICANCE, TINY
 _CONFIDENCE = 0.95
 # Points of the integral that a test's power is.
 _DEVIATIONS = 20_000
+# A difference that a test finds with this probability is called detectable, as is usual.
+DETECTION = 0.8
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,27 @@ class Difference:
         # scipy's noncentral t is NaN for large shifts.
         found = np.sqrt(chi2.ppf((np.arange(_DEVIATIONS) + 0.5) / _DEVIATIONS, freedom) / freedom)
         return float(np.mean(norm.sf(bound * found - shift) + norm.sf(bound * found + shift)))
+
+    def detectable(self, level: float = SIGNIFICANCE) -> float | None:
+        """Returns the smallest true difference that the test at this level finds with the power `DETECTION`.
+
+        The deviation found is taken for the true one. None for fewer than two forks.
+        """
+        if self.forks < 2:
+            return None
+        if self.deviation < TINY:
+            return 0.0
+
+        def excess(effect: float) -> float:
+            power = self.power(effect, level)
+            assert power is not None
+            return power - DETECTION
+
+        # The power at 0 is the level, which is below.
+        above = self.error
+        while excess(above) < 0:
+            above *= 2
+        return float(brentq(excess, 0.0, above, rtol=1e-6))
 
     def __str__(self) -> str:
         if not self.forks:

@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="make tables of the lines")
     report.set_defaults(command=_report)
     report.add_argument("lines", type=Path, nargs="+", metavar="FILE")
-    report.add_argument("--output", type=Path, required=True, metavar="FILE", help="Markdown")
+    report.add_argument("--output", type=Path, metavar="FILE", help="Markdown (default: printed alone)")
     report.add_argument("--against", default="bf16", metavar="NAME", help="contender to take differences to")
     report.add_argument("--recipe", type=Path, metavar="FILE", help="YAML file whose comparisons are tested")
     report.add_argument("--docs", type=Path, nargs="+", default=[], metavar="FILE", help="Markdown, renewed")

@@ -314,7 +314,7 @@ def _export(arguments: argparse.Namespace) -> int:
     if not is_checkpoint and arguments.text is not None:
         raise ValueError("--text is for --to checkpoint.")
     plan = _load_plan(arguments.plan)
-    outside = ["lm_head"]
+    outside, model = ["lm_head"], None
     if arguments.model is not None:
         with redirect_stdout(sys.stderr if arguments.output is None else sys.stdout):
             if _compare(plan, arguments.model):
@@ -322,7 +322,9 @@ def _export(arguments: argparse.Namespace) -> int:
         model = _empty_model(arguments.model)
         outside = [name for name in skip_reasons(model, SnipConfig()) if name not in plan.assignment]
     try:
-        return report_checkpoint(plan, arguments) if is_checkpoint else report_export(plan, arguments, outside)
+        if is_checkpoint:
+            return report_checkpoint(plan, arguments)
+        return report_export(plan, arguments, outside, model)
     except NotExpressible as error:
         for name, reason in error.reasons.items():
             print(f"  {printable(name)}: {printable(reason)}", file=sys.stderr)

@@ -11,13 +11,14 @@ from typing import Any, Literal, get_args
 from .budget_checks import check_fraction, check_rates, check_speedup, fp4_fraction_of, refuse_speedup
 from .field_names import FieldNames, current_names
 from .field_values import (
+    FOUND,
     as_names,
     as_plain,
+    as_ties,
     check_bits,
     check_formats,
     check_stages,
     check_start,
-    check_ties,
     check_type,
 )
 from .kernels.backend import BACKENDS
@@ -46,14 +47,12 @@ _CHOICES = {
 }
 # What an error of type says beyond the type.
 _ADVICE = {"rates": " It is a name: register a table of your own with `snip_hf.costs.rates.register_rates`."}
-# Linears that take the same input, in most families. Tied, they share a format and quantize their input once.
-_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # What each sets and why: docs/config.md.
 _PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"granularity": "layer", "objective": "paper"},
     "layer": {"granularity": "layer"},
     "gemm": {"granularity": "gemm"},
-    "hopper": {"granularity": "gemm", "ties": _SAME_INPUT, "first_refresh": 200, "apply_delay": 20},
+    "hopper": {"granularity": "gemm", "ties": FOUND, "first_refresh": 200, "apply_delay": 20},
 }
 # Seconds: a week. Clocks and timers take more, but nobody waits longer for a plan or a rank.
 LONGEST_WAIT = 7 * 24 * 3600.0
@@ -114,8 +113,9 @@ class SnipConfig(FieldNames):
     stages: int | tuple[tuple[str, ...], ...] | None = None
     """Pipeline stages, each of which attains `target_fp4_fraction` by itself.
     None: the whole model is one. A number: so many contiguous, equal runs of blocks. Or the layer names of each."""
-    ties: tuple[tuple[str, ...], ...] = ()
-    """Sibling linears that share a format, by their last name, e.g. (("q_proj", "k_proj", "v_proj"),)."""
+    ties: str | tuple[tuple[str, ...], ...] = ()
+    """Sibling linears that share a format, by their last name, e.g. (("q_proj", "k_proj", "v_proj"),).
+    "auto" finds those that receive the same tensor, when a run begins (`estimation.shared_inputs`)."""
     skip_modules: tuple[str, ...] = ()
     """Exact names or globs (`fnmatch`, whole name) of linears that stay as they are."""
     budget: Budget = "flops"
@@ -162,8 +162,9 @@ class SnipConfig(FieldNames):
     They are whole sequences, spread evenly over the micro-batch, at least one per rank, and stand for all of it
     (ours)."""
     probe_memory_mib: int | None = None
-    """Most MiB that a probe may hold beyond the model, activations not counted (`estimation.memory`).
-    It then keeps fewer tokens if it has to. None: no bound."""
+    """Most MiB that a probe may hold beyond the model.
+    It then keeps fewer tokens if it has to, and runs blocks twice (`estimation.room`), which changes no number. None:
+    tokens are not bounded; the rest stays within what a training step takes."""
     loss_estimator: LossEstimator = "token-fisher"
     """Estimator of the loss divergence: "token-fisher", "taylor" or "norm".
     "token-fisher" (ours): curvature, which training does not take away. "taylor" (ours): with the first-order effect
@@ -232,10 +233,9 @@ class SnipConfig(FieldNames):
         self._check_share(is_default)
         POLICIES[self.policy].check(self)
         object.__setattr__(self, "skip_modules", as_names("skip_modules", self.skip_modules))
-        object.__setattr__(self, "ties", tuple(as_names("ties", tie) for tie in self.ties))
+        object.__setattr__(self, "ties", as_ties(self.ties))
         if not (self.stages is None or isinstance(self.stages, int)):
             object.__setattr__(self, "stages", tuple(as_names("stages", stage) for stage in self.stages))
-        check_ties(self.ties)
         check_stages(self.stages)
 
     def _check_ranges(self) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 from .numerics.formats import FORMATS, UNQUANTIZED, check_format
 
+# Ties that are found in the model.
+FOUND = "auto"
 # Bits of the integers that files and random numbers are made of.
 _INTEGER_BITS = 63
 
@@ -33,12 +35,23 @@ def check_bits(name: str, value: object) -> None:
         raise ValueError(f"{name}={shown} is too large; expected less than 2**{_INTEGER_BITS}, in size.")
 
 
-def check_ties(ties: tuple[tuple[str, ...], ...]) -> None:
-    """Raises ValueError if a name is in more than one tie."""
-    counts = Counter(name for tie in ties for name in dict.fromkeys(tie))
+def as_ties(ties: object) -> str | tuple[tuple[str, ...], ...]:
+    """Returns ties as tuples of names, or `FOUND`.
+
+    Raises:
+        TypeError: they are neither.
+        ValueError: a name is in more than one tie.
+    """
+    if ties == FOUND:
+        return FOUND
+    if not isinstance(ties, list | tuple):
+        raise TypeError(f"ties={ties!r} has type {type(ties).__name__}; expected {FOUND!r} or lists of names.")
+    found = tuple(as_names("ties", tie) for tie in ties)
+    counts = Counter(name for tie in found for name in dict.fromkeys(tie))
     for name, count in counts.items():
         if count > 1:
             raise ValueError(f"ties: {name!r} is in more than one tie; put all names that share a format into one.")
+    return found
 
 
 def check_stages(stages: int | tuple[tuple[str, ...], ...] | None) -> None:

@@ -22,7 +22,7 @@ import speed
 import torch
 from scipy.stats import kendalltau, spearmanr
 from shared import agreement, small_models, texts
-from speed_parts import bf16_mix, kernels, measuring, plan_changes, setting, tables, training_steps
+from speed_parts import bf16_mix, kernels, measuring, plan_changes, setting, tables, trainer_runs, training_steps
 
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.layer_sums import LAYER
@@ -453,7 +453,8 @@ def test_a_table_has_the_figures_and_below_it_what_failed() -> None:
 
 def test_quick_measures_less_and_what_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     full, quick = speed_options(), speed_options("--quick", "--linears", "256x384", "--parts", "linears", "kernels")
-    assert full.parts == list(speed.PARTS) == list(tables.TABLES) and quick.parts == ["linears", "kernels"]
+    assert [*full.parts, "trainer", "crossing"] == list(speed.PARTS) == list(tables.TABLES)
+    assert quick.parts == ["linears", "kernels"]
     assert set(quick.recipes) < set(full.recipes) and quick.linears == [(256, 384)]
     assert len(quick.channels) < len(full.channels) and quick.deadline < full.deadline
     with pytest.raises(SystemExit):
@@ -530,6 +531,60 @@ def test_a_plan_is_drawn_for_each_gemm_and_tied_layers_share_it(tiny_speed: None
     for one, other in (("0.self_attn.q_proj", "0.self_attn.v_proj"), ("1.mlp.gate_proj", "1.mlp.up_proj")):
         assert formats[one] == formats[other]
     assert len({tuple(chosen.values()) for chosen in formats.values()}) > 4
+
+
+def test_a_run_of_the_trainer_has_two_refreshes_and_times_other_steps_under_the_first_plan() -> None:
+    plan = trainer_runs.Plan(24)
+    assert (plan.first, plan.every, plan.delay) == (5, 12, 4)
+    assert plan.refreshes == (5, 17) and plan.applications == (9, 21)
+    assert plan.ordinary == [10, 11, 12, 13, 14, 15, 16, 18, 19, 20, 22, 23]
+    with pytest.raises(ValueError, match=r"^17 steps are too few for two refreshes; expected at least 18\.$"):
+        trainer_runs.Plan(17)
+
+
+def test_what_refreshes_and_first_steps_take_is_in_units_of_bf16_and_the_speed_in_those_of_torchao_too() -> None:
+    names = ("recipe", "step_ms", "first_s", "first_refresh_ms", "refresh_ms", "peak_gib", "refresh_peak_gib")
+    figures = [
+        ("BF16", 10.0, 20.0, 0.0, 0.0, 4.0, 4.0),
+        ("snip-hf 75%", 8.0, 25.0, 120.0, 44.0, 3.0, 5.0),
+        ("torchao tensorwise", 9.0, 22.0, 0.0, 0.0, 3.5, 3.5),
+        ("BF16", 12.0, 5.0, 0.0, 0.0, 4.0, 4.0),
+    ]
+    rows = [dict(zip(names, row, strict=True)) for row in figures]
+    error = {"recipe": "snip-hf 100%", "error": "no"}
+    first, ours, torchao, last, failed = trainer_runs.in_units_of_others([*rows, error])
+    assert (ours["first_refresh_steps"], ours["refresh_steps"]) == pytest.approx((120 / 11, 4))
+    assert ours["first_ratio"] == 1.25 and ours["refresh_peak_ratio"] == 1.25
+    assert ours["against_torchao"] == pytest.approx(1.125) and torchao["against_torchao"] == 1
+    assert first["first_ratio"] == 1 and last["first_ratio"] == 0.25 and failed == error
+
+
+@compiles
+@pytest.mark.slow
+def test_runs_of_the_trainer_are_measured_with_their_refreshes(tiny_speed: None) -> None:
+    options = speed_options("--recipes", "snip-hf 75%", "snip-hf 100%", "--trainer-steps", "18")
+    first, part, whole, last = speed.run_part("trainer", options, [])
+    assert [row["recipe"] for row in (first, part, whole, last)] == ["BF16", "snip-hf 75%", "snip-hf 100%", "BF16"]
+    assert first["loss"] == last["loss"] and first["backend"] is None and first["seconds"] == []
+    assert (part["share"] >= 0.75, whole["share"]) == (True, 1.0)
+    for row in part, whole:
+        assert row["backend"] == "emulated" and row["formats"] == ("fp4", "fp8") and len(row["seconds"]) == 2
+        assert row["speedup"] > 0 and row["tokens_per_s"] == pytest.approx(256e3 / row["step_ms"])
+    for row in first, part, whole, last:
+        assert row["graphs"] > 0 and (row["breaks"], row["recompilations"]) == (0, 0)
+
+
+@compiles
+@pytest.mark.slow
+def test_a_decoder_layer_is_timed_in_bf16_and_in_the_formats_asked_for(
+    tiny_speed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setting, "CROSSING", ((128, 64), (128, 128), (256, 64)))
+    rows = list(speed.run_part("crossing", speed_options("--quick", "--formats", "mxfp4", "fp8"), []))
+    assert [(row["hidden"], row["tokens"], row["recipe"]) for row in rows] == [
+        (hidden, 64, recipe) for hidden in (128, 256) for recipe in ("BF16", "snip-hf mxfp4, ties")
+    ]
+    assert min(row["speedup"] for row in rows) > 0
 
 
 @compiles

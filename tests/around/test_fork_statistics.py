@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import nct, ttest_1samp, ttest_rel
 from scipy.stats import t as student_t
 
-from eval.bakeoff.fork_statistics import Difference, holm
+from eval.bakeoff.fork_statistics import DETECTION, Difference, holm
 
 
 def test_an_interval_is_that_of_students_t() -> None:
@@ -77,3 +77,20 @@ def test_power_is_a_probability_however_small_the_noise(deviation: float) -> Non
 def test_power_without_deviation_or_without_pairs() -> None:
     assert Difference(0.0, 0.0, 4).power(0.1) == 1.0
     assert Difference.of([0.1]).power(0.1) is None
+
+
+@pytest.mark.parametrize(("deviation", "forks", "level"), [(0.019, 11, 0.05 / 14), (0.2, 2, 0.05), (1e-6, 4, 0.01)])
+def test_what_is_detectable_is_found_with_that_power(deviation: float, forks: int, level: float) -> None:
+    difference = Difference(0.0, deviation, forks)
+    detectable = difference.detectable(level)
+    assert detectable is not None
+    assert difference.power(detectable, level) == pytest.approx(DETECTION, abs=1e-4)
+
+
+def test_with_34_forks_half_a_deviation_is_just_detectable() -> None:
+    assert 0.49 < (standardised(34).detectable() or 0.0) < 0.5  # G*Power: 0.5 has the power 0.808
+
+
+def test_detectable_without_deviation_or_without_pairs() -> None:
+    assert Difference(0.0, 0.0, 4).detectable() == 0.0
+    assert Difference.of([0.1]).detectable() is None

@@ -24,6 +24,7 @@ from eval.bakeoff.fork_base import Trainee, sequences_of, state_path, train_base
 from eval.bakeoff.fork_recipe import Contender, Fork, ForkRecipe, load_recipe
 from eval.bakeoff.fork_report import differences, family_table, table, write_report
 from eval.bakeoff.fork_run import run_fork
+from eval.bakeoff.fork_statistics import Difference
 from eval.bakeoff.fork_text import ForkText, read_text, write_text
 from snip_hf import SnipController
 from snip_hf.costs.rates import RATES
@@ -31,6 +32,7 @@ from snip_hf.layers.state import snip_linears
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
+PAIRS = {"cells": [{"format": ["bf16", "fp4"]}]}
 SNIP = {"policy": "snip", "formats": ["nvfp4", "mxfp8"], "granularity": "gemm", "target_fp4_fraction": 0.75}
 BF16 = Contender("bf16", "all", {})
 
@@ -124,6 +126,10 @@ def test_runs_go_through_all_forks_of_a_contender_before_the_next(tmp_path: Path
         ),
         ({"comparisons": {"all": [["fp4", "fp8"]]}}, "comparisons: all: 'fp8' is no contender of the cells; these are"),
         ({"comparisons": {"all": ["fp4"]}}, "comparisons: all: got 'fp4'; expected a pair"),
+        ({"cells": [{"format": "my-e3m1"}]}, "registered first: by `snip_hf.register_format`, or by `--import MODULE`"),
+        (PAIRS | {"comparisons": {"f": [[["fp4", "fp4"], "bf16"]]}}, "f: 'fp4' against 'bf16' is there twice"),
+        (PAIRS | {"comparisons": {"f": [["fp4", "bf16"], ["bf16", "fp4"]]}}, "'bf16' against 'fp4' is there twice"),
+        (PAIRS | {"comparisons": {"f": [["fp4", "fp4"]]}}, "comparisons: f: 'fp4' is compared with itself"),
     ],
 )
 def test_a_recipe_that_cannot_work_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -390,6 +396,15 @@ def test_a_run_is_continued_and_reported(tmp_path: Path, capsys: pytest.CaptureF
     assert "2 forks of 1 bases" in (tmp_path / "table.md").read_text(encoding="utf-8")
 
 
+def test_a_report_without_output_is_printed_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = tmp_path / "lines.jsonl"
+    signed = [one | {"schema_version": 1, "id": str(i), "setting": "s"} for i, one in enumerate(LINES)]
+    lines.write_text("".join(json.dumps(one) + "\n" for one in signed), encoding="utf-8")
+    assert forks.main(["report", str(lines)]) == 0
+    assert capsys.readouterr().out == write_report([lines], None) + "\n"
+    assert list(tmp_path.iterdir()) == [lines]
+
+
 def test_nothing_starts_that_would_end_too_late(based: tuple[ForkRecipe, ForkText, Path], tmp_path: Path) -> None:
     recipe, _, folder = based
     options = forks._parser().parse_args(
@@ -566,13 +581,13 @@ FP8 = [line("fp8", seed, loss) for seed, loss in enumerate((4.012, 4.995, 8.008)
 def test_a_family_is_corrected_together_and_says_what_it_could_have_found() -> None:
     text = family_table([*LINES, *FP8], "two-formats", [("fp4", "bf16"), ("fp8", "bf16")])
     # Of 2 degrees of freedom: p = 1 - t / sqrt(2 + t^2). t = 2 / (1 / sqrt(3)), and 0.1 / (0.2 / sqrt(3)).
+    far, wide = (Difference(0.0, deviation, 3).detectable(0.05 / 2) for deviation in (1.0, 0.2))
     first, second = (1 - t / (2 + t * t) ** 0.5 for t in (2 * 3**0.5, 0.5 * 3**0.5))
     cell = "+2.000 ± 2.484"
-    assert (
-        f"| fp4 against bf16 | 3 | {cell} | {cell} | {cell} | 1.000 | 0.577 | {first:.3f} | {2 * first:.3f} |" in text
-    )
+    row = f"| fp4 against bf16 | 3 | {cell} | {cell} | {cell} | 1.000 | 0.577 |"
+    assert f"{row} {far:.3f} | {first:.3f} | {2 * first:.3f} |" in text
     row = "| fp8 against bf16 | 3 | +0.100 ± 0.497 | +0.100 ± 0.497 | +0.100 ± 0.497 | 0.200 | 0.115 |"
-    assert f"{row} {second:.3f} | {second:.3f} | no difference shown (power 0.0" in text
+    assert f"{row} {wide:.3f} | {second:.3f} | {second:.3f} | not told apart (power for 0.1%: 0.0" in text
     assert text.startswith("**Two formats.** ")
     assert "p < 0.05 / 2" in text
 
@@ -591,7 +606,7 @@ def test_committed_lines_give_the_corrected_figures_of_the_log() -> None:
     lines = read_lines(ROOT / "eval" / "results" / "forks-decay.jsonl")
     pairs = [(name, "bf16") for name in ("fp8", "mxfp8", "nvfp4", "fp4", "mxfp4", "int4")]
     rows = [row.split(" | ") for row in family_table(lines, "formats", pairs).splitlines() if " against " in row]
-    found = {row[0].split()[1]: (row[2], row[8]) for row in rows}
+    found = {row[0].split()[1]: (row[2], row[9]) for row in rows}
     assert found["int4"] == ("+0.104 ± 0.046", "0.032")
     assert found["mxfp4"] == ("+0.074 ± 0.042", "0.058")
     assert found["fp4"] == ("+0.069 ± 0.045", "0.064")
@@ -599,7 +614,7 @@ def test_committed_lines_give_the_corrected_figures_of_the_log() -> None:
 
 def test_one_fork_is_not_tested() -> None:
     text = family_table([LINES[0], LINES[4]], "formats", [("fp4", "bf16")])
-    assert "| fp4 against bf16 | 1 | +1.000 | +1.000 | +1.000 | - | - | - | - | not tested |" in text
+    assert "| fp4 against bf16 | 1 | +1.000 | +1.000 | +1.000 | - | - | - | - | - | not tested |" in text
 
 
 def test_a_report_renews_the_tables_of_a_document_and_nothing_else(tmp_path: Path) -> None:
@@ -612,7 +627,7 @@ def test_a_report_renews_the_tables_of_a_document_and_nothing_else(tmp_path: Pat
     renewed = page.read_text(encoding="utf-8")
     assert renewed.startswith("By hand.\n<!-- forks:pairs -->\n**Pairs.** ")
     assert renewed.endswith("|\n<!-- /forks:pairs -->\nBy hand too.\n")
-    assert "old" not in renewed
+    assert "\nold\n" not in renewed
     assert "fp4 against fp8 | 3 |" in renewed and "fp4 against fp8 | 3 |" in text
     page.write_text("<!-- forks:other -->\n<!-- /forks:other -->\n", encoding="utf-8")
     with pytest.raises(

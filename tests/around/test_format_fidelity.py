@@ -150,3 +150,17 @@ def test_figures_compare_means_over_micro_batches_and_halves_of_the_truth() -> N
     assert worse.misses == ["median error 0.060", "Spearman 0.500, halves 0.600"]
     nothing = {"case": "a", "format": "fp4", LAYER: {"truth": [[0.0], [0.0]], "estimate": [[0.0], [0.0]]}}
     assert format_fidelity_report.Cell.of(nothing, LAYER, ["b.q"]) is None
+
+
+def test_ranks_from_one_micro_batch_are_counted_by_optimizer() -> None:
+    cases = {"llama:adamw:300": 0.92, "llama:adamw:300:bytes": 0.90, "gemma3:adamw:300": 0.97, "phi:muon:300": 0.8}
+    cells = [
+        format_fidelity_report.Cell(case, "fp4", LAYER, 0.01, 0.02, 0.96, one, 0.96, 0.98, 0.3, {})
+        for case, one in cases.items()
+    ]
+    assert format_fidelity_report.targets(cells).split("\n") == [
+        "4 cells: 0 miss the median error of 0.05, 0 the ranks of the halves.",
+        "From one micro-batch under adamw, 1 of 3 miss the ranks of the halves.",
+        "From one micro-batch under muon, 1 of 1 miss the ranks of the halves.",
+        "",
+    ]

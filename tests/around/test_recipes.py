@@ -302,7 +302,7 @@ def test_other_formats_are_one_override() -> None:
 def test_the_hopper_recipe_ties_what_takes_the_same_input_and_computes_in_bf16() -> None:
     recipe = load_recipe(RECIPES / "hopper.yaml")
     assert recipe.snip is not None and recipe.snip.backend == "auto"
-    assert recipe.snip.ties == (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    assert recipe.snip.ties == "auto"
     assert recipe.training["bf16"] is True and recipe.model.dtype == "float32"
 
 

@@ -8,6 +8,7 @@ import re
 import statistics
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -149,15 +150,19 @@ def test_formats_differ_as_their_grids_do() -> None:
                 assert 2 < values[layer, gemm, "fp4"] / values[layer, gemm, "fp8"] < 20
 
 
-@pytest.mark.parametrize("rule", ["adamw", "sgd", "none"])
+@pytest.mark.parametrize("rule", ["adamw", "sgd", "muon", "none"])
 def test_the_grad_weight_part_is_exact(rule: str) -> None:
     model, optimizer = trained_tiny_lm()
-    if rule != "adamw":
+    if rule == "muon":
+        optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.3)
+    elif rule != "adamw":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3) if rule == "sgd" else None
-    truth = weight_divergences(measure_divergence(model, tokens(), optimizer, gemms=("grad_weight",)))
-    estimate = weight_divergences(estimate_divergence(model, tokens(), optimizer))
+    # Both start from the gradient in high precision.
+    config = SnipConfig(start_format="bf16", probe_tokens=None)
+    truth = weight_divergences(measure_divergence(model, tokens(), optimizer, config, gemms=("grad_weight",)))
+    estimate = weight_divergences(estimate_divergence(model, tokens(), optimizer, config))
     for layer in LAYERS:
-        # AdamW's update is no linear function of the gradient; SGD's is.
+        # AdamW's update is no linear function of the gradient; SGD's is, and Muon's is taken in full.
         tolerance = 0.03 if rule == "adamw" else 1e-3
         assert estimate[layer, "grad_weight", "fp8"] == pytest.approx(truth[layer, "grad_weight", "fp8"], rel=tolerance)
 
@@ -255,7 +260,10 @@ def test_rows_are_the_sums_of_the_layers_under_the_optimizer_s_derivative(
 
 
 class Mixing:
-    """A response whose J, left times tensor times right, is not symmetric and depends on the gradient."""
+    """A response whose J, left times tensor times right, is not symmetric and depends on the gradient.
+
+    Its update is that of gradients of 2.
+    """
 
     def __init__(self, shape: torch.Size, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -271,6 +279,15 @@ class Mixing:
 
     def pushforward(self, gradient: Tensor, tangent: Tensor) -> Tensor:
         return gradient[0, 0] * self.left @ tangent @ self.right
+
+    def linearized(self, gradient: Tensor) -> Callable[[Tensor], Tensor]:
+        return partial(self.pushforward, gradient)
+
+    def update(self, gradient: Tensor) -> Tensor:
+        return 2 * self.left @ gradient @ self.right
+
+    def meaningful(self, gradient: Tensor) -> Tensor:
+        return torch.ones_like(gradient, dtype=torch.bool)
 
     def pullback(self, gradient: Tensor, cotangent: Tensor) -> Tensor:
         return gradient[0, 0] * self.left.t() @ cotangent @ self.right.t()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from snip_hf.estimation import layer_sums as layer_sums_module
 from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes, Squares, read_all
+from snip_hf.estimation.optimizer_step import UpdateChange
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import COLUMN_TILE, CONTRACTIONS, GEMMS, ROW_TILE, SQUARE_TILE
@@ -330,6 +331,58 @@ def test_grad_weight_goes_through_a_derivative_that_is_not_elementwise() -> None
         found = LayerSums(sample, a_weight(), push, micro_batches).weight_divergences("fp8", KEYS)["grad_weight"]
         assert expected[0] > 0
         assert_squares(found, expected)
+
+
+def bending(bound: float) -> UpdateChange:
+    """Of h(g) = left tanh(g / bound) right at g = 0: it saturates where changes are of the size of the bound."""
+    left, right = drawn(9, 9, seed=30), drawn(12, 12, seed=31)
+    return UpdateChange(
+        lambda change: left @ (change / bound) @ right, lambda change: left @ (change / bound).tanh() @ right
+    )
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+@pytest.mark.parametrize(
+    ("n", "tokens", "micro_batches"), [(300, 300, 1), (300, 300, 4), (300, 1200, 1), (300, 600, 2)]
+)
+def test_an_update_that_bends_takes_an_error_of_a_whole_step_s_size_in_full(
+    n: int, tokens: int, micro_batches: int, fmt: str
+) -> None:
+    sample = a_sample(n, tokens)
+    key = KEYS[1] if fmt == "fp4" else None
+    rounded_g = fake_quantize(sample.grad_output, FORMATS[fmt], COLUMN_TILE, key).double()
+    rounded_x = fake_quantize(sample.x, FORMATS[fmt], COLUMN_TILE).double()
+    error = (rounded_g.t() @ rounded_x - sample.grad_output.double().t() @ sample.x.double()).float()
+
+    def of(push: Push) -> Squares:
+        return LayerSums(sample, a_weight(), push, micro_batches).weight_divergences(fmt, KEYS)["grad_weight"]
+
+    error *= (of(torch.clone).step / error.square().sum()).sqrt()
+    bend = bending(float(error.square().mean().sqrt()))
+    ratio = float(bend.in_full(error).square().sum() / bend(error).square().sum())
+    assert 0.1 < ratio < 0.9
+    linear, found = of(bend.first_order), of(bend)
+    assert found.step == pytest.approx(ratio * linear.step, rel=1e-4)
+    # What comes back at every step is the same part of it.
+    assert found.bias == pytest.approx(ratio * linear.bias, rel=1e-4)
+
+
+def test_with_all_tokens_an_update_that_bends_is_right_however_far() -> None:
+    sample, bend = a_sample(300, 300), bending(1.0)
+    rounded_g = fake_quantize(sample.grad_output, FORMATS["fp4"], COLUMN_TILE, KEYS[1]).double()
+    rounded_x = fake_quantize(sample.x, FORMATS["fp4"], COLUMN_TILE).double()
+    error = (rounded_g.t() @ rounded_x - sample.grad_output.double().t() @ sample.x.double()).float()
+    found = LayerSums(sample, a_weight(), bend, 1).weight_divergences("fp4", KEYS)["grad_weight"]
+    assert found.step == pytest.approx(bend.in_full(error).square().sum().item(), rel=1e-4)
+    assert found.step < 0.2 * bend(error).square().sum().item()
+
+
+@pytest.mark.parametrize("n", [0, 300])
+def test_no_error_bends_no_update(n: int) -> None:
+    sample = LayerSample(n, on_grid(300, 12)[:n], on_grid(300, 9)[:n])
+    for fmt in ("fp8", "fp4"):
+        found = LayerSums(sample, a_weight(), bending(1.0), 1).weight_divergences(fmt, KEYS)
+        assert found["grad_weight"] == Squares(0.0, 0.0)
 
 
 @pytest.mark.parametrize("row", ["forward", "grad_input"])

@@ -184,6 +184,34 @@ def test_a_format_that_a_target_lacks_becomes_the_next_one_with_no_fewer_bits(
     assert {name for row in export.plan.assignment.values() for name in row.values()} == {expected}
 
 
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_a_format_that_quantizes_weights_alone_becomes_bf16(target: str) -> None:
+    export = export_plan(make_plan("fp4-pqt"), target, nearest=True)
+    assert {name for row in export.plan.assignment.values() for name in row.values()} == {"bf16"}
+    assert export.coarser == 0.0
+
+
+def test_operands_that_a_format_leaves_alone_are_coarser_in_4_bits() -> None:
+    # One module there, for which k_proj and v_proj decide. fp4-pqt leaves activations and gradients in BF16.
+    plan = make_plan("nvfp4", b0_q_proj="fp4-pqt")
+    export = export_plan(plan, "megatron", nearest=True)
+    assert set(export.changes) == {f"{BLOCK}.0.self_attn.q_proj:{gemm}" for gemm in GEMMS}
+    assert export.coarser == pytest.approx(3 * 128 * 128 / (2 * 3 * (4 * 128 * 128 + 3 * 128 * 256)))
+
+
+def test_a_bias_that_torchao_drops_is_refused_where_the_model_is_known() -> None:
+    config = llama(mlp_bias=True)
+    plan, model = make_plan("bf16", config, b1_up_proj="mxfp8"), AutoModelForCausalLM.from_config(config)
+    with pytest.raises(NotExpressible) as error:
+        export_plan(plan, "torchao", model=model)
+    why = "it has a bias, which torchao drops or refuses in mxfp8"
+    assert error.value.reasons == {f"{BLOCK}.1.mlp.up_proj": why}
+    kept = export_plan(plan, "torchao", nearest=True, model=model)
+    assert (kept.unfit, kept.plan.fp4_fraction) == (error.value.reasons, 0.0)
+    assert set(kept.plan.assignment[f"{BLOCK}.1.mlp.up_proj"].values()) == {"bf16"}
+    script(kept.text).convert(model)
+
+
 def test_a_gemm_that_does_not_run_stops_no_export() -> None:
     plan = make_plan(("nvfp4", "nvfp4", "mxfp8"))
     document = plan.to_dict()
@@ -196,7 +224,7 @@ def test_a_gemm_that_does_not_run_stops_no_export() -> None:
 
 @pytest.mark.parametrize("target", list(TARGETS))
 def test_what_was_rounded_can_be_expressed(target: str) -> None:
-    names = [name for name in FORMATS if name != "fp4-pqt"]
+    names = list(FORMATS)
     layers = make_plan("bf16").assignment
     rows = {layer: [names[(7 * i + 3 * j) % len(names)] for j in range(3)] for i, layer in enumerate(layers)}
     document = make_plan("bf16").to_dict()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from snip_hf import SnipConfig, SnipLinear, convert_model
-from snip_hf.kernels import emulated
-from snip_hf.kernels.blackwell import operators, packing, trial
+from snip_hf.kernels import emulated, trials
+from snip_hf.kernels.blackwell import operators, packing
 from snip_hf.kernels.blackwell.backend import BLACKWELL
 from snip_hf.kernels.blackwell.packing import MXFP4, MXFP8, NVFP4, Kind
 from snip_hf.layers.state import set_step, snip_linears
@@ -75,11 +75,11 @@ def test_another_format_or_other_random_numbers_are_far_more_than_that_away() ->
     x, weight, _, grad_output = tensors((131, 181, 77))
     right, wrong = (state(name, name, name)[0] for name in ("nvfp4", "mxfp4"))
     expected, got = (emulated.forward_gemm(x, weight, None, numbers).double() for numbers in (right, wrong))
-    assert (got - expected).norm() > 10 * trial.TOLERANCE * expected.norm()
+    assert (got - expected).norm() > 10 * trials.TOLERANCE * expected.norm()
     other = right.clone()
     other[len(GEMMS)] += 1
     expected, got = (emulated.grad_input_gemm(grad_output, weight, numbers).double() for numbers in (right, other))
-    assert (got - expected).norm() > 10 * trial.TOLERANCE * expected.norm()
+    assert (got - expected).norm() > 10 * trials.TOLERANCE * expected.norm()
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_the_codes_are_on_the_cpu_whatever_the_default_device_is() -> None:
     ours, _ = layer_of(("nvfp4",) * 3)
     with torch.device("meta"):
         ours.use_backend(BLACKWELL)
-        assert trial.operands(FORMATS["nvfp4"], CPU).x.device == CPU
+        assert trials.operands(FORMATS["nvfp4"], CPU).x.device == CPU
     assert ours.snip_cache.codes.device == CPU and ours.snip_cache.codes.tolist() == [FORMATS["nvfp4"].code] * 3
 
 

@@ -4,17 +4,14 @@ compiled for Blackwell's GPUs, without one."""
 from __future__ import annotations
 
 import dataclasses
-import io
-import multiprocessing
 import os
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from kernel_runs import dump, interpreting, load, moved
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -34,31 +31,6 @@ BY_KERNEL = ["mxfp8", "mxfp4", "mxfp4-32x32", "nvfp4", "nvfp4-rht"]
 # ------------------------------------------------------------------------------------- where the kernel runs
 
 
-def dump(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def load(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
-
-
-def correct_the_interpreter() -> None:
-    """Gives Triton's interpreter subnormal BF16 numbers: its own way to FP32 takes them for others."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def widened(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-        if (source, target) == (tl.bfloat16, tl.float32):
-            return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        return convert(data, source, target, rounding_mode)
-
-    interpreter._convert_float = widened
-
-
 def by_kernel(
     x: Tensor, fmt: NumberFormat, operand: str, contracts: int, numbers: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,24 +46,17 @@ def interpret(tensors: bytes, *arguments: Any) -> bytes:
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Run]:
-    """The kernel in another process: whether Triton interprets is settled when it is imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        # NumPy's word on what is computed of infinities and NaN, and not used.
-        patch.setenv("PYTHONWARNINGS", "ignore::RuntimeWarning")
-        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=correct_the_interpreter)
-        pool.submit(os.getpid).result()  # started, with the variables set
+    """The kernel in another process."""
+    with interpreting() as pool:
 
-    def run(x: Tensor, fmt: NumberFormat, operand: str, contracts: int, numbers: Tensor) -> Any:
-        return load(pool.submit(interpret, dump((x, numbers)), fmt, operand, contracts).result())
+        def run(x: Tensor, fmt: NumberFormat, operand: str, contracts: int, numbers: Tensor) -> Any:
+            return load(pool.submit(interpret, dump((x, numbers)), fmt, operand, contracts).result())
 
-    yield run
-    pool.shutdown()
+        yield run
 
 
 def on_cuda(x: Tensor, fmt: NumberFormat, operand: str, contracts: int, numbers: Tensor) -> Any:
-    moved = x.cuda() if x._base is None else x._base.cuda().as_strided(x.shape, x.stride(), x.storage_offset())
-    return tuple(part.cpu() for part in by_kernel(moved, fmt, operand, contracts, numbers.cuda()))
+    return tuple(part.cpu() for part in by_kernel(moved(x), fmt, operand, contracts, numbers.cuda()))
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])

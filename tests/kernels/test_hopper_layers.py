@@ -28,8 +28,8 @@ from snip_hf.kernels import hopper
 from snip_hf.kernels.backend import BACKENDS
 from snip_hf.kernels.emulated import EMULATED, STATE_SIZE
 from snip_hf.kernels.hopper.backend import HOPPER, Hopper
-from snip_hf.kernels.hopper.cache import drop_quantized, forget_inputs, keep_quantized, share_inputs
-from snip_hf.kernels.hopper.linear import TiedInput, quantize_input
+from snip_hf.kernels.hopper.linear import quantize_input
+from snip_hf.kernels.tensor_core import TiedInput, drop_quantized, forget_inputs, keep_quantized, share_inputs
 from snip_hf.layers.state import pack_states, set_rank, set_step, snip_linears
 from snip_hf.numerics.formats import E2M1, format_of_code
 from snip_hf.numerics.gemms import COLUMN_TILE, GEMMS, ROW_TILE, SQUARE_TILE, TILE
@@ -643,7 +643,8 @@ class TestTied:
     def test_the_quantized_input_is_the_one_of_quantize_input(self, stand_in: StandIn) -> None:
         layers, tied = siblings(("fp4", "fp8", "fp8"))
         x = randn(2, 75, I)
-        got, expected = tied.quantized(x, x, layers[1].snip_state, 0, 2), quantize_input(x, layers[0].snip_state, 0, 2)
+        expected = quantize_input(x, layers[0].snip_state, 0, 2)
+        got = tied.quantized(x, (0, 2), lambda: quantize_input(x, layers[1].snip_state, 0, 2))
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, expected, strict=True))
         assert got[0].shape == (256, 256)
 

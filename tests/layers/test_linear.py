@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from snip_hf import SnipConfig, SnipLinear, SnipLinearConfig, convert_model, restore_model
 from snip_hf.layers.selection import skip_reasons
-from snip_hf.layers.state import pack_states, plain_name, set_rank, set_step, snip_linears
+from snip_hf.layers.state import PackedStates, pack_states, plain_name, set_rank, set_step, snip_linears
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 
@@ -288,6 +288,24 @@ class TestStep:
         set_step(layers, 1, 2, 3)
         wanted = {name: key_number(1, 2, 3, zlib.crc32(name.encode())) for name in layers}
         assert {name: numbers[3] for name, numbers in states(model).items()} == wanted
+
+    def test_packed_states_are_written_as_one_until_a_layer_gets_another_state(self) -> None:
+        model, twin = build("llama"), build("llama")
+        for one in (model, twin):
+            convert_model(one, SnipConfig())
+        layers, expected = snip_linears(model), snip_linears(twin)
+        assert not PackedStates(layers).set_step(1, 2, 3)  # each layer has a tensor of its own
+        pack_states(dict(reversed(layers.items())))
+        packed = PackedStates(layers)
+        assert packed.set_step(2**64 - 1, 2**32 - 1, 3) and packed.set_rank(3, 8)
+        set_step(expected, 2**64 - 1, 2**32 - 1, 3)
+        set_rank(expected, 3, 8)
+        assert states(model) == states(twin)
+        name, before = list(layers)[3], states(model)
+        layers[name].snip_state = layers[name].snip_state.clone()
+        assert not packed.set_step(1, 2, 3) and not packed.set_rank(0, 1) and states(model) == before
+        layers[name].restore()
+        assert not packed.set_step(1, 2, 3)
 
     def test_packing_keeps_states_and_formats_can_still_be_written(self) -> None:
         model = build("llama")

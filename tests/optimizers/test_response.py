@@ -192,6 +192,7 @@ def check_against_real_steps(rule: Rule, parameters: Parameters, optimizer: opti
         gradient, parameter = gradients[name], parameters[name]
         update, forward = answer.update(gradient), answer.pushforward(gradient, tangents[name])
         pulled = answer.pullback(gradient, cotangents[name])
+        assert torch.equal(answer.linearized(gradient)(tangents[name]), forward)
         for result in (update, forward, pulled):
             assert result.dtype == torch.float32
             assert result.shape == parameter.shape

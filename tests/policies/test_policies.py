@@ -21,14 +21,14 @@ from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.estimation.layer_sums import ROWS
 from snip_hf.estimation.table import Divergence, DivergenceTable
-from snip_hf.layers.state import snip_linears
+from snip_hf.layers.state import block_of, snip_linears
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
 from snip_hf.policies.registry import aims_at_share, needs_probe, rule_assignment
 from snip_hf.policies.setting import Setting
-from snip_hf.policies.stages import block_of, find_stages
+from snip_hf.policies.stages import find_stages
 
 RULES = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
 SCORED = ("fisher", "hessian-trace", "greedy", "kl")

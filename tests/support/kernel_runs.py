@@ -61,21 +61,28 @@ def interpret(name: str, arguments: bytes) -> bytes:
 
 
 @contextmanager
-def interpreter() -> Iterator[Run]:
-    """The kernels in another process: whether Triton interprets is settled when it is imported."""
+def interpreting() -> Iterator[ProcessPoolExecutor]:
+    """A pool of one process that interprets: whether Triton does is settled when it is imported."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         # NumPy's word on NaN times a number.
         patch.setenv("PYTHONWARNINGS", "ignore::RuntimeWarning")
         pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=correct_the_interpreter)
         pool.submit(os.getpid).result()  # started, with the variables set
-
-    def run(name: str, *arguments: Any) -> Tensor:
-        found: Tensor = load(pool.submit(interpret, name, dump(arguments)).result())
-        return found
-
-    yield run
+    yield pool
     pool.shutdown()
+
+
+@contextmanager
+def interpreter() -> Iterator[Run]:
+    """The kernels of `HOMES` in another process."""
+    with interpreting() as pool:
+
+        def run(name: str, *arguments: Any) -> Tensor:
+            found: Tensor = load(pool.submit(interpret, name, dump(arguments)).result())
+            return found
+
+        yield run
 
 
 def on_cuda(name: str, *arguments: Any) -> Tensor:

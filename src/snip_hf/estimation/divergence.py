@@ -6,6 +6,7 @@ A layer's own row (gemm "layer") is the divergence of quantizing its three GEMMs
 
 from __future__ import annotations
 
+import logging
 import math
 import zlib
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -24,20 +25,24 @@ from ..layers.state import snip_linears
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
-from ..optimizers.response import responses
+from ..optimizers.response import AnalyticResponse, responses
 from ..parallel.ranks import Attempt, Processes
 from ..parallel.sharding import is_sharded, whole
 from .batch import Batch
 from .criterion import LayerCriterion
 from .layer_sums import LAYER, ROWS, BatchSizes, LayerSums, Pending, Squares, read_all
 from .loss_scale import without_loss_scale
+from .memory import kept_tokens
+from .moved_weights import random_direction
 from .optimizer_step import OptimizerStep, Pushforward, RelativeUpdates, of_matrix
 from .passes import run_pass
 from .pooling import pooled
-from .probe import Probe, ProbeSettings, random_direction, run_probe
+from .probe import Probe, ProbeSettings, run_probe
+from .room import MIB, NO_THRIFT, Passes, Thrift, default_room, find_thrift
 from .samples import LayerSample
 from .table import Divergence, DivergenceTable
 
+logger = logging.getLogger(__name__)
 # The estimate's own streams of random rounding: other numbers than those of the training step.
 _OPERANDS = (len(GEMMS), len(GEMMS) + 1)
 
@@ -136,7 +141,7 @@ class _Estimate:
         self._criterion: type[LayerCriterion] = POLICIES[config.policy].criterion
         self._attempt = Attempt()
         counts = list(zip(*processes.data.gather([*batch.counts, *batch.micro_batch]), strict=True))
-        self._tokens, self._labelled = counts[0], counts[1]
+        self._tokens, self._labelled, self._step_tokens = counts[0], counts[1], max(counts[2])
         self._sizes = BatchSizes(*map(sum, counts))
 
     def table(self) -> DivergenceTable:
@@ -154,7 +159,7 @@ class _Estimate:
             clip_factor = without_loss_scale(clip_factor, samples, gradients, trained, processes.data, self._attempt)
         sums: list[_Sums] = []
         with self._attempt:
-            for layer in self._whole_layers(samples, updates):
+            for layer in self._whole_layers(samples, updates, clip_factor):
                 with self._attempt:  # the others go on gathering what is sharded, and so does this rank
                     sums += self._sums(layer, samples[layer.name], clip_factor)
         rows: list[Divergence] = []
@@ -167,9 +172,38 @@ class _Estimate:
         updates = RelativeUpdates.of(self._optimizer_step, self._layers)
         along_noise = self._criterion.along_noise
         pullbacks = dict.fromkeys(self._layers, _same) if along_noise else updates.pullbacks()
-        return updates, run_probe(self._model, self._batch, pullbacks, self._settings, self._processes, self._tokens)
+        settings = replace(self._settings, thrift=self._thrift(self._settings.probes if pullbacks else 0))
+        return updates, run_probe(self._model, self._batch, pullbacks, settings, self._processes, self._tokens)
 
-    def _whole_layers(self, owned: Container[str], updates: RelativeUpdates) -> Iterator[_WholeLayer]:
+    def _thrift(self, probes: int) -> Thrift:
+        """Returns what the passes do twice; the same on all ranks, which may have to gather weights for it together."""
+        config, layers, tokens = self._config, self._layers, max(self._tokens)
+        if self._processes.run is not None:  # which may cut backward passes in ways of its own
+            return NO_THRIFT
+        found = self._optimizer_step.responses
+        elementwise = (
+            layers
+            if self._criterion.along_noise
+            else [name for name, response in found.items() if isinstance(response, AnalyticResponse)]
+        )
+        bound = config.probe_memory_mib
+        ranks = self._processes.data.size
+        room = default_room(self._model, layers, self._step_tokens, ranks) if bound is None else bound * MIB
+        passes = Passes(tokens, kept_tokens(config, tokens, ranks), probes, ranks)
+        thrift = find_thrift(self._model, layers, elementwise, room, passes)
+        if thrift != NO_THRIFT and self._processes.everyone.is_first:
+            logger.info(
+                "snip-hf: to stay within %d MiB, the probe computes the activations of %d blocks and the moved weights "
+                "of %d layers twice.",
+                room / MIB,
+                len(thrift.recomputed),
+                len(thrift.remade),
+            )
+        return thrift
+
+    def _whole_layers(
+        self, owned: Container[str], updates: RelativeUpdates, clip_factor: float
+    ) -> Iterator[_WholeLayer]:
         """Gives each layer that this rank owns.
 
         All are given as matrices (O, I). What is sharded is made whole, by all ranks together, one layer at a time.
@@ -182,7 +216,7 @@ class _Estimate:
             weight = whole(layer.weight.detach())
             needs_gradient = self._config.loss_estimator == "taylor" and name in gradients
             gradient = whole(gradients[name]) if needs_gradient else None
-            pushforward = updates.pushforward(name)
+            pushforward = updates.pushforward(name, clip_factor)
             if name in owned:
                 (matrix,) = layer.matrices(weight)
                 of_gradient = None if gradient is None else layer.matrices(gradient)[0]

@@ -32,6 +32,7 @@ from .common_errors import across_channels
 from .extrapolation import BatchSizes as BatchSizes
 from .extrapolation import Sizes
 from .extrapolation import Squares as Squares
+from .optimizer_step import UpdateChange
 from .products import product
 from .samples import LayerSample
 
@@ -70,8 +71,9 @@ class LayerSums:
     Args:
         sample: what the probe kept of the layer.
         weight: (O, I).
-        pushforward: how a gradient's change (O, I) changes the optimizer's update, relative to |W|: a function, or the
-            factor of every element (O, I); None for a layer that is not trained.
+        pushforward: how a gradient's change (O, I) changes the optimizer's update, relative to |W|: a linear function,
+            or the factor of every element (O, I), or a function that is linear to first order only (`UpdateChange`);
+            None for a layer that is not trained.
         micro_batches: micro-batches of the optimizer step; the sampled one stands for all.
         batch: of what G is the gradient; None: of a whole micro-batch, all of whose tokens the layer saw once, each of
             them with a label.
@@ -221,16 +223,44 @@ class LayerSums:
             for g_r, factors in zip(left.split(self._rows, 2), self._pushforward.split(self._rows), strict=True):
                 sums.append(scaled_squares(product(g_r.mT, right), factors))  # (R, O, 2 L) x (R, 2 L, I)
             return reduce(torch.add, sums)
-        # It takes whole changes of the weight.
-        own, totals = [], []
+        return self._function_sums(self._pushforward, left, right)
+
+    def _function_sums(self, pushforward: Callable[[Tensor], Tensor], left: Tensor, right: Tensor) -> Tensor:
+        """As `_grad_weight_sums`, of a function of whole changes, which are products of left and right by piece."""
+        own: list[Tensor] = []
+        totals: list[Tensor] = []
         at_once = max(1, _AT_ONCE // max(1, self.w.numel()))
         for g_r, x_r in zip(left.split(at_once), right.split(at_once), strict=True):
             changes = product(g_r.mT, x_r)  # (R, O, 2 L) x (R, 2 L, I)
+            of_gradient = norms([changes]), changes.sum(0)
             for change in changes:
-                change.copy_(self._pushforward(change))
-            own.append(norms([changes]).square_())
-            totals.append(changes.sum(0))
-        return torch.cat([reduce(torch.add, own), norms([reduce(torch.add, totals)]).square_()])
+                change.copy_(pushforward(change))
+            own.append(torch.cat([of_gradient[0], norms([changes])]).square_())
+            totals.append(torch.stack([of_gradient[1], changes.sum(0)]))
+        change, moved = reduce(torch.add, totals)
+        # (2, 2): of the gradient's change and of the update's; own and total.
+        sums = torch.stack([reduce(torch.add, own), norms([change, moved]).square_()], 1)
+        if isinstance(pushforward, UpdateChange):
+            return sums[1] * self._bend(pushforward, change, sums[0], sums[1, 1])
+        return sums[1]
+
+    def _bend(self, pushforward: UpdateChange, change: Tensor, sums: Tensor, moved: Tensor) -> Tensor:
+        """Returns |h(g + d) - h(g)|^2 / |J d|^2 for an error d of a whole step.
+
+        d is the sample's error, drawn out to the norm that the step's error has.
+
+        Args:
+            pushforward: of h.
+            change: the sample's error in the gradient.
+            sums: of it, as `Sizes.of_pieces` takes them.
+            moved: |J change|^2.
+        """
+        weights = [self.sizes.of_pieces(*one).step for one in ((1.0, 0.0), (0.0, 1.0))]
+        step = weights[0] * sums[0] + weights[1] * sums[1]
+        scale = torch.where(sums[1] > 0, step / sums[1], 0.0).clamp(min=0.0)
+        in_full = norms([pushforward.in_full(scale.sqrt() * change)]).square_()[0]
+        to_first_order = scale * moved
+        return torch.where(to_first_order > 0, in_full / to_first_order, 1.0)
 
     def loss_divergence(self, name: str, form: str, gradient: Tensor | None = None) -> float:
         """Returns the estimated rise of the loss (not yet relative) from quantizing the forward GEMM.

@@ -1,9 +1,9 @@
 """The memory that a probe takes beyond the model, and the number of tokens that it may keep within a bound.
 
 Counts everything that a probe keeps alive between passes: FP32 copies of weights, their gradients, and the samples of
-all layers. Does not count, and so does not bound, the activations of the running pass, which is in FP32 (where training
-is under BF16 autocast they are about twice as large as those of as many of its tokens; `probe_batch_tokens` says how
-many the probe runs on), nor what is computed of one layer at a time, before the passes and after them.
+all layers. Does not count the activations of the running pass, which is in FP32 (`probe_batch_tokens` says how many
+tokens it runs on), nor what is computed of one layer at a time, before the passes and after them. `room` sees to it
+that activations and copies of weights stay within bounds.
 """
 
 from __future__ import annotations

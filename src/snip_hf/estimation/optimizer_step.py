@@ -16,7 +16,24 @@ from ..layers.layer import SnipLayer
 from ..optimizers.response import ElementwiseResponse, Response
 from ..parallel.sharding import own_part, sharded_as, squares, whole, with_own_part
 
-Pushforward = Callable[[Tensor], Tensor] | Tensor
+
+@dataclass(frozen=True)
+class UpdateChange:
+    """The update's change as a function of the gradient's change, where it is not elementwise.
+
+    Both functions take the change of the gradient before clipping. Called, it gives the change to first order.
+    """
+
+    first_order: Callable[[Tensor], Tensor]
+    """J change"""
+    in_full: Callable[[Tensor], Tensor]
+    """h(g + change) - h(g)"""
+
+    def __call__(self, change: Tensor) -> Tensor:
+        return self.first_order(change)
+
+
+Pushforward = UpdateChange | Tensor
 """What makes the update's change of a gradient's change; a tensor: its factors, element by element."""
 
 
@@ -63,10 +80,15 @@ class RelativeUpdates:
         part = own_part(sharded_as(tensor, gradient))
         return with_own_part(_relative(own.pullback, own_part(gradient), norm, part), gradient)
 
-    def pushforward(self, name: str) -> Pushforward | None:
+    def pushforward(self, name: str, clip_factor: float = 1.0) -> Pushforward | None:
         """Returns how a gradient's change changes the update, laid out as the weight.
 
         None for a layer that the step does not move. Collective where the layer is sharded.
+
+        Args:
+            name: the layer.
+            clip_factor: what clipping multiplies a change of the loss's gradient by. Changes of the update are relative
+                to it, as products with the derivative are.
         """
         if name not in self.norms:
             return None
@@ -79,10 +101,9 @@ class RelativeUpdates:
             factors = _relative(own.pushforward, part, norm, part.new_ones(()).expand_as(part))
             return whole(with_own_part(factors, gradient))
         response, gradient = response.gathered(), whole(gradient)
-        push = partial(_relative, response.pushforward, gradient, norm)
         if isinstance(response, ElementwiseResponse):
-            return push(gradient.new_ones(()).expand_as(gradient))
-        return push
+            return _relative(response.pushforward, gradient, norm, gradient.new_ones(()).expand_as(gradient))
+        return _change_of(response, gradient, clip_factor or 1.0, norm)
 
 
 def of_matrix(pushforward: Pushforward, layer: SnipLayer) -> Pushforward:
@@ -90,7 +111,22 @@ def of_matrix(pushforward: Pushforward, layer: SnipLayer) -> Pushforward:
     if isinstance(pushforward, Tensor):
         (factors,) = layer.matrices(pushforward)
         return factors
-    return lambda change: layer.matrices(pushforward(layer.laid_out([change])))[0]
+
+    def of(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda matrix: layer.matrices(change(layer.laid_out([matrix])))[0]
+
+    return UpdateChange(of(pushforward.first_order), of(pushforward.in_full))
+
+
+def _change_of(response: Response, gradient: Tensor, clip_factor: float, norm: float) -> UpdateChange:
+    """Returns the changes of an update that is not elementwise, over clip factor and weight's norm."""
+    at = gradient.to(torch.float32)
+    push, before, meaningful = response.linearized(at), response.update(at), response.meaningful(at)
+
+    def in_full(change: Tensor) -> Tensor:
+        return (response.update(at + clip_factor * change) - before) * meaningful / (clip_factor * norm)
+
+    return UpdateChange(lambda change: push(change) / norm, in_full)
 
 
 def _relative(product: Callable[[Tensor, Tensor], Tensor], gradient: Tensor, norm: float, tensor: Tensor) -> Tensor:

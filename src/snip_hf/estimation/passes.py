@@ -44,18 +44,21 @@ def run_pass(
     before = RandomState.now()
     try:
         batch.random_state.restore()
-        with (
-            _for_all_threads(model),
-            _everything_kept(model),
-            without_sharding_hooks(model),
-        ):
-            _stand_in(model, weights)
+        with traceless(model):
+            stand_in(model, weights)
             return _run(model, dict(batch.kwargs), autocast, backward, run)
     finally:
         before.restore()
 
 
-def _stand_in(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+@contextmanager
+def traceless(model: nn.Module) -> Iterator[None]:
+    """Lets the model run uncompiled, without hooks that only observe, and puts it back as it was."""
+    with _for_all_threads(model), _everything_kept(model), without_sharding_hooks(model):
+        yield
+
+
+def stand_in(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Puts stand-ins in the place of the model's parameters, buffers and tensors that are mere attributes.
 
     A tensor has one stand-in, by whatever names of whatever modules it is known.

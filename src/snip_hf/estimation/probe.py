@@ -12,27 +12,24 @@ and what other hooks keep are put back (`python_state`).
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..layers.layer import SnipLayer
 from ..layers.state import snip_linears
-from ..numerics.random_streams import stream_key
 from ..parallel.ranks import Processes
-from ..parallel.sharding import sharded_as, squares
 from .batch import Batch
+from .moved_weights import Draw, MovedWeights
 from .passes import run_pass
+from .recomputation import recomputing, without_cache
+from .room import NO_THRIFT, Thrift
 from .samples import LayerSample, Recorder, SamplePlan, recording
 
 # |eps * d| / |W| over all swapped weights: small enough for first order, large enough for FP32 (section 3 there).
 RELATIVE_STEP = 1e-3
-
-Draw = tuple[int, int, int]
-"""Seed, step and index of a probe: what decides its random direction."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,8 @@ class ProbeSettings:
     """Dtype of the passes' products, None for FP32. Rounding noise then needs a larger relative step."""
     whole_amax: bool = False
     """Measure the largest magnitudes of all tokens too, which scales of whole tensors follow."""
+    thrift: Thrift = NO_THRIFT
+    """What the passes do twice in order to hold less; it changes no number."""
 
     @property
     def draws(self) -> list[Draw]:
@@ -77,7 +76,8 @@ def run_probe(
 ) -> Probe:
     """Probes every swapped layer of the model; `probes` times two forward-backward passes.
 
-    Beyond the model it holds one FP32 copy of the swapped weights at a time, and the samples.
+    Beyond the model it holds one FP32 copy of the swapped weights at a time, but for those that it makes again
+    (`thrift`), and the samples.
 
     Args:
         model: a converted model, without wrappers.
@@ -97,71 +97,31 @@ def run_probe(
         settings.probe_tokens, settings.seed, settings.step, processes.data.rank, every, settings.whole_amax
     )
 
-    def record(moved: Mapping[str, Tensor]) -> Recorder:
-        recorder = Recorder(plan)
-        with recording(layers, recorder, settings.autocast is not None):
-            weights = {layers[name].weight_name(name): weight for name, weight in moved.items()}
-            losses.append(float(run_pass(model, batch, weights, settings.autocast, True, processes.run)))
+    recomputed = settings.thrift.recomputed
+    inputs = without_cache(model, batch) if recomputed else batch
+
+    def record(moved: MovedWeights | None = None) -> Recorder:
+        recorder, making = Recorder(plan), nullcontext() if moved is None else moved.making()
+        weights = {} if moved is None else moved.by_parameter()
+        with recording(layers, recorder, settings.autocast is not None), making, recomputing(model, recomputed):
+            losses.append(float(run_pass(model, inputs, weights, settings.autocast, True, processes.run)))
         return recorder
 
     draws = settings.draws if pullbacks else []
     if not draws:
-        recorder = record({})
+        recorder = record()
         energies = recorder.energies()
         for name, one in recorder.records.items():
             amaxes = _pair(one.amaxes)
             samples[name] = LayerSample(one.tokens, one.x, one.grad_output, energies=energies[name], amaxes=amaxes)
     for draw in draws:
-        moved, epsilon = _move(layers, pullbacks, draw, settings.relative_step, processes)
+        moved = MovedWeights(layers, pullbacks, draw, settings.relative_step, processes, remade=settings.thrift.remade)
         plus = record(moved)
-        for name, weight in moved.items():  # from W + eps * d to W - eps * d, in place
-            weight.neg_().add_(layers[name].weight.detach(), alpha=2.0)
-        minus = record(moved)
+        moved.turn()
+        minus, epsilon = record(moved), moved.epsilon
         del moved
         _combine(samples, plus, minus, epsilon)
     return Probe(sum(losses) / len(losses), samples)
-
-
-def _move(
-    layers: Mapping[str, SnipLayer],
-    pullbacks: Mapping[str, Callable[[Tensor], Tensor]],
-    draw: Draw,
-    relative_step: float,
-    processes: Processes,
-) -> tuple[dict[str, Tensor], float]:
-    """Returns layer -> W + eps * d, laid out as the weight, in FP32 for the random direction of this draw, and eps.
-
-    Every layer's numbers are those of its name: which other layers a process holds makes no difference. Sharded
-    weights move in place on their shards.
-    """
-    moved: dict[str, Tensor] = {}
-    for name, pullback in pullbacks.items():
-        weight = layers[name].weight.detach()
-        # Drawn as a matrix, since the derivatives of samples and the traces are along it.
-        noise = random_direction(name, layers[name].matrix, draw)
-        direction = pullback(layers[name].laid_out([noise]))
-        moved[name] = sharded_as(direction, weight)
-    sizes = [sum(squares(tensors)) for tensors in ([layers[name].weight for name in pullbacks], list(moved.values()))]
-    totals = processes.pipeline.gather(sizes)
-    weights, moves = (sum(column) for column in zip(*totals, strict=True))
-    epsilon = relative_step * (weights / moves) ** 0.5 if moves > 0 else 1.0
-    for name, direction in moved.items():
-        direction.mul_(epsilon).add_(layers[name].weight.detach())
-    return moved, epsilon
-
-
-def random_direction(name: str, weight: Tensor, draw: Draw) -> Tensor:
-    """Returns the z ~ N(0, 1) of a layer, (O, I), FP32, whole: the same numbers whenever it is drawn.
-
-    Args:
-        name: of the layer.
-        weight: of the layer as a matrix (O, I); gives shape and device.
-        draw: what decides the numbers, with the name.
-    """
-    generator = torch.Generator(weight.device).manual_seed(
-        stream_key(*draw, zlib.crc32(name.encode(errors="surrogatepass")), 0) >> 1
-    )
-    return torch.randn(weight.shape, generator=generator, device=weight.device)
 
 
 def _combine(

@@ -10,8 +10,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from ..numerics.formats import FORMATS, UNQUANTIZED
-from ..numerics.gemms import GEMMS
+from ..numerics.gemms import CONTRACTIONS, GEMMS, OPERANDS
 from ..planning.plan import PrecisionPlan
 from .export_targets import TARGETS, Setting, Target
 
@@ -39,38 +41,54 @@ class Export:
     changes: Mapping[str, Sequence[str]]
     """What differs from the plan that was given, of the GEMMs that run: "layer:gemm" -> (format given, format now)."""
     coarser: float
-    """Share (0..1) of the FLOPs that run in fewer bits than in the plan that was given."""
+    """Share (0..1) of the FLOPs that have an operand of fewer bits than in the plan that was given."""
+    unfit: Mapping[str, str]
+    """Layers left in high precision because the target cannot set them as the plan says -> why."""
+    unfit_share: float
+    """Share (0..1) of the FLOPs that are theirs."""
 
 
 def export_plan(
-    plan: PrecisionPlan, target: str, nearest: bool = False, outside: Sequence[str] = ("lm_head",)
+    plan: PrecisionPlan,
+    target: str,
+    nearest: bool = False,
+    outside: Sequence[str] = ("lm_head",),
+    model: nn.Module | None = None,
 ) -> Export:
     """Returns a plan in the words of a target.
 
-    With `nearest` each format that the target lacks becomes the one with the fewest bits that has no fewer, and each
-    module gets the setting that agrees with the plan in most FLOPs; of equally near ones, the one with the most bits.
+    With `nearest` each format that the target lacks becomes the one with the fewest bits that has no fewer in any
+    operand, and each module gets the setting that agrees with the plan in most FLOPs; of equally near ones, the one
+    with the most bits. Layers that the target cannot set so, for their size for example, stay in high precision.
 
     Args:
         plan: the plan.
         target: a name in `TARGETS`.
         nearest: round what cannot be expressed.
         outside: linear layers of the model that are not in the plan.
+        model: the plan's model, not converted, on any device; None: sizes are not known, and not checked.
 
     Raises:
-        NotExpressible: without `nearest`, a module has no setting that says what the plan says; with it or without, a
-            layer's name means nothing to the target.
+        NotExpressible: without `nearest`, a module has no setting that says what the plan says, or a layer does not fit
+            its setting; with it or without, a layer's name means nothing to the target.
         ValueError: an unknown target.
     """
     there = TARGETS[TARGETS.checked(target, "--to")]
     units, reasons = _units(plan, there)
     chosen: dict[str, Setting] = {}
+    unfit: dict[str, str] = {}
     expected = _expected_parts(units, there)
+    modules = None if model is None else dict(model.named_modules())
     for module, layers in units.items():
         missing = sorted(expected[_kind(module)] - _parts(layers))
         cost, setting = _nearest_setting(plan, there, layers, nearest, bool(missing))
         if not nearest and (cost or missing):
             reasons[module] = _reason(plan, there, layers, missing)
-        chosen[module] = setting
+        misfits = _misfits(there, setting, layers, modules)
+        unfit |= misfits
+        chosen[module] = _unquantized_setting(there) if misfits else setting
+    if not nearest:
+        reasons |= {layer: why for layer, why in unfit.items() if there.module_of(layer) not in reasons}
     if reasons:
         raise NotExpressible(target, reasons, nearest)
     exported = replace(
@@ -86,7 +104,22 @@ def export_plan(
         for place, formats in plan.changes(exported).items()
         if _flops(plan, place) > 0  # the grad_weight of a frozen layer does not run
     }
-    return Export(there.write(chosen, outside), exported, changes, _coarser(plan, changes))
+    share = _share(plan, [f"{layer}:{gemm}" for layer in unfit for gemm in GEMMS])
+    return Export(there.write(chosen, outside), exported, changes, _coarser(plan, changes), unfit, share)
+
+
+def _misfits(
+    target: Target, setting: Setting, layers: Sequence[str], modules: Mapping[str, nn.Module] | None
+) -> dict[str, str]:
+    """Returns which of these layers the target cannot set so, and why; {} where the model's modules are not known."""
+    if modules is None:
+        return {}
+    found = ((layer, target.unfit(setting, modules.get(layer))) for layer in layers)
+    return {layer: why for layer, why in found if why is not None}
+
+
+def _unquantized_setting(target: Target) -> Setting:
+    return next(setting for setting in target.settings if set(setting.formats) == {UNQUANTIZED.name})
 
 
 def _units(plan: PrecisionPlan, target: Target) -> tuple[dict[str, list[str]], dict[str, str]]:
@@ -139,17 +172,24 @@ def _nearest_setting(
     def cost(setting: Setting) -> float:
         return math.fsum(number for column, name, number in flops if setting.formats[column] != name)
 
-    best = min(target.settings, key=lambda setting: (cost(setting), -sum(FORMATS[x].bits for x in setting.formats)))
+    best = min(target.settings, key=lambda setting: (cost(setting), -sum(sum(_bits(x)) for x in setting.formats)))
     return cost(best), best
 
 
 def _stand_in(name: str, offered: Sequence[str]) -> str:
-    """Returns the format for one that a target lacks: the fewest bits that are no fewer, and scales of its kind."""
+    """Returns the format for one that a target lacks: the fewest bits that are no fewer in any operand, and scales of
+    its kind."""
     if name in offered:
         return name
+    least = _bits(name)
+    enough = [x for x in offered if all(bits >= low for bits, low in zip(_bits(x), least, strict=True))]
+    return min(enough or [UNQUANTIZED.name], key=lambda x: (sum(_bits(x)), FORMATS[x].scale != FORMATS[name].scale))
+
+
+def _bits(name: str) -> list[int]:
+    """Returns the bits of an element of each operand of a format, those of BF16 where the operand is left alone."""
     format = FORMATS[name]
-    enough = [x for x in offered if FORMATS[x].bits >= format.bits] or [UNQUANTIZED.name]
-    return min(enough, key=lambda x: (FORMATS[x].bits, FORMATS[x].scale != format.scale))
+    return [format.bits if format.operand(x).quantized else UNQUANTIZED.bits for x in OPERANDS]
 
 
 def _reason(plan: PrecisionPlan, target: Target, layers: Sequence[str], missing: Sequence[str]) -> str:
@@ -173,6 +213,15 @@ def _flops(plan: PrecisionPlan, place: str) -> float:
 
 
 def _coarser(plan: PrecisionPlan, changes: Mapping[str, Sequence[str]]) -> float:
-    fewer = [place for place, (old, new) in changes.items() if FORMATS[new].bits < FORMATS[old].bits]
+    def is_coarser(gemm: str, old: str, new: str) -> bool:
+        before, after = (dict(zip(OPERANDS, _bits(name), strict=True)) for name in (old, new))
+        return any(after[operand] < before[operand] for operand, _ in CONTRACTIONS[gemm])
+
+    fewer = [place for place, (old, new) in changes.items() if is_coarser(place.rsplit(":", 1)[1], old, new)]
+    return _share(plan, fewer)
+
+
+def _share(plan: PrecisionPlan, places: Iterable[str]) -> float:
+    """Returns the share of the plan's FLOPs that these GEMMs ("layer:gemm") have."""
     total = math.fsum(number for row in plan.flops.values() for number in row.values())
-    return math.fsum(_flops(plan, place) for place in fewer) / total
+    return math.fsum(_flops(plan, place) for place in places) / total

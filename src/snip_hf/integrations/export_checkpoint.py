@@ -83,7 +83,7 @@ def export_checkpoint(
     refuse_quantized(model)
     chosen, kept, changed = _chosen(plan, model)
     if (changed or kept) and not nearest:
-        others = {layer: f"torchao has no such weights: {change}" for layer, change in changed.items()}
+        others = {layer: _other_scales(plan.assignment[layer][GEMMS[0]], chosen[layer]) for layer in changed}
         raise NotExpressible(CHECKPOINT, others | kept, nearest)
     if not chosen:
         raise ValueError("No layer of the plan has a forward GEMM whose weights can be quantized.")
@@ -159,6 +159,10 @@ def _chosen(plan: PrecisionPlan, model: nn.Module) -> tuple[dict[str, WeightKind
             if not kind.keeps(FORMATS[name]):
                 changed[layer] = f"{name} -> {kind.label}"
     return chosen, kept, changed
+
+
+def _other_scales(name: str, kind: WeightKind) -> str:
+    return f"torchao cannot store weights with the scales of {name}; the nearest that it can is {kind.label!r}"
 
 
 def _unfit(module: nn.Module, kind: WeightKind | None) -> str | None:

@@ -8,16 +8,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch import nn
+
 from ..json_io import write_atomic
+from ..numerics.formats import UNQUANTIZED
 from ..planning.plan import PrecisionPlan
 from ..text import printable
 from .export import Export, export_plan
-from .export_names import FOUR_OVER_SIX
+from .export_names import FOUR_OVER_SIX, TORCHAO
 
 _MOST_PATH = 4096
 
 
-def report_export(plan: PrecisionPlan, arguments: argparse.Namespace, outside: Sequence[str]) -> int:
+def report_export(
+    plan: PrecisionPlan, arguments: argparse.Namespace, outside: Sequence[str], model: nn.Module | None
+) -> int:
     """Writes the file of a target, or prints it; what was rounded is printed, on stderr where stdout has the file.
 
     Raises:
@@ -27,7 +32,7 @@ def report_export(plan: PrecisionPlan, arguments: argparse.Namespace, outside: S
     output: Path | None = arguments.output
     if output is not None and os.path.lexists(output) and not arguments.overwrite:
         raise ValueError(f"{output} exists already; give another --output, or --overwrite.")
-    export = export_plan(plan, arguments.to, arguments.nearest, outside)
+    export = export_plan(plan, arguments.to, arguments.nearest, outside, model)
     if output is None:
         sys.stdout.write(export.text)
     else:
@@ -45,6 +50,20 @@ def _print_changes(plan: PrecisionPlan, export: Export, arguments: argparse.Name
             "lm_head alone.",
             file=stream,
         )
+    if arguments.to == TORCHAO and arguments.model is None:
+        print(
+            "Sizes of the layers are not known without --model: `convert` in the file checks them, and refuses layers "
+            "that torchao cannot convert.",
+            file=stream,
+        )
+    if export.unfit:
+        print(
+            f"{len(export.unfit)} layers stay in {UNQUANTIZED.name}, {export.unfit_share:.4f} of the FLOPs, because "
+            f"{arguments.to} cannot convert them:",
+            file=stream,
+        )
+        for layer, why in export.unfit.items():
+            print(f"  {printable(layer)}: {printable(why)}", file=stream)
     if not export.changes:
         print(f"The file gives every GEMM the format of the plan: FP4 share {plan.fp4_fraction:.4f}.", file=stream)
         return
@@ -54,8 +73,8 @@ def _print_changes(plan: PrecisionPlan, export: Export, arguments: argparse.Name
         layers.setdefault(layer, []).append(f"{gemm} {old} -> {new}")
     print(
         f"FP4 share {plan.fp4_fraction:.4f} in the plan, {export.plan.fp4_fraction:.4f} in the file. "
-        f"{len(layers)} of {len(plan.assignment)} layers were changed; {export.coarser:.4f} of the FLOPs have fewer "
-        "bits than in the plan:",
+        f"{len(layers)} of {len(plan.assignment)} layers were changed; {export.coarser:.4f} of the FLOPs have an "
+        "operand of fewer bits than in the plan:",
         file=stream,
     )
     for layer, changes in layers.items():

@@ -14,6 +14,8 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+from torch import nn
+
 from ..numerics.formats import UNQUANTIZED, NumberFormat
 from ..numerics.gemms import GEMMS
 from ..registry import Registry
@@ -43,6 +45,9 @@ class Target:
     """The module there that a layer is, or is a part of; None: not known."""
     together: frozenset[str] = frozenset()
     """Last parts of the names of layers that are only ever parts of one module together."""
+    unfit: Callable[[Setting, nn.Module | None], str | None] = lambda setting, module: None
+    """(setting, layer of the model) -> why the target cannot set the layer so; None: it can, or it has no such limits
+    that are known."""
 
 
 TARGETS: Registry[Target] = Registry("target")
@@ -233,6 +238,7 @@ _SCRIPT = '''\
 """Sets the linear layers of a model to the formats of a precision plan, for training with torchao 0.18.
 
 Call `convert(model)` on the model as it was loaded: before the optimizer is made, before FSDP and torch.compile.
+Sizes are checked there: it raises ValueError, before it converts anything, for a layer that torchao cannot convert.
 """
 
 {imports}
@@ -299,7 +305,22 @@ def _imports(used: Sequence[Setting]) -> str:
     return "\n".join([*plain, *sorted(lines - set(plain))])
 
 
-TARGETS.register(Target(TORCHAO, _TORCHAO, _write_torchao))
+def _torchao_unfit(setting: Setting, module: nn.Module | None) -> str | None:
+    """Returns what `convert` of the script would say of a layer."""
+    if setting.config is None:
+        return None
+    if module is None or type(module).__name__ != "Linear":
+        return f"its class is {type(module).__name__}, expected nn.Linear itself"
+    rows, columns = module.get_parameter("weight").shape
+    multiple, name = setting.config.multiple, setting.formats[0]
+    if rows % multiple or columns % multiple:
+        return f"its in- and out-features are {columns} and {rows}, expected multiples of {multiple} for {name}"
+    if getattr(module, "bias", None) is not None and not setting.config.takes_bias:
+        return f"it has a bias, which torchao drops or refuses in {name}"
+    return None
+
+
+TARGETS.register(Target(TORCHAO, _TORCHAO, _write_torchao, unfit=_torchao_unfit))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ..training.checks import check_launch, check_trainer
 from ..training.controller import SnipController
 from ..training.counted_passes import TrainingPasses
 from ..training.refresh import Solving
+from .compilation import compile_by_regions, how_compiled
 from .hub import prepare_push, tag_model
 from .state_files import StateFiles, cannot_resume
 from .trackers import Trackers
@@ -77,6 +78,7 @@ class SnipCallback(TrainerCallback):
         """Refuses what cannot work, and swaps the linears before the Trainer wraps or compiles the model."""
         check_trainer(self.config, args)
         check_launch(self.config, AcceleratorState())
+        compile_by_regions(self.config, args, AcceleratorState())
         model = unwrap(kwargs["model"])
         # What trains inside another run gets the layers that it asks for when it begins.
         if not any(run._is_training() for run in _runs_on(model)):
@@ -109,6 +111,7 @@ class SnipCallback(TrainerCallback):
             max_steps=state.max_steps,
             solving=self._solving,
         )
+        self.controller.compiled = how_compiled(args, AcceleratorState())
         for tracker in self._trackers:
             self.controller.add_tracker(tracker)
         self._mark = RunMark(self._end_restored)

@@ -48,6 +48,11 @@ class Backend(ABC):
     """Whether it is slower than the compute dtype's own GEMMs."""
     recompiles_for_bf16: ClassVar[bool] = False
     """Whether torch.compile compiles a layer again when a GEMM of it changes to or from no quantization."""
+    by_name_only: ClassVar[str | None] = None
+    """Why "auto" does not take it; None: it does."""
+    measured_speeds: ClassVar[Mapping[int, float]] = {}
+    """Hidden size -> speed of training, in that of compiled BF16, for the log. The smallest size is the least at which
+    the backend pays. Empty: nothing was measured."""
 
     @abstractmethod
     def lacks(self, device: torch.device) -> str | None:
@@ -115,6 +120,24 @@ class Backend(ABC):
     def release(self, layers: Mapping[str, Layer]) -> None:
         """Lets go of all that a run has kept for these layers."""
 
+    def state_dict(self, layers: Mapping[str, Layer]) -> dict[str, Any]:
+        """Returns what passes depend on beside the weights and formats, as JSON data; {} if there is nothing."""
+        return {}
+
+    def load_state_dict(self, layers: Mapping[str, Layer], state: Mapping[str, Any]) -> None:
+        """Continues from a `state_dict`, {} where a run begins anew.
+
+        Raises:
+            ValueError: it cannot be read; the message names the layer.
+        """
+
+    def findings(self, layers: Mapping[str, Layer]) -> tuple[bool, str] | None:
+        """Returns whether to warn, and what a run should be told of the passes since the last call; None: nothing.
+
+        It may wait for the device.
+        """
+        return None
+
     def notice(self, weight: Tensor, mixed_precision: str | None, asked: bool) -> tuple[bool, str]:
         """Returns whether to warn, and what to say at the start of a run.
 
@@ -158,7 +181,9 @@ def select_backend(requested: str, device: torch.device | str, formats: Sequence
     """
     reasons = {backend.name: _cannot(backend, torch.device(device), formats) for backend in BACKENDS.values()}
     if requested == "auto":
-        able = [backend for backend in BACKENDS.values() if reasons[backend.name] is None]
+        able = [
+            backend for backend in BACKENDS.values() if reasons[backend.name] is None and backend.by_name_only is None
+        ]
         # An emulation that is registered later must not take the place of real kernels.
         return min(able, key=lambda backend: backend.is_emulation)
     reason = reasons[BACKENDS.checked(requested, "backend")]
@@ -174,16 +199,24 @@ def select_backend(requested: str, device: torch.device | str, formats: Sequence
 def why_emulated(device: torch.device, formats: Sequence[str]) -> str | None:
     """Returns what keeps a device from running formats by kernels of its own; None where nothing does.
 
-    The reason is that of the first backend whose device it is, or else of the first that has kernels for the formats.
+    The reason is that of the first backend whose device it is, best one with kernels for the formats; or else of the
+    first that has kernels for them.
     """
     others = [backend for backend in BACKENDS.values() if not backend.is_emulation]
-    suited = [backend for backend in others if backend.lacks(device) is None]
     quantized = [name for name in formats if FORMATS[name].is_quantized]
     able = [backend for backend in others if all(backend.runs(FORMATS[name]) for name in quantized)]
-    if not suited and not able:
+    suited = [backend for backend in others if backend.lacks(device) is None]
+    if not able and not suited:
         return f"no other backend has kernels for {', '.join(quantized)} together"
-    reasons = [_cannot(backend, device, formats) for backend in suited or able]
+    both = [backend for backend in suited if backend in able]
+    reasons = [_cannot(backend, device, formats) or _not_taken(backend) for backend in both or suited or able]
     return None if None in reasons else reasons[0]
+
+
+def _not_taken(backend: Backend) -> str | None:
+    """Returns what keeps "auto" from a backend that could run."""
+    reason = backend.by_name_only
+    return None if reason is None else f"backend={backend.name!r} is taken by name only: {reason}"
 
 
 def _cannot(backend: Backend, device: torch.device, formats: Sequence[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""The arithmetic of rounding that all Triton kernels share: random bits, and the step to the nearest grid point.
+"""The arithmetic of rounding that Triton kernels share: random numbers, the step to the nearest grid point, FP8 bytes.
 
 Each function repeats one of `numerics`, bit for bit.
 """
@@ -7,6 +7,18 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from ..numerics.formats import E4M3
+from ..numerics.gemms import GEMMS
+
+# Places in a layer's state.
+KEY, RANK, RANKS = tl.constexpr(len(GEMMS)), tl.constexpr(len(GEMMS) + 1), tl.constexpr(len(GEMMS) + 2)
+# Tokens whose bytes make one 32-bit word of a transposed layout, and whose random numbers come from one hash.
+RUN = tl.constexpr(4)
+_MAX_FP8, _NAN_FP8 = tl.constexpr(E4M3.max), tl.constexpr(0x7F)
+_LEAST_NORMAL_FP8, _SPACING_FP8 = tl.constexpr(2.0**E4M3.min_exponent), tl.constexpr(2.0**-E4M3.mantissa_bits)
+# Triton's interpreter has no inline assembly, and is slow at reductions by functions.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -34,6 +46,98 @@ def to_grid(x, dither, power, spacing):
     # 1.5 * 2**23 spacings, added and taken away, round to whole ones.
     anchor = power * (spacing * 12582912.0)
     return ((x + dither * power) + anchor) - anchor
+
+
+@triton.jit
+def larger(a, b):
+    """The larger one; NaN if one is, which `tl.max` would leave out on a GPU."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def amax_of(x, AXIS: tl.constexpr):
+    """The largest magnitude along an axis; NaN if there is one."""
+    if INTERPRETED:  # the bits of magnitudes order like these, with NaN on top
+        found = tl.max(tl.abs(x).to(tl.int32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
+    else:
+        found = tl.reduce(tl.abs(x), AXIS, larger)
+    return found
+
+
+@triton.jit
+def bits_of_runs(state, run, channel, tokens, channels):
+    """The hash of `random_streams.uniform` for each run of four tokens; positions wrap modulo 2**32."""
+    # `random_streams.rank_stream`
+    key, runs = tl.load(state + KEY), (tokens + RUN - 1) // RUN
+    all_runs = tl.load(state + RANKS).to(tl.uint32) * runs
+    low = key.to(tl.uint32) ^ (all_runs * 0x9E3779B9)
+    high = (key >> 32).to(tl.uint32) + all_runs * 0x85EBCA6B
+    run = run.to(tl.uint32) + tl.load(state + RANK).to(tl.uint32) * runs
+    bits = run[:, None] * channels + channel[None, :].to(tl.uint32)
+    return random_bits(bits, low, high)
+
+
+@triton.jit
+def random_of_runs(bits):
+    """1 + k * 2**-15 for each of the four tokens of each run, of which `random_streams.uniform` makes (k + 1/2) / 256.
+
+    bits: of `bits_of_runs`. Each byte becomes the second one of a number in [1, 2).
+    """
+    if INTERPRETED:
+        a = (((bits & 0xFF) << 8) | 0x3F800000).to(tl.float32, bitcast=True)
+        b = ((bits & 0xFF00) | 0x3F800000).to(tl.float32, bitcast=True)
+        c = (((bits >> 8) & 0xFF00) | 0x3F800000).to(tl.float32, bitcast=True)
+        d = (((bits >> 16) & 0xFF00) | 0x3F800000).to(tl.float32, bitcast=True)
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $4, 0x3F800000, 0x7604;"
+            "prmt.b32 $1, $4, 0x3F800000, 0x7614;"
+            "prmt.b32 $2, $4, 0x3F800000, 0x7624;"
+            "prmt.b32 $3, $4, 0x3F800000, 0x7634;",
+            "=r,=r,=r,=r,r",
+            [bits],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    return a, b, c, d
+
+
+@triton.jit
+def to_fp8(x):
+    """To E4M3: to nearest, ties to even, saturating; NaN stays NaN."""
+    if INTERPRETED:  # which rounds otherwise, and knows neither saturation nor NaN
+        power = tl.maximum(power_of_two(x), _LEAST_NORMAL_FP8)
+        rounded = to_grid(x, 0.0, power, _SPACING_FP8)
+        rounded = tl.where(tl.abs(rounded) > _MAX_FP8, tl.where(x > 0, _MAX_FP8, -_MAX_FP8), rounded)
+        bits = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        found = tl.where(x == x, bits, _NAN_FP8).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        found = x.to(tl.float8e4nv)
+    return found
+
+
+@triton.jit
+def pack_fp8(a, b, c, d):
+    """Four numbers as four bytes of E4M3, the first one lowest; to nearest, ties to even, saturating."""
+    if INTERPRETED:
+        word = to_fp8(a).to(tl.uint8, bitcast=True).to(tl.uint32)
+        word |= to_fp8(b).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
+        word |= to_fp8(c).to(tl.uint8, bitcast=True).to(tl.uint32) << 16
+        word |= to_fp8(d).to(tl.uint8, bitcast=True).to(tl.uint32) << 24
+    else:
+        word = tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high;"
+            "  cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
+            "  cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
+            "  mov.b32 $0, {low, high}; }",
+            "=r,f,f,f,f",
+            [a, b, c, d],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    return word
 
 
 @triton.jit

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from operator import is_
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..kernels.emulated import STATE_SIZE
 from ..numerics.random_streams import stream_key
-from .layer import GRAD_OUTPUT, KEY, SnipLayer
+from .layer import GRAD_OUTPUT, KEY, STATE, SnipLayer
 
 # What wrappers inside a model add to the names of modules.
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|^snip_part_\d+\.")
@@ -33,6 +34,12 @@ def plain_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
+def block_of(layer: str) -> str:
+    """Returns the name of the block that a layer is in: up to and with the first number ("model.layers.3")."""
+    match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", layer)
+    return match.group() if match else layer
+
+
 def pack_states(layers: Mapping[str, SnipLayer]) -> None:
     """Makes the states of all layers on one device rows of one tensor, which `set_step` then writes in one go."""
     devices: dict[torch.device, list[SnipLayer]] = {}
@@ -41,6 +48,44 @@ def pack_states(layers: Mapping[str, SnipLayer]) -> None:
     for members in devices.values():
         for layer, row in zip(members, torch.stack([layer.snip_state for layer in members]).unbind(), strict=True):
             layer.snip_state = row
+
+
+class PackedStates:
+    """The states of layers that `pack_states` made rows of one tensor, to be written without a look at each layer.
+
+    Args:
+        layers: name -> layer.
+    """
+
+    def __init__(self, layers: Mapping[str, SnipLayer]) -> None:
+        self._buffers = [layer._buffers for layer in layers.values()]
+        self._states = [layer.snip_state for layer in layers.values()]
+        bases = [state._base for state in self._states]
+        rows = sorted(range(len(bases)), key=lambda index: self._states[index].storage_offset())
+        base = bases[0] if bases and all(other is bases[0] for other in bases) else None
+        self._base = base if base is not None and base.shape == (len(bases), STATE_SIZE) else None
+        keys = [layer.snip_key for layer in layers.values()]
+        self._keys = np.array([keys[row] for row in rows], dtype=np.uint64)
+
+    def writable(self) -> Tensor | None:
+        """Returns the one tensor; None if there is none, or if a layer was given another state since."""
+        found = [buffers.get(STATE) for buffers in self._buffers]
+        return self._base if all(map(is_, found, self._states)) else None
+
+    def set_step(self, seed: int, step: int, micro_batch: int) -> bool:
+        """As the function `set_step`; returns False if nothing was written."""
+        base = self.writable()
+        if base is not None:
+            keys = stream_key(seed, step, micro_batch, self._keys, GRAD_OUTPUT)
+            base[:, KEY] = torch.from_numpy(keys.view(np.int64)).to(base.device, non_blocking=True)
+        return base is not None
+
+    def set_rank(self, rank: int, ranks: int) -> bool:
+        """As the function `set_rank`; returns False if nothing was written."""
+        base = self.writable()
+        if base is not None:
+            base[:, KEY + 1 :] = torch.tensor([rank, ranks])
+        return base is not None
 
 
 def set_step(layers: Mapping[str, SnipLayer], seed: int, step: int, micro_batch: int) -> None:

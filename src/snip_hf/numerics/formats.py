@@ -65,6 +65,11 @@ class Operand:
         across, along = self.block
         return (across, along) if contracts == 1 else (along, across)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is rounded in blocks with one scale each, which is found from the largest magnitude alone."""
+        return self.block is not None and self.quantized and not self.targets and not self.noise
+
 
 @dataclass(frozen=True, kw_only=True)
 class NumberFormat:

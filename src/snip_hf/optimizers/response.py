@@ -16,6 +16,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -69,6 +70,10 @@ class Response(ABC):
     @abstractmethod
     def pushforward(self, gradient: Tensor, tangent: Tensor) -> Tensor:
         """Returns J tangent, with J at `gradient`; elements that are not `meaningful` are 0 and count as 0."""
+
+    def linearized(self, gradient: Tensor) -> Callable[[Tensor], Tensor]:
+        """Returns tangent -> J tangent, as `pushforward`; cheaper for several tangents."""
+        return partial(self.pushforward, gradient)
 
     @abstractmethod
     def pullback(self, gradient: Tensor, cotangent: Tensor) -> Tensor:
@@ -124,10 +129,13 @@ class _Automatic(Response):
         return self._evaluate(gradient.to(torch.float32))[0]
 
     def pushforward(self, gradient: Tensor, tangent: Tensor) -> Tensor:
+        return self.linearized(gradient)(tangent)
+
+    def linearized(self, gradient: Tensor) -> Callable[[Tensor], Tensor]:
         transposed, meaningful = self._transposed(gradient)
         # J is the transpose of the linear map J^T. (torch.func.jvp would load, with warnings, what is not needed here.)
         forward = torch.func.vjp(transposed, torch.zeros_like(meaningful, dtype=torch.float32))[1]
-        return torch.where(meaningful, forward(tangent.to(torch.float32))[0], 0)
+        return lambda tangent: torch.where(meaningful, forward(tangent.to(torch.float32))[0], 0)
 
     def pullback(self, gradient: Tensor, cotangent: Tensor) -> Tensor:
         transposed, meaningful = self._transposed(gradient)

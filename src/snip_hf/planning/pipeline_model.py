@@ -18,6 +18,7 @@ from ..numerics.formats import REFERENCE
 from ..numerics.gemms import GEMMS
 from ..policies.registry import needs_probe
 from ..policies.setting import Setting
+from ..policies.ties import names_of
 from .plan import Assignment, PrecisionPlan
 from .program import problem
 from .solver.ilp import evaluate
@@ -190,7 +191,7 @@ def compare_constraints(
 
 def check_ties_are_few(config: SnipConfig, layers: int) -> None:
     """Raises ValueError if the config ties so many names that looking for them would take minutes."""
-    names = sum(map(len, config.ties))
+    names = sum(map(len, names_of(config)))
     if names * layers > MOST_COMPARISONS:
         raise ValueError(f"ties has {names:,} names, which are too many to look for among {layers:,} layers.")
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..config import DoesNotFit, SnipConfig
+from ..layers.state import block_of
 from ..numerics.formats import UNQUANTIZED
 from .registry import Policy, register_policy
 from .setting import Setting
-from .stages import block_of
 
 Kept = Callable[[int], tuple[int, int]]
 """Number of blocks -> how many of the first and of the last ones stay in BF16."""

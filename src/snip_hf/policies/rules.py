@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..config import SnipConfig
+from ..layers.state import block_of
 from .registry import Policy, register_policy
 from .setting import Setting
-from .stages import block_of
 from .target import TOLERANCE, check_attainable, contributions, least_sum
 from .ties import tied_groups
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 
 from ..config import DoesNotFit, SnipConfig
+from ..layers.state import block_of
 
 
 def find_stages(layers: Sequence[str], config: SnipConfig) -> tuple[tuple[str, ...], ...]:
@@ -36,12 +36,6 @@ def find_stages(layers: Sequence[str], config: SnipConfig) -> tuple[tuple[str, .
             f"{'a' if wrong[0] in layers else 'no'} swapped layer; expected every swapped layer in exactly one stage."
         )
     return config.stages
-
-
-def block_of(layer: str) -> str:
-    """Returns the name of the block that a layer is in: up to and with the first number ("model.layers.3")."""
-    match = re.match(r"(?:.*?\.)?\d+(?=\.|$)", layer)
-    return match.group() if match else layer
 
 
 def split_layer(layer: str) -> tuple[str, str]:

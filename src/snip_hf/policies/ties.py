@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from ..config import DoesNotFit
+from ..config import DoesNotFit, SnipConfig
 from ..numerics.gemms import GEMMS
 from .setting import Setting
+
+
+def names_of(config: SnipConfig) -> tuple[tuple[str, ...], ...]:
+    """Returns the last names that share a format.
+
+    Raises:
+        ValueError: they are not found yet.
+    """
+    if isinstance(config.ties, str):
+        raise ValueError(
+            f"ties={config.ties!r} has to be found in the model first, which a run does when it begins. Name the ties "
+            "here."
+        )
+    return config.ties
 
 
 def check_ties(setting: Setting) -> None:
@@ -15,7 +29,7 @@ def check_ties(setting: Setting) -> None:
     """
     stage_of = {layer: index for index, stage in enumerate(setting.stages) for layer in stage}
     last_names = {layer.rpartition(".")[2] for layer in stage_of}
-    for names in setting.config.ties:
+    for names in names_of(setting.config):
         for name in names:
             if name not in last_names:
                 raise DoesNotFit(
@@ -36,7 +50,7 @@ def siblings(setting: Setting) -> list[list[str]]:
     """Returns the lists of layers that share their formats: siblings whose last names `config.ties` puts together."""
     tied: list[list[str]] = []
     for stage in setting.stages:
-        for names in setting.config.ties:
+        for names in names_of(setting.config):
             parents: dict[str, list[str]] = {}
             for layer in stage:
                 parent, _, last = layer.rpartition(".")

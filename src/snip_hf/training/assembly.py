@@ -13,6 +13,8 @@ from torch import nn
 
 from ..config import SnipConfig
 from ..estimation.memory import bounded
+from ..estimation.shared_inputs import find_ties
+from ..field_values import FOUND
 from ..kernels.backend import select_backend
 from ..layers.convert import keep_states_apart
 from ..parallel.pipeline_ranks import ModelParts, parts_of
@@ -38,6 +40,8 @@ from .swapped_layers import SwappedLayers
 class RunParts:
     """The parts of one run."""
 
+    config: SnipConfig
+    """With what it leaves to be found in the model."""
     model: nn.Module
     """Without wrappers, or the parts of it that this process holds."""
     backend: str
@@ -84,13 +88,24 @@ def assemble(
         processes.everyone.by_first(lambda: check_solver(config, log))
     layers = SwappedLayers(bare, config, processes, kernels, getattr(accelerator, "mixed_precision", None), log)
     keep_states_apart([model] if isinstance(model, nn.Module) else model)
+    config = _with_ties(bare, config, log)
     probed = _checked_for_probe(bare, config, source, log)
     setting = find_setting(bare, config, processes.pipeline)
     in_force = _first_in_force(bare, kernels.name, setting, processes, events, log)
     probe = StepProbe(bare, probed, setting.flops, layers, source, processes)
     refresher = Refresher(in_force, probe, events, solving, log)
     detector = DriftDetector(in_force, probe, events, solving.clock, log)
-    return RunParts(bare, kernels.name, layers, source, probe, in_force, refresher, detector)
+    return RunParts(config, bare, kernels.name, layers, source, probe, in_force, refresher, detector)
+
+
+def _with_ties(model: nn.Module, config: SnipConfig, log: logging.Logger) -> SnipConfig:
+    """Returns the configuration with the ties that the model has, where it says "auto"."""
+    if config.ties != FOUND:
+        return config
+    ties = find_ties(model)
+    text = "; ".join(", ".join(tie) for tie in ties) or "none"
+    log.info("snip-hf: linears that take the same input, and so share their formats: %s.", text)
+    return replace(config, ties=ties)
 
 
 def _checked_for_probe(model: nn.Module, config: SnipConfig, source: GradientSource, log: logging.Logger) -> SnipConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config import SnipConfig
@@ -63,6 +63,8 @@ class SavedState:
     """Of the probe that the plan was made from; empty without such a probe, or if nothing is checked."""
     weights: tuple[str, ...] = ()
     """Fingerprints of the weights that it was saved with, one of which must be theirs; none: not known."""
+    kernels: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name of a backend -> what its passes depend on (`Backend.state_dict`)."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedState:
@@ -82,6 +84,7 @@ class SavedState:
                 last_probe=None if last_probe is None else int(last_probe),
                 ranking=_read_ranking(state["ranking"]),
                 weights=_read_fingerprints(state.get("weights")),
+                kernels={str(name): dict(entry) for name, entry in dict(state.get("kernels", {})).items()},
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -90,6 +93,7 @@ class SavedState:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON data; without the fingerprint, which whoever writes the file adds."""
+        kernels = {"kernels": self.kernels} if self.kernels else {}
         return {
             "schema_version": SCHEMA_VERSION,
             "step": self.step,
@@ -98,6 +102,7 @@ class SavedState:
             "pending": None if self.pending is None else self.pending.to_dict(),
             "last_probe": self.last_probe,
             "ranking": self.ranking,
+            **kernels,
         }
 
     def fitted(self, config: SnipConfig, flops: Work, at_step: int | None, weights: str | None) -> SavedState:

@@ -30,6 +30,7 @@ from .captured_step import StepWatch, TrainingPass
 from .checkpoint import SavedState, agreed_state
 from .checks import check_alike, check_configs, check_launch
 from .chunks import ChunkNumbers
+from .expectation import Expectation, how_compiled, tokens_of
 from .fingerprint import weights_fingerprint
 from .plans import describe_plan
 from .preparation import find_processes
@@ -108,10 +109,13 @@ class SnipController:
 
     def _begin(self, run: RunParts, max_steps: int | None) -> None:
         """Takes over the parts of the run, puts the hooks in place and says what the run starts with."""
-        self.model = run.model
+        self.config, self.model = run.config, run.model
         self.model_name = run.in_force.model_name
         self.backend = run.backend
         """Name of the backend in use."""
+        self.compiled: str | None = None
+        """How the loop compiles the model, for the log; None: as can be seen of it."""
+        self._expectation = Expectation(run.backend, run.layers.present, self._log)
         self._layers, self._source, self._probe = run.layers, run.source, run.probe
         self._in_force, self._refresher, self._detector = run.in_force, run.refresher, run.detector
         check_alike(self._layers.present, self.plan, max_steps, self.processes)
@@ -168,7 +172,7 @@ class SnipController:
         if is_probed and self._armed is None:
             parameters = self._source.unclipped(self.model)
             self._armed = StepWatch(self._probe.batch_tokens, self._layers.present, parameters)
-        is_read = is_probed or (self.needs_probe and not self._has_labels)
+        is_read = is_probed or (self.needs_probe and not self._has_labels) or not self._expectation.is_said
         return TrainingPass(batch if is_read else {}, RandomState.now() if is_probed else None)
 
     def count(self, one: TrainingPass) -> None:
@@ -185,6 +189,8 @@ class SnipController:
             self._has_labels = True
         if not self._started:
             self.start()
+        if not self._expectation.is_said:
+            self._expectation.say(self.compiled or how_compiled(self.model), tokens_of(one.batch))
         if self._micro_batch == 0 and self._armed is not None and one.random_state is not None:
             self._armed.take(one)
         self._micro_batch += 1
@@ -213,6 +219,7 @@ class SnipController:
             refreshes = refreshes or self._detector.finds_drift(step, watch)
         if refreshes:
             self._schedule.last_probe = step
+            self._layers.say_findings(self._log)
             self._refresher.begin(step, watch)
 
     def after_step(self, step: int) -> None:
@@ -227,6 +234,7 @@ class SnipController:
 
     def close(self) -> None:
         """Stops a solver that is still running, and ends the record. The model keeps the plan in force."""
+        self._layers.say_findings(self._log)
         self._layers.release()
         self._chunks.close()
         self._source.close()
@@ -248,7 +256,8 @@ class SnipController:
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""
         config, pending, ranking = self.config.to_dict(), self._refresher.pending, self._in_force.ranking
-        return SavedState(config, self.step, self.plan, pending, self._schedule.last_probe, ranking).to_dict()
+        last_probe, kernels = self._schedule.last_probe, self._layers.state_dict()
+        return SavedState(config, self.step, self.plan, pending, last_probe, ranking, kernels=kernels).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], at_step: int | None = None, weights: str | None = None) -> None:
         """Continues from a `state_dict`. Nothing is changed if it does not fit. With several ranks it is collective.
@@ -267,6 +276,7 @@ class SnipController:
         self.processes.note("at the loading of a state (every rank loads the same one)")
         flops = self._in_force.setting.flops
         saved = agreed_state(state, self.config, flops, self.processes.everyone, at_step, weights)
+        self._layers.load_state_dict(saved.kernels)
         self._in_force.put(saved.plan, saved.ranking)
         self._disarm()
         self._refresher.stop()

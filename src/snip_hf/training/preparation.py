@@ -21,13 +21,13 @@ from ..kernels.backend import BACKENDS, Backend, why_emulated
 from ..layers.convert import convert_model
 from ..layers.layer import SnipLayer
 from ..layers.selection import skip_reasons
-from ..layers.state import pack_states, set_rank
+from ..layers.state import block_of, pack_states, set_rank
 from ..parallel.pipeline_ranks import Pipeline
 from ..parallel.ranks import Attempt, Processes, Ranks
 from ..planning.checked_values import MAX_TEXT
 from ..planning.plan import read_measured
 from ..policies.setting import Setting
-from ..policies.stages import block_of, find_stages
+from ..policies.stages import find_stages
 from ..policies.ties import check_ties
 from ..text import printable
 from .checks import check_pipeline

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -10,7 +12,7 @@ from ..config import SnipConfig
 from ..costs.flops import Work
 from ..kernels.backend import Backend
 from ..layers.layer import SnipLayer
-from ..layers.state import set_rank, set_step, snip_linears
+from ..layers.state import PackedStates, set_rank, set_step, snip_linears
 from ..parallel.ranks import Processes
 from ..policies.setting import Setting
 from ..policies.ties import siblings
@@ -51,6 +53,7 @@ class SwappedLayers:
         self.all = snip_linears(self._model)
         """Name -> layer."""
         use_backend(self.present, self._kernels, self._processes.data, mixed_precision, self._config, log)
+        self._states = PackedStates(self.present)
 
     def retake(self, log: logging.Logger) -> None:
         """Takes the layers back after another run has trained them."""
@@ -67,7 +70,9 @@ class SwappedLayers:
 
     def set_step(self, step: int, micro_batch: int) -> None:
         """Keys the layers' random numbers for a micro-batch of an optimizer step."""
-        set_step(self.present, self._config.seed, step, micro_batch)
+        if not self._states.set_step(self._config.seed, step, micro_batch):
+            set_step(self.present, self._config.seed, step, micro_batch)
+            self._states = PackedStates(self.present)
 
     def set_rank(self) -> None:
         """Tells the layers once more which rank they are on.
@@ -75,7 +80,7 @@ class SwappedLayers:
         DDP that was built before the layers were swapped gives all ranks the first one's.
         """
         data = self._processes.data
-        if data.size > 1:
+        if data.size > 1 and not self._states.set_rank(data.rank, data.size):
             set_rank(self.present, data.rank, data.size)
 
     def share_inputs(self, setting: Setting) -> None:
@@ -98,6 +103,22 @@ class SwappedLayers:
     def end_step(self) -> None:
         """To be called after each optimizer step: what the kernels keep of the weights is old."""
         self._kernels.after_step(self.present)
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Returns what the kernels' passes depend on, as JSON data, by the backend's name; {} if there is nothing."""
+        state = self._kernels.state_dict(self.present)
+        return {self._kernels.name: state} if state else {}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Continues from a `state_dict`; from that of another backend as if there were none."""
+        self._kernels.load_state_dict(self.present, state.get(self._kernels.name, {}))
+
+    def say_findings(self, log: logging.Logger) -> None:
+        """Logs what the kernels found out since the last call."""
+        found = self._kernels.findings(self.present)
+        if found is not None:
+            warns, text = found
+            log.log(logging.WARNING if warns else logging.INFO, "snip-hf: backend %s: %s", self._kernels.name, text)
 
     def release(self) -> None:
         """Gives up what the kernels keep."""

@@ -1,4 +1,4 @@
-"""Linear layers on FP8 tensor cores: what is quantized when, what is kept for backward, what is shared.
+"""Linear layers on FP8 tensor cores: what is quantized when, and what is kept for backward.
 
 Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I). Numerics are those of `kernels.emulated`,
 but that gradients of FP32 weights are not rounded to BF16; operands and layouts are those of `operators`.
@@ -12,46 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import hopper
-
-Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Two layouts of an operand and their scales, as `quantize_tokens` and `quantize_weight` of `operators` give them."""
-
-
-class TiedInput:
-    """The quantized input of tied layers that take the same tensor (q, k and v; gate and up), quantized once for all.
-
-    As long as their formats are the same: `parted` says when they are not, and each layer quantizes for itself. The
-    tensor is held until as many layers have asked for it as there are.
-    """
-
-    def __init__(self, layers: int) -> None:
-        self.parted = False
-        self._formats: dict[int, tuple[int, ...]] = {}
-        self._layers = layers
-        self._waiting = 0
-        self._source: Tensor | None = None
-        self._gemms = (-1, -1)
-        self._quantized: Quantized | None = None
-
-    def note(self, layer: int, formats: tuple[int, ...]) -> None:
-        """Takes notice of a layer's formats of the GEMMs that read the input, whenever they are set."""
-        self._formats[layer] = formats
-        self.parted = len(set(self._formats.values())) > 1
-
-    def forget(self) -> None:
-        """Lets go of a tensor that some layer has not asked for: it was not called, or the pass failed."""
-        self._source = self._quantized = None
-
-    def quantized(self, source: Tensor, x: Tensor, state: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
-        """Returns `quantize_input` of x, which is `source` in the compute dtype, by the state of any of the layers."""
-        quantized, gemms = self._quantized, (row_gemm, column_gemm)
-        if quantized is None or self._source is not source or self._gemms != gemms:
-            quantized = quantize_input(x, state, row_gemm, column_gemm)
-            self._source, self._gemms, self._quantized, self._waiting = source, gemms, quantized, self._layers
-        self._waiting -= 1
-        if self._waiting == 0:
-            self.forget()
-        return quantized
+from ..tensor_core import Quantized
 
 
 def quantize_input(x: Tensor, state: Tensor, row_gemm: int, column_gemm: int) -> Quantized:

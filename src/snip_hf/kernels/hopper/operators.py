@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ...numerics.gemms import TILE
-from .tiles import INTERPRETED, tokens_kernel, weight_kernel
+from ..triton_numerics import INTERPRETED
+from .tiles import tokens_kernel, weight_kernel
 
 # torch.nn.functional.ScalingType: one scale per 1x128 and per 128x128 elements.
 _ROWS, _SQUARES = 4, 5

@@ -10,30 +10,23 @@ import triton
 import triton.language as tl
 
 from ...numerics.formats import E2M1, E4M3, FORMATS
-from ...numerics.gemms import GEMMS, TILE
-from ..triton_numerics import power_of_two, random_bits, to_grid
+from ...numerics.gemms import TILE
+from ..triton_numerics import (
+    INTERPRETED,
+    RUN,
+    amax_of,
+    bits_of_runs,
+    larger,
+    pack_fp8,
+    power_of_two,
+    random_of_runs,
+    to_grid,
+)
 
 _FP4 = tl.constexpr(FORMATS["fp4"].code)
 _MAX_FP4, _MAX_FP8 = tl.constexpr(E2M1.max), tl.constexpr(E4M3.max)
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
-# Places in `state`.
-_KEY, _RANK, _RANKS = tl.constexpr(len(GEMMS)), tl.constexpr(len(GEMMS) + 1), tl.constexpr(len(GEMMS) + 2)
 _TILE = tl.constexpr(TILE)
-# Tokens whose bytes make one 32-bit word of the transposed layout, and whose random numbers come from one hash.
-_RUN = tl.constexpr(4)
-# Triton's interpreter has no inline assembly, and is slow at reductions by functions.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _amax(x, AXIS: tl.constexpr):
-    """The largest magnitude along an axis; NaN if there is one, which `tl.max` would leave out on a GPU."""
-    return tl.max(tl.abs(x), AXIS) if INTERPRETED else tl.reduce(tl.abs(x), AXIS, _larger)
 
 
 @triton.jit
@@ -70,57 +63,9 @@ def _round_fp4(x, dither):
 
 
 @triton.jit
-def _pack(a, b, c, d):
-    """Four numbers as four bytes of E4M3, the first one lowest; to nearest, ties to even, saturating."""
-    if INTERPRETED:
-        word = a.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32)
-        word |= b.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
-        word |= c.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32) << 16
-        word |= d.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.uint32) << 24
-    else:
-        word = tl.inline_asm_elementwise(
-            "{ .reg .b16 low, high;"
-            "  cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
-            "  cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
-            "  mov.b32 $0, {low, high}; }",
-            "=r,f,f,f,f",
-            [a, b, c, d],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
-        )
-    return word
-
-
-@triton.jit
 def _dithers(state, run, channel, tokens, channels):
     """(`random_streams.uniform` - 1/2) / 2 of the four tokens of each run; positions wrap modulo 2**32."""
-    # `random_streams.rank_stream`
-    key, runs = tl.load(state + _KEY), (tokens + _RUN - 1) // _RUN
-    all_runs = tl.load(state + _RANKS).to(tl.uint32) * runs
-    low = key.to(tl.uint32) ^ (all_runs * 0x9E3779B9)
-    high = (key >> 32).to(tl.uint32) + all_runs * 0x85EBCA6B
-    run = run.to(tl.uint32) + tl.load(state + _RANK).to(tl.uint32) * runs
-    bits = run[:, None] * channels + channel[None, :].to(tl.uint32)
-    bits = random_bits(bits, low, high)
-    # Each byte as the second one of a number in [1, 2): 1 + k * 2**-15
-    if INTERPRETED:
-        a = (((bits & 0xFF) << 8) | 0x3F800000).to(tl.float32, bitcast=True)
-        b = ((bits & 0xFF00) | 0x3F800000).to(tl.float32, bitcast=True)
-        c = (((bits >> 8) & 0xFF00) | 0x3F800000).to(tl.float32, bitcast=True)
-        d = (((bits >> 16) & 0xFF00) | 0x3F800000).to(tl.float32, bitcast=True)
-    else:
-        a, b, c, d = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $4, 0x3F800000, 0x7604;"
-            "prmt.b32 $1, $4, 0x3F800000, 0x7614;"
-            "prmt.b32 $2, $4, 0x3F800000, 0x7624;"
-            "prmt.b32 $3, $4, 0x3F800000, 0x7634;",
-            "=r,=r,=r,=r,r",
-            [bits],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=True,
-            pack=1,
-        )
+    a, b, c, d = random_of_runs(bits_of_runs(state, run, channel, tokens, channels))
     offset = 64.25 - 2.0**-10
     return a * 64.0 - offset, b * 64.0 - offset, c * 64.0 - offset, d * 64.0 - offset
 
@@ -128,7 +73,7 @@ def _dithers(state, run, channel, tokens, channels):
 @triton.jit
 def _load(x, run, channel, tokens, channels, stride, RAGGED: tl.constexpr):
     """The first, second, third and fourth tokens of the runs, FP32."""
-    token = run * _RUN
+    token = run * RUN
     at = x + token[:, None] * stride + channel[None, :]
     if RAGGED:
         inside = channel[None, :] < channels
@@ -183,18 +128,18 @@ def _write_rows(
     is_fp4 = tl.load(state + GEMM) == _FP4
     channel = column_tile * _TILE + tl.arange(0, _TILE)
     a, b, c, d = _load(x, run, channel, tokens, channels, stride, RAGGED)
-    sa, ia = _scales(_amax(a, 1), is_fp4)
-    sb, ib = _scales(_amax(b, 1), is_fp4)
-    sc, ic = _scales(_amax(c, 1), is_fp4)
-    sd, id = _scales(_amax(d, 1), is_fp4)
+    sa, ia = _scales(amax_of(a, 1), is_fp4)
+    sb, ib = _scales(amax_of(b, 1), is_fp4)
+    sc, ic = _scales(amax_of(c, 1), is_fp4)
+    sd, id = _scales(amax_of(d, 1), is_fp4)
     a, b, c, d = a * ia[:, None], b * ib[:, None], c * ic[:, None], d * id[:, None]
     a, b, c, d = _rounded(a, b, c, d, is_fp4, state, run, channel, tokens, channels, IS_GRADIENT)
-    at = rows + (run * _RUN)[:, None] * padded_channels + channel[None, :]
+    at = rows + (run * RUN)[:, None] * padded_channels + channel[None, :]
     tl.store(at, a.to(tl.float8e4nv))
     tl.store(at + padded_channels, b.to(tl.float8e4nv))
     tl.store(at + 2 * padded_channels, c.to(tl.float8e4nv))
     tl.store(at + 3 * padded_channels, d.to(tl.float8e4nv))
-    at_scale = row_scales + column_tile.to(tl.int64) * padded_tokens + run * _RUN
+    at_scale = row_scales + column_tile.to(tl.int64) * padded_tokens + run * RUN
     tl.store(at_scale, sa)
     tl.store(at_scale + 1, sb)
     tl.store(at_scale + 2, sc)
@@ -220,15 +165,15 @@ def _write_columns(
 ):
     """128 tokens by some channels, tiles 128x1, transposed."""
     is_fp4 = tl.load(state + GEMM) == _FP4
-    run = (row_tile * (_TILE // _RUN) + tl.arange(0, _TILE // _RUN)).to(tl.int64)
+    run = (row_tile * (_TILE // RUN) + tl.arange(0, _TILE // RUN)).to(tl.int64)
     a, b, c, d = _load(x, run, channel, tokens, channels, stride, RAGGED)
-    largest = _larger(_larger(tl.abs(a), tl.abs(b)), _larger(tl.abs(c), tl.abs(d)))
-    scale, inverse = _scales(_amax(largest, 0), is_fp4)
+    largest = larger(larger(tl.abs(a), tl.abs(b)), larger(tl.abs(c), tl.abs(d)))
+    scale, inverse = _scales(amax_of(largest, 0), is_fp4)
     i = inverse[None, :]
     a, b, c, d = _rounded(a * i, b * i, c * i, d * i, is_fp4, state, run, channel, tokens, channels, IS_GRADIENT)
     at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
-    at += channel.to(tl.int64)[None, :] * (padded_tokens // _RUN) + run[:, None]
-    tl.store(at, _pack(a, b, c, d))
+    at += channel.to(tl.int64)[None, :] * (padded_tokens // RUN) + run[:, None]
+    tl.store(at, pack_fp8(a, b, c, d))
     tl.store(column_scales + row_tile.to(tl.int64) * padded_channels + channel, scale)
 
 
@@ -254,14 +199,14 @@ def tokens_kernel(
 ):
     """A part of one 128x128 tile, in one of the two layouts. The programs of a tile follow each other, so that x comes
     from memory once although two read it. One program for both layouts would need too many registers."""
-    row_parts: tl.constexpr = _TILE // _RUN // ROW_RUNS if ROW_RUNS > 0 else 0
+    row_parts: tl.constexpr = _TILE // RUN // ROW_RUNS if ROW_RUNS > 0 else 0
     column_parts: tl.constexpr = _TILE // WIDTH if WIDTH > 0 else 0
     part = tl.program_id(0) % (row_parts + column_parts)
     column_tile = tl.program_id(0) // (row_parts + column_parts)
     row_tile = tl.program_id(1)
     if part < row_parts:
         if ROW_RUNS > 0:
-            run = (row_tile * (_TILE // _RUN) + part * ROW_RUNS + tl.arange(0, ROW_RUNS)).to(tl.int64)
+            run = (row_tile * (_TILE // RUN) + part * ROW_RUNS + tl.arange(0, ROW_RUNS)).to(tl.int64)
             _write_rows(
                 x,
                 state,
@@ -329,7 +274,7 @@ def weight_kernel(
     else:
         value = tl.load(at)
     value = value.to(tl.bfloat16).to(tl.float32)
-    amax = _amax(_amax(value, 1), 0)
+    amax = amax_of(amax_of(value, 1), 0)
     if FORWARD:
         is_fp4 = tl.load(state) == _FP4
         scale, inverse = _scales(amax, is_fp4)

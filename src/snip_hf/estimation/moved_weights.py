@@ -1,0 +1,134 @@
+"""The swapped weights along one random direction, held in FP32 or made again whenever a layer runs."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..layers.layer import SnipLayer
+from ..numerics.random_streams import stream_key
+from ..parallel.ranks import Processes
+from ..parallel.sharding import sharded_as, squares
+
+Draw = tuple[int, int, int]
+"""Seed, step and index of a probe: what decides its random direction."""
+
+
+class MovedWeights:
+    """W + eps d, and after `turn` W - eps d, in FP32, laid out as the weight.
+
+    Every layer's numbers are those of its name: which other layers a process holds makes no difference, nor does it
+    matter whether they are held or remade. Sharded weights move in place on their shards.
+
+    Args:
+        layers: the swapped layers; their weights must be those of the model and no stand-ins.
+        pullbacks: layer -> what makes a direction of z ~ N(0, 1), both laid out as the weight.
+        draw: what decides z.
+        relative_step: |eps * d| / |W| over all swapped weights.
+        processes: those that probe together.
+        remade: layers whose weights are not held, as far as that is possible.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, SnipLayer],
+        pullbacks: Mapping[str, Callable[[Tensor], Tensor]],
+        draw: Draw,
+        relative_step: float,
+        processes: Processes,
+        remade: Collection[str] = (),
+    ) -> None:
+        self._layers, self._pullbacks, self._draw = layers, pullbacks, draw
+        self._weights = {name: layers[name].weight.detach() for name in pullbacks}
+        self._is_turned = False
+        self._held: dict[str, Tensor] = {}
+        self._remade = [name for name in pullbacks if name in remade and can_be_remade(name, layers)]
+
+        def directions() -> Iterator[Tensor]:
+            for name in pullbacks:
+                direction = self._direction(name)
+                if name not in self._remade:
+                    self._held[name] = direction
+                yield direction
+
+        totals = processes.pipeline.gather([sum(squares(self._weights.values())), sum(squares(directions()))])
+        weights, moves = (sum(column) for column in zip(*totals, strict=True))
+        self.epsilon = relative_step * (weights / moves) ** 0.5 if moves > 0 else 1.0
+        for name, direction in self._held.items():
+            self._move(name, direction)
+
+    def turn(self) -> None:
+        """Goes from W + eps * d to W - eps * d, in place."""
+        self._is_turned = True
+        for name, moved in self._held.items():
+            self._turn(name, moved)
+
+    def by_parameter(self) -> dict[str, Tensor]:
+        """Returns parameter name -> what a pass uses in its place; what is remade has the weight itself there."""
+        used = {**self._held, **{name: self._weights[name] for name in self._remade}}
+        return {self._layers[name].weight_name(name): used[name] for name in self._pullbacks}
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Lets the layers whose weights are remade do so; to be entered once their recorders are in place."""
+        for name in self._remade:
+            layer = self._layers[name]
+            assert layer.snip_recorder is not None
+            layer.snip_recorder = self._with_made(name, layer.snip_recorder)
+        yield
+
+    def _with_made(
+        self, name: str, record: Callable[[SnipLayer, Tensor], Tensor]
+    ) -> Callable[[SnipLayer, Tensor], Tensor]:
+        def forward(layer: SnipLayer, input: Tensor) -> Tensor:
+            with torch.no_grad():
+                moved = self._move(name, self._direction(name))
+                if self._is_turned:
+                    self._turn(name, moved)
+            entries = layer._parameters
+            stand_in = entries["weight"]
+            entries["weight"] = moved  # type: ignore[assignment]
+            try:
+                return record(layer, input)
+            finally:
+                entries["weight"] = stand_in
+
+        return forward
+
+    def _direction(self, name: str) -> Tensor:
+        layer, weight = self._layers[name], self._weights[name]
+        # Drawn as a matrix, since the derivatives of samples and the traces are along it.
+        (matrix,) = layer.matrices(weight)
+        direction = self._pullbacks[name](layer.laid_out([random_direction(name, matrix, self._draw)]))
+        return sharded_as(direction, weight)
+
+    def _move(self, name: str, direction: Tensor) -> Tensor:
+        return direction.mul_(self.epsilon).add_(self._weights[name])
+
+    def _turn(self, name: str, moved: Tensor) -> None:
+        moved.neg_().add_(self._weights[name], alpha=2.0)
+
+
+def can_be_remade(name: str, layers: Mapping[str, SnipLayer]) -> bool:
+    """Returns True if a layer's weight is a parameter of its own module that no other layer shares."""
+    layer = layers[name]
+    is_own = layer._parameters.get("weight") is layer.weight and layer.weight_name(name) == f"{name}.weight"
+    return is_own and sum(other.weight is layer.weight for other in layers.values()) == 1
+
+
+def random_direction(name: str, weight: Tensor, draw: Draw) -> Tensor:
+    """Returns the z ~ N(0, 1) of a layer, (O, I), FP32, whole: the same numbers whenever it is drawn.
+
+    Args:
+        name: of the layer.
+        weight: of the layer as a matrix (O, I); gives shape and device.
+        draw: what decides the numbers, with the name.
+    """
+    generator = torch.Generator(weight.device).manual_seed(
+        stream_key(*draw, zlib.crc32(name.encode(errors="surrogatepass")), 0) >> 1
+    )
+    return torch.randn(weight.shape, generator=generator, device=weight.device)

@@ -1,0 +1,148 @@
+"""The backend "tensor-scaled": formats that fold into E4M3, on FP8 tensor cores with one scale per operand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...numerics.formats import NumberFormat
+from ..backend import Layer, register_backend
+from ..tensor_core import Cache, Quantized, TensorCoreBackend
+from . import records
+from .folding import fold_of, has_one_scale
+from .gemm_calls import gemm_call
+from .linear import TensorScaledGemms, quantize_input, quantize_weight
+from .operators import fold_into
+from .records import Records
+from .trial import fault
+
+_OLDEST = (8, 9)
+_EXPECTED = "expected a CUDA device of compute capability 8.9 or later (Ada, Hopper, Blackwell)"
+# Shares of blocks that are worth a line of the log.
+_MUCH_SATURATED, _MUCH_SMALL = 1e-4, 1e-2
+_MOST_NAMED = 3
+
+
+class TensorScaled(TensorCoreBackend):
+    """Computes in BF16; layers whose compute dtype is another one run emulated."""
+
+    name = "tensor-scaled"
+    arithmetic = "FP8 tensor cores with one scale per operand; values of 4 bits and their blocks' scales stored as FP8"
+    by_name_only = "with a single token, gradients were NaN in two of its tests on a GPU, for a reason not found"
+    measured_speeds = {2048: 1.18, 4096: 1.47}  # noqa: RUF012
+
+    def lacks(self, device: torch.device) -> str | None:
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return f"the model is on {device.type!r}, {_EXPECTED}"
+        if torch.version.cuda is None:
+            return "torch is not built for CUDA"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _OLDEST:
+            return f"the GPU has compute capability {capability[0]}.{capability[1]}, {_EXPECTED}"
+        if find_spec("triton") is None:
+            return "the package triton is not installed"
+        return None
+
+    def runs(self, format: NumberFormat) -> bool:
+        return fold_of(format) is not None or has_one_scale(format)
+
+    def fails(self, format: NumberFormat, device: torch.device) -> str | None:
+        return fault(format.name, device)
+
+    def quantize_input(self, layer: Layer, x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
+        own = _records(layer, x.device)
+        return quantize_input(x, layer.snip_state, own.record, own.table, (row_gemm, column_gemm), _is_trained(layer))
+
+    def quantize_weight(self, layer: Layer, forward: bool, grad_input: bool) -> Quantized:
+        own, gemms = _records(layer, layer.weight.device), (0 if forward else -1, 1 if grad_input else -1)
+        return quantize_weight(layer.matrix, layer.snip_state, own.record, own.table, gemms, True)
+
+    def quantize_weight_into(self, layer: Layer, outputs: Sequence[Tensor]) -> None:
+        own = _records(layer, layer.weight.device)
+        gemms = 0 if outputs[0].shape[0] > 0 else -1, 1 if outputs[2].shape[0] > 0 else -1
+        with torch.no_grad():
+            fold_into(layer.matrix.detach(), layer.snip_state, (own.record, own.table), 2, gemms, True, outputs)
+
+    def three_gemms(
+        self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, inputs: Quantized, weights: Sequence[Tensor]
+    ) -> Tensor:
+        own, how = _records(layer, x.device), (layer.snip_cache.high, keeps_x, _is_trained(layer))
+        tensors = layer.snip_state, own.record, own.table
+        y: Tensor = TensorScaledGemms.apply(x, layer.matrix, bias, *tensors, how, *inputs, *weights)
+        return y
+
+    def gemm_call(
+        self, gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: Tensor
+    ) -> Callable[[], Tensor]:
+        return gemm_call(gemm, x, weight, grad_output, state)
+
+    def attach(self, layer: Layer) -> None:
+        super().attach(layer)
+        layer.snip_cache.own = Records.new(layer.weight.device)
+
+    def cache_of_copy(self, layer: Layer) -> Cache:
+        copied = super().cache_of_copy(layer)
+        copied.own = layer.snip_cache.own.copy()
+        return copied
+
+    def share_inputs(self, layers: Mapping[str, Layer], groups: Sequence[Sequence[str]]) -> None:
+        super().share_inputs(layers, groups)
+        records.pack(list(_of_all(layers).values()))
+
+    def after_step(self, layers: Mapping[str, Layer]) -> None:
+        super().after_step(layers)
+        records.follow(list(_of_all(layers).values()))
+
+    def state_dict(self, layers: Mapping[str, Layer]) -> dict[str, Any]:
+        return records.saved(_of_all(layers))
+
+    def load_state_dict(self, layers: Mapping[str, Layer], state: Mapping[str, Any]) -> None:
+        records.load(_of_all(layers), state)
+
+    def findings(self, layers: Mapping[str, Layer]) -> tuple[bool, str] | None:
+        found = records.losses(_of_all(layers))
+        saturated = [one for one in found if one.saturated > _MUCH_SATURATED]
+        small = [one for one in found if one.small > _MUCH_SMALL]
+        if not saturated and not small:
+            return None
+        worst = saturated or sorted(small, key=lambda one: -one.small)
+        more = f", and {len(worst) - _MOST_NAMED} more" if len(worst) > _MOST_NAMED else ""
+        return bool(saturated), (
+            f"{len(worst)} operands have blocks outside the binades that E4M3 holds (docs/tensor_scaled.md): "
+            f"{'; '.join(map(str, worst[:_MOST_NAMED]))}{more}."
+        )
+
+    def notice(self, weight: Tensor, mixed_precision: str | None, asked: bool) -> tuple[bool, str]:
+        if weight.dtype != torch.bfloat16 and mixed_precision not in (None, "bf16"):
+            return True, (
+                f"the GPU has FP8 tensor cores, but the model does not compute in BF16 (mixed_precision="
+                f"{mixed_precision!r}, {weight.dtype} weights): its formats are emulated, slower than BF16. Train with "
+                "bf16=True."
+            )
+        return False, (
+            "its formats run on FP8 tensor cores with one scale per operand wherever the compute dtype is BF16, others "
+            "are emulated. Compile the decoder layers: without it little or nothing is gained."
+        )
+
+
+def _records(layer: Layer, device: torch.device) -> Records:
+    own: Records = layer.snip_cache.own
+    return own.on(device)
+
+
+def _of_all(layers: Mapping[str, Layer]) -> dict[str, Records]:
+    """Returns the records of the layers that run here; another run may have put some on another backend."""
+    here = {name: layer for name, layer in layers.items() if layer.snip_backend is TENSOR_SCALED}
+    return {name: layer.snip_cache.own for name, layer in here.items()}
+
+
+def _is_trained(layer: Layer) -> bool:
+    """Returns True if what the pass sees shall count for the next step's exponents."""
+    return layer.training and torch.is_grad_enabled()
+
+
+TENSOR_SCALED = register_backend(TensorScaled())

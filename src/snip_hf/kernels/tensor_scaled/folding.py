@@ -1,0 +1,114 @@
+"""The formats whose rounded operands are E4M3 numbers times one factor of the tensor, and what kernels know of them.
+
+There are two kinds. With one FP32 scale per tensor and the grid E4M3, an operand is that by definition. With blocks
+whose scales are powers of two ("folded"), a rounded element is value * 2**e for a value of the grid and its block's
+exponent e. It is stored as value * 2**(e - s), with one exponent s for all of the tensor, and the product is multiplied
+by 2**s.
+
+E4M3 holds value * 2**(e - s) exactly for all e - s from `Fold.lowest` to `Fold.highest`. For E2M1 these are -8 to 6, 15
+binades: 6 * 2**6 = 384 is at most 448, and 0.5 * 2**-8 is E4M3's smallest number. For the integers -7..7 they are -9 to
+6. Inside this range s changes no bit of a result. A block with a larger exponent saturates: its elements are cut off at
+448 * 2**s. A block with a smaller one is rounded as if its exponent were s + lowest. Its small elements lose bits,
+without a bias where the format rounds stochastically.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ...numerics.formats import E4M3, FORMATS, ElementGrid, NumberFormat
+from ...numerics.gemms import OPERANDS
+
+BLOCK = 32
+# What the largest magnitude of a tensor becomes at most: 1.5 * 2**8, E2M1's largest number in its highest block. The
+# integers' 7 * 2**6 is above it.
+TOP = 384.0
+_TOP_EXPONENT, _TOP_MANTISSA = 8, 0x400000
+# A grid with fewer binades would lose bits where MXFP4 does not.
+_LEAST_BINADES = 15
+
+# Places in the parameters of a quantized layout, which the product and the kernels read: the scale of the tensor and
+# its inverse; what a block's largest magnitude is multiplied by to find its exponent; the power of two below which the
+# grid of the lowest block has one spacing; the spacing between 1 and 2, 0 where E4M3 itself is the grid; the largest
+# magnitude of a block that fits, and that of one that does not because it is too small.
+SCALE, INVERSE, CEILING, LEAST, SPACING, MOST, LOST = range(7)
+PARAMETERS = 8
+
+
+@dataclass(frozen=True)
+class Fold:
+    """How a format's blocks fold into E4M3."""
+
+    grid: ElementGrid
+    lowest: int
+    """Exponent of the smallest block scale whose values E4M3 holds, relative to the tensor's."""
+    highest: int
+
+
+def fold_of(format: NumberFormat) -> Fold | None:
+    """Returns how a format folds; None if it does not: its blocks, scales, grid or rounding are others."""
+    grid, rules = format.grid, [format.operand(name) for name in OPERANDS]
+    if grid is None or format.scale != "e8m0" or format.rotation or not format.gradient.stochastic:
+        return None
+    for rule in rules:
+        if not rule.is_plain or rule.block != (1, BLOCK) or rule.grid not in (None, grid):
+            return None
+        if format.rule_of(rule) != "rceil":
+            return None
+    if not grid.subnormals or not 1 <= grid.mantissa_bits <= E4M3.mantissa_bits:
+        return None
+    highest = math.floor(math.log2(E4M3.max / grid.max))
+    lowest = round(math.log2(E4M3.smallest / grid.smallest))
+    if highest - lowest + 1 < _LEAST_BINADES or grid.max * 2.0**highest < TOP:
+        return None
+    return Fold(grid, lowest, highest)
+
+
+def has_one_scale(format: NumberFormat) -> bool:
+    """Returns True if each operand of a format is E4M3 with one FP32 scale, rounded to nearest."""
+    rules = [format.operand(name) for name in OPERANDS]
+    if format.grid != E4M3 or format.rotation:
+        return False
+    is_e4m3 = all(rule.quantized and rule.grid in (None, E4M3) and not rule.noise for rule in rules)
+    return is_e4m3 and all(rule.block is None and not rule.stochastic for rule in rules)
+
+
+def exponents_of(amax_bits: Tensor) -> Tensor:
+    """Returns the smallest s with amax <= 384 * 2**s, for the bits of FP32 numbers amax >= 0 as int64."""
+    return ((amax_bits + (0x7FFFFF - _TOP_MANTISSA)) >> 23) - 127 - _TOP_EXPONENT
+
+
+def table_on(device: torch.device) -> Tensor:
+    """Returns what kernels know of all formats that are registered now, (formats, PARAMETERS), FP32."""
+    return _table(device, len(FORMATS))
+
+
+@cache
+def _table(device: torch.device, formats: int) -> Tensor:
+    return torch.tensor([_row(format) for format in FORMATS.values()], dtype=torch.float32).to(device)
+
+
+def _row(format: NumberFormat) -> list[float]:
+    """Returns a format's parameters in the order of their places; the scales, which come first, are the tensor's."""
+    fold = fold_of(format)
+    if fold is None:
+        return [0.0] * PARAMETERS
+    grid = fold.grid
+    # The largest power of two in amax * ceiling is the block's exponent by the rule "rceil", raised by the grid's least
+    # one: amax is BF16, so that amax / max is either a power of two or at least 1 + 2**-8 times one.
+    ceiling = (2.0 - 2.0**-10) / grid.max * 2.0**grid.min_exponent
+    return [
+        0.0,
+        0.0,
+        ceiling,
+        2.0 ** (fold.lowest + grid.min_exponent),
+        2.0**-grid.mantissa_bits,
+        grid.max * 2.0**fold.highest,
+        grid.max * 2.0 ** (fold.lowest - 1),
+        0.0,
+    ]

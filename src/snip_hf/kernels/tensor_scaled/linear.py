@@ -1,0 +1,113 @@
+"""A linear layer of folded operands: what is quantized when, and what is kept for backward.
+
+Legend: T tokens, I in_features, O out_features; x (..., I), weight (O, I). Numerics are those of `kernels.emulated`
+inside the range of `folding`, but that gradients of FP32 weights are not rounded to BF16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tensor_core import Quantized
+from .operators import fold_operand, multiply
+
+_ACTIVATION, _GRADIENT, _WEIGHT = range(3)  # as in `gemms.OPERANDS`
+
+
+def quantize_input(
+    x: Tensor, state: Tensor, record: Tensor, table: Tensor, gemms: tuple[int, int], counts: bool
+) -> Quantized:
+    """Returns `operators.fold_operand` of x (..., I) for the forward and the grad_weight GEMM."""
+    with torch.no_grad():
+        quantized: Quantized = fold_operand(
+            x.reshape(-1, x.shape[-1]), state, record, table, _ACTIVATION, *gemms, counts
+        )
+    return quantized
+
+
+def quantize_weight(
+    weight: Tensor, state: Tensor, record: Tensor, table: Tensor, gemms: tuple[int, int], counts: bool
+) -> Quantized:
+    """Returns `operators.fold_operand` of a weight (O, I) for the forward and the grad_input GEMM."""
+    quantized: Quantized = fold_operand(weight.detach(), state, record, table, _WEIGHT, *gemms, counts)
+    return quantized
+
+
+class TensorScaledGemms(torch.autograd.Function):
+    """Y = X W^T + b of E4M3 operands. Of X, what is saved for backward is quantized, one byte per element.
+
+    Args of forward:
+        x: (..., I), BF16.
+        weight: (O, I), the parameter itself, FP32 or BF16.
+        bias: (O), BF16, or None.
+        state, record, table: the layer's.
+        how: for each GEMM, whether it runs in BF16; whether the backward pass will compute the weight's gradient;
+            whether the record takes note of the pass. A Python constant: changing it triggers recompilation.
+        quantized: x as `quantize_input` gives it, for the GEMMs that are not high; then the weight, both layouts with
+            their parameters, if they are kept, or nothing, if each pass quantizes what it needs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        record: Tensor,
+        table: Tensor,
+        how: tuple[tuple[bool, bool, bool], bool, bool],
+        *quantized: Tensor,
+    ) -> Tensor:
+        high, keeps_x, counts = how
+        out_features, in_features = weight.shape
+        rows, columns, weights = quantized[:2], quantized[2:4], quantized[4:]
+        if high[0]:
+            y = torch.nn.functional.linear(x.reshape(-1, in_features), weight.to(x.dtype), bias)
+        else:
+            by_output = weights[:2] or quantize_weight(weight, state, record, table, (0, -1), counts)[:2]
+            # The bias is added to the FP32 sums, as emulated.
+            dtype = x.dtype if bias is None else torch.float32
+            y = multiply("forward", rows, by_output, (x.numel() // in_features, out_features), dtype)
+            y = y if bias is None else (y + bias).to(x.dtype)
+        # A copy: the next forward pass may write the state before this one's backward pass reads it. A compiled graph
+        # would make it in the backward pass, where it is of no use; torch notices there if the state was written.
+        kept_state = state if torch.compiler.is_compiling() else state.clone()
+        kept_x = x if keeps_x and high[2] else None
+        ctx.save_for_backward(kept_x, weight, kept_state, record, table, *columns, *weights[2:])
+        ctx.high, ctx.counts, ctx.x_shape = high, counts, x.shape
+        # A view would be refused by autograd where a model adds to it in place (Falcon: `attention_output += ...`).
+        result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], out_features])
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, state, record, table, *kept = ctx.saved_tensors
+        x_columns, by_input = kept[:2], kept[2:]
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        _, high_input, high_weight = ctx.high
+        out_features, in_features = weight.shape
+        g = grad_output.reshape(-1, out_features)
+        gemms = 1 if needs_x and not high_input else -1, 2 if needs_weight and not high_weight else -1
+        quantized = fold_operand(g, state, record, table, _GRADIENT, *gemms, ctx.counts)
+        grad_x = grad_weight = None
+        if needs_x and high_input:
+            grad_x = g @ weight.to(g.dtype)
+        elif needs_x:
+            by_input = by_input or quantize_weight(weight, state, record, table, (-1, 1), ctx.counts)[2:]
+            grad_x = multiply("grad_input", quantized[:2], by_input, (g.shape[0], in_features), g.dtype)
+        if needs_weight and high_weight:
+            grad_weight = g.t() @ x.reshape(-1, in_features)
+        elif needs_weight:
+            # In the parameter's own precision: rounding FP32 sums to BF16 first would gain nothing.
+            dtype = g.dtype if weight.dtype == g.dtype else torch.float32
+            grad_weight = multiply("grad_weight", quantized[2:], x_columns, (out_features, in_features), dtype)
+        return (
+            None if grad_x is None else grad_x.view(ctx.x_shape),
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            g.sum(0) if needs_bias else None,
+            *[None] * (len(ctx.needs_input_grad) - 3),
+        )

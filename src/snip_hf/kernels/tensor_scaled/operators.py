@@ -1,0 +1,272 @@
+"""The operators of the backend: an operand folded into E4M3, and the product with one scale per operand.
+
+torch.compile does not look into them: it would take what the kernels note in a layer's record for a change of an input.
+The notes have no part in what an operator returns, in any order and however often a pass is computed again.
+
+Legend: T tokens, C channels, I in_features, O out_features; R', C' are R, C rounded up to a multiple of 64, filled with
+zeros. On a GPU the kernels of `tiles` run, elsewhere `reference`, and a product in FP32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..tensor_core import Quantized
+from . import reference
+from .folding import PARAMETERS
+from .records import Records
+
+if TYPE_CHECKING or find_spec("triton") is not None:
+    import triton
+
+    from .tiles import fold_kernel, scales_kernel
+
+_MULTIPLE = 64
+# Whether partial sums stay in the tensor cores' 14 bits over the whole contraction instead of 128 elements of it.
+FAST_SUMS = {"forward": False, "grad_input": False, "grad_weight": False}
+Tile = tuple[int, int, int, int | None]
+"""Runs of tokens, channels and warps of a program of `fold_kernel`, and the most registers of a thread; None: any."""
+# For activations, gradients and weights: the fastest of those tried on an H200 (docs/log.md), but for weights.
+TILES: tuple[Tile, Tile, Tile] = ((8, 64, 1, None), (8, 64, 1, None), (8, 64, 1, None))
+# Rows, columns and warps of a program of `scales_kernel`, and the most programs, of all and of those that count.
+_PART = (8, 512, 4, 512, 64)
+_GRADIENT = 1  # in `gemms.OPERANDS`
+
+# Through `Library` and not `custom_op`, which costs 35 microseconds more per call on the host.
+_library = torch.library.Library("snip_hf", "FRAGMENT")
+_library.define(
+    "fold_operand(Tensor x, Tensor state, Tensor record, Tensor table, int operand, int row_gemm, int column_gemm, "
+    "bool counts) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "tensor_scaled_product(Tensor left, Tensor left_parameters, Tensor right, Tensor right_parameters, SymInt rows, "
+    "SymInt columns, bool fast, ScalarType dtype) -> Tensor"
+)
+
+
+def _padded(size: int) -> int:
+    return (size + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
+
+
+def _outputs(x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
+    tokens, channels = _padded(x.shape[0]), _padded(x.shape[1])
+    has_rows, has_columns = int(row_gemm >= 0), int(column_gemm >= 0)
+    fp8, fp32 = torch.float8_e4m3fn, torch.float32
+    return (
+        x.new_empty(tokens * has_rows, channels, dtype=fp8),
+        x.new_empty(PARAMETERS * has_rows, dtype=fp32),
+        x.new_empty(channels * has_columns, tokens, dtype=fp8),
+        x.new_empty(PARAMETERS * has_columns, dtype=fp32),
+    )
+
+
+@torch.library.impl(_library, "fold_operand", "CompositeExplicitAutograd")
+def _fold(
+    x: Tensor, state: Tensor, record: Tensor, table: Tensor, operand: int, row_gemm: int, column_gemm: int, counts: bool
+) -> Quantized:
+    outputs = _outputs(x, row_gemm, column_gemm)
+    fold_into(x, state, (record, table), operand, (row_gemm, column_gemm), counts, outputs)
+    return outputs
+
+
+@torch.library.register_fake("snip_hf::fold_operand", lib=_library)
+def _(
+    x: Tensor, state: Tensor, record: Tensor, table: Tensor, operand: int, row_gemm: int, column_gemm: int, counts: bool
+) -> Quantized:
+    return _outputs(x, row_gemm, column_gemm)
+
+
+fold_operand = torch.ops.snip_hf.fold_operand
+"""Folds an operand for two GEMMs.
+
+Args:
+    x: (R, C), BF16 or FP32, which is rounded to BF16 first.
+    state: the layer's, on x's device.
+    record, table: the layer's (`records.Records`).
+    operand: which of `gemms.OPERANDS` x is. A gradient is rounded stochastically in folded formats.
+    row_gemm: the GEMM that contracts C, numbered as in `gemms.GEMMS`; -1: rows are left out, and come back empty.
+    column_gemm: the GEMM that contracts R; likewise.
+    counts: whether the pass is trained on, so that the record takes note of it.
+
+Returns: rows (R', C') E4M3 and their parameters (`folding`), columns (C', R') and theirs.
+"""
+
+
+def fold_into(
+    x: Tensor,
+    state: Tensor,
+    tensors: tuple[Tensor, Tensor],
+    operand: int,
+    gemms: tuple[int, int],
+    counts: bool,
+    outputs: Sequence[Tensor],
+    by_kernel: bool | None = None,
+) -> None:
+    """As `fold_operand`, into the tensors that it gave.
+
+    Args:
+        x, state, operand, counts, outputs: as there.
+        tensors: record and table.
+        gemms: the row and the column GEMM.
+        by_kernel: None leaves the choice to the device.
+    """
+    record, table = tensors
+    if x.numel() == 0 or max(gemms) < 0:
+        for output in outputs:
+            output.view(torch.uint8).zero_()
+    elif x.is_cuda if by_kernel is None else by_kernel:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            _find_scales(x, state, (record[operand], table), gemms, counts, outputs)
+            launch_fold(x, state, record[operand], operand, counts, outputs)
+    else:
+        found = reference.fold(x, state, record, table, operand, gemms, counts)
+        for index, layout in enumerate(found):
+            if layout is not None:
+                outputs[2 * index].copy_(reference.padded(layout[0], _MULTIPLE))
+                outputs[2 * index + 1].copy_(layout[1])
+
+
+def folded(
+    x: Tensor, state: Tensor, records: Records, operand: int, gemms: tuple[int, int], by_kernel: bool | None = None
+) -> Quantized:
+    """Returns `fold_operand` by the kernels or by the reference; the records take note."""
+    outputs = _outputs(x, *gemms)
+    fold_into(x, state, (records.record, records.table), operand, gemms, True, outputs, by_kernel)
+    return outputs
+
+
+def _find_scales(
+    x: Tensor,
+    state: Tensor,
+    tensors: tuple[Tensor, Tensor],
+    gemms: tuple[int, int],
+    counts: bool,
+    outputs: Sequence[Tensor],
+) -> None:
+    """Launches `scales_kernel` with the operand's record and the table."""
+    (tokens, channels), (row_gemm, column_gemm) = x.shape, gemms
+    height, width, warps, programs, counting = _PART
+    parts = triton.cdiv(tokens, height) * triton.cdiv(channels, width)
+    scales_kernel[(min(parts, programs),)](
+        x,
+        state,
+        *tensors,
+        outputs[1],
+        outputs[3],
+        tokens,
+        channels,
+        x.stride(0),
+        parts,
+        ROW_GEMM=row_gemm,
+        COLUMN_GEMM=column_gemm,
+        COUNTS=counts,
+        COUNTING=counting,
+        HEIGHT=height,
+        WIDTH=width,
+        num_warps=warps,
+    )
+
+
+def launch_fold(
+    x: Tensor,
+    state: Tensor,
+    record: Tensor,
+    operand: int,
+    counts: bool,
+    outputs: Sequence[Tensor],
+    tile: Tile | None = None,
+) -> None:
+    """Launches `fold_kernel`, with the parameters of the layouts in `outputs`.
+
+    Args:
+        x, state, operand, counts, outputs: as in `fold_into`.
+        record: of the operand.
+        tile: None: the fastest known.
+    """
+    rows, row_parameters, columns, column_parameters = outputs
+    tokens, channels = x.shape
+    padded_tokens, padded_channels = _padded(tokens), _padded(channels)
+    runs, width, warps, registers = tile or TILES[operand]
+    fold_kernel[(triton.cdiv(padded_channels, width), triton.cdiv(padded_tokens, 4 * runs))](
+        x,
+        state,
+        record,
+        row_parameters,
+        column_parameters,
+        rows,
+        columns,
+        tokens,
+        channels,
+        padded_tokens,
+        padded_channels,
+        x.stride(0),
+        HAS_ROWS=rows.shape[0] > 0,
+        HAS_COLUMNS=columns.shape[0] > 0,
+        IS_GRADIENT=operand == _GRADIENT,
+        COUNTS=counts,
+        RAGGED=padded_tokens != tokens or padded_channels != channels,
+        RUNS=runs,
+        CHANNELS=width,
+        num_warps=warps,
+        maxnreg=registers,
+        enable_fp_fusion=True,  # products with powers of two are exact
+    )
+
+
+@torch.library.impl(_library, "tensor_scaled_product", "CompositeExplicitAutograd")
+def _product(
+    left: Tensor,
+    left_parameters: Tensor,
+    right: Tensor,
+    right_parameters: Tensor,
+    rows: int,
+    columns: int,
+    fast: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    if left.numel() == 0 or right.numel() == 0:
+        return left.new_zeros(rows, columns, dtype=dtype)
+    if not left.is_cuda:
+        with torch.autocast("cpu", enabled=False):
+            a, b = left.to(torch.float32) * left_parameters[0], right.to(torch.float32) * right_parameters[0]
+            return (a @ b.t())[:rows, :columns].to(dtype).contiguous()
+    product: Tensor = torch.ops.aten._scaled_mm.default(
+        left, right.t(), left_parameters[:1], right_parameters[:1], None, None, dtype, fast
+    )
+    return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
+
+
+@torch.library.register_fake("snip_hf::tensor_scaled_product", lib=_library)
+def _(
+    left: Tensor,
+    left_parameters: Tensor,
+    right: Tensor,
+    right_parameters: Tensor,
+    rows: int,
+    columns: int,
+    fast: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    return left.new_empty(rows, columns, dtype=dtype)
+
+
+def multiply(
+    gemm: str, left: Sequence[Tensor], right: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype
+) -> Tensor:
+    """Returns left @ right^T of a GEMM, summed in FP32.
+
+    Args:
+        gemm: one of `gemms.GEMMS`.
+        left: (M', K') E4M3 and its parameters.
+        right: (N', K') and its.
+        shape: M and N without the padding.
+        dtype: of the result, BF16 or FP32.
+    """
+    product: Tensor = torch.ops.snip_hf.tensor_scaled_product(*left, *right, *shape, FAST_SUMS[gemm], dtype)
+    return product

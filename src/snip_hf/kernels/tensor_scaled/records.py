@@ -1,0 +1,172 @@
+"""The exponents of a layer's operands: which are in force, how they follow what passes have seen, and what was lost.
+
+A layer's record is a row of int64 per operand (`OPERANDS`: activation, gradient, weight), on its device. Kernels read
+the exponent s in force and note the largest magnitude of the passes that are trained on. `follow` derives the next s
+from it between optimizer steps. So all micro-batches of a step use the same s, and so does the recomputation of
+activation checkpointing. As long as there is no s, each pass takes that of its own tensor.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...numerics.gemms import OPERANDS
+from .folding import TOP, exponents_of, table_on
+
+# Places in a record: the exponent in force; the largest magnitude since it was set (FP32 bits); blocks that were looked
+# at, those of them that saturated and that lost bits; the amax of a pass and its programs that are done; steps, and
+# those in which something saturated.
+EXPONENT, LARGEST, BLOCKS, SATURATED, SMALL, AMAX, ARRIVED, CLIPPED = range(8)
+FIELDS = 8
+UNSET = 1000
+# Exponents stay within +-60, so that 2**s and the product of two are normal FP32 numbers.
+LIMIT = 60
+# Binades left above the largest magnitude seen, in which the next step's may grow without saturating: of activations
+# and weights, and of gradients. Gradients grew by more than 2 binades in 1 to 2% of the steps of a small model, by 6 at
+# most, and what two more binades cost at the lower end has next to no energy (docs/log.md).
+HEADROOM, GRADIENT_HEADROOM = 2, 4
+# Binades that s falls by at most in a step. Not more than the headroom: after one step of unusually small numbers,
+# those of usual size still fit.
+FALL = 2
+_INFINITY = 0x7F800000
+
+
+@dataclass
+class Records:
+    """What the backend keeps of one layer."""
+
+    record: Tensor
+    """(operands, FIELDS) int64. Written by kernels without torch's knowledge."""
+    table: Tensor
+    """`folding.table_on` its device."""
+    everything: Tensor | None = None
+    """The tensor whose row `record` is, with the records of all layers; None: it stands alone."""
+
+    @classmethod
+    def new(cls, device: torch.device) -> Records:
+        record = torch.zeros(len(OPERANDS), FIELDS, dtype=torch.int64)
+        record[:, EXPONENT] = UNSET
+        return cls(record.to(device), table_on(device))
+
+    def copy(self) -> Records:
+        """Returns these records apart from those of other layers."""
+        return Records(self.record.clone(), self.table)
+
+    def on(self, device: torch.device) -> Records:
+        """Moves the records to a device, where they are not there, and returns them."""
+        if self.record.device != device:
+            self.record, self.table, self.everything = self.record.to(device), table_on(device), None
+        return self
+
+
+def pack(records: Sequence[Records]) -> None:
+    """Makes the records on each device rows of one tensor, so that `follow` takes few launches."""
+    devices: dict[torch.device, list[Records]] = {}
+    for one in records:
+        devices.setdefault(one.record.device, []).append(one)
+    for members in devices.values():
+        everything = torch.stack([one.record for one in members])
+        for one, row in zip(members, everything.unbind(), strict=True):
+            torch._dynamo.mark_static_address(row)  # so that CUDA graphs write where it is
+            one.record, one.everything = row, everything
+
+
+def follow(records: Sequence[Records]) -> None:
+    """Sets the next step's exponents: from the largest magnitudes seen since the last call, where there were any."""
+    tensors = [one.record if one.everything is None else one.everything for one in records]
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        _follow(tensor.data)  # compiled graphs and autograd must not take notice
+
+
+def _follow(records: Tensor) -> None:
+    exponent, largest = records[..., EXPONENT], records[..., LARGEST]
+    records[..., CLIPPED] += saturates(exponent, largest)
+    headrooms = [GRADIENT_HEADROOM if name == "gradient" else HEADROOM for name in OPERANDS]
+    exponent.copy_(next_exponents(exponent, largest, torch.tensor(headrooms, device=records.device)))
+    largest.zero_()
+
+
+def saturates(exponent: Tensor, largest: Tensor) -> Tensor:
+    """Returns where the largest magnitude (FP32 bits, int64) of a step did not fit under the exponent in force."""
+    return (exponent != UNSET) & (largest < _INFINITY) & (exponents_of(largest) > exponent)
+
+
+def next_exponents(exponent: Tensor, largest: Tensor, headroom: Tensor | int) -> Tensor:
+    """Returns the exponents after a step, from those in force in it and the largest magnitudes (FP32 bits, int64)."""
+    wanted = exponents_of(largest) + headroom
+    wanted = torch.where(exponent == UNSET, wanted, torch.maximum(wanted, exponent - FALL)).clamp_(-LIMIT, LIMIT)
+    # A step that is not finite says nothing of the next one, nor does one without numbers.
+    return torch.where((largest > 0) & (largest < _INFINITY), wanted, exponent)
+
+
+def saved(records: Mapping[str, Records]) -> dict[str, Any]:
+    """Returns the exponents in force as JSON data: layer -> those of its operands, None where there is none yet."""
+    found = {name: one.record[:, EXPONENT].tolist() for name, one in records.items()}
+    return {name: [None if value == UNSET else value for value in values] for name, values in found.items()}
+
+
+def load(records: Mapping[str, Records], given: Mapping[str, Any]) -> None:
+    """Puts the exponents of `saved` in force; layers that it does not name have none.
+
+    Raises:
+        ValueError: an entry is not a list of three exponents; the message names the layer.
+    """
+    for name, one in records.items():
+        values = given.get(name, [None] * len(OPERANDS))
+        if not isinstance(values, list) or len(values) != len(OPERANDS) or not all(map(_is_exponent, values)):
+            raise ValueError(
+                f"The state's exponents of layer {name!r} are {values!r}; expected {len(OPERANDS)} whole numbers from "
+                f"{-LIMIT} to {LIMIT}, or null. Restore the file from another checkpoint."
+            )
+        row = one.record.data
+        row.zero_()
+        row[:, EXPONENT] = torch.tensor([UNSET if value is None else value for value in values], device=row.device)
+
+
+def _is_exponent(value: object) -> bool:
+    return value is None or (type(value) is int and -LIMIT <= value <= LIMIT)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What of a layer's operand did not fit since the last look."""
+
+    layer: str
+    operand: str
+    saturated: float
+    """Share of the blocks that are not zero, of those that were looked at; 0..1."""
+    small: float
+    clipped_steps: int
+    """Optimizer steps in which any block saturated."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layer} {self.operand}: {self.saturated:.2%} saturated, {self.small:.2%} lost bits, something "
+            f"saturated in {self.clipped_steps} steps"
+        )
+
+
+def losses(records: Mapping[str, Records]) -> list[Losses]:
+    """Returns the operands of which blocks did not fit since the last call, the worst first. Waits for the device."""
+    found = []
+    for name, one in records.items():
+        for operand, row in zip(OPERANDS, one.record.tolist(), strict=True):
+            if row[SATURATED] or row[SMALL] or row[CLIPPED]:
+                blocks = max(row[BLOCKS], 1)
+                found.append(Losses(name, operand, row[SATURATED] / blocks, row[SMALL] / blocks, row[CLIPPED]))
+        one.record.data[:, [BLOCKS, SATURATED, SMALL, CLIPPED]] = 0
+    return sorted(found, key=lambda one: (-one.saturated, -one.clipped_steps, -one.small))
+
+
+def bits_of(number: float) -> int:
+    """Returns the bits of an FP32 number."""
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])
+
+
+assert exponents_of(torch.tensor(bits_of(TOP))) == 0

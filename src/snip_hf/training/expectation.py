@@ -1,0 +1,108 @@
+"""What speed a run may expect, by what was measured of its backend, and what it lacks for that; said once."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from statistics import mode
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..kernels.backend import BACKENDS
+from ..layers.layer import SnipLayer
+
+BY_REGIONS = "compiled by regions"
+AS_A_WHOLE = "compiled as a whole (by regions is faster, and compiles sooner)"
+# Below this, launches take longer than what they launch (docs/hopper.md).
+FEW_TOKENS = 4096
+
+
+class Expectation:
+    """Says what is to be expected when the first micro-batch has run, since only then it is known what is compiled.
+
+    Args:
+        backend: name of the one in use.
+        layers: the swapped layers.
+        log: gets the text.
+    """
+
+    def __init__(self, backend: str, layers: Mapping[str, SnipLayer], log: logging.Logger) -> None:
+        self.is_said = False
+        self._backend = BACKENDS[backend]
+        self._hidden = mode(layer.in_features for layer in layers.values())
+        self._log = log
+
+    def say(self, how: str | None, tokens: int | None) -> None:
+        """Says it, unless that was done or nothing was measured of the backend.
+
+        Args:
+            how: the model is compiled; None: it is not.
+            tokens: of the first micro-batch; None: not known.
+        """
+        if self.is_said:
+            return
+        self.is_said = True
+        measured = self._backend.measured_speeds
+        if not measured:
+            return
+        lacking = []
+        if how is None:
+            lacking.append(
+                "the model is not compiled, so that launches outweigh faster products: set torch_compile=True in "
+                "TrainingArguments, or call layer.compile() for each decoder layer"
+            )
+        if self._hidden < min(measured):
+            lacking.append(
+                f"below a hidden size of {min(measured):,} quantization outweighs faster products, and this model has "
+                f"{self._hidden:,}: BF16 is likely to be faster"
+            )
+        if tokens is not None and tokens < FEW_TOKENS:
+            lacking.append(
+                f"micro-batches of {tokens:,} tokens are short: take longer or more sequences, with at least "
+                f"{FEW_TOKENS:,} tokens"
+            )
+        if lacking:
+            self._log.warning(
+                "snip-hf: backend %s will not reach the speed that was measured (docs/hopper.md): %s.",
+                self._backend.name,
+                "; ".join(lacking),
+            )
+            return
+        self._log.info(
+            "snip-hf: backend %s, %s, hidden size %d: expect about %.2f times the speed of compiled BF16 "
+            "(docs/hopper.md).",
+            self._backend.name,
+            how,
+            self._hidden,
+            interpolated(measured, self._hidden),
+        )
+
+
+def tokens_of(batch: Mapping[str, Any]) -> int | None:
+    """Returns how many tokens a batch has; None where that cannot be told."""
+    ids = batch.get("labels", batch.get("input_ids"))
+    return int(ids.numel()) if isinstance(ids, Tensor) else None
+
+
+def how_compiled(model: nn.Module) -> str | None:
+    """Returns how torch.compile runs a model, as far as its modules tell; None: not at all."""
+    if any(_is_compiled(module) for name, module in model.named_modules() if name):
+        return BY_REGIONS
+    return AS_A_WHOLE if _is_compiled(model) else None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def interpolated(measured: Mapping[int, float], size: int) -> float:
+    """Returns the figure for a size: between its neighbours by the logarithm, outside that of the nearest end."""
+    sizes = sorted(measured)
+    if size <= sizes[0] or size >= sizes[-1]:
+        return measured[sizes[0] if size <= sizes[0] else sizes[-1]]
+    above = next(index for index, one in enumerate(sizes) if one >= size)
+    low, high = sizes[above - 1], sizes[above]
+    part = math.log(size / low) / math.log(high / low)
+    return measured[low] + part * (measured[high] - measured[low])

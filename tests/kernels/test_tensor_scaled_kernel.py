@@ -1,0 +1,151 @@
+"""The Triton kernels that fold operands into E4M3 against the reference, byte for byte: on a GPU, and anywhere under
+Triton's interpreter. And compiled for a GPU, without one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from kernel_runs import dump, interpreting, load, moved
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kernels.test_tensor_scaled import numbers, rising
+
+from snip_hf.kernels.tensor_scaled import operators
+from snip_hf.kernels.tensor_scaled.folding import table_on
+from snip_hf.kernels.tensor_scaled.records import EXPONENT, UNSET, Records
+from snip_hf.numerics.gemms import OPERANDS
+
+Run = Callable[..., tuple[Tensor, ...]]
+MXFP4 = ("mxfp4", "mxfp4", "mxfp4")
+MIXED = [("ufp4", "mxfp4", "fp8-tensor"), ("fp8-tensor", "ufp4", "mxfp4")]
+# Operand -> the GEMMs that read its rows and its columns.
+GEMMS_OF = {"activation": (0, 2), "gradient": (1, 2), "weight": (0, 1)}
+
+
+def by_kernel(x: Tensor, state: Tensor, record: Tensor, operand: int, gemms: tuple[int, int]) -> tuple[Tensor, ...]:
+    records = Records(record, table_on(x.device))
+    return *operators.folded(x, state, records, operand, gemms, by_kernel=True), records.record
+
+
+def interpret(tensors: bytes, *arguments: Any) -> bytes:
+    """Launches the kernels in the process that has TRITON_INTERPRET=1."""
+    return dump(by_kernel(*load(tensors), *arguments))
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Run]:
+    with interpreting() as pool:
+
+        def run(x: Tensor, state: Tensor, record: Tensor, *arguments: Any) -> Any:
+            return load(pool.submit(interpret, dump((x, state, record)), *arguments).result())
+
+        yield run
+
+
+def on_cuda(x: Tensor, state: Tensor, record: Tensor, *arguments: Any) -> Any:
+    return tuple(part.cpu() for part in by_kernel(moved(x), state.cuda(), record.cuda(), *arguments))
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def run(request: pytest.FixtureRequest) -> Run:
+    return request.getfixturevalue("interpreter") if request.param == "interpreter" else on_cuda
+
+
+def record_with(exponent: int = UNSET) -> Tensor:
+    record = Records.new(torch.device("cpu")).record
+    record[:, EXPONENT] = exponent
+    return record
+
+
+def check(
+    run: Run, x: Tensor, formats: tuple[str, ...], operand: str, gemms: tuple[int, int], exponent: int = UNSET
+) -> None:
+    number = OPERANDS.index(operand)
+    records = Records(record_with(exponent), table_on(torch.device("cpu")))
+    expected = operators.folded(x, numbers(formats), records, number, gemms)
+    *got, record = run(x, numbers(formats), record_with(exponent), number, gemms)
+    for name, one, other in zip(("rows", "their scale", "columns", "their scale"), got, expected, strict=True):
+        assert one.shape == other.shape, name
+        assert torch.equal(one.float().nan_to_num(9999.0), other.float().nan_to_num(9999.0)), name
+    if x.isfinite().all():  # what else is noted does not matter
+        assert torch.equal(record, records.record)
+
+
+@pytest.mark.parametrize("formats", [MXFP4, *MIXED], ids="/".join)
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_the_kernels_write_the_bytes_of_the_reference(operand: str, formats: tuple[str, ...], run: Run) -> None:
+    check(run, rising(130, 70), formats, operand, GEMMS_OF[operand])
+    check(run, rising(64, 128), formats, operand, GEMMS_OF[operand], 3)
+
+
+@pytest.mark.parametrize("exponent", [-20, 12, 30])
+def test_they_do_outside_the_range(exponent: int, run: Run) -> None:
+    for operand, gemms in GEMMS_OF.items():
+        check(run, rising(64, 96), MXFP4, operand, gemms, exponent)
+        check(run, rising(64, 96), ("ufp4", "ufp4", "ufp4"), operand, gemms, exponent)
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_they_do_for_one_layout_alone(operand: str, run: Run) -> None:
+    row_gemm, column_gemm = GEMMS_OF[operand]
+    for gemms in ((row_gemm, -1), (-1, column_gemm)):
+        check(run, rising(40, 64), MIXED[0], operand, gemms)
+        check(run, rising(40, 64), MXFP4, operand, gemms, 1)
+        check(run, rising(1, 200), ("ufp4", "ufp4", "ufp4"), operand, gemms)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (33, 257)])
+def test_they_do_for_every_shape(shape: tuple[int, int], run: Run) -> None:
+    check(run, rising(*shape), MXFP4, "gradient", (1, 2))
+    check(run, rising(*shape).float() * 1.001, MIXED[1], "weight", (0, 1))
+
+
+def test_they_do_for_zeros_nan_and_infinities(run: Run) -> None:
+    x = rising(64, 64)
+    x[3, 5], x[40, 7], x[50] = torch.nan, -torch.inf, 0.0
+    check(run, x, MXFP4, "gradient", (1, 2), 2)
+    check(run, x, MIXED[0], "activation", (0, 2), 2)
+    check(run, torch.zeros(64, 64, dtype=torch.bfloat16), MXFP4, "activation", (0, 2))
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x.t(), lambda x: x[3:, 7:], lambda x: x[::2]], ids=["transposed", "offset", "every other"]
+)
+def test_they_do_for_every_stride(view: Callable[[Tensor], Tensor], run: Run) -> None:
+    check(run, view(rising(70, 140)), MXFP4, "gradient", (1, 2))
+
+
+def compiled(is_gradient: bool, capability: int) -> Any:
+    """The kernel for a GPU, assembled by the ptxas that is part of Triton."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from snip_hf.kernels.tensor_scaled.tiles import fold_kernel
+
+    runs, width, warps, registers = operators.TILES[int(is_gradient)]
+    constants = dict.fromkeys(("HAS_ROWS", "HAS_COLUMNS", "COUNTS"), True)
+    constants |= {"IS_GRADIENT": is_gradient, "RAGGED": False, "RUNS": runs, "CHANNELS": width}
+    kinds = {"x": "*bf16", "state": "*i64", "record": "*i64", "row_parameters": "*fp32", "column_parameters": "*fp32"}
+    kinds |= {"rows": "*fp8e4nv", "columns": "*fp8e4nv"}
+    names = fold_kernel.arg_names
+    signature = {arg: "constexpr" if arg in constants else kinds.get(arg, "i32") for arg in names}
+    divisible = {(index,): [["tt.divisibility", 16]] for index, arg in enumerate(names) if arg not in constants}
+    source = ASTSource(fn=fold_kernel, signature=signature, constexprs=constants, attrs=divisible)
+    options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("capability", [89, 90, 120])
+@pytest.mark.parametrize("is_gradient", [False, True], ids=["activation", "gradient"])
+def test_the_kernel_assembles_and_converts_to_fp8_in_hardware(is_gradient: bool, capability: int) -> None:
+    code = compiled(is_gradient, capability)
+    assert len(code.asm["cubin"]) > 1000
+    assert "cvt.rn.satfinite.e4m3x2.f32" in code.asm["ptx"]

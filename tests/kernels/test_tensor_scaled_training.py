@@ -1,0 +1,73 @@
+"""A Trainer on the backend "tensor-scaled": refreshed, compiled once, resumed, and with the losses of the emulation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernels.test_hopper_training import TIES, history, run
+from torch._dynamo.utils import counters
+
+from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(TENSOR_SCALED.lacks(torch.device("cuda")) is not None, reason="needs a GPU with FP8"),
+    pytest.mark.filterwarnings("default"),
+]
+FORMATS = ("mxfp4", "fp8-tensor")
+
+
+@pytest.mark.parametrize("ties", [(), TIES], ids=["untied", "tied"])
+def test_refreshes_change_formats_and_compile_nothing(
+    ties: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
+    ours, watch, losses = run(tmp_path, compiled=True, formats=FORMATS, ties=ties, backend="tensor-scaled")
+    assert ours.controller.backend == "tensor-scaled"
+    lines = history(tmp_path)
+    assert [line["status"] for line in lines] == ["applied"] * 3
+    assert lines[0]["layers_changed"] > 0 and lines[0]["fp4_fraction"] >= 0.5
+    assert dict(counters["graph_break"]) == {}
+    assert counters["stats"]["unique_graphs"] == watch.graphs > 0
+    assert all(torch.isfinite(torch.tensor(loss)) for loss in losses.values()) and losses[11] < losses[1]
+
+
+def test_losses_are_those_of_the_emulation_up_to_rounding(tmp_path: Path) -> None:
+    _, _, tensor_cores = run(tmp_path / "tensor-scaled", compiled=False, formats=FORMATS, backend="tensor-scaled")
+    _, _, emulated = run(tmp_path / "emulated", compiled=False, formats=FORMATS, backend="emulated")
+    assert abs(tensor_cores[1] - emulated[1]) < 1e-3 * emulated[1]
+    assert all(abs(tensor_cores[step] - emulated[step]) < 2e-2 * emulated[step] for step in emulated)
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    _, _, whole = run(tmp_path, compiled=False, formats=FORMATS, backend="tensor-scaled")
+    kept = str(tmp_path / "checkpoint-5")
+    _, _, resumed = run(tmp_path, compiled=False, formats=FORMATS, backend="tensor-scaled", resume=kept)
+    assert {step: whole[step] for step in range(6, 12)} == {step: resumed[step] for step in range(6, 12)}
+
+
+def test_a_captured_graph_takes_new_exponents_and_notes_what_it_sees() -> None:
+    """As `torch.compile(mode="reduce-overhead")` replays it."""
+    from kernels.test_tensor_scaled import numbers
+
+    from snip_hf.kernels.tensor_scaled.records import EXPONENT, LARGEST, Records, bits_of, follow
+
+    x = torch.randn(256, 256, device="cuda").bfloat16()
+    state, records = numbers(("mxfp4",) * 3).cuda(), Records.new(x.device)
+    fold = torch.ops.snip_hf.fold_operand
+    fold(x, state, records.record, records.table, 0, 0, 2, True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows, parameters, *_ = fold(x, state, records.record, records.table, 0, 0, 2, True)
+    graph.replay()
+    before = rows.float() * parameters[0]
+    follow([records])
+    assert records.record[0, LARGEST] == 0
+    graph.replay()
+    assert parameters[0] == 2.0 ** int(records.record[0, EXPONENT])
+    assert torch.equal(rows.float() * parameters[0], before)
+    assert records.record[0, LARGEST] == bits_of(float(x.abs().max()))

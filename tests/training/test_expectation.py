@@ -1,0 +1,130 @@
+"""Does the log say what speed to expect, and what is missing for it?"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from slow_cases import slow
+from small import text, tiny_llama
+from tiny_runs import FAST, train
+from torch import nn
+
+from snip_hf import SnipConfig, SnipController, convert_model
+from snip_hf.integrations import compilation
+from snip_hf.kernels.emulated import EMULATED, Emulated
+from snip_hf.layers.state import snip_linears
+from snip_hf.training.expectation import AS_A_WHOLE, Expectation, how_compiled, interpolated, tokens_of
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Makes the emulation a backend that was measured at the size of the tests' models and at twice of it."""
+    caplog.set_level(logging.INFO, "snip_hf")
+    monkeypatch.setattr(Emulated, "measured_speeds", {32: 1.2, 64: 1.4}, raising=False)
+    return caplog
+
+
+def said(model: nn.Module, tokens: int | None) -> Any:
+    log = logging.getLogger("snip_hf.test")
+    convert_model(model, SnipConfig())
+    expectation = Expectation("emulated", snip_linears(model), log)
+    for _ in range(2):
+        expectation.say(how_compiled(model), tokens)
+    return expectation
+
+
+def texts(records: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(one.levelname, one.getMessage()) for one in records.records if "docs/hopper.md" in one.getMessage()]
+
+
+def test_a_compiled_model_of_enough_tokens_is_told_its_speed_once(measured: pytest.LogCaptureFixture) -> None:
+    model = tiny_llama(hidden=64)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    assert said(model, 4096).is_said
+    assert texts(measured) == [
+        (
+            "INFO",
+            "snip-hf: backend emulated, compiled by regions, hidden size 64: expect about 1.40 times the speed of "
+            "compiled BF16 (docs/hopper.md).",
+        )
+    ]
+
+
+def test_what_is_missing_is_a_warning(measured: pytest.LogCaptureFixture) -> None:
+    said(tiny_llama(hidden=16), 512)
+    assert texts(measured) == [
+        (
+            "WARNING",
+            "snip-hf: backend emulated will not reach the speed that was measured (docs/hopper.md): the model is not "
+            "compiled, so that launches outweigh faster products: set torch_compile=True in TrainingArguments, or call "
+            "layer.compile() for each decoder layer; below a hidden size of 32 quantization outweighs faster products, "
+            "and this model has 16: BF16 is likely to be faster; micro-batches of 512 tokens are short: take longer or "
+            "more sequences, with at least 4,096 tokens.",
+        )
+    ]
+
+
+def test_a_backend_that_was_not_measured_promises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "snip_hf")
+    assert not EMULATED.measured_speeds
+    said(tiny_llama(hidden=16), 512)
+    assert texts(caplog) == []
+
+
+def test_a_run_says_it_when_its_first_micro_batch_has_run(measured: pytest.LogCaptureFixture) -> None:
+    model = tiny_llama(hidden=32)
+    controller = SnipController(model, torch.optim.AdamW(model.parameters()), SnipConfig(**FAST))
+    assert texts(measured) == []
+    controller.capture(text(2, 8))
+    ((level, message),) = texts(measured)
+    assert level == "WARNING" and "micro-batches of 16 tokens are short" in message
+    controller.close()
+
+
+def test_how_a_model_is_compiled_is_seen_of_its_modules() -> None:
+    plain, layers = tiny_llama(hidden=16), tiny_llama(hidden=16)
+    layers.model.layers[0].compile(backend="eager")
+    assert how_compiled(plain) is None and how_compiled(layers) == "compiled by regions"
+    assert how_compiled(torch.compile(plain, backend="eager")) == AS_A_WHOLE
+
+
+def test_speeds_between_measured_sizes_are_interpolated_and_tokens_are_counted_where_they_can_be() -> None:
+    measured = {4096: 1.4, 1024: 1.0}
+    assert [round(interpolated(measured, size), 3) for size in (256, 1024, 2048, 4096, 8192)] == [1, 1, 1.2, 1.4, 1.4]
+    assert (tokens_of(text(2, 8)), tokens_of({"input_ids": torch.ones(3, 5)}), tokens_of({"labels": [1]})) == (
+        16,
+        15,
+        None,
+    )
+
+
+# --------------------------------------------------------------------------------------------------- the Trainer
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("asked", [None, slow("false")])
+def test_a_trainer_compiles_by_regions_unless_the_user_said_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: pytest.LogCaptureFixture, asked: str | None
+) -> None:
+    monkeypatch.delenv(compilation.REGIONS, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(compilation.REGIONS, asked)
+    monkeypatch.setattr(Emulated, "is_emulation", False)
+    torch._dynamo.reset()
+    config = SnipConfig(policy="uniform-fp4", backend="emulated")
+    run = train(tmp_path, config, max_steps=1, torch_compile=True, torch_compile_backend="eager")
+    torch._dynamo.reset()
+    by_regions = asked is None
+    message = "snip-hf: the decoder layers are compiled one by one; "
+    assert any(text.startswith(message) for text in measured.messages) is by_regions
+    assert run.callback is not None and run.callback.controller is not None
+    assert run.callback.controller.compiled == ("compiled by regions" if by_regions else AS_A_WHOLE)
+    compiled = [module for module in run.trainer.model_wrapped.modules() if type(module).__name__ == "OptimizedModule"]
+    assert (len(compiled) > 1) is by_regions

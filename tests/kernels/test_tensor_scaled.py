@@ -80,7 +80,7 @@ def test_a_format_is_known_by_its_fields() -> None:
         {"gradient": Operand((1, 32))},
         {"weight": Operand((32, 32))},
         {"activation": Operand((1, 16))},
-        {"grid": E4M3},
+        {"grid": E4M3, "bits": 8},
         {"rotation": 32, "rotated": ("grad_weight",)},
         {"activation": Operand((1, 32), quantized=False)},
     ]

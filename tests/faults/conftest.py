@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from fault_runs import CONFIG, SAVING, SHORT, WITHOUT_FIRST
+from fault_runs import CONFIG, SAVING, SHORT, WITHOUT_FIRST, forget_children
 from tiny_runs import Run, train
+
+
+@pytest.fixture(autouse=True)
+def no_children_of_other_tests() -> None:
+    forget_children()
 
 
 @pytest.fixture(scope="session")

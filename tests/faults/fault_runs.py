@@ -50,10 +50,19 @@ def first_start(monkeypatch: Any, start: Callable[[dict[str, Any]], SolverProces
     return started
 
 
+# Process ids of other tests' children, which serve several tests.
+_OTHERS: set[str] = set()
+
+
+def forget_children() -> None:
+    """Leaves out of `children` from now on what is running already."""
+    _OTHERS.update(children())
+
+
 def children() -> set[str]:
     """Process ids of this thread's children, zombies too; without Python's own, which serves all pools of a process."""
     found = set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
-    return found - {str(resource_tracker._resource_tracker._pid)}  # type: ignore[attr-defined]
+    return found - {str(resource_tracker._resource_tracker._pid)} - _OTHERS  # type: ignore[attr-defined]
 
 
 def in_a_process(program: str, *words: Any, prefix: tuple[str, ...] = ()) -> str:

@@ -26,13 +26,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
 from shared import small_models, texts
 from shared.agreement import Record, WeightTruth, loss_records, raw_record, weight_records
 from shared.json_lines import drop_unfinished_line, read_lines
 from shared.loss_estimators import loss_estimates, measured_kl
 from shared.origin import origin_of
 from shared.weight_estimators import Point, weight_estimates
+from shared.workers import share_out
 from torch import nn
 
 from snip_hf import SnipConfig
@@ -89,20 +89,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options.tokens_file = Path(folder) / "tokens.npy"
         np.save(options.tokens_file, texts.token_ids(options.text))
-        jobs = chains(todo, options.workers)
-        context = mp.get_context("spawn")
-        taken, lock = context.Value("i", 0), context.Lock()
-        if options.workers == 1:
-            work(0, options, jobs, taken, lock)
-            return
-        workers = [
-            context.Process(target=work, args=(index, options, jobs, taken, lock))
-            for index in range(min(options.workers, len(jobs)))
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        share_out(work, options, chains(todo, options.workers))
 
 
 def parse() -> argparse.Namespace:

@@ -28,13 +28,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
 from estimate_fidelity import Clock, unquantized
 from shared import small_models, texts
 from shared.agreement import Record
 from shared.grouped_truth import Cell, GroupedTruth
 from shared.json_lines import drop_unfinished_line, read_lines
 from shared.origin import origin_of
+from shared.workers import share_out
 
 from snip_hf import SnipConfig, estimate_divergence
 from snip_hf.estimation.layer_sums import LAYER, ROWS
@@ -68,19 +68,7 @@ def main() -> None:
         if any(not on_bytes(case) for case, _ in todo):
             np.save(options.folder / "tokens.npy", texts.token_ids(options.text))
         np.save(options.folder / "bytes.npy", texts.byte_ids(options.text))
-        context = mp.get_context("spawn")
-        taken, lock = context.Value("i", 0), context.Lock()
-        if options.workers == 1:
-            work(0, options, todo, taken, lock)
-            return
-        workers = [
-            context.Process(target=work, args=(index, options, todo, taken, lock))
-            for index in range(min(options.workers, len(todo)))
-        ]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        share_out(work, options, todo)
 
 
 def parse() -> argparse.Namespace:

@@ -316,8 +316,15 @@ def test_it_is_taken_by_its_name_where_it_knows_all_formats(machine: Any, capabi
             select_backend("tensor-scaled", "cuda", formats)
 
 
-def test_the_log_says_why_auto_does_not_take_it(machine: Any) -> None:
+def test_the_log_says_why_auto_does_not_take_it_and_nothing_is_tried_out(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_trial(name: str, device: torch.device) -> None:
+        raise AssertionError("a trial takes time on the GPU")
+
     machine((9, 0))
+    monkeypatch.setattr(tensor_scaled_backend, "fault", no_trial)
+    assert select_backend("auto", "cuda", ("mxfp4", "fp8-tensor")) is BACKENDS["emulated"]
     reason = why_emulated(torch.device("cuda"), ("mxfp4", "fp8-tensor"))
     assert reason is not None and reason.startswith("backend='tensor-scaled' is taken by name only: with a single")
 

@@ -179,16 +179,15 @@ def select_backend(requested: str, device: torch.device | str, formats: Sequence
     Raises:
         ValueError: the named backend cannot run there, or does not know one of the formats.
     """
-    reasons = {backend.name: _cannot(backend, torch.device(device), formats) for backend in BACKENDS.values()}
+    device = torch.device(device)
     if requested == "auto":
-        able = [
-            backend for backend in BACKENDS.values() if reasons[backend.name] is None and backend.by_name_only is None
-        ]
+        taken = [backend for backend in BACKENDS.values() if backend.by_name_only is None]
+        able = [backend for backend in taken if _cannot(backend, device, formats) is None]
         # An emulation that is registered later must not take the place of real kernels.
         return min(able, key=lambda backend: backend.is_emulation)
-    reason = reasons[BACKENDS.checked(requested, "backend")]
+    reason = _cannot(BACKENDS[BACKENDS.checked(requested, "backend")], device, formats)
     if reason is not None:
-        others = [f"{other.name!r}" for other in BACKENDS.values() if reasons[other.name] is None]
+        others = [f"{other.name!r}" for other in BACKENDS.values() if _cannot(other, device, formats) is None]
         raise ValueError(
             f"backend={requested!r} cannot run: {reason}. Use backend='auto' or {' or '.join(others)} (same numerics, "
             "slower than BF16)."
@@ -209,14 +208,15 @@ def why_emulated(device: torch.device, formats: Sequence[str]) -> str | None:
     if not able and not suited:
         return f"no other backend has kernels for {', '.join(quantized)} together"
     both = [backend for backend in suited if backend in able]
-    reasons = [_cannot(backend, device, formats) or _not_taken(backend) for backend in both or suited or able]
+    reasons = [_why_not_taken(backend, device, formats) for backend in both or suited or able]
     return None if None in reasons else reasons[0]
 
 
-def _not_taken(backend: Backend) -> str | None:
-    """Returns what keeps "auto" from a backend that could run."""
-    reason = backend.by_name_only
-    return None if reason is None else f"backend={backend.name!r} is taken by name only: {reason}"
+def _why_not_taken(backend: Backend, device: torch.device, formats: Sequence[str]) -> str | None:
+    """Returns what keeps "auto" from a backend; one that is taken by name only is not tried out."""
+    if backend.by_name_only is None or backend.lacks(device) is not None:
+        return _cannot(backend, device, formats)
+    return f"backend={backend.name!r} is taken by name only: {backend.by_name_only}"
 
 
 def _cannot(backend: Backend, device: torch.device, formats: Sequence[str]) -> str | None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..layers.layer import ForwardRecorder, SnipLayer
+from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..numerics.random_streams import stream_key
 from ..parallel.ranks import Processes
 from ..parallel.sharding import sharded_as, squares
@@ -82,7 +82,7 @@ class MovedWeights:
         yield
 
     def _with_made(self, name: str, record: ForwardRecorder) -> ForwardRecorder:
-        def forward(layer: SnipLayer, input: Tensor, ends: Tensor | None) -> Tensor:
+        def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
             with torch.no_grad():
                 moved = self._move(name, self._direction(name))
                 if self._is_turned:
@@ -91,7 +91,7 @@ class MovedWeights:
             stand_in = entries["weight"]
             entries["weight"] = moved  # type: ignore[assignment]
             try:
-                return record(layer, input, ends)
+                return record(layer, input, dispatch)
             finally:
                 entries["weight"] = stand_in
 

@@ -150,9 +150,7 @@ def _combine(
             mean_x, mean_grad = x_plus.add_(x_minus).div_(2), grad_plus.add_(grad_minus).div_(2)
             # Up to eps^2, as the means are.
             amaxes = _pair(amax_plus.add_(amax_minus).div_(2))
-            samples[name] = LayerSample(
-                tokens, mean_x, mean_grad, energies=energies[name], amaxes=amaxes, rows=rows
-            )
+            samples[name] = LayerSample(tokens, mean_x, mean_grad, energies=energies[name], amaxes=amaxes, rows=rows)
         samples[name].x_dot.append(x_dot)
         samples[name].grad_output_dot.append(grad_dot)
 

@@ -32,7 +32,7 @@ class Rows:
 
     def matrix(self) -> Tensor:
         """Returns row -> its matrix, (n,)."""
-        return torch.searchsorted(self.ends, torch.arange(len(self.token), device=self.ends.device), right=True)
+        return Dispatch(self.ends, self.token, self.tokens).matrix()
 
     def is_same(self, other: Rows) -> bool:
         return torch.equal(self.ends, other.ends) and torch.equal(self.token, other.token)
@@ -65,7 +65,7 @@ class LayerSample:
     energies: tuple[float, float] | None = None
     """sum_t |X_t|^2 |G_t|^2 of all tokens and of the sampled ones; None where it was not measured."""
     amaxes: tuple[Tensor, Tensor] | None = None
-    """Largest magnitude of X and of G over all tokens, of one element each; None where it was not measured."""
+    """Largest magnitude of X and of G over all tokens, of one element each, or (E,); None where it was not measured."""
     rows: Rows | None = None
     """What is whose; None: the layer has one matrix, and each row is a token of its own."""
 
@@ -139,10 +139,11 @@ class _RecordedMatrices(torch.autograd.Function):
 
 
 def _by_matrix(rows: Tensor, matrices: Sequence[Tensor], ends: Tensor) -> Tensor:
-    """Returns the product of each matrix's rows, (T, C), with it, (C, D), as (T, D)."""
+    """Returns the product of each matrix's rows, (T, C), with it, (C, D), as (T, D); zeros behind the last end."""
     lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    parts = rows.split(lengths)
-    return torch.cat([product(part, matrix) for part, matrix in zip(parts, matrices, strict=True)])
+    *parts, behind = rows.split([*lengths, len(rows) - sum(lengths)])
+    products = [product(part, matrix) for part, matrix in zip(parts, matrices, strict=True)]
+    return torch.cat([*products, behind.new_zeros(len(behind), matrices[0].shape[1])])
 
 
 class Record(NamedTuple):
@@ -153,7 +154,7 @@ class Record(NamedTuple):
     grad_output: Tensor
     energies: Tensor
     amaxes: Tensor
-    """Largest magnitudes of X and G over all tokens, on the device; empty where no format asks for them."""
+    """Largest magnitudes of X and G over all tokens, (2,) or (2, E), on the device; empty where no format asks."""
     rows: Rows | None
 
     def after(self, before: Record) -> Record:
@@ -229,15 +230,17 @@ class Recorder:
             self._kept[at] = self._plan.kept(at[0]).to(x.device)
         kept, rows = self._kept[at], None
         if dispatch is not None:
+            x, grad_output = (tensor[: int(dispatch.ends[-1])] for tensor in (x, grad_output))
             kept, rows = _rows_of(kept, dispatch)
         x, grad_output = x.detach(), grad_output.detach()
         energy = x.to(torch.float32).square().sum(1) * grad_output.to(torch.float32).square().sum(1)
+        whole_amax = self._plan.whole_amax
         record = Record(
             x.shape[0],
             x[kept].to(torch.float32),
             grad_output[kept].to(torch.float32),
             torch.stack([energy.sum(), energy[kept].sum()]),
-            torch.stack([_amax(x), _amax(grad_output)]) if self._plan.whole_amax else x.new_empty(0),
+            torch.stack([_amax(x, dispatch), _amax(grad_output, dispatch)]) if whole_amax else x.new_empty(0),
             rows,
         )
         self.records[name] = record.after(self.records[name]) if name in self.records else record
@@ -247,13 +250,18 @@ def _rows_of(tokens: Tensor, dispatch: Dispatch) -> tuple[Tensor, Rows]:
     """Returns which rows belong to these tokens, and whose each of them is."""
     places = dispatch.token.new_full((dispatch.tokens,), -1)
     places[tokens] = torch.arange(len(tokens), device=tokens.device)
-    of_rows = places[dispatch.token]
+    of_rows = places[dispatch.token[: int(dispatch.ends[-1])]]
     is_kept = of_rows >= 0
     counts = nn.functional.pad(is_kept.cumsum(0), (1, 0))
     return is_kept.nonzero()[:, 0], Rows(counts[dispatch.ends], of_rows[is_kept], len(tokens))
 
 
-def _amax(x: Tensor) -> Tensor:
+def _amax(x: Tensor, dispatch: Dispatch | None) -> Tensor:
+    """Returns the largest magnitude, (); of each matrix's rows, (E,)."""
+    if dispatch is not None:
+        of_rows = x.abs().amax(1).to(torch.float32)
+        zeros = of_rows.new_zeros(len(dispatch.ends))
+        return zeros.scatter_reduce(0, dispatch.matrix()[: len(x)], of_rows, "amax")
     return x.abs().amax().to(torch.float32) if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
@@ -261,8 +269,8 @@ def _matrices_recorded(layer: SnipLayer, input: Tensor, dispatch: Dispatch, name
     y: Tensor = _RecordedMatrices.apply(input, layer.weight, layer, dispatch, name, recorder)
     if layer.bias is None:
         return y
-    counts = dispatch.ends.diff(prepend=dispatch.ends.new_zeros(1))
-    return y + layer.bias.to(y.dtype).repeat_interleave(counts, 0, output_size=len(y))
+    bias: Tensor = nn.functional.pad(layer.bias.to(y.dtype), (0, 0, 0, 1))[dispatch.matrix()]
+    return y + bias
 
 
 @contextmanager

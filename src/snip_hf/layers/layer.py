@@ -40,12 +40,17 @@ class Dispatch(NamedTuple):
     """Which matrix of a layer each row of its input meets, and which token it is."""
 
     ends: Tensor
-    """Matrix -> where its rows end, (E,), int64: first come the rows of the first matrix, then those of the second."""
+    """Matrix -> where its rows end, (E,), int64: first come the rows of the first matrix, then those of the second.
+    Rows behind the last end belong to none; what the layer makes of them is 0."""
     token: Tensor
     """Row -> its token among those that the layer's module was given, (T,), int64; ascending within a matrix. A token
     that goes to k matrices has k rows."""
     tokens: int
     """How many tokens the module was given."""
+
+    def matrix(self) -> Tensor:
+        """Returns row -> its matrix, (T,); E for a row behind the last end, which belongs to none."""
+        return torch.searchsorted(self.ends, torch.arange(len(self.token), device=self.ends.device), right=True)
 
 
 class ForwardRecorder(Protocol):

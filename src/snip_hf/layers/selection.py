@@ -38,8 +38,18 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
             return LEFT_OUT
         return None
 
-    known = ((plain_name(name), module, kind_of(module)) for name, module in model.named_modules())
-    return {name: reason(name, module, kind) for name, module, kind in known if kind is not None}
+    return {name: reason(name, module, kind) for name, (module, kind) in known_layers(model).items()}
+
+
+def known_layers(model: nn.Module) -> dict[str, tuple[nn.Module, LayerKind]]:
+    """Returns the name of every layer of a known kind, swapped or not -> the module that it is or is a part of."""
+    found: dict[str, tuple[nn.Module, LayerKind]] = {}
+    for name, module in model.named_modules():
+        kind = kind_of(module)
+        if kind is not None:
+            names = (f"{name}.{part}" if part else name for part in kind.parts(module))
+            found |= {plain_name(own): (module, kind) for own in names}
+    return found
 
 
 def head_of(model: nn.Module) -> object:

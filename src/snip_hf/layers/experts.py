@@ -110,6 +110,10 @@ class SnipExperts(SnipLayer):
         if not layers:
             del self.owner._modules[LAYERS]
             switch_off(self.owner)
+        # Whoever still holds it sees that it is no layer any more.
+        vars(self).clear()
+        self.__class__ = nn.Module  # type: ignore[assignment]
+        nn.Module.__init__(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from .batch import Batch
 from .divergence import converted, gradients_of, weights_of
 from .layer_sums import LAYER, ROWS
 from .passes import run_forward
+from .routing import FixedRouting
 from .table import Divergence, DivergenceTable
 
 Assignment = Mapping[str, Mapping[str, str]]
@@ -40,6 +41,7 @@ def measure_divergence(
     config: SnipConfig | None = None,
     draws: int = 2,
     gemms: tuple[str, ...] = ROWS,
+    fixed_routing: bool = False,
 ) -> DivergenceTable:
     """Measures the divergences of every layer, GEMM and format, each quantized alone, on one batch.
 
@@ -48,6 +50,8 @@ def measure_divergence(
         draws: stochastic-rounding draws per row (root mean square over the draws); formats without such rounding take
             one.
         gemms: which rows to measure, of "forward", "grad_input", "grad_weight", "layer".
+        fixed_routing: whether quantized passes send tokens to the experts that they have in high precision, as the
+            estimate does, in place of those that quantized scores choose, as training does.
 
     Raises:
         ValueError: the batch has no labels, or its loss is not finite.
@@ -55,7 +59,7 @@ def measure_divergence(
     """
     config = config or SnipConfig(probe_tokens=None)
     rows: list[Divergence] = []
-    with _Measurement.of(model, batch, optimizer, config) as measurement:
+    with _Measurement.of(model, batch, optimizer, config, fixed_routing) as measurement:
         flops = linear_flops(model)
         for name in measurement.layers:
             for fmt in config.quantized_formats:
@@ -128,11 +132,18 @@ class _Measurement:
     """The state in high precision that every quantized pass is compared with."""
 
     def __init__(
-        self, model: nn.Module, batch: Batch, optimizer: Any, config: SnipConfig, layers: dict[str, SnipLayer]
+        self,
+        model: nn.Module,
+        batch: Batch,
+        optimizer: Any,
+        config: SnipConfig,
+        layers: dict[str, SnipLayer],
+        routing: FixedRouting | None,
     ) -> None:
+        self._routing = routing
         self._model, self._batch, self._config, self.layers = model, batch, config, layers
         self._answers: dict[str, Response] = responses(optimizer, weights_of(layers))
-        self.loss, base = gradients_of(model, batch, layers)
+        self.loss, base = self._gradients()
         self._base = {}
         for name in (name for name in self._answers if name in base):
             norm = layers[name].weight.detach().to(torch.float32).square().sum().sqrt()
@@ -146,11 +157,20 @@ class _Measurement:
     @classmethod
     @contextmanager
     def of(
-        cls, model: nn.Module, batch: Mapping[str, Any], optimizer: Any, config: SnipConfig
+        cls,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        optimizer: Any,
+        config: SnipConfig,
+        fixed_routing: bool = False,
     ) -> Iterator[_Measurement]:
         captured = Batch.of(batch)
         with _high_precision(model, config) as layers:
-            yield cls(model, captured, optimizer, config, layers)
+            yield cls(model, captured, optimizer, config, layers, FixedRouting() if fixed_routing else None)
+
+    def _gradients(self) -> tuple[float, dict[str, Tensor]]:
+        with nullcontext() if self._routing is None else self._routing.one_pass():
+            return gradients_of(self._model, self._batch, self.layers)
 
     def damage(self, assignment: Assignment, draws: int) -> tuple[float, float]:
         """Returns the relative rise of the loss and the weight divergence (root mean square over the draws)."""
@@ -158,7 +178,7 @@ class _Measurement:
         with _assigned(self.layers, assignment):
             for draw in range(draws):
                 set_step(self.layers, self._config.seed, draw, 0)
-                loss, gradients = gradients_of(self._model, self._batch, self.layers)
+                loss, gradients = self._gradients()
                 squares.append(self._distance(gradients))
                 losses.append(loss)
         return sum(losses) / draws / self.loss - 1, (sum(squares) / draws) ** 0.5

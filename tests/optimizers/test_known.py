@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import importlib
+import shutil
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import optimizer_stand_ins as stand_ins
 import pytest
 import torch
+from tiny_runs import FAST, SCHEDULE, Run, differing, model_with_dropout, train, weights, without_seconds
 from torch import Tensor, nn, optim
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
+from snip_hf import SnipConfig
 from snip_hf.optimizers import known, update_rules
 from snip_hf.optimizers.bitsandbytes_states import dequantized
 from snip_hf.optimizers.response import check_optimizer, responses
@@ -258,6 +262,63 @@ def test_anyprecision_adamw_is_differentiated_by_its_own_steps() -> None:
     answer = responses(optimizer, parameters)["wide"]
     got = answer.update(draw(56)["wide"]) - answer.update(draw(55)["wide"])
     torch.testing.assert_close(got, after["wide"] - before["wide"], rtol=1e-3, atol=1e-6)
+
+
+# In the Trainer
+
+
+def test_a_schedule_free_run_with_evaluations_resumes_to_the_bit(tmp_path: Path) -> None:
+    """The weights that are saved are those of evaluation, where one came before."""
+
+    def run(folder: Path, resume: Path | None = None) -> Run:
+        model = model_with_dropout()
+        optimizer = stand_ins.AdamWScheduleFree(model.parameters(), lr=1e-2)
+        scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        # Refreshes at steps 2 and 4, applied after steps 3 and 5.
+        config = SnipConfig(**FAST, first_refresh=2, refresh_every=2, apply_delay=1)
+        often = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
+        return train(
+            folder,
+            config,
+            model=model,
+            resume=resume,
+            trainer={"optimizers": (optimizer, scheduler)},
+            max_steps=5,
+            gradient_accumulation_steps=1,
+            **often,
+        )
+
+    full = run(tmp_path / "full")
+    assert [line["status"] for line in full.refreshes] == ["applied", "applied"]
+    assert all(line["divergence"]["fp4"]["weight"] > 0 for line in full.refreshes)
+    for part in ("snip", "checkpoint-3"):
+        shutil.copytree(full.folder / part, tmp_path / "resumed" / part)
+    resumed = run(tmp_path / "resumed", tmp_path / "resumed" / "checkpoint-3")
+    assert differing(weights(resumed.model), weights(full.model)) == []
+    assert without_seconds(resumed.history) == without_seconds(full.history)
+
+
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [
+        ("bitsandbytes", "paged_adamw_8bit"),
+        ("bitsandbytes", "ademamix_8bit"),
+        ("bitsandbytes", "lion_8bit"),
+        ("schedulefree", "schedule_free_radam"),
+        ("galore_torch", "galore_adafactor"),
+        ("apollo_torch", "apollo_adamw"),
+        ("grokadamw", "grokadamw"),
+    ],
+)
+def test_the_trainer_s_names_train_and_refresh(package: str, name: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip(package)
+        is_low = package in ("galore_torch", "apollo_torch")
+        low = {"optim_target_modules": "all-linear", "optim_args": "rank=4,update_proj_gap=5"} if is_low else {}
+        run = train(tmp_path, SnipConfig(**SCHEDULE), optim=name, max_steps=8, **low)
+    assert [line["status"] for line in run.refreshes] == ["applied", "applied"]
+    assert run.refreshes[1]["divergence"]["fp4"]["weight"] > 0
 
 
 # Refusals

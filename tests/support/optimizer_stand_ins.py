@@ -210,12 +210,26 @@ class _ScheduleFree(_EachWeight):
         super().__init__(params, {**common, **options})
 
     def train(self) -> None:
+        self._go_to(True)
+
+    def eval(self) -> None:
+        self._go_to(False)
+
+    @torch.no_grad()
+    def _go_to(self, trains: bool) -> None:
+        """Puts y into the weights for training, x for evaluation."""
         for group in self.param_groups:
-            group["train_mode"] = True
+            momentum = _momentum(group)
+            for parameter in group["params"] if group["train_mode"] != trains else ():
+                z = self.state[parameter].get("z", parameter)
+                parameter.copy_(
+                    (1 - momentum) * z + momentum * parameter if trains else (parameter - (1 - momentum) * z) / momentum
+                )
+            group["train_mode"] = trains
 
     def one(self, group: dict[str, Any], parameter: Tensor, index: int) -> None:
         assert group["train_mode"]
-        momentum = group["momentum"] if "momentum" in group else group["betas"][0]
+        momentum = _momentum(group)
         state, rate = self.state[parameter], self.rate(group)
         z = state.setdefault("z", parameter.clone())
         # y = (1 - momentum) z + momentum x, from before the step and after it.
@@ -238,6 +252,10 @@ class _ScheduleFree(_EachWeight):
     def direction(self, group: dict[str, Any], state: dict[str, Any], gradient: Tensor) -> Tensor:
         second = _averaged(state, "exp_avg_sq", gradient**2, group["betas"][1])
         return gradient / ((second / (1 - group["betas"][1] ** (group["k"] + 1))).sqrt() + group["eps"])
+
+
+def _momentum(group: dict[str, Any]) -> float:
+    return group["momentum"] if "momentum" in group else group["betas"][0]
 
 
 class AdamWScheduleFree(_ScheduleFree):

@@ -93,12 +93,12 @@ class OptimizerWatch:
         self._layers = layers
         self._held = self._in_groups()
         """Layers whose weights it trained at the beginning."""
-        self._kind = " and ".join(type(part).__name__ for part in self._parts)
         weights = [layers[name].weight for name in self._held]
         holding = [part for part in self._parts if any(_holds(part, weight) for weight in weights)]
         # torch neither copies nor saves the hooks of an optimizer. These hold nothing of the run.
         self._steps = [_Steps(part) for part in holding or self._parts]
         """Of the parts of a combination that train the layers."""
+        self._kind = " and ".join(type(steps.part).__name__ for steps in self._steps)
         self._last: tuple[int, int] | None = None
         self._left_out = 0
         self._are_moved = False

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..layers.layer import SnipLayer
+from ..layers.layer import ForwardRecorder, SnipLayer
 from ..numerics.random_streams import stream_key
 from ..parallel.ranks import Processes
 from ..parallel.sharding import sharded_as, squares
@@ -81,10 +81,8 @@ class MovedWeights:
             layer.snip_recorder = self._with_made(name, layer.snip_recorder)
         yield
 
-    def _with_made(
-        self, name: str, record: Callable[[SnipLayer, Tensor], Tensor]
-    ) -> Callable[[SnipLayer, Tensor], Tensor]:
-        def forward(layer: SnipLayer, input: Tensor) -> Tensor:
+    def _with_made(self, name: str, record: ForwardRecorder) -> ForwardRecorder:
+        def forward(layer: SnipLayer, input: Tensor, ends: Tensor | None) -> Tensor:
             with torch.no_grad():
                 moved = self._move(name, self._direction(name))
                 if self._is_turned:
@@ -93,7 +91,7 @@ class MovedWeights:
             stand_in = entries["weight"]
             entries["weight"] = moved  # type: ignore[assignment]
             try:
-                return record(layer, input)
+                return record(layer, input, ends)
             finally:
                 entries["weight"] = stand_in
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layers.layer import SnipLayer
+from ..layers.layer import ForwardRecorder, SnipLayer
 from ..numerics.gemms import TILE
 from ..numerics.random_streams import stream_key
 from ..parallel.sharding import whole
@@ -179,8 +179,8 @@ def _amax(x: Tensor) -> Tensor:
 def recording(layers: Mapping[str, SnipLayer], recorder: Recorder, autocast: bool) -> Iterator[None]:
     """Lets every layer compute through `_RecordedLinear` for the time of the context."""
 
-    def recorded(name: str) -> Callable[[SnipLayer, Tensor], Tensor]:
-        def forward(layer: SnipLayer, input: Tensor) -> Tensor:
+    def recorded(name: str) -> ForwardRecorder:
+        def forward(layer: SnipLayer, input: Tensor, ends: Tensor | None) -> Tensor:
             if not autocast and torch.is_autocast_enabled(input.device.type):
                 raise ValueError("The probe's passes run in FP32; leave autocast out of what Pipeline.run does.")
             x = input.reshape(-1, input.shape[-1])

@@ -19,8 +19,8 @@ kind so far has layers of one matrix, `matrix`, and the estimate samples that on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,20 @@ KEY = len(GEMMS)
 # Number of the output gradient among the operands that a random stream can be for. Both GEMMs that read it round it
 # with the same random numbers: what one adds to the layers before, and the other to the own weight's gradient.
 GRAD_OUTPUT = 1
+
+
+class ForwardRecorder(Protocol):
+    """Computes a layer's output in the place of its backend, and notes what it likes."""
+
+    def __call__(self, layer: SnipLayer, input: Tensor, ends: Tensor | None) -> Tensor:
+        """Returns input @ weight^T + bias; (..., I) -> (..., O).
+
+        Args:
+            layer: the layer.
+            input: what it multiplies. Of a layer of several matrices (T, I): the tokens of the first matrix, then those
+                of the second, and so on.
+            ends: matrix -> where its tokens end among them, (E,), int64; None: the layer has one matrix.
+        """
 
 
 class SnipLayer(nn.Module):
@@ -56,7 +70,7 @@ class SnipLayer(nn.Module):
     snip_original_class: type[nn.Module]
     snip_key: int
     """The layer's part of the key of its random numbers, of its name."""
-    snip_recorder: Callable[[SnipLayer, Tensor], Tensor] | None
+    snip_recorder: ForwardRecorder | None
     """Set by the probe for the time of its passes: computes the layer's output instead."""
     snip_backend: Backend
     """Runs the three GEMMs."""
@@ -94,7 +108,7 @@ class SnipLayer(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Returns input @ weight^T + bias; (..., I) -> (..., O)."""
         if self.snip_recorder is not None:
-            return self.snip_recorder(self, input)
+            return self.snip_recorder(self, input, None)
         x = input
         bias: Tensor | None = self.bias
         casts = torch.is_autocast_enabled(x.device.type)

@@ -23,6 +23,7 @@ OTHER_MEANINGS = {
     "kernels/blackwell/backend.py": {"bf16"},  # the same
     "kernels/tensor_scaled/backend.py": {"bf16"},
     "optimizers/deepspeed_zero.py": {"bf16"},  # DeepSpeed's section
+    "optimizers/low_rank.py": {"random"},  # a projection of APOLLO
     "planning/solver/ilp.py": {"greedy"},  # a solver
     "planning/solver/process.py": {"greedy"},
     "records/run_folder.py": {"snip"},  # a folder
@@ -96,6 +97,7 @@ def test_policies_are_named_in_policies_as_the_default_and_in_one_piece_of_advic
     found = places({name for name in POLICIES if name not in FORMATS})
     assert found.pop("config.py") == {"snip", "greedy"}  # the default; the solver of that name
     assert found.pop("text.py") == {"layer-position"}
+    assert found.pop("layers/experts_interface.py") == {"snip"}  # the name of an implementation in transformers
     assert [file for file in found if not file.startswith("policies/")] == []
     assert {"snip", "random", "fisher", "kl", "hessian-trace", "backward-first"} <= set().union(*found.values())
 
@@ -131,4 +133,5 @@ def test_kinds_of_layers_are_named_in_layers_alone() -> None:
             for name in (getattr(node, "attr", None), getattr(node, "id", None))
         }
         file = path.relative_to(SOURCE).as_posix()
-        assert (names & {"Linear", "SnipLinear", "Conv1D"} != set()) == (file == "layers/linear.py"), file
+        homes = {"layers/linear.py", "layers/linear_classes.py", "layers/conv1d.py"}
+        assert (names & {"Linear", "SnipLinear", "Conv1D", "SnipConv1D"} != set()) == (file in homes), file

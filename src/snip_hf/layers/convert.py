@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,12 @@ from ..config import DoesNotFit, SnipConfig
 from ..kernels.backend import BACKENDS, Backend, select_backend
 from ..numerics.formats import FORMATS, REFERENCE, check_format
 from ..numerics.gemms import GEMMS
-from .coverage import Coverage, find_coverage
 from .kinds import LAYER_KINDS, kind_of
 from .layer import STATE, SnipLayer
 from .run_hooks import end_runs
-from .selection import LEFT_OUT, head_of, refuse_quantized, skip_reasons, summary
+from .selection import refuse_quantized, skip_reasons, summary
 from .state import plain_name, set_step, snip_linears
+from .weight_matrices import describe_unswapped, weight_matrices
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +45,6 @@ try:
 finally:
     for _name in _noisy:
         _noisy[_name].setLevel(_levels[_name])
-# More than this share of a model's weight matrices outside the plan is worth a warning.
-_MUCH = 0.1
 # Where DDP looks for names of parameters and buffers that are not its business.
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
@@ -109,8 +106,8 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     Replaces every `nn.Linear` (not subclasses), and every module of a kind that was added by `register_layer_kind`,
     inside a numbered block (`....layers.3....`), except the output head, adapters' small matrices and what
     `config.skip_modules` names. Everything starts in `config.start_format`. The log names what is swapped, what is
-    skipped and why, and every other weight matrix that the plan does not cover (`coverage`). Layers swapped before stay
-    as they are, or are restored if this config skips them.
+    skipped and why, and every other weight matrix. Layers swapped before stay as they are, or are restored if this
+    config skips them. `coverage` tells the share of the model's FLOPs that is swapped.
 
     Returns: the exact names of all swapped layers, in the model's order.
 
@@ -151,7 +148,8 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     _keep_ddp_out(model)
     if before.keys() != layers.keys():
         logger.info("snip-hf swapped %d linear layers; skipped %d (%s).", len(layers), len(skipped), summary(skipped))
-        _log_coverage(coverage(model, config))
+        if rest := describe_unswapped(weight_matrices(model, config)):
+            logger.info("snip-hf: these weights stay in high precision (embeddings and output head aside): %s.", rest)
     return list(layers)
 
 
@@ -173,25 +171,6 @@ def _warn_of_backend(requested: str, layers: Mapping[str, SnipLayer]) -> None:
             "finds it on such a device.",
             asked.name,
             asked.lacks(next(iter(layers.values())).weight.device),
-        )
-
-
-def coverage(model: nn.Module, config: SnipConfig) -> Coverage:
-    """Returns which weight matrices `convert_model` swaps under this config and which it does not, and why."""
-    names = {id(module): plain_name(name) for name, module in model.named_modules()}
-    return find_coverage(model, head_of(model), skip_reasons(model, config), names)
-
-
-def _log_coverage(found: Coverage) -> None:
-    if found.uncovered:
-        logger.info("snip-hf: the plan does not cover %s.", found.describe())
-    # What the user left out on purpose is no news.
-    missed = math.fsum(group.share for group in found.uncovered if group.reason != LEFT_OUT)
-    if missed > _MUCH:
-        logger.warning(
-            "snip-hf: FP4 shares count the swapped layers only. What the plan does not cover stays in high precision: "
-            "%s.",
-            found.describe(3),
         )
 
 

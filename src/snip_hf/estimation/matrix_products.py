@@ -90,7 +90,7 @@ class ProductCounter(TorchDispatchMode):
         place = StorageWeakRef(tensor.untyped_storage())
         homes = self._homes.setdefault(place.cdata, (place, []))[1]
         if all(begin != tensor.storage_offset() for begin, _ in homes):
-            homes.append((tensor.storage_offset(), name))
+            homes.append((int(tensor.storage_offset()), name))
             homes.sort()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

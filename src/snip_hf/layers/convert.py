@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
@@ -11,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..config import DoesNotFit, SnipConfig
+from ..config import SnipConfig
 from ..kernels.backend import BACKENDS, Backend, select_backend
 from ..numerics.formats import FORMATS, REFERENCE, check_format
 from ..numerics.gemms import GEMMS
 from .kinds import LAYER_KINDS, kind_of
 from .layer import STATE, SnipLayer
 from .run_hooks import end_runs
-from .selection import refuse_quantized, skip_reasons, summary
+from .selection import check_patterns, refuse_quantized, skip_reasons, summary
 from .state import plain_name, set_step, snip_linears
 from .weight_matrices import describe_unswapped, weight_matrices
 
@@ -104,7 +103,8 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     """Swaps the linears inside the transformer blocks for `SnipLinear`, in place.
 
     Replaces every `nn.Linear` (not subclasses), and every module of a kind that was added by `register_layer_kind`,
-    inside a numbered block (`....layers.3....`), except the output head, adapters' small matrices and what
+    inside a numbered block (`....layers.3....`) of the language model's decoder, and those that
+    `config.include_modules` names elsewhere, except the output head, adapters' small matrices and what
     `config.skip_modules` names. Everything starts in `config.start_format`. The log names what is swapped, what is
     skipped and why, and every other weight matrix. Layers swapped before stay as they are, or are restored if this
     config skips them. `coverage` tells the share of the model's FLOPs that is swapped.
@@ -112,8 +112,8 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     Returns: the exact names of all swapped layers, in the model's order.
 
     Raises:
-        ValueError: no layer is left to swap, a name in `skip_modules` matches nothing, or the model is already
-            quantized by another method.
+        ValueError: no layer is left to swap, a name in `skip_modules` or `include_modules` matches nothing, or the
+            model is already quantized by another method.
     """
     refuse_quantized(model)
     reasons = skip_reasons(model, config)
@@ -121,12 +121,7 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     if not chosen:
         raise _nothing_left(model, skipped)
-    for pattern in config.skip_modules:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in reasons):
-            raise DoesNotFit(
-                f"skip_modules: {pattern!r} matches no linear layer; the layers are named like {chosen[0]!r}. "
-                "Use exact names or globs over the whole name, such as '*.down_proj'."
-            )
+    check_patterns(model, config, reasons)
     modules = {plain_name(name): module for name, module in model.named_modules()}
     wanted = {id(modules[name]) for name in chosen}
     kept = {id(part) for name in chosen for part in modules[name].modules()}

@@ -90,10 +90,9 @@ def _reasons(model: nn.Module, config: SnipConfig | None) -> Mapping[str, str | 
 
 def _kind(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
     described, last = type(module).__name__, name.rpartition(".")[2]
-    is_own = not isinstance(module, nn.Linear)
     if len(_shape(parameter)) > 2 and "expert" in f"{described}.{last}".lower():
         return EXPERTS
-    if "router" in f"{described}.{last}".lower() or (last == "gate" and is_own):
+    if "router" in f"{described}.{last}".lower() or last == "gate":
         return ROUTER
     return module.snip_original_class.__name__ if isinstance(module, SnipLayer) else described
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -55,14 +56,16 @@ def swap(model: nn.Module, config: SnipConfig, pipeline: Ranks) -> None:
     """Swaps the layers of the model, or of the parts of it that this rank of a pipeline holds.
 
     Raises:
-        ValueError: as `convert_model`; a name in `skip_modules` may match on any rank.
+        ValueError: as `convert_model`; a name in `skip_modules` or `include_modules` may match on any rank.
     """
     names = skip_reasons(model, config)
-    own = {pattern: any(fnmatchcase(name, pattern) for name in names) for pattern in config.skip_modules}
+    given = {field: getattr(config, field) for field in ("skip_modules", "include_modules")}
+    own = {pattern: any(fnmatchcase(name, pattern) for name in names) for pattern in chain(*given.values())}
     everywhere = pipeline.gather(own)
     # What matches on another rank alone is no mistake here.
-    asked = [pattern for pattern in own if own[pattern] or not any(found[pattern] for found in everywhere)]
-    convert_model(model, replace(config, skip_modules=tuple(asked)))
+    asked = {pattern for pattern in own if own[pattern] or not any(found[pattern] for found in everywhere)}
+    kept = {field: tuple(one for one in patterns if one in asked) for field, patterns in given.items()}
+    convert_model(model, replace(config, **kept))
 
 
 def flops_of_all(model: nn.Module, pipeline: Ranks) -> dict[str, dict[str, float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -66,6 +66,11 @@ class Coverage:
             shares[one.kind, one.reason] = shares.get((one.kind, one.reason), 0.0) + one.share
         return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns JSON data."""
+        rest = [one._asdict() for one in self.uncovered]
+        return {"flops": self.flops, "covered": self.covered, "uncovered": rest, "aside": dict(self.aside)}
+
     def describe(self) -> str:
         """Returns the share, and kind, share and reason of the rest, as the log and reports show them."""
         rest = [
@@ -77,11 +82,41 @@ class Coverage:
 
 
 class CountedPass(NamedTuple):
-    """What one forward pass showed."""
+    """What one forward pass showed, or those of several ranks together."""
 
-    coverage: Coverage
+    covered: float
+    left: dict[tuple[str, str, str], float]
+    """(name, kind, reason) of what is not covered -> FLOPs."""
+    aside: dict[str, float]
     tokens: dict[str, int]
     """Swapped layer -> tokens that it saw, in all its matrices together."""
+
+    @classmethod
+    def sum_of(cls, passes: Sequence[Sequence[Any]]) -> CountedPass:
+        """Returns what passes of the same layers show together; of each what `parts` gave."""
+        every = [
+            cls(one[0], {(name, kind, why): count for name, kind, why, count in one[1]}, *one[2:]) for one in passes
+        ]
+        left, aside, tokens = (_summed(part) for part in list(zip(*every, strict=True))[1:])
+        return cls(sum(one.covered for one in every), left, aside, tokens)
+
+    def parts(self) -> list[Any]:
+        """Returns JSON data for `sum_of`."""
+        return [self.covered, [[*key, count] for key, count in self.left.items()], self.aside, self.tokens]
+
+    @property
+    def coverage(self) -> Coverage:
+        total = self.covered + sum(self.left.values())
+        rest = [Uncovered(name, kind, count / total, reason) for (name, kind, reason), count in self.left.items()]
+        return Coverage(total, self.covered, sorted(rest, key=lambda one: -one.share), self.aside)
+
+
+def _summed(parts: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for part in parts:
+        for key, count in part.items():
+            found[key] = found.get(key, 0) + count
+    return found
 
 
 def coverage(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | None = None) -> Coverage:
@@ -117,24 +152,19 @@ def count_pass(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | 
     finally:
         before.restore()
     flops = {id(one.parameter): counter.flops[names[id(one.parameter)]] for one in matrices}
-    total = covered = head = 0.0
+    covered = head = 0.0
     groups: dict[tuple[str, str, str], float] = {}
     for one in matrices:
         # Forward and grad_input; grad_weight only of what is trained.
         count = flops[id(one.parameter)] * (2.0 + one.parameter.requires_grad)
         if one.is_aside:
             head += count
-            continue
-        total += count
-        if one.reason is None:
+        elif one.reason is None:
             covered += count
         elif count:
             key = one.name, one.kind, one.reason
             groups[key] = groups.get(key, 0.0) + count
-    uncovered = [Uncovered(name, kind, count / total, reason) for (name, kind, reason), count in groups.items()]
-    aside = {_HEAD: head, _ACTIVATIONS: 3.0 * counter.without_parameter}
-    found = Coverage(total, covered, sorted(uncovered, key=lambda one: -one.share), aside)
-    return CountedPass(found, tokens)
+    return CountedPass(covered, groups, {_HEAD: head, _ACTIVATIONS: 3.0 * counter.without_parameter}, tokens)
 
 
 @contextmanager

@@ -207,7 +207,7 @@ def reason_table(run: Run) -> Table | None:
         raise ValueError(f"the plan has {len(plan.stages):,} stages, expected at most {_MOST_STAGES:,}.")
     config = SnipConfig.from_dict(run.config)
     check_ties_are_few(config, len(plan.assignment))
-    setting = Setting(config, plan.flops, plan.stages, plan.measured)
+    setting = Setting(config, plan.flops, plan.stages, plan.measured, plan.tokens)
     rows = tuple(Divergence(**record) for record in run.divergences[step])
     divergences = {(row.layer, row.gemm): row for row in rows if row.format == run.formats[0]}
     program = problem(setting, DivergenceTable(0.0, rows), before)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import POLICIES, SnipConfig
+from ..estimation.coverage import Coverage
 from ..estimation.layer_sums import LAYER
 from ..estimation.table import Divergence, DivergenceTable
 from ..numerics.formats import FORMATS
@@ -64,6 +65,8 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         f"attained {plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}. Model: "
         f"{_shown(plan.provenance.model_name or 'not named')}.",
     )
+    if run.counted:
+        say(console, _coverage(run.counted[-1].coverage, plan))
     if run.refreshes:
         console.print(refresh_table(run))
     else:
@@ -97,6 +100,11 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         if reasons is not None:
             console.print(reasons)
     _say_some(console, [f"Note: {note}" for note in notes])
+
+
+def _coverage(found: Coverage, plan: PrecisionPlan) -> str:
+    """Returns what the plan covers of the model, and the FP4 share of all of it."""
+    return f"The plan decides on {found.describe()}. FP4 share of all of them: {found.share * plan.fp4_fraction:.4f}."
 
 
 def _target(config: Mapping[str, Any]) -> str:

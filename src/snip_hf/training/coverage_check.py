@@ -128,7 +128,8 @@ class CoverageCheck:
                 changes={cell: (old, new) for cell, (old, new) in changes.items()},
             )
         )
-        self._in_force.save()
+        if tokens != old_tokens or changes:
+            self._in_force.save()
         if before is None:
             self._say(found)
 

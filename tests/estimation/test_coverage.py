@@ -33,8 +33,9 @@ MLP = 3 * HIDDEN * INNER
 ROUTER = EXPERTS * HIDDEN
 MAMBA = HIDDEN * 256 + 128 * (8 + 2 * 8) + 8 * 128 + 128 * HIDDEN
 LATENT = HIDDEN * 24 + 24 * 4 * 24 + HIDDEN * (16 + 8) + 16 * 4 * (16 + 16) + HIDDEN * HIDDEN
-# Covered, experts, routers.
+# Linears, experts, routers.
 BY_HAND = {
+    "gpt2": (LAYERS * 12 * HIDDEN * HIDDEN, 0, 0),
     "llama": (LAYERS * (ATTENTION + MLP), 0, 0),
     "mixtral": (LAYERS * ATTENTION, LAYERS * CHOSEN * MLP, LAYERS * ROUTER),
     "deepseek": (LAYERS * LATENT + MLP + 3 * HIDDEN * 32, CHOSEN * 3 * HIDDEN * 32, ROUTER),
@@ -93,20 +94,25 @@ def beside(run: Any, *shape: int) -> float:
 
 @pytest.mark.parametrize("family", BY_HAND)
 def test_the_flops_of_every_kind_of_weight_are_those_counted_by_hand(family: str) -> None:
-    covered, experts, routers = map(flops, BY_HAND[family])
+    linears, experts, routers = map(flops, BY_HAND[family])
     found = coverage(build(family), text())
-    assert (found.flops, found.covered) == (covered + experts + routers, covered)
-    assert found.share == covered / found.flops
-    left = {"MoE experts": experts, "router": routers}
-    assert shares(found) == pytest.approx({kind: count / found.flops for kind, count in left.items() if count})
+    assert (found.flops, found.covered) == (linears + experts + routers, linears + experts)
+    assert shares(found) == ({"router": routers / found.flops} if routers else {})
     assert found.aside["output head"] == flops(HIDDEN * VOCABULARY)
 
 
-def test_gpt2_is_told_by_the_class_of_its_layers() -> None:
-    found = coverage(build("gpt2"), text())
-    products = LAYERS * 12 * HIDDEN * HIDDEN
-    assert found.flops == flops(products)
-    assert sum(one.share for one in found.uncovered) + found.share == pytest.approx(1)
+def test_experts_that_are_refused_are_told_with_the_reason() -> None:
+    model = build("mixtral")
+    for block in model.model.layers:
+        block.mlp.experts._is_expert_parallel = True
+    linears, experts, routers = map(flops, BY_HAND["mixtral"])
+    found = coverage(model, text())
+    assert (found.flops, found.covered) == (linears + experts + routers, linears)
+    reason = "experts spread over processes (expert parallelism)"
+    assert [one for one in found.uncovered if one.kind == "MoE experts"] == [
+        Uncovered("model.layers.*.mlp.experts.gate_up_proj", "MoE experts", experts * 2 / 3 / found.flops, reason),
+        Uncovered("model.layers.*.mlp.experts.down_proj", "MoE experts", experts / 3 / found.flops, reason),
+    ]
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
@@ -114,8 +120,10 @@ def test_gpt2_is_told_by_the_class_of_its_layers() -> None:
 def test_experts_count_alike_however_they_are_run(implementation: str, dtype: torch.dtype) -> None:
     model = build("mixtral").to(dtype)
     model.set_experts_implementation(implementation)
-    covered, experts, routers = map(flops, BY_HAND["mixtral"])
-    assert coverage(model, text()).flops == covered + experts + routers
+    expected = sum(map(flops, BY_HAND["mixtral"]))
+    assert coverage(model, text()).flops == expected
+    convert_model(model, SnipConfig())
+    assert coverage(model, text()).flops == expected
 
 
 def test_idle_experts_cost_nothing_and_busy_ones_their_tokens() -> None:
@@ -124,6 +132,15 @@ def test_idle_experts_cost_nothing_and_busy_ones_their_tokens() -> None:
     before = coverage(model, text())
     send_all_tokens_to(model, (1, 3))
     assert coverage(model, text()) == before
+    convert_model(model, SnipConfig())
+    assert coverage(model, text()) == before
+    pairs = TOKENS * CHOSEN
+    tokens = count_pass(model, text()).tokens
+    assert {name: count for name, count in tokens.items() if "experts" in name} == {
+        f"model.layers.{block}.mlp.experts.{part}": pairs
+        for block in range(LAYERS)
+        for part in ("gate_up_proj", "down_proj")
+    }
 
     experts = nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)])
 
@@ -223,7 +240,7 @@ def test_a_tied_head_is_aside() -> None:
     assert found.share == 1.0 and found.aside["output head"] == flops(HIDDEN * VOCABULARY)
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek", "jamba"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek", "jamba"])
 def test_a_converted_model_has_the_coverage_of_the_plain_one(family: str) -> None:
     model = build(family)
     before = coverage(model, text())

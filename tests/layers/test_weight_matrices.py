@@ -76,19 +76,37 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "high precision" in record.getMessage()]
 
 
+LINEARS_OF_MIXTURE = LAYERS * HIDDEN * (2 * HIDDEN + 2 * HIDDEN // 2)  # q and o; k and v have half the heads
+GATE_UP, DOWN, ROUTER = (LAYERS * EXPERTS * size for size in (2 * INNER * HIDDEN, HIDDEN * INNER, HIDDEN))
+
+
 @pytest.mark.parametrize("family", MIXTURES)
-def test_experts_and_routers_are_named(family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_experts_are_swapped_and_routers_are_not(family: str, caplog: pytest.LogCaptureFixture) -> None:
     model = build_mixture(family)
     with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
         covered = convert_model(model, SnipConfig())
-    linears = LAYERS * HIDDEN * (2 * HIDDEN + 2 * HIDDEN // 2)  # q and o; k and v have half the heads
-    gate_up, down = LAYERS * EXPERTS * 2 * INNER * HIDDEN, LAYERS * EXPERTS * HIDDEN * INNER
-    experts, router = f"no layer kind takes a {family}Experts", f"no layer kind takes a {family}TopKRouter"
-    assert (len(covered), swapped(model)) == (4 * LAYERS, linears)
+    assert (len(covered), swapped(model)) == (6 * LAYERS, LINEARS_OF_MIXTURE + GATE_UP + DOWN)
+    router = f"no layer kind takes a {family}TopKRouter"
+    assert summary(model) == {"model.layers.*.mlp.gate": ("router", router, LAYERS, ROUTER)}
+    assert lines(caplog) == [
+        "snip-hf: these weights stay in high precision (embeddings and output head aside): "
+        f"model.layers.*.mlp.gate x 2 (router, {router})."
+    ]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_that_are_refused_are_named(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = build_mixture(family)
+    for block in model.model.layers:
+        block.mlp.experts._is_expert_parallel = True
+    with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
+        covered = convert_model(model, SnipConfig())
+    experts, router = "experts spread over processes (expert parallelism)", f"no layer kind takes a {family}TopKRouter"
+    assert (len(covered), swapped(model)) == (4 * LAYERS, LINEARS_OF_MIXTURE)
     assert summary(model) == {
-        "model.layers.*.mlp.experts.gate_up_proj": ("MoE experts", experts, 2, gate_up),
-        "model.layers.*.mlp.experts.down_proj": ("MoE experts", experts, 2, down),
-        "model.layers.*.mlp.gate": ("router", router, 2, LAYERS * EXPERTS * HIDDEN),
+        "model.layers.*.mlp.experts.gate_up_proj": ("MoE experts", experts, 2, GATE_UP),
+        "model.layers.*.mlp.experts.down_proj": ("MoE experts", experts, 2, DOWN),
+        "model.layers.*.mlp.gate": ("router", router, 2, ROUTER),
     }
     assert lines(caplog) == [
         "snip-hf: these weights stay in high precision (embeddings and output head aside): "
@@ -117,17 +135,16 @@ def test_linears_that_are_skipped_by_rule_have_the_reason_of_the_rule() -> None:
     }
 
 
-def test_conv1d_beside_linears_is_named_and_gpt2_alone_is_refused_by_that_class() -> None:
+def test_conv1d_is_covered_and_a_subclass_of_it_is_named() -> None:
+    class Gated(Conv1D):
+        """Of another forward."""
+
     model = build("gpt2")
-    with pytest.raises(ValueError, match="modules with weights are of the classes Conv1D, Embedding"):
-        convert_model(model, SnipConfig())
-    first = model.transformer.h[0].mlp
-    first.c_proj = nn.Linear(256, 64)
+    assert not summary(model)
+    for block in model.transformer.h:
+        block.mlp.c_fc.__class__ = Gated
     convert_model(model, SnipConfig())
-    assert swapped(model) == 256 * 64
-    assert summary(model)["transformer.h.*.mlp.c_fc"] == ("Conv1D", "no layer kind takes a Conv1D", 2, 2 * 64 * 256)
-    assert summary(model)["transformer.h.*.mlp.c_proj"] == ("Conv1D", "no layer kind takes a Conv1D", 1, 256 * 64)
-    assert isinstance(first.get_submodule("c_fc"), Conv1D)
+    assert summary(model) == {"transformer.h.*.mlp.c_fc": ("Gated", "class Gated", 2, 2 * 64 * 256)}
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import SnipConfig
-from ..layers.layer import ForwardRecorder, SnipLayer
+from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..layers.state import snip_linears
 from ..layers.weight_matrices import weight_matrices
 from ..numerics.random_state import RandomState
@@ -180,19 +180,22 @@ def _counting(layers: Mapping[str, SnipLayer], tokens: dict[str, int], counter: 
 
 
 def _counted(name: str, tokens: dict[str, int], counter: ProductCounter) -> ForwardRecorder:
-    def forward(layer: SnipLayer, input: Tensor, ends: Tensor | None) -> Tensor:
+    def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
         x = input.reshape(-1, input.shape[-1])
-        tokens[name] += x.shape[0]
         weight, bias = whole(layer.weight), layer.bias
         if weight is not layer.weight:
             counter.note_parameter(layer.weight_name(name), weight)
         matrices = layer.matrices(weight)
-        if ends is None:
+        if dispatch is None:
+            tokens[name] += x.shape[0]
             y = nn.functional.linear(x, matrices[0], bias)
         else:
-            sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-            y = torch.cat([part @ matrix.t() for part, matrix in zip(x.split(sizes), matrices, strict=True)])
-            y = y if bias is None else y + bias
+            ends = dispatch.ends
+            tokens[name] += int(ends[-1])
+            *parts, behind = x.tensor_split(ends.cpu())
+            products = [part @ matrix.t() for part, matrix in zip(parts, matrices, strict=True)]
+            y = torch.cat([*products, behind.new_zeros(len(behind), layer.out_features)])
+            y = y if bias is None else y + nn.functional.pad(bias, (0, 0, 0, 1))[dispatch.matrix()]
         return y.view(*input.shape[:-1], layer.out_features)
 
     return forward

@@ -55,6 +55,8 @@ _END = "<!-- snip-hf: end -->"
 _SECTION = re.compile(re.escape(_BEGIN) + r".*?" + re.escape(_END), re.DOTALL)
 # Characters of a name and of a message, and bytes of a model card.
 _NAME, _MESSAGE, _MOST_BYTES = 60, 1000, 2**24
+# Kinds of weights that a card names.
+_MOST_KINDS = 8
 _NOT_CODE = str.maketrans("", "", "`|")
 
 
@@ -186,9 +188,7 @@ def _target(plan: PrecisionPlan) -> str:
 
 def _covered(found: Coverage, plan: PrecisionPlan) -> dict[str, str]:
     """Returns what the plan covers of the model, and what it does not and why."""
-    rest = [
-        f"{_as_text(kind)} {share:.1%} ({_as_text(reason)})" for (kind, reason), share in found.by_kind().items()
-    ]
+    rest = [f"{_as_text(kind)} {share:.1%} ({_as_text(reason)})" for (kind, reason), share in found.by_kind().items()]
     return {
         "coverage": f"the plan decides on {found.share:.1%} of the model's matmul FLOPs (output head and attention "
         f"products aside), which makes {found.share * plan.fp4_fraction:.1%} of all of them in FP4",

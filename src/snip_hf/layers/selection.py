@@ -10,10 +10,12 @@ from torch import nn
 from ..config import DoesNotFit, SnipConfig
 from .kinds import LayerKind, kind_of, known_weights
 from .layer import SnipLayer
+from .routers import Routers
 from .state import plain_name
 
 # The reason for what the user named in `skip_modules`.
 LEFT_OUT = "skip_modules"
+ROUTER = "router"
 _NO_BLOCK = "outside the transformer blocks"
 _NO_DECODER = "outside the language model's decoder (include_modules)"
 # Small matrices of adapters, by their names in PEFT; they stay in high precision.
@@ -22,7 +24,7 @@ _ADAPTERS = ("*.lora_A.*", "*.lora_B.*")
 
 def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
     """Returns, for every layer of a known kind, why `convert_model` leaves it alone, or None if it is swapped."""
-    head, decoder = head_of(model), _decoder_of(model)
+    head, decoder, routers = head_of(model), _decoder_of(model), Routers(model)
 
     def reason(name: str, module: nn.Module, kind: LayerKind) -> str | None:
         if module is head:
@@ -33,6 +35,8 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
         refusal = None if isinstance(module, SnipLayer) else kind.refuses(module)
         if refusal is not None:
             return refusal
+        if routers.has(name, module):
+            return ROUTER
         if "forward" in vars(module):  # which a swap of the class would not replace
             return "another forward function is set on it (device_map, tensor parallelism)"
         if _matches(name, _ADAPTERS):
@@ -41,8 +45,18 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
             return LEFT_OUT
         return None
 
-    known = ((plain_name(name), module, kind_of(module)) for name, module in model.named_modules())
-    return {name: reason(name, module, kind) for name, module, kind in known if kind is not None}
+    return {name: reason(name, module, kind) for name, (module, kind) in known_layers(model).items()}
+
+
+def known_layers(model: nn.Module) -> dict[str, tuple[nn.Module, LayerKind]]:
+    """Returns the name of every layer of a known kind, swapped or not -> the module that it is or is a part of."""
+    found: dict[str, tuple[nn.Module, LayerKind]] = {}
+    for name, module in model.named_modules():
+        kind = kind_of(module)
+        if kind is not None:
+            names = (f"{name}.{part}" if part else name for part in kind.parts(module))
+            found |= {plain_name(own): (module, kind) for own in names}
+    return found
 
 
 def check_patterns(model: nn.Module, config: SnipConfig, reasons: Mapping[str, str | None]) -> None:
@@ -64,7 +78,7 @@ def check_patterns(model: nn.Module, config: SnipConfig, reasons: Mapping[str, s
                 "Use exact names or globs over the whole name, such as '*.down_proj'."
             )
     decoder, head = _decoder_of(model), head_of(model)
-    modules = {plain_name(name): module for name, module in model.named_modules()}
+    modules = {name: module for name, (module, _) in known_layers(model).items()}
     outside = [name for name in reasons if modules[name] is not head and _outside(name, modules[name], decoder)]
     for pattern in config.include_modules:
         if not any(_matches(name, [pattern]) for name in outside):

@@ -14,11 +14,10 @@ from ..config import SnipConfig
 from ..text import printable
 from .kinds import known_weights
 from .layer import SnipLayer
-from .selection import head_of, skip_reasons
+from .selection import ROUTER, head_of, skip_reasons
 from .state import plain_name, snip_linears
 
 EXPERTS = "MoE experts"
-ROUTER = "router"
 # Numbers in names: `layers.0.gate` and `layers.1.gate` are one group, `layers.*.gate`.
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 # Of the groups that a line of the log names; the rest is counted.
@@ -63,12 +62,14 @@ def weight_matrices(model: nn.Module, config: SnipConfig | None) -> list[WeightM
     for long_name, module in model.named_modules():
         name = plain_name(long_name)
         for own_name, parameter in module.named_parameters(recurse=False):
-            if is_lazy(parameter) or not parameter.is_floating_point() or own_name == "bias":
+            if is_lazy(parameter) or not parameter.is_floating_point() or own_name.endswith("bias"):
                 continue
-            is_known = any(parameter is weight for weight in known_weights(module))
-            reason = reasons[name] if is_known else f"no layer kind takes a {type(module).__name__}"
+            reason: str | None = f"no layer kind takes a {type(module).__name__}"
+            if any(parameter is weight for weight in known_weights(module)):
+                # A module of several layers has one for each parameter, of its name.
+                reason = reasons[name] if name in reasons else reasons[f"{name}.{own_name}"]
             place = _NUMBER.sub("*", name if own_name == "weight" else f"{name}.{own_name}")
-            kind = _kind(name, module, parameter)
+            kind = ROUTER if reason == ROUTER else _kind(name, module, parameter)
             one = WeightMatrix(parameter, place, kind, reason, id(parameter) in aside and reason is not None)
             if id(parameter) not in found or (reason is None and found[id(parameter)].reason is not None):
                 found[id(parameter)] = one
@@ -76,16 +77,10 @@ def weight_matrices(model: nn.Module, config: SnipConfig | None) -> list[WeightM
 
 
 def _reasons(model: nn.Module, config: SnipConfig | None) -> Mapping[str, str | None]:
-    reasons = skip_reasons(model, config or SnipConfig())
-    if config is not None or not snip_linears(model):
+    reasons, swapped = skip_reasons(model, config or SnipConfig()), snip_linears(model)
+    if config is not None or not swapped:
         return reasons
-    modules = {plain_name(name): module for name, module in model.named_modules()}
-
-    def reason(name: str) -> str | None:
-        is_swapped = any(isinstance(part, SnipLayer) for part in modules[name].modules())
-        return None if is_swapped else reasons[name] or "not swapped"
-
-    return {name: reason(name) for name in reasons}
+    return {name: None if name in swapped else reason or "not swapped" for name, reason in reasons.items()}
 
 
 def _kind(name: str, module: nn.Module, parameter: nn.Parameter) -> str:

@@ -101,9 +101,7 @@ def thinned(items: Sequence[T], count: int) -> list[T]:
     return [items[round(index * last / (count - 1))] for index in range(count)]
 
 
-def _read_events(
-    path: Path, notes: list[str]
-) -> tuple[PrecisionPlan, list[Refresh], list[DriftCheck], list[Counted]]:
+def _read_events(path: Path, notes: list[str]) -> tuple[PrecisionPlan, list[Refresh], list[DriftCheck], list[Counted]]:
     """Returns the plan of the start, the refreshes, the checks and the counts; notes what is odd about them."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; expected the output folder of a run with SnipCallback.")

@@ -17,8 +17,8 @@ from ..costs.flops import relative_tokens
 from ..estimation.coverage import LITTLE, CountedPass, Coverage, count_pass
 from ..parallel.ranks import Attempt, Processes, RankError, describe
 from ..policies.registry import needs_probe
-from ..records.event_writer import EventWriter
 from ..records.coverage import Counted
+from ..records.event_writer import EventWriter
 from .captured_step import StepWatch, TrainingPass
 from .expectation import tokens_of
 from .plans import PlanInForce

@@ -51,7 +51,7 @@ def main() -> None:
             for (part, fmt, is_fixed), by_direction in sorted(ratios.items()):
                 line = {"shape": shape, "part": part, "format": fmt, "fixed_routing": is_fixed, **said(by_direction)}
                 print(json.dumps(line))
-                file.write(json.dumps({**line, **setting, "steps": STEPS, **origin_of()}) + "\n")
+                file.write(json.dumps({**line, **setting, "steps": STEPS, **origin_of("cpu")}) + "\n")
 
 
 def note_model(shape: str, seed: int, options: argparse.Namespace, ratios: Ratios) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..layers.state import snip_linears
 from ..parallel.ranks import Processes
 from .batch import Batch
+from .kinks import smooth_kinks
 from .moved_weights import Draw, MovedWeights
 from .passes import run_pass
 from .recomputation import recomputing, without_cache
@@ -102,8 +103,11 @@ def run_probe(
 
     def record(moved: MovedWeights | None = None) -> Recorder:
         recorder, making = Recorder(plan), nullcontext() if moved is None else moved.making()
+        # Before blocks are recomputed, whose second run must do as the first one.
+        smoothing = nullcontext() if moved is None else smooth_kinks(model)
         weights = {} if moved is None else moved.by_parameter()
-        with recording(layers, recorder, settings.autocast is not None), making, recomputing(model, recomputed):
+        is_autocast = settings.autocast is not None
+        with recording(layers, recorder, is_autocast), making, smoothing, recomputing(model, recomputed):
             losses.append(float(run_pass(model, inputs, weights, settings.autocast, True, processes.run)))
         return recorder
 

@@ -7,13 +7,13 @@ leaves no trace. A model that cannot run so is searched for names instead.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..layers.layer import SnipLayer
+from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..layers.state import snip_linears
 from ..numerics.random_state import RandomState
 from .passes import stand_in, traceless
@@ -76,8 +76,8 @@ def _groups(model: nn.Module, layers: Mapping[str, SnipLayer]) -> list[list[str]
     return list(groups.values())
 
 
-def _noting(name: str, calls: list[tuple[str, Tensor]]) -> Callable[[SnipLayer, Tensor], Tensor]:
-    def forward(layer: SnipLayer, input: Tensor) -> Tensor:
+def _noting(name: str, calls: list[tuple[str, Tensor]]) -> ForwardRecorder:
+    def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
         calls.append((name, input))
         return input.new_empty(*input.shape[:-1], layer.out_features)
 

@@ -12,8 +12,8 @@ and what other hooks keep are put back (`python_state`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -103,12 +103,10 @@ def run_probe(
     inputs = without_cache(model, batch) if recomputed else batch
 
     def record(moved: MovedWeights | None = None) -> Recorder:
-        recorder, making = Recorder(plan), nullcontext() if moved is None else moved.making()
-        # Before blocks are recomputed, whose second run must do as the first one.
-        smoothing = nullcontext() if moved is None else smooth_kinks(model)
+        recorder, moving = Recorder(plan), nullcontext() if moved is None else _moving(model, moved)
         weights = {} if moved is None else moved.by_parameter()
         recorded = recording(layers, recorder, settings.autocast is not None)
-        with routing.one_pass(), recorded, making, smoothing, recomputing(model, recomputed):
+        with routing.one_pass(), recorded, moving, recomputing(model, recomputed):
             losses.append(float(run_pass(model, inputs, weights, settings.autocast, True, processes.run)))
         return recorder
 
@@ -129,6 +127,13 @@ def run_probe(
         del moved
         _combine(samples, plus, minus, epsilon)
     return Probe(sum(losses) / len(losses), samples)
+
+
+@contextmanager
+def _moving(model: nn.Module, moved: MovedWeights) -> Iterator[None]:
+    """Lets a pass run on moved weights; to be entered before blocks are recomputed, whose second run does the same."""
+    with moved.making(), smooth_kinks(model):
+        yield
 
 
 def _combine(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -42,6 +42,27 @@ class ByFunctionBeside(nn.Module):
         return gated(x)
 
 
+def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def wrapper(*args: Any) -> Any:
+        return function(*args)
+
+    return wrapper
+
+
+class ByItsOwnMethods(nn.Module):
+    @decorated
+    def forward(self, x: Tensor) -> Tensor:
+        return self.by_method(x)
+
+    def by_method(self, x: Tensor) -> Tensor:
+        return self.by_static(x)
+
+    @staticmethod
+    def by_static(x: Tensor) -> Tensor:
+        return nn.functional.relu(x)
+
+
 class ByMethodOfTensor(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.relu()
@@ -72,6 +93,7 @@ MODULES: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]] = {
     "attribute": (Calling(torch.relu), slope_of),
     "functional attribute": (Calling(nn.functional.relu), slope_of),
     "function beside the class": (ByFunctionBeside(), slope_of),
+    "methods of the class": (ByItsOwnMethods(), slope_of),
     "method of a tensor": (ByMethodOfTensor(), slope_of),
     "in place": (InPlace(), slope_of),
 }
@@ -196,3 +218,10 @@ def test_a_pass_without_derivatives_is_torch_s_own() -> None:
     found = run_probe(model, Batch.of(INPUTS), {}, ProbeSettings(0)).layers["layers.1.up"]
     x = found.x @ model.layers[1].up.weight.t() + model.layers[1].up.bias
     assert torch.equal(found.grad_output[x < 0], torch.zeros_like(found.grad_output[x < 0]))
+
+
+@pytest.mark.gpu
+def test_blocks_that_torch_recomputes_in_threads_of_its_own_give_the_same_numbers() -> None:
+    inputs = {name: value.cuda() for name, value in INPUTS.items()}
+    thrift = Thrift(("layers.0", "layers.1"))
+    assert equal(probed(kinked().cuda(), thrift=thrift, inputs=inputs), probed(kinked().cuda(), inputs=inputs))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
+from inspect import getattr_static, unwrap
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
@@ -139,23 +140,27 @@ def _holds_kinked(module: nn.Module) -> bool:
 
 
 def _calls_kinked(kind: type[nn.Module]) -> bool:
-    """Returns True if the code of a class, or of functions of its file that it calls, names one of the functions."""
-    own = (base for base in kind.__mro__ if base not in nn.Module.__mro__)
-    methods = [value for base in own for value in vars(base).values() if isinstance(value, FunctionType)]
-    seen: set[FunctionType] = set()
-    return any(_names_kinked(method, seen) for method in methods)
+    """Returns True if the code of a class's forward names one of the functions.
 
-
-def _names_kinked(function: FunctionType, seen: set[FunctionType]) -> bool:
-    if function in seen:
-        return False
-    seen.add(function)
-    names = _names_in(function.__code__)
-    beside = (function.__globals__.get(name) for name in names)
-    return not _NAMES.isdisjoint(names) or any(
-        isinstance(value, FunctionType) and value.__module__ == function.__module__ and _names_kinked(value, seen)
-        for value in beside
-    )
+    So does that of its methods, or of functions of the same file, that the forward names in turn.
+    """
+    seen: set[object] = set()
+    waiting: list[object] = [getattr_static(kind, "forward")]
+    while waiting:
+        # Below what decorates it.
+        function = unwrap(waiting.pop())  # type: ignore[arg-type]
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        names = _names_in(function.__code__)
+        if not _NAMES.isdisjoint(names):
+            return True
+        for name in names - vars(nn.Module).keys():
+            method, beside = getattr_static(kind, name, None), function.__globals__.get(name)
+            waiting.append(getattr(method, "__func__", method))
+            if getattr(beside, "__module__", None) == function.__module__:
+                waiting.append(beside)
+    return False
 
 
 def _names_in(code: CodeType) -> set[str]:

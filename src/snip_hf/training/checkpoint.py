@@ -65,6 +65,8 @@ class SavedState:
     """Fingerprints of the weights that it was saved with, one of which must be theirs; none: not known."""
     kernels: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name of a backend -> what its passes depend on (`Backend.state_dict`)."""
+    postponed: int | None = None
+    """The step to which a refresh was put off."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedState:
@@ -74,7 +76,7 @@ class SavedState:
                 f"The SNIP state has no schema_version {SCHEMA_VERSION}; it is not a state of this version."
             )
         try:
-            pending, last_probe = state["pending"], state["last_probe"]
+            pending, last_probe, postponed = state["pending"], state["last_probe"], state.get("postponed")
             return cls(
                 # Fields that a later version added were then what their defaults are.
                 config=SnipConfig().to_dict() | current_names(dict(state["config"])),
@@ -85,6 +87,7 @@ class SavedState:
                 ranking=_read_ranking(state["ranking"]),
                 weights=_read_fingerprints(state.get("weights")),
                 kernels={str(name): dict(entry) for name, entry in dict(state.get("kernels", {})).items()},
+                postponed=None if postponed is None else int(postponed),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -94,6 +97,7 @@ class SavedState:
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON data; without the fingerprint, which whoever writes the file adds."""
         kernels = {"kernels": self.kernels} if self.kernels else {}
+        postponed = {} if self.postponed is None else {"postponed": self.postponed}
         return {
             "schema_version": SCHEMA_VERSION,
             "step": self.step,
@@ -103,6 +107,7 @@ class SavedState:
             "last_probe": self.last_probe,
             "ranking": self.ranking,
             **kernels,
+            **postponed,
         }
 
     def fitted(self, config: SnipConfig, flops: Work, at_step: int | None, weights: str | None) -> SavedState:

@@ -179,6 +179,15 @@ class HalfTrainer(Trainer):
         return loss
 
 
+@pytest.mark.gpu
+def test_a_trainer_in_fp16_on_a_gpu_refreshes_with_accelerate_s_own_scaler(tmp_path: Path) -> None:
+    config = SnipConfig(**SCHEDULE, backend="emulated")
+    run = train(tmp_path, config, fp16=True, use_cpu=False, max_steps=8)
+    assert run.trainer.accelerator.scaler.is_enabled()
+    assert [line["status"] for line in run.refreshes] == ["applied", "applied"]
+    assert all(line["divergence"]["fp4"]["weight"] > 0 for line in run.refreshes)
+
+
 class OverflowingTrainer(HalfTrainer):
     overflows_at = (2, 3)
 

@@ -52,8 +52,8 @@ from snip_hf.planning.plan import PrecisionPlan
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.policies.registry import Policy, register_policy
 from snip_hf.policies.setting import Setting
-from snip_hf.records.divergences import read_divergence
 from snip_hf.records.coverage import Counted
+from snip_hf.records.divergences import read_divergence
 from snip_hf.records.events import DriftCheck, Event, Refresh, Start
 from snip_hf.records.load import load_run
 from snip_hf.reporting.figures import plan_figure

@@ -36,7 +36,7 @@ _OPERANDS = {
 # These take an activation and where its groups of rows end.
 _GROUPED = ("aten::_grouped_mm", "aten::_scaled_grouped_mm", "transformers::grouped_mm_fallback")
 _CONVOLUTIONS = ("aten::convolution", "aten::_convolution", "aten::mkldnn_convolution", "aten::cudnn_convolution")
-_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention")
+_ATTENTION = "scaled_dot_product"
 # These look rows up in a table: of a matrix of embeddings they give activations, of stacked matrices some of these.
 _LOOKUPS = ("aten::index", "aten::index_select", "aten::embedding", "aten::gather", "aten::take_along_dim")
 
@@ -104,7 +104,7 @@ class ProductCounter(TorchDispatchMode):
             self._count(operands, _product_flops(name, operands[0], result, args, kwargs))
         elif name in _CONVOLUTIONS:
             self._count(args[:2], _convolution_flops(args, kwargs, result))
-        elif any(part in name for part in _ATTENTION):
+        elif _ATTENTION in name:
             query, key, value = args[:3]
             self.without_parameter += 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
         else:

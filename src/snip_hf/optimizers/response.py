@@ -200,6 +200,15 @@ def responses(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, 
     }
 
 
+def trained_by(optimizer: torch.optim.Optimizer | None) -> Callable[[Tensor], bool]:
+    """Returns what tells whether an optimizer, as `responses` takes it, updates a parameter."""
+    if optimizer is None:
+        return lambda parameter: parameter.requires_grad
+    groups = check_optimizer(optimizer).param_groups
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    return lambda parameter: parameter.requires_grad and id(parameter) in held
+
+
 def _response(optimizer: torch.optim.Optimizer, at: Situation) -> Response:
     rule = rule_name(type(optimizer))
     if rule in ELEMENTWISE:

@@ -272,7 +272,7 @@ def _rows(
     parts = zip(*(read_all(part) for part in zip(*(one[2:] for one in sums), strict=True)), strict=True)
     rows: list[Divergence] = []
     for (name, fmt, *_), (of_rows, rise, errors, criterion) in zip(sums, parts, strict=True):
-        for gemm in ROWS:
+        for gemm in (*flops[name], LAYER):
             rows.append(
                 Divergence(
                     name,

@@ -60,8 +60,8 @@ def measure_divergence(
         flops = linear_flops(model)
         for name in measurement.layers:
             for fmt in config.quantized_formats:
-                for gemm in gemms:
-                    chosen = GEMMS if gemm == LAYER else (gemm,)
+                for gemm in (gemm for gemm in gemms if gemm in (*flops[name], LAYER)):
+                    chosen = tuple(flops[name]) if gemm == LAYER else (gemm,)
                     count = draws if FORMATS[fmt].is_random else 1
                     rise, weight = measurement.damage({name: dict.fromkeys(chosen, fmt)}, count)
                     rows.append(Divergence(name, gemm, fmt, rise, weight, sum(flops[name][g] for g in chosen)))

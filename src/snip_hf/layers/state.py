@@ -11,9 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.emulated import STATE_SIZE
+from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
 from .layer import GRAD_OUTPUT, KEY, STATE, SnipLayer
 
+# The GEMM that a frozen weight does not have.
+GRAD_WEIGHT = "grad_weight"
+# What PEFT adds: its model around another one, which prompts leave as it is, and its layer around another one.
+_PEFT = re.compile(r"^base_model\.(?:model\.(?!layers\.\d))?|\.base_layer(?=\.|$)")
 # What wrappers inside a model add to the names of modules.
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|^snip_part_\d+\.")
 
@@ -29,9 +34,15 @@ def snip_linears(model: nn.Module) -> dict[str, SnipLayer]:
 def plain_name(name: str) -> str:
     """Returns the name of a module or parameter without the parts that wrappers inside the model put in.
 
-    These are torch.compile's, activation checkpointing's, and those of `pipeline.ModelParts`.
+    These are torch.compile's, activation checkpointing's, those of `pipeline.ModelParts`, and PEFT's: a layer is called
+    as it is in the model without adapters.
     """
-    return _WRAPPERS.sub("", name)
+    return _PEFT.sub("", _WRAPPERS.sub("", name))
+
+
+def gemms_of(layer: SnipLayer) -> tuple[str, ...]:
+    """Returns the GEMMs that a layer runs: a frozen weight has no gradient."""
+    return tuple(gemm for gemm in GEMMS if gemm != GRAD_WEIGHT or layer.weight.requires_grad)
 
 
 def block_of(layer: str) -> str:

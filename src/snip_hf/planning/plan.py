@@ -22,7 +22,7 @@ from ..costs.gemm_timing import Machine, check_seconds
 from ..costs.measured_cost import MeasuredCost
 from ..costs.rates import GemmTimes, linear_times, speedup
 from ..json_io import read_json, write_json_atomic
-from ..layers.state import snip_linears
+from ..layers.state import GRAD_WEIGHT, plain_name, snip_linears
 from ..numerics.formats import FORMATS, check_format
 from ..numerics.gemms import GEMMS
 from ..registry import UnknownName
@@ -41,16 +41,19 @@ Flops = Mapping[str, Mapping[str, float]]
 class PrecisionPlan:
     """Exact layer name and GEMM -> format. Immutable: the mappings are copied, ordered by stage and made read-only.
 
+    A layer whose weight is frozen has no grad_weight. An entry for it, which earlier versions wrote with 0 FLOPs and
+    which a plan has that was made for a trained weight, is left out.
+
     Raises:
-        ValueError: no layers; a layer without exactly the three GEMMs; an unknown format; FLOPs for other layers than
-            the assignment's, negative or not finite; stages that do not hold each layer exactly once, or have no FLOPs;
-            measured times for other layers, or none for a GEMM that has FLOPs.
+        ValueError: no layers; a layer without exactly the GEMMs that have FLOPs; an unknown format; FLOPs for other
+            layers than the assignment's, negative or not finite; stages that do not hold each layer exactly once, or
+            have no FLOPs; measured times for other layers, or none for a GEMM that has FLOPs.
     """
 
     assignment: Assignment
     """{layer: {gemm: format}}"""
     flops: Flops
-    """{layer: {gemm: FLOPs per token}}; 0 for the grad_weight of a frozen weight."""
+    """{layer: {gemm: FLOPs per token}}"""
     stages: tuple[tuple[str, ...], ...]
     """Layer names of each (pipeline) stage; at least one stage."""
     provenance: PlanProvenance
@@ -58,9 +61,12 @@ class PrecisionPlan:
     """The times that the target was met by (`budget="measured"`); None: it was met by FLOPs."""
 
     def __post_init__(self) -> None:
-        assignment = _checked_table(self.assignment, "assignment", check_format)
         flops = _checked_table(self.flops, "flops", lambda value, where: finite(value, where, minimum=0.0))
+        flops = {layer: _without_idle(row, row) for layer, row in flops.items()}
+        assignment = _checked_table(self.assignment, "assignment", check_format)
         _check_same_layers(assignment, flops)
+        assignment = {layer: _without_idle(row, flops[layer]) for layer, row in assignment.items()}
+        _check_same_gemms(assignment, flops)
         stages = _checked_stages(self.stages, flops)
         if not isinstance(self.provenance, PlanProvenance):
             raise ValueError(f"provenance is {short(self.provenance)}, expected a PlanProvenance.")
@@ -76,7 +82,7 @@ class PrecisionPlan:
         cls, flops: Flops, format: str, stages: Sequence[Sequence[str]], provenance: PlanProvenance
     ) -> PrecisionPlan:
         """The plan that runs every GEMM of every layer in `flops` in one format."""
-        assignment = {layer: dict.fromkeys(GEMMS, format) for layer in flops}
+        assignment = {layer: dict.fromkeys(row, format) for layer, row in flops.items()}
         return cls(assignment, flops, _as_stages(stages), provenance)
 
     @property
@@ -143,7 +149,7 @@ class PrecisionPlan:
             return None
 
     def _fp4_fraction(self, layers: Iterable[str], work: Work) -> float:
-        pairs = [(self.assignment[layer][gemm], work[layer][gemm]) for layer in layers for gemm in GEMMS]
+        pairs = [(name, work[layer][gemm]) for layer in layers for gemm, name in self.assignment[layer].items()]
         return math.fsum(weight for name, weight in pairs if FORMATS[name].counts_as_fp4) / math.fsum(
             weight for _, weight in pairs
         )
@@ -183,7 +189,15 @@ class PrecisionPlan:
         linears = snip_linears(model)
         self.check_layers([*linears, *elsewhere])
         for layer, linear in linears.items():
-            linear.set_formats(self.assignment[layer])
+            if linear.weight.requires_grad and GRAD_WEIGHT not in self.assignment[layer]:
+                raise ValueError(
+                    f"The plan has no format for the grad_weight of layer {layer!r}, whose weight is trained; the plan "
+                    "was made while it was frozen. Freeze it again, or begin a new run with it trained."
+                )
+        for layer, linear in linears.items():
+            # A frozen weight's gradient never runs; its format is that of the forward GEMM.
+            formats = self.assignment[layer]
+            linear.set_formats({GRAD_WEIGHT: formats[GEMMS[0]], **formats})
 
     def check_layers(self, layers: Iterable[str]) -> None:
         """Raises KeyError unless the plan names exactly these layers, those that a model has."""
@@ -289,9 +303,17 @@ def _checked_table(table: Any, name: str, check: Callable[[object, str], Any]) -
     for layer, row in table.items():
         check_text(layer, f"a layer name in {name}")
         check_type(row, Mapping, f"{name}[{layer!r}]", "a mapping from GEMMs")
-        check_keys(row, GEMMS, f"{name}[{layer!r}]")
-        checked[layer] = MappingProxyType({gemm: check(row[gemm], f"{name}[{layer!r}][{gemm!r}]") for gemm in GEMMS})
+        check_keys(row, [gemm for gemm in GEMMS if gemm in row or gemm != GRAD_WEIGHT], f"{name}[{layer!r}]")
+        gemms = (gemm for gemm in GEMMS if gemm in row)
+        checked[layer] = MappingProxyType({gemm: check(row[gemm], f"{name}[{layer!r}][{gemm!r}]") for gemm in gemms})
     return checked
+
+
+def _without_idle(row: Mapping[str, Any], flops: Mapping[str, float]) -> Mapping[str, Any]:
+    """Returns the row without a grad_weight that has no FLOPs."""
+    if GRAD_WEIGHT not in row or flops.get(GRAD_WEIGHT, 0.0) > 0:
+        return row
+    return MappingProxyType({gemm: value for gemm, value in row.items() if gemm != GRAD_WEIGHT})
 
 
 def _check_same_layers(assignment: Assignment, flops: Flops) -> None:
@@ -299,6 +321,15 @@ def _check_same_layers(assignment: Assignment, flops: Flops) -> None:
         if layer not in assignment or layer not in flops:
             missing = "flops" if layer in assignment else "assignment"
             raise ValueError(f"{missing} has no entry for layer {layer!r}; both must name the same layers.")
+
+
+def _check_same_gemms(assignment: Assignment, flops: Flops) -> None:
+    for layer, row in assignment.items():
+        if row.keys() != flops[layer].keys():
+            raise ValueError(
+                f"assignment[{layer!r}] has no format for grad_weight, which has FLOPs: the plan was made for a frozen "
+                "weight. Freeze the weight, or use a plan that was made for a trained one."
+            )
 
 
 def _as_stages(stages: Any) -> tuple[tuple[Any, ...], ...]:
@@ -347,13 +378,15 @@ def _checked_measured(measured: Any, flops: Flops, order: Sequence[str]) -> Meas
         raise ValueError(f"measured.tokens is {short(measured.tokens)}, expected an integer of at least 1.")
     check_format(measured.reference, "measured.reference")
     table = _checked_table(measured.seconds, "measured.seconds", lambda value, where: value)
+    table = {layer: _without_idle(row, flops.get(layer, {})) for layer, row in table.items()}
     for layer in table.keys() ^ flops.keys():
         raise ValueError(f"measured.seconds and flops do not both name layer {layer!r}; expected the same layers.")
     seconds: dict[str, Mapping[str, Mapping[str, float]]] = {}
     formats: list[str] = []
     for layer in order:
         row: dict[str, Mapping[str, float]] = {}
-        for gemm in GEMMS:
+        check_keys(table[layer], list(flops[layer]), f"measured.seconds[{layer!r}]")
+        for gemm in flops[layer]:
             where, times = f"measured.seconds[{layer!r}][{gemm!r}]", table[layer][gemm]
             if flops[layer][gemm] > 0:
                 row[gemm] = check_seconds(times, where, measured.reference)

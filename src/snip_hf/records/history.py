@@ -41,7 +41,7 @@ def read_history(path: Path, notes: list[str] | None = None) -> Iterator[Event]:
                 return
             raise ValueError(f"Line {number} of {path} is not a line of a snip-hf history: {error}") from error
         if isinstance(event, Start):
-            cells = {f"{layer}:{gemm}": f"{layer}:{gemm}" for layer in event.plan.assignment for gemm in GEMMS}
+            cells = {f"{layer}:{gemm}": f"{layer}:{gemm}" for layer, row in event.plan.assignment.items() for gemm in row}
         elif isinstance(event, Refresh):
             _check_layers(event, cells or {})
         yield event

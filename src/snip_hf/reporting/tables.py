@@ -64,7 +64,7 @@ def _marks(formats: Iterable[str]) -> dict[str, str]:
 
 
 def _plan_cell(formats: Mapping[str, str], marks: Mapping[str, str]) -> Text:
-    names = [formats[gemm] for gemm in GEMMS]
+    names = list(formats.values())
     if len(set(names)) == 1:
         return Text(names[0], style=FORMATS[names[0]].style)
     return Text("/").join(Text(marks[name], style=FORMATS[name].style) for name in names)

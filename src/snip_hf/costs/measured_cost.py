@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 
 from torch import nn
 
-from ..layers.state import snip_linears
+from ..layers.state import gemms_of, snip_linears
 from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
 from ..text import printable
 from .flops import Work
-from .gemm_timing import GemmShape, Machine, Timer, gemm_times, reference_format, timed_formats
+from .gemm_timing import GemmShape, Machine, Timer, gemm_times, reference_format
 
 
 @dataclass(frozen=True, kw_only=True)

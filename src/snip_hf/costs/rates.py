@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from ..budget_checks import RATES
 from ..numerics.formats import FORMATS, UNQUANTIZED
-from ..numerics.gemms import GEMMS
 from .flops import Work
 from .measured_cost import MeasuredCost
 

@@ -31,7 +31,7 @@ from ..parallel.sharding import is_sharded, whole
 from .batch import Batch
 from .counted import find_counted
 from .criterion import LayerCriterion
-from .layer_sums import LAYER, ROWS, BatchSizes, LayerSums, Pending, Squares, read_all
+from .layer_sums import LAYER, BatchSizes, LayerSums, Pending, Squares, read_all
 from .loss_scale import without_loss_scale
 from .memory import kept_tokens
 from .moved_weights import random_direction

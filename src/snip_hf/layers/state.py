@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from operator import is_
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from .layer import GRAD_OUTPUT, KEY, STATE, SnipLayer
 # The GEMM that a frozen weight does not have.
 GRAD_WEIGHT = "grad_weight"
 # What PEFT adds: its model around another one, which prompts leave as it is, and its layer around another one.
-_PEFT = re.compile(r"^base_model\.(?:model\.(?!layers\.\d))?|\.base_layer(?=\.|$)")
+_PEFT = re.compile(r"^base_model\.(?:model\.(?!layers\.\d))?|\.base_layer(?=[.:]|$)")
 # What wrappers inside a model add to the names of modules.
 _WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|^snip_part_\d+\.")
 
@@ -38,6 +39,15 @@ def plain_name(name: str) -> str:
     as it is in the model without adapters.
     """
     return _PEFT.sub("", _WRAPPERS.sub("", name))
+
+
+def with_plain_names(data: Any) -> Any:
+    """Returns JSON data with plain names in place of those by which earlier versions called layers under PEFT."""
+    if isinstance(data, str):
+        return plain_name(data)
+    if isinstance(data, Mapping):
+        return {with_plain_names(key): with_plain_names(value) for key, value in data.items()}
+    return [with_plain_names(value) for value in data] if isinstance(data, list) else data
 
 
 def gemms_of(layer: SnipLayer) -> tuple[str, ...]:

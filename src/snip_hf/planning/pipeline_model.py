@@ -15,7 +15,6 @@ from ..config import SnipConfig
 from ..costs.measured_cost import predicted_times
 from ..estimation.table import DivergenceTable
 from ..numerics.formats import REFERENCE
-from ..numerics.gemms import GEMMS
 from ..policies.registry import needs_probe
 from ..policies.setting import Setting
 from ..policies.ties import names_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
@@ -22,12 +22,21 @@ from ..costs.gemm_timing import Machine, check_seconds
 from ..costs.measured_cost import MeasuredCost
 from ..costs.rates import GemmTimes, linear_times, speedup
 from ..json_io import read_json, write_json_atomic
-from ..layers.state import GRAD_WEIGHT, plain_name, snip_linears
+from ..layers.state import GRAD_WEIGHT, snip_linears, with_plain_names
 from ..numerics.formats import FORMATS, check_format
 from ..numerics.gemms import GEMMS
 from ..registry import UnknownName
 from ..text import printable
-from .checked_values import MAX_TEXT, check_keys, check_text, check_type, finite, short
+from .checked_values import (
+    MAX_TEXT,
+    check_keys,
+    check_text,
+    check_type,
+    checked_table,
+    finite,
+    short,
+    without_idle,
+)
 from .provenance import PlanProvenance
 
 SCHEMA_VERSION = 1
@@ -61,11 +70,11 @@ class PrecisionPlan:
     """The times that the target was met by (`budget="measured"`); None: it was met by FLOPs."""
 
     def __post_init__(self) -> None:
-        flops = _checked_table(self.flops, "flops", lambda value, where: finite(value, where, minimum=0.0))
-        flops = {layer: _without_idle(row, row) for layer, row in flops.items()}
-        assignment = _checked_table(self.assignment, "assignment", check_format)
+        flops = checked_table(self.flops, "flops", lambda value, where: finite(value, where, minimum=0.0))
+        flops = {layer: without_idle(row, row) for layer, row in flops.items()}
+        assignment = checked_table(self.assignment, "assignment", check_format)
         _check_same_layers(assignment, flops)
-        assignment = {layer: _without_idle(row, flops[layer]) for layer, row in assignment.items()}
+        assignment = {layer: without_idle(row, flops[layer]) for layer, row in assignment.items()}
         _check_same_gemms(assignment, flops)
         stages = _checked_stages(self.stages, flops)
         if not isinstance(self.provenance, PlanProvenance):
@@ -261,11 +270,11 @@ class PrecisionPlan:
         check_type(provenance, Mapping, "provenance", "a JSON object")
         check_keys(provenance, tuple(field.name for field in fields(PlanProvenance)), "provenance")
         return cls(
-            document["assignment"],
-            document["flops"],
-            document["stages"],
+            with_plain_names(document["assignment"]),
+            with_plain_names(document["flops"]),
+            with_plain_names(document["stages"]),
             PlanProvenance(**provenance),
-            read_measured(document["measured"]) if measured else None,
+            read_measured(with_plain_names(document["measured"])) if measured else None,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -292,28 +301,6 @@ class PrecisionPlan:
                 f"{printable(path, MAX_TEXT)} is not a usable precision plan: {error} Restore the file or let a "
                 "run write it again."
             ) from error
-
-
-def _checked_table(table: Any, name: str, check: Callable[[object, str], Any]) -> dict[str, Mapping[str, Any]]:
-    """A read-only copy of {layer: {gemm: value}}, every value passed through `check(value, where)`."""
-    check_type(table, Mapping, name, "a mapping from layer names")
-    if not table:
-        raise ValueError(f"{name} is empty, expected at least one layer.")
-    checked: dict[str, Mapping[str, Any]] = {}
-    for layer, row in table.items():
-        check_text(layer, f"a layer name in {name}")
-        check_type(row, Mapping, f"{name}[{layer!r}]", "a mapping from GEMMs")
-        check_keys(row, [gemm for gemm in GEMMS if gemm in row or gemm != GRAD_WEIGHT], f"{name}[{layer!r}]")
-        gemms = (gemm for gemm in GEMMS if gemm in row)
-        checked[layer] = MappingProxyType({gemm: check(row[gemm], f"{name}[{layer!r}][{gemm!r}]") for gemm in gemms})
-    return checked
-
-
-def _without_idle(row: Mapping[str, Any], flops: Mapping[str, float]) -> Mapping[str, Any]:
-    """Returns the row without a grad_weight that has no FLOPs."""
-    if GRAD_WEIGHT not in row or flops.get(GRAD_WEIGHT, 0.0) > 0:
-        return row
-    return MappingProxyType({gemm: value for gemm, value in row.items() if gemm != GRAD_WEIGHT})
 
 
 def _check_same_layers(assignment: Assignment, flops: Flops) -> None:
@@ -377,15 +364,15 @@ def _checked_measured(measured: Any, flops: Flops, order: Sequence[str]) -> Meas
     if type(measured.tokens) is not int or measured.tokens < 1:
         raise ValueError(f"measured.tokens is {short(measured.tokens)}, expected an integer of at least 1.")
     check_format(measured.reference, "measured.reference")
-    table = _checked_table(measured.seconds, "measured.seconds", lambda value, where: value)
-    table = {layer: _without_idle(row, flops.get(layer, {})) for layer, row in table.items()}
+    table = checked_table(measured.seconds, "measured.seconds", lambda value, where: value)
+    table = {layer: without_idle(row, flops.get(layer, {})) for layer, row in table.items()}
     for layer in table.keys() ^ flops.keys():
         raise ValueError(f"measured.seconds and flops do not both name layer {layer!r}; expected the same layers.")
     seconds: dict[str, Mapping[str, Mapping[str, float]]] = {}
     formats: list[str] = []
     for layer in order:
         row: dict[str, Mapping[str, float]] = {}
-        check_keys(table[layer], list(flops[layer]), f"measured.seconds[{layer!r}]")
+        check_keys(table[layer], tuple(flops[layer]), f"measured.seconds[{layer!r}]")
         for gemm in flops[layer]:
             where, times = f"measured.seconds[{layer!r}][{gemm!r}]", table[layer][gemm]
             if flops[layer][gemm] > 0:

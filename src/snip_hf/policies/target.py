@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from ..costs.rates import linear_times
 from ..numerics.formats import FORMATS, UNQUANTIZED
-from ..numerics.gemms import GEMMS
 from .setting import Setting
 from .ties import tied_groups
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+from ..layers.state import plain_name
 from ..numerics.formats import check_format
 from ..numerics.gemms import GEMMS
 from ..planning.plan import PrecisionPlan
@@ -344,7 +345,7 @@ def _changes(value: object, cells: Mapping[str, str]) -> dict[str, tuple[str, st
         if cell.rpartition(":")[2] not in GEMMS:
             raise ValueError(f"{where} names no GEMM; expected one of {', '.join(GEMMS)} after the layer.")
         # The same objects as everywhere else: a history names each layer very often.
-        changes[cells.get(cell, cell)] = _pair(*pair)
+        changes[cells.get(cell) or plain_name(cell)] = _pair(*pair)
     return changes
 
 

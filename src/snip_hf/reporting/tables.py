@@ -13,7 +13,6 @@ from rich.text import Text
 from ..costs.measured_cost import cost_shares, describe_cost
 from ..estimation.table import Divergence, DivergenceTable
 from ..numerics.formats import FORMATS, REFERENCE
-from ..numerics.gemms import GEMMS
 from ..planning.pipeline_model import ConstraintComparison, PipelineTimes, compare_constraints, pipeline_times
 from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.solver.solution import SolverError

@@ -8,32 +8,35 @@ from collections.abc import Mapping
 from torch import nn
 
 from ..config import SnipConfig
+from .adapters import adapter_reasons
 from .kinds import LayerKind, kind_of, known_weights
 from .layer import SnipLayer
 from .state import plain_name
 
 # The reason for what the user named in `skip_modules`.
 LEFT_OUT = "skip_modules"
-# Small matrices of adapters, by their names in PEFT; they stay in high precision.
-_ADAPTERS = ("*.lora_A.*", "*.lora_B.*")
+_QLORA = (
+    " In place of QLoRA, train the adapters on a base in BF16: snip-hf multiplies with its frozen weights in low "
+    "precision."
+)
 
 
 def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
     """Returns, for every layer of a known kind, why `convert_model` leaves it alone, or None if it is swapped."""
-    head = head_of(model)
+    head, adapters = head_of(model), adapter_reasons(model)
 
     def reason(name: str, module: nn.Module, kind: LayerKind) -> str | None:
         if module is head:
             return "output head"
         if not any(part.isdigit() for part in name.split(".")):
             return "outside the transformer blocks"
+        if id(module) in adapters:
+            return adapters[id(module)]
         refusal = None if isinstance(module, SnipLayer) else kind.refuses(module)
         if refusal is not None:
             return refusal
         if "forward" in vars(module):  # which a swap of the class would not replace
             return "another forward function is set on it (device_map, tensor parallelism)"
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in _ADAPTERS):
-            return "adapter"
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.skip_modules):
             return LEFT_OUT
         return None
@@ -47,12 +50,13 @@ def head_of(model: nn.Module) -> object:
 
 
 def refuse_quantized(model: nn.Module) -> None:
+    qlora = _QLORA if adapter_reasons(model) else ""
     method = getattr(getattr(model, "config", None), "quantization_config", None)
     if method is not None or getattr(model, "is_quantized", False):
         raise ValueError(
             "The model is already quantized "
             f"({type(method).__name__ if method is not None else 'is_quantized is set'}); expected ordinary weights. "
-            "Load it without a quantization_config, or dequantize it first."
+            f"Load it without a quantization_config, or dequantize it first.{qlora}"
         )
     known = ((name, weight) for name, module in model.named_modules() for weight in known_weights(module))
     for name, weight in known:
@@ -60,7 +64,7 @@ def refuse_quantized(model: nn.Module) -> None:
         if type(weight).__name__ not in ("Parameter", "Tensor", "DTensor") or not weight.is_floating_point():
             raise ValueError(
                 f"Layer {name!r} has {weight.dtype} weights of the type {type(weight).__name__}; expected ordinary "
-                "floating-point weights. Load the model without quantization."
+                f"floating-point weights. Load the model without quantization.{qlora}"
             )
 
 

@@ -11,6 +11,7 @@ from ..config import SnipConfig
 from .adapters import adapter_reasons
 from .kinds import LayerKind, kind_of, known_weights
 from .layer import SnipLayer
+from .routers import Routers
 from .state import plain_name
 
 # The reason for what the user named in `skip_modules`.
@@ -23,7 +24,7 @@ _QLORA = (
 
 def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
     """Returns, for every layer of a known kind, why `convert_model` leaves it alone, or None if it is swapped."""
-    head, adapters = head_of(model), adapter_reasons(model)
+    head, adapters, routers = head_of(model), adapter_reasons(model), Routers(model)
 
     def reason(name: str, module: nn.Module, kind: LayerKind) -> str | None:
         if module is head:
@@ -35,14 +36,26 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
         refusal = None if isinstance(module, SnipLayer) else kind.refuses(module)
         if refusal is not None:
             return refusal
+        if routers.has(name, module):
+            return "router"
         if "forward" in vars(module):  # which a swap of the class would not replace
             return "another forward function is set on it (device_map, tensor parallelism)"
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.skip_modules):
             return LEFT_OUT
         return None
 
-    known = ((plain_name(name), module, kind_of(module)) for name, module in model.named_modules())
-    return {name: reason(name, module, kind) for name, module, kind in known if kind is not None}
+    return {name: reason(name, module, kind) for name, (module, kind) in known_layers(model).items()}
+
+
+def known_layers(model: nn.Module) -> dict[str, tuple[nn.Module, LayerKind]]:
+    """Returns the name of every layer of a known kind, swapped or not -> the module that it is or is a part of."""
+    found: dict[str, tuple[nn.Module, LayerKind]] = {}
+    for name, module in model.named_modules():
+        kind = kind_of(module)
+        if kind is not None:
+            names = (f"{name}.{part}" if part else name for part in kind.parts(module))
+            found |= {plain_name(own): (module, kind) for own in names}
+    return found
 
 
 def head_of(model: nn.Module) -> object:

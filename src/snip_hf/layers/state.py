@@ -20,8 +20,10 @@ from .layer import GRAD_OUTPUT, KEY, STATE, SnipLayer
 GRAD_WEIGHT = "grad_weight"
 # What PEFT adds: its model around another one, which prompts leave as it is, and its layer around another one.
 _PEFT = re.compile(r"^base_model\.(?:model\.(?!layers\.\d))?|\.base_layer(?=[.:]|$)")
-# What wrappers inside a model add to the names of modules.
-_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|^snip_part_\d+\.")
+# What wrappers inside a model, and the containers of a module's layers, add to the names of modules.
+_WRAPPERS = re.compile(
+    r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|snip_layers\.|^snip_part_\d+\."
+)
 
 
 def snip_linears(model: nn.Module) -> dict[str, SnipLayer]:
@@ -36,7 +38,8 @@ def plain_name(name: str) -> str:
     """Returns the name of a module or parameter without the parts that wrappers inside the model put in.
 
     These are torch.compile's, activation checkpointing's, those of `pipeline.ModelParts`, and PEFT's: a layer is called
-    as it is in the model without adapters.
+    as it is in the model without adapters. Where modules that have several layers hold them (`experts.LAYERS`) is left
+    out, too.
     """
     return _PEFT.sub("", _WRAPPERS.sub("", name))
 

@@ -11,6 +11,7 @@ from ..estimation.counted import Counted, find_counted, trained_beside
 from ..estimation.optimizer_step import OptimizerStep
 from ..layers.layer import SnipLayer
 from ..optimizers.deepspeed_zero import BeforeStep, ZeroOptimizer, find_zero
+from ..optimizers.parts import groups_of
 from ..optimizers.response import check_optimizer, responses, trained_by
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import is_fully_sharded
@@ -86,7 +87,7 @@ class GradientSource:
 
     def why_no_update(self, layers: Iterable[SnipLayer]) -> str:
         """Returns why the next updates of what is trained do not depend on the gradients, which are not 0."""
-        return why_no_update(layers, self._optimizer.param_groups)
+        return why_no_update(layers, groups_of(self._optimizer))
 
     def note_step(self) -> None:
         """To be called before each optimizer step."""

@@ -92,16 +92,16 @@ class OptimizerWatch:
     def __init__(
         self, optimizer: Any, layers: Mapping[str, SnipLayer], others: Mapping[str, Tensor] | None = None
     ) -> None:
-        self._inner = check_optimizer(optimizer)
+        self._parts = check_optimizer(optimizer)
         self._layers, self._others = layers, others or {}
         self._held = self._in_groups()
         """Layers whose weights it trained at the beginning, and names of the others that it trained."""
-        self._steps = _Steps()
+        weights = [self._weights[name] for name in self._held]
+        holding = [part for part in self._parts if any(_holds(part, weight) for weight in weights)]
         # torch neither copies nor saves the hooks of an optimizer. These hold nothing of the run.
-        self._hooks = [
-            self._inner.register_step_pre_hook(self._steps.before),
-            self._inner.register_step_post_hook(self._steps.after),
-        ]
+        self._steps = [_Steps(part) for part in holding or self._parts]
+        """Of the parts of a combination that train the layers."""
+        self._kind = " and ".join(type(steps.part).__name__ for steps in self._steps)
         self._last: tuple[int, int] | None = None
         self._left_out = 0
         self._are_moved = False
@@ -109,44 +109,51 @@ class OptimizerWatch:
     def note_step(self) -> None:
         """To be called before each optimizer step."""
         held = self._held[0] if self._held else next(iter(self._layers))
-        now = (self._steps.taken, own_part(self._weights[held].detach())._version)
+        # Those of a combination count as one step.
+        taken = min(steps.taken for steps in self._steps)
+        now = (taken, own_part(self._weights[held].detach())._version)
         if self._last is not None and self._last[0] == now[0]:
             self._left_out += 1
             self._are_moved |= self._last[1] != now[1]
         else:
             self._left_out, self._are_moved = 0, False
         self._last = now
-        self._steps.expected = None
+        for steps in self._steps:
+            steps.expected = None
 
     def expect_gradients(self) -> None:
         """Notes the gradients as they are: the optimizer is to take its next step with them."""
         weights = self._weights
-        self._steps.expect(next((weights[name] for name in self._held if weights[name].grad is not None), None))
+        weight = next((weights[name] for name in self._held if weights[name].grad is not None), None)
+        for steps in self._steps:
+            # Another part may change gradients in its step before this one takes its own.
+            steps.expect(weight if weight is not None and _holds(steps.part, weight) else None)
 
     def check(self) -> None:
         """Raises ValueError if another optimizer trains the weights."""
-        kind = type(self._inner).__name__
         weights = self._weights
         has_gradients = any(weight.grad is not None for weight in weights.values())
         if has_gradients and self._left_out > 0 and (self._are_moved or self._left_out >= _LEFT_OUT):
             steps = "step" if self._left_out == 1 else f"{self._left_out} steps"
             raise ValueError(
-                f"The {kind} that training began with has not taken the last {steps}: another optimizer trains the "
-                "model, of whose state nothing is known. Save a checkpoint and resume from it with the new optimizer "
-                "from the beginning (in a loop of one's own: build a new SnipController with it)."
+                f"The {self._kind} that training began with has not taken the last {steps}: another optimizer trains "
+                "the model, of whose state nothing is known. Save a checkpoint and resume from it with the new "
+                "optimizer from the beginning (in a loop of one's own: build a new SnipController with it)."
             )
         present = set(self._in_groups())
         for name in self._held:
             if name not in present and weights[name].requires_grad:
                 what = f"weight of layer {name!r}" if name in self._layers else f"parameter {name!r}"
                 raise ValueError(
-                    f"The {what} is no longer in the parameter groups of the {kind} that training began with: the "
-                    "weight or the optimizer was replaced. Replace them before training begins."
+                    f"The {what} is no longer in the parameter groups of the {self._kind} that training began with: "
+                    "the weight or the optimizer was replaced. Replace them before training begins."
                 )
 
     def check_gradients_used(self) -> None:
         """Raises ValueError if the optimizer took the step of the last probe with other gradients."""
-        noted, self._steps.change = self._steps.change, None
+        noted = next((steps.change for steps in self._steps if steps.change is not None), None)
+        for steps in self._steps:
+            steps.change = None
         change = math.nan if noted is None else float(noted)
         if math.isfinite(change) and not 1 / _MOST < change < _MOST:
             raise ValueError(
@@ -156,27 +163,33 @@ class OptimizerWatch:
             )
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        for steps in self._steps:
+            steps.close()
 
     @property
     def _weights(self) -> dict[str, Tensor]:
         return {**{name: layer.weight for name, layer in self._layers.items()}, **self._others}
 
     def _in_groups(self) -> list[str]:
-        is_trained = trained_by(self._inner)
+        is_trained = trained_by(self._parts)
         return [name for name, weight in self._weights.items() if is_trained(weight)]
 
 
 class _Steps:
-    """What an optimizer's hooks note."""
+    """What an optimizer's hooks note, until `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: torch.optim.Optimizer) -> None:
+        self.part = part
         self.taken = 0
         self.expected: tuple[Tensor, Tensor] | None = None
         """A weight and the norm that its gradient is to have in the next step."""
         self.change: Tensor | None = None
         """Norm of the gradient in the step / before it."""
+        self._hooks = [part.register_step_pre_hook(self.before), part.register_step_post_hook(self.after)]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def expect(self, weight: Tensor | None) -> None:
         self.expected = None if weight is None else (weight, _norm(weight))
@@ -191,6 +204,10 @@ class _Steps:
 
     def after(self, *_: Any) -> None:
         self.taken += 1
+
+
+def _holds(part: torch.optim.Optimizer, weight: Tensor) -> bool:
+    return any(one is weight for group in part.param_groups for one in group["params"])
 
 
 def _norm(weight: Tensor) -> Tensor:

@@ -283,15 +283,15 @@ def _train(controller: SnipController, optimizer: torch.optim.Optimizer, last: i
 # -------------------------------------------------------------------------------------------------------------- layers
 
 
-class Adapted(nn.Module):
-    """As adapters wrap a linear: it goes on inside, under another name."""
+class Wrapper(nn.Module):
+    """The linear goes on inside, under another name."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        self.base_layer = base
+        self.inner = base
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base_layer(x)
+        return self.inner(x)
 
 
 def _replace(model: nn.Module) -> None:
@@ -299,10 +299,10 @@ def _replace(model: nn.Module) -> None:
 
 
 def _wrap(model: nn.Module) -> None:
-    model.set_submodule(UP, Adapted(model.get_submodule(UP)))
+    model.set_submodule(UP, Wrapper(model.get_submodule(UP)))
 
 
-CHANGES = {"replaced": (_replace, "Linear"), "wrapped": (_wrap, "Adapted"), "restored": (restore_model, "Linear")}
+CHANGES = {"replaced": (_replace, "Linear"), "wrapped": (_wrap, "Wrapper"), "restored": (restore_model, "Linear")}
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -164,7 +164,7 @@ def _nearest_setting(
     flops = [
         (GEMMS.index(gemm), wanted(layer, gemm), number)
         for layer in layers
-        for gemm, number in plan.flops[layer].items()
+        for gemm, number in plan.executed[layer].items()
     ]
 
     def cost(setting: Setting) -> float:
@@ -221,5 +221,7 @@ def _coarser(plan: PrecisionPlan, changes: Mapping[str, Sequence[str]]) -> float
 
 def _share(plan: PrecisionPlan, places: Iterable[str]) -> float:
     """Returns the share of the plan's FLOPs that these GEMMs ("layer:gemm") have."""
-    total = math.fsum(number for row in plan.flops.values() for number in row.values())
-    return math.fsum(_flops(plan, place) for place in places) / total
+    work = plan.executed
+    total = math.fsum(number for row in work.values() for number in row.values())
+    found = (place.rsplit(":", 1) for place in places)
+    return math.fsum(work[layer][gemm] for layer, gemm in found) / total

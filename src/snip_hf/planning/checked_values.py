@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 import math
 import unicodedata
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any
-
-from ..layers.state import GRAD_WEIGHT
-from ..numerics.gemms import GEMMS
 
 # Of a name or a path: what is longer is no name, and would fill terminals and logs.
 MAX_TEXT = 4096
@@ -45,31 +41,6 @@ def finite(value: object, where: str, minimum: float = -math.inf) -> float:
         return float(value)
     bound = "" if minimum == -math.inf else f" of at least {minimum:g}"
     raise ValueError(f"{where} is {short(value)}, expected a finite number{bound}.")
-
-
-def checked_table(table: Any, name: str, check: Callable[[object, str], Any]) -> dict[str, Mapping[str, Any]]:
-    """A read-only copy of {layer: {gemm: value}}, every value passed through `check(value, where)`.
-
-    A layer may lack grad_weight, which does not run where the weight is frozen.
-    """
-    check_type(table, Mapping, name, "a mapping from layer names")
-    if not table:
-        raise ValueError(f"{name} is empty, expected at least one layer.")
-    checked: dict[str, Mapping[str, Any]] = {}
-    for layer, row in table.items():
-        check_text(layer, f"a layer name in {name}")
-        check_type(row, Mapping, f"{name}[{layer!r}]", "a mapping from GEMMs")
-        gemms = tuple(gemm for gemm in GEMMS if gemm in row or gemm != GRAD_WEIGHT)
-        check_keys(row, gemms, f"{name}[{layer!r}]")
-        checked[layer] = MappingProxyType({gemm: check(row[gemm], f"{name}[{layer!r}][{gemm!r}]") for gemm in gemms})
-    return checked
-
-
-def without_idle(row: Mapping[str, Any], flops: Mapping[str, float]) -> Mapping[str, Any]:
-    """Returns the row without a grad_weight that has no FLOPs."""
-    if GRAD_WEIGHT not in row or flops.get(GRAD_WEIGHT, 0.0) > 0:
-        return row
-    return MappingProxyType({gemm: value for gemm, value in row.items() if gemm != GRAD_WEIGHT})
 
 
 def json_copy(value: Mapping[str, Any], where: str) -> dict[str, Any]:

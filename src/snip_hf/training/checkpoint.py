@@ -10,6 +10,7 @@ from ..config import SnipConfig
 from ..costs.flops import Work
 from ..estimation.coverage import Coverage
 from ..field_names import current_names
+from ..layers.state import plain_name, with_plain_names
 from ..parallel.ranks import Attempt, Ranks
 from ..planning.plan import PrecisionPlan
 from ..planning.solver.process import SolverProcess
@@ -40,7 +41,8 @@ class PendingRefresh:
         begun = replace(RefreshBegun.from_record(saved["record"]), step=int(saved["step"]))
         if not begun.seconds:
             raise ValueError("record has no entry 'seconds'")
-        return cls(begun.step, int(saved["due"]), dict(saved["problem"]), begun, _read_ranking(saved["ranking"]))
+        problem = dict(with_plain_names(saved["problem"]))
+        return cls(begun.step, int(saved["due"]), problem, begun, _read_ranking(saved["ranking"]))
 
     def to_dict(self) -> dict[str, Any]:
         parts = {"problem": self.problem, "record": self.begun.to_record(), "ranking": self.ranking}
@@ -199,4 +201,4 @@ def _read_counted(state: Mapping[str, Any]) -> CountedState | None:
 
 
 def _read_ranking(saved: Mapping[str, Any]) -> dict[str, float]:
-    return {str(layer): float(cost) for layer, cost in dict(saved).items()}
+    return {plain_name(str(layer)): float(cost) for layer, cost in dict(saved).items()}

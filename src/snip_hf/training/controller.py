@@ -124,7 +124,7 @@ class SnipController:
         check_alike(self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)
         self._chunks = ChunkNumbers(parts_of(self.model), self.config.seed, lambda: self.step + 1)
-        self._source.attach(self._layers.all, lambda: self._before_optimizer_step(self.step + 1))
+        self._source.attach(self.model, self._layers.all, lambda: self._before_optimizer_step(self.step + 1))
         self._layers.share_inputs(self._in_force.setting)
         self._log.info("snip-hf: policy %s, %s.", self.config.policy, describe_plan(self.plan))
         self._schedule.say_if_too_short()
@@ -178,8 +178,9 @@ class SnipController:
         self.keep_weights(everything=self._micro_batch == 0)
         is_probed = self._micro_batch == 0 and (self._refreshes(step) or self._checks(step))
         if is_probed and self._armed is None:
-            parameters = self._source.unclipped(self.model)
-            self._armed = StepWatch(self._probe.batch_tokens, self._layers.present, parameters)
+            layers, parameters = self._layers.present, self._source.unclipped(self.model)
+            others = self._source.beside(self.model, layers)
+            self._armed = StepWatch(self._probe.batch_tokens, layers, parameters, others)
         is_read = is_probed or (self.needs_probe and not self._has_labels) or not self._expectation.is_said
         is_read = is_read or (self._micro_batch == 0 and self._coverage.is_due)
         return TrainingPass(batch if is_read else {}, RandomState.now() if is_probed else None)

@@ -17,7 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-HIDDEN, INNER, EXPERTS, LAYERS, VOCABULARY = 64, 48, 4, 2, 80
+HIDDEN, INNER, EXPERTS, LAYERS, VOCABULARY = 64, 48, 4, 2, 128
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,

@@ -145,23 +145,21 @@ def test_linears_that_are_skipped_by_rule_have_the_reason_of_the_rule(caplog: py
     assert len(lines(caplog, logging.WARNING)) == 0, "6,144 of 63,488 parameters are less than 10%"
 
 
-def test_conv1d_beside_linears_is_named_and_gpt2_alone_is_refused_by_that_class(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_conv1d_is_covered_and_a_subclass_of_it_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Gated(Conv1D):
+        """Of another forward."""
+
     model = build("gpt2")
-    with pytest.raises(ValueError, match="modules with weights are of the classes Conv1D, Embedding"):
-        convert_model(model, SnipConfig())
-    first = model.transformer.h[0].mlp
-    first.c_proj = nn.Linear(256, 64)
+    whole = coverage(model, SnipConfig())
+    assert whole == Coverage(whole.parameters, whole.parameters, ())
+    for block in model.transformer.h:
+        block.mlp.c_fc.__class__ = Gated
     convert_model(model, SnipConfig())
-    found = coverage(model, SnipConfig())
-    assert found.covered == 256 * 64
-    assert summary(found)["transformer.h.*.mlp.c_fc"] == ("Conv1D", "not an nn.Linear", 2, 2 * 64 * 256)
-    assert summary(found)["transformer.h.*.mlp.c_proj"] == ("Conv1D", "not an nn.Linear", 1, 256 * 64)
-    assert all(isinstance(first.get_submodule(name), Conv1D) for name in ("c_fc",))
+    found, size = coverage(model, SnipConfig()), 2 * 64 * 256
+    assert found.covered == found.parameters - size == whole.parameters - size
+    assert summary(found) == {"transformer.h.*.mlp.c_fc": ("Gated", "class Gated", 2, size)}
     (warning,) = lines(caplog, logging.WARNING)
-    assert "transformer.h.*.mlp.c_fc x 2 (Conv1D, not an nn.Linear: " in warning
-    assert warning.endswith(", and 1 more (8.3%).")
+    assert warning.endswith("transformer.h.*.mlp.c_fc x 2 (Gated, class Gated: 33.3%).")
 
 
 @pytest.mark.parametrize("inside", [True, False])

@@ -106,11 +106,12 @@ def _backend_now(requested: str, device: torch.device, formats: list[str]) -> Ba
 def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     """Swaps the linears inside the transformer blocks for `SnipLinear`, in place.
 
-    Replaces every `nn.Linear` (not subclasses), and every module of a kind that was added by `register_layer_kind`,
-    inside a numbered block (`....layers.3....`), except the output head, adapters' small matrices and what
-    `config.skip_modules` names. Everything starts in `config.start_format`. The log names what is swapped, what is
-    skipped and why, and every other weight matrix that the plan does not cover (`coverage`). Layers swapped before stay
-    as they are, or are restored if this config skips them.
+    Replaces every `nn.Linear` (of subclasses, those that `register_linear_class` added), every `Conv1D` of
+    transformers, and every module of a kind that was added by `register_layer_kind`, inside a numbered block
+    (`....layers.3....`), except the output head, adapters' small matrices and what `config.skip_modules` names.
+    Everything starts in `config.start_format`. The log names what is swapped, what is skipped and why, and every other
+    weight matrix that the plan does not cover (`coverage`). Layers swapped before stay as they are, or are restored if
+    this config skips them.
 
     Returns: the exact names of all swapped layers, in the model's order.
 

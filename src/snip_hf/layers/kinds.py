@@ -20,8 +20,11 @@ class LayerKind(ABC):
     name: ClassVar[str]
     layer: ClassVar[type[SnipLayer]]
     """The class that a swapped module has. It derives from `SnipLayer` and from the class that is swapped."""
-    accepts: ClassVar[str]
-    """What it swaps, for error messages."""
+
+    @property
+    @abstractmethod
+    def accepts(self) -> str:
+        """What it swaps, for error messages; a kind may have an attribute of that name instead."""
 
     @abstractmethod
     def knows(self, module: nn.Module) -> bool:

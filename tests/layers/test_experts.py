@@ -12,6 +12,7 @@ import pytest
 import torch
 from mixtures import CONFIGS, EXPERTS, HIDDEN, INNER, VOCABULARY, build
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from snip_hf import SnipConfig, convert_model, restore_model
@@ -149,6 +150,29 @@ def test_a_step_trains_every_expert_and_repeats_itself_to_the_bit_under_gradient
     assert all(torch.equal(found[name], same[name]) for name in found)
     assert {name for name, _ in model.named_parameters()} == set(found)
     assert all(found[name].isfinite().all() and found[name].any() for name in experts_of(model))
+
+
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_compiled_module_is_one_graph_that_reads_formats_and_keys_as_data(autocast: bool) -> None:
+    module = owners(in_fp4("gpt-oss"))[0]
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    generator, before = torch.Generator().manual_seed(0), counters["stats"]["unique_graphs"]
+    hidden, weights = torch.randn(12, HIDDEN, generator=generator), torch.rand(12, 2, generator=generator)
+    for seed, format in enumerate(("fp4", "bf16", "fp8")):
+        for layer in module.snip_layers.values():
+            layer.set_formats({**FP4, "forward": format})
+            layer.snip_state[3] = seed
+        index = torch.rand(12, EXPERTS, generator=generator).topk(2).indices
+        found = []
+        for run in (module, compiled):
+            module.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                y = run(hidden, index, weights)
+            y.square().sum().backward()
+            found.append([y.detach(), *(p.grad.clone() for p in module.parameters())])
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert counters["stats"]["unique_graphs"] == before + 1
 
 
 def test_a_frozen_projection_gets_no_gradient() -> None:

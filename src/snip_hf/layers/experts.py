@@ -24,7 +24,7 @@ from ..kernels.backend import Backend
 from ..kernels.emulated import EMULATED
 from .experts_interface import register, switch_off, switch_on
 from .kinds import LayerKind, register_layer_kind
-from .layer import STATE, SnipLayer
+from .layer import STATE, Dispatch, SnipLayer
 
 # Where an experts module holds its layers.
 LAYERS = "snip_layers"
@@ -81,21 +81,21 @@ class SnipExperts(SnipLayer):
     def weight_name(self, name: str) -> str:
         return name
 
-    def forward(self, input: Tensor, ends: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, dispatch: Dispatch | None = None) -> Tensor:
         """Returns input @ weight[e]^T + bias[e] for the tokens of each expert e; (S, I) -> (S, O).
 
         Args:
             input: sorted by expert.
-            ends: expert -> where its tokens end, (E,), int64; rows behind the last end belong to no expert and give
-                zeros.
+            dispatch: which token each row is, and where each expert's rows end.
         """
-        assert ends is not None
+        assert dispatch is not None
         if self.snip_recorder is not None:
-            return self.snip_recorder(self, input, ends)
+            return self.snip_recorder(self, input, dispatch)
         is_cast = torch.is_autocast_enabled(input.device.type)
         dtype = torch.get_autocast_dtype(input.device.type) if is_cast else self.weight.dtype
         bias = self.bias
-        return self.snip_backend.grouped_forward(self, input.to(dtype), None if bias is None else bias.to(dtype), ends)
+        bias = None if bias is None else bias.to(dtype)
+        return self.snip_backend.grouped_forward(self, input.to(dtype), bias, dispatch.ends)
 
     def use_backend(self, backend: Backend) -> None:
         """Lets these kernels run the layer from now on, or the emulated ones where they do not run groups."""

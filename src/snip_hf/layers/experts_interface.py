@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.grouped import unquantized
+from .layer import Dispatch
 
 IMPLEMENTATION = "snip"
 # Where transformers' configs hold the name of the implementation. The public setter writes it to nested configs too,
@@ -58,9 +59,10 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     # Stable, so that the order of an expert's tokens, by which random numbers are drawn, is theirs in the batch.
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
     ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=experts.device), right=True)
-    inner = _project(self, "gate_up_proj" if self.has_gate else "up_proj", hidden_states[order // top_k], ends)
+    dispatch = Dispatch(ends, order // top_k, tokens)
+    inner = _project(self, "gate_up_proj" if self.has_gate else "up_proj", hidden_states[dispatch.token], dispatch)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-    output = _project(self, "down_proj", inner, ends)
+    output = _project(self, "down_proj", inner, dispatch)
     if getattr(self, "has_post_expert_norm", False):
         output = self.post_expert_norm(output)
     weighted = output * top_k_weights.reshape(-1)[order].unsqueeze(-1)
@@ -70,11 +72,11 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     return weighted[back].view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
 
 
-def _project(self: Any, name: str, x: Tensor, ends: Tensor) -> Tensor:
+def _project(self: Any, name: str, x: Tensor, dispatch: Dispatch) -> Tensor:
     """Returns what a projection makes of x (S, I): by its layer, or in high precision where it is not swapped."""
     layers = self.snip_layers
     if name in layers:
-        y: Tensor = layers[name](x, ends)
+        y: Tensor = layers[name](x, dispatch)
         return y
     weight, bias = getattr(self, name), getattr(self, f"{name}_bias", None)
-    return unquantized(x, weight.transpose(1, 2) if self.is_transposed else weight, bias, ends)
+    return unquantized(x, weight.transpose(1, 2) if self.is_transposed else weight, bias, dispatch.ends)

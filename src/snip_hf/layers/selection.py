@@ -63,6 +63,11 @@ def known_layers(model: nn.Module) -> dict[str, tuple[nn.Module, LayerKind]]:
     return found
 
 
+def modules_of_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the model's modules by their names, and what has layers of other names, such as experts, by these too."""
+    return dict(model.named_modules()) | {name: module for name, (module, _) in known_layers(model).items()}
+
+
 def check_patterns(model: nn.Module, config: SnipConfig, reasons: Mapping[str, str | None]) -> None:
     """Refuses names in `skip_modules` and `include_modules` that match nothing.
 

@@ -96,6 +96,7 @@ def test_policies_are_named_in_policies_as_the_default_and_in_one_piece_of_advic
     found = places({name for name in POLICIES if name not in FORMATS})
     assert found.pop("config.py") == {"snip", "greedy"}  # the default; the solver of that name
     assert found.pop("text.py") == {"layer-position"}
+    assert found.pop("layers/experts_interface.py") == {"snip"}  # the name of an implementation in transformers
     assert [file for file in found if not file.startswith("policies/")] == []
     assert {"snip", "random", "fisher", "kl", "hessian-trace", "backward-first"} <= set().union(*found.values())
 

@@ -26,6 +26,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from snip_hf import SnipConfig, SnipLinear, SnipLinearConfig, convert_model, restore_model
+from snip_hf.layers.kinds import LAYER_KINDS
 from snip_hf.layers.selection import skip_reasons
 from snip_hf.layers.state import PackedStates, pack_states, plain_name, set_rank, set_step, snip_linears
 from snip_hf.numerics.formats import FORMATS
@@ -972,8 +973,8 @@ class TestQuantize:
             with pytest.raises(TypeError) as error:
                 quantize_(nn.Sequential(module), SnipLinearConfig(), filter_fn=lambda _, name: name == "0")
             assert str(error.value) == (
-                f"Cannot quantize a {name}; expected transformers' Conv1D; or nn.Linear itself or FalconLinear. Let "
-                "the filter pass only such modules."
+                f"Cannot quantize a {name}; expected {'; or '.join(kind.accepts for kind in LAYER_KINDS.values())}. "
+                "Let the filter pass only such modules."
             )
 
     def test_an_unknown_format_is_refused(self) -> None:

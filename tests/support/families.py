@@ -44,7 +44,6 @@ _LINEAR_ATTENTION: dict[str, Any] = {
 _CONVOLUTION: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
 
 
-
 def _alike(fields: dict[str, Any], *families: str) -> dict[str, dict[str, Any]]:
     return {family: fields for family in families}
 

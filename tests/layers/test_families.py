@@ -23,6 +23,9 @@ each_family = pytest.mark.parametrize("family", slow_but(FAMILIES, *FEW))
 # What chooses experts or tokens.
 CHOICES = re.compile(r"\.(router|gate|wg|indexer|classifier|shared_expert_gate)(\.|$)")
 
+# What models multiply with by themselves, without a call of the layer.
+DIRECT = re.compile(r"\.(dt_proj|correction_coefs)$")
+
 
 def committed() -> str:
     return PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
@@ -39,8 +42,8 @@ def test_a_step_of_training_in_fp4_leaves_a_model_that_plain_transformers_loads(
     loss = model(**batch()).loss
     loss.backward()
     optimizer.step()
-    exact = plain(**batch()).loss
-    assert math.isfinite(loss) and 0 < abs(loss - exact) < 0.1 * exact
+    exact = float(plain(**batch()).loss.detach())
+    assert 0 < abs(float(loss.detach()) - exact) < 0.1 * exact
     restore_model(model)
     assert not snip_linears(model)
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -55,9 +58,9 @@ def test_every_layer_that_runs_and_is_trained_has_finite_divergences(family: str
     model = build(family)
     model(**batch()).loss.backward()
     table = estimate_divergence(model, batch(), torch.optim.AdamW(model.parameters(), lr=1e-3), SnipConfig())
-    layers = {entry.layer for entry in table.rows}
     convert_model(model, SnipConfig())
-    assert layers == {name for name, layer in snip_linears(model).items() if layer.weight.grad is not None}
+    trained = {name for name, layer in snip_linears(model).items() if layer.weight.grad is not None}
+    assert {entry.layer for entry in table.rows} == {name for name in trained if not DIRECT.search(name)}
     assert all(math.isfinite(entry.loss_divergence + entry.weight_divergence) for entry in table.rows)
 
 

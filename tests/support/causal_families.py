@@ -64,7 +64,9 @@ DENSE: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": None,
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    **_alike(_LATENT, "minicpm3", "youtu"),
+    "minicpm3": _LATENT,
+    # transformers zeroes the padding's embedding when it loads this one.
+    "youtu": {**_LATENT, "pad_token_id": None},
 }
 HYBRID: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA2, "num_hidden_layers": 3, "attn_layer_indices": [1]},

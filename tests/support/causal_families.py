@@ -45,7 +45,7 @@ _CONVOLUTION: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
 
 
 def _alike(fields: dict[str, Any], *families: str) -> dict[str, dict[str, Any]]:
-    return {family: fields for family in families}
+    return dict.fromkeys(families, fields)
 
 
 DENSE: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """The table of docs/families.md: what of each family a plan covers. Run as a program, it writes the table anew.
 
-    PYTHONPATH=src:tests/support python tests/support/families_table.py
+PYTHONPATH=src:tests/support python tests/support/families_table.py
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ _LEAST = 0.0005
 def row(family: str) -> str:
     """The family's line of the table."""
     found = coverage(build(family), batch())
-    left = [
-        f"`{_short(one.name)}` {one.share:.1%} ({one.reason})" for one in found.uncovered if one.share >= _LEAST
-    ]
+    left = [f"`{_short(one.name)}` {one.share:.1%} ({one.reason})" for one in found.uncovered if one.share >= _LEAST]
     return f"| `{family}` | `{class_of(family)}` | {found.share:.1%} | {'; '.join(left) or '-'} |\n"
 
 

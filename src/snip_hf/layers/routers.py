@@ -1,7 +1,8 @@
-"""Routers and indexers: which linears choose experts or weigh them, and which choose tokens. They stay in high precision.
+"""Routers and indexers: which linears choose experts or weigh them, and which choose tokens.
 
-A small error in a router's output sends a token to another expert, and one in an indexer's hides a token from sparse
-attention. No estimate of this library sees such a jump. A choice has no gradient either, so an indexer has no price.
+They stay in high precision. A small error in a router's output sends a token to another expert, and one in an
+indexer's hides a token from sparse attention. No estimate of this library sees such a jump. Nor has a choice a
+gradient, without which an indexer has no price.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from causal_families import EXPERTS, FAMILIES, HYBRID, batch, build
 from families_table import BEGIN, END, PAGE, row, shares, table
 from slow_cases import slow_but
@@ -20,6 +21,9 @@ from snip_hf.layers.state import set_step, snip_linears
 # One that stores its weights transposed, one with a state space, one with experts.
 FEW = ("gpt2", "mamba", "qwen3_moe")
 each_family = pytest.mark.parametrize("family", slow_but(FAMILIES, *FEW))
+as_documented = pytest.mark.skipif(
+    not transformers.__version__.startswith("5.23."), reason="the page is about transformers 5.23"
+)
 # What chooses experts or tokens.
 CHOICES = re.compile(r"\.(router|gate|wg|indexer|classifier|shared_expert_gate)(\.|$)")
 
@@ -64,20 +68,21 @@ def test_every_layer_that_runs_and_is_trained_has_finite_divergences(family: str
     assert all(math.isfinite(entry.loss_divergence + entry.weight_divergence) for entry in table.rows)
 
 
+@as_documented
 @pytest.mark.parametrize("family", FEW)
 def test_the_documented_row_is_what_a_family_gives(family: str) -> None:
     assert row(family) in committed()
 
 
+@as_documented
 @pytest.mark.slow
 def test_the_documented_table_is_what_the_families_give() -> None:
     assert table() == committed(), "run tests/support/families_table.py"
 
 
-def test_at_least_thirty_families_are_covered_to_95_percent_and_the_page_counts_them() -> None:
+def test_at_least_thirty_families_with_ten_of_experts_are_covered_to_95_percent() -> None:
     found = shares(committed())
-    assert set(found) == set(FAMILIES)
+    assert set(found) >= set(FAMILIES)
     well = {family for family, share in found.items() if share >= 0.95}
     assert len(well) >= 30 and len(well & set(EXPERTS)) >= 10 and len(well & set(HYBRID)) >= 5
-    text = " ".join(PAGE.read_text(encoding="utf-8").split())
-    assert f"{len(well)} of {len(FAMILIES)} families" in text
+    assert f"{len(well)} of {len(found)} families have at least 95%." in committed()

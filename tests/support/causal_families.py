@@ -35,7 +35,7 @@ _SIZES: dict[str, Any] = {
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 _LATENT: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 8}
-_INDEXER: dict[str, Any] = {**_LATENT, "index_head_dim": 16, "index_n_heads": 4, "index_topk": 8}
+_INDEXER: dict[str, Any] = {**_LATENT, "index_head_dim": 8, "index_n_heads": 4, "index_topk": 8}
 _MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
 _LINEAR_ATTENTION: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -49,10 +49,11 @@ def _alike(fields: dict[str, Any], *families: str) -> dict[str, dict[str, Any]]:
 
 
 DENSE: dict[str, dict[str, Any]] = {
-    **_alike({}, "apertus", "arcee", "biogpt", "bitnet", "bloom", "cohere", "cohere2", "cwm", "diffllama"),
-    **_alike({}, "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2"),
-    **_alike({}, "gpt_bigcode", "gpt_neox", "granite", "helium", "hunyuan_v1_dense", "jais2", "llama"),
-    **_alike({}, "ministral", "mistral", "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmo3"),
+    **_alike({}, "apertus", "arcee", "biogpt", "bitnet", "bloom", "cohere", "cohere2", "cwm", "diffllama", "doge"),
+    **_alike({}, "ernie4_5", "exaone4", "flint", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2"),
+    **_alike({}, "gpt_bigcode", "gpt_neox", "gpt_neox_japanese", "granite", "granite_swa", "helium", "hrm_text"),
+    **_alike({}, "hunyuan_v1_dense", "hyperclovax", "internlm3", "jais2", "llama", "ministral", "ministral3"),
+    **_alike({}, "mistral", "modernbert-decoder", "mpt", "nanochat", "nemotron", "olmo", "olmo2", "olmo3"),
     **_alike({}, "openai-gpt", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"),
     **_alike({}, "stablelm", "starcoder2", "vaultgemma", "xglm"),
     **_alike({"rotary_dim": 8}, "codegen", "gptj"),
@@ -84,11 +85,18 @@ HYBRID: dict[str, dict[str, Any]] = {
         },
         **_LATENT,
     },
-    **_alike(_CONVOLUTION, "lfm2", "lfm2_moe", "lfm3"),
+    **_alike(_CONVOLUTION, "lfm2", "lfm3"),
+    "lfm2_moe": {**_CONVOLUTION, "num_dense_layers": 1},
     "mamba": {"state_size": 4, "time_step_rank": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
     "minimax": {"layer_types": ["linear_attention", "full_attention"]},
-    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1},
+    "nemotron_h": {
+        "moe_shared_expert_intermediate_size": 64,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 1,
+    },
     "olmo_hybrid": {},
     **_alike(_LINEAR_ATTENTION, "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": HIDDEN, "attention_window_size": 16},
@@ -102,14 +110,15 @@ EXPERTS: dict[str, dict[str, Any]] = {
     **_alike({}, "afmoe", "cohere2_moe", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe"),
     **_alike({}, "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "jetmoe"),
     **_alike({}, "laguna", "llama4_text", "mimo_v2_flash", "minimax_m2", "mixtral", "olmoe", "phimoe"),
-    **_alike({}, "qwen2_moe", "qwen3_moe", "solar_open"),
-    **_alike(_LATENT, "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-    **_alike(_INDEXER, "deepseek_v32", "glm_moe_dsa"),
+    **_alike({}, "qwen2_moe", "qwen3_moe", "solar_open", "granitemoe_swa", "kolibri1", "mellum", "deepseek_v4"),
+    **_alike(_LATENT, "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    **_alike(_INDEXER, "deepseek_v32", "glm_moe_dsa", "axk2"),
     "aria_text": {"moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 1, "intermediate_size": 64},
     "longcat_flash": {**_LATENT, "moe_topk": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 64},
 }
-FAMILIES = {**DENSE, **HYBRID, **EXPERTS}
-"""Model type -> fields of its config that are not those of `_SIZES`; None leaves the config's own default."""
+FAMILIES = {family: fields for family, fields in {**DENSE, **HYBRID, **EXPERTS}.items() if family in CONFIG_MAPPING}
+"""Model type -> fields of its config that are not those of `_SIZES`; None leaves the config's own default. Those that
+the installed transformers has."""
 
 
 def config_of(family: str) -> PretrainedConfig:

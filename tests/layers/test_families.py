@@ -28,7 +28,7 @@ as_documented = pytest.mark.skipif(
 CHOICES = re.compile(r"\.(router|gate|wg|indexer|classifier|shared_expert_gate)(\.|$)")
 
 # What models multiply with by themselves, without a call of the layer.
-DIRECT = re.compile(r"\.(dt_proj|correction_coefs)$")
+DIRECT = re.compile(r"\.(mixer|mamba)\.dt_proj$|\.correction_coefs$")
 
 
 def committed() -> str:

@@ -71,9 +71,12 @@ class ProductCounter(TorchDispatchMode):
         super().__init__()
         self.flops: Counter[str] = Counter()
         """Name of a parameter -> FLOPs of the products that it is an operand of."""
+        self.in_calls: Counter[str] = Counter()
+        """Those among them that ran between `enter` and `leave` of the parameter."""
         self.without_parameter = 0
         """FLOPs of products of activations with each other, as in attention."""
         self._sizes: dict[str, int] = {}
+        self._entered: Counter[str] = Counter()
         # Weak references to storages keep their addresses from being used again.
         self._origins: dict[int, tuple[StorageWeakRef, _Origin]] = {}
         # Storage -> where in it a parameter begins, and its name: flattened parameters share a storage.
@@ -92,6 +95,13 @@ class ProductCounter(TorchDispatchMode):
         if all(begin != tensor.storage_offset() for begin, _ in homes):
             homes.append((int(tensor.storage_offset()), name))
             homes.sort()
+
+    def enter(self, names: Iterable[str]) -> None:
+        """Notes that a module which holds these parameters begins its forward pass."""
+        self._entered.update(names)
+
+    def leave(self, names: Iterable[str]) -> None:
+        self._entered.subtract(names)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -123,7 +133,9 @@ class ProductCounter(TorchDispatchMode):
             if parameters:
                 total = sum(self._sizes[name] for name in parameters)
                 for name in sorted(parameters):
-                    self.flops[name] += flops * self._sizes[name] // total
+                    part = flops * self._sizes[name] // total
+                    self.flops[name] += part
+                    self.in_calls[name] += part if self._entered[name] > 0 else 0
                 return
         self.without_parameter += flops
 

@@ -11,7 +11,7 @@ from ..config import DoesNotFit, SnipConfig
 from .adapters import adapter_reasons
 from .kinds import LayerKind, kind_of, known_weights
 from .layer import SnipLayer
-from .routers import Routers
+from .routers import Routers, is_in_indexer
 from .state import plain_name
 
 # The reason for what the user named in `skip_modules`.
@@ -43,6 +43,8 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
             return refusal
         if routers.has(name, module):
             return ROUTER
+        if is_in_indexer(name):
+            return "chooses the tokens of sparse attention"
         if "forward" in vars(module):  # which a swap of the class would not replace
             return "another forward function is set on it (device_map, tensor parallelism)"
         if _matches(name, config.skip_modules):

@@ -58,10 +58,16 @@ def traceless(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def stand_in(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = True) -> None:
     """Puts stand-ins in the place of the model's parameters, buffers and tensors that are mere attributes.
 
     A tensor has one stand-in, by whatever names of whatever modules it is known.
+
+    Args:
+        model: the model, in `traceless`.
+        weights: as `run_pass` takes them.
+        in_fp32: whether stand-ins of other parameters and of buffers are in FP32, or in the dtype that these have.
+            Then a parameter that is neither sharded nor written to is not copied.
     """
     frozen = frozen_in_a_pass(model)
     swapped = {id(layer.weight) for layer in snip_linears(model).values()}
@@ -70,17 +76,21 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     stand_ins: dict[int, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if plain_name(name) in weights:
-            stand_ins.setdefault(id(parameter), weights[plain_name(name)])
+            given = weights[plain_name(name)]
+            asks = id(parameter) not in frozen and not given.requires_grad
+            stand_ins.setdefault(id(parameter), given.detach().requires_grad_() if asks else given)
     for parameter in model.parameters():
         if id(parameter) in stand_ins:
             continue
         copy = parameter.detach() if id(parameter) in swapped else whole(parameter.detach())
         if parameter.is_floating_point():
             # Something before the first layer must ask for gradients, so that the backward pass reaches all of them.
-            copy = copy.to(torch.float32, copy=id(parameter) in written).requires_grad_(id(parameter) not in frozen)
+            dtype = torch.float32 if in_fp32 else copy.dtype
+            copy = copy.to(dtype, copy=id(parameter) in written).requires_grad_(id(parameter) not in frozen)
         stand_ins[id(parameter)] = copy
     for buffer in model.buffers():
-        stand_ins[id(buffer)] = buffer.clone().to(torch.float32) if buffer.is_floating_point() else buffer.clone()
+        widens = in_fp32 and buffer.is_floating_point()
+        stand_ins[id(buffer)] = buffer.clone().to(torch.float32) if widens else buffer.clone()
     for module in model.modules():
         every: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for entries in every:
@@ -197,6 +207,21 @@ def _run(
     if run is not None:
         found = run(kwargs)
         return torch.tensor(math.nan if found is None else float(found))
+    device = next(model.parameters()).device
+    with (
+        torch.set_grad_enabled(backward),
+        torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
+    ):
+        outputs = call(model, kwargs)
+        loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+    if backward:
+        with torch.autocast(device.type, enabled=False):  # the caller's may be on
+            loss.backward()
+    return loss.detach()
+
+
+def call(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
+    """Returns what the model gives, with its own hooks, but without what wrappers made of it; inside `traceless`."""
     original = getattr(model, "_original_forward", None)  # what Accelerate wraps in autocast
     compiled = getattr(original, "_torchdynamo_orig_callable", None)
     if compiled is not None and getattr(compiled, "__self__", None) is model and compiled.__name__ != "forward":
@@ -204,15 +229,5 @@ def _run(
         vars(model).pop("forward", None)
     elif original is not None:
         vars(model)["forward"] = original
-    device = next(model.parameters()).device
-    with (
-        torch.set_grad_enabled(backward),
-        torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
-    ):
-        # With the model's own hooks, but without what `model.compile()` made of it.
-        outputs = model._call_impl(**kwargs)
-        loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-    if backward:
-        with torch.autocast(device.type, enabled=False):  # the caller's may be on
-            loss.backward()
-    return loss.detach()
+    # With the model's own hooks, but without what `model.compile()` made of it.
+    return model._call_impl(**kwargs)

@@ -8,10 +8,13 @@ from typing import Any
 
 from ..config import SnipConfig
 from ..costs.flops import Work
+from ..estimation.coverage import Coverage
 from ..field_names import current_names
+from ..layers.state import plain_name, with_plain_names
 from ..parallel.ranks import Attempt, Ranks
 from ..planning.plan import PrecisionPlan
 from ..planning.solver.process import SolverProcess
+from ..records.coverage import read_coverage
 from ..records.events import RefreshBegun
 from .checks import check_plans, differences
 from .plans import fitting
@@ -38,7 +41,8 @@ class PendingRefresh:
         begun = replace(RefreshBegun.from_record(saved["record"]), step=int(saved["step"]))
         if not begun.seconds:
             raise ValueError("record has no entry 'seconds'")
-        return cls(begun.step, int(saved["due"]), dict(saved["problem"]), begun, _read_ranking(saved["ranking"]))
+        problem = dict(with_plain_names(saved["problem"]))
+        return cls(begun.step, int(saved["due"]), problem, begun, _read_ranking(saved["ranking"]))
 
     def to_dict(self) -> dict[str, Any]:
         parts = {"problem": self.problem, "record": self.begun.to_record(), "ranking": self.ranking}
@@ -48,6 +52,13 @@ class PendingRefresh:
         """Ends the solver, if it still runs."""
         if self.process is not None:
             self.process.kill()
+
+
+@dataclass(frozen=True)
+class CountedState:
+    """That a run has counted its first micro-batch, or tried to."""
+
+    coverage: Coverage | None
 
 
 @dataclass(frozen=True)
@@ -67,6 +78,8 @@ class SavedState:
     """Name of a backend -> what its passes depend on (`Backend.state_dict`)."""
     postponed: int | None = None
     """The step to which a refresh was put off."""
+    counted: CountedState | None = None
+    """None: nothing was counted yet."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedState:
@@ -86,6 +99,7 @@ class SavedState:
                 last_probe=None if last_probe is None else int(last_probe),
                 ranking=_read_ranking(state["ranking"]),
                 weights=_read_fingerprints(state.get("weights")),
+                counted=_read_counted(state),
                 kernels={str(name): dict(entry) for name, entry in dict(state.get("kernels", {})).items()},
                 postponed=None if postponed is None else int(postponed),
             )
@@ -98,6 +112,8 @@ class SavedState:
         """Returns JSON data; without the fingerprint, which whoever writes the file adds."""
         kernels = {"kernels": self.kernels} if self.kernels else {}
         postponed = {} if self.postponed is None else {"postponed": self.postponed}
+        found = None if self.counted is None else self.counted.coverage
+        counted = {} if self.counted is None else {"coverage": None if found is None else found.to_dict()}
         return {
             "schema_version": SCHEMA_VERSION,
             "step": self.step,
@@ -108,6 +124,7 @@ class SavedState:
             "ranking": self.ranking,
             **kernels,
             **postponed,
+            **counted,
         }
 
     def fitted(self, config: SnipConfig, flops: Work, at_step: int | None, weights: str | None) -> SavedState:
@@ -182,5 +199,11 @@ def _read_fingerprints(saved: Any) -> tuple[str, ...]:
     return tuple(saved or ())
 
 
+def _read_counted(state: Mapping[str, Any]) -> CountedState | None:
+    if "coverage" not in state:
+        return None
+    return CountedState(None if state["coverage"] is None else read_coverage(state["coverage"]))
+
+
 def _read_ranking(saved: Mapping[str, Any]) -> dict[str, float]:
-    return {str(layer): float(cost) for layer, cost in dict(saved).items()}
+    return {plain_name(str(layer)): float(cost) for layer, cost in dict(saved).items()}

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..config import SnipConfig
 from ..estimation.batch import Batch
+from ..estimation.coverage import Coverage
 from ..numerics.random_state import RandomState
 from ..parallel.pipeline_ranks import Pipeline, parts_of
 from ..parallel.ranks import Attempt
@@ -28,7 +29,7 @@ from ..records.run_folder import RunFolder
 from .assembly import RunParts, assemble
 from .call_order import CallOrder
 from .captured_step import StepWatch, TrainingPass
-from .checkpoint import SavedState, agreed_state
+from .checkpoint import CountedState, SavedState, agreed_state
 from .checks import check_alike, check_configs, check_launch
 from .chunks import ChunkNumbers
 from .expectation import Expectation, how_compiled, tokens_of
@@ -97,6 +98,7 @@ class SnipController:
         self._armed: StepWatch | None = None
         self._has_labels = False
         self._started = False
+        self._is_new = True
         run, attempt = None, Attempt()
         with attempt:  # what one rank refuses, all of them do
             run = assemble(model, optimizer, accelerator, config, self.processes, self._events, solving, self._log)
@@ -119,10 +121,11 @@ class SnipController:
         self._expectation = Expectation(run.backend, run.layers.present, self._log)
         self._layers, self._source, self._probe = run.layers, run.source, run.probe
         self._in_force, self._refresher, self._detector = run.in_force, run.refresher, run.detector
+        self._coverage = run.coverage
         check_alike(self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)
         self._chunks = ChunkNumbers(parts_of(self.model), self.config.seed, lambda: self.step + 1)
-        self._source.attach(self._layers.all, lambda: self._before_optimizer_step(self.step + 1))
+        self._source.attach(self.model, self._layers.all, lambda: self._before_optimizer_step(self.step + 1))
         self._layers.share_inputs(self._in_force.setting)
         self._log.info("snip-hf: policy %s, %s.", self.config.policy, describe_plan(self.plan))
         self._schedule.say_if_too_short()
@@ -132,6 +135,11 @@ class SnipController:
     def plan(self) -> PrecisionPlan:
         """The plan in force."""
         return self._in_force.plan
+
+    @property
+    def coverage(self) -> Coverage | None:
+        """What plans of this run can decide on, by the last micro-batch that was counted; None: not known."""
+        return self._coverage.found
 
     def start(self) -> None:
         """Begins a new record: the plan and the first line of the history. `capture` does it if nobody did before."""
@@ -178,9 +186,11 @@ class SnipController:
         self.keep_weights(everything=self._micro_batch == 0)
         is_probed = self._micro_batch == 0 and (self._refreshes(step) or self._checks(step))
         if is_probed and self._armed is None:
-            parameters = self._source.unclipped(self.model)
-            self._armed = StepWatch(self._probe.batch_tokens, self._layers.present, parameters)
+            layers, parameters = self._layers.present, self._source.unclipped(self.model)
+            others = self._source.beside(self.model, layers)
+            self._armed = StepWatch(self._probe.batch_tokens, layers, parameters, others)
         is_read = is_probed or (self.needs_probe and not self._has_labels) or not self._expectation.is_said
+        is_read = is_read or (self._micro_batch == 0 and self._coverage.is_due)
         return TrainingPass(batch if is_read else {}, RandomState.now() if is_probed else None)
 
     def count(self, one: TrainingPass) -> None:
@@ -201,6 +211,8 @@ class SnipController:
             self._expectation.say(self.compiled or how_compiled(self.model), tokens_of(one.batch))
         if self._micro_batch == 0 and self._armed is not None and one.random_state is not None:
             self._armed.take(one)
+        if self._micro_batch == 0:
+            self._coverage.take(one)
         self._micro_batch += 1
 
     def keep_weights(self, everything: bool = True) -> None:
@@ -219,6 +231,7 @@ class SnipController:
         self._calls.begin(step)
         self._source.note_step()
         self._schedule.say_if_left_out(step, self._refresher.is_planned)
+        self._coverage.count_first(step, is_new=self._is_new)
         watch, refreshes = self._disarm(), self._refreshes(step)
         if refreshes and self._source.leaves_out_step(self.model, self.processes.everyone):
             self._schedule.postpone(step)
@@ -231,6 +244,7 @@ class SnipController:
         if refreshes:
             self._schedule.note_probe(step)
             self._layers.say_findings(self._log)
+            self._coverage.count_again(step, watch)
             self._refresher.begin(step, watch)
 
     def after_step(self, step: int) -> None:
@@ -267,17 +281,13 @@ class SnipController:
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""
         config, pending, ranking = self.config.to_dict(), self._refresher.pending, self._in_force.ranking
-        schedule, kernels = self._schedule, self._layers.state_dict()
-        return SavedState(
-            config,
-            self.step,
-            self.plan,
-            pending,
-            schedule.last_probe,
-            ranking,
-            kernels=kernels,
-            postponed=schedule.postponed,
-        ).to_dict()
+        schedule, counted = self._schedule, None if self._coverage.is_due else CountedState(self._coverage.found)
+        more: dict[str, Any] = {
+            "kernels": self._layers.state_dict(),
+            "counted": counted,
+            "postponed": schedule.postponed,
+        }
+        return SavedState(config, self.step, self.plan, pending, schedule.last_probe, ranking, **more).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], at_step: int | None = None, weights: str | None = None) -> None:
         """Continues from a `state_dict`. Nothing is changed if it does not fit. With several ranks it is collective.
@@ -298,6 +308,9 @@ class SnipController:
         saved = agreed_state(state, self.config, flops, self.processes.everyone, at_step, weights)
         self._layers.load_state_dict(saved.kernels)
         self._in_force.put(saved.plan, saved.ranking)
+        self._is_new = False
+        if saved.counted is not None:
+            self._coverage.restore(saved.counted.coverage)
         self._disarm()
         self._refresher.stop()
         self.step, self._micro_batch = saved.step, 0

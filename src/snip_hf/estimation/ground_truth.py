@@ -173,7 +173,7 @@ class _Measurement:
 
     def _gradients(self) -> tuple[float, dict[str, Tensor]]:
         with nullcontext() if self._routing is None else self._routing.one_pass():
-            return gradients_of(self._model, self._batch, self.layers)
+            return gradients_of(self._model, self._batch, self.layers, self._others)
 
     def damage(self, assignment: Assignment, draws: int) -> tuple[float, float]:
         """Returns the relative rise of the loss and the weight divergence (root mean square over the draws)."""
@@ -185,9 +185,6 @@ class _Measurement:
                 squares.append(self._distance(gradients))
                 losses.append(loss)
         return sum(losses) / draws / self.loss - 1, (sum(squares) / draws) ** 0.5
-
-    def _gradients(self) -> tuple[float, dict[str, Tensor]]:
-        return gradients_of(self._model, self._batch, self.layers, self._others)
 
     def _distance(self, gradients: Mapping[str, Tensor]) -> float:
         """Returns the sum over what counts of |h(gradient) - h(base)|^2 / |W|^2, or by |h(base)|^2 (`counted`)."""

@@ -19,6 +19,7 @@ from thread_ranks import on_ranks
 from tiny_runs import SCHEDULE, one_thread
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.pytorch_utils import Conv1D
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, restore_model
 from snip_hf.costs import gemm_timing as gemm_timing_module
@@ -37,9 +38,10 @@ measure_cost = partial(measured_cost.measure_cost, formats=SnipConfig().formats)
 MACHINE = Machine("a GPU", "2.11.0", "hopper", "bfloat16")
 
 
-def counted(layer: nn.Linear, tokens: int, backward: bool) -> float:
+def counted(layer: nn.Module, tokens: int, backward: bool) -> float:
     """FLOPs that torch counts in this layer for `tokens` tokens, forward or backward."""
-    x = torch.randn(tokens, layer.in_features, requires_grad=True)
+    features = layer.nx if isinstance(layer, Conv1D) else layer.in_features
+    x = torch.randn(tokens, features, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         y = layer(x)
         forward = counter.get_total_flops()
@@ -350,7 +352,9 @@ def timer(monkeypatch: pytest.MonkeyPatch) -> list[GemmShape]:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "snip" / "history.jsonl").read_text().splitlines()]
+    """The start and the refreshes."""
+    found = [json.loads(line) for line in (folder / "snip" / "history.jsonl").read_text().splitlines()]
+    return [line for line in found if line["event"] != "coverage"]
 
 
 def attained(plan: PrecisionPlan, tokens: int) -> float:

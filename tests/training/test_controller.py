@@ -1037,13 +1037,6 @@ def test_a_loop_that_ends_before_its_first_refresh_is_told_so_once_when_it_close
     ]
 
 
-@pytest.mark.parametrize(("activation", "warned"), [("relu", True), ("silu", False)])
-def test_relu_is_warned_of(activation: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_llama(hidden=32, hidden_act=activation)
-    SnipController(model, torch.optim.AdamW(model.parameters()), CONFIG)
-    assert any("ReLU" in message for message in caplog.messages) == warned
-
-
 def test_ties_that_could_not_hold_are_refused() -> None:
     def build(**options: Any) -> None:
         model = tiny_llama(hidden=32)

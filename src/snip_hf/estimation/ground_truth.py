@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from .counted import find_counted
 from .divergence import converted, gradients_of
 from .layer_sums import LAYER, ROWS
 from .passes import run_forward
+from .routing import FixedRouting
 from .table import Divergence, DivergenceTable
 
 Assignment = Mapping[str, Mapping[str, str]]
@@ -41,6 +42,7 @@ def measure_divergence(
     config: SnipConfig | None = None,
     draws: int = 2,
     gemms: tuple[str, ...] = ROWS,
+    fixed_routing: bool = False,
 ) -> DivergenceTable:
     """Measures the divergences of every layer, GEMM and format, each quantized alone, on one batch.
 
@@ -49,6 +51,8 @@ def measure_divergence(
         draws: stochastic-rounding draws per row (root mean square over the draws); formats without such rounding take
             one.
         gemms: which rows to measure, of "forward", "grad_input", "grad_weight", "layer".
+        fixed_routing: whether quantized passes send tokens to the experts that they have in high precision, as the
+            estimate does, in place of those that quantized scores choose, as training does.
 
     Raises:
         ValueError: the batch has no labels, or its loss is not finite.
@@ -56,7 +60,7 @@ def measure_divergence(
     """
     config = config or SnipConfig(probe_tokens=None)
     rows: list[Divergence] = []
-    with _Measurement.of(model, batch, optimizer, config) as measurement:
+    with _Measurement.of(model, batch, optimizer, config, fixed_routing) as measurement:
         flops = linear_flops(model)
         for name in measurement.layers:
             for fmt in config.quantized_formats:
@@ -129,8 +133,15 @@ class _Measurement:
     """The state in high precision that every quantized pass is compared with."""
 
     def __init__(
-        self, model: nn.Module, batch: Batch, optimizer: Any, config: SnipConfig, layers: dict[str, SnipLayer]
+        self,
+        model: nn.Module,
+        batch: Batch,
+        optimizer: Any,
+        config: SnipConfig,
+        layers: dict[str, SnipLayer],
+        routing: FixedRouting | None,
     ) -> None:
+        self._routing = routing
         self._model, self._batch, self._config, self.layers = model, batch, config, layers
         counted = find_counted(model, layers, trained_by(optimizer))
         self._answers: dict[str, Response] = responses(optimizer, counted.parameters)
@@ -149,11 +160,20 @@ class _Measurement:
     @classmethod
     @contextmanager
     def of(
-        cls, model: nn.Module, batch: Mapping[str, Any], optimizer: Any, config: SnipConfig
+        cls,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        optimizer: Any,
+        config: SnipConfig,
+        fixed_routing: bool = False,
     ) -> Iterator[_Measurement]:
         captured = Batch.of(batch)
         with _high_precision(model, config) as layers:
-            yield cls(model, captured, optimizer, config, layers)
+            yield cls(model, captured, optimizer, config, layers, FixedRouting() if fixed_routing else None)
+
+    def _gradients(self) -> tuple[float, dict[str, Tensor]]:
+        with nullcontext() if self._routing is None else self._routing.one_pass():
+            return gradients_of(self._model, self._batch, self.layers, self._others)
 
     def damage(self, assignment: Assignment, draws: int) -> tuple[float, float]:
         """Returns the relative rise of the loss and the weight divergence (root mean square over the draws)."""
@@ -165,9 +185,6 @@ class _Measurement:
                 squares.append(self._distance(gradients))
                 losses.append(loss)
         return sum(losses) / draws / self.loss - 1, (sum(squares) / draws) ** 0.5
-
-    def _gradients(self) -> tuple[float, dict[str, Tensor]]:
-        return gradients_of(self._model, self._batch, self.layers, self._others)
 
     def _distance(self, gradients: Mapping[str, Tensor]) -> float:
         """Returns the sum over what counts of |h(gradient) - h(base)|^2 / |W|^2, or by |h(base)|^2 (`counted`)."""

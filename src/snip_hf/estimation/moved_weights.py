@@ -101,13 +101,14 @@ class MovedWeights:
                 moved = self._move(name, self._direction(name))
                 if self._is_turned:
                     self._turn(name, moved)
-            entries = layer._parameters
-            stand_in = entries["weight"]
-            entries["weight"] = moved  # type: ignore[assignment]
+            holder, own_name = layer.holder
+            entries = holder._parameters
+            stand_in = entries[own_name]
+            entries[own_name] = moved  # type: ignore[assignment]
             try:
                 return record(layer, input, dispatch)
             finally:
-                entries["weight"] = stand_in
+                entries[own_name] = stand_in
 
         return forward
 
@@ -127,9 +128,10 @@ class MovedWeights:
 
 
 def can_be_remade(name: str, layers: Mapping[str, SnipLayer]) -> bool:
-    """Returns True if a layer's weight is a parameter of its own module that no other layer shares."""
+    """Returns True if a layer's weight is a parameter of its module that no other layer shares."""
     layer = layers[name]
-    is_own = layer._parameters.get("weight") is layer.weight and layer.weight_name(name) == f"{name}.weight"
+    holder, own_name = layer.holder
+    is_own = holder._parameters.get(own_name) is layer.weight and layer.weight_name(name).endswith(own_name)
     return is_own and sum(other.weight is layer.weight for other in layers.values()) == 1
 
 

@@ -13,8 +13,8 @@ and what other hooks keep are put back (`python_state`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..layers.state import snip_linears
 from ..parallel.ranks import Processes
 from .batch import Batch
+from .kinks import smooth_kinks
 from .moved_weights import Draw, MovedWeights
 from .passes import run_pass
 from .recomputation import recomputing, without_cache
@@ -114,10 +115,10 @@ def run_probe(
     inputs = without_cache(model, batch) if recomputed else batch
 
     def record(moved: MovedWeights | None = None) -> Recorder:
-        recorder, making = Recorder(plan), nullcontext() if moved is None else moved.making()
+        recorder, moving = Recorder(plan), nullcontext() if moved is None else _moving(model, moved)
         weights = {} if moved is None else moved.by_parameter()
         recorded = recording(layers, recorder, settings.autocast is not None)
-        with routing.one_pass(), recorded, making, recomputing(model, recomputed):
+        with routing.one_pass(), recorded, moving, recomputing(model, recomputed):
             losses.append(float(run_pass(model, inputs, weights, settings.autocast, True, processes.run)))
         return recorder
 
@@ -166,6 +167,13 @@ class _Sides(NamedTuple):
             for one, other in ((plus.x, minus.x), (plus.grad_output, minus.grad_output))
         ]
         return max(read(changes), default=0.0)
+
+
+@contextmanager
+def _moving(model: nn.Module, moved: MovedWeights) -> Iterator[None]:
+    """Lets a pass run on moved weights; to be entered before blocks are recomputed, whose second run does the same."""
+    with moved.making(), smooth_kinks(model):
+        yield
 
 
 def _combine(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from ..layers.selection import modules_of_layers
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from ..numerics.gemms import CONTRACTIONS, GEMMS, OPERANDS
 from ..planning.plan import PrecisionPlan
@@ -78,7 +79,7 @@ def export_plan(
     chosen: dict[str, Setting] = {}
     unfit: dict[str, str] = {}
     expected = _expected_parts(units, there)
-    modules = None if model is None else dict(model.named_modules())
+    modules = None if model is None else modules_of_layers(model)
     for module, layers in units.items():
         missing = sorted(expected[_kind(module)] - _parts(layers))
         cost, setting = _nearest_setting(plan, there, layers, nearest, bool(missing))

@@ -11,7 +11,7 @@ from ..config import DoesNotFit, SnipConfig
 from .adapters import adapter_reasons
 from .kinds import LayerKind, kind_of, known_weights
 from .layer import SnipLayer
-from .routers import Routers
+from .routers import Routers, is_in_indexer
 from .state import plain_name
 
 # The reason for what the user named in `skip_modules`.
@@ -43,6 +43,8 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
             return refusal
         if routers.has(name, module):
             return ROUTER
+        if is_in_indexer(name):
+            return "chooses the tokens of sparse attention"
         if "forward" in vars(module):  # which a swap of the class would not replace
             return "another forward function is set on it (device_map, tensor parallelism)"
         if _matches(name, config.skip_modules):
@@ -61,6 +63,11 @@ def known_layers(model: nn.Module) -> dict[str, tuple[nn.Module, LayerKind]]:
             names = (f"{name}.{part}" if part else name for part in kind.parts(module))
             found |= {plain_name(own): (module, kind) for own in names}
     return found
+
+
+def modules_of_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the model's modules by their names, and what has layers of other names, such as experts, by these too."""
+    return dict(model.named_modules()) | {name: module for name, (module, _) in known_layers(model).items()}
 
 
 def check_patterns(model: nn.Module, config: SnipConfig, reasons: Mapping[str, str | None]) -> None:

@@ -23,9 +23,10 @@ from ..layers.layer import SnipLayer
 from ..layers.state import set_step
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from ..numerics.gemms import GEMMS
-from ..optimizers.response import Response, responses
+from ..optimizers.response import Response, responses, trained_by
 from .batch import Batch
-from .divergence import converted, gradients_of, weights_of
+from .counted import find_counted
+from .divergence import converted, gradients_of
 from .layer_sums import LAYER, ROWS
 from .passes import run_forward
 from .routing import FixedRouting
@@ -63,8 +64,8 @@ def measure_divergence(
         flops = linear_flops(model)
         for name in measurement.layers:
             for fmt in config.quantized_formats:
-                for gemm in gemms:
-                    chosen = GEMMS if gemm == LAYER else (gemm,)
+                for gemm in (gemm for gemm in gemms if gemm in (*flops[name], LAYER)):
+                    chosen = tuple(flops[name]) if gemm == LAYER else (gemm,)
                     count = draws if FORMATS[fmt].is_random else 1
                     rise, weight = measurement.damage({name: dict.fromkeys(chosen, fmt)}, count)
                     rows.append(Divergence(name, gemm, fmt, rise, weight, sum(flops[name][g] for g in chosen)))
@@ -142,15 +143,17 @@ class _Measurement:
     ) -> None:
         self._routing = routing
         self._model, self._batch, self._config, self.layers = model, batch, config, layers
-        self._answers: dict[str, Response] = responses(optimizer, weights_of(layers))
+        counted = find_counted(model, layers, trained_by(optimizer))
+        self._answers: dict[str, Response] = responses(optimizer, counted.parameters)
+        self._others = counted.others
         self.loss, base = self._gradients()
         self._base = {}
         for name in (name for name in self._answers if name in base):
-            norm = layers[name].weight.detach().to(torch.float32).square().sum().sqrt()
-            if norm == 0:  # as in `divergences_at`
-                continue
             update, meaningful = self._answers[name].update(base[name]), self._answers[name].meaningful(base[name])
-            self._base[name] = update, meaningful / norm
+            size = counted.weights[name].detach().to(torch.float32) if counted.others is None else update
+            norm = size.square().sum().sqrt()
+            if norm != 0:  # as in `divergences_at`
+                self._base[name] = update, meaningful / norm
         if not math.isfinite(self.loss):
             raise ValueError(f"The loss of the batch is {self.loss}; expected a finite number.")
 
@@ -170,7 +173,7 @@ class _Measurement:
 
     def _gradients(self) -> tuple[float, dict[str, Tensor]]:
         with nullcontext() if self._routing is None else self._routing.one_pass():
-            return gradients_of(self._model, self._batch, self.layers)
+            return gradients_of(self._model, self._batch, self.layers, self._others)
 
     def damage(self, assignment: Assignment, draws: int) -> tuple[float, float]:
         """Returns the relative rise of the loss and the weight divergence (root mean square over the draws)."""
@@ -184,7 +187,7 @@ class _Measurement:
         return sum(losses) / draws / self.loss - 1, (sum(squares) / draws) ** 0.5
 
     def _distance(self, gradients: Mapping[str, Tensor]) -> float:
-        """Returns the sum over layers of |h(gradient) - h(base)|^2 / |W|^2."""
+        """Returns the sum over what counts of |h(gradient) - h(base)|^2 / |W|^2, or by |h(base)|^2 (`counted`)."""
         total = 0.0
         for name, (update, meaningful_by_norm) in self._base.items():
             if name in gradients:  # an expert without tokens takes no part in a pass

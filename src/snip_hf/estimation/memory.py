@@ -40,10 +40,13 @@ def probe_memory(model: nn.Module, probes: int, tokens: int) -> float:
     """
     layers = snip_linears(model)
     moved = {id(layer.weight) for layer in layers.values() if layer.weight.requires_grad and probes > 0}
+    # As in `counted`; which of them the optimizer holds is not known here.
+    moves_others = probes > 0 and not all(layer.weight.requires_grad for layer in layers.values())
     frozen = frozen_in_a_pass(model)
     total = 0
     for parameter in model.parameters():
         copied = parameter.is_floating_point() and parameter.dtype != torch.float32
+        copied |= moves_others and parameter.is_floating_point() and parameter.requires_grad
         gets_gradient = parameter.is_floating_point() and id(parameter) not in frozen
         copies = 1 if id(parameter) in moved else copied + gets_gradient
         # The layers' own weights stay sharded.

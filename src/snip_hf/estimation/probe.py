@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.state import snip_linears
-from ..parallel.ranks import Processes
+from ..parallel.ranks import Processes, Ranks
 from .batch import Batch
 from .kinks import smooth_kinks
 from .moved_weights import Draw, MovedWeights
@@ -70,6 +70,10 @@ class ProbeSettings:
         """Probe -> what decides its direction."""
         return [(self.seed, self.step, index) for index in range(self.probes)]
 
+    def sample_plan(self, rank: int, every: Sequence[int]) -> SamplePlan:
+        """Returns what this rank keeps, of the tokens that each of them has."""
+        return SamplePlan(self.probe_tokens, self.seed, self.step, rank, tuple(every), self.whole_amax)
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -91,7 +95,6 @@ def run_probe(
     """Probes every swapped layer of the model; `probes` times two forward-backward passes.
 
     With `others` a probe may take two more, where the size of its first step turns out to be wrong.
-
     Beyond the model it holds one FP32 copy of the swapped weights at a time, but for those that it makes again
     (`thrift`), and the samples.
 
@@ -109,11 +112,7 @@ def run_probe(
     layers = snip_linears(model)
     samples: dict[str, LayerSample] = {}
     losses: list[float] = []
-    every = tuple(tokens or (batch.tokens,))
-    plan = SamplePlan(
-        settings.probe_tokens, settings.seed, settings.step, processes.data.rank, every, settings.whole_amax
-    )
-
+    plan = settings.sample_plan(processes.data.rank, tokens or (batch.tokens,))
     routing, recomputed = FixedRouting(), settings.thrift.recomputed
     inputs = without_cache(model, batch) if recomputed else batch
 
@@ -133,22 +132,15 @@ def run_probe(
 
     draws = settings.draws if pullbacks or others is not None else []
     if not draws:
-        recorder = record()
-        energies = recorder.energies()
-        for name, one in recorder.records.items():
-            amaxes = _pair(one.amaxes)
-            samples[name] = LayerSample(
-                one.tokens, one.x, one.grad_output, energies=energies[name], amaxes=amaxes, rows=one.rows
-            )
+        samples = _without_derivatives(record())
     step = settings.relative_step * (1.0 if others is None else _FIRST_STEP)
     for draw in draws:
         sides = both_sides(draw, step)
-        if others is not None:
-            change = max(processes.everyone.gather(sides.largest_change())) / settings.relative_step
-            if change > 0 and not _LEAST_CHANGE <= change <= _MOST_CHANGE:
-                step *= _WANTED_CHANGE / change
-                del sides, losses[-2:]
-                sides = both_sides(draw, step)
+        change = 0.0 if others is None else sides.largest_change(processes.everyone) / settings.relative_step
+        if change > 0 and not _LEAST_CHANGE <= change <= _MOST_CHANGE:
+            step *= _WANTED_CHANGE / change
+            del sides, losses[-2:]
+            sides = both_sides(draw, step)
         _warn_of_routers(_combine(samples, *sides))
     return Probe(sum(losses) / len(losses), samples)
 
@@ -160,8 +152,8 @@ class _Sides(NamedTuple):
     minus: Recorder
     epsilon: float
 
-    def largest_change(self) -> float:
-        """Returns the largest change of a layer's X or G by eps * d, relative to it."""
+    def largest_change(self, everyone: Ranks) -> float:
+        """Returns the largest change of a layer's X or G by eps * d, relative to it, on any rank."""
         pairs = [(plus, self.minus.records.get(name)) for name, plus in self.plus.records.items()]
         changes = [
             torch.nan_to_num((one - other).norm() / (one + other).norm())
@@ -169,7 +161,7 @@ class _Sides(NamedTuple):
             if minus is not None and _have_same_tokens(plus, minus)
             for one, other in ((plus.x, minus.x), (plus.grad_output, minus.grad_output))
         ]
-        return max(read(changes), default=0.0)
+        return float(max(everyone.gather(max(read(changes), default=0.0))))
 
 
 @contextmanager
@@ -177,6 +169,17 @@ def _moving(model: nn.Module, moved: MovedWeights) -> Iterator[None]:
     """Lets a pass run on moved weights; to be entered before blocks are recomputed, whose second run does the same."""
     with moved.making(), smooth_kinks(model):
         yield
+
+
+def _without_derivatives(recorder: Recorder) -> dict[str, LayerSample]:
+    """Returns the samples of a single pass."""
+    energies = recorder.energies()
+    return {
+        name: LayerSample(
+            one.tokens, one.x, one.grad_output, energies=energies[name], amaxes=_pair(one.amaxes), rows=one.rows
+        )
+        for name, one in recorder.records.items()
+    }
 
 
 def _combine(

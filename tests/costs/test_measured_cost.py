@@ -77,7 +77,7 @@ def test_a_frozen_weight_costs_no_weight_gradient() -> None:
     convert_model(model, SnipConfig())
     model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
     flops = linear_flops(model)
-    assert flops["model.layers.0.mlp.up_proj"] == {"forward": 12288.0, "grad_input": 12288.0, "grad_weight": 0.0}
+    assert flops["model.layers.0.mlp.up_proj"] == {"forward": 12288.0, "grad_input": 12288.0}
     assert flops["model.layers.1.mlp.up_proj"]["grad_weight"] == 12288.0
 
 
@@ -115,12 +115,10 @@ def test_every_gemm_gets_the_time_of_its_shape_and_a_frozen_weight_s_gradient_no
     assert list(measured.seconds) == list(linear_flops(model))
     for name, row in measured.seconds.items():
         layer = model.get_submodule(name)
-        for gemm in GEMMS:
+        assert list(row) == [gemm for gemm in GEMMS if gemm != "grad_weight" or layer.weight.requires_grad]
+        for gemm, times in row.items():
             shape = GemmShape(gemm, 48, layer.in_features, layer.out_features)
-            frozen = gemm == "grad_weight" and not layer.weight.requires_grad
-            assert row[gemm] == {
-                fmt: 0.0 if frozen else made_up("", torch.device("cpu"), shape, fmt) for fmt in ("bf16", "fp8", "fp4")
-            }
+            assert times == {fmt: made_up("", torch.device("cpu"), shape, fmt) for fmt in ("bf16", "fp8", "fp4")}
     assert measured.work["model.layers.1.mlp.up_proj"]["grad_input"] == 2.1e-3 + 1e-9 * 64 * 96
     assert (measured.tokens, measured.machine) == (48, Machine.of(torch.device("cpu"), "emulated"))
 
@@ -265,11 +263,22 @@ def test_a_plan_with_damaged_times_is_refused_by_field(change: Any, message: str
 
 def test_a_gemm_without_flops_has_no_time() -> None:
     document = json.loads(json.dumps(plan_with_times().to_dict()))
-    document["flops"]["layers.0.v"]["grad_weight"] = 0.0
+    document["flops"]["layers.0.v"]["grad_input"] = 0.0
     with pytest.raises(ValueError, match=r"expected 0 in every format: the GEMM has no FLOPs\.$"):
         PrecisionPlan.from_dict(document)
-    document["measured"]["seconds"]["layers.0.v"]["grad_weight"] = dict.fromkeys(("bf16", "fp8", "fp4"), 0)
+    document["measured"]["seconds"]["layers.0.v"]["grad_input"] = dict.fromkeys(("bf16", "fp8", "fp4"), 0)
     assert PrecisionPlan.from_dict(document).measured is not None
+
+
+def test_the_times_of_a_frozen_weight_s_gradient_are_left_out_of_plans_of_earlier_versions() -> None:
+    document = json.loads(json.dumps(plan_with_times().to_dict()))
+    document["flops"]["layers.0.v"]["grad_weight"] = 0.0
+    document["measured"]["seconds"]["layers.0.v"]["grad_weight"] = dict.fromkeys(("bf16", "fp8", "fp4"), 0)
+    plan = PrecisionPlan.from_dict(document)
+    assert plan.measured is not None
+    tables: list[Any] = [plan.flops, plan.assignment, plan.measured.seconds]
+    assert [list(table["layers.0.v"]) for table in tables] == [["forward", "grad_input"]] * 3
+    assert PrecisionPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 
 def test_a_plan_that_names_no_reference_counts_time_in_fp8() -> None:

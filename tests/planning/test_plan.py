@@ -178,7 +178,8 @@ FP8 = dict.fromkeys(GEMMS, "fp8")
         ({"assignment": {"a": FP8, "b": "fp8"}}, "assignment['b'] is 'fp8', expected a mapping from GEMMs."),
         (
             {"assignment": {"a": FP8, "b": {"forward": "fp8", "grad_input": "fp8"}}},
-            "assignment['b'] has no entry 'grad_weight'; expected exactly forward, grad_input, grad_weight.",
+            "assignment['b'] has no format for grad_weight, which has FLOPs: the plan was made for a frozen weight. "
+            "Freeze the weight, or use a plan that was made for a trained one.",
         ),
         (
             {"assignment": {"a": FP8, "b": {**FP8, "backward": "fp8"}}},

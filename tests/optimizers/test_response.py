@@ -233,6 +233,8 @@ def test_vectors_are_answered_too_where_matrices_are_factored(rule: str, steps: 
     found = answer.update(gradient + 0.1 * tangent) - answer.update(gradient)
     expected = real((gradient + 0.1 * tangent).double()) - real(gradient.double())
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+    if not answer.meaningful(gradient).all():  # under a floor that is not far below the squares
+        return
     slope = (real(gradient.double() + 1e-5 * tangent) - real(gradient.double() - 1e-5 * tangent)) / 2e-5
     torch.testing.assert_close(answer.pushforward(gradient, tangent).double(), slope, rtol=1e-4, atol=1e-6)
 

@@ -545,12 +545,23 @@ def test_fp8_mixed_precision_is_refused_with_every_policy() -> None:
         )
 
 
-def test_fp16_is_refused_where_gradients_are_probed() -> None:
-    scaled = fake_accelerator(mixed_precision="fp16")
-    assert refusal(lambda: check_launch(SnipConfig(), scaled)) == (
-        "mixed_precision='fp16' scales the gradients that the probe needs; use 'bf16' or 'no'."
+def test_fp16_is_refused_where_its_loss_scale_is_not_known_and_gradients_are_probed() -> None:
+    check_launch(SnipConfig(), fake_accelerator(mixed_precision="fp16"))
+    sharded = fake_accelerator(
+        mixed_precision="fp16",
+        distributed_type="DistributedType.FSDP",
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=False),
     )
-    check_launch(SnipConfig(policy="layer-position"), scaled)
+    assert refusal(lambda: check_launch(SnipConfig(), sharded)) == (
+        "policy='snip' cannot probe a model under FSDP2 with mixed_precision='fp16', whose loss scale it does not "
+        "know; use 'bf16', or DDP, or use a plan file or a policy that needs no probe, such as policy='layer-position'."
+    )
+    check_launch(SnipConfig(policy="layer-position"), sharded)
+    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 2}, "fp16": {"enabled": "auto"}})
+    partitioned = fake_accelerator(mixed_precision="fp16", deepspeed_plugin=plugin)
+    assert "fp16 scales the loss and the gradients that the probe needs. Use bf16; " in refusal(
+        lambda: check_launch(SnipConfig(), partitioned)
+    )
 
 
 @pytest.mark.parametrize(

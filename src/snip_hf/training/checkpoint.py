@@ -76,6 +76,8 @@ class SavedState:
     """Fingerprints of the weights that it was saved with, one of which must be theirs; none: not known."""
     kernels: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name of a backend -> what its passes depend on (`Backend.state_dict`)."""
+    postponed: int | None = None
+    """The step to which a refresh was put off."""
     counted: CountedState | None = None
     """None: nothing was counted yet."""
 
@@ -87,7 +89,7 @@ class SavedState:
                 f"The SNIP state has no schema_version {SCHEMA_VERSION}; it is not a state of this version."
             )
         try:
-            pending, last_probe = state["pending"], state["last_probe"]
+            pending, last_probe, postponed = state["pending"], state["last_probe"], state.get("postponed")
             return cls(
                 # Fields that a later version added were then what their defaults are.
                 config=SnipConfig().to_dict() | current_names(dict(state["config"])),
@@ -99,6 +101,7 @@ class SavedState:
                 weights=_read_fingerprints(state.get("weights")),
                 counted=_read_counted(state),
                 kernels={str(name): dict(entry) for name, entry in dict(state.get("kernels", {})).items()},
+                postponed=None if postponed is None else int(postponed),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -108,6 +111,7 @@ class SavedState:
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON data; without the fingerprint, which whoever writes the file adds."""
         kernels = {"kernels": self.kernels} if self.kernels else {}
+        postponed = {} if self.postponed is None else {"postponed": self.postponed}
         found = None if self.counted is None else self.counted.coverage
         counted = {} if self.counted is None else {"coverage": None if found is None else found.to_dict()}
         return {
@@ -119,6 +123,7 @@ class SavedState:
             "last_probe": self.last_probe,
             "ranking": self.ranking,
             **kernels,
+            **postponed,
             **counted,
         }
 

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..config import SnipConfig
@@ -147,6 +148,13 @@ class SnipController:
         self._in_force.save()
         self._events.add(self._in_force.start(self.step))
 
+    def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Tells the controller by which GradScaler a loop of one's own scales its loss (FP16).
+
+        Accelerate's, and so the Trainer's, is found without it. Without either, the scale is guessed from gradients.
+        """
+        self._source.use_scaler(scaler)
+
     def add_tracker(self, tracker: Tracker) -> None:
         """Calls `tracker` with each event from now on (`snip_hf.records.events`), on the first process alone.
 
@@ -225,13 +233,16 @@ class SnipController:
         self._schedule.say_if_left_out(step, self._refresher.is_planned)
         self._coverage.count_first(step, is_new=self._is_new)
         watch, refreshes = self._disarm(), self._refreshes(step)
+        if refreshes and self._source.leaves_out_step(self.model, self.processes.everyone):
+            self._schedule.postpone(step)
+            return
         # By the schedule and not by what was captured: the ranks have the schedule in common.
         if refreshes or self._checks(step):
             # With apply_delay = refresh_every the plan before is due after this very step, whose passes are done.
             self._refresher.apply_due(step)
             refreshes = refreshes or self._detector.finds_drift(step, watch)
         if refreshes:
-            self._schedule.last_probe = step
+            self._schedule.note_probe(step)
             self._layers.say_findings(self._log)
             self._coverage.count_again(step, watch)
             self._refresher.begin(step, watch)
@@ -270,10 +281,13 @@ class SnipController:
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""
         config, pending, ranking = self.config.to_dict(), self._refresher.pending, self._in_force.ranking
-        last_probe, kernels = self._schedule.last_probe, self._layers.state_dict()
-        counted = None if self._coverage.is_due else CountedState(self._coverage.found)
-        state = SavedState(config, self.step, self.plan, pending, last_probe, ranking, kernels=kernels, counted=counted)
-        return state.to_dict()
+        schedule, counted = self._schedule, None if self._coverage.is_due else CountedState(self._coverage.found)
+        more: dict[str, Any] = {
+            "kernels": self._layers.state_dict(),
+            "counted": counted,
+            "postponed": schedule.postponed,
+        }
+        return SavedState(config, self.step, self.plan, pending, schedule.last_probe, ranking, **more).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], at_step: int | None = None, weights: str | None = None) -> None:
         """Continues from a `state_dict`. Nothing is changed if it does not fit. With several ranks it is collective.
@@ -300,7 +314,7 @@ class SnipController:
         self._disarm()
         self._refresher.stop()
         self.step, self._micro_batch = saved.step, 0
-        self._schedule.last_probe = saved.last_probe
+        self._schedule.last_probe, self._schedule.postponed = saved.last_probe, saved.postponed
         self._layers.set_step(saved.step + 1, 0)
         self._started = True
         under_way = None if saved.pending is None else saved.pending.step

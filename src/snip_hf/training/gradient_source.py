@@ -18,6 +18,7 @@ from ..parallel.sharding import is_fully_sharded
 from ..text import WITHOUT_PROBE
 from .captured_step import StepWatch
 from .loop_checks import OptimizerWatch, check_gradients, why_no_update, why_untrained
+from .loss_scaling import LossScaling
 
 
 class GradientSource:
@@ -89,6 +90,13 @@ class GradientSource:
         """Returns why the next updates of what is trained do not depend on the gradients, which are not 0."""
         return why_no_update(layers, groups_of(self._optimizer))
 
+    def use_scaler(self, scaler: Any) -> None:
+        """Takes the GradScaler that scales the loss in a loop of one's own."""
+
+    def leaves_out_step(self, model: nn.Module, everyone: Ranks) -> bool:
+        """Returns True if a GradScaler is about to leave the step out, since gradients are not finite. Collective."""
+        return False
+
     def note_step(self) -> None:
         """To be called before each optimizer step."""
 
@@ -103,12 +111,29 @@ class GradientSource:
 
 
 class TorchGradients(GradientSource):
-    """Gradients where torch leaves them, in `weight.grad`."""
+    """Gradients where torch leaves them, in `weight.grad`.
+
+    Args:
+        optimizer: as the controller was given it.
+        accelerator: the Accelerate object of the loop, if there is one.
+    """
 
     _watch: OptimizerWatch
 
+    def __init__(self, optimizer: Any, accelerator: Any = None) -> None:
+        super().__init__(optimizer)
+        self._scaling = LossScaling(optimizer, accelerator)
+
     def check(self) -> None:
         check_optimizer(self._optimizer)
+        self._scaling.check()
+
+    def use_scaler(self, scaler: Any) -> None:
+        self._scaling.scaler = scaler
+        self._scaling.check()
+
+    def leaves_out_step(self, model: nn.Module, everyone: Ranks) -> bool:
+        return self._scaling.leaves_out(model.parameters(), everyone)
 
     def attach(self, model: nn.Module, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
         self._watch = OptimizerWatch(self._optimizer, layers, self.beside(model, layers))
@@ -129,7 +154,8 @@ class TorchGradients(GradientSource):
             )
         answers = responses(self._optimizer, weights)
         check_gradients(gradients, bool(answers), everyone)
-        factor = watch.clipping.factor(gradients, everyone)
+        # The gradients were noted in the scale of the loss, and are read without it.
+        factor = watch.clipping.factor(gradients, everyone) * self._scaling.scale
         return OptimizerStep(gradients, answers, factor, watch.micro_batches, counted.others)
 
     def trains(self) -> Callable[[Tensor], bool]:
@@ -194,4 +220,4 @@ def find_source(needs_gradients: bool, optimizer: Any, model: Any, accelerator: 
     if not needs_gradients:
         return GradientSource(optimizer)
     zero = find_zero(optimizer, model, accelerator)
-    return TorchGradients(optimizer) if zero is None else ZeroGradients(optimizer, zero)
+    return TorchGradients(optimizer, accelerator) if zero is None else ZeroGradients(optimizer, zero)

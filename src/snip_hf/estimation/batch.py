@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 # What a model's forward takes one row per sequence of: name -> numbers of dimensions, the first of which may also be 1.
 _BY_SEQUENCE = {
     "input_ids": (2,),
-    "labels": (2,),
+    "labels": (1, 2),
     "attention_mask": (2, 4),
     "position_ids": (2,),
     "token_type_ids": (2,),
@@ -70,15 +70,15 @@ class Batch:
         sequences at once (packed ones, say), or if the chosen sequences have no labels.
         """
         labels = self.kwargs["labels"]
-        if tokens is None or labels.numel() <= tokens or labels.shape[0] == 1:
+        if tokens is None or self.tokens <= tokens or labels.shape[0] == 1:
             return self
         packed = [name for name, value in self.kwargs.items() if not _is_by_sequence(name, value, labels.shape[0])]
-        count = max(1, tokens * labels.shape[0] // labels.numel())
+        count = max(1, tokens * labels.shape[0] // self.tokens)
         rows = torch.arange(count) * labels.shape[0] // count
         chosen = labels[rows.to(labels.device)]
         if packed or not (chosen != _NO_LABEL).any():
             reason = f"its input {packed[0]!r} cannot be cut" if packed else f"{count} of its sequences have no labels"
-            logger.info("snip-hf: the probe takes the whole micro-batch of %d tokens: %s.", labels.numel(), reason)
+            logger.info("snip-hf: the probe takes the whole micro-batch of %d tokens: %s.", self.tokens, reason)
             return self
         cut = {
             name: value[rows.to(value.device)]
@@ -99,20 +99,24 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        return int(self.kwargs["labels"].numel())
+        """Number of tokens; of a classifier, which has one label per sequence, those of its inputs."""
+        labels, inputs = self.kwargs["labels"], self.kwargs.get("input_ids")
+        return int((inputs if labels.dim() == 1 and isinstance(inputs, Tensor) else labels).numel())
 
     @property
     def labelled(self) -> int:
         """Number of tokens with a label, over which the loss is a mean.
 
         A causal LM shifts its labels, so that the first one of a sequence does not count, unless the batch has them
-        shifted already (`shift_labels`). A model of another kind has at most one more per sequence.
+        shifted already (`shift_labels`). A model of another kind has at most one more per sequence, a classifier one
+        label per sequence.
         """
         shifted = self.kwargs.get("shift_labels")
         if shifted is not None:
             return int((shifted != _NO_LABEL).sum())
         labels = self.kwargs["labels"]
-        return int((labels[..., 1:] != _NO_LABEL).sum()) or int((labels != _NO_LABEL).sum())
+        every = int((labels != _NO_LABEL).sum())
+        return every if labels.dim() == 1 else int((labels[..., 1:] != _NO_LABEL).sum()) or every
 
 
 def _is_by_sequence(name: str, value: Any, sequences: int) -> bool:

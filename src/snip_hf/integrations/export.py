@@ -100,12 +100,8 @@ def export_plan(
             for layer in layers
         },
     )
-    changes = {
-        place: formats
-        for place, formats in plan.changes(exported).items()
-        if _flops(plan, place) > 0  # the grad_weight of a frozen layer does not run
-    }
-    share = _share(plan, [f"{layer}:{gemm}" for layer in unfit for gemm in GEMMS])
+    changes = plan.changes(exported)
+    share = _share(plan, [f"{layer}:{gemm}" for layer in unfit for gemm in plan.flops[layer]])
     return Export(there.write(chosen, outside), exported, changes, _coarser(plan, changes), unfit, share)
 
 
@@ -166,8 +162,11 @@ def _nearest_setting(
         name = UNQUANTIZED.name if is_partial else plan.assignment[layer][gemm]
         return _stand_in(name, offered) if nearest else name
 
-    work = plan.executed
-    flops = [(column, wanted(layer, gemm), work[layer][gemm]) for layer in layers for column, gemm in enumerate(GEMMS)]
+    flops = [
+        (GEMMS.index(gemm), wanted(layer, gemm), number)
+        for layer in layers
+        for gemm, number in plan.executed[layer].items()
+    ]
 
     def cost(setting: Setting) -> float:
         return math.fsum(number for column, name, number in flops if setting.formats[column] != name)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..estimation.batch import Batch, BatchCounts
 from ..layers.layer import SnipLayer
@@ -37,10 +37,15 @@ class StepWatch:
         probe_tokens: tokens that the probe may run on (`Batch.part`); None: all.
         layers: the swapped layers, whose gradients' size is noted before clipping.
         parameters: all that get a gradient; none where nothing is to be noted.
+        others: other parameters whose gradients' size is noted, by name.
     """
 
     def __init__(
-        self, probe_tokens: int | None, layers: Mapping[str, SnipLayer], parameters: Iterable[nn.Parameter]
+        self,
+        probe_tokens: int | None,
+        layers: Mapping[str, SnipLayer],
+        parameters: Iterable[nn.Parameter],
+        others: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._batch: Batch | Exception = ValueError(NOT_CAPTURED)
         self.counts = BatchCounts(0, 0)
@@ -48,7 +53,7 @@ class StepWatch:
         self.micro_batches = 0
         """Of the step, known when it ends."""
         self._probe_tokens = probe_tokens
-        self.clipping = Clipping(layers, parameters)
+        self.clipping = Clipping(layers, parameters, others or {})
 
     def take(self, first: TrainingPass) -> None:
         """Takes the step's first micro-batch. One that cannot be probed raises when `batch` is asked for."""

@@ -13,6 +13,7 @@ and what other hooks keep are put back (`python_state`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from .recomputation import recomputing, without_cache
 from .room import NO_THRIFT, Thrift
 from .routing import FixedRouting
 from .samples import LayerSample, Record, Recorder, SamplePlan, read, recording
+
+logger = logging.getLogger(__name__)
 
 # |eps * d| / |W| over all swapped weights: small enough for first order, large enough for FP32 (section 3 there).
 RELATIVE_STEP = 1e-3
@@ -146,7 +149,7 @@ def run_probe(
                 step *= _WANTED_CHANGE / change
                 del sides, losses[-2:]
                 sides = both_sides(draw, step)
-        _combine(samples, *sides)
+        _warn_of_routers(_combine(samples, *sides))
     return Probe(sum(losses) / len(losses), samples)
 
 
@@ -181,15 +184,19 @@ def _combine(
     plus: Recorder,
     minus: Recorder,
     epsilon: float,
-) -> None:
+) -> list[str]:
     """Adds one probe's central differences to the samples, and X and G where they are still missing.
 
     Takes the records away one by one, so that little more is held than the samples.
+
+    Returns: the layers that saw other tokens on one side than on the other.
     """
+    left = []
     energies = plus.energies()
     for name in [name for name in plus.records if name in minus.records]:
         one, other = plus.records.pop(name), minus.records.pop(name)
-        if not _have_same_tokens(one, other):  # a router sent other tokens here; no derivative can be taken
+        if not _have_same_tokens(one, other):
+            left.append(name)
             continue
         tokens, x_plus, grad_plus, _, amax_plus, rows = one
         _, x_minus, grad_minus, _, amax_minus, _ = other
@@ -201,6 +208,18 @@ def _combine(
             samples[name] = LayerSample(tokens, mean_x, mean_grad, energies=energies[name], amaxes=amaxes, rows=rows)
         samples[name].x_dot.append(x_dot)
         samples[name].grad_output_dot.append(grad_dot)
+    return left
+
+
+def _warn_of_routers(left: Sequence[str]) -> None:
+    """Says which layers have no derivative; nothing if all have."""
+    if left:
+        logger.warning(
+            "snip-hf: %d layers, such as %s, saw other tokens on the two sides of the probe, so that no derivative "
+            "could be taken: their router does not choose by torch.topk. Keep them out of plans with skip_modules.",
+            len(left),
+            left[0],
+        )
 
 
 def _have_same_tokens(one: Record, other: Record) -> bool:

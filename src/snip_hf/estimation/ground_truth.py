@@ -27,6 +27,7 @@ from ..optimizers.response import Response, responses
 from .batch import Batch
 from .divergence import converted, gradients_of, weights_of
 from .layer_sums import LAYER, ROWS
+from .objective import Compute, objective_of
 from .passes import run_forward
 from .table import Divergence, DivergenceTable
 
@@ -40,6 +41,8 @@ def measure_divergence(
     config: SnipConfig | None = None,
     draws: int = 2,
     gemms: tuple[str, ...] = ROWS,
+    compute_loss: Compute | None = None,
+    terms: int | None = None,
 ) -> DivergenceTable:
     """Measures the divergences of every layer, GEMM and format, each quantized alone, on one batch.
 
@@ -48,6 +51,7 @@ def measure_divergence(
         draws: stochastic-rounding draws per row (root mean square over the draws); formats without such rounding take
             one.
         gemms: which rows to measure, of "forward", "grad_input", "grad_weight", "layer".
+        compute_loss, terms: as in `estimate_divergence`.
 
     Raises:
         ValueError: the batch has no labels, or its loss is not finite.
@@ -55,7 +59,8 @@ def measure_divergence(
     """
     config = config or SnipConfig(probe_tokens=None)
     rows: list[Divergence] = []
-    with _Measurement.of(model, batch, optimizer, config) as measurement:
+    captured = Batch.of(batch, objective_of(compute_loss, terms))
+    with _Measurement.of(model, captured, optimizer, config) as measurement:
         flops = linear_flops(model)
         for name in measurement.layers:
             for fmt in config.quantized_formats:
@@ -85,7 +90,7 @@ def measure_assignment(
         as `measure_divergence`.
     """
     config = config or SnipConfig(probe_tokens=None)
-    with _Measurement.of(model, batch, optimizer, config) as measurement:
+    with _Measurement.of(model, Batch.of(batch), optimizer, config) as measurement:
         return [measurement.damage(assignment, draws) for assignment in assignments]
 
 
@@ -145,15 +150,15 @@ class _Measurement:
 
     @classmethod
     @contextmanager
-    def of(
-        cls, model: nn.Module, batch: Mapping[str, Any], optimizer: Any, config: SnipConfig
-    ) -> Iterator[_Measurement]:
-        captured = Batch.of(batch)
+    def of(cls, model: nn.Module, batch: Batch, optimizer: Any, config: SnipConfig) -> Iterator[_Measurement]:
         with _high_precision(model, config) as layers:
-            yield cls(model, captured, optimizer, config, layers)
+            yield cls(model, batch, optimizer, config, layers)
 
     def damage(self, assignment: Assignment, draws: int) -> tuple[float, float]:
-        """Returns the relative rise of the loss and the weight divergence (root mean square over the draws)."""
+        """Returns the rise of the loss and the weight divergence (root mean square over the draws).
+
+        The rise is relative to the loss if that is a mean over tokens with a label (`Batch.is_likelihood`).
+        """
         squares, losses = [], []
         with _assigned(self.layers, assignment):
             for draw in range(draws):
@@ -161,7 +166,9 @@ class _Measurement:
                 loss, gradients = gradients_of(self._model, self._batch, self.layers)
                 squares.append(self._distance(gradients))
                 losses.append(loss)
-        return sum(losses) / draws / self.loss - 1, (sum(squares) / draws) ** 0.5
+        mean = sum(losses) / draws
+        rise = mean / self.loss - 1 if self._batch.is_likelihood else mean - self.loss
+        return rise, (sum(squares) / draws) ** 0.5
 
     def _distance(self, gradients: Mapping[str, Tensor]) -> float:
         """Returns the sum over layers of |h(gradient) - h(base)|^2 / |W|^2."""

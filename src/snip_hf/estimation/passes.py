@@ -44,17 +44,22 @@ def run_pass(
     before = RandomState.now()
     try:
         batch.random_state.restore()
-        with traceless(model):
+        with traceless(model, has_been_through_hooks=batch.objective is None):
             stand_in(model, weights)
-            return _run(model, dict(batch.kwargs), autocast, backward, run)
+            return _run(model, batch, autocast, backward, run)
     finally:
         before.restore()
 
 
 @contextmanager
-def traceless(model: nn.Module) -> Iterator[None]:
-    """Lets the model run uncompiled, without hooks that only observe, and puts it back as it was."""
-    with _for_all_threads(model), _everything_kept(model), without_sharding_hooks(model):
+def traceless(model: nn.Module, has_been_through_hooks: bool = True) -> Iterator[None]:
+    """Lets the model run uncompiled, without hooks that only observe, and puts it back as it was.
+
+    Args:
+        model: without wrappers.
+        has_been_through_hooks: whether the inputs were noted by SNIP's hook, behind the model's hooks before that.
+    """
+    with _for_all_threads(model), _everything_kept(model, has_been_through_hooks), without_sharding_hooks(model):
         yield
 
 
@@ -110,7 +115,7 @@ def run_forward(model: nn.Module, batch: Batch) -> float:
 
 
 @contextmanager
-def _everything_kept(model: nn.Module) -> Iterator[None]:
+def _everything_kept(model: nn.Module, has_been_through_hooks: bool) -> Iterator[None]:
     """Leaves out the hooks that only observe, and afterwards puts every module back as it was.
 
     That is: parameters and buffers under all their names, hooks, and what a forward pass notes, such as the longest
@@ -123,7 +128,7 @@ def _everything_kept(model: nn.Module) -> Iterator[None]:
     kept.keep_modules(model)
     versions = [(name, parameter, _version(parameter)) for name, parameter in model.named_parameters()]
     try:
-        leave_out_observers(model, kept)
+        leave_out_observers(model, kept, has_been_through_hooks)
         # Last: a list that a module's method fills does not tell what the hooks do.
         kept.keep_code(model)
         yield
@@ -188,14 +193,14 @@ def per_query_head(query: Tensor, shared: Tensor) -> Tensor:
 
 def _run(
     model: nn.Module,
-    kwargs: dict[str, Any],
+    batch: Batch,
     autocast: torch.dtype | None,
     backward: bool,
     run: Callable[[Mapping[str, Any]], Tensor | float | None] | None,
 ) -> Tensor:
     """Runs forward and backward and returns the loss; recomputation in backward needs the stand-ins too."""
     if run is not None:
-        found = run(kwargs)
+        found = run(dict(batch.kwargs))
         return torch.tensor(math.nan if found is None else float(found))
     original = getattr(model, "_original_forward", None)  # what Accelerate wraps in autocast
     compiled = getattr(original, "_torchdynamo_orig_callable", None)
@@ -209,9 +214,7 @@ def _run(
         torch.set_grad_enabled(backward),
         torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
     ):
-        # With the model's own hooks, but without what `model.compile()` made of it.
-        outputs = model._call_impl(**kwargs)
-        loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        loss = batch.loss(model)
     if backward:
         with torch.autocast(device.type, enabled=False):  # the caller's may be on
             loss.backward()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..config import SnipConfig
 from ..kernels.backend import BACKENDS
@@ -27,6 +26,7 @@ from .compilation import compile_by_regions, how_compiled
 from .hub import prepare_push, tag_model
 from .state_files import StateFiles, cannot_resume
 from .trackers import Trackers
+from .trainer_loss import LossSeam, computes_loss, find_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ class SnipCallback(TrainerCallback):
             check_tracker(tracker)
         self._mark = RunMark()
         self._passes: TrainingPasses | None = None
+        self._seam: LossSeam | None = None
         self._outer_run: SnipCallback | None = None
         """That of the run inside which this one runs on the same model."""
         self._figures = Trackers()
@@ -76,7 +77,7 @@ class SnipCallback(TrainerCallback):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuses what cannot work, and swaps the linears before the Trainer wraps or compiles the model."""
-        check_trainer(self.config, args)
+        check_trainer(args)
         check_launch(self.config, AcceleratorState())
         compile_by_regions(self.config, args, AcceleratorState())
         model = unwrap(kwargs["model"])
@@ -88,7 +89,7 @@ class SnipCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         # A callback that was added later saw no on_init_end; a run that an error ended saw no on_train_end.
-        check_trainer(self.config, args)
+        check_trainer(args)
         check_launch(self.config, AcceleratorState())
         outer: nn.Module = kwargs["model"]
         model = unwrap(outer)
@@ -117,6 +118,9 @@ class SnipCallback(TrainerCallback):
         self._mark = RunMark(self._end_restored)
         self._mark.put_on(model)
         self._passes = TrainingPasses(outer, self.controller, self._mark)
+        trainer = find_trainer(state)
+        if trainer is not None and self.controller.needs_probe and computes_loss(trainer):
+            self._seam = LossSeam(trainer, self._passes)
         try:
             # The first process may be the only one that sees the checkpoint.
             saved = self.controller.processes.everyone.by_first(lambda: self._files.read(args, state))
@@ -146,10 +150,11 @@ class SnipCallback(TrainerCallback):
         controller = self._running()
         assert self._passes is not None
         self._passes.end_step()
-        if controller.needs_probe and not self._passes.own_loss:
+        if controller.needs_probe and not self._passes.known_loss:
             raise ValueError(
-                "The training loss does not depend on the loss that the model returns, which is the one that SNIP "
-                f"probes: a custom loss is in use. Train with the model's own loss, or use {WITHOUT_PROBE}."
+                "The training loss does not depend on the loss that the model returns, nor on one that the Trainer's "
+                "compute_loss returns: SNIP does not know what to probe. Compute the loss in an override of "
+                f"compute_loss, by compute_loss_func, or in the model, or use {WITHOUT_PROBE}."
             )
         controller.before_optimizer_step(state.global_step + 1)
 
@@ -216,11 +221,7 @@ class SnipCallback(TrainerCallback):
 
         A run that an error ended looks the same otherwise: no event tells of it.
         """
-        for frame, _ in traceback.walk_stack(None):
-            trainer = frame.f_locals.get("self") if frame.f_code.co_name == "train" else None
-            if isinstance(trainer, Trainer) and trainer.state is self._state:
-                return True
-        return False
+        return self._state is not None and find_trainer(self._state) is not None
 
     def _go_on(self) -> None:
         """Takes the model back. The run inside is over, at its end or by an error."""
@@ -248,6 +249,9 @@ class SnipCallback(TrainerCallback):
     def _release(self) -> None:
         """Stops the controller of a run that has ended, if there is one."""
         self._figures.close()
+        if self._seam is not None:
+            self._seam.close()
+            self._seam = None
         if self.controller is not None:
             self._mark.remove(self.controller.model)
             self.controller.close()

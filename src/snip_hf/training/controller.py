@@ -17,6 +17,7 @@ from torch import nn
 
 from ..config import SnipConfig
 from ..estimation.batch import Batch
+from ..estimation.objective import Compute, Objective, copied, objective_of
 from ..numerics.random_state import RandomState
 from ..parallel.pipeline_ranks import Pipeline, parts_of
 from ..parallel.ranks import Attempt
@@ -146,23 +147,37 @@ class SnipController:
         """
         self._events.add_tracker(tracker)
 
-    def capture(self, batch: Mapping[str, Any]) -> None:
+    def capture(
+        self,
+        batch: Mapping[str, Any],
+        compute_loss: Compute | None = None,
+        terms: int | None = None,
+    ) -> None:
         """Tells the controller that a training micro-batch is about to run forward.
 
         Args:
-            batch: keyword arguments of the model's forward. References are kept until the optimizer step if this step
-                refreshes the plan or checks whether it should.
+            batch: keyword arguments of the model's forward, or what `compute_loss` takes. References are kept until the
+                optimizer step if this step refreshes the plan or checks whether it should.
+            compute_loss: for a loss that the loop computes itself: `compute_loss(model, batch)` runs the model forward
+                and returns the mean loss of the micro-batch. It may run several times, and must leave no trace but in
+                the model. None: the loss that the model returns is trained on.
+            terms: how many independent terms that loss is a mean over (pairs, say). None: tokens with a label, or, if
+                the batch has no `labels`, sequences.
 
         Raises:
             ValueError: the very first batch has no labels, and the policy needs them.
         """
-        self.count(self.offer(batch))
+        self.count(self.offer(batch, objective_of(compute_loss, terms)))
 
-    def offer(self, batch: Mapping[str, Any]) -> TrainingPass:
+    def offer(self, batch: Mapping[str, Any], objective: Objective | None = None) -> TrainingPass:
         """Tells the controller that a forward pass is about to run, whose loss may be backpropagated or not.
 
         `count` says that it was. A pass that is not counted leaves the numbers of all others as they would be; so
         several that run before one backward pass draw the same random numbers.
+
+        Args:
+            batch: as `capture` takes it.
+            objective: the loss that is taken of it; None: the one that the model returns.
         """
         step = self.step + 1
         self._layers.set_step(step, self._micro_batch)
@@ -173,24 +188,30 @@ class SnipController:
             parameters = self._source.unclipped(self.model)
             self._armed = StepWatch(self._probe.batch_tokens, self._layers.present, parameters)
         is_read = is_probed or (self.needs_probe and not self._has_labels) or not self._expectation.is_said
-        return TrainingPass(batch if is_read else {}, RandomState.now() if is_probed else None)
+        # What computes a loss may take entries out of its inputs.
+        kept = batch if objective is None or not is_read else copied(batch)
+        return TrainingPass(kept if is_read else {}, RandomState.now() if is_probed else None, objective)
 
     def count(self, one: TrainingPass) -> None:
         """Tells the controller that a pass is a micro-batch of the step: its gradient is on its way.
 
         Raises:
-            ValueError: as `capture`.
+            ValueError: as `capture`; or the loss is the loop's own, in a pipeline.
         """
         if one.counted:
             return
         one.counted = True
         if self.needs_probe and not self._has_labels:
-            Batch.of(one.batch)
+            if one.objective is not None and self.processes.run is not None:
+                raise ValueError(
+                    "compute_loss was given, but Pipeline.run computes the loss of a pipeline. Leave compute_loss out."
+                )
+            Batch.of(one.batch, one.objective)
             self._has_labels = True
         if not self._started:
             self.start()
         if not self._expectation.is_said:
-            self._expectation.say(self.compiled or how_compiled(self.model), tokens_of(one.batch))
+            self._expectation.say(self.compiled or how_compiled(self.model), one.seen or tokens_of(one.batch))
         if self._micro_batch == 0 and self._armed is not None and one.random_state is not None:
             self._armed.take(one)
         self._micro_batch += 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from accelerate.state import AcceleratorState
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..config import SnipConfig
 from ..kernels.backend import BACKENDS
@@ -24,6 +24,7 @@ from ..training.counted_passes import TrainingPasses
 from ..training.refresh import Solving
 from .compilation import compile_by_regions, how_compiled
 from .hub import prepare_push, tag_model
+from .reference import AS_POLICY, Reference, check_reference, find_reference
 from .state_files import StateFiles, cannot_resume
 from .trackers import Trackers
 from .trainer_loss import LossSeam, computes_loss, find_trainer
@@ -42,6 +43,8 @@ class SnipCallback(TrainerCallback):
             a checkpoint folder elsewhere; False starts a new plan even if there is a state.
         solving: as `SnipController` takes it.
         trackers: told of each event of the run, as `SnipController.add_tracker` says.
+        reference: the arithmetic of the Trainer's reference model (`trainer.ref_model` of TRL's trainers): "policy",
+            that of the trained model, so that both agree until weights differ; or "high", high precision.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class SnipCallback(TrainerCallback):
         resume: bool | str | os.PathLike[str] = True,
         solving: Solving | None = None,
         trackers: Iterable[Tracker] = (),
+        reference: str = AS_POLICY,
     ) -> None:
         if not isinstance(config, SnipConfig | None):
             raise TypeError(
@@ -57,6 +61,9 @@ class SnipCallback(TrainerCallback):
             )
         self.config = config or SnipConfig()
         self.controller: SnipController | None = None
+        check_reference(reference)
+        self._reference_option = reference
+        self._reference: Reference | None = None
         self._files = StateFiles(resume)
         self._solving = solving
         self._trackers = list(trackers)
@@ -118,10 +125,8 @@ class SnipCallback(TrainerCallback):
         self._mark = RunMark(self._end_restored)
         self._mark.put_on(model)
         self._passes = TrainingPasses(outer, self.controller, self._mark)
-        trainer = find_trainer(state)
-        if trainer is not None and self.controller.needs_probe and computes_loss(trainer):
-            self._seam = LossSeam(trainer, self._passes)
         try:
+            self._connect(find_trainer(state))
             # The first process may be the only one that sees the checkpoint.
             saved = self.controller.processes.everyone.by_first(lambda: self._files.read(args, state))
             if saved is not None:
@@ -131,7 +136,19 @@ class SnipCallback(TrainerCallback):
             raise
         if saved is None:
             self.controller.step = state.global_step
+        self._let_reference_follow()
         self._files.begin(state, is_resumed=saved is not None)
+
+    def _connect(self, trainer: Trainer | None) -> None:
+        """Sees to the Trainer's own loss, and to its reference model."""
+        assert self.controller is not None and self._passes is not None
+        self._reference = find_reference(trainer, self._reference_option, self.config, self.controller)
+        if trainer is not None and self.controller.needs_probe and computes_loss(trainer):
+            self._seam = LossSeam(trainer, self._passes, self._reference)
+
+    def _let_reference_follow(self) -> None:
+        if self._reference is not None:
+            self._reference.follow()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -162,6 +179,7 @@ class SnipCallback(TrainerCallback):
         if self._is_restored:
             return
         self._running().after_step(state.global_step)
+        self._let_reference_follow()
         # Callbacks may exchange weights around saving, before or after this one; the checkpoint gets those of now, or
         # those that are found when it is there.
         self._weights = self._running().weights_fingerprint() if control.should_save else None
@@ -251,7 +269,7 @@ class SnipCallback(TrainerCallback):
         self._figures.close()
         if self._seam is not None:
             self._seam.close()
-            self._seam = None
+        self._seam = self._reference = None
         if self.controller is not None:
             self._mark.remove(self.controller.model)
             self.controller.close()

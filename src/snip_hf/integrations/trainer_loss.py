@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..estimation.batch import labelled_tokens
 from ..estimation.objective import Objective, token_ids
 from ..python_state import Kept
 from ..training.counted_passes import TrainingPasses
+from .reference import Reference
 
 _NAME = "compute_loss"
 _COUNT = "num_items_in_batch"
@@ -51,11 +52,13 @@ class LossSeam:
     Args:
         trainer: computes them.
         passes: are told.
+        reference: the Trainer's reference model, if it follows the plan.
     """
 
-    def __init__(self, trainer: Trainer, passes: TrainingPasses) -> None:
+    def __init__(self, trainer: Trainer, passes: TrainingPasses, reference: Reference | None = None) -> None:
         self._trainer = trainer
         self._passes = passes
+        self._reference = reference
         self._inner: Callable[..., Any] = trainer.compute_loss
         self._before = vars(trainer).get(_NAME)
         self._count: Any = None
@@ -95,7 +98,7 @@ class LossSeam:
             count[_COUNT] = torch.tensor(labelled_tokens(inputs) * ranks, device=labels.device)
         elif count or _is_scaled_for_step(trainer):
             factor = trainer.current_gradient_accumulation_steps
-        with _undisturbed(trainer):
+        with _undisturbed(trainer), nullcontext() if self._reference is None else self._reference.unquantized():
             loss: Tensor = self._inner(model, inputs, **count)
         return loss * factor
 

@@ -39,9 +39,7 @@ class Loop:
             self.model, self.optimizer = accelerator.prepare(self.model, self.optimizer)
         self.controller = None
         if config is not None:
-            self.controller = SnipController(
-                self.model, self.optimizer, config, accelerator, folder, solving=solving
-            )
+            self.controller = SnipController(self.model, self.optimizer, config, accelerator, folder, solving=solving)
         self.step = 0
         self.losses: list[float] = []
         torch.manual_seed(0)

@@ -109,9 +109,9 @@ class TRLRun:
 
     @property
     def logged(self) -> list[dict[str, Any]]:
-        """What was logged at each step, times and shares aside."""
+        """What was logged at each step; times, shares and counts of tokens aside."""
         rows = (line for line in self.trainer.state.log_history if "loss" in line)
-        return [{key: value for key, value in row.items() if not _is_of_time(key)} for row in rows]
+        return [{key: value for key, value in row.items() if not _is_left_out(key)} for row in rows]
 
     @property
     def refreshes(self) -> list[dict[str, Any]]:
@@ -125,8 +125,9 @@ class TRLRun:
         return found
 
 
-def _is_of_time(key: str) -> bool:
-    return "time" in key or "per_second" in key or key == "fp4_share"
+def _is_left_out(key: str) -> bool:
+    # TRL counts its tokens anew where a run is resumed.
+    return "time" in key or "per_second" in key or key in ("fp4_share", "num_tokens")
 
 
 def build(

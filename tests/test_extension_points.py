@@ -20,7 +20,6 @@ from tiny_runs import SCHEDULE, STEPS, Run, differing, history, train, weights, 
 from torch import Tensor, nn
 from torchao.quantization import quantize_
 from transformers import LlamaForCausalLM
-from transformers.pytorch_utils import Conv1D
 
 from snip_hf import (
     SnipCallback,
@@ -34,6 +33,7 @@ from snip_hf import (
     quantize,
     register_format,
     register_layer_kind,
+    register_linear_class,
     restore_model,
 )
 from snip_hf.config import POLICIES
@@ -44,6 +44,7 @@ from snip_hf.kernels.backend import BACKENDS, Backend, register_backend
 from snip_hf.kernels.emulated import EMULATED
 from snip_hf.layers.kinds import LAYER_KINDS, LayerKind
 from snip_hf.layers.layer import SnipLayer
+from snip_hf.layers.linear_classes import LINEAR_CLASSES
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import FORMATS, NumberFormat, Operand, integers
 from snip_hf.numerics.gemms import GEMMS
@@ -60,7 +61,13 @@ from snip_hf.reporting.run_report import run_report
 
 @pytest.fixture(autouse=True)
 def nothing_stays_registered() -> Iterator[None]:
-    with FORMATS.restored(), BACKENDS.restored(), LAYER_KINDS.restored(), POLICIES.restored():
+    with (
+        FORMATS.restored(),
+        BACKENDS.restored(),
+        LAYER_KINDS.restored(),
+        LINEAR_CLASSES.restored(),
+        POLICIES.restored(),
+    ):
         yield
 
 
@@ -310,133 +317,105 @@ def test_a_new_backend_runs_the_layers_of_a_run(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------- layer kinds
 
 
-class SnipConv1D(SnipLayer, Conv1D):
-    """GPT-2's linear, which stores its weight as (I, O)."""
+class Pointwise(nn.Conv1d):
+    """A convolution of size 1 over (..., T, I), which stores its weight as (O, I, 1)."""
 
-    in_features = property(lambda self: self.nx)
-    out_features = property(lambda self: self.nf)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mT).mT
+
+
+class SnipPointwise(SnipLayer, Pointwise):
+    in_features = property(lambda self: self.in_channels)
+    out_features = property(lambda self: self.out_channels)
 
     def matrices(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return (tensor.t(),)
+        return (tensor[:, :, 0],)
 
     def laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
-        return matrices[0].t()
+        return matrices[0][:, :, None]
 
 
-class Conv1DKind(LayerKind):
-    name = "conv1d"
-    layer = SnipConv1D
-    accepts = "transformers' Conv1D"
+class PointwiseKind(LayerKind):
+    name = "pointwise"
+    layer = SnipPointwise
+    accepts = "Pointwise"
 
     def knows(self, module: nn.Module) -> bool:
-        return isinstance(module, Conv1D)
+        return isinstance(module, Pointwise)
 
 
 MLP = [f"model.layers.{block}.mlp.{part}" for block in (0, 1) for part in ("gate_proj", "up_proj", "down_proj")]
 
 
-def llama_of(kind: type[Conv1D] | type[nn.Linear]) -> LlamaForCausalLM:
+def llama_of(kind: type[Pointwise] | type[nn.Linear]) -> LlamaForCausalLM:
     """A tiny Llama with the same numbers in its MLPs' layers, which are of one class or of the other."""
     model = tiny_llama(hidden=32, mlp_bias=True)
-    for name in MLP if kind is Conv1D else ():
+    for name in MLP if kind is Pointwise else ():
         linear = model.get_submodule(name)
-        layer = Conv1D(linear.out_features, linear.in_features)
-        layer.weight, layer.bias = nn.Parameter(linear.weight.detach().t().contiguous()), linear.bias
+        layer = Pointwise(linear.in_features, linear.out_features, 1)
+        layer.weight, layer.bias = nn.Parameter(linear.weight.detach()[:, :, None].clone()), linear.bias
         model.set_submodule(name, layer)
     return model
 
 
 def as_linears(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.t() if name.removesuffix(".weight") in MLP else tensor for name, tensor in state.items()}
+    return {name: tensor[..., 0] if name.removesuffix(".weight") in MLP else tensor for name, tensor in state.items()}
 
 
 def test_a_new_layer_kind_is_probed_planned_trained_saved_and_restored(tmp_path: Path) -> None:
-    register_layer_kind(Conv1DKind())
+    register_layer_kind(PointwiseKind())
     config = SnipConfig(**SCHEDULE, target_fp4_fraction=0.5, granularity="gemm")
-    run = train(tmp_path / "conv1d", config, model=llama_of(Conv1D), save_strategy="steps", save_steps=3)
+    run = train(tmp_path / "pointwise", config, model=llama_of(Pointwise), save_strategy="steps", save_steps=3)
     assert set(MLP) < set(final_plan(run).assignment)
     in_force = {name: layer.formats for name, layer in snip_linears(run.model).items()}
     assert in_force == final_plan(run).to_dict()["assignment"]
-    assert {name for name in MLP if isinstance(run.model.get_submodule(name), SnipConv1D)} == set(MLP)
+    assert {name for name in MLP if isinstance(run.model.get_submodule(name), SnipPointwise)} == set(MLP)
     # As a model of linears with the same numbers is.
     linears = train(tmp_path / "linear", config, model=llama_of(nn.Linear))
     assert final_plan(linears).assignment == final_plan(run).assignment
     for name, tensor in as_linears(weights(run.model)).items():
         torch.testing.assert_close(tensor, weights(linears.model)[name], rtol=1e-3, atol=1e-5)
     # Saved between a probe and the application of its plan, under the keys and in the layout of the plain model.
-    checkpoint = tmp_path / "conv1d" / "checkpoint-3"
-    plain = {name: tuple(tensor.shape) for name, tensor in llama_of(Conv1D).state_dict().items()}
+    checkpoint = tmp_path / "pointwise" / "checkpoint-3"
+    plain = {name: tuple(tensor.shape) for name, tensor in llama_of(Pointwise).state_dict().items()}
     assert {name: tuple(tensor.shape) for name, tensor in run.model.state_dict().items()} == plain
-    resumed = go_on(tmp_path / "resumed", config, checkpoint, model=llama_of(Conv1D))
+    resumed = go_on(tmp_path / "resumed", config, checkpoint, model=llama_of(Pointwise))
     assert differing(weights(resumed.model), weights(run.model)) == []
     restore_model(run.model)
-    assert {type(run.model.get_submodule(name)) for name in MLP} == {Conv1D}
+    assert {type(run.model.get_submodule(name)) for name in MLP} == {Pointwise}
 
 
-def optimizer_after_two_steps(kind: type[torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
-    trained = [parameter for name, parameter in model.named_parameters() if ".mlp." in name and parameter.dim() == 2]
-    optimizer = kind(trained, lr=1e-2)
-    for seed in (3, 4):
-        model(**small_batch(2, 16, 128, seed=seed)).loss.backward()
-        optimizer.step()
-        model.zero_grad()
-    return optimizer
+def test_a_class_of_linears_is_swapped_once_it_is_registered(tmp_path: Path) -> None:
+    @register_linear_class
+    class OtherLinear(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return input @ self.weight.mT if self.bias is None else input @ self.weight.mT + self.bias
 
+    def model() -> LlamaForCausalLM:
+        found = tiny_llama(hidden=32)
+        for name in MLP:
+            found.get_submodule(name).__class__ = OtherLinear
+        return found
 
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    [
-        (torch.optim.AdamW, "snip"),
-        (torch.optim.SGD, "snip"),
-        (torch.optim.Adagrad, "snip"),
-        (torch.optim.Adafactor, "snip"),
-        (torch.optim.AdamW, "hessian-trace"),
-    ],
-)
-def test_divergences_do_not_depend_on_how_a_kind_stores_its_weight(
-    kind: type[torch.optim.Optimizer], policy: str
-) -> None:
-    register_layer_kind(Conv1DKind())
-    found = []
-    for layer in (Conv1D, nn.Linear):
-        model = llama_of(layer)
-        optimizer = optimizer_after_two_steps(kind, model)
-        config = SnipConfig(policy=policy, probe_tokens=None, probe_batch_tokens=None, loss_estimator="taylor")
-        found.append(estimate_divergence(model, small_batch(2, 16, 128), optimizer, config).rows)
-    assert len(found[0]) == 14 * 4 * 2
-    for one, other in zip(*found, strict=True):
-        assert one.loss_divergence == pytest.approx(other.loss_divergence, rel=1e-4, abs=1e-9), one
-        assert (one.absolute_error, one.relative_error) == pytest.approx((other.absolute_error, other.relative_error))
-        # Differences of passes multiply FP32's rounding by 1000.
-        size = other.weight_divergence
-        assert one.weight_divergence == pytest.approx(size, rel=1e-3), one
-        assert one.weight_bias**2 == pytest.approx(other.weight_bias**2, abs=2e-3 * size**2), one
-        assert one.criterion == (None if other.criterion is None else pytest.approx(other.criterion, rel=1e-2)), one
-
-
-def test_a_matrix_wise_optimizer_is_asked_for_its_update_of_the_weight_as_the_model_stores_it() -> None:
-    """Muon's steps are longer by the root of a parameter's rows / columns where it has more rows."""
-    register_layer_kind(Conv1DKind())
-    found = []
-    for kind in (Conv1D, nn.Linear):
-        model = llama_of(kind)
-        optimizer = torch.optim.Muon([model.get_submodule(name).weight for name in MLP])
-        config = SnipConfig(probe_tokens=None, probe_batch_tokens=None)
-        rows = estimate_divergence(model, small_batch(2, 16, 128), optimizer, config).rows
-        found.append([row for row in rows if row.gemm == "grad_weight" and row.layer in MLP])
-    assert len(found[0]) == 2 * len(MLP)
-    for conv, linear in zip(*found, strict=True):
-        longer, shorter = (linear, conv) if "down_proj" not in conv.layer else (conv, linear)
-        assert longer.weight_divergence == pytest.approx((80 / 32) ** 0.5 * shorter.weight_divergence, rel=1e-3)
+    config = SnipConfig(**SCHEDULE, target_fp4_fraction=0.5)
+    run, expected = (
+        train(tmp_path / "own", config, model=model()),
+        train(tmp_path / "plain", config, model=tiny_llama(hidden=32)),
+    )
+    assert final_plan(run).assignment == final_plan(expected).assignment
+    assert run.losses == expected.losses and differing(weights(run.model), weights(expected.model)) == []
+    restore_model(run.model)
+    assert {type(run.model.get_submodule(name)) for name in MLP} == {OtherLinear}
 
 
 def test_a_module_that_no_kind_takes_is_refused_with_what_the_kinds_take() -> None:
-    register_layer_kind(Conv1DKind())
+    register_layer_kind(PointwiseKind())
     with pytest.raises(TypeError) as error:
         quantize_(nn.Sequential(nn.LayerNorm(8)), SnipLinearConfig(), filter_fn=lambda _, name: name == "0")
     assert str(error.value) == (
-        "Cannot quantize a LayerNorm; expected nn.Linear itself or FalconLinear; or transformers' Conv1D. Let the "
-        "filter pass only such modules."
+        "Cannot quantize a LayerNorm; expected transformers' Conv1D; or an experts module of transformers that runs "
+        "through its ExpertsInterface; or nn.Linear itself or FalconLinear; or Pointwise. Let the filter pass only "
+        "such modules."
     )
 
 

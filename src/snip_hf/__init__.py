@@ -34,7 +34,8 @@ read and applied again. `run_report` shows what a run did.
 Number formats are data too. `formats` maps their names to entries, `register_format` adds one of your own, and
 `quantize` rounds a tensor as a GEMM in a format sees it. `SnipConfig.formats` names what a run chooses from.
 
-Layers are `nn.Linear` at first; `register_layer_kind` adds other modules that multiply with a weight.
+Layers are `nn.Linear` and GPT-2's `Conv1D` at first. `register_linear_class` adds a subclass of `nn.Linear` that
+multiplies as it does; `register_layer_kind` adds other modules that multiply with a weight.
 
 Each folder of the package is one step of this story; its modules say more. Names are loaded when they are first asked
 for, so that `import snip_hf` is quick.
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from .layers.convert import restore_model as restore_model
     from .layers.kinds import register_layer_kind as register_layer_kind
     from .layers.linear import SnipLinear as SnipLinear
+    from .layers.linear_classes import register_linear_class as register_linear_class
     from .numerics.formats import FORMATS as formats
     from .numerics.formats import register_format as register_format
     from .numerics.rounding import quantize as quantize
@@ -83,6 +85,7 @@ _HOMES = {
     "quantize": ("numerics.rounding", "quantize"),
     "register_format": ("numerics.formats", "register_format"),
     "register_layer_kind": ("layers.kinds", "register_layer_kind"),
+    "register_linear_class": ("layers.linear_classes", "register_linear_class"),
     "restore_model": ("layers.convert", "restore_model"),
     "run_report": ("reporting.run_report", "run_report"),
 }
@@ -103,6 +106,7 @@ __all__ = [
     "quantize",
     "register_format",
     "register_layer_kind",
+    "register_linear_class",
     "restore_model",
     "run_report",
 ]

@@ -29,6 +29,11 @@ class Ended:
     """Rank -> exit status; None: it was still running when time was up."""
     logs: tuple[str, ...]
 
+    @property
+    def broke_memory(self) -> bool:
+        """Whether one of them was ended by a fault of its memory, which no Python code makes."""
+        return any(code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS) for code in self.codes)
+
 
 def free_port() -> int:
     with socket.socket() as free:
@@ -85,6 +90,7 @@ def _run(
 ) -> Ended:
     path = os.pathsep.join(map(str, (TESTS, TESTS / "support", TESTS / "distributed", RECIPES)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONFAULTHANDLER"] = "1"  # says in the log where a crash was
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
     folder.mkdir(parents=True, exist_ok=True)
     logs = [folder / f"log-{index}.txt" for index in range(len(commands))]

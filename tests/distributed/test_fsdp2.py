@@ -12,8 +12,11 @@ from slow_cases import slow
 Runs = dict[str, dict[str, Any]]
 SGD = "sgd-gemm-accumulated-clipped"
 # Compared with the same under DDP. The second one accumulates gradients, which FSDP2 sums up in another order.
-PAIRS = ("fsdp2-adamw", f"fsdp2-{SGD}")
-pairs = pytest.mark.parametrize(("sharded", "copied"), [slow("fsdp2-adamw", "ddp-adamw"), (f"fsdp2-{SGD}", SGD)])
+PAIRS = ("fsdp2-adamw", "fsdp2-conv1d", f"fsdp2-{SGD}")
+pairs = pytest.mark.parametrize(
+    ("sharded", "copied"),
+    [slow("fsdp2-adamw", "ddp-adamw"), slow("fsdp2-conv1d", "ddp-conv1d"), (f"fsdp2-{SGD}", SGD)],
+)
 
 
 @pytest.mark.parametrize("name", some_slow(PAIRS))

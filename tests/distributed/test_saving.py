@@ -8,6 +8,7 @@ test_equal_to_one_process.py).
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,19 @@ def one(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two(folder: Path, one: dict[str, Any]) -> list[Found]:
-    """Returns rank -> name -> what became of the runs of two ranks."""
-    assert_succeeded(start_ranks("run_saving.py", folder, folder=folder, timeout=250))
+    """Returns rank -> name -> what became of the runs of two ranks.
+
+    Once malloc ended a rank while gloo gathered an FSDP2 checkpoint (docs/log.md, 2026-11-22). A run that ends so is
+    started once more; any other failure is one.
+    """
+    ended = start_ranks("run_saving.py", folder, folder=folder, timeout=250)
+    if ended.broke_memory:
+        print(*ended.logs, sep="\n")
+        for path in folder.iterdir():
+            if path.is_dir() and path.name != "one":
+                shutil.rmtree(path)
+        ended = start_ranks("run_saving.py", folder, folder=folder, timeout=250)
+    assert_succeeded(ended)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 

@@ -14,6 +14,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from comparing import read_run
+from conv1d_twins import as_conv1d
 from small import adamw_after, text, tiny_llama
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -50,6 +51,8 @@ class Training:
     labels: str = "all"
     """"uneven": the ranks have unequal numbers of labels. "ragged": the second half of the rows is shorter, too."""
     dropout: float = 0.0
+    is_conv1d: bool = False
+    """The MLPs are of `Conv1D`, which stores its weight as (I, O)."""
     solves: bool = True
     """False: the solver cannot be started, so that nothing is ever applied."""
 
@@ -118,6 +121,8 @@ def train(training: Training, folder: Path) -> Found:
 def _prepared(training: Training, accelerator: Accelerator, folder: Path) -> tuple[nn.Module, Any, Any]:
     """Returns model, optimizer and controller, which is None without snip-hf."""
     model: nn.Module = tiny_llama(hidden=32, layers=2, attention_dropout=training.dropout)
+    if training.is_conv1d:
+        as_conv1d(model, [name for name, _ in model.named_modules() if name.endswith("_proj") and ".mlp." in name])
     if training.optimizer == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     else:

@@ -587,7 +587,7 @@ def test_pieces_give_the_same_sums_whether_they_are_held_at_once_or_not(
 ) -> None:
     sample, weight, push = a_sample(1203, 1203, 1), a_weight(), scaled()
     wanted = squares_written_out(sample, weight, push, "fp4")
-    monkeypatch.setattr(layer_sums_module, "_AT_ONCE", at_once * weight.numel())
+    monkeypatch.setattr(layer_sums_module, "AT_ONCE", at_once * weight.numel())
     found = LayerSums(sample, weight, push, 1).weight_divergences("fp4", KEYS)
     for row in ROWS:
         assert_squares(found[row], wanted[row])

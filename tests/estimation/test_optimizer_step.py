@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from snip_hf.config import SnipConfig
-from snip_hf.estimation.optimizer_step import OptimizerStep, RelativeUpdates, UpdateChange, of_matrix
+from snip_hf.estimation.optimizer_step import OptimizerStep, RelativeUpdates, UpdateChange, of_matrices
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.optimizers.response import responses
@@ -32,7 +32,7 @@ def test_the_change_in_full_is_the_difference_of_two_updates_after_clipping(clip
     moved = answers["0"].update(gradient + clip_factor * change) - answers["0"].update(gradient)
     expected = moved / clip_factor / weight.detach().norm()
     assert torch.allclose(push.in_full(change), expected, rtol=1e-5, atol=1e-6)
-    of_layer = of_matrix(push, layers["0"])
+    of_layer = of_matrices(push, layers["0"])
     assert isinstance(of_layer, UpdateChange)
     assert torch.equal(of_layer.in_full(change), push.in_full(change))
     # To first order they are the same.

@@ -80,7 +80,7 @@ def draw_plan(layers: dict[str, SnipLinear], seed: int) -> None:
 
 
 FAMILIES: dict[str, PretrainedConfig] = {
-    **{family: copy.deepcopy(CONFIGS[family]) for family in ("llama", "gpt-neox")},
+    **{family: copy.deepcopy(CONFIGS[family]) for family in ("llama", "gpt-neox", "gpt2")},
     "qwen3": Qwen3Config(**CONFIGS["llama"].to_dict() | {"model_type": "qwen3", "head_dim": 16}),
 }
 
@@ -91,7 +91,10 @@ def one_block(family: str) -> PreTrainedModel:
     config.num_hidden_layers = 1
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config).train()
+        model = AutoModelForCausalLM.from_config(config).train()
+    # transformers finds it by the name of the class, and else warns, which breaks the graph.
+    model.loss_type = "ForCausalLM"
+    return model
 
 
 def pass_through(model: nn.Module, call: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -797,7 +797,7 @@ class TestKept:
 # ------------------------------------------------------------------------------------- whole models
 
 
-FAMILIES = ["llama", "gpt-neox", "opt", "falcon"]
+FAMILIES = ["llama", "gpt-neox", "opt", "falcon", "gpt2"]
 
 
 def model_on(backend: str, family: str, device: str, formats: tuple[str, ...] | None, dtype: torch.dtype) -> Any:

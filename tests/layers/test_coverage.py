@@ -66,32 +66,48 @@ def lines(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno == level and "cover" in r.getMessage()]
 
 
+LINEARS_OF_MIXTURE = LAYERS * HIDDEN * (2 * HIDDEN + 2 * HIDDEN // 2)  # q and o; k and v have half the heads
+GATE_UP, DOWN, ROUTER = (LAYERS * EXPERTS * size for size in (2 * INNER * HIDDEN, HIDDEN * INNER, HIDDEN))
+
+
 @pytest.mark.parametrize("family", MIXTURES)
-def test_experts_and_routers_are_named_with_their_share_and_warned_of(
-    family: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_experts_are_covered_and_routers_are_not(family: str, caplog: pytest.LogCaptureFixture) -> None:
     model = build_mixture(family)
     with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
         covered = convert_model(model, SnipConfig())
-    linears = LAYERS * HIDDEN * (2 * HIDDEN + 2 * HIDDEN // 2)  # q and o; k and v have half the heads
-    gate_up, down = LAYERS * EXPERTS * 2 * INNER * HIDDEN, LAYERS * EXPERTS * HIDDEN * INNER
-    router = LAYERS * EXPERTS * HIDDEN
-    total = linears + gate_up + down + router
+    found = coverage(model, SnipConfig())
+    assert len(covered) == 6 * LAYERS
+    assert found.covered == LINEARS_OF_MIXTURE + GATE_UP + DOWN == found.parameters - ROUTER
+    router = f"{family}TopKRouter", "not an nn.Linear", LAYERS, ROUTER
+    assert summary(found) == {"model.layers.*.mlp.gate": router}
+    assert len(lines(caplog, logging.INFO)) == 1 and not lines(caplog, logging.WARNING)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_that_are_refused_are_named_with_their_share_and_warned_of(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build_mixture(family)
+    for block in model.model.layers:
+        block.mlp.experts._is_expert_parallel = True
+    with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
+        covered = convert_model(model, SnipConfig())
+    total = LINEARS_OF_MIXTURE + GATE_UP + DOWN + ROUTER
     found = coverage(model, SnipConfig())
     assert len(covered) == 4 * LAYERS
-    assert (found.parameters, found.covered) == (total, linears)
-    reason = "not an nn.Linear"
+    assert (found.parameters, found.covered) == (total, LINEARS_OF_MIXTURE)
+    reason = "experts spread over processes (expert parallelism)"
     assert summary(found) == {
-        "model.layers.*.mlp.experts.gate_up_proj": (f"{family}Experts", reason, 2, gate_up),
-        "model.layers.*.mlp.experts.down_proj": (f"{family}Experts", reason, 2, down),
-        "model.layers.*.mlp.gate": (f"{family}TopKRouter", reason, 2, router),
+        "model.layers.*.mlp.experts.gate_up_proj": (f"{family}Experts", reason, 2, GATE_UP),
+        "model.layers.*.mlp.experts.down_proj": (f"{family}Experts", reason, 2, DOWN),
+        "model.layers.*.mlp.gate": (f"{family}TopKRouter", "not an nn.Linear", 2, ROUTER),
     }
-    assert [group.share for group in found.uncovered] == [gate_up / total, down / total, router / total]
+    assert [group.share for group in found.uncovered] == [GATE_UP / total, DOWN / total, ROUTER / total]
     text = (
-        f"{1 - linears / total:.1%} of the parameters in weight matrices (embeddings and output head aside): "
-        f"model.layers.*.mlp.experts.gate_up_proj x 2 ({family}Experts, not an nn.Linear: {gate_up / total:.1%}), "
-        f"model.layers.*.mlp.experts.down_proj x 2 ({family}Experts, not an nn.Linear: {down / total:.1%}), "
-        f"model.layers.*.mlp.gate x 2 ({family}TopKRouter, not an nn.Linear: {router / total:.1%})."
+        f"{1 - LINEARS_OF_MIXTURE / total:.1%} of the parameters in weight matrices (embeddings and output head "
+        f"aside): model.layers.*.mlp.experts.gate_up_proj x 2 ({family}Experts, {reason}: {GATE_UP / total:.1%}), "
+        f"model.layers.*.mlp.experts.down_proj x 2 ({family}Experts, {reason}: {DOWN / total:.1%}), "
+        f"model.layers.*.mlp.gate x 2 ({family}TopKRouter, not an nn.Linear: {ROUTER / total:.1%})."
     )
     assert lines(caplog, logging.INFO) == [f"snip-hf: the plan does not cover {text}"]
     assert lines(caplog, logging.WARNING) == [
@@ -129,23 +145,21 @@ def test_linears_that_are_skipped_by_rule_have_the_reason_of_the_rule(caplog: py
     assert len(lines(caplog, logging.WARNING)) == 0, "6,144 of 63,488 parameters are less than 10%"
 
 
-def test_conv1d_beside_linears_is_named_and_gpt2_alone_is_refused_by_that_class(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_conv1d_is_covered_and_a_subclass_of_it_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Gated(Conv1D):
+        """Of another forward."""
+
     model = build("gpt2")
-    with pytest.raises(ValueError, match="modules with weights are of the classes Conv1D, Embedding"):
-        convert_model(model, SnipConfig())
-    first = model.transformer.h[0].mlp
-    first.c_proj = nn.Linear(256, 64)
+    whole = coverage(model, SnipConfig())
+    assert whole == Coverage(whole.parameters, whole.parameters, ())
+    for block in model.transformer.h:
+        block.mlp.c_fc.__class__ = Gated
     convert_model(model, SnipConfig())
-    found = coverage(model, SnipConfig())
-    assert found.covered == 256 * 64
-    assert summary(found)["transformer.h.*.mlp.c_fc"] == ("Conv1D", "not an nn.Linear", 2, 2 * 64 * 256)
-    assert summary(found)["transformer.h.*.mlp.c_proj"] == ("Conv1D", "not an nn.Linear", 1, 256 * 64)
-    assert all(isinstance(first.get_submodule(name), Conv1D) for name in ("c_fc",))
+    found, size = coverage(model, SnipConfig()), 2 * 64 * 256
+    assert found.covered == found.parameters - size == whole.parameters - size
+    assert summary(found) == {"transformer.h.*.mlp.c_fc": ("Gated", "class Gated", 2, size)}
     (warning,) = lines(caplog, logging.WARNING)
-    assert "transformer.h.*.mlp.c_fc x 2 (Conv1D, not an nn.Linear: " in warning
-    assert warning.endswith(", and 1 more (8.3%).")
+    assert warning.endswith("transformer.h.*.mlp.c_fc x 2 (Gated, class Gated: 33.3%).")
 
 
 @pytest.mark.parametrize("inside", [True, False])

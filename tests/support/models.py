@@ -31,14 +31,22 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "opt": OPTConfig(**_COMMON, **_HEADS, **_NO_TOKENS, ffn_dim=INNER, word_embed_proj_dim=48, dropout=0.0),
     "qwen2": Qwen2Config(**_LLAMA),  # biases in q, k, v only
     "falcon": FalconConfig(**_COMMON, **_NO_TOKENS, num_attention_heads=4, ffn_hidden_size=INNER),  # FalconLinear
-    "gpt2": GPT2Config(vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=LAYERS, n_head=4, n_positions=64, **_NO_TOKENS),
+    "gpt2": GPT2Config(  # Conv1D
+        vocab_size=VOCABULARY,
+        n_embd=HIDDEN,
+        n_layer=LAYERS,
+        n_head=4,
+        n_positions=64,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        **_NO_TOKENS,
+    ),
 }
-"""GPT-2 has `Conv1D` in its blocks and is there to be refused."""
 
 _ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
 _LLAMA_NAMES = [*_ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 _NEOX_NAMES = ["attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"]
 _FALCON_NAMES = ["self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"]
+_GPT2_NAMES = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
 _OPT_NAMES = [f"self_attn.{name}_proj" for name in ("k", "v", "q", "out")] + ["fc1", "fc2"]
 
 LINEARS: dict[str, set[str]] = {
@@ -50,9 +58,10 @@ LINEARS: dict[str, set[str]] = {
         ("opt", "model.decoder.layers", _OPT_NAMES),
         ("qwen2", "model.layers", _LLAMA_NAMES),
         ("falcon", "transformer.h", _FALCON_NAMES),
+        ("gpt2", "transformer.h", _GPT2_NAMES),
     )
 }
-"""The linears inside the blocks, by their names in the families' model files."""
+"""The linears (or Conv1D) inside the blocks, by their names in the families' model files."""
 
 
 def build(family: str, seed: int = 0) -> PreTrainedModel:

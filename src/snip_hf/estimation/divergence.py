@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,18 +30,19 @@ from ..parallel.ranks import Attempt, Processes
 from ..parallel.sharding import is_sharded, whole
 from .batch import Batch
 from .criterion import LayerCriterion
-from .layer_sums import LAYER, ROWS, BatchSizes, LayerSums, Pending, Squares, read_all
+from .layer_sums import LAYER, ROWS, BatchSizes, read_all
 from .loss_scale import without_loss_scale
 from .memory import kept_tokens
-from .moved_weights import random_direction
+from .moved_weights import random_directions
 from .objective import Compute, objective_of
-from .optimizer_step import OptimizerStep, Pushforward, RelativeUpdates, of_matrix
+from .optimizer_step import OptimizerStep, RelativeUpdates, of_matrices
 from .passes import run_pass
 from .pooling import pooled
 from .probe import Probe, ProbeSettings, run_probe
 from .room import MIB, NO_THRIFT, Passes, Thrift, default_room, find_thrift
 from .samples import LayerSample
 from .table import Divergence, DivergenceTable
+from .whole_layer import Figures, Task, WholeLayer
 
 logger = logging.getLogger(__name__)
 # The estimate's own streams of random rounding: other numbers than those of the training step.
@@ -117,16 +118,6 @@ def divergences_at(
     return _Estimate(model, batch, optimizer_step, config, settings, processes or Processes()).table()
 
 
-class _WholeLayer(NamedTuple):
-    """A layer that this rank owns, with nothing of it sharded any more."""
-
-    name: str
-    weight: Tensor
-    gradient: Tensor | None
-    """Where the loss's form needs it."""
-    pushforward: Pushforward | None
-
-
 class _Estimate:
     """The estimate of one optimizer step; arguments as in `divergences_at`. Collective from the beginning."""
 
@@ -162,7 +153,7 @@ class _Estimate:
             gradients, trained = self._optimizer_step.gradients, list(updates.norms)
             clip_factor = without_loss_scale(clip_factor, samples, gradients, trained, processes.data, self._attempt)
         unit = loss if self._batch.is_likelihood else 1.0
-        sums: list[_Sums] = []
+        figures: list[Figures] = []
         with self._attempt:
             if unit <= 0:
                 raise ValueError(
@@ -172,10 +163,10 @@ class _Estimate:
                 )
             for layer in self._whole_layers(samples, updates, clip_factor):
                 with self._attempt:  # the others go on gathering what is sharded, and so does this rank
-                    sums += self._sums(layer, samples[layer.name], clip_factor)
+                    figures += self._figures(layer, samples[layer.name])
         rows: list[Divergence] = []
         with self._attempt:
-            rows = _rows(sums, linear_flops(self._model), unit, clip_factor)
+            rows = _rows(figures, linear_flops(self._model), unit, clip_factor)
         processes.everyone.agree(self._attempt.error)
         return DivergenceTable(loss, _of_all(rows, self._layers, processes))
 
@@ -214,7 +205,7 @@ class _Estimate:
 
     def _whole_layers(
         self, owned: Container[str], updates: RelativeUpdates, clip_factor: float
-    ) -> Iterator[_WholeLayer]:
+    ) -> Iterator[WholeLayer]:
         """Gives each layer that this rank owns.
 
         All are given as matrices (O, I). What is sharded is made whole, by all ranks together, one layer at a time.
@@ -229,56 +220,35 @@ class _Estimate:
             gradient = whole(gradients[name]) if needs_gradient else None
             pushforward = updates.pushforward(name, clip_factor)
             if name in owned:
-                (matrix,) = layer.matrices(weight)
-                of_gradient = None if gradient is None else layer.matrices(gradient)[0]
-                push = None if pushforward is None else of_matrix(pushforward, layer)
-                yield _WholeLayer(name, matrix, of_gradient, push)
+                of_gradient = None
+                if gradient is not None:
+                    unclipped = gradient.to(torch.float32) / (clip_factor or 1.0)
+                    of_gradient = layer.matrices(unclipped)
+                push = None if pushforward is None else of_matrices(pushforward, layer)
+                yield WholeLayer(name, layer.matrices(weight), of_gradient, push)
 
-    def _sums(self, layer: _WholeLayer, sample: LayerSample, clip_factor: float) -> Iterator[_Sums]:
+    def _figures(self, layer: WholeLayer, sample: LayerSample) -> list[Figures]:
         """Sets the sums of one layer under way, for each format."""
-        trace, formats = None, self._config.quantized_formats
+        config, step, directions = self._config, self._optimizer_step, None
         if self._criterion.along_noise:
-            directions = [random_direction(layer.name, layer.weight, draw) for draw in self._settings.draws]
-            trace = self._criterion.trace_of(layer.name, sample, directions)
-            sample = replace(sample, x_dot=[], grad_output_dot=[])
-        layer_sums = LayerSums(
-            sample,
-            layer.weight,
-            layer.pushforward,
-            self._optimizer_step.micro_batches,
-            self._sizes,
-            formats=formats,
+            of_model = self._layers[layer.name]
+            directions = [random_directions(layer.name, of_model, draw) for draw in self._settings.draws]
+        formats = config.quantized_formats
+        task = Task(self._criterion, config.loss_estimator, formats, step.micro_batches, self._sizes)
+        layer_key = zlib.crc32(layer.name.encode(errors="surrogatepass"))
+        of_rows, of_columns = (
+            stream_key(config.seed, self._settings.step, 0, layer_key, operand) for operand in _OPERANDS
         )
-        unclipped = None if layer.gradient is None else layer.gradient.to(torch.float32) / (clip_factor or 1.0)
-        criterion = self._criterion(layer_sums, trace)
-        return _start_sums(layer.name, layer_sums, criterion, self._config, self._settings.step, unclipped, formats)
-
-
-def _start_sums(
-    name: str,
-    layer_sums: LayerSums,
-    criterion: LayerCriterion,
-    config: SnipConfig,
-    step: int,
-    gradient: Tensor | None,
-    formats: Sequence[str],
-) -> Iterator[_Sums]:
-    """Sets the sums of one layer under way, for each format."""
-    layer_key = zlib.crc32(name.encode(errors="surrogatepass"))
-    row_key, column_key = (stream_key(config.seed, step, 0, layer_key, operand) for operand in _OPERANDS)
-    for fmt in formats:
-        of_rows = layer_sums.pending_weight_divergences(fmt, (row_key, column_key))
-        rise = layer_sums.pending_loss_divergence(fmt, config.loss_estimator, gradient)
-        yield _Sums(name, fmt, of_rows, rise, layer_sums.pending_errors(fmt), criterion.pending_rows(fmt))
+        return layer.figures(sample, task, (of_rows, of_columns), directions)
 
 
 def _rows(
-    sums: Sequence[_Sums], flops: Mapping[str, Mapping[str, float]], unit: float, clip_factor: float
+    figures: Sequence[Figures], flops: Mapping[str, Mapping[str, float]], unit: float, clip_factor: float
 ) -> list[Divergence]:
     """Waits for all sums, once, and returns what they mean, with rises of the loss in this unit."""
-    parts = zip(*(read_all(part) for part in zip(*(one[2:] for one in sums), strict=True)), strict=True)
+    parts = zip(*(read_all(part) for part in zip(*(one[2:] for one in figures), strict=True)), strict=True)
     rows: list[Divergence] = []
-    for (name, fmt, *_), (of_rows, rise, errors, criterion) in zip(sums, parts, strict=True):
+    for (name, fmt, *_), (of_rows, rise, errors, criterion) in zip(figures, parts, strict=True):
         for gemm in ROWS:
             rows.append(
                 Divergence(
@@ -328,17 +298,6 @@ def _of_all(
         for values in found:
             by_layer[values[0]].append(Divergence(*values))
     return tuple(row for rows_of_layer in by_layer.values() for row in rows_of_layer)
-
-
-class _Sums(NamedTuple):
-    """What one layer and format still have on the device."""
-
-    layer: str
-    format: str
-    squares: Pending[dict[str, Squares]]
-    loss: Pending[float]
-    errors: Pending[dict[str, tuple[float, float]]]
-    criterion: Pending[dict[str, float | None]]
 
 
 def _root(square: float) -> float:

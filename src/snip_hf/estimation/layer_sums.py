@@ -37,12 +37,12 @@ from .products import product
 from .samples import LayerSample
 
 LAYER = "layer"
-_OPERANDS = {"x": "activation", "g": "gradient", "w": "weight"}
+OPERANDS = {"x": "activation", "g": "gradient", "w": "weight"}
 ROWS = (*GEMMS, LAYER)
 # Pieces of a sample, at most; more separate bias from noise better and cost more products.
-_MOST_PIECES = 8
+MOST_PIECES = 8
 # Elements of (R, O, I) products of R pieces that are held at once: 512 MiB.
-_AT_ONCE = 2**27
+AT_ONCE = 2**27
 
 Result = TypeVar("Result")
 
@@ -95,7 +95,7 @@ class LayerSums:
         self._formats = list(formats)
         self.batch = batch or BatchSizes.complete(sample.tokens, sample.tokens)
         count = self.x.shape[0]
-        pieces = min(max(1, count), max(2, min(_MOST_PIECES, count // TILE)))
+        pieces = min(max(1, count), max(2, min(MOST_PIECES, count // TILE)))
         # A part of a micro-batch, of the mean loss of its own, is to the step what one of more micro-batches is.
         batches = micro_batches * self.batch.parts
         self.sizes = Sizes(sample.tokens / max(1, count), sample.scale, pieces, batches)
@@ -168,7 +168,7 @@ class LayerSums:
 
     @property
     def _rows(self) -> int:
-        return max(1, _AT_ONCE // max(1, self.sizes.pieces * self.w.shape[1]))
+        return max(1, AT_ONCE // max(1, self.sizes.pieces * self.w.shape[1]))
 
     def _by_piece(self, tensor: Tensor) -> Tensor:
         """Returns (n, C) as (R, L, C): pieces of the sample, as even as can be, shorter ones with zeros at the end."""
@@ -203,7 +203,7 @@ class LayerSums:
         on_tokens = [norms(figures).square_()] if figures else []
         on_update = self._grad_weight_sums(name, keys[1] if is_random else None)
         sums = torch.cat([*(found.flatten() for found in on_weight), *shared, *on_tokens, on_update])
-        return Pending(sums, partial(_squares_of, self.sizes, len(self._probes), is_random))
+        return Pending(sums, partial(squares_of, self.sizes, len(self._probes), is_random))
 
     def _token_figures(self, products: Tensor) -> list[Tensor]:
         """Returns what `Sizes.of_tokens` takes the squares of, from errors times what they meet, (n, channels)."""
@@ -229,7 +229,7 @@ class LayerSums:
         """As `_grad_weight_sums`, of a function of whole changes, which are products of left and right by piece."""
         own: list[Tensor] = []
         totals: list[Tensor] = []
-        at_once = max(1, _AT_ONCE // max(1, self.w.numel()))
+        at_once = max(1, AT_ONCE // max(1, self.w.numel()))
         for g_r, x_r in zip(left.split(at_once), right.split(at_once), strict=True):
             changes = product(g_r.mT, x_r)  # (R, O, 2 L) x (R, 2 L, I)
             of_gradient = norms([changes]), changes.sum(0)
@@ -307,7 +307,7 @@ class LayerSums:
         ratio, batch = self.sizes.token_ratio, self.batch
         rows = max(1, batch.micro_batch_tokens) / max(1, batch.tokens)
         factors = {"x": (ratio * rows) ** 0.5, "g": (ratio / batch.parts) ** 0.5}
-        return Pending(torch.cat(found), partial(_errors_of, factors))
+        return Pending(torch.cat(found), partial(errors_of, factors))
 
     @cached_property
     def _norms(self) -> Tensor:
@@ -326,7 +326,7 @@ class LayerSums:
             self._quantized[at] = fake_quantize(
                 getattr(self, operand),
                 FORMATS[name],
-                _OPERANDS[operand],
+                OPERANDS[operand],
                 contracts,
                 key,
                 0,
@@ -340,7 +340,7 @@ class LayerSums:
 _ACTIVATIONS = (("x", 1), ("x", 0), ("g", 1), ("g", 0))
 
 
-def _squares_of(sizes: Sizes, probes: int, is_random: bool, figures: list[float]) -> dict[str, Squares]:
+def squares_of(sizes: Sizes, probes: int, is_random: bool, figures: list[float]) -> dict[str, Squares]:
     """Returns what `LayerSums.weight_divergences` does, from its sums in their order."""
     left = iter(figures)
 
@@ -361,7 +361,7 @@ def _squares_of(sizes: Sizes, probes: int, is_random: bool, figures: list[float]
     return {**means, "grad_weight": grad_weight, LAYER: means[LAYER] + grad_weight}
 
 
-def _errors_of(factors: dict[str, float], norms: list[float]) -> dict[str, tuple[float, float]]:
+def errors_of(factors: dict[str, float], norms: list[float]) -> dict[str, tuple[float, float]]:
     """Returns what `LayerSums.errors` does, from the norms of W's errors, of `_ACTIVATIONS`' and of W, X and G."""
     operands = ["w", "w", *(operand for operand, _ in _ACTIVATIONS)]
     of_operands = dict(zip(("w", "x", "g"), norms[len(operands) :], strict=True))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..layers.layer import ForwardRecorder, SnipLayer
+from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..numerics.random_streams import stream_key
 from ..parallel.ranks import Processes
 from ..parallel.sharding import sharded_as, squares
@@ -82,7 +82,7 @@ class MovedWeights:
         yield
 
     def _with_made(self, name: str, record: ForwardRecorder) -> ForwardRecorder:
-        def forward(layer: SnipLayer, input: Tensor, ends: Tensor | None) -> Tensor:
+        def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
             with torch.no_grad():
                 moved = self._move(name, self._direction(name))
                 if self._is_turned:
@@ -91,7 +91,7 @@ class MovedWeights:
             stand_in = entries["weight"]
             entries["weight"] = moved  # type: ignore[assignment]
             try:
-                return record(layer, input, ends)
+                return record(layer, input, dispatch)
             finally:
                 entries["weight"] = stand_in
 
@@ -99,10 +99,8 @@ class MovedWeights:
 
     def _direction(self, name: str) -> Tensor:
         layer, weight = self._layers[name], self._weights[name]
-        # Drawn as a matrix, since the derivatives of samples and the traces are along it.
-        (matrix,) = layer.matrices(weight)
-        direction = self._pullbacks[name](layer.laid_out([random_direction(name, matrix, self._draw)]))
-        return sharded_as(direction, weight)
+        z = layer.laid_out(random_directions(name, layer, self._draw))
+        return sharded_as(self._pullbacks[name](z), weight)
 
     def _move(self, name: str, direction: Tensor) -> Tensor:
         return direction.mul_(self.epsilon).add_(self._weights[name])
@@ -118,12 +116,20 @@ def can_be_remade(name: str, layers: Mapping[str, SnipLayer]) -> bool:
     return is_own and sum(other.weight is layer.weight for other in layers.values()) == 1
 
 
+def random_directions(name: str, layer: SnipLayer, draw: Draw) -> tuple[Tensor, ...]:
+    """Returns `random_direction` of each matrix of a layer, (O, I)."""
+    # As matrices, since the derivatives of samples and the traces are along them.
+    shapes = layer.matrices(torch.empty(layer.weight.shape, device="meta"))
+    like = torch.empty(1, device=layer.weight.device).expand(len(shapes), *shapes[0].shape)
+    return random_direction(name, like, draw).unbind()
+
+
 def random_direction(name: str, weight: Tensor, draw: Draw) -> Tensor:
-    """Returns the z ~ N(0, 1) of a layer, (O, I), FP32, whole: the same numbers whenever it is drawn.
+    """Returns the z ~ N(0, 1) of a layer, FP32, whole: the same numbers whenever it is drawn.
 
     Args:
         name: of the layer.
-        weight: of the layer as a matrix (O, I); gives shape and device.
+        weight: of the layer as a matrix (O, I), or as matrices (E, O, I); gives shape and device.
         draw: what decides the numbers, with the name.
     """
     generator = torch.Generator(weight.device).manual_seed(

@@ -58,6 +58,8 @@ class RelativeUpdates:
     step: OptimizerStep
     norms: Mapping[str, float]
     """Layer -> |W|, of the layers that the step moves."""
+    of_several: frozenset[str] = frozenset()
+    """Layers of several matrices."""
 
     @classmethod
     def of(cls, step: OptimizerStep, layers: Mapping[str, SnipLayer]) -> RelativeUpdates:
@@ -65,7 +67,8 @@ class RelativeUpdates:
         moving = [name for name in step.responses if name in step.gradients]
         found = [square**0.5 for square in squares([layers[name].weight.detach() for name in moving])]
         # Not of a weight initialised with zeros: no update of it is small or large against it.
-        return cls(step, {name: norm for name, norm in zip(moving, found, strict=True) if norm != 0})
+        norms = {name: norm for name, norm in zip(moving, found, strict=True) if norm != 0}
+        return cls(step, norms, frozenset(name for name in norms if len(_shapes(layers[name])) > 1))
 
     def pullbacks(self) -> dict[str, Callable[[Tensor], Tensor]]:
         """Returns layer -> what multiplies a tensor, laid out as the weight, with the transposed derivative."""
@@ -76,9 +79,19 @@ class RelativeUpdates:
         response, gradient, norm = self.step.responses[name], self.step.gradients[name], self.norms[name]
         own = response.of_own_part()
         if own is None:
-            return _relative(response.gathered().pullback, whole(gradient), norm, tensor)
-        part = own_part(sharded_as(tensor, gradient))
-        return with_own_part(_relative(own.pullback, own_part(gradient), norm, part), gradient)
+            gradient = whole(gradient)
+            return self._at_tokens(name, _relative(response.gathered().pullback, gradient, norm, tensor), gradient)
+        part, own_gradient = own_part(sharded_as(tensor, gradient)), own_part(gradient)
+        direction = self._at_tokens(name, _relative(own.pullback, own_gradient, norm, part), own_gradient)
+        return with_own_part(direction, gradient)
+
+    def _at_tokens(self, name: str, direction: Tensor, gradient: Tensor) -> Tensor:
+        """Returns a direction without the matrices that had no tokens in the step: no error changes their gradient.
+
+        Adam's derivative is largest where gradients are rare. Such matrices would fill the direction, and leave no step
+        for the other weights.
+        """
+        return direction * (gradient != 0) if name in self.of_several else direction
 
     def pushforward(self, name: str, clip_factor: float = 1.0) -> Pushforward | None:
         """Returns how a gradient's change changes the update, laid out as the weight.
@@ -106,16 +119,27 @@ class RelativeUpdates:
         return _change_of(response, gradient, clip_factor or 1.0, norm)
 
 
-def of_matrix(pushforward: Pushforward, layer: SnipLayer) -> Pushforward:
-    """Returns the pushforward of a layer's weight as that of its matrix (O, I)."""
+def of_matrices(pushforward: Pushforward, layer: SnipLayer) -> UpdateChange | tuple[Tensor, ...]:
+    """Returns the pushforward of a layer's weight as that of its matrices: the factors of each, (O, I), or functions.
+
+    Functions take and return all of them as one tensor (E, O, I), or (O, I) where there is one.
+    """
     if isinstance(pushforward, Tensor):
-        (factors,) = layer.matrices(pushforward)
-        return factors
+        return layer.matrices(pushforward)
 
     def of(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        return lambda matrix: layer.matrices(change(layer.laid_out([matrix])))[0]
+        def of_stacked(matrices: Tensor) -> Tensor:
+            if matrices.dim() == 2:
+                return layer.matrices(change(layer.laid_out([matrices])))[0]
+            return torch.stack(layer.matrices(change(layer.laid_out(matrices.unbind()))))
+
+        return of_stacked
 
     return UpdateChange(of(pushforward.first_order), of(pushforward.in_full))
+
+
+def _shapes(layer: SnipLayer) -> tuple[Tensor, ...]:
+    return layer.matrices(torch.empty(layer.weight.shape, device="meta"))
 
 
 def _change_of(response: Response, gradient: Tensor, clip_factor: float, norm: float) -> UpdateChange:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..layers.layer import SnipLayer
 from ..parallel.ranks import Attempt, Ranks
-from .samples import LayerSample
+from .samples import LayerSample, Rows
 
 
 def pooled(
@@ -46,14 +46,16 @@ def pooled(
         name = names[ranks.rank]
         of_ranks = [note.get(name, _NOTHING) for note in notes]
         widths = [layers[name].in_features, layers[name].out_features] * (1 + dots[name])
-        received = ranks.all_to_all(make, [one["kept"] * sum(widths) for one in of_ranks])
+        # Of several matrices the token of each row, too.
+        is_split = any(one["ends"] is not None for one in of_ranks)
+        received = ranks.all_to_all(make, [one["kept"] * (sum(widths) + is_split) for one in of_ranks])
         with attempt:
             result[name] = _joined(received, of_ranks, widths)
     ranks.agree(attempt.error)
     return result
 
 
-_NOTHING: dict[str, Any] = {"tokens": 0, "kept": 0, "energies": [0.0, 0.0], "amaxes": None}
+_NOTHING: dict[str, Any] = {"tokens": 0, "kept": 0, "energies": [0.0, 0.0], "amaxes": None, "ends": None, "sampled": 0}
 
 
 def _note(sample: LayerSample, weight: float) -> dict[str, Any]:
@@ -63,7 +65,9 @@ def _note(sample: LayerSample, weight: float) -> dict[str, Any]:
         "kept": sample.x.shape[0],
         "probes": len(sample.x_dot),
         "energies": [energy * weight**2 for energy in sample.energies or (0.0, 0.0)],
-        "amaxes": sample.amaxes and [float(sample.amaxes[0]), float(sample.amaxes[1]) * weight],
+        "amaxes": sample.amaxes and [sample.amaxes[0].tolist(), (sample.amaxes[1] * weight).tolist()],
+        "ends": sample.rows and sample.rows.ends.tolist(),
+        "sampled": sample.rows.tokens if sample.rows else 0,
     }
 
 
@@ -86,18 +90,28 @@ def _flat(sample: LayerSample | None, weight: float, probes: int, device: torch.
     parts = [sample.x, sample.grad_output * weight]
     for x_dot, grad_dot in list(zip(sample.x_dot, sample.grad_output_dot, strict=True))[:probes]:
         parts += [x_dot, grad_dot * weight]
+    if sample.rows is not None:
+        parts.append(sample.rows.token.to(torch.int32).view(torch.float32))  # bits, which travel as they are
     return torch.cat([part.flatten() for part in parts])
 
 
 def _joined(received: Sequence[Tensor], notes: Sequence[Mapping[str, Any]], widths: Sequence[int]) -> LayerSample:
     """Returns what `_flat` of all ranks makes together."""
-    by_rank = []
+    by_rank, rows_by_rank = [], []
     for flat, note in zip(received, notes, strict=True):
-        parts = flat.split([note["kept"] * width for width in widths])
+        sizes = [note["kept"] * width for width in widths]
+        *parts, tokens_of_rows = flat.split([*sizes, len(flat) - sum(sizes)])
         by_rank.append([part.view(-1, width) for part, width in zip(parts, widths, strict=True)])
-    x, grad_output, *dots = (torch.cat(parts) for parts in zip(*by_rank, strict=True))
+        if note["ends"] is not None:
+            ends = torch.tensor(note["ends"], device=flat.device)
+            rows_by_rank.append(Rows(ends, tokens_of_rows.view(torch.int32).to(torch.int64), note["sampled"]))
+    tensors, rows = [torch.cat(parts) for parts in zip(*by_rank, strict=True)], None
+    if rows_by_rank:
+        rows, order = Rows.joined(rows_by_rank)
+        tensors = [tensor[order] for tensor in tensors]
+    x, grad_output, *dots = tensors
     every, sampled = (sum(column) for column in zip(*(note["energies"] for note in notes), strict=True))
     tokens, energies = sum(note["tokens"] for note in notes), (every, sampled)
     known = [note["amaxes"] for note in notes if note["amaxes"]]
-    amaxes = tuple(x.new_tensor(max(column)) for column in zip(*known, strict=True)) if known else None
-    return LayerSample(tokens, x, grad_output, dots[::2], dots[1::2], energies, amaxes)  # type: ignore[arg-type]
+    amaxes = tuple(x.new_tensor(column).amax(0) for column in zip(*known, strict=True)) if known else None
+    return LayerSample(tokens, x, grad_output, dots[::2], dots[1::2], energies, amaxes, rows)  # type: ignore[arg-type]

@@ -26,7 +26,8 @@ from .moved_weights import Draw, MovedWeights
 from .passes import run_pass
 from .recomputation import recomputing, without_cache
 from .room import NO_THRIFT, Thrift
-from .samples import LayerSample, Recorder, SamplePlan, recording
+from .routing import FixedRouting
+from .samples import LayerSample, Record, Recorder, SamplePlan, recording
 
 # |eps * d| / |W| over all swapped weights: small enough for first order, large enough for FP32 (section 3 there).
 RELATIVE_STEP = 1e-3
@@ -97,13 +98,14 @@ def run_probe(
         settings.probe_tokens, settings.seed, settings.step, processes.data.rank, every, settings.whole_amax
     )
 
-    recomputed = settings.thrift.recomputed
+    routing, recomputed = FixedRouting(), settings.thrift.recomputed
     inputs = without_cache(model, batch) if recomputed else batch
 
     def record(moved: MovedWeights | None = None) -> Recorder:
         recorder, making = Recorder(plan), nullcontext() if moved is None else moved.making()
         weights = {} if moved is None else moved.by_parameter()
-        with recording(layers, recorder, settings.autocast is not None), making, recomputing(model, recomputed):
+        recorded = recording(layers, recorder, settings.autocast is not None)
+        with routing.one_pass(), recorded, making, recomputing(model, recomputed):
             losses.append(float(run_pass(model, inputs, weights, settings.autocast, True, processes.run)))
         return recorder
 
@@ -113,7 +115,9 @@ def run_probe(
         energies = recorder.energies()
         for name, one in recorder.records.items():
             amaxes = _pair(one.amaxes)
-            samples[name] = LayerSample(one.tokens, one.x, one.grad_output, energies=energies[name], amaxes=amaxes)
+            samples[name] = LayerSample(
+                one.tokens, one.x, one.grad_output, energies=energies[name], amaxes=amaxes, rows=one.rows
+            )
     for draw in draws:
         moved = MovedWeights(layers, pullbacks, draw, settings.relative_step, processes, remade=settings.thrift.remade)
         plus = record(moved)
@@ -136,18 +140,27 @@ def _combine(
     """
     energies = plus.energies()
     for name in [name for name in plus.records if name in minus.records]:
-        tokens, x_plus, grad_plus, _, amax_plus = plus.records.pop(name)
-        _, x_minus, grad_minus, _, amax_minus = minus.records.pop(name)
-        if x_plus.shape != x_minus.shape:  # a router sent other tokens here; no derivative can be taken
+        one, other = plus.records.pop(name), minus.records.pop(name)
+        if not _have_same_tokens(one, other):  # a router sent other tokens here; no derivative can be taken
             continue
+        tokens, x_plus, grad_plus, _, amax_plus, rows = one
+        _, x_minus, grad_minus, _, amax_minus, _ = other
         x_dot, grad_dot = ((p - m).div_(2 * epsilon) for p, m in ((x_plus, x_minus), (grad_plus, grad_minus)))
         if name not in samples:
             mean_x, mean_grad = x_plus.add_(x_minus).div_(2), grad_plus.add_(grad_minus).div_(2)
             # Up to eps^2, as the means are.
             amaxes = _pair(amax_plus.add_(amax_minus).div_(2))
-            samples[name] = LayerSample(tokens, mean_x, mean_grad, energies=energies[name], amaxes=amaxes)
+            samples[name] = LayerSample(tokens, mean_x, mean_grad, energies=energies[name], amaxes=amaxes, rows=rows)
         samples[name].x_dot.append(x_dot)
         samples[name].grad_output_dot.append(grad_dot)
+
+
+def _have_same_tokens(one: Record, other: Record) -> bool:
+    """Returns True unless it can be seen that the tokens of two records are others: where rows have no names, it
+    cannot."""
+    if one.rows is None or other.rows is None:
+        return one.x.shape == other.x.shape
+    return one.rows.is_same(other.rows)
 
 
 def _pair(amaxes: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -6,16 +6,46 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..layers.layer import ForwardRecorder, SnipLayer
+from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..numerics.gemms import TILE
 from ..numerics.random_streams import stream_key
 from ..parallel.sharding import whole
 from .products import is_split, product
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which matrix and which token each row of a sample belongs to, in a layer of several matrices."""
+
+    ends: Tensor
+    """Matrix -> where its rows end, (E,), int64."""
+    token: Tensor
+    """Row -> which of the sampled tokens it is, (n,), int64; ascending within a matrix."""
+    tokens: int
+    """How many tokens were sampled, with all rows that they have."""
+
+    def matrix(self) -> Tensor:
+        """Returns row -> its matrix, (n,)."""
+        return Dispatch(self.ends, self.token, self.tokens).matrix()
+
+    def is_same(self, other: Rows) -> bool:
+        return torch.equal(self.ends, other.ends) and torch.equal(self.token, other.token)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rows]) -> tuple[Rows, Tensor]:
+        """Returns the rows of all parts, whose tokens follow each other, and where each comes from among them, (n,)."""
+        matrices = torch.cat([part.matrix() for part in parts])
+        before = [0, *accumulate(part.tokens for part in parts)]
+        tokens = torch.cat([part.token + first for part, first in zip(parts, before, strict=False)])
+        order = matrices.argsort(stable=True)
+        ends = torch.stack([part.ends for part in parts]).sum(0)
+        return cls(ends, tokens[order], before[-1]), order
 
 
 @dataclass
@@ -23,7 +53,7 @@ class LayerSample:
     """What one layer showed on the sampled tokens, FP32, for the mean loss of the micro-batch."""
 
     tokens: int
-    """T: all tokens that the layer's matrix has seen."""
+    """T: all tokens that the layer's matrix has seen; of several matrices, the rows of all of them."""
     x: Tensor
     """(n, I)"""
     grad_output: Tensor
@@ -35,7 +65,9 @@ class LayerSample:
     energies: tuple[float, float] | None = None
     """sum_t |X_t|^2 |G_t|^2 of all tokens and of the sampled ones; None where it was not measured."""
     amaxes: tuple[Tensor, Tensor] | None = None
-    """Largest magnitude of X and of G over all tokens, of one element each; None where it was not measured."""
+    """Largest magnitude of X and of G over all tokens, of one element each, or (E,); None where it was not measured."""
+    rows: Rows | None = None
+    """What is whose; None: the layer has one matrix, and each row is a token of its own."""
 
     @property
     def is_part(self) -> bool:
@@ -84,7 +116,37 @@ class _RecordedLinear(torch.autograd.Function):
         return grad_input, None, None, None, None
 
 
-class _Record(NamedTuple):
+class _RecordedMatrices(torch.autograd.Function):
+    """As `_RecordedLinear`, of a layer of several matrices."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, layer: SnipLayer, dispatch: Dispatch, name: str, recorder: Recorder
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, dispatch.ends, dispatch.token)
+        ctx.layer, ctx.tokens, ctx.name, ctx.recorder = layer, dispatch.tokens, name, recorder
+        return _by_matrix(x, [matrix.t() for matrix in layer.matrices(whole(weight))], dispatch.ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, ends, token = ctx.saved_tensors
+        ctx.recorder.keep(ctx.name, x, grad_output, Dispatch(ends, token, ctx.tokens))
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            matrices = ctx.layer.matrices(whole(weight).to(grad_output.dtype))
+            grad_input = _by_matrix(grad_output, matrices, ends)
+        return grad_input, None, None, None, None, None
+
+
+def _by_matrix(rows: Tensor, matrices: Sequence[Tensor], ends: Tensor) -> Tensor:
+    """Returns the product of each matrix's rows, (T, C), with it, (C, D), as (T, D); zeros behind the last end."""
+    lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    *parts, behind = rows.split([*lengths, len(rows) - sum(lengths)])
+    products = [product(part, matrix) for part, matrix in zip(parts, matrices, strict=True)]
+    return torch.cat([*products, behind.new_zeros(len(behind), matrices[0].shape[1])])
+
+
+class Record(NamedTuple):
     """What one pass showed of one layer: as in `LayerSample`, and the energies (all tokens, sampled), on the device."""
 
     tokens: int
@@ -92,7 +154,24 @@ class _Record(NamedTuple):
     grad_output: Tensor
     energies: Tensor
     amaxes: Tensor
-    """Largest magnitudes of X and G over all tokens, on the device; empty where no format asks for them."""
+    """Largest magnitudes of X and G over all tokens, (2,) or (2, E), on the device; empty where no format asks."""
+    rows: Rows | None
+
+    def after(self, before: Record) -> Record:
+        """Returns this record and one of before together: a layer that is called twice shows its tokens in turn."""
+        x, grad_output = torch.cat([before.x, self.x]), torch.cat([before.grad_output, self.grad_output])
+        rows = None
+        if before.rows is not None and self.rows is not None:
+            rows, order = Rows.joined([before.rows, self.rows])
+            x, grad_output = x[order], grad_output[order]
+        return Record(
+            before.tokens + self.tokens,
+            x,
+            grad_output,
+            before.energies + self.energies,
+            torch.maximum(before.amaxes, self.amaxes),
+            rows,
+        )
 
 
 class SamplePlan(NamedTuple):
@@ -135,7 +214,7 @@ class Recorder:
     """Keeps a sample of (X, G) per layer."""
 
     def __init__(self, plan: SamplePlan) -> None:
-        self.records: dict[str, _Record] = {}
+        self.records: dict[str, Record] = {}
         self._plan = plan
         # (tokens, device) -> which of them are kept; moved there once, since each such move waits for the device.
         self._kept: dict[tuple[int, torch.device], Tensor] = {}
@@ -145,34 +224,53 @@ class Recorder:
         figures = read([energy for record in self.records.values() for energy in record.energies])
         return dict(zip(self.records, zip(figures[::2], figures[1::2], strict=True), strict=True))
 
-    def keep(self, name: str, x: Tensor, grad_output: Tensor) -> None:
-        at = x.shape[0], x.device
+    def keep(self, name: str, x: Tensor, grad_output: Tensor, dispatch: Dispatch | None = None) -> None:
+        at = (x.shape[0] if dispatch is None else dispatch.tokens), x.device
         if at not in self._kept:
-            self._kept[at] = self._plan.kept(x.shape[0]).to(x.device)
-        tokens = self._kept[at]
+            self._kept[at] = self._plan.kept(at[0]).to(x.device)
+        kept, rows = self._kept[at], None
+        if dispatch is not None:
+            x, grad_output = (tensor[: int(dispatch.ends[-1])] for tensor in (x, grad_output))
+            kept, rows = _rows_of(kept, dispatch)
         x, grad_output = x.detach(), grad_output.detach()
         energy = x.to(torch.float32).square().sum(1) * grad_output.to(torch.float32).square().sum(1)
-        record = _Record(
+        whole_amax = self._plan.whole_amax
+        record = Record(
             x.shape[0],
-            x[tokens].to(torch.float32),
-            grad_output[tokens].to(torch.float32),
-            torch.stack([energy.sum(), energy[tokens].sum()]),
-            torch.stack([_amax(x), _amax(grad_output)]) if self._plan.whole_amax else x.new_empty(0),
+            x[kept].to(torch.float32),
+            grad_output[kept].to(torch.float32),
+            torch.stack([energy.sum(), energy[kept].sum()]),
+            torch.stack([_amax(x, dispatch), _amax(grad_output, dispatch)]) if whole_amax else x.new_empty(0),
+            rows,
         )
-        if name in self.records:  # a layer that is called twice shows its tokens one after the other
-            before = self.records[name]
-            record = _Record(
-                before.tokens + record.tokens,
-                torch.cat([before.x, record.x]),
-                torch.cat([before.grad_output, record.grad_output]),
-                before.energies + record.energies,
-                torch.maximum(before.amaxes, record.amaxes),
-            )
-        self.records[name] = record
+        self.records[name] = record.after(self.records[name]) if name in self.records else record
 
 
-def _amax(x: Tensor) -> Tensor:
+def _rows_of(tokens: Tensor, dispatch: Dispatch) -> tuple[Tensor, Rows]:
+    """Returns which rows belong to these tokens, and whose each of them is."""
+    places = dispatch.token.new_full((dispatch.tokens,), -1)
+    places[tokens] = torch.arange(len(tokens), device=tokens.device)
+    of_rows = places[dispatch.token[: int(dispatch.ends[-1])]]
+    is_kept = of_rows >= 0
+    counts = nn.functional.pad(is_kept.cumsum(0), (1, 0))
+    return is_kept.nonzero()[:, 0], Rows(counts[dispatch.ends], of_rows[is_kept], len(tokens))
+
+
+def _amax(x: Tensor, dispatch: Dispatch | None) -> Tensor:
+    """Returns the largest magnitude, (); of each matrix's rows, (E,)."""
+    if dispatch is not None:
+        of_rows = x.abs().amax(1).to(torch.float32)
+        zeros = of_rows.new_zeros(len(dispatch.ends))
+        return zeros.scatter_reduce(0, dispatch.matrix()[: len(x)], of_rows, "amax")
     return x.abs().amax().to(torch.float32) if x.numel() else x.new_zeros((), dtype=torch.float32)
+
+
+def _matrices_recorded(layer: SnipLayer, input: Tensor, dispatch: Dispatch, name: str, recorder: Recorder) -> Tensor:
+    y: Tensor = _RecordedMatrices.apply(input, layer.weight, layer, dispatch, name, recorder)
+    if layer.bias is None:
+        return y
+    bias: Tensor = nn.functional.pad(layer.bias.to(y.dtype), (0, 0, 0, 1))[dispatch.matrix()]
+    return y + bias
 
 
 @contextmanager
@@ -180,9 +278,11 @@ def recording(layers: Mapping[str, SnipLayer], recorder: Recorder, autocast: boo
     """Lets every layer compute through `_RecordedLinear` for the time of the context."""
 
     def recorded(name: str) -> ForwardRecorder:
-        def forward(layer: SnipLayer, input: Tensor, ends: Tensor | None) -> Tensor:
+        def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
             if not autocast and torch.is_autocast_enabled(input.device.type):
                 raise ValueError("The probe's passes run in FP32; leave autocast out of what Pipeline.run does.")
+            if dispatch is not None:
+                return _matrices_recorded(layer, input, dispatch, name, recorder)
             x = input.reshape(-1, input.shape[-1])
             y: Tensor = _RecordedLinear.apply(x, layer.matrix, layer.bias, name, recorder)
             return y.view(*input.shape[:-1], layer.out_features)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..layers.layer import ForwardRecorder, SnipLayer
+from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..layers.state import snip_linears
 from ..numerics.random_state import RandomState
 from .passes import stand_in, traceless
@@ -77,7 +77,7 @@ def _groups(model: nn.Module, layers: Mapping[str, SnipLayer]) -> list[list[str]
 
 
 def _noting(name: str, calls: list[tuple[str, Tensor]]) -> ForwardRecorder:
-    def forward(layer: SnipLayer, input: Tensor, ends: Tensor | None) -> Tensor:
+    def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
         calls.append((name, input))
         return input.new_empty(*input.shape[:-1], layer.out_features)
 

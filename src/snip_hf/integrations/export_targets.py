@@ -168,7 +168,14 @@ def _write_four_over_six(modules: Mapping[str, Setting], outside: Sequence[str])
     return json.dumps(document, indent=1) + "\n"
 
 
-TARGETS.register(Target(FOUR_OVER_SIX, _four_over_six_settings(), _write_four_over_six))
+def _four_over_six_unfit(setting: Setting, module: nn.Module | None) -> str | None:
+    """Returns why the package would leave a layer alone."""
+    if setting.config is None or type(module).__name__ == "Linear":
+        return None
+    return f"its class is {type(module).__name__}, expected nn.Linear itself"
+
+
+TARGETS.register(Target(FOUR_OVER_SIX, _four_over_six_settings(), _write_four_over_six, unfit=_four_over_six_unfit))
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,20 @@ class Layer(Protocol):
     def set_formats(self, formats: Mapping[str, str]) -> None: ...
 
 
+class GroupedLayer(Protocol):
+    """What a backend sees of a layer of several matrices, such as a projection of experts."""
+
+    training: bool
+    snip_state: Tensor
+    snip_cache: Any
+    is_transposed: bool
+    """Whether the weight is stored as (E, I, O)."""
+
+    @property
+    def stacked(self) -> Tensor:
+        """The matrices (E, O, I): the weight itself or a view of it."""
+
+
 class Backend(ABC):
     """Runs GEMMs. One object per backend, without state of its own: what belongs to a layer is `layer.snip_cache`."""
 
@@ -48,6 +62,8 @@ class Backend(ABC):
     """Whether it is slower than the compute dtype's own GEMMs."""
     recompiles_for_bf16: ClassVar[bool] = False
     """Whether torch.compile compiles a layer again when a GEMM of it changes to or from no quantization."""
+    runs_groups: ClassVar[bool] = False
+    """Whether it has `grouped_forward`. Where it has not, the emulated backend runs layers of several matrices."""
     by_name_only: ClassVar[str | None] = None
     """Why "auto" does not take it; None: it does."""
     measured_speeds: ClassVar[Mapping[int, float]] = {}
@@ -77,6 +93,21 @@ class Backend(ABC):
             bias: in the compute dtype, or None.
             casts: whether autocast is on, so that the weight is to be cast to the compute dtype.
         """
+
+    def grouped_forward(self, layer: GroupedLayer, x: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+        """Returns x @ matrix^T + bias of the matrix that each token belongs to, (S, O), differentiable, as `forward`.
+
+        Called only where `runs_groups` is True.
+
+        Args:
+            layer: gives the matrices, which are to be cast to x's dtype, and the state. Each matrix is rounded with
+                its tokens as a layer of its own would be, with the keys `random_streams.matrix_keys`.
+            x: (S, I), in the compute dtype, sorted by matrix.
+            bias: (E, O), in the compute dtype, or None.
+            ends: matrix -> where its tokens end among the rows of x, (E,), int64. Rows behind the last end belong to
+                none; their results and gradients are zero.
+        """
+        raise NotImplementedError(f"The backend {self.name!r} does not run layers of several matrices.")
 
     @abstractmethod
     def gemm_call(

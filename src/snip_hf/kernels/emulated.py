@@ -7,10 +7,10 @@ process among those that share the batch, and how many they are (`random_streams
 time, so that a new plan or step is new data for the same code.
 
 Both operands are quantized along the contraction, multiplied and summed in FP32, and the result is cast to the
-operands' dtype. On CUDA, BF16 calls in formats whose rounded values are BF16 numbers (`_fits_bf16`) multiply on BF16
-tensor cores: the products are the same, the sums are FP32 too, in another order. In an unquantized format (BF16, the
-compute dtype) the operators call exactly the aten functions that `nn.Linear` and its autograd call, so that such a
-layer gives the same bits as an `nn.Linear`.
+operands' dtype. On CUDA, BF16 calls in formats whose rounded values are BF16 numbers (`products.fits_bf16`) multiply
+on BF16 tensor cores: the products are the same, the sums are FP32 too, in another order. In an unquantized format
+(BF16, the compute dtype) the operators call exactly the aten functions that `nn.Linear` and its autograd call, so that
+such a layer gives the same bits as an `nn.Linear`. `grouped.py` has the same operators for layers of several matrices.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from ..numerics.formats import NumberFormat, format_of_code
-from ..numerics.gemms import CONTRACTIONS, GEMMS
-from .backend import Backend, Layer, register_backend
+from ..numerics.gemms import GEMMS
+from .backend import Backend, GroupedLayer, Layer, register_backend
+from .grouped import ThreeGroupedGemms
+from .products import STATE_SIZE as STATE_SIZE
+from .products import fits_bf16, multiply
 from .rounding import fake_quantize
 
-STATE_SIZE = len(GEMMS) + 3
-# Of a BF16 number's significand.
-_BF16_BITS = 8
 # The operators read the state on the host, which a CUDA graph cannot: inductor leaves them out of one.
 _READS_ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
 
@@ -44,7 +44,7 @@ def forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) 
         # (T, I) x (I, O): contracts I
         left = fake_quantize(x.reshape(-1, x.shape[-1]), fmt, "activation", 1)
         right = fake_quantize(weight, fmt, "weight", 1, *stream).t()
-        y_fp32 = _multiply(left, right, x.dtype, _fits_bf16(fmt, "forward"))
+        y_fp32 = multiply(left, right, x.dtype, fits_bf16(fmt, "forward"))
         if bias is not None:
             y_fp32 += bias.to(torch.float32)
         y = y_fp32.to(x.dtype)
@@ -62,7 +62,7 @@ def grad_input_gemm(grad_output: Tensor, weight: Tensor, state: Tensor) -> Tenso
     # (T, O) x (O, I): contracts O
     left = fake_quantize(grad_output, fmt, "gradient", 1, *stream)
     right = fake_quantize(weight, fmt, "weight", 0, *stream)
-    return _multiply(left, right, grad_output.dtype, _fits_bf16(fmt, "grad_input")).to(grad_output.dtype)
+    return multiply(left, right, grad_output.dtype, fits_bf16(fmt, "grad_input")).to(grad_output.dtype)
 
 
 @torch.library.custom_op("snip_hf::grad_weight_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
@@ -74,7 +74,7 @@ def grad_weight_gemm(grad_output: Tensor, x: Tensor, state: Tensor) -> Tensor:
     # (O, T) x (T, I): contracts T
     left = fake_quantize(grad_output, fmt, "gradient", 0, *stream).t()
     right = fake_quantize(x, fmt, "activation", 0)
-    return _multiply(left, right, grad_output.dtype, _fits_bf16(fmt, "grad_weight")).to(grad_output.dtype)
+    return multiply(left, right, grad_output.dtype, fits_bf16(fmt, "grad_weight")).to(grad_output.dtype)
 
 
 @forward_gemm.register_fake
@@ -90,35 +90,6 @@ def _(grad_output: Tensor, weight: Tensor, state: Tensor) -> Tensor:
 @grad_weight_gemm.register_fake
 def _(grad_output: Tensor, x: Tensor, state: Tensor) -> Tensor:
     return grad_output.new_empty(grad_output.shape[1], x.shape[1])
-
-
-def _multiply(left_fp32: Tensor, right_fp32: Tensor, dtype: torch.dtype, fits_bf16: bool) -> Tensor:
-    """Returns left @ right, FP32, also under autocast, which would cast both to BF16.
-
-    Args:
-        left_fp32, right_fp32: the rounded operands.
-        dtype: of the call.
-        fits_bf16: whether the operands' values are BF16 numbers.
-    """
-    with torch.autocast(left_fp32.device.type, enabled=False):
-        if not (fits_bf16 and dtype == torch.bfloat16 and left_fp32.is_cuda):
-            return left_fp32 @ right_fp32
-        # Asked for in FP32: partial sums are then FP32 too, whatever
-        # `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` says.
-        left, right = left_fp32.to(torch.bfloat16), right_fp32.to(torch.bfloat16)
-        return torch.mm(left, right, out_dtype=torch.float32)
-
-
-def _fits_bf16(format: NumberFormat, gemm: str) -> bool:
-    """Returns True if both operands of a GEMM, rounded, are BF16 numbers: at most 8 bits, times a power of two.
-
-    Values below 2**-126, where BF16 has fewer bits, are the exception: they are rounded once more.
-    """
-    if format.scale != "e8m0" or gemm in format.rotated:
-        return False
-    rules = [format.operand(operand) for operand, _ in CONTRACTIONS[gemm]]
-    grids = [rule.grid or format.grid for rule in rules if rule.quantized and not rule.noise]
-    return len(grids) == len(rules) and all(grid is not None and grid.mantissa_bits < _BF16_BITS for grid in grids)
 
 
 def _read(state: Tensor, gemm: str) -> tuple[NumberFormat, tuple[int, int, int]]:
@@ -155,6 +126,7 @@ class Emulated(Backend):
 
     name = "emulated"
     is_emulation = True
+    runs_groups = True
     arithmetic = "emulated: values were rounded in software, products were computed in higher precision (no speed-up)"
 
     def lacks(self, device: torch.device) -> str | None:
@@ -166,6 +138,11 @@ class Emulated(Backend):
     def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
         weight = layer.matrix
         y: Tensor = _ThreeGemms.apply(x, weight.to(x.dtype) if casts else weight, bias, layer.snip_state)
+        return y
+
+    def grouped_forward(self, layer: GroupedLayer, x: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+        weight = layer.stacked.to(x.dtype)
+        y: Tensor = ThreeGroupedGemms.apply(x, weight, bias, ends, layer.snip_state, layer.is_transposed)
         return y
 
     def gemm_call(

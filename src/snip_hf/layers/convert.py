@@ -20,7 +20,7 @@ from .coverage import Coverage, find_coverage
 from .kinds import LAYER_KINDS, kind_of
 from .layer import STATE, SnipLayer
 from .run_hooks import end_runs
-from .selection import LEFT_OUT, head_of, refuse_quantized, skip_reasons, summary
+from .selection import LEFT_OUT, head_of, known_layers, refuse_quantized, skip_reasons, summary
 from .state import plain_name, set_step, snip_linears
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class SnipLinearConfig(AOBaseConfig):
 @register_quantize_module_handler(SnipLinearConfig)
 def _swap(module: nn.Module, config: SnipLinearConfig) -> nn.Module:
     """Swaps a module in place and returns it; the key of every layer is 0 until it is named."""
-    if any(isinstance(part, SnipLayer) for part in module.modules()):
+    if isinstance(module, SnipLayer):
         return module
     kind = kind_of(module)
     if kind is None or kind.refuses(module) is not None:
@@ -106,11 +106,12 @@ def _backend_now(requested: str, device: torch.device, formats: list[str]) -> Ba
 def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     """Swaps the linears inside the transformer blocks for `SnipLinear`, in place.
 
-    Replaces every `nn.Linear` (not subclasses), and every module of a kind that was added by `register_layer_kind`,
-    inside a numbered block (`....layers.3....`), except the output head, adapters' small matrices and what
-    `config.skip_modules` names. Everything starts in `config.start_format`. The log names what is swapped, what is
-    skipped and why, and every other weight matrix that the plan does not cover (`coverage`). Layers swapped before stay
-    as they are, or are restored if this config skips them.
+    Replaces every `nn.Linear` (of subclasses, those that `register_linear_class` added), every `Conv1D` of
+    transformers, and every module of a kind that was added by `register_layer_kind`, inside a numbered block
+    (`....layers.3....`), except the output head, adapters' small matrices and what `config.skip_modules` names.
+    Everything starts in `config.start_format`. The log names what is swapped, what is skipped and why, and every other
+    weight matrix that the plan does not cover (`coverage`). Layers swapped before stay as they are, or are restored if
+    this config skips them.
 
     Returns: the exact names of all swapped layers, in the model's order.
 
@@ -130,18 +131,17 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
                 f"skip_modules: {pattern!r} matches no linear layer; the layers are named like {chosen[0]!r}. "
                 "Use exact names or globs over the whole name, such as '*.down_proj'."
             )
-    modules = {plain_name(name): module for name, module in model.named_modules()}
-    wanted = {id(modules[name]) for name in chosen}
-    kept = {id(part) for name in chosen for part in modules[name].modules()}
+    modules = known_layers(model)
+    wanted = {id(modules[name][0]) for name in chosen}
     before = snip_linears(model)
-    for layer in before.values():
-        if id(layer) not in kept:
-            layer.restore()
     quantize_(
         model,
         SnipLinearConfig(config.format_at_start, config.seed, config.backend, config.formats),
         filter_fn=lambda module, name: id(module) in wanted,
     )
+    for name, layer in snip_linears(model).items():
+        if reasons.get(name, LEFT_OUT) is not None:
+            layer.restore()
     layers = snip_linears(model)
     for name, layer in layers.items():
         # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone.
@@ -167,12 +167,13 @@ def _nothing_left(model: nn.Module, skipped: Mapping[str, str]) -> ValueError:
 
 def _warn_of_backend(requested: str, layers: Mapping[str, SnipLayer]) -> None:
     asked = BACKENDS.get(requested)
-    if asked is not None and any(layer.snip_backend is not asked for layer in layers.values()):
+    lacks = None if asked is None else asked.lacks(next(iter(layers.values())).weight.device)
+    if lacks is not None and any(layer.snip_backend is not asked for layer in layers.values()):
         logger.warning(
             "snip-hf: backend=%r cannot run where the model is now (%s); its layers are emulated until a controller "
             "finds it on such a device.",
-            asked.name,
-            asked.lacks(next(iter(layers.values())).weight.device),
+            requested,
+            lacks,
         )
 
 

@@ -95,7 +95,7 @@ def find_coverage(
             seen.add(id(parameter))
             size = math.prod(shape)
             total += size
-            reason = reasons.get(name, _NO_LINEAR)
+            reason = reasons.get(f"{name}.{own_name}", reasons.get(name, _NO_LINEAR))
             if reason is None and any(parameter is weight for weight in known_weights(module)):
                 covered += size
                 continue

@@ -20,8 +20,11 @@ class LayerKind(ABC):
     name: ClassVar[str]
     layer: ClassVar[type[SnipLayer]]
     """The class that a swapped module has. It derives from `SnipLayer` and from the class that is swapped."""
-    accepts: ClassVar[str]
-    """What it swaps, for error messages."""
+
+    @property
+    @abstractmethod
+    def accepts(self) -> str:
+        """What it swaps, for error messages; a kind may have an attribute of that name instead."""
 
     @abstractmethod
     def knows(self, module: nn.Module) -> bool:
@@ -31,6 +34,10 @@ class LayerKind(ABC):
         """Returns why a module that it knows, not swapped yet, cannot be swapped; None if it can."""
         return None
 
+    def parts(self, module: nn.Module) -> tuple[str, ...]:
+        """Returns what the names of the module's layers, swapped or not, add to its own; ("",): it is the layer."""
+        return ("",)
+
     def weights(self, module: nn.Module) -> tuple[nn.Parameter, ...]:
         """Returns the weights of a module, swapped or not, that plans decide on."""
         # Not `module.weight`: what parametrizes a weight may write to its buffers when it is asked for.
@@ -38,9 +45,10 @@ class LayerKind(ABC):
         return () if weight is None else (weight,)
 
     def swap(self, module: nn.Module) -> tuple[SnipLayer, ...]:
-        """Swaps a module in place and returns the layers that it now is or has, one for each of its `weights`.
+        """Swaps a module in place and returns the layers that it now is or gets, one for each of its `parts`.
 
-        Changes the module's class. Parameters, ties, hooks and state_dict keys stay what they were.
+        Changes the module's class. Parameters, ties, hooks and state_dict keys stay what they were. A module of several
+        parts may have some of them already.
         """
         original_class = type(module)
         module.__class__ = self.layer

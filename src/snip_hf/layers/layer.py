@@ -12,15 +12,15 @@ stores its weight.
 A module may have several layers, and a parameter several matrices. Experts need both: their module holds parameters
 (E, O, I) or (E, I, O) and no modules of their own. Each such parameter is one layer, and so one entry of a plan.
 `LayerKind.swap` puts it into the module's `_modules` under the parameter's own name. Plans call it by that name, which
-`weight_name` then returns as it is. Its `matrices` are E, in the same formats. A sample belongs to a matrix, with the T
-tokens that this matrix sees. FLOPs, losses and squared divergences of a layer are the sums over its matrices. Every
-kind so far has layers of one matrix, `matrix`, and the estimate samples that one.
+`weight_name` then returns as it is. Its `matrices` are E, in the same formats. Its sample holds the rows of all of
+them, one matrix's after the other's (`Dispatch`). The estimate adds the errors of all rows of a token, in whichever
+matrices they are, before it takes squares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,17 +36,33 @@ KEY = len(GEMMS)
 GRAD_OUTPUT = 1
 
 
+class Dispatch(NamedTuple):
+    """Which matrix of a layer each row of its input meets, and which token it is."""
+
+    ends: Tensor
+    """Matrix -> where its rows end, (E,), int64: first come the rows of the first matrix, then those of the second.
+    Rows behind the last end belong to none; what the layer makes of them is 0."""
+    token: Tensor
+    """Row -> its token among those that the layer's module was given, (T,), int64; ascending within a matrix. A token
+    that goes to k matrices has k rows."""
+    tokens: int
+    """How many tokens the module was given."""
+
+    def matrix(self) -> Tensor:
+        """Returns row -> its matrix, (T,); E for a row behind the last end, which belongs to none."""
+        return torch.searchsorted(self.ends, torch.arange(len(self.token), device=self.ends.device), right=True)
+
+
 class ForwardRecorder(Protocol):
     """Computes a layer's output in the place of its backend, and notes what it likes."""
 
-    def __call__(self, layer: SnipLayer, input: Tensor, ends: Tensor | None) -> Tensor:
+    def __call__(self, layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
         """Returns input @ weight^T + bias; (..., I) -> (..., O).
 
         Args:
             layer: the layer.
-            input: what it multiplies. Of a layer of several matrices (T, I): the tokens of the first matrix, then those
-                of the second, and so on.
-            ends: matrix -> where its tokens end among them, (E,), int64; None: the layer has one matrix.
+            input: what it multiplies; of a layer of several matrices (T, I).
+            dispatch: what goes to which matrix; None: the layer has one.
         """
 
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from .kinds import LayerKind, register_layer_kind
 from .layer import SnipLayer
+from .linear_classes import LINEAR_CLASSES
 
 
 class SnipLinear(SnipLayer, nn.Linear):
@@ -13,20 +14,25 @@ class SnipLinear(SnipLayer, nn.Linear):
 
 
 class Linear(LayerKind):
-    """Every `nn.Linear`. Subclasses are left alone, since their forward may be another one."""
+    """Every `nn.Linear`, and subclasses that are known to multiply as it does. Others are left alone.
+
+    Those are routers with a softmax, adapters, and classes that nobody has registered.
+    """
 
     name = "linear"
     layer = SnipLinear
-    # Subclasses whose forward is the same product. Others (routers with a softmax, adapters) are not swapped.
-    same_forward = ("FalconLinear",)
-    accepts = f"nn.Linear itself or {', '.join(same_forward)}"
+
+    @property
+    def accepts(self) -> str:
+        return f"nn.Linear itself or {', '.join(entry.shown_name for entry in LINEAR_CLASSES.values())}"
 
     def knows(self, module: nn.Module) -> bool:
         return isinstance(module, nn.Linear)
 
     def refuses(self, module: nn.Module) -> str | None:
         kind = type(module)
-        return None if kind is nn.Linear or kind.__name__ in self.same_forward else f"class {kind.__name__}"
+        known = kind is nn.Linear or any(entry.is_of(kind) for entry in LINEAR_CLASSES.values())
+        return None if known else f"class {kind.__name__}"
 
 
 register_layer_kind(Linear())

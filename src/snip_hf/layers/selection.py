@@ -10,6 +10,7 @@ from torch import nn
 from ..config import SnipConfig
 from .kinds import LayerKind, kind_of, known_weights
 from .layer import SnipLayer
+from .routers import Routers
 from .state import plain_name
 
 # The reason for what the user named in `skip_modules`.
@@ -20,7 +21,7 @@ _ADAPTERS = ("*.lora_A.*", "*.lora_B.*")
 
 def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
     """Returns, for every layer of a known kind, why `convert_model` leaves it alone, or None if it is swapped."""
-    head = head_of(model)
+    head, routers = head_of(model), Routers(model)
 
     def reason(name: str, module: nn.Module, kind: LayerKind) -> str | None:
         if module is head:
@@ -30,6 +31,8 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
         refusal = None if isinstance(module, SnipLayer) else kind.refuses(module)
         if refusal is not None:
             return refusal
+        if routers.has(name, module):
+            return "router"
         if "forward" in vars(module):  # which a swap of the class would not replace
             return "another forward function is set on it (device_map, tensor parallelism)"
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in _ADAPTERS):
@@ -38,8 +41,18 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
             return LEFT_OUT
         return None
 
-    known = ((plain_name(name), module, kind_of(module)) for name, module in model.named_modules())
-    return {name: reason(name, module, kind) for name, module, kind in known if kind is not None}
+    return {name: reason(name, module, kind) for name, (module, kind) in known_layers(model).items()}
+
+
+def known_layers(model: nn.Module) -> dict[str, tuple[nn.Module, LayerKind]]:
+    """Returns the name of every layer of a known kind, swapped or not -> the module that it is or is a part of."""
+    found: dict[str, tuple[nn.Module, LayerKind]] = {}
+    for name, module in model.named_modules():
+        kind = kind_of(module)
+        if kind is not None:
+            names = (f"{name}.{part}" if part else name for part in kind.parts(module))
+            found |= {plain_name(own): (module, kind) for own in names}
+    return found
 
 
 def head_of(model: nn.Module) -> object:

@@ -14,8 +14,10 @@ from ..kernels.emulated import STATE_SIZE
 from ..numerics.random_streams import stream_key
 from .layer import GRAD_OUTPUT, KEY, STATE, SnipLayer
 
-# What wrappers inside a model add to the names of modules.
-_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|^snip_part_\d+\.")
+# What wrappers inside a model, and the containers of a module's layers, add to the names of modules.
+_WRAPPERS = re.compile(
+    r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|snip_layers\.|^snip_part_\d+\."
+)
 
 
 def snip_linears(model: nn.Module) -> dict[str, SnipLayer]:
@@ -29,7 +31,8 @@ def snip_linears(model: nn.Module) -> dict[str, SnipLayer]:
 def plain_name(name: str) -> str:
     """Returns the name of a module or parameter without the parts that wrappers inside the model put in.
 
-    These are torch.compile's, activation checkpointing's, and those of `pipeline.ModelParts`.
+    These are torch.compile's, activation checkpointing's, and those of `pipeline.ModelParts`; and where modules that
+    have several layers hold them (`experts.LAYERS`).
     """
     return _WRAPPERS.sub("", name)
 

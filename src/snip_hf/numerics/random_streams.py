@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,12 @@ def stream_key(seed: int, step: int, micro_batch: int, layer: Any, operand: int)
         low = _mix(low ^ (word & _MASK32))
         high = _mix((high + low) & _MASK32)
     return (high << 32) | low
+
+
+def matrix_keys(key: int, matrices: int) -> list[int]:
+    """Returns a key of its own for each matrix of a layer that has several, whose own key is `key`."""
+    keys: list[int] = stream_key(key, 0, 0, np.arange(matrices, dtype=np.uint64), 0).tolist()
+    return keys
 
 
 def uniform(

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from ..parallel.wrappers import deepspeed_engine, has_class
 from ..text import WITHOUT_PROBE
+from .known import rule_name
 from .response import AnalyticResponse, Response
-from .update_rules import ELEMENTWISE, Situation, rule_name
+from .update_rules import ELEMENTWISE, Situation
 
 # DeepSpeed's classes for stages 1 and 2, and where each keeps the model's weights: parameter group -> weights.
 _WEIGHTS = {"DeepSpeedZeroOptimizer": "bit16_groups", "BF16_Optimizer": "bf16_groups"}

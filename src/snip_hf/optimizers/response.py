@@ -1,13 +1,13 @@
 """Sensitivity of an optimizer's next update to the gradient: h(g), and products with its derivative.
 
-The weight divergence asks how far a changed gradient moves the next update. Three ways to know it (docs/method.md):
+The weight divergence asks how far a changed gradient moves the next update. Three ways to know it (docs/optimizers.md):
 
-analytic   Adam, AdamW (torch's with foreach, fused and capturable states; torchao's 8-bit, 4-bit and FP8) and SGD
-autograd   torch's and transformers' Adafactor, torch's Muon, Lion (smoothed): not elementwise
+analytic   elementwise rules, of Adam and its kin
+autograd   rules that are not elementwise, as torch functions
 numerical  any other elementwise `torch.optim.Optimizer`: differences of its own step, on copies
 
-Wrappers such as Accelerate's are looked through. Weight decay that does not depend on the gradient may be part of h or
-not: it drops out of differences and derivatives.
+Wrappers such as Accelerate's are looked through, and so are combinations of several optimizers. Weight decay that does
+not depend on the gradient may be part of h or not: it drops out of differences and derivatives.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from torch import Tensor
 
 from ..parallel.sharding import is_sharded
 from ..text import WITHOUT_PROBE
-from .update_rules import AUTOGRAD, ELEMENTWISE, Autograd, Elementwise, Situation, own_step, rule_name
+from .bitsandbytes_states import smoothed_lion, unpacked
+from .known import AUTOGRAD, DEFAULT, ELEMENTWISE, is_tried, refusal, rule_name, situation_of, way
+from .parts import parts_of
+from .trial_weights import SHAPES, trial
+from .update_rules import Autograd, Elementwise, Situation, lion, own_step
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +38,6 @@ RELATIVE_STEP = 1e-3
 LEAST_STEP = 1e-5
 # Two slopes that differ by more than this part, one taken over half the distance of the other, are those of a jump.
 SMOOTH = 0.25
-# Some optimizers treat small weights in another way (8-bit states from 4,096 elements on).
-_TRIAL_SHAPES = ((8, 12), (64, 64))
 # Optimizers that passed, with the number of their groups then: a refresh neither tries nor logs them again.
 _tried: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
 
@@ -191,13 +193,14 @@ def responses(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, 
     if optimizer is None:
         trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
         optimizer = torch.optim.SGD(trained or [torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    inner = check_optimizer(optimizer)
-    groups = {id(parameter): group for group in inner.param_groups for parameter in group["params"]}
-    return {
-        name: _response(inner, Situation(groups[id(parameter)], inner.state.get(parameter, {}), parameter.detach()))
-        for name, parameter in parameters.items()
-        if id(parameter) in groups and parameter.requires_grad
-    }
+    parts = check_optimizer(optimizer)
+    groups = {id(one): (part, group) for part in parts for group in part.param_groups for one in group["params"]}
+    found = {}
+    for name, parameter in parameters.items():
+        if id(parameter) in groups and parameter.requires_grad:
+            part, group = groups[id(parameter)]
+            found[name] = _response(part, situation_of(part, group, parameter))
+    return found
 
 
 def _response(optimizer: torch.optim.Optimizer, at: Situation) -> Response:
@@ -207,52 +210,73 @@ def _response(optimizer: torch.optim.Optimizer, at: Situation) -> Response:
     return _Automatic(at, AUTOGRAD[rule]) if rule in AUTOGRAD else _Numerical(at, optimizer)
 
 
-def check_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Returns the torch optimizer inside any wrappers, and logs once how its update is differentiated.
+def check_optimizer(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Returns the torch optimizers inside any wrappers, and logs once how their updates are differentiated.
 
     An optimizer without a rule is tried on throwaway weights, with the hyperparameters of every group: its update of an
-    element must depend on the size of that element's gradient and on no other. A class named Lion is tried too.
+    element must depend on the size of that element's gradient and on no other. Where the rule describes a package
+    whose versions are not known here, its step on such weights must be the described one.
 
     Raises:
-        TypeError: it is not one whose update can be differentiated here.
+        TypeError: one of them is not one whose update can be differentiated here.
     """
-    inner = optimizer
-    while hasattr(inner, "optimizer"):
-        inner = inner.optimizer
-    if not isinstance(inner, torch.optim.Optimizer):
-        raise _refusal(inner, "it is no torch.optim.Optimizer")
-    if _tried.get(inner) == len(inner.param_groups):
-        return inner
-    rule = rule_name(type(inner))
-    if rule == "Lion" or (rule not in ELEMENTWISE and rule not in AUTOGRAD):
-        for group in inner.param_groups:
-            for shape in _TRIAL_SHAPES if group["params"] else ():
+    parts = parts_of(optimizer)
+    for part in parts:
+        _check(part)
+    return parts
+
+
+def _check(optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise _refusal(optimizer, "it is no torch.optim.Optimizer")
+    if _tried.get(optimizer) == len(optimizer.param_groups):
+        return
+    if refused := refusal(optimizer):
+        raise _refusal(optimizer, *refused)
+    kind = type(optimizer)
+    if is_tried(kind):
+        for group in optimizer.param_groups:
+            for shape in SHAPES if group["params"] else ():
                 try:
-                    reason = (_no_lion if rule == "Lion" else _not_elementwise)(inner, group, shape)
+                    reason = _try(optimizer, group, shape)
                 except Exception as error:
-                    raise _refusal(inner, f"its step on a copy failed ({type(error).__name__}: {error})") from error
+                    raise _refusal(optimizer, f"its step on a copy failed ({type(error).__name__}: {error})") from error
                 if reason:
-                    raise _refusal(inner, reason)
-    if inner not in _tried:
-        way = "analytic" if rule in ELEMENTWISE else "autograd" if rule in AUTOGRAD else "numerical"
-        logger.info("snip-hf: the update of %s is differentiated by the %s rule.", type(inner).__name__, way)
-    _tried[inner] = len(inner.param_groups)
-    return inner
+                    raise _refusal(optimizer, reason)
+    if optimizer not in _tried:
+        logger.info("snip-hf: the update of %s is differentiated by the %s rule.", kind.__name__, way(kind))
+    _tried[optimizer] = len(optimizer.param_groups)
 
 
-def _refusal(optimizer: Any, reason: str) -> TypeError:
+def _refusal(optimizer: Any, reason: str, instead: str = DEFAULT) -> TypeError:
     return TypeError(
         f"Cannot differentiate the update of {type(optimizer).__module__}.{type(optimizer).__name__}: {reason}. "
-        "Expected AdamW, Adam, SGD, Adafactor or Muon of torch.optim, Adafactor of transformers, AdamW or Adam of "
-        "torchao.optim, Lion, or an optimizer whose update of an element depends on that element's gradient alone. "
-        f"Use one of these (Trainer: optim='adamw_torch' or 'adamw_torch_fused'), or {WITHOUT_PROBE}."
+        "Expected an optimizer that docs/optimizers.md lists, or one whose update of an element depends on that "
+        f"element's gradient alone. Use one of these (Trainer: optim='{instead}'), or {WITHOUT_PROBE}."
     )
+
+
+def _try(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: tuple[int, int]) -> str | None:
+    """Returns why the optimizer's own step on a throwaway weight cannot be differentiated; None if it can."""
+    if way(type(optimizer)) == "numerical":
+        return _not_elementwise(optimizer, group, shape)
+    # FP32, which kernels of several packages need.
+    at, gradients = trial(optimizer, group, shape, torch.float32)
+    # Decoupled weight decay drops out of the difference; coupled decay would turn some of Lion's signs around.
+    before, after = (own_step(optimizer, at, gradient)[0] for gradient in gradients)
+    if AUTOGRAD.get(rule_name(type(optimizer))) in (lion, smoothed_lion):
+        return _no_lion(at, gradients, after - before)
+    answer = _response(optimizer, at)
+    expected = answer.update(gradients[1]) - answer.update(gradients[0])
+    if not torch.allclose(after - before, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+        return "its step is not the one that its rule describes; its package may be of a version that steps otherwise"
+    return None
 
 
 def _not_elementwise(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: tuple[int, int]) -> str | None:
     """Returns why the optimizer's own step cannot be differentiated element by element; None if it can."""
-    at, (gradient, _) = _trial(optimizer, group, shape, torch.float64)
-    in_fp32, (gradient_fp32, _) = _trial(optimizer, group, shape, torch.float32)
+    at, (gradient, _) = trial(optimizer, group, shape, torch.float64)
+    in_fp32, (gradient_fp32, _) = trial(optimizer, group, shape, torch.float32)
     answer = _Numerical(at, optimizer)
     if not torch.allclose(
         answer.update(gradient), own_step(optimizer, in_fp32, gradient_fp32)[0], rtol=0.01, atol=1e-5
@@ -267,44 +291,20 @@ def _not_elementwise(optimizer: torch.optim.Optimizer, group: Mapping[str, Any],
     return None
 
 
-def _no_lion(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: tuple[int, int]) -> str | None:
-    """Returns why `rules.lion` does not describe a class named Lion; None if it does."""
-    # FP32, which bitsandbytes' kernels need.
-    at, (one, other) = _trial(optimizer, group, shape, torch.float32)
-    momentum = at.state.get("exp_avg", at.state.get("state1"))
+def _no_lion(at: Situation, gradients: tuple[Tensor, Tensor], change: Tensor) -> str | None:
+    """Returns why `update_rules.lion` does not describe an optimizer; None if it does.
+
+    Args:
+        at: a weight's situation.
+        gradients: two gradients.
+        change: of the optimizer's own step, from the first gradient to the second.
+    """
+    at = unpacked(at) if "state1" in at.state else at
+    momentum = at.state.get("exp_avg")
     if momentum is None or momentum.dtype != torch.float32:
-        return "it is named Lion but holds no momentum in full precision as state 'exp_avg' or 'state1'"
+        return "it is named Lion but holds no momentum in full precision as state 'exp_avg'"
     beta1 = float(at.group["betas"][0])
-    signs = torch.sign(beta1 * momentum + (1 - beta1) * one) - torch.sign(beta1 * momentum + (1 - beta1) * other)
-    # Decoupled weight decay drops out of the difference; coupled decay would turn some of the signs around.
-    found = own_step(optimizer, at, one)[0] - own_step(optimizer, at, other)[0]
-    if not torch.allclose(found / at.number("lr"), signs, atol=0.1):
+    before, after = (torch.sign(beta1 * momentum + (1 - beta1) * gradient) for gradient in gradients)
+    if not torch.allclose(change / at.number("lr"), after - before, atol=0.1):
         return "it is named Lion but does not subtract lr * sign(beta1 * momentum + (1 - beta1) * gradient)"
     return None
-
-
-def _trial(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: tuple[int, int], dtype: torch.dtype
-) -> tuple[Situation, tuple[Tensor, Tensor]]:
-    """Returns a throwaway weight's situation after two steps with a group's hyperparameters, and two more gradients."""
-    device = group["params"][0].device
-    generator = torch.Generator().manual_seed(0)
-    weight, *draws = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(5))
-    options = {key: value for key, value in group.items() if key != "params"}
-    # A schedule may be at 0 now.
-    options["lr"] = torch.ones_like(group["lr"]) if isinstance(group.get("lr"), Tensor) else 1.0
-    at = Situation(options, _first_state(optimizer, options, weight), weight)
-    for gradient in draws[:2]:
-        at = Situation(options, own_step(optimizer, at, gradient)[1], at.parameter)
-    return at, (draws[2], draws[3])
-
-
-def _first_state(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], weight: Tensor) -> dict[str, Any]:
-    """Returns what the optimizer holds of a weight before its first step: nothing, but for torch's Adagrad."""
-    if not isinstance(optimizer, torch.optim.Adagrad):
-        return {}
-    # It makes its state when it is built; newer versions make what is missing in the step, that of torch 2.11 does not.
-    built = torch.optim.Adagrad(
-        [weight], initial_accumulator_value=options["initial_accumulator_value"], fused=options["fused"]
-    )
-    return dict(built.state[weight])

@@ -29,6 +29,8 @@ from ..python_state import Kept, Shared
 # of c by 20% of its mean size (about what FP4 does to a gradient) is then first-order to 2%, and a quarter of all
 # elements carries the sum of squares. With 0.1 that were 23% and 6% of the elements; larger ones are less of a sign.
 LION_SMOOTHING = 0.5
+# bitsandbytes' managers of all its optimizers.
+_COMMON = ("GlobalOptimManager", "GlobalPageManager")
 
 
 @dataclass(frozen=True)
@@ -123,10 +125,10 @@ def adam(at: Situation, gradient: Tensor, decoupled: bool = False) -> tuple[Tens
 def lion(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Lion (arXiv:2302.06675), smoothed (ours): sign(c) -> c / sqrt(c^2 + s^2), s = LION_SMOOTHING * mean|c|.
 
-    Of lion-pytorch's layout (state "exp_avg") and bitsandbytes' ("state1", 32 bits).
+    Of the layout that lion-pytorch has (state "exp_avg").
     """
     beta1 = float(at.group["betas"][0])
-    mixed = at.average("state1" if "state1" in at.state else "exp_avg", gradient, 1 - beta1)
+    mixed = at.average("exp_avg", gradient, 1 - beta1)
     size = mixed.abs().mean()
     # In units of s, so that no square underflows.
     relative = mixed / (LION_SMOOTHING * torch.where(size > 0, size, 1))
@@ -235,12 +237,6 @@ AUTOGRAD: Mapping[str, Autograd] = {
 }
 
 
-def rule_name(kind: type) -> str:
-    """Returns the key under which `ELEMENTWISE` or `AUTOGRAD` has this class, if it has it."""
-    package = kind.__module__.split(".")[0]
-    return "Lion" if kind.__name__ == "Lion" else f"{package}.{kind.__qualname__}"
-
-
 def own_step(optimizer: torch.optim.Optimizer, at: Situation, gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """Takes a step of the optimizer's own with copies of parameter, state and group, in the gradient's dtype.
 
@@ -254,6 +250,8 @@ def own_step(optimizer: torch.optim.Optimizer, at: Situation, gradient: Tensor) 
     parameter.grad = gradient.clone()
     # Whatever refers to the real optimizer refers to the copy.
     memo: dict[int, Any] = {id(optimizer): twin}
+    # What all optimizers of a package have in common holds weights and states of all of them.
+    memo.update((id(value), value) for value in vars(optimizer).values() if type(value).__name__ in _COMMON)
     # Hooks are not run, and a scheduler's wrapper around `step` would step the real one.
     for name, value in vars(optimizer).items():
         if name.startswith("_optimizer_"):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..estimation.optimizer_step import OptimizerStep
 from ..layers.layer import SnipLayer
 from ..optimizers.deepspeed_zero import BeforeStep, ZeroOptimizer, find_zero
+from ..optimizers.parts import groups_of
 from ..optimizers.response import check_optimizer, responses
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import is_fully_sharded
@@ -73,7 +74,7 @@ class GradientSource:
 
     def why_no_update(self, layers: Iterable[SnipLayer]) -> str:
         """Returns why the next update of the swapped weights does not depend on their gradients, which are not 0."""
-        return why_no_update(layers, self._optimizer.param_groups)
+        return why_no_update(layers, groups_of(self._optimizer))
 
     def note_step(self) -> None:
         """To be called before each optimizer step."""

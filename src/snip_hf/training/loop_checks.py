@@ -89,16 +89,16 @@ class OptimizerWatch:
     """
 
     def __init__(self, optimizer: Any, layers: Mapping[str, SnipLayer]) -> None:
-        self._inner = check_optimizer(optimizer)
+        self._parts = check_optimizer(optimizer)
         self._layers = layers
         self._held = self._in_groups()
         """Layers whose weights it trained at the beginning."""
-        self._steps = _Steps()
+        weights = [layers[name].weight for name in self._held]
+        holding = [part for part in self._parts if any(_holds(part, weight) for weight in weights)]
         # torch neither copies nor saves the hooks of an optimizer. These hold nothing of the run.
-        self._hooks = [
-            self._inner.register_step_pre_hook(self._steps.before),
-            self._inner.register_step_post_hook(self._steps.after),
-        ]
+        self._steps = [_Steps(part) for part in holding or self._parts]
+        """Of the parts of a combination that train the layers."""
+        self._kind = " and ".join(type(steps.part).__name__ for steps in self._steps)
         self._last: tuple[int, int] | None = None
         self._left_out = 0
         self._are_moved = False
@@ -106,42 +106,49 @@ class OptimizerWatch:
     def note_step(self) -> None:
         """To be called before each optimizer step."""
         held = self._held[0] if self._held else next(iter(self._layers))
-        now = (self._steps.taken, own_part(self._layers[held].weight.detach())._version)
+        # Those of a combination count as one step.
+        taken = min(steps.taken for steps in self._steps)
+        now = (taken, own_part(self._layers[held].weight.detach())._version)
         if self._last is not None and self._last[0] == now[0]:
             self._left_out += 1
             self._are_moved |= self._last[1] != now[1]
         else:
             self._left_out, self._are_moved = 0, False
         self._last = now
-        self._steps.expected = None
+        for steps in self._steps:
+            steps.expected = None
 
     def expect_gradients(self) -> None:
         """Notes the gradients as they are: the optimizer is to take its next step with them."""
         weight = next((self._layers[name].weight for name in self._held if _has_gradient(self._layers[name])), None)
-        self._steps.expect(weight)
+        for steps in self._steps:
+            # Another part may change gradients in its step before this one takes its own.
+            steps.expect(weight if weight is not None and _holds(steps.part, weight) else None)
 
     def check(self) -> None:
         """Raises ValueError if another optimizer trains the weights."""
-        kind = type(self._inner).__name__
         has_gradients = any(map(_has_gradient, self._layers.values()))
         if has_gradients and self._left_out > 0 and (self._are_moved or self._left_out >= _LEFT_OUT):
             steps = "step" if self._left_out == 1 else f"{self._left_out} steps"
             raise ValueError(
-                f"The {kind} that training began with has not taken the last {steps}: another optimizer trains the "
-                "model, of whose state nothing is known. Save a checkpoint and resume from it with the new optimizer "
-                "from the beginning (in a loop of one's own: build a new SnipController with it)."
+                f"The {self._kind} that training began with has not taken the last {steps}: another optimizer trains "
+                "the model, of whose state nothing is known. Save a checkpoint and resume from it with the new "
+                "optimizer from the beginning (in a loop of one's own: build a new SnipController with it)."
             )
         present = set(self._in_groups())
         for name in self._held:
             if name not in present and self._layers[name].weight.requires_grad:
                 raise ValueError(
-                    f"The weight of layer {name!r} is no longer in the parameter groups of the {kind} that training "
-                    "began with: the weight or the optimizer was replaced. Replace them before training begins."
+                    f"The weight of layer {name!r} is no longer in the parameter groups of the {self._kind} that "
+                    "training began with: the weight or the optimizer was replaced. Replace them before training "
+                    "begins."
                 )
 
     def check_gradients_used(self) -> None:
         """Raises ValueError if the optimizer took the step of the last probe with other gradients."""
-        noted, self._steps.change = self._steps.change, None
+        noted = next((steps.change for steps in self._steps if steps.change is not None), None)
+        for steps in self._steps:
+            steps.change = None
         change = math.nan if noted is None else float(noted)
         if math.isfinite(change) and not 1 / _MOST < change < _MOST:
             raise ValueError(
@@ -155,24 +162,30 @@ class OptimizerWatch:
         return any(self._layers[name].weight is weight for name in self._held)
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        for steps in self._steps:
+            steps.close()
 
     def _in_groups(self) -> list[str]:
-        groups = {id(parameter) for group in self._inner.param_groups for parameter in group["params"]}
+        groups = {id(parameter) for part in self._parts for group in part.param_groups for parameter in group["params"]}
         trained = ((name, layer.weight) for name, layer in self._layers.items() if layer.weight.requires_grad)
         return [name for name, weight in trained if id(weight) in groups]
 
 
 class _Steps:
-    """What an optimizer's hooks note."""
+    """What an optimizer's hooks note, until `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: torch.optim.Optimizer) -> None:
+        self.part = part
         self.taken = 0
         self.expected: tuple[Tensor, Tensor] | None = None
         """A weight and the norm that its gradient is to have in the next step."""
         self.change: Tensor | None = None
         """Norm of the gradient in the step / before it."""
+        self._hooks = [part.register_step_pre_hook(self.before), part.register_step_post_hook(self.after)]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def expect(self, weight: Tensor | None) -> None:
         self.expected = None if weight is None else (weight, _norm(weight))
@@ -187,6 +200,10 @@ class _Steps:
 
     def after(self, *_: Any) -> None:
         self.taken += 1
+
+
+def _holds(part: torch.optim.Optimizer, weight: Tensor) -> bool:
+    return any(one is weight for group in part.param_groups for one in group["params"])
 
 
 def _has_gradient(layer: SnipLayer) -> bool:

@@ -133,6 +133,7 @@ def use_backend(
     for layer in layers.values():
         layer.snip_backend.release({"": layer})  # what a run before that was not closed may have left
         layer.use_backend(backend)
+    left = [name for name, layer in layers.items() if layer.snip_backend is not backend]
     pack_states(layers)
     set_rank(layers, data.rank, data.size)
     asked = config.backend != "auto"
@@ -145,3 +146,11 @@ def use_backend(
         log.info("snip-hf: backend %s: %s (%s).", backend.name, text, reason)
     else:
         log.info("snip-hf: backend %s: %s", backend.name, text)
+    if left:
+        log.warning(
+            "snip-hf: backend %s runs no grouped products: %d layers of experts, such as %s, run emulated, slower than "
+            "BF16. Name them in skip_modules to keep them in high precision.",
+            backend.name,
+            len(left),
+            left[0],
+        )

@@ -64,6 +64,11 @@ class SwappedLayers:
         """Name -> layer, without those that `restore_model` turned back in mid-run."""
         return {name: layer for name, layer in self.all.items() if isinstance(layer, SnipLayer)}
 
+    @property
+    def _run_by_kernels(self) -> dict[str, SnipLayer]:
+        """Name -> layer, without those that the backend leaves to the emulated one."""
+        return {name: layer for name, layer in self.present.items() if layer.snip_backend is self._kernels}
+
     def check(self, flops: Work) -> None:
         """Raises ValueError if the model has other swapped layers by now."""
         check_layers(self._model, self.all, flops)
@@ -85,13 +90,13 @@ class SwappedLayers:
 
     def share_inputs(self, setting: Setting) -> None:
         """Lets the kernels quantize an input of several layers once."""
-        layers = self.present
+        layers = self._run_by_kernels
         self._kernels.share_inputs(layers, [group for group in siblings(setting) if group[0] in layers])
 
     def keep_weights(self, everything: bool) -> None:
         """Quantizes the weights for a forward pass that may be backpropagated, if they are kept."""
         if self._keeps_weights:
-            self._kernels.before_pass(self.present, everything)
+            self._kernels.before_pass(self._run_by_kernels, everything)
 
     def note_micro_batches(self, count: int) -> None:
         """Has the weights kept from the first step on that has several micro-batches.
@@ -102,24 +107,24 @@ class SwappedLayers:
 
     def end_step(self) -> None:
         """To be called after each optimizer step: what the kernels keep of the weights is old."""
-        self._kernels.after_step(self.present)
+        self._kernels.after_step(self._run_by_kernels)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Returns what the kernels' passes depend on, as JSON data, by the backend's name; {} if there is nothing."""
-        state = self._kernels.state_dict(self.present)
+        state = self._kernels.state_dict(self._run_by_kernels)
         return {self._kernels.name: state} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Continues from a `state_dict`; from that of another backend as if there were none."""
-        self._kernels.load_state_dict(self.present, state.get(self._kernels.name, {}))
+        self._kernels.load_state_dict(self._run_by_kernels, state.get(self._kernels.name, {}))
 
     def say_findings(self, log: logging.Logger) -> None:
         """Logs what the kernels found out since the last call."""
-        found = self._kernels.findings(self.present)
+        found = self._kernels.findings(self._run_by_kernels)
         if found is not None:
             warns, text = found
             log.log(logging.WARNING if warns else logging.INFO, "snip-hf: backend %s: %s", self._kernels.name, text)
 
     def release(self) -> None:
         """Gives up what the kernels keep."""
-        self._kernels.release(self.present)
+        self._kernels.release(self._run_by_kernels)

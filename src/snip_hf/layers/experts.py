@@ -1,0 +1,174 @@
+"""Experts of mixture-of-experts models: modules that hold the weights of all experts in parameters of three dimensions.
+
+Legend: S pairs of a token and an expert that it is routed to, E experts, I in_features, O out_features of a projection.
+
+An experts module of transformers has no linears inside. It holds one parameter per projection, (E, O, I) or (E, I, O),
+and dispatches its forward pass through `ExpertsInterface` by a name in its config. A swap gives every projection a
+`SnipExperts`, one entry of plans whose E matrices are all in the same formats, and lets the module run through
+`experts_forward`. Routers stay what they are.
+
+The layers are children of the experts module, in a container that plain names leave out (`state.plain_name`), so that
+plans call a projection as checkpoints call its parameter: `model.layers.0.mlp.experts.gate_up_proj`. They hold no
+parameters. These stay with the experts module, where FSDP shards them and optimizers find them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.backend import Backend
+from ..kernels.emulated import EMULATED
+from .experts_interface import register, switch_off, switch_on
+from .kinds import LayerKind, register_layer_kind
+from .layer import STATE, Dispatch, SnipLayer
+
+# Where an experts module holds its layers.
+LAYERS = "snip_layers"
+# What transformers' `use_experts_implementation` sets on every experts module.
+_FLAGS = {"has_gate", "has_bias", "is_transposed"}
+
+
+class SnipExperts(SnipLayer):
+    """One projection of an experts module: E matrices, each of which multiplies the tokens of its expert.
+
+    Args:
+        owner: the experts module, which holds the parameter.
+        parameter: its name there.
+        is_transposed: whether it is stored as (E, I, O).
+    """
+
+    def __init__(self, owner: nn.Module, parameter: str, is_transposed: bool) -> None:
+        super().__init__()
+        # In a tuple, since a module's attribute that is a module is its child.
+        self._owner = (owner,)
+        self.parameter = parameter
+        self.is_transposed = is_transposed
+        self.num_matrices, rows, columns = _shape(owner._parameters[parameter])
+        self.out_features, self.in_features = (columns, rows) if is_transposed else (rows, columns)
+
+    @property
+    def owner(self) -> nn.Module:
+        """The experts module."""
+        return self._owner[0]
+
+    @property
+    def weight(self) -> Any:  # type: ignore[override]
+        """The parameter, (E, O, I) or (E, I, O). FSDP replaces it, so that its owner is asked each time."""
+        return getattr(self.owner, self.parameter)
+
+    @property
+    def bias(self) -> Any:  # type: ignore[override]
+        """(E, O) or None."""
+        return getattr(self.owner, f"{self.parameter}_bias", None)
+
+    @property
+    def stacked(self) -> Tensor:
+        """The matrices as one tensor, (E, O, I)."""
+        weight: Tensor = self.weight
+        return weight.transpose(1, 2) if self.is_transposed else weight
+
+    def matrices(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor.transpose(1, 2) if self.is_transposed else tensor).unbind()
+
+    def laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
+        stacked = torch.stack(tuple(matrices))
+        return stacked.transpose(1, 2) if self.is_transposed else stacked
+
+    def weight_name(self, name: str) -> str:
+        return name
+
+    def forward(self, input: Tensor, dispatch: Dispatch | None = None) -> Tensor:
+        """Returns input @ weight[e]^T + bias[e] for the tokens of each expert e; (S, I) -> (S, O).
+
+        Args:
+            input: sorted by expert.
+            dispatch: which token each row is, and where each expert's rows end.
+        """
+        assert dispatch is not None
+        if self.snip_recorder is not None:
+            return self.snip_recorder(self, input, dispatch)
+        is_cast = torch.is_autocast_enabled(input.device.type)
+        dtype = torch.get_autocast_dtype(input.device.type) if is_cast else self.weight.dtype
+        bias = self.bias
+        bias = None if bias is None else bias.to(dtype)
+        return self.snip_backend.grouped_forward(self, input.to(dtype), bias, dispatch.ends)
+
+    def use_backend(self, backend: Backend) -> None:
+        """Lets these kernels run the layer from now on, or the emulated ones where they do not run groups."""
+        super().use_backend(backend if backend.runs_groups else EMULATED)
+
+    def restore(self) -> None:
+        """Takes the layer from its module, which runs as before the swap once it has none left."""
+        del self._buffers[STATE]
+        layers = self.owner._modules[LAYERS]
+        assert isinstance(layers, nn.ModuleDict)
+        del layers[self.parameter]
+        if not layers:
+            del self.owner._modules[LAYERS]
+            switch_off(self.owner)
+        # Whoever still holds it sees that it is no layer any more.
+        vars(self).clear()
+        self.__class__ = nn.Module  # type: ignore[assignment]
+        nn.Module.__init__(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        register()  # in the process that unpickles the model
+
+    def extra_repr(self) -> str:
+        shape = f"{self.num_matrices} x (in_features={self.in_features}, out_features={self.out_features})"
+        return f"{shape}{super().extra_repr()}"
+
+
+class Experts(LayerKind):
+    """Experts modules that dispatch through transformers' `ExpertsInterface`."""
+
+    name = "experts"
+    layer = SnipExperts
+    accepts = "an experts module of transformers that runs through its ExpertsInterface"
+
+    def knows(self, module: nn.Module) -> bool:
+        return vars(module).keys() >= _FLAGS
+
+    def refuses(self, module: nn.Module) -> str | None:
+        if getattr(module, "_is_expert_parallel", False):
+            return "experts spread over processes (expert parallelism)"
+        if not hasattr(type(module).forward, "__wrapped__"):
+            return f"class {type(module).__name__} has a forward of its own"
+        if not hasattr(getattr(module, "config", None), "_experts_implementation"):
+            return "no config that names an experts implementation"
+        if any(len(_shape(module._parameters.get(part))) != 3 for part in self.parts(module)):
+            return f"no parameters {' and '.join(self.parts(module))} of three dimensions"
+        return None
+
+    def parts(self, module: nn.Module) -> tuple[str, ...]:
+        return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+
+    def weights(self, module: nn.Module) -> tuple[nn.Parameter, ...]:
+        found = map(module._parameters.get, self.parts(module))
+        return tuple(weight for weight in found if weight is not None)
+
+    def swap(self, module: nn.Module) -> tuple[SnipLayer, ...]:
+        layers = module._modules.get(LAYERS)
+        if layers is None:
+            layers = module._modules[LAYERS] = nn.ModuleDict()
+            switch_on(module)
+        assert isinstance(layers, nn.ModuleDict)
+        missing = [part for part in self.parts(module) if part not in layers]
+        for part in missing:
+            layers[part] = SnipExperts(module, part, bool(module.is_transposed))
+        layers.train(module.training)
+        return tuple(layers[part] for part in missing)  # type: ignore[misc]
+
+
+def _shape(weight: nn.Parameter | None) -> tuple[int, ...]:
+    """Returns the shape of the whole parameter; () without one."""
+    # DeepSpeed's ZeRO-3 leaves an empty tensor on each rank.
+    return () if weight is None else tuple(getattr(weight, "ds_shape", weight.shape))
+
+
+register_layer_kind(Experts())

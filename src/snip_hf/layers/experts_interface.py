@@ -1,0 +1,82 @@
+"""The experts implementation "snip" of transformers' `ExpertsInterface`, and its switch on a module.
+
+Legend: T tokens, K experts per token, S = T * K pairs of a token and its expert, H hidden size.
+
+The name of the implementation is in the config, which all modules of a model share. So a swapped module gets a shallow
+copy of its config that names "snip", and the config itself, which others read and `save_pretrained` writes, stays as it
+is. The module keeps the original, and gets it back.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.grouped import unquantized
+from .layer import Dispatch
+
+IMPLEMENTATION = "snip"
+# Where transformers' configs hold the name of the implementation. The public setter writes it to nested configs too,
+# which the copy shares with the original.
+_CHOICE = "_experts_implementation_internal"
+_ORIGINAL = "snip_config"
+
+
+def switch_on(module: Any) -> None:
+    """Lets an experts module run through `experts_forward`."""
+    register()
+    vars(module)[_ORIGINAL] = module.config
+    own = copy.copy(module.config)
+    vars(own)[_CHOICE] = IMPLEMENTATION
+    vars(module)["config"] = own
+
+
+def switch_off(module: Any) -> None:
+    """Undoes `switch_on`."""
+    vars(module)["config"] = vars(module).pop(_ORIGINAL)
+
+
+def register() -> None:
+    """Registers the implementation with transformers, if that is not done yet."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Returns the weighted sum of the outputs of each token's experts, (T, H), as transformers' "grouped_mm" does.
+
+    Args:
+        self: the experts module.
+        hidden_states: (T, H).
+        top_k_index: (T, K); a number of experts or more stands for none.
+        top_k_weights: (T, K).
+    """
+    tokens, top_k = top_k_index.shape
+    # Stable, so that the order of an expert's tokens, by which random numbers are drawn, is theirs in the batch.
+    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=experts.device), right=True)
+    dispatch = Dispatch(ends, order // top_k, tokens)
+    inner = _project(self, "gate_up_proj" if self.has_gate else "up_proj", hidden_states[dispatch.token], dispatch)
+    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+    output = _project(self, "down_proj", inner, dispatch)
+    if getattr(self, "has_post_expert_norm", False):
+        output = self.post_expert_norm(output)
+    weighted = output * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    # In the order of the batch again, so that the sum over a token's experts has a fixed order.
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.shape[0], device=order.device)
+    return weighted[back].view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+
+
+def _project(self: Any, name: str, x: Tensor, dispatch: Dispatch) -> Tensor:
+    """Returns what a projection makes of x (S, I): by its layer, or in high precision where it is not swapped."""
+    layers = self.snip_layers
+    if name in layers:
+        y: Tensor = layers[name](x, dispatch)
+        return y
+    weight, bias = getattr(self, name), getattr(self, f"{name}_bias", None)
+    return unquantized(x, weight.transpose(1, 2) if self.is_transposed else weight, bias, dispatch.ends)

@@ -68,8 +68,8 @@ class Batch:
         if objective is None and kwargs.get("labels") is None:
             raise ValueError(
                 f"The batch has no labels (its keys are {', '.join(kwargs) or 'none'}), so the model gives no loss to "
-                "probe. Expected a causal LM batch with `labels`. If the loop computes the loss, say how: "
-                f"capture(batch, compute_loss=...); or use {WITHOUT_PROBE}."
+                "probe. Expected a causal LM batch with `labels`. If the model does not return the loss, say how it is "
+                f"computed (compute_loss=...), or use {WITHOUT_PROBE}."
             )
         kept = {key: value for key, value in kwargs.items() if objective or key != "num_items_in_batch"}
         return cls(kept, RandomState.now(), objective=objective, seen=seen)

@@ -65,7 +65,8 @@ def probed(
             patch.setattr(torch, "randn", watch)
         probe = run_probe(converted, Batch.of(inputs), pullbacks_of(sensitivity), ProbeSettings(**options))
     rounds = [drawn[start : start + len(sensitivity)] for start in range(0, len(drawn), len(sensitivity))]
-    directions = [{name: d * z for (name, d), z in zip(sensitivity.items(), zs, strict=True)} for zs in rounds]
+    # Drawn as the one matrix of each layer, (1, O, I).
+    directions = [{name: d * z[0] for (name, d), z in zip(sensitivity.items(), zs, strict=True)} for zs in rounds]
     return probe, directions
 
 

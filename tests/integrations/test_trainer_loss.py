@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from own_loss_worker import by_items
 from small import tiny_llama
 from tiny_runs import SCHEDULE, data, one_thread, train
 from torch import Tensor, nn
@@ -42,11 +46,6 @@ def token_loss(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tenso
     return cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction=reduction)
 
 
-def by_items(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """The model's own loss, as the Trainer wants it of a `compute_loss_func`: it is always given a count."""
-    return token_loss(outputs.logits, labels, "sum") / num_items_in_batch
-
-
 class Inherited(Trainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs)
@@ -58,21 +57,34 @@ def figures(folder: Path) -> Tensor:
     return torch.tensor([[row[3], row[4]] for row in rows], dtype=torch.float64)
 
 
+def test_the_models_loss_from_a_compute_loss_of_the_users_gives_the_same_divergences_to_the_bit(tmp_path: Path) -> None:
+    own = train(tmp_path / "own", CONFIG, **SHORT)
+    found = train(tmp_path / "class", CONFIG, trainer_class=Inherited, **SHORT)
+    assert probed(tmp_path / "class") == probed(tmp_path / "own")
+    assert found.losses == own.losses
+    assert "compute_loss" not in vars(found.trainer)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [None, 128])
-def test_the_models_loss_that_the_trainer_computes_once_more_gives_the_same_divergences(
-    tokens: int | None, tmp_path: Path
-) -> None:
+def test_the_models_loss_from_a_function_gives_nearly_the_same_divergences(tokens: int | None, tmp_path: Path) -> None:
     """Also of a part of the micro-batch, which has the count of its own labels."""
     config, rows = SnipConfig(**SCHEDULE, probe_batch_tokens=tokens), data(24, 80)
-    own = train(tmp_path / "own", config, trainer={"train_dataset": rows}, **SHORT)
-    more = {"train_dataset": rows, "compute_loss_func": by_items}
-    train(tmp_path / "function", config, trainer=more, **SHORT)
+    train(tmp_path / "own", config, trainer={"train_dataset": rows}, **SHORT)
+    train(tmp_path / "function", config, trainer={"train_dataset": rows, "compute_loss_func": by_items}, **SHORT)
     torch.testing.assert_close(figures(tmp_path / "function"), figures(tmp_path / "own"), rtol=1e-3, atol=0)
-    if tokens is None:  # which cannot be known of any class
-        found = train(tmp_path / "class", config, trainer={"train_dataset": rows}, trainer_class=Inherited, **SHORT)
-        assert probed(tmp_path / "class") == probed(tmp_path / "own")
-        assert found.losses == own.losses
-        assert "compute_loss" not in vars(found.trainer)
+
+
+@pytest.mark.slow
+def test_on_two_ranks_the_count_is_that_of_both_where_the_trainer_averages_over_them(tmp_path: Path) -> None:
+    support = Path(__file__).parents[1] / "support"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(support), *sys.path])}
+    worker = [str(support / "own_loss_worker.py"), str(tmp_path)]
+    subprocess.run([*command, *worker], env=environment, check=True, timeout=300)
+    for together in (True, False):
+        own, found = (figures(tmp_path / f"{name}-{together}") for name in ("own", "function"))
+        torch.testing.assert_close(found, own, rtol=1e-2, atol=0)
 
 
 def test_smoothed_labels_are_in_the_loss_that_is_probed(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ SCHEDULE: dict[str, Any] = {"first_refresh": 2, "refresh_every": 4, "apply_delay
 MEASURED = ("seconds", "memory_mib", "solver_version")
 # Parts of a configuration that a later version may add or rename; what they decide shows in the numbers.
 ASIDE = ("config", "schema_version")
+# Events that a later version adds to the history; what follows from them shows in the others.
+ASIDE_EVENTS = ("coverage",)
 
 # Fields have the names of the first version, which `from_dict` takes in every later one.
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -160,7 +162,8 @@ def files_of(folder: Path) -> dict[str, Any]:
     if (snip / "plan.json").exists():
         found["plan"] = without(json.loads((snip / "plan.json").read_text()))
     if (snip / "history.jsonl").exists():
-        found["history"] = [without(json.loads(line)) for line in (snip / "history.jsonl").read_text().splitlines()]
+        lines = map(json.loads, (snip / "history.jsonl").read_text().splitlines())
+        found["history"] = [without(line) for line in lines if line["event"] not in ASIDE_EVENTS]
     for path in sorted(snip.glob("divergence-*.json")):
         document = json.loads(path.read_text())
         found[path.stem] = {"loss": document["loss"], "records": records_of(document)}

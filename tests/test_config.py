@@ -36,6 +36,7 @@ OTHER: dict[str, Any] = {
     "stages": (("a.0", "a.1"), ("a.2",)),
     "ties": (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
     "skip_modules": ("*.down_proj", "model.layers.0.mlp.up_proj"),
+    "include_modules": ("model.vision_tower.*", "score"),
     "budget": "measured",
     "timing_file": "times.json",
     "timing_tokens": 4096,
@@ -295,6 +296,7 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("loss_divergence_factor", "1", "loss_divergence_factor='1' has type str; expected float."),
     ("weight_divergence_factor", [1.0], "weight_divergence_factor=[1.0] has type list; expected float."),
     ("skip_modules", "*.q_proj", "skip_modules='*.q_proj' has type str; expected tuple[str, ...]."),
+    ("include_modules", "*", "include_modules='*' has type str; expected tuple[str, ...]."),
     ("skip_modules", [3], "skip_modules: got [3]; expected a list of names."),
     ("ties", "q_proj", "ties='q_proj' has type str; expected 'auto' or lists of names."),
     ("ties", 3, "ties=3 has type int; expected str | tuple[tuple[str, ...], ...]."),
@@ -329,7 +331,7 @@ def test_a_value_of_the_wrong_type_is_refused_with_the_field_and_the_type(name: 
 def test_the_tables_above_leave_no_field_out() -> None:
     assert list(OTHER) == FIELDS
     assert {name for name, *_ in BAD_TYPES} == set(FIELDS)
-    free = {"fixed_plan", "skip_modules"}  # any string will do
+    free = {"fixed_plan", "skip_modules", "include_modules"}  # any string will do
     assert {name for values, _ in BAD_VALUES for name in values} == set(FIELDS) - free
 
 
@@ -558,6 +560,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "loss_divergence_factor": 1.0,
         "weight_divergence_factor": 1.0,
         "skip_modules": [],
+        "include_modules": [],
         "ties": [],
         "stages": None,
         "switching_cost": 0.0,

@@ -37,6 +37,8 @@ Number formats are data too. `formats` maps their names to entries, `register_fo
 Layers are `nn.Linear` and GPT-2's `Conv1D` at first. `register_linear_class` adds a subclass of `nn.Linear` that
 multiplies as it does; `register_layer_kind` adds other modules that multiply with a weight.
 
+`coverage` tells which share of a model's matrix products a plan can decide on, and what is left and why.
+
 Each folder of the package is one step of this story; its modules say more. Names are loaded when they are first asked
 for, so that `import snip_hf` is quick.
 """
@@ -48,6 +50,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import SnipConfig as SnipConfig
+    from .estimation.coverage import coverage as coverage
     from .estimation.divergence import estimate_divergence as estimate_divergence
     from .estimation.ground_truth import measure_divergence as measure_divergence
     from .integrations.hub import keep_model_card as keep_model_card
@@ -78,6 +81,7 @@ _HOMES = {
     "SnipLinear": ("layers.linear", "SnipLinear"),
     "SnipLinearConfig": ("layers.convert", "SnipLinearConfig"),
     "convert_model": ("layers.convert", "convert_model"),
+    "coverage": ("estimation.coverage", "coverage"),
     "estimate_divergence": ("estimation.divergence", "estimate_divergence"),
     "formats": ("numerics.formats", "FORMATS"),
     "keep_model_card": ("integrations.hub", "keep_model_card"),
@@ -99,6 +103,7 @@ __all__ = [
     "SnipLinear",
     "SnipLinearConfig",
     "convert_model",
+    "coverage",
     "estimate_divergence",
     "formats",
     "keep_model_card",

@@ -118,6 +118,9 @@ class SnipConfig(FieldNames):
     "auto" finds those that receive the same tensor, when a run begins (`estimation.shared_inputs`)."""
     skip_modules: tuple[str, ...] = ()
     """Exact names or globs (`fnmatch`, whole name) of linears that stay as they are."""
+    include_modules: tuple[str, ...] = ()
+    """Exact names or globs of linears outside the blocks of the language model's decoder that are swapped too.
+    Such are those of encoders, vision towers, projectors and classification heads. The output head is never swapped."""
     budget: Budget = "flops"
     """What `target_fp4_fraction` is a share of: "flops", or "measured", the time of the linears' GEMMs.
     It is measured on this machine, in the most precise quantized one of `formats`. By time, small and inefficient GEMMs
@@ -232,7 +235,8 @@ class SnipConfig(FieldNames):
         self._check_formats()
         self._check_share(is_default)
         POLICIES[self.policy].check(self)
-        object.__setattr__(self, "skip_modules", as_names("skip_modules", self.skip_modules))
+        for name in ("skip_modules", "include_modules"):
+            object.__setattr__(self, name, as_names(name, getattr(self, name)))
         object.__setattr__(self, "ties", as_ties(self.ties))
         if not (self.stages is None or isinstance(self.stages, int)):
             object.__setattr__(self, "stages", tuple(as_names("stages", stage) for stage in self.stages))

@@ -29,7 +29,8 @@ from snip_hf.costs.measured_cost import MeasuredCost, cost_shares, describe_cost
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.parallel.ranks import Ranks
-from snip_hf.planning.plan import PlanProvenance, read_measured
+from snip_hf.planning.checked_tables import read_measured
+from snip_hf.planning.provenance import PlanProvenance
 from snip_hf.training import preparation as preparation_module
 
 measure_cost = partial(measured_cost.measure_cost, formats=SnipConfig().formats)

@@ -165,8 +165,9 @@ def plan_of(controller: SnipController) -> dict[str, dict[str, str]]:
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """Returns the lines of the history of a run but the first one, without what was measured."""
+    """Returns the refreshes and checks in the history of a run, without what was measured."""
     lines = [json.loads(line) for line in (folder / "snip" / "history.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["event"] != "coverage"]
     return [{key: line[key] for key in line if key not in ("seconds", "memory_mib")} for line in lines[1:]]
 
 

@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy
 from snip_hf import SnipConfig, SnipController, estimate_divergence, measure_divergence
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.objective import Objective, copied, objective_of
-from snip_hf.estimation.passes import run_forward, run_pass
+from snip_hf.estimation.passes import forward_inputs, run_forward, run_pass
+from snip_hf.parallel.ranks import Processes
 
 EXACT = SnipConfig(probe_tokens=None, probe_batch_tokens=None)
 
@@ -163,4 +164,48 @@ def test_a_loss_without_a_gradient_costs_the_refresh(caplog: pytest.LogCaptureFi
         loss(model, dict(batch)).backward()
     controller.before_optimizer_step(1)
     assert "The loss of the probed micro-batch has no gradient, so all divergences are 0" in caplog.text
+    controller.close()
+
+
+def test_what_the_forward_takes_is_found_without_running_it() -> None:
+    model, inputs = tiny_llama(hidden=32), text(2, 8)
+    runs: list[bool] = []
+    model.model.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+
+    def loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        with torch.no_grad():
+            model(inputs["labels"])  # a reference
+        try:
+            return model(inputs["input_ids"], use_cache=False).logits.sum()
+        except Exception:
+            raise AssertionError from None
+
+    found = Objective(loss).forward_inputs(model, inputs)
+    assert list(found) == ["input_ids", "use_cache"] and found["input_ids"] is inputs["input_ids"]
+    assert runs == [False] and "forward" not in vars(model)
+    with pytest.raises(ValueError, match="The loss does not call the model as a whole"):
+        Objective(lambda model, inputs: model.model(inputs["input_ids"])[0].sum()).forward_inputs(model, inputs)
+    assert forward_inputs(model, inputs, None) is inputs
+
+
+def test_the_tokens_of_a_loss_of_ones_own_are_counted_for_the_coverage() -> None:
+    model = tiny_llama(hidden=32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for loss in (None, model_loss):
+        controller = SnipController(model, optimizer, SnipConfig())
+        controller.capture(text(2, 16), loss)
+        model(**text(2, 16)).loss.backward()
+        controller.before_optimizer_step(1)
+        found.append(controller.coverage)
+        controller.close()
+    assert found[0] is not None and found[0] == found[1]
+
+
+def test_a_loss_of_ones_own_is_refused_in_a_pipeline_which_computes_its_own() -> None:
+    model = tiny_llama(hidden=32)
+    controller = SnipController(model, torch.optim.AdamW(model.parameters()), SnipConfig())
+    controller.processes = Processes(run=lambda batch: None)
+    with pytest.raises(ValueError, match=r"^Pipeline.run computes the loss of a pipeline, and not compute_loss"):
+        controller.capture(text(2, 16), model_loss)
     controller.close()

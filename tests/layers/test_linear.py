@@ -812,11 +812,11 @@ class TestSkipping:
         assert caplog.messages == [
             "snip-hf swapped 6 linear layers; skipped 9 (skip_modules: model.layers.0.self_attn.q_proj, "
             "model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj, ...; output head: lm_head).",
-            "snip-hf: the plan does not cover 40.0% of the parameters in weight matrices (embeddings and output head "
-            "aside): model.layers.*.self_attn.q_proj x 2 (Linear, skip_modules: 13.3%), "
-            "model.layers.*.self_attn.o_proj x 2 (Linear, skip_modules: 13.3%), "
-            "model.layers.*.self_attn.k_proj x 2 (Linear, skip_modules: 6.7%), "
-            "model.layers.*.self_attn.v_proj x 2 (Linear, skip_modules: 6.7%).",
+            "snip-hf: these weights stay in high precision (embeddings and output head aside): "
+            "model.layers.*.self_attn.q_proj x 2 (Linear, skip_modules), "
+            "model.layers.*.self_attn.o_proj x 2 (Linear, skip_modules), "
+            "model.layers.*.self_attn.k_proj x 2 (Linear, skip_modules), "
+            "model.layers.*.self_attn.v_proj x 2 (Linear, skip_modules).",
         ]
 
     def test_a_compiled_block_leaves_the_names_and_the_random_numbers_as_they_are(self) -> None:

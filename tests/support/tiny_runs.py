@@ -63,7 +63,9 @@ class Run:
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "snip" / "history.jsonl").read_text().splitlines()]
+    """The start, the refreshes and the checks of the ranking."""
+    lines = [json.loads(line) for line in (folder / "snip" / "history.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] != "coverage"]
 
 
 def without_seconds(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from torch import nn
 
@@ -13,7 +13,7 @@ from ..layers.state import snip_linears
 from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
 from ..text import printable
-from .flops import Work
+from .flops import Tokens, Work
 from .gemm_timing import GemmShape, Machine, Timer, gemm_times, reference_format, timed_formats
 
 
@@ -23,7 +23,7 @@ class MeasuredCost:
 
     machine: Machine
     tokens: int
-    """Tokens of the micro-batch that the times are of."""
+    """Tokens of the micro-batch that the times are of, each of which passes through every layer once."""
     seconds: Mapping[str, Mapping[str, Mapping[str, float]]]
     """{layer: {gemm: {format: seconds per micro-batch}}}; the grad_weight of a frozen weight is not run and takes 0."""
     reference: str = REFERENCE.name
@@ -38,6 +38,16 @@ class MeasuredCost:
     def formats(self) -> tuple[str, ...]:
         """The formats that were timed, the same for every GEMM."""
         return tuple(next(iter(self.seconds.values()))[GEMMS[0]])
+
+    def executed(self, tokens: Tokens | None) -> MeasuredCost:
+        """Returns the times by the tokens that layers saw, to which they are taken to be proportional."""
+        if tokens is None:
+            return self
+        seconds = {
+            layer: {gemm: {name: value * tokens[layer] for name, value in times.items()} for gemm, times in row.items()}
+            for layer, row in self.seconds.items()
+        }
+        return replace(self, seconds=seconds)
 
     def total(self, format: str) -> float:
         """Returns the seconds of all GEMMs in one format."""

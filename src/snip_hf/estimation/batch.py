@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..numerics.random_state import RandomState
 from ..text import WITHOUT_PROBE
@@ -73,15 +73,6 @@ class Batch:
             )
         kept = {key: value for key, value in kwargs.items() if objective or key != "num_items_in_batch"}
         return cls(kept, RandomState.now(), objective=objective, seen=seen)
-
-    def loss(self, model: nn.Module) -> Tensor:
-        """Runs the model forward and returns the loss."""
-        if self.objective is not None:
-            return self.objective.loss(model, self.kwargs)
-        # With the model's own hooks, but without what `model.compile()` made of it.
-        outputs = model._call_impl(**self.kwargs)
-        loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-        return loss
 
     def part(self, tokens: int | None) -> Batch:
         """Returns some sequences, as many as hold at most so many tokens but at least one; None: all of them.

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..text import WITHOUT_PROBE
 
 # Inputs whose names end in "ids" and that are no tokens.
 _NO_TOKENS = ("position_ids", "token_type_ids")
+
+
+class _Called(BaseException):
+    """Ends a loss where it calls the model; no handler of `Exception` on the way is to catch it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.inputs = args, kwargs
 
 
 Compute = Callable[[nn.Module, dict[str, Any]], Tensor]
@@ -46,6 +55,36 @@ class Objective:
                 f"alone, or use {WITHOUT_PROBE}."
             )
         return found.reshape(())
+
+    def forward_inputs(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what the model's forward takes where the loss first calls it with gradients; it does not run then.
+
+        Raises:
+            ValueError: the loss does not call the model, or gives it inputs without names.
+        """
+        original, own = model.forward, vars(model).get("forward")
+        names = [
+            name for name, one in inspect.signature(original).parameters.items() if one.kind is not one.VAR_POSITIONAL
+        ]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                raise _Called(args, kwargs)
+            return original(*args, **kwargs)
+
+        vars(model)["forward"] = forward
+        try:
+            with torch.enable_grad():
+                self.loss(model, inputs)
+        except _Called as called:
+            args, kwargs = called.inputs
+            if len(args) <= len(names):
+                return dict(zip(names, args, strict=False)) | kwargs
+        finally:
+            del vars(model)["forward"]
+            if own is not None:
+                vars(model)["forward"] = own
+        raise ValueError("The loss does not call the model as a whole, or gives its forward inputs that have no names.")
 
 
 def objective_of(compute_loss: Compute | None, terms: int | None) -> Objective | None:

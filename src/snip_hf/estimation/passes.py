@@ -17,6 +17,7 @@ from ..parallel.sharding import whole, without_sharding_hooks
 from ..python_state import Kept, Shared
 from ..text import WITHOUT_PROBE
 from .batch import Batch
+from .objective import Objective
 from .user_hooks import leave_out_global_observers, leave_out_observers
 
 
@@ -63,10 +64,16 @@ def traceless(model: nn.Module, has_been_through_hooks: bool = True) -> Iterator
         yield
 
 
-def stand_in(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = True) -> None:
     """Puts stand-ins in the place of the model's parameters, buffers and tensors that are mere attributes.
 
     A tensor has one stand-in, by whatever names of whatever modules it is known.
+
+    Args:
+        model: the model, in `traceless`.
+        weights: as `run_pass` takes them.
+        in_fp32: whether stand-ins of other parameters and of buffers are in FP32, or in the dtype that these have.
+            Then a parameter that is neither sharded nor written to is not copied.
     """
     frozen = frozen_in_a_pass(model)
     swapped = {id(layer.weight) for layer in snip_linears(model).values()}
@@ -82,10 +89,12 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         copy = parameter.detach() if id(parameter) in swapped else whole(parameter.detach())
         if parameter.is_floating_point():
             # Something before the first layer must ask for gradients, so that the backward pass reaches all of them.
-            copy = copy.to(torch.float32, copy=id(parameter) in written).requires_grad_(id(parameter) not in frozen)
+            dtype = torch.float32 if in_fp32 else copy.dtype
+            copy = copy.to(dtype, copy=id(parameter) in written).requires_grad_(id(parameter) not in frozen)
         stand_ins[id(parameter)] = copy
     for buffer in model.buffers():
-        stand_ins[id(buffer)] = buffer.clone().to(torch.float32) if buffer.is_floating_point() else buffer.clone()
+        widens = in_fp32 and buffer.is_floating_point()
+        stand_ins[id(buffer)] = buffer.clone().to(torch.float32) if widens else buffer.clone()
     for module in model.modules():
         every: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for entries in every:
@@ -202,6 +211,58 @@ def _run(
     if run is not None:
         found = run(dict(batch.kwargs))
         return torch.tensor(math.nan if found is None else float(found))
+    device = next(model.parameters()).device
+    with (
+        torch.set_grad_enabled(backward),
+        torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
+    ):
+        loss = _loss(model, batch)
+    if backward:
+        with torch.autocast(device.type, enabled=False):  # the caller's may be on
+            loss.backward()
+    return loss.detach()
+
+
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    if batch.objective is not None:
+        _take_wrappers_off(model)
+        return batch.objective.loss(model, batch.kwargs)
+    outputs = call(model, batch.kwargs)
+    loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+    return loss
+
+
+def call(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
+    """Returns what the model gives, with its own hooks, but without what wrappers made of it; inside `traceless`."""
+    _take_wrappers_off(model)
+    # With the model's own hooks, but without what `model.compile()` made of it.
+    return model._call_impl(**kwargs)
+
+
+def forward_inputs(model: nn.Module, batch: Mapping[str, Any], objective: Objective | None) -> Mapping[str, Any]:
+    """Returns what the model's forward takes in the pass that a loss is computed from; leaves no trace.
+
+    Args:
+        model: without wrappers.
+        batch: what the objective takes; without one, these inputs themselves.
+        objective: the loss; None: the one that the model returns.
+
+    Raises:
+        ValueError: the loss does not call the model, or gives it inputs without names.
+    """
+    if objective is None:
+        return batch
+    before = RandomState.now()
+    try:
+        with traceless(model, has_been_through_hooks=False):
+            _take_wrappers_off(model)
+            return objective.forward_inputs(model, batch)
+    finally:
+        before.restore()
+
+
+def _take_wrappers_off(model: nn.Module) -> None:
+    """Gives the model the forward that it had before wrappers; inside `traceless`."""
     original = getattr(model, "_original_forward", None)  # what Accelerate wraps in autocast
     compiled = getattr(original, "_torchdynamo_orig_callable", None)
     if compiled is not None and getattr(compiled, "__self__", None) is model and compiled.__name__ != "forward":
@@ -209,13 +270,3 @@ def _run(
         vars(model).pop("forward", None)
     elif original is not None:
         vars(model)["forward"] = original
-    device = next(model.parameters()).device
-    with (
-        torch.set_grad_enabled(backward),
-        torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
-    ):
-        loss = batch.loss(model)
-    if backward:
-        with torch.autocast(device.type, enabled=False):  # the caller's may be on
-            loss.backward()
-    return loss.detach()

@@ -165,9 +165,8 @@ def _nearest_setting(
         name = UNQUANTIZED.name if is_partial else plan.assignment[layer][gemm]
         return _stand_in(name, offered) if nearest else name
 
-    flops = [
-        (column, wanted(layer, gemm), plan.flops[layer][gemm]) for layer in layers for column, gemm in enumerate(GEMMS)
-    ]
+    work = plan.executed
+    flops = [(column, wanted(layer, gemm), work[layer][gemm]) for layer in layers for column, gemm in enumerate(GEMMS)]
 
     def cost(setting: Setting) -> float:
         return math.fsum(number for column, name, number in flops if setting.formats[column] != name)
@@ -223,5 +222,7 @@ def _coarser(plan: PrecisionPlan, changes: Mapping[str, Sequence[str]]) -> float
 
 def _share(plan: PrecisionPlan, places: Iterable[str]) -> float:
     """Returns the share of the plan's FLOPs that these GEMMs ("layer:gemm") have."""
-    total = math.fsum(number for row in plan.flops.values() for number in row.values())
-    return math.fsum(_flops(plan, place) for place in places) / total
+    work = plan.executed
+    total = math.fsum(number for row in work.values() for number in row.values())
+    found = (place.rsplit(":", 1) for place in places)
+    return math.fsum(work[layer][gemm] for layer, gemm in found) / total

@@ -114,8 +114,8 @@ def _fp4_fraction(plan: PrecisionPlan, layers: Iterable[str]) -> float:
     """Returns the share of the plan's forward FLOPs that these layers run in FP4."""
     forward = GEMMS[0]
     low = [layer for layer in layers if FORMATS[plan.assignment[layer][forward]].counts_as_fp4]
-    total = math.fsum(row[forward] for row in plan.flops.values())
-    return math.fsum(plan.flops[layer][forward] for layer in low) / total
+    work = plan.executed
+    return math.fsum(work[layer][forward] for layer in low) / math.fsum(row[forward] for row in work.values())
 
 
 def perplexity(model: nn.Module, tokens: torch.Tensor) -> float:

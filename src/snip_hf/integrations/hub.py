@@ -35,9 +35,11 @@ from huggingface_hub import ModelCard
 from torch import nn
 
 from ..config import POLICIES
+from ..estimation.coverage import Coverage
 from ..json_io import open_regular
 from ..numerics.formats import FORMATS
 from ..planning.plan import PrecisionPlan
+from ..records.coverage import Counted
 from ..records.events import Event, Refresh
 from ..records.history import read_history
 from ..records.run_folder import FOLDER
@@ -53,6 +55,8 @@ _END = "<!-- snip-hf: end -->"
 _SECTION = re.compile(re.escape(_BEGIN) + r".*?" + re.escape(_END), re.DOTALL)
 # Characters of a name and of a message, and bytes of a model card.
 _NAME, _MESSAGE, _MOST_BYTES = 60, 1000, 2**24
+# Kinds of weights that a card names.
+_MOST_KINDS = 8
 _NOT_CODE = str.maketrans("", "", "`|")
 
 
@@ -124,11 +128,18 @@ def model_card_section(plan: PrecisionPlan, history: Iterable[Event], *, arithme
         arithmetic: how the products were computed (`Backend.arithmetic`).
     """
     # Not kept: a history may be long.
-    are_applied = [event.applied_step is not None for event in history if isinstance(event, Refresh)]
+    are_applied: list[bool] = []
+    covered: Coverage | None = None
+    for event in history:
+        if isinstance(event, Refresh):
+            are_applied.append(event.applied_step is not None)
+        elif isinstance(event, Counted):
+            covered = event.coverage
     rows = {
         "policy": _as_code(plan.provenance.policy),
         "target": _target(plan),
         "attained by the plan in force": _attained(plan),
+        **({} if covered is None else _covered(covered, plan)),
         "refreshes of the plan": f"{sum(are_applied)} applied of {len(are_applied)}",
         "arithmetic": arithmetic,
     }
@@ -173,6 +184,16 @@ def _target(plan: PrecisionPlan) -> str:
     if fraction is None:
         return "none"
     return f"at least {fraction:.1%} of the linear FLOPs in FP4"
+
+
+def _covered(found: Coverage, plan: PrecisionPlan) -> dict[str, str]:
+    """Returns what the plan covers of the model, and what it does not and why."""
+    rest = [f"{_as_text(kind)} {share:.1%} ({_as_text(reason)})" for (kind, reason), share in found.by_kind().items()]
+    return {
+        "coverage": f"the plan decides on {found.share:.1%} of the model's matmul FLOPs (output head and attention "
+        f"products aside), which makes {found.share * plan.fp4_fraction:.1%} of all of them in FP4",
+        **({"not covered": "; ".join(rest[:_MOST_KINDS])} if rest else {}),
+    }
 
 
 def _attained(plan: PrecisionPlan) -> str:

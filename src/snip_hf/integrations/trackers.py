@@ -11,6 +11,7 @@ from typing import Any
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback, rewrite_logs
 
+from ..estimation.coverage import Coverage
 from ..planning.plan import PrecisionPlan
 
 logger = logging.getLogger(__name__)
@@ -31,11 +32,18 @@ class Trackers:
         control: TrainerControl,
         logs: dict[str, Any] | None,
         plan: PrecisionPlan,
+        coverage: Coverage | None,
     ) -> None:
-        """Adds the FP4 share to logs with a loss, to the last entry of `state.log_history`, and to the trackers."""
+        """Adds the FP4 share to logs with a loss, to the last entry of `state.log_history`, and to the trackers.
+
+        Beside it stand, where it is known, the coverage, and their product, the FP4 share of the whole model.
+        """
         if logs is None or "loss" not in logs:
             return
         figures = {"fp4_share": round(plan.fp4_fraction, 4)}
+        if coverage is not None:
+            figures["fp4_coverage"] = round(coverage.share, 4)
+            figures["fp4_share_of_model"] = round(coverage.share * plan.fp4_fraction, 4)
         logs.update(figures)
         last = state.log_history[-1] if state.log_history else {}
         if "loss" in last and last.get("step") == state.global_step:

@@ -257,7 +257,7 @@ class SnipCallback(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Shows the FP4 share next to the loss: to later callbacks, in `state.log_history` and to the trackers."""
         if self.controller is not None and not self._is_restored:
-            self._figures.add(args, state, control, kwargs.get("logs"), self.controller.plan)
+            self._figures.add(args, state, control, kwargs.get("logs"), self.controller.plan, self.controller.coverage)
 
     def _save_state(self, args: TrainingArguments, state: TrainerState) -> None:
         """Writes the state into the checkpoint of this step, if there is one."""

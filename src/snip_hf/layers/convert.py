@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
 import logging
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,16 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..config import DoesNotFit, SnipConfig
+from ..config import SnipConfig
 from ..kernels.backend import BACKENDS, Backend, select_backend
 from ..numerics.formats import FORMATS, REFERENCE, check_format
 from ..numerics.gemms import GEMMS
-from .coverage import Coverage, find_coverage
 from .kinds import LAYER_KINDS, kind_of
 from .layer import STATE, SnipLayer
 from .run_hooks import end_runs
-from .selection import LEFT_OUT, head_of, known_layers, refuse_quantized, skip_reasons, summary
-from .state import plain_name, set_step, snip_linears
+from .selection import LEFT_OUT, check_patterns, known_layers, refuse_quantized, skip_reasons, summary
+from .state import set_step, snip_linears
+from .weight_matrices import describe_unswapped, weight_matrices
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +44,6 @@ try:
 finally:
     for _name in _noisy:
         _noisy[_name].setLevel(_levels[_name])
-# More than this share of a model's weight matrices outside the plan is worth a warning.
-_MUCH = 0.1
 # Where DDP looks for names of parameters and buffers that are not its business.
 _DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 
@@ -107,17 +103,18 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     """Swaps the linears inside the transformer blocks for `SnipLinear`, in place.
 
     Replaces every `nn.Linear` (of subclasses, those that `register_linear_class` added), every `Conv1D` of
-    transformers, and every module of a kind that was added by `register_layer_kind`, inside a numbered block
-    (`....layers.3....`), except the output head, adapters' small matrices and what `config.skip_modules` names.
-    Everything starts in `config.start_format`. The log names what is swapped, what is skipped and why, and every other
-    weight matrix that the plan does not cover (`coverage`). Layers swapped before stay as they are, or are restored if
-    this config skips them.
+    transformers, the projections of experts modules, and every module of a kind that was added by
+    `register_layer_kind`, inside a numbered block (`....layers.3....`) of the language model's decoder, and those that
+    `config.include_modules` names elsewhere, except the output head, routers, adapters' small matrices and what
+    `config.skip_modules` names. Everything starts in `config.start_format`. The log names what is swapped, what is
+    skipped and why, and every other weight matrix. Layers swapped before stay as they are, or are restored if this
+    config skips them. `coverage` tells the share of the model's FLOPs that is swapped.
 
     Returns: the exact names of all swapped layers, in the model's order.
 
     Raises:
-        ValueError: no layer is left to swap, a name in `skip_modules` matches nothing, or the model is already
-            quantized by another method.
+        ValueError: no layer is left to swap, a name in `skip_modules` or `include_modules` matches nothing, or the
+            model is already quantized by another method.
     """
     refuse_quantized(model)
     reasons = skip_reasons(model, config)
@@ -125,12 +122,7 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     if not chosen:
         raise _nothing_left(model, skipped)
-    for pattern in config.skip_modules:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in reasons):
-            raise DoesNotFit(
-                f"skip_modules: {pattern!r} matches no linear layer; the layers are named like {chosen[0]!r}. "
-                "Use exact names or globs over the whole name, such as '*.down_proj'."
-            )
+    check_patterns(model, config, reasons)
     modules = known_layers(model)
     wanted = {id(modules[name][0]) for name in chosen}
     before = snip_linears(model)
@@ -151,7 +143,8 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     _keep_ddp_out(model)
     if before.keys() != layers.keys():
         logger.info("snip-hf swapped %d linear layers; skipped %d (%s).", len(layers), len(skipped), summary(skipped))
-        _log_coverage(coverage(model, config))
+        if rest := describe_unswapped(weight_matrices(model, config)):
+            logger.info("snip-hf: these weights stay in high precision (embeddings and output head aside): %s.", rest)
     return list(layers)
 
 
@@ -174,25 +167,6 @@ def _warn_of_backend(requested: str, layers: Mapping[str, SnipLayer]) -> None:
             "finds it on such a device.",
             requested,
             lacks,
-        )
-
-
-def coverage(model: nn.Module, config: SnipConfig) -> Coverage:
-    """Returns which weight matrices `convert_model` swaps under this config and which it does not, and why."""
-    names = {id(module): plain_name(name) for name, module in model.named_modules()}
-    return find_coverage(model, head_of(model), skip_reasons(model, config), names)
-
-
-def _log_coverage(found: Coverage) -> None:
-    if found.uncovered:
-        logger.info("snip-hf: the plan does not cover %s.", found.describe())
-    # What the user left out on purpose is no news.
-    missed = math.fsum(group.share for group in found.uncovered if group.reason != LEFT_OUT)
-    if missed > _MUCH:
-        logger.warning(
-            "snip-hf: FP4 shares count the swapped layers only. What the plan does not cover stays in high precision: "
-            "%s.",
-            found.describe(3),
         )
 
 

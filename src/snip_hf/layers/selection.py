@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from ..config import SnipConfig
+from ..config import DoesNotFit, SnipConfig
 from .kinds import LayerKind, kind_of, known_weights
 from .layer import SnipLayer
 from .routers import Routers
@@ -15,29 +15,33 @@ from .state import plain_name
 
 # The reason for what the user named in `skip_modules`.
 LEFT_OUT = "skip_modules"
+ROUTER = "router"
+_NO_BLOCK = "outside the transformer blocks"
+_NO_DECODER = "outside the language model's decoder (include_modules)"
 # Small matrices of adapters, by their names in PEFT; they stay in high precision.
 _ADAPTERS = ("*.lora_A.*", "*.lora_B.*")
 
 
 def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
     """Returns, for every layer of a known kind, why `convert_model` leaves it alone, or None if it is swapped."""
-    head, routers = head_of(model), Routers(model)
+    head, decoder, routers = head_of(model), _decoder_of(model), Routers(model)
 
     def reason(name: str, module: nn.Module, kind: LayerKind) -> str | None:
         if module is head:
             return "output head"
-        if not any(part.isdigit() for part in name.split(".")):
-            return "outside the transformer blocks"
+        outside = _outside(name, module, decoder)
+        if outside is not None and not _matches(name, config.include_modules):
+            return outside
         refusal = None if isinstance(module, SnipLayer) else kind.refuses(module)
         if refusal is not None:
             return refusal
         if routers.has(name, module):
-            return "router"
+            return ROUTER
         if "forward" in vars(module):  # which a swap of the class would not replace
             return "another forward function is set on it (device_map, tensor parallelism)"
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in _ADAPTERS):
+        if _matches(name, _ADAPTERS):
             return "adapter"
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.skip_modules):
+        if _matches(name, config.skip_modules):
             return LEFT_OUT
         return None
 
@@ -53,6 +57,60 @@ def known_layers(model: nn.Module) -> dict[str, tuple[nn.Module, LayerKind]]:
             names = (f"{name}.{part}" if part else name for part in kind.parts(module))
             found |= {plain_name(own): (module, kind) for own in names}
     return found
+
+
+def check_patterns(model: nn.Module, config: SnipConfig, reasons: Mapping[str, str | None]) -> None:
+    """Refuses names in `skip_modules` and `include_modules` that match nothing.
+
+    Args:
+        model: the model.
+        config: the names.
+        reasons: `skip_reasons`, of which at least one is None.
+
+    Raises:
+        DoesNotFit: names the field and the pattern.
+    """
+    example = next(name for name, reason in reasons.items() if reason is None)
+    for pattern in config.skip_modules:
+        if not any(_matches(name, [pattern]) for name in reasons):
+            raise DoesNotFit(
+                f"skip_modules: {pattern!r} matches no linear layer; the layers are named like {example!r}. "
+                "Use exact names or globs over the whole name, such as '*.down_proj'."
+            )
+    decoder, head = _decoder_of(model), head_of(model)
+    modules = {name: module for name, (module, _) in known_layers(model).items()}
+    outside = [name for name in reasons if modules[name] is not head and _outside(name, modules[name], decoder)]
+    for pattern in config.include_modules:
+        if not any(_matches(name, [pattern]) for name in outside):
+            named = f"those are named like {outside[0]!r}" if outside else "the model has no other one"
+            raise DoesNotFit(
+                f"include_modules: {pattern!r} matches no linear layer outside the decoder's blocks; {named}. "
+                "Linears inside the blocks are swapped without it, and the output head never is."
+            )
+
+
+def _outside(name: str, module: nn.Module, decoder: frozenset[int] | None) -> str | None:
+    """Returns why a layer is not swapped unless it is named; None if it is inside a block of the decoder."""
+    if not any(part.isdigit() for part in name.split(".")):
+        return _NO_BLOCK
+    return None if decoder is None or id(module) in decoder else _NO_DECODER
+
+
+def _decoder_of(model: nn.Module) -> frozenset[int] | None:
+    """Returns the ids of the modules of the language model's decoder; None: the model tells no part of it from it.
+
+    Hugging Face models tell it. That of a vision-language model is its language model. What has no blocks, such as a
+    head of that name, is none.
+    """
+    decoder = getattr(model, "get_decoder", lambda: None)()
+    if not isinstance(decoder, nn.Module) or decoder is model:
+        return None
+    has_blocks = any(part.isdigit() for name, _ in decoder.named_modules() for part in name.split("."))
+    return frozenset(map(id, decoder.modules())) if has_blocks else None
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def head_of(model: nn.Module) -> object:

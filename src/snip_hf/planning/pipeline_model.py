@@ -121,8 +121,8 @@ def pipeline_times(plan: PrecisionPlan, micro_batches: int | None = None) -> Pip
     count = MICRO_BATCHES_PER_STAGE * len(plan.stages) if micro_batches is None else micro_batches
     if count < 1:
         raise ValueError(f"micro_batches is {count}, expected at least 1; it is the number per optimizer step.")
-    measured = plan.measured if plan.is_timed else None
-    times = predicted_times(plan.flops, measured)
+    measured = plan.times if plan.is_timed else None
+    times = predicted_times(plan.executed, measured)
     reference = REFERENCE.name if measured is None else measured.reference
 
     def total(stage: Iterable[str], format: str | None = None) -> float:
@@ -167,7 +167,7 @@ def compare_constraints(
         raise ValueError(f"the divergences are of another model: the plan has no layer {foreign[0]!r}.")
     check_ties_are_few(config, len(plan.assignment))
     everything = tuple(layer for stage in plan.stages for layer in stage)
-    setting = Setting(config, plan.flops, (everything,), plan.measured)
+    setting = Setting(config, plan.flops, (everything,), plan.measured, plan.tokens)
     program = problem(setting, table, before or plan.assignment)
     program["time_limit"] = min(program["time_limit"], _TIME_LIMIT)
     decided = {}

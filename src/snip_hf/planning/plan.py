@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
-from ..costs.flops import Work
-from ..costs.gemm_timing import Machine, check_seconds
+from ..costs.flops import Tokens, Work, executed
 from ..costs.measured_cost import MeasuredCost
 from ..costs.rates import GemmTimes, linear_times, speedup
 from ..json_io import read_json, write_json_atomic
@@ -27,7 +26,16 @@ from ..numerics.formats import FORMATS, check_format
 from ..numerics.gemms import GEMMS
 from ..registry import UnknownName
 from ..text import printable
-from .checked_values import MAX_TEXT, check_keys, check_text, check_type, finite, short
+from .checked_tables import (
+    as_stages,
+    check_same_layers,
+    checked_measured,
+    checked_stages,
+    checked_table,
+    checked_tokens,
+    read_measured,
+)
+from .checked_values import MAX_TEXT, check_keys, check_type, finite, short
 from .provenance import PlanProvenance
 
 SCHEMA_VERSION = 1
@@ -44,7 +52,7 @@ class PrecisionPlan:
     Raises:
         ValueError: no layers; a layer without exactly the three GEMMs; an unknown format; FLOPs for other layers than
             the assignment's, negative or not finite; stages that do not hold each layer exactly once, or have no FLOPs;
-            measured times for other layers, or none for a GEMM that has FLOPs.
+            measured times or tokens for other layers, or no time for a GEMM that has FLOPs.
     """
 
     assignment: Assignment
@@ -56,17 +64,22 @@ class PrecisionPlan:
     provenance: PlanProvenance
     measured: MeasuredCost | None = None
     """The times that the target was met by (`budget="measured"`); None: it was met by FLOPs."""
+    tokens: Tokens | None = None
+    """{layer: tokens that it saw in all its matrices together, per token of the micro-batch}, of the last one that was
+    counted; None: every layer saw the same number."""
 
     def __post_init__(self) -> None:
-        assignment = _checked_table(self.assignment, "assignment", check_format)
-        flops = _checked_table(self.flops, "flops", lambda value, where: finite(value, where, minimum=0.0))
-        _check_same_layers(assignment, flops)
-        stages = _checked_stages(self.stages, flops)
+        assignment = checked_table(self.assignment, "assignment", check_format)
+        flops = checked_table(self.flops, "flops", lambda value, where: finite(value, where, minimum=0.0))
+        check_same_layers(assignment, flops)
+        stages = checked_stages(self.stages, flops)
         if not isinstance(self.provenance, PlanProvenance):
             raise ValueError(f"provenance is {short(self.provenance)}, expected a PlanProvenance.")
         ordered = [layer for stage in stages for layer in stage]
         if self.measured is not None:
-            object.__setattr__(self, "measured", _checked_measured(self.measured, flops, ordered))
+            object.__setattr__(self, "measured", checked_measured(self.measured, flops, ordered))
+        if self.tokens is not None:
+            object.__setattr__(self, "tokens", checked_tokens(self.tokens, flops, stages))
         object.__setattr__(self, "assignment", MappingProxyType({layer: assignment[layer] for layer in ordered}))
         object.__setattr__(self, "flops", MappingProxyType({layer: flops[layer] for layer in ordered}))
         object.__setattr__(self, "stages", stages)
@@ -77,29 +90,42 @@ class PrecisionPlan:
     ) -> PrecisionPlan:
         """The plan that runs every GEMM of every layer in `flops` in one format."""
         assignment = {layer: dict.fromkeys(GEMMS, format) for layer in flops}
-        return cls(assignment, flops, _as_stages(stages), provenance)
+        return cls(assignment, flops, as_stages(stages), provenance)
+
+    @property
+    def executed(self) -> Work:
+        """Layer -> GEMM -> FLOPs that run, per token of the micro-batch."""
+        return executed(self.flops, self.tokens)
+
+    @property
+    def times(self) -> MeasuredCost | None:
+        """The measured times, by the tokens that layers saw."""
+        return None if self.measured is None else self.measured.executed(self.tokens)
 
     @property
     def fp4_fraction(self) -> float:
-        """Share (0..1) of the planned linears' FLOPs that run in FP4; not a reduction of FLOPs."""
-        return self._fp4_fraction(self.assignment, self.flops)
+        """Share (0..1) of the planned linears' executed FLOPs that are in FP4; not a reduction of FLOPs."""
+        return self._fp4_fraction(self.assignment, self.executed)
 
     @property
     def stage_fp4_fractions(self) -> tuple[float, ...]:
         """`fp4_fraction` of each stage alone."""
-        return tuple(self._fp4_fraction(stage, self.flops) for stage in self.stages)
+        work = self.executed
+        return tuple(self._fp4_fraction(stage, work) for stage in self.stages)
 
     @property
     def fp4_time_fraction(self) -> float | None:
         """Share (0..1) of the linears' measured time (`MeasuredCost.work`) that belongs to GEMMs in FP4, if any."""
-        return None if self.measured is None else self._fp4_fraction(self.assignment, self.measured.work)
+        times = self.times
+        return None if times is None else self._fp4_fraction(self.assignment, times.work)
 
     @property
     def stage_fp4_time_fractions(self) -> tuple[float, ...] | None:
         """`fp4_time_fraction` of each stage alone."""
-        if self.measured is None:
+        times = self.times
+        if times is None:
             return None
-        work = self.measured.work
+        work = times.work
         return tuple(self._fp4_fraction(stage, work) for stage in self.stages)
 
     def linear_speedup(self, rates: str | None = None) -> float | None:
@@ -135,10 +161,10 @@ class PrecisionPlan:
 
     def _times(self, rates: str | None) -> GemmTimes | None:
         if rates is not None:
-            return linear_times(self.flops, self._used, rates, None)
+            return linear_times(self.executed, self._used, rates, None)
         own = (self.provenance.config or {}).get("rates")
         try:
-            return linear_times(self.flops, self._used, own, self.measured if self.is_timed else None)
+            return linear_times(self.executed, self._used, own, self.times if self.is_timed else None)
         except (KeyError, TypeError):  # no table, or a plan from elsewhere whose config names anything
             return None
 
@@ -216,7 +242,7 @@ class PrecisionPlan:
         return replace(self, flops=flops, measured=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain JSON data, layers in the order of the stages; "measured" only where there is any."""
+        """The plan as plain JSON data, layers in the order of the stages; "measured" and "tokens" only if they are."""
         document = {
             "schema_version": SCHEMA_VERSION,
             "kind": KIND,
@@ -225,7 +251,9 @@ class PrecisionPlan:
             "stages": [list(stage) for stage in self.stages],
             "provenance": self.provenance.to_dict(),
         }
-        return document if self.measured is None else document | {"measured": self.measured.to_dict()}
+        if self.measured is not None:
+            document["measured"] = self.measured.to_dict()
+        return document if self.tokens is None else document | {"tokens": dict(self.tokens)}
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> PrecisionPlan:
@@ -240,8 +268,8 @@ class PrecisionPlan:
         version = document.get("schema_version")
         if type(version) is not int or version != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {short(version)}, expected {SCHEMA_VERSION}.")
-        measured = ("measured",) if "measured" in document else ()
-        keys = ("schema_version", "kind", "assignment", "flops", "stages", "provenance", *measured)
+        optional = [name for name in ("measured", "tokens") if name in document]
+        keys = ("schema_version", "kind", "assignment", "flops", "stages", "provenance", *optional)
         check_keys(document, keys, "the document")
         provenance = document["provenance"]
         check_type(provenance, Mapping, "provenance", "a JSON object")
@@ -251,7 +279,8 @@ class PrecisionPlan:
             document["flops"],
             document["stages"],
             PlanProvenance(**provenance),
-            read_measured(document["measured"]) if measured else None,
+            read_measured(document["measured"]) if "measured" in document else None,
+            document.get("tokens"),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -278,92 +307,3 @@ class PrecisionPlan:
                 f"{printable(path, MAX_TEXT)} is not a usable precision plan: {error} Restore the file or let a "
                 "run write it again."
             ) from error
-
-
-def _checked_table(table: Any, name: str, check: Callable[[object, str], Any]) -> dict[str, Mapping[str, Any]]:
-    """A read-only copy of {layer: {gemm: value}}, every value passed through `check(value, where)`."""
-    check_type(table, Mapping, name, "a mapping from layer names")
-    if not table:
-        raise ValueError(f"{name} is empty, expected at least one layer.")
-    checked: dict[str, Mapping[str, Any]] = {}
-    for layer, row in table.items():
-        check_text(layer, f"a layer name in {name}")
-        check_type(row, Mapping, f"{name}[{layer!r}]", "a mapping from GEMMs")
-        check_keys(row, GEMMS, f"{name}[{layer!r}]")
-        checked[layer] = MappingProxyType({gemm: check(row[gemm], f"{name}[{layer!r}][{gemm!r}]") for gemm in GEMMS})
-    return checked
-
-
-def _check_same_layers(assignment: Assignment, flops: Flops) -> None:
-    for layer in (*assignment, *flops):
-        if layer not in assignment or layer not in flops:
-            missing = "flops" if layer in assignment else "assignment"
-            raise ValueError(f"{missing} has no entry for layer {layer!r}; both must name the same layers.")
-
-
-def _as_stages(stages: Any) -> tuple[tuple[Any, ...], ...]:
-    check_type(stages, (list, tuple), "stages", "a list of lists of layer names")
-    for index, stage in enumerate(stages):
-        check_type(stage, (list, tuple), f"stages[{index}]", "a list of layer names")
-    return tuple(tuple(stage) for stage in stages)
-
-
-def _checked_stages(stages: Any, flops: Flops) -> tuple[tuple[str, ...], ...]:
-    """`stages` as tuples, after checking that they part the layers of `flops` and that each has FLOPs."""
-    checked = _as_stages(stages)
-    seen: dict[str, int] = {}
-    for index, stage in enumerate(checked):
-        for layer in stage:
-            check_text(layer, f"a layer name in stages[{index}]")
-            if layer not in flops:
-                raise ValueError(f"stages[{index}] names layer {layer!r}, which the assignment does not have.")
-            if layer in seen:
-                raise ValueError(f"layer {layer!r} is in stages[{seen[layer]}] and stages[{index}], expected in one.")
-            seen[layer] = index
-        if not math.fsum(value for layer in stage for value in flops[layer].values()) > 0:
-            raise ValueError(f"stages[{index}] has no FLOPs, so its FP4 share means nothing; leave the stage out.")
-    for layer in flops:
-        if layer not in seen:
-            raise ValueError(f"layer {layer!r} is in no stage, expected in exactly one.")
-    return checked
-
-
-def read_measured(document: Any) -> MeasuredCost:
-    check_type(document, Mapping, "measured", "a JSON object")
-    document = {"reference": MeasuredCost.reference, **document}  # plans of earlier versions do not name it
-    check_keys(document, tuple(field.name for field in fields(MeasuredCost)), "measured")
-    machine = document["machine"]
-    check_type(machine, Mapping, "measured.machine", "a JSON object")
-    check_keys(machine, tuple(field.name for field in fields(Machine)), "measured.machine")
-    return MeasuredCost(**{**document, "machine": Machine(**machine)})
-
-
-def _checked_measured(measured: Any, flops: Flops, order: Sequence[str]) -> MeasuredCost:
-    """A read-only copy, after checking that every GEMM that has FLOPs has a time in each format."""
-    check_type(measured, MeasuredCost, "measured", "a MeasuredCost")
-    for field in fields(Machine):
-        check_text(getattr(measured.machine, field.name), f"measured.machine.{field.name}")
-    if type(measured.tokens) is not int or measured.tokens < 1:
-        raise ValueError(f"measured.tokens is {short(measured.tokens)}, expected an integer of at least 1.")
-    check_format(measured.reference, "measured.reference")
-    table = _checked_table(measured.seconds, "measured.seconds", lambda value, where: value)
-    for layer in table.keys() ^ flops.keys():
-        raise ValueError(f"measured.seconds and flops do not both name layer {layer!r}; expected the same layers.")
-    seconds: dict[str, Mapping[str, Mapping[str, float]]] = {}
-    formats: list[str] = []
-    for layer in order:
-        row: dict[str, Mapping[str, float]] = {}
-        for gemm in GEMMS:
-            where, times = f"measured.seconds[{layer!r}][{gemm!r}]", table[layer][gemm]
-            if flops[layer][gemm] > 0:
-                row[gemm] = check_seconds(times, where, measured.reference)
-            elif not isinstance(times, Mapping) or any(number != 0 for number in times.values()):
-                raise ValueError(f"{where} is {short(times)}, expected 0 in every format: the GEMM has no FLOPs.")
-            else:
-                row[gemm] = {str(fmt): 0.0 for fmt in times}
-            formats = formats or list(row[gemm])
-            if set(row[gemm]) != set(formats):
-                raise ValueError(f"{where} has times in {', '.join(row[gemm])}; the others have {', '.join(formats)}.")
-        seconds[layer] = MappingProxyType({gemm: MappingProxyType(times) for gemm, times in row.items()})
-    checked: MeasuredCost = replace(measured, seconds=MappingProxyType(seconds))
-    return checked

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..config import SnipConfig
-from ..costs.flops import Work
+from ..costs.flops import Tokens, Work, executed
 from ..costs.measured_cost import MeasuredCost
 from ..numerics.gemms import GEMMS
 
@@ -22,11 +22,24 @@ class Setting:
     stages: tuple[tuple[str, ...], ...]
     measured: MeasuredCost | None = None
     """The times that count in place of FLOPs, if any."""
+    tokens: Tokens | None = None
+    """What each layer saw of the last micro-batch that was counted; None: every layer the same."""
+
+    @property
+    def executed(self) -> Work:
+        """Layer -> GEMM -> FLOPs that run, per token of the micro-batch."""
+        return executed(self.flops, self.tokens)
+
+    @property
+    def times(self) -> MeasuredCost | None:
+        """The measured times, by the tokens that layers saw."""
+        return None if self.measured is None else self.measured.executed(self.tokens)
 
     @property
     def work(self) -> Work:
-        """Layer -> GEMM -> what it counts in the efficiency constraint: FLOPs, or seconds (`MeasuredCost.work`)."""
-        return self.flops if self.measured is None else self.measured.work
+        """Layer -> GEMM -> what it counts in the efficiency constraint: FLOPs that run, or seconds."""
+        times = self.times
+        return self.executed if times is None else times.work
 
     def groups(self, layers: Sequence[str]) -> list[str]:
         """Returns the names of the groups of these layers: "layer", or "layer:gemm" at granularity "gemm"."""

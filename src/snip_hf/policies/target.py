@@ -40,7 +40,7 @@ def contributions(setting: Setting, stage: Sequence[str]) -> dict[str, dict[str,
             group: {name: share if FORMATS[name].counts_as_fp4 else 0.0 for name in formats}
             for group, share in setting.shares(stage).items()
         }
-    times = linear_times(setting.flops, formats, setting.config.rates, setting.measured)
+    times = linear_times(setting.executed, formats, setting.config.rates, setting.times)
     high = UNQUANTIZED.name
     whole = math.fsum(times[layer][gemm][high] for layer in stage for gemm in GEMMS)
     cells = {group: [times[layer][gemm] for layer, gemm in setting.members(group)] for group in setting.groups(stage)}

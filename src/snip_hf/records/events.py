@@ -6,18 +6,16 @@ names the field that it refuses. Entries that it does not know are left out, sin
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
-from ..numerics.formats import check_format
-from ..numerics.gemms import GEMMS
 from ..planning.plan import PrecisionPlan
 from ..planning.provenance import PlanProvenance
 from ..planning.solver.solution import SolverResult
 from ..text import printable
-from .values import entry_of, list_of, mapping_of, number_of, short, step_of, text_of
+from .coverage import Counted
+from .values import changes_of, check_event, entry_of, list_of, mapping_of, number_of, short, step_of, text_of
 
 _MOST_LAYERS = 100_000
 # Of a refresh, which may be absent.
@@ -47,6 +45,7 @@ class Start:
             "flops": {layer: dict(flops) for layer, flops in self.plan.flops.items()},
             "stages": [list(stage) for stage in self.plan.stages],
             "model_name": self.model_name,
+            **({} if self.plan.tokens is None else {"tokens": dict(self.plan.tokens)}),
         }
 
     @classmethod
@@ -56,7 +55,7 @@ class Start:
         Raises:
             ValueError: it is none of a start; names the field.
         """
-        _check_event(record, cls.event)
+        check_event(record, cls.event)
         config = mapping_of(entry_of(record, "config"), "config")
         assignment = mapping_of(entry_of(record, "plan"), "plan")
         if len(assignment) > _MOST_LAYERS:
@@ -67,7 +66,8 @@ class Start:
             config=config,
             model_name=entry_of(record, "model_name") or None,
         )
-        plan = PrecisionPlan(assignment, entry_of(record, "flops"), entry_of(record, "stages"), provenance)
+        flops, stages = entry_of(record, "flops"), entry_of(record, "stages")
+        plan = PrecisionPlan(assignment, flops, stages, provenance, tokens=record.get("tokens"))
         return cls(step=provenance.step, config=config, plan=plan, model_name=provenance.model_name)
 
 
@@ -225,7 +225,7 @@ class Refresh(RefreshBegun):
             reason=text_of(entry_of(record, "reason"), "reason"),
             fp4_fraction=number_of(entry_of(record, "fp4_fraction"), "fp4_fraction"),
             layers_changed=step_of(entry_of(record, "layers_changed"), "layers_changed"),
-            changes=_changes(entry_of(record, "changes"), cells or {}),
+            changes=changes_of(entry_of(record, "changes"), cells or {}),
             stage_fp4_fractions=_numbers(record, "stage_fp4_fractions"),
             stage_fp4_time_fractions=_numbers(record, "stage_fp4_time_fractions"),
             stage_linear_speedups=_numbers(record, "stage_linear_speedups"),
@@ -263,7 +263,7 @@ class DriftCheck:
         Raises:
             ValueError: it is none of a check; names the field.
         """
-        _check_event(record, cls.event)
+        check_event(record, cls.event)
         return cls(
             step=step_of(entry_of(record, "step"), "step"),
             correlation=number_of(entry_of(record, "correlation"), "correlation"),
@@ -273,10 +273,10 @@ class DriftCheck:
         )
 
 
-Event = Start | Refresh | DriftCheck
+Event = Start | Refresh | DriftCheck | Counted
 
 
-def later_event(record: Mapping[str, Any], cells: Mapping[str, str] | None = None) -> Refresh | DriftCheck:
+def later_event(record: Mapping[str, Any], cells: Mapping[str, str] | None = None) -> Refresh | DriftCheck | Counted:
     """Reads a line after the first one; `cells` as in `Refresh.from_record`.
 
     Raises:
@@ -284,12 +284,9 @@ def later_event(record: Mapping[str, Any], cells: Mapping[str, str] | None = Non
     """
     if entry_of(record, "event") == DriftCheck.event:
         return DriftCheck.from_record(record)
+    if record["event"] == Counted.event:
+        return Counted.from_record(record, cells)
     return Refresh.from_record(record, cells)
-
-
-def _check_event(record: Mapping[str, Any], expected: str) -> None:
-    if entry_of(record, "event") != expected:
-        raise ValueError(f"event is {short(record['event'])}, expected {expected!r}.")
 
 
 def _values(event: RefreshBegun | DriftCheck) -> dict[str, Any]:
@@ -298,7 +295,7 @@ def _values(event: RefreshBegun | DriftCheck) -> dict[str, Any]:
 
 def _begun(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of `RefreshBegun`."""
-    _check_event(record, RefreshBegun.event)
+    check_event(record, RefreshBegun.event)
     totals = mapping_of(record.get("divergence", {}), "divergence")
     return {
         "step": step_of(entry_of(record, "step"), "step"),
@@ -331,23 +328,3 @@ def _shares(plan: PrecisionPlan) -> dict[str, Any]:
         "linear_speedup": plan.linear_speedup(),
         "stage_linear_speedups": plan.stage_linear_speedups() or (),
     }
-
-
-def _changes(value: object, cells: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    changes: dict[str, tuple[str, str]] = {}
-    for cell, pair in mapping_of(value, "changes").items():
-        where = f"changes[{printable(cell)!r}]"
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError(f"{where} is {short(pair)}, expected the old and the new format.")
-        for name in pair:
-            check_format(name, where)
-        if cell.rpartition(":")[2] not in GEMMS:
-            raise ValueError(f"{where} names no GEMM; expected one of {', '.join(GEMMS)} after the layer.")
-        # The same objects as everywhere else: a history names each layer very often.
-        changes[cells.get(cell, cell)] = _pair(*pair)
-    return changes
-
-
-@functools.cache
-def _pair(old: str, new: str) -> tuple[str, str]:
-    return old, new

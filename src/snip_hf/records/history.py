@@ -9,6 +9,7 @@ from pathlib import Path
 from ..json_io import open_regular, parse_json
 from ..numerics.gemms import GEMMS
 from ..registry import UnknownName
+from .coverage import Counted
 from .events import Event, Refresh, Start, later_event
 from .values import mapping_of
 
@@ -42,7 +43,7 @@ def read_history(path: Path, notes: list[str] | None = None) -> Iterator[Event]:
             raise ValueError(f"Line {number} of {path} is not a line of a snip-hf history: {error}") from error
         if isinstance(event, Start):
             cells = {f"{layer}:{gemm}": f"{layer}:{gemm}" for layer in event.plan.assignment for gemm in GEMMS}
-        elif isinstance(event, Refresh):
+        elif isinstance(event, Refresh | Counted):
             _check_layers(event, cells or {})
         yield event
     if cells is None:
@@ -64,10 +65,10 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
             line = following
 
 
-def _check_layers(refresh: Refresh, cells: Mapping[str, str]) -> None:
-    for cell in refresh.changes:
+def _check_layers(event: Refresh | Counted, cells: Mapping[str, str]) -> None:
+    for cell in event.changes:
         if cell not in cells:
             raise ValueError(
-                f"The refresh of step {refresh.step} changes layer {cell.rpartition(':')[0]!r}, which the start does "
-                "not have."
+                f"The {event.event} of step {event.step} changes layer {cell.rpartition(':')[0]!r}, which the start "
+                "does not have."
             )

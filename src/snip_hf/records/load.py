@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config import SnipConfig
+from ..costs.flops import Tokens
 from ..costs.measured_cost import MeasuredCost
 from ..field_names import current_names
 from ..planning.plan import PrecisionPlan
+from .coverage import Counted
 from .divergences import read_divergence
 from .events import DriftCheck, Refresh, Start
 from .history import read_history
@@ -48,6 +50,8 @@ class Run:
     """The times in plan.json, which the history does not hold; None: there are none, or it cannot be used."""
     refreshes: list[Refresh]
     checks: list[DriftCheck]
+    counted: list[Counted]
+    """What the plans cover, of each micro-batch that was counted; empty for a run of an earlier version."""
     divergences: dict[int, list[dict[str, Any]]]
     """Probe step -> records, whose keys are the fields of `Divergence`."""
     losses: dict[int, dict[str, float]]
@@ -81,12 +85,12 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
     """
     folder = Path(run_dir)
     notes: list[str] = []
-    start, refreshes, checks = _read_events(folder / FOLDER / "history.jsonl", notes)
-    plans = _plans(start, refreshes, notes)
+    start, refreshes, checks, counted = _read_events(folder / FOLDER / "history.jsonl", notes)
+    plans = _plans(start, refreshes, counted, notes)
     measured = _measured(folder / FOLDER / "plan.json", plans[-1][1], notes)
     applied = [refresh.step for refresh in refreshes if refresh.applied_step is not None]
     divergences = _read_divergences(folder / FOLDER, set(start.assignment), applied[-1:], notes)
-    return Run(folder, plans, measured, refreshes, checks, divergences, read_losses(folder, notes), notes)
+    return Run(folder, plans, measured, refreshes, checks, counted, divergences, read_losses(folder, notes), notes)
 
 
 def thinned(items: Sequence[T], count: int) -> list[T]:
@@ -97,8 +101,8 @@ def thinned(items: Sequence[T], count: int) -> list[T]:
     return [items[round(index * last / (count - 1))] for index in range(count)]
 
 
-def _read_events(path: Path, notes: list[str]) -> tuple[PrecisionPlan, list[Refresh], list[DriftCheck]]:
-    """Returns the plan of the start, the refreshes and the checks; notes what is odd about them."""
+def _read_events(path: Path, notes: list[str]) -> tuple[PrecisionPlan, list[Refresh], list[DriftCheck], list[Counted]]:
+    """Returns the plan of the start, the refreshes, the checks and the counts; notes what is odd about them."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; expected the output folder of a run with SnipCallback.")
     start, *_ = events = list(read_history(path, notes))
@@ -110,25 +114,45 @@ def _read_events(path: Path, notes: list[str]) -> tuple[PrecisionPlan, list[Refr
             break
         latest = event.step
     refreshes = [event for event in events if isinstance(event, Refresh)]
-    return start.plan, refreshes, [event for event in events if isinstance(event, DriftCheck)]
+    checks = [event for event in events if isinstance(event, DriftCheck)]
+    return start.plan, refreshes, checks, [event for event in events if isinstance(event, Counted)]
 
 
-def _plans(start: PrecisionPlan, refreshes: Sequence[Refresh], notes: list[str]) -> list[tuple[int, PrecisionPlan]]:
-    """Returns the start's plan and those that refreshes put in force; of very many some, and the last two."""
+def _plans(
+    start: PrecisionPlan, refreshes: Sequence[Refresh], counted: Sequence[Counted], notes: list[str]
+) -> list[tuple[int, PrecisionPlan]]:
+    """Returns the start's plan and those that refreshes put in force; of very many some, and the last two.
+
+    Each has the tokens that were counted for it, the start's those of the first count, which may have changed it too.
+    """
     applied = [refresh for refresh in refreshes if refresh.applied_step is not None]
     most = max(4, min(_MOST_PLANS, _MOST_PLANNED_LAYERS // len(start.assignment)))
     shown = {*thinned(range(len(applied) + 1), most - 1), len(applied) - 1}
     if len(applied) + 1 > most:
         notes.append(f"The figure of the plan shows {len(shown)} of {len(applied) + 1:,} plans.")
     assignment = {layer: dict(formats) for layer, formats in start.assignment.items()}
+    for event in counted:
+        for cell, (_, new) in event.changes.items():
+            layer, _, gemm = cell.rpartition(":")
+            assignment[layer][gemm] = new
+    start = dataclasses.replace(start, assignment=assignment, tokens=_tokens_at(counted, None, start))
     plans = [(start.provenance.step, start)]
     for number, refresh in enumerate(applied, 1):
         for cell, (_, new) in refresh.changes.items():
             layer, _, gemm = cell.rpartition(":")
             assignment[layer][gemm] = new
         if number in shown and refresh.applied_step is not None:
-            plans.append((refresh.applied_step, dataclasses.replace(start, assignment=assignment)))
+            tokens = _tokens_at(counted, refresh.step, start)
+            plans.append((refresh.applied_step, dataclasses.replace(start, assignment=assignment, tokens=tokens)))
     return plans
+
+
+def _tokens_at(counted: Sequence[Counted], step: int | None, start: PrecisionPlan) -> Tokens | None:
+    """Returns the tokens of the last count up to a step; None: of the first one."""
+    known = [event for event in counted if step is None or event.step <= step]
+    if not known:
+        return start.tokens
+    return known[0 if step is None else -1].tokens
 
 
 def _measured(path: Path, plan: PrecisionPlan, notes: list[str]) -> MeasuredCost | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+from ..numerics.formats import check_format
+from ..numerics.gemms import GEMMS
 from ..text import printable
 
 # Above it, not every whole number is a float any more.
@@ -60,3 +63,28 @@ def short(value: object) -> str:
     if isinstance(value, dict | list):
         return f"a {'JSON object' if isinstance(value, dict) else 'list'} of {len(value)}"
     return printable(repr(value), 60)
+
+
+def check_event(record: Mapping[str, Any], expected: str) -> None:
+    if entry_of(record, "event") != expected:
+        raise ValueError(f"event is {short(record['event'])}, expected {expected!r}.")
+
+
+def changes_of(value: object, cells: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    changes: dict[str, tuple[str, str]] = {}
+    for cell, pair in mapping_of(value, "changes").items():
+        where = f"changes[{printable(cell)!r}]"
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"{where} is {short(pair)}, expected the old and the new format.")
+        for name in pair:
+            check_format(name, where)
+        if cell.rpartition(":")[2] not in GEMMS:
+            raise ValueError(f"{where} names no GEMM; expected one of {', '.join(GEMMS)} after the layer.")
+        # The same objects as everywhere else: a history names each layer very often.
+        changes[cells.get(cell, cell)] = _pair(*pair)
+    return changes
+
+
+@functools.cache
+def _pair(old: str, new: str) -> tuple[str, str]:
+    return old, new

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import POLICIES, SnipConfig
+from ..estimation.coverage import Coverage
 from ..estimation.layer_sums import LAYER
 from ..estimation.table import Divergence, DivergenceTable
 from ..numerics.formats import FORMATS
@@ -64,6 +65,8 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         f"attained {plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}. Model: "
         f"{_shown(plan.provenance.model_name or 'not named')}.",
     )
+    if run.counted:
+        say(console, _coverage(run.counted[-1].coverage, plan))
     if run.refreshes:
         console.print(refresh_table(run))
     else:
@@ -97,6 +100,11 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         if reasons is not None:
             console.print(reasons)
     _say_some(console, [f"Note: {note}" for note in notes])
+
+
+def _coverage(found: Coverage, plan: PrecisionPlan) -> str:
+    """Returns what the plan covers of the model, and the FP4 share of all of it."""
+    return f"The plan decides on {found.describe()}. FP4 share of all of them: {found.share * plan.fp4_fraction:.4f}."
 
 
 def _target(config: Mapping[str, Any]) -> str:
@@ -207,7 +215,7 @@ def reason_table(run: Run) -> Table | None:
         raise ValueError(f"the plan has {len(plan.stages):,} stages, expected at most {_MOST_STAGES:,}.")
     config = SnipConfig.from_dict(run.config)
     check_ties_are_few(config, len(plan.assignment))
-    setting = Setting(config, plan.flops, plan.stages, plan.measured)
+    setting = Setting(config, plan.flops, plan.stages, plan.measured, plan.tokens)
     rows = tuple(Divergence(**record) for record in run.divergences[step])
     divergences = {(row.layer, row.gemm): row for row in rows if row.format == run.formats[0]}
     program = problem(setting, DivergenceTable(0.0, rows), before)

@@ -72,28 +72,30 @@ def _plan_cell(formats: Mapping[str, str], marks: Mapping[str, str]) -> Text:
 
 def print_cost(plan: PrecisionPlan, console: Console) -> None:
     """Prints how FLOPs and measured time relate, for a plan with measured times."""
-    assert plan.measured is not None
+    times = plan.times
+    assert times is not None
     console.print(cost_table(plan))
     shares = plan.stage_fp4_time_fractions or ()
     stages = listed([f"{share:.4f}" for share in shares])
     say(
         console,
-        f"{describe_cost(plan.flops, plan.measured)} The plan runs {plan.fp4_fraction:.4f} of the linear FLOPs and "
+        f"{describe_cost(plan.executed, times)} The plan runs {plan.fp4_fraction:.4f} of the linear FLOPs and "
         f"{plan.fp4_time_fraction:.4f} of their time in FP4 (per stage: {stages}).",
     )
 
 
 def cost_table(plan: PrecisionPlan) -> Table:
     """One row per kind of linear and GEMM: its share of FLOPs, of time, and its time in each format."""
-    assert plan.measured is not None
-    reference = FORMATS[plan.measured.reference]
+    times = plan.times
+    assert times is not None
+    reference = FORMATS[times.reference]
     table = new_table(f"Cost (time share: of the time in {reference.label}; ms: per micro-batch, over all blocks)")
     for heading in ("linear", "GEMM", "FLOP\nshare", "time\nshare", "time /\nFLOPs"):
         table.add_column(heading, justify="left" if heading in ("linear", "GEMM") else "right")
-    for fmt in plan.measured.formats:
+    for fmt in times.formats:
         table.add_column(f"{FORMATS[fmt].label}\nms", justify="right")
-    for share in cost_shares(plan.flops, plan.measured)[:_MOST_ROWS]:
-        milliseconds = (f"{1e3 * share.seconds[fmt]:.4g}" for fmt in plan.measured.formats)
+    for share in cost_shares(plan.executed, times)[:_MOST_ROWS]:
+        milliseconds = (f"{1e3 * share.seconds[fmt]:.4g}" for fmt in times.formats)
         shares = (f"{share.flops:.4f}", f"{share.time:.4f}", f"{share.ratio:.2f}")
         table.add_row(name_text(share.kind), share.gemm, *shares, *milliseconds)
     return table

@@ -27,6 +27,7 @@ from ..policies.setting import Setting
 from ..policies.target import check_attainable
 from ..records.event_writer import EventWriter
 from .checks import check_model, check_parts
+from .coverage_check import CoverageCheck
 from .drift_check import DriftDetector
 from .gradient_source import GradientSource, find_source
 from .plans import PlanInForce, first_plan
@@ -52,6 +53,7 @@ class RunParts:
     in_force: PlanInForce
     refresher: Refresher
     detector: DriftDetector
+    coverage: CoverageCheck
 
 
 def assemble(
@@ -95,7 +97,8 @@ def assemble(
     probe = StepProbe(bare, probed, setting.flops, layers, source, processes)
     refresher = Refresher(in_force, probe, events, solving, log)
     detector = DriftDetector(in_force, probe, events, solving.clock, log)
-    return RunParts(config, bare, kernels.name, layers, source, probe, in_force, refresher, detector)
+    coverage = CoverageCheck(bare, in_force, processes, events, log)
+    return RunParts(config, bare, kernels.name, layers, source, probe, in_force, refresher, detector, coverage)
 
 
 def _with_ties(model: nn.Module, config: SnipConfig, log: logging.Logger) -> SnipConfig:

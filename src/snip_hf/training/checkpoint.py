@@ -8,10 +8,12 @@ from typing import Any
 
 from ..config import SnipConfig
 from ..costs.flops import Work
+from ..estimation.coverage import Coverage
 from ..field_names import current_names
 from ..parallel.ranks import Attempt, Ranks
 from ..planning.plan import PrecisionPlan
 from ..planning.solver.process import SolverProcess
+from ..records.coverage import read_coverage
 from ..records.events import RefreshBegun
 from .checks import check_plans, differences
 from .plans import fitting
@@ -51,6 +53,13 @@ class PendingRefresh:
 
 
 @dataclass(frozen=True)
+class CountedState:
+    """That a run has counted its first micro-batch, or tried to."""
+
+    coverage: Coverage | None
+
+
+@dataclass(frozen=True)
 class SavedState:
     """What a state holds."""
 
@@ -65,6 +74,8 @@ class SavedState:
     """Fingerprints of the weights that it was saved with, one of which must be theirs; none: not known."""
     kernels: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name of a backend -> what its passes depend on (`Backend.state_dict`)."""
+    counted: CountedState | None = None
+    """None: nothing was counted yet."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedState:
@@ -84,6 +95,7 @@ class SavedState:
                 last_probe=None if last_probe is None else int(last_probe),
                 ranking=_read_ranking(state["ranking"]),
                 weights=_read_fingerprints(state.get("weights")),
+                counted=_read_counted(state),
                 kernels={str(name): dict(entry) for name, entry in dict(state.get("kernels", {})).items()},
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -94,6 +106,8 @@ class SavedState:
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON data; without the fingerprint, which whoever writes the file adds."""
         kernels = {"kernels": self.kernels} if self.kernels else {}
+        found = None if self.counted is None else self.counted.coverage
+        counted = {} if self.counted is None else {"coverage": None if found is None else found.to_dict()}
         return {
             "schema_version": SCHEMA_VERSION,
             "step": self.step,
@@ -103,6 +117,7 @@ class SavedState:
             "last_probe": self.last_probe,
             "ranking": self.ranking,
             **kernels,
+            **counted,
         }
 
     def fitted(self, config: SnipConfig, flops: Work, at_step: int | None, weights: str | None) -> SavedState:
@@ -175,6 +190,12 @@ def _read_fingerprints(saved: Any) -> tuple[str, ...]:
     if not isinstance(saved, list | None) or not all(isinstance(one, str) for one in saved or ()):
         raise ValueError("weights is no list of digests")
     return tuple(saved or ())
+
+
+def _read_counted(state: Mapping[str, Any]) -> CountedState | None:
+    if "coverage" not in state:
+        return None
+    return CountedState(None if state["coverage"] is None else read_coverage(state["coverage"]))
 
 
 def _read_ranking(saved: Mapping[str, Any]) -> dict[str, float]:

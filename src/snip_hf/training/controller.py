@@ -17,6 +17,7 @@ from torch import nn
 
 from ..config import SnipConfig
 from ..estimation.batch import Batch
+from ..estimation.coverage import Coverage
 from ..estimation.objective import Compute, Objective, copied, objective_of
 from ..numerics.random_state import RandomState
 from ..parallel.pipeline_ranks import Pipeline, parts_of
@@ -28,7 +29,7 @@ from ..records.run_folder import RunFolder
 from .assembly import RunParts, assemble
 from .call_order import CallOrder
 from .captured_step import StepWatch, TrainingPass
-from .checkpoint import SavedState, agreed_state
+from .checkpoint import CountedState, SavedState, agreed_state
 from .checks import check_alike, check_configs, check_launch
 from .chunks import ChunkNumbers
 from .expectation import Expectation, how_compiled, tokens_of
@@ -97,6 +98,7 @@ class SnipController:
         self._armed: StepWatch | None = None
         self._has_labels = False
         self._started = False
+        self._is_new = True
         run, attempt = None, Attempt()
         with attempt:  # what one rank refuses, all of them do
             run = assemble(model, optimizer, accelerator, config, self.processes, self._events, solving, self._log)
@@ -119,6 +121,7 @@ class SnipController:
         self._expectation = Expectation(run.backend, run.layers.present, self._log)
         self._layers, self._source, self._probe = run.layers, run.source, run.probe
         self._in_force, self._refresher, self._detector = run.in_force, run.refresher, run.detector
+        self._coverage = run.coverage
         check_alike(self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)
         self._chunks = ChunkNumbers(parts_of(self.model), self.config.seed, lambda: self.step + 1)
@@ -132,6 +135,11 @@ class SnipController:
     def plan(self) -> PrecisionPlan:
         """The plan in force."""
         return self._in_force.plan
+
+    @property
+    def coverage(self) -> Coverage | None:
+        """What plans of this run can decide on, by the last micro-batch that was counted; None: not known."""
+        return self._coverage.found
 
     def start(self) -> None:
         """Begins a new record: the plan and the first line of the history. `capture` does it if nobody did before."""
@@ -158,11 +166,9 @@ class SnipController:
         Args:
             batch: keyword arguments of the model's forward, or what `compute_loss` takes. References are kept until the
                 optimizer step if this step refreshes the plan or checks whether it should.
-            compute_loss: for a loss that the loop computes itself: `compute_loss(model, batch)` runs the model forward
-                and returns the mean loss of the micro-batch. It may run several times, and must leave no trace but in
-                the model. None: the loss that the model returns is trained on.
-            terms: how many independent terms that loss is a mean over (pairs, say). None: tokens with a label, or, if
-                the batch has no `labels`, sequences.
+            compute_loss: of a loss that the model does not return: `compute_loss(model, batch)` gives the micro-batch's
+                mean loss. It runs several times, and must leave no trace but in the model.
+            terms: how many independent terms that loss is a mean over; None: tokens with a label, or else sequences.
 
         Raises:
             ValueError: the very first batch has no labels, and the policy needs them.
@@ -177,7 +183,7 @@ class SnipController:
 
         Args:
             batch: as `capture` takes it.
-            objective: the loss that is taken of it; None: the one that the model returns.
+            objective: its loss; None: the one that the model returns.
         """
         step = self.step + 1
         self._layers.set_step(step, self._micro_batch)
@@ -188,8 +194,9 @@ class SnipController:
             parameters = self._source.unclipped(self.model)
             self._armed = StepWatch(self._probe.batch_tokens, self._layers.present, parameters)
         is_read = is_probed or (self.needs_probe and not self._has_labels) or not self._expectation.is_said
+        is_read = is_read or (self._micro_batch == 0 and self._coverage.is_due)
         # What computes a loss may take entries out of its inputs.
-        kept = batch if objective is None or not is_read else copied(batch)
+        kept = copied(batch) if is_read and objective is not None else batch
         return TrainingPass(kept if is_read else {}, RandomState.now() if is_probed else None, objective)
 
     def count(self, one: TrainingPass) -> None:
@@ -203,9 +210,7 @@ class SnipController:
         one.counted = True
         if self.needs_probe and not self._has_labels:
             if one.objective is not None and self.processes.run is not None:
-                raise ValueError(
-                    "compute_loss was given, but Pipeline.run computes the loss of a pipeline. Leave compute_loss out."
-                )
+                raise ValueError("Pipeline.run computes the loss of a pipeline, and not compute_loss. Leave it out.")
             Batch.of(one.batch, one.objective)
             self._has_labels = True
         if not self._started:
@@ -214,6 +219,8 @@ class SnipController:
             self._expectation.say(self.compiled or how_compiled(self.model), one.seen or tokens_of(one.batch))
         if self._micro_batch == 0 and self._armed is not None and one.random_state is not None:
             self._armed.take(one)
+        if self._micro_batch == 0:
+            self._coverage.take(one)
         self._micro_batch += 1
 
     def keep_weights(self, everything: bool = True) -> None:
@@ -232,6 +239,7 @@ class SnipController:
         self._calls.begin(step)
         self._source.note_step()
         self._schedule.say_if_left_out(step, self._refresher.is_planned)
+        self._coverage.count_first(step, is_new=self._is_new)
         watch, refreshes = self._disarm(), self._refreshes(step)
         # By the schedule and not by what was captured: the ranks have the schedule in common.
         if refreshes or self._checks(step):
@@ -241,6 +249,7 @@ class SnipController:
         if refreshes:
             self._schedule.last_probe = step
             self._layers.say_findings(self._log)
+            self._coverage.count_again(step, watch)
             self._refresher.begin(step, watch)
 
     def after_step(self, step: int) -> None:
@@ -278,7 +287,9 @@ class SnipController:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""
         config, pending, ranking = self.config.to_dict(), self._refresher.pending, self._in_force.ranking
         last_probe, kernels = self._schedule.last_probe, self._layers.state_dict()
-        return SavedState(config, self.step, self.plan, pending, last_probe, ranking, kernels=kernels).to_dict()
+        counted = None if self._coverage.is_due else CountedState(self._coverage.found)
+        state = SavedState(config, self.step, self.plan, pending, last_probe, ranking, kernels=kernels, counted=counted)
+        return state.to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], at_step: int | None = None, weights: str | None = None) -> None:
         """Continues from a `state_dict`. Nothing is changed if it does not fit. With several ranks it is collective.
@@ -299,6 +310,9 @@ class SnipController:
         saved = agreed_state(state, self.config, flops, self.processes.everyone, at_step, weights)
         self._layers.load_state_dict(saved.kernels)
         self._in_force.put(saved.plan, saved.ranking)
+        self._is_new = False
+        if saved.counted is not None:
+            self._coverage.restore(saved.counted.coverage)
         self._disarm()
         self._refresher.stop()
         self.step, self._micro_batch = saved.step, 0

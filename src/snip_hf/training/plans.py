@@ -11,14 +11,14 @@ from typing import Any
 from torch import nn
 
 from ..config import SnipConfig
-from ..costs.flops import Work
+from ..costs.flops import Tokens, Work
 from ..costs.measured_cost import MeasuredCost
 from ..parallel.ranks import RankError, describe
 from ..planning.plan import PrecisionPlan
 from ..planning.provenance import PlanProvenance
 from ..planning.solver.solution import SolverResult
 from ..policies.registry import needs_probe, rule_assignment
-from ..policies.setting import Setting
+from ..policies.setting import Assignment, Setting
 from ..records.event_writer import EventWriter
 from ..records.events import RefreshBegun, Start
 from .checks import check_sizes
@@ -42,8 +42,8 @@ def first_plan(setting: Setting, model_name: str) -> PrecisionPlan:
     provenance = PlanProvenance(step=0, **_origin(config, model_name))
     if needs_probe(config):
         plan = PrecisionPlan.uniform(setting.flops, config.format_at_start, setting.stages, provenance)
-        return replace(plan, measured=setting.measured)
-    return PrecisionPlan(rule_assignment(setting), setting.flops, setting.stages, provenance, setting.measured)
+        return replace(plan, measured=setting.measured, tokens=setting.tokens)
+    return _planned(setting, rule_assignment(setting), provenance)
 
 
 def solved_plan(setting: Setting, model_name: str, step: int, result: SolverResult) -> PrecisionPlan:
@@ -65,8 +65,7 @@ def solved_plan(setting: Setting, model_name: str, step: int, result: SolverResu
         seconds=result.seconds,
         **_origin(setting.config, model_name),
     )
-    assignment = setting.assignment(result.choices)
-    return PrecisionPlan(assignment, setting.flops, setting.stages, provenance, setting.measured)
+    return _planned(setting, setting.assignment(result.choices), provenance)
 
 
 def describe_plan(plan: PrecisionPlan) -> str:
@@ -124,8 +123,8 @@ class PlanInForce:
         """
         plan.apply(self._model, elsewhere=self.setting.flops)
         self.plan, self.ranking = plan, ranking
-        # The decisions of the run count by the same times as the plan.
-        self.setting = replace(self.setting, measured=plan.measured)
+        # The decisions of the run count by the same times and tokens as the plan.
+        self.setting = replace(self.setting, measured=plan.measured, tokens=plan.tokens)
 
     def apply(self) -> None:
         """Gives the layers of the model their formats."""
@@ -141,6 +140,28 @@ class PlanInForce:
         # Where a resumed run finds the times.
         self.plan = replace(self.plan, measured=self.setting.measured)
         self.save()
+
+    def count_by(self, tokens: Tokens | None, decides: bool) -> dict[str, list[str]]:
+        """Lets all decisions of the run count what runs by these tokens; the plan keeps them.
+
+        Args:
+            tokens: of each layer (`costs.flops.relative_tokens`).
+            decides: whether a policy without a probe makes its plan once more, by the tokens.
+
+        Returns: what changes in the plan (`PrecisionPlan.changes`).
+
+        Raises:
+            ValueError: no layer of a stage saw a token.
+        """
+        counted = replace(self.plan, tokens=tokens)
+        self.setting = replace(self.setting, tokens=tokens)
+        decides = decides and tokens is not None and self.setting.config.fixed_plan is None
+        plan = first_plan(self.setting, self.model_name) if decides else counted
+        changes = counted.changes(plan)
+        self.plan = plan
+        if changes:
+            self.apply()
+        return changes
 
     def start(self, step: int) -> Start:
         """Returns the first event of a run that begins at a step."""
@@ -172,6 +193,10 @@ class PlanInForce:
         """
         self._log.warning("snip-hf: the refresh of step %d %s, the plan in force stays: %s", begun.step, what, reason)
         self._events.add(begun.kept(step, self.plan, reason))
+
+
+def _planned(setting: Setting, assignment: Assignment, provenance: PlanProvenance) -> PrecisionPlan:
+    return PrecisionPlan(assignment, setting.flops, setting.stages, provenance, setting.measured, setting.tokens)
 
 
 def _loaded(path: str, flops: Work) -> PrecisionPlan:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -24,8 +25,8 @@ from ..layers.selection import skip_reasons
 from ..layers.state import block_of, pack_states, set_rank
 from ..parallel.pipeline_ranks import Pipeline
 from ..parallel.ranks import Attempt, Processes, Ranks
+from ..planning.checked_tables import read_measured
 from ..planning.checked_values import MAX_TEXT
-from ..planning.plan import read_measured
 from ..policies.setting import Setting
 from ..policies.stages import find_stages
 from ..policies.ties import check_ties
@@ -55,14 +56,16 @@ def swap(model: nn.Module, config: SnipConfig, pipeline: Ranks) -> None:
     """Swaps the layers of the model, or of the parts of it that this rank of a pipeline holds.
 
     Raises:
-        ValueError: as `convert_model`; a name in `skip_modules` may match on any rank.
+        ValueError: as `convert_model`; a name in `skip_modules` or `include_modules` may match on any rank.
     """
     names = skip_reasons(model, config)
-    own = {pattern: any(fnmatchcase(name, pattern) for name in names) for pattern in config.skip_modules}
+    given = config.skip_modules, config.include_modules
+    own = {pattern: any(fnmatchcase(name, pattern) for name in names) for pattern in chain(*given)}
     everywhere = pipeline.gather(own)
     # What matches on another rank alone is no mistake here.
-    asked = [pattern for pattern in own if own[pattern] or not any(found[pattern] for found in everywhere)]
-    convert_model(model, replace(config, skip_modules=tuple(asked)))
+    asked = {pattern for pattern in own if own[pattern] or not any(found[pattern] for found in everywhere)}
+    skipped, included = (tuple(one for one in patterns if one in asked) for patterns in given)
+    convert_model(model, replace(config, skip_modules=skipped, include_modules=included))
 
 
 def flops_of_all(model: nn.Module, pipeline: Ranks) -> dict[str, dict[str, float]]:

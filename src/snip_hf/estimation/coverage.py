@@ -1,0 +1,201 @@
+"""The coverage of a plan: which share of a model's matrix products it can decide on, and what is left and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..config import SnipConfig
+from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
+from ..layers.state import snip_linears
+from ..layers.weight_matrices import weight_matrices
+from ..numerics.random_state import RandomState
+from ..parallel.sharding import whole
+from ..parallel.wrappers import unwrap
+from ..text import printable
+from .matrix_products import ProductCounter
+from .passes import call, stand_in, traceless
+
+# Coverage below this share is worth a warning.
+LITTLE = 0.5
+_HEAD = "output head"
+_ACTIVATIONS = "products of activations with each other (attention, scans)"
+
+
+class Uncovered(NamedTuple):
+    """Matrix products that stay in high precision, those of one kind of weight under all numbers of blocks."""
+
+    name: str
+    """Of the module, or of the parameter if it is not called "weight"; `*` stands for a number."""
+    kind: str
+    """"MoE experts", "router" or the class of the module."""
+    share: float
+    """Of the FLOPs of all products that count, 0..1."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What a plan can decide on, of the matrix products of one micro-batch."""
+
+    flops: float
+    """FLOPs of a forward and a backward pass: those of all matrix products with a parameter, by the tokens that it
+    saw. Each product counts as forward and grad_input, and as grad_weight if the parameter is trained. The output head
+    and products of activations with each other are aside."""
+    covered: float
+    """Those among them that a plan decides on."""
+    uncovered: list[Uncovered]
+    """The others, the largest share first."""
+    aside: dict[str, float] = field(default_factory=dict)
+    """What is aside -> its FLOPs, counted likewise."""
+
+    @property
+    def share(self) -> float:
+        """The part of the FLOPs that a plan can decide on, 0..1; 1 if there are none."""
+        return self.covered / self.flops if self.flops else 1.0
+
+    def by_kind(self) -> dict[tuple[str, str], float]:
+        """Returns (kind, reason) -> share of what is not covered, the largest first."""
+        shares: dict[tuple[str, str], float] = {}
+        for one in self.uncovered:
+            shares[one.kind, one.reason] = shares.get((one.kind, one.reason), 0.0) + one.share
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns JSON data."""
+        rest = [one._asdict() for one in self.uncovered]
+        return {"flops": self.flops, "covered": self.covered, "uncovered": rest, "aside": dict(self.aside)}
+
+    def describe(self) -> str:
+        """Returns the share, and kind, share and reason of the rest, as the log and reports show them."""
+        rest = [
+            f"{printable(kind)}: {share:.1%}, not covered because {printable(reason)}"
+            for (kind, reason), share in self.by_kind().items()
+        ]
+        text = f"{self.share:.1%} of the model's matmul FLOPs (output head and attention products aside)"
+        return "; ".join([text, *rest])
+
+
+class CountedPass(NamedTuple):
+    """What one forward pass showed, or those of several ranks together."""
+
+    covered: float
+    left: dict[tuple[str, str, str], float]
+    """(name, kind, reason) of what is not covered -> FLOPs."""
+    aside: dict[str, float]
+    tokens: dict[str, int]
+    """Swapped layer -> tokens that it saw, in all its matrices together."""
+
+    @classmethod
+    def sum_of(cls, passes: Sequence[Sequence[Any]]) -> CountedPass:
+        """Returns what passes of the same layers show together; of each what `parts` gave."""
+        every = [
+            cls(one[0], {(name, kind, why): count for name, kind, why, count in one[1]}, *one[2:]) for one in passes
+        ]
+        left, aside, tokens = (_summed(part) for part in list(zip(*every, strict=True))[1:])
+        return cls(sum(one.covered for one in every), left, aside, tokens)
+
+    def parts(self) -> list[Any]:
+        """Returns JSON data for `sum_of`."""
+        return [self.covered, [[*key, count] for key, count in self.left.items()], self.aside, self.tokens]
+
+    @property
+    def coverage(self) -> Coverage:
+        total = self.covered + sum(self.left.values())
+        rest = [Uncovered(name, kind, count / total, reason) for (name, kind, reason), count in self.left.items()]
+        return Coverage(total, self.covered, sorted(rest, key=lambda one: -one.share), self.aside)
+
+
+def _summed(parts: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for part in parts:
+        for key, count in part.items():
+            found[key] = found.get(key, 0) + count
+    return found
+
+
+def coverage(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | None = None) -> Coverage:
+    """Returns which share of a model's matmul FLOPs on this batch a plan can decide on.
+
+    Runs one forward pass, which leaves no trace. Experts count by the tokens that their router gave them.
+
+    Args:
+        model: a model, converted or not; wrappers are looked through. It is not changed.
+        batch: keyword arguments of its forward, on its device; labels are not needed.
+        config: says what is swapped; None: what is, or the defaults in a model that is not converted.
+    """
+    return count_pass(unwrap(model), batch, config).coverage
+
+
+def count_pass(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | None = None) -> CountedPass:
+    """As `coverage`, for a model without wrappers, with the tokens of each swapped layer.
+
+    Collective where weights are sharded.
+    """
+    matrices = weight_matrices(model, config)
+    kwargs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
+    layers = snip_linears(model)
+    tokens = dict.fromkeys(layers, 0)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    before = RandomState.now()
+    try:
+        with traceless(model), torch.no_grad():
+            stand_in(model, {}, in_fp32=False)
+            counter = ProductCounter(dict(model.named_parameters()), kwargs.values())
+            with _counting(layers, tokens, counter), counter:
+                call(model, kwargs)
+    finally:
+        before.restore()
+    flops = {id(one.parameter): counter.flops[names[id(one.parameter)]] for one in matrices}
+    covered = head = 0.0
+    groups: dict[tuple[str, str, str], float] = {}
+    for one in matrices:
+        # Forward and grad_input; grad_weight only of what is trained.
+        count = flops[id(one.parameter)] * (2.0 + one.parameter.requires_grad)
+        if one.is_aside:
+            head += count
+        elif one.reason is None:
+            covered += count
+        elif count:
+            key = one.name, one.kind, one.reason
+            groups[key] = groups.get(key, 0.0) + count
+    return CountedPass(covered, groups, {_HEAD: head, _ACTIVATIONS: 3.0 * counter.without_parameter}, tokens)
+
+
+@contextmanager
+def _counting(layers: Mapping[str, SnipLayer], tokens: dict[str, int], counter: ProductCounter) -> Iterator[None]:
+    """Lets every swapped layer run in the dtype of its weight, in no format, and counts its tokens."""
+    try:
+        for name, layer in layers.items():
+            layer.snip_recorder = _counted(name, tokens, counter)
+        yield
+    finally:
+        for layer in layers.values():
+            layer.snip_recorder = None
+
+
+def _counted(name: str, tokens: dict[str, int], counter: ProductCounter) -> ForwardRecorder:
+    def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
+        x = input.reshape(-1, input.shape[-1])
+        weight, bias = whole(layer.weight), layer.bias
+        if weight is not layer.weight:
+            counter.note_parameter(layer.weight_name(name), weight)
+        matrices = layer.matrices(weight)
+        if dispatch is None:
+            tokens[name] += x.shape[0]
+            y = nn.functional.linear(x, matrices[0], bias)
+        else:
+            ends = dispatch.ends
+            tokens[name] += int(ends[-1])
+            *parts, behind = x.tensor_split(ends.cpu())
+            products = [part @ matrix.t() for part, matrix in zip(parts, matrices, strict=True)]
+            y = torch.cat([*products, behind.new_zeros(len(behind), layer.out_features)])
+            y = y if bias is None else y + nn.functional.pad(bias, (0, 0, 0, 1))[dispatch.matrix()]
+        return y.view(*input.shape[:-1], layer.out_features)
+
+    return forward

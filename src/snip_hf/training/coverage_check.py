@@ -1,0 +1,154 @@
+"""The check of what a plan covers: counts the FLOPs of a real micro-batch, and the tokens that each layer sees of it.
+
+The first micro-batch of a run is counted at its optimizer step, in one forward pass more. Where layers see different
+numbers of tokens, as experts do, the micro-batch of each refresh is counted too. From then on the program, rules and
+FP4 shares go by what runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ..costs.flops import relative_tokens
+from ..estimation.coverage import LITTLE, CountedPass, Coverage, count_pass
+from ..estimation.objective import Objective
+from ..estimation.passes import forward_inputs
+from ..parallel.ranks import Attempt, Processes, RankError, describe
+from ..policies.registry import needs_probe
+from ..records.coverage import Counted
+from ..records.event_writer import EventWriter
+from .captured_step import StepWatch, TrainingPass
+from .expectation import tokens_of
+from .plans import PlanInForce
+
+
+class _Inputs(NamedTuple):
+    """What a micro-batch's loss is computed from, and how."""
+
+    batch: Mapping[str, Any]
+    objective: Objective | None
+
+
+class CoverageCheck:
+    """Counts micro-batches of one run. With several processes, all of them do so together.
+
+    Args:
+        model: the model, or the parts of it that this process holds.
+        in_force: the plan, which counts by the tokens from then on.
+        processes: those of the run.
+        events: are told.
+        log: is told, with a warning where little is covered.
+    """
+
+    def __init__(
+        self, model: nn.Module, in_force: PlanInForce, processes: Processes, events: EventWriter, log: logging.Logger
+    ) -> None:
+        self.found: Coverage | None = None
+        """The last one; None: none yet, or it could not be counted."""
+        self.is_due = True
+        """Whether the first micro-batch is still to be counted."""
+        self._model = model
+        self._in_force = in_force
+        self._processes = processes
+        self._events = events
+        self._log = log
+        self._first: TrainingPass | None = None
+
+    def take(self, first: TrainingPass) -> None:
+        """Takes the first micro-batch of a step, if it is to be counted."""
+        if self.is_due:
+            self._first = first
+
+    def restore(self, found: Coverage | None) -> None:
+        """Continues from a checkpoint, whose run has counted."""
+        self.found, self.is_due, self._first = found, False, None
+
+    def count_first(self, step: int, is_new: bool) -> None:
+        """Counts the first micro-batch of a run, once.
+
+        Args:
+            step: the optimizer step that is about to be taken.
+            is_new: whether the run began with it, so that a rule decides once more, by the tokens.
+        """
+        if not self.is_due:
+            return
+        first, self._first, self.is_due = self._first, None, False
+        if self._processes.run is not None or self._processes.pipeline.size > 1:
+            self._log.info("snip-hf: coverage is not counted in a pipeline, where no process runs the whole model.")
+            return
+        self._count(step, None if first is None else _Inputs(first.batch, first.objective), is_new)
+
+    def count_again(self, step: int, watch: StepWatch | None) -> None:
+        """Counts the micro-batch of a refresh, if layers see different numbers of tokens."""
+        if self.found is None or self._in_force.setting.tokens is None:
+            return
+        try:
+            inputs = None if watch is None else _Inputs(watch.batch.kwargs, watch.batch.objective)
+        except Exception:  # the refresh says why it cannot be probed
+            inputs = None
+        self._count(step, inputs, is_new=False)
+
+    def _count(self, step: int, inputs: _Inputs | None, is_new: bool) -> None:
+        everyone = self._processes.everyone
+        self._processes.note(f"at the counting of the FLOPs of step {step}")
+        # In a loop that captures nothing there is nothing to count.
+        if not all(everyone.gather(inputs is not None, "a micro-batch")):
+            return
+        assert inputs is not None
+        try:
+            counted, tokens = self._counted(inputs)
+            self._use(step, counted, relative_tokens(counted.tokens, tokens), is_new)
+        except RankError:
+            raise
+        except Exception as error:  # nothing but figures depends on it; training goes on
+            self._log.warning(
+                "snip-hf: the FLOPs of the micro-batch of step %d could not be counted, so coverage is not known and "
+                "every layer counts as if it saw all tokens: %s",
+                step,
+                describe(error),
+            )
+
+    def _counted(self, inputs: _Inputs) -> tuple[CountedPass, int | None]:
+        """Returns what all ranks' micro-batches show together, and how many tokens these have."""
+        own, attempt = None, Attempt()
+        batch: Mapping[str, Any] = {}
+        with attempt:
+            batch = forward_inputs(self._model, *inputs)
+            own = count_pass(self._model, batch, self._in_force.setting.config)
+        self._processes.everyone.agree(attempt.error)
+        assert own is not None
+        parts, tokens = zip(*self._processes.everyone.gather([own.parts(), tokens_of(batch)], "FLOPs"), strict=True)
+        return CountedPass.sum_of(parts), None if None in tokens else sum(tokens)
+
+    def _use(self, step: int, counted: CountedPass, tokens: dict[str, float] | None, is_new: bool) -> None:
+        before, found = self.found, counted.coverage
+        old_tokens = self._in_force.setting.tokens
+        changes = self._in_force.count_by(tokens, decides=is_new and not needs_probe(self._in_force.setting.config))
+        self.found = found
+        if before is not None and before == found and old_tokens == self._in_force.setting.tokens:
+            return
+        self._events.add(
+            Counted(
+                step=step,
+                coverage=found,
+                tokens=tokens,
+                changes={cell: (old, new) for cell, (old, new) in changes.items()},
+            )
+        )
+        if tokens != old_tokens or changes:
+            self._in_force.save()
+        if before is None:
+            self._say(found)
+
+    def _say(self, found: Coverage) -> None:
+        self._log.info("snip-hf: the plan can decide on %s.", found.describe())
+        if found.share < LITTLE:
+            self._log.warning(
+                "snip-hf: the plan decides on less than half of the model's matmul FLOPs. FP4 shares are of that part "
+                "alone; the rest stays in high precision: %s.",
+                found.describe(),
+            )

@@ -1,0 +1,317 @@
+"""Is the share of matrix products that a plan decides on the one counted by hand, and the rest told with its reason?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import (
+    CHOSEN,
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    LAYERS,
+    PATCHES,
+    VISION_HIDDEN,
+    VISION_INNER,
+    VOCABULARY,
+    build,
+    send_all_tokens_to,
+    text,
+    with_images,
+)
+from torch import Tensor, nn
+
+from snip_hf import SnipConfig, convert_model, coverage, restore_model
+from snip_hf.estimation.coverage import Coverage, Uncovered, count_pass
+
+TOKENS = 16
+# Products per token: multiplications of one pass through all weights of a part.
+ATTENTION = 3 * HIDDEN * HIDDEN
+MLP = 3 * HIDDEN * INNER
+ROUTER = EXPERTS * HIDDEN
+MAMBA = HIDDEN * 256 + 128 * (8 + 2 * 8) + 8 * 128 + 128 * HIDDEN
+LATENT = HIDDEN * 24 + 24 * 4 * 24 + HIDDEN * (16 + 8) + 16 * 4 * (16 + 16) + HIDDEN * HIDDEN
+# Linears, experts, routers.
+BY_HAND = {
+    "gpt2": (LAYERS * 12 * HIDDEN * HIDDEN, 0, 0),
+    "llama": (LAYERS * (ATTENTION + MLP), 0, 0),
+    "mixtral": (LAYERS * ATTENTION, LAYERS * CHOSEN * MLP, LAYERS * ROUTER),
+    "deepseek": (LAYERS * LATENT + MLP + 3 * HIDDEN * 32, CHOSEN * 3 * HIDDEN * 32, ROUTER),
+    "mamba": (LAYERS * MAMBA, 0, 0),
+    "jamba": (MAMBA + MLP + ATTENTION, CHOSEN * MLP, ROUTER),
+}
+
+
+def flops(products: float, tokens: int = TOKENS) -> float:
+    """Of the three GEMMs: a multiplication and an addition are two."""
+    return 3 * 2.0 * products * tokens
+
+
+def shares(found: Coverage) -> dict[str, float]:
+    """Kind -> share of what is left."""
+    result: dict[str, float] = {}
+    for one in found.uncovered:
+        result[one.kind] = result.get(one.kind, 0.0) + one.share
+    return result
+
+
+class Block(nn.Module):
+    """A linear that plans decide on, and anything else."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.up, self.other = nn.Linear(8, 8, bias=False), other
+
+
+class Model(nn.Module):
+    """One block; `run` says what it computes."""
+
+    def __init__(self, other: nn.Module, run: Any) -> None:
+        super().__init__()
+        self.layers, self.run = nn.ModuleList([Block(other)]), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        block = self.layers[0]
+        return self.run(block.other, block.up(x))
+
+
+class Bank(nn.Module):
+    """A parameter and no forward of its own."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+
+def beside(run: Any, *shape: int) -> float:
+    """Returns the FLOPs of one pass of 6 tokens through what a block does with a parameter beside its linear."""
+    found = coverage(Model(Bank(*shape), run), {"x": torch.ones(6, 8)})
+    assert found.covered == flops(64, 6)
+    return (found.flops - found.covered) / 3
+
+
+@pytest.mark.parametrize("family", BY_HAND)
+def test_the_flops_of_every_kind_of_weight_are_those_counted_by_hand(family: str) -> None:
+    linears, experts, routers = map(flops, BY_HAND[family])
+    found = coverage(build(family), text())
+    assert (found.flops, found.covered) == (linears + experts + routers, linears + experts)
+    assert shares(found) == ({"router": routers / found.flops} if routers else {})
+    assert found.aside["output head"] == flops(HIDDEN * VOCABULARY)
+
+
+def test_experts_that_are_refused_are_told_with_the_reason() -> None:
+    model = build("mixtral")
+    for block in model.model.layers:
+        block.mlp.experts._is_expert_parallel = True
+    linears, experts, routers = map(flops, BY_HAND["mixtral"])
+    found = coverage(model, text())
+    assert (found.flops, found.covered) == (linears + experts + routers, linears)
+    reason = "experts spread over processes (expert parallelism)"
+    assert [one for one in found.uncovered if one.kind == "MoE experts"] == [
+        Uncovered("model.layers.*.mlp.experts.gate_up_proj", "MoE experts", experts * 2 / 3 / found.flops, reason),
+        Uncovered("model.layers.*.mlp.experts.down_proj", "MoE experts", experts / 3 / found.flops, reason),
+    ]
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_count_alike_however_they_are_run(implementation: str, dtype: torch.dtype) -> None:
+    model = build("mixtral").to(dtype)
+    model.set_experts_implementation(implementation)
+    expected = sum(map(flops, BY_HAND["mixtral"]))
+    assert coverage(model, text()).flops == expected
+    convert_model(model, SnipConfig())
+    assert coverage(model, text()).flops == expected
+
+
+def test_idle_experts_cost_nothing_and_busy_ones_their_tokens() -> None:
+    """Which experts are busy makes no difference; of a module whose experts are linears, that is told apart."""
+    model = build("mixtral")
+    before = coverage(model, text())
+    send_all_tokens_to(model, (1, 3))
+    assert coverage(model, text()) == before
+    convert_model(model, SnipConfig())
+    assert coverage(model, text()) == before
+    pairs = TOKENS * CHOSEN
+    tokens = count_pass(model, text()).tokens
+    assert {name: count for name, count in tokens.items() if "experts" in name} == {
+        f"model.layers.{block}.mlp.experts.{part}": pairs
+        for block in range(LAYERS)
+        for part in ("gate_up_proj", "down_proj")
+    }
+
+    experts = nn.ModuleList([nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)])
+
+    def first_alone(experts: nn.ModuleList, x: Tensor) -> Tensor:
+        return experts[0](x[:4])
+
+    sparse = Model(experts, first_alone)
+    convert_model(sparse, SnipConfig())
+    counted = count_pass(sparse, {"x": torch.ones(6, 8)})
+    assert counted.tokens == {"layers.0.up": 6, "layers.0.other.0": 4, "layers.0.other.1": 0}
+    assert counted.coverage.flops == flops(64, 6) + flops(64, 4)
+
+
+def test_a_layer_that_is_called_twice_counts_twice() -> None:
+    model = Model(nn.Linear(8, 8, bias=False), lambda linear, x: linear(linear(x)))
+    assert coverage(model, {"x": torch.ones(6, 8)}).flops == flops(64, 6) + 2 * flops(64, 6)
+    convert_model(model, SnipConfig())
+    assert count_pass(model, {"x": torch.ones(6, 8)}).tokens == {"layers.0.up": 6, "layers.0.other": 12}
+
+
+def test_layers_that_share_a_weight_each_see_their_own_tokens() -> None:
+    model = Model(nn.Linear(8, 8, bias=False), lambda linear, x: linear(x[:2]))
+    model.layers[0].other.weight = model.layers[0].up.weight
+    assert coverage(model, {"x": torch.ones(6, 8)}).flops == flops(64, 8)
+    convert_model(model, SnipConfig())
+    assert count_pass(model, {"x": torch.ones(6, 8)}).tokens == {"layers.0.up": 6, "layers.0.other": 2}
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_a_vision_tower_counts_only_where_there_are_images(images: bool) -> None:
+    found = coverage(build("llava"), with_images() if images else text())
+    decoder = LAYERS * (ATTENTION + MLP)
+    if not images:
+        assert (found.flops, found.share) == (flops(decoder), 1.0)
+        return
+    blocks = flops(LAYERS * (4 * VISION_HIDDEN**2 + 2 * VISION_HIDDEN * VISION_INNER), 2 * (PATCHES + 1))
+    patches = flops(VISION_HIDDEN * 3 * 4 * 4, 2 * PATCHES)
+    projector = flops(VISION_HIDDEN * HIDDEN + HIDDEN * HIDDEN, 2 * PATCHES)
+    assert found.flops == flops(decoder, TOKENS + 2 * PATCHES) + blocks + patches + projector
+    assert shares(found)["Conv2d"] == pytest.approx(patches / found.flops)
+
+
+@pytest.mark.parametrize(
+    ("run", "shape", "products"),
+    [
+        (lambda bank, x: x @ bank.weight.t(), (5, 8), 6 * 40),
+        (lambda bank, x: torch.einsum("td,od->to", x, bank.weight), (5, 8), 6 * 40),
+        (lambda bank, x: bank.weight @ x.t(), (5, 8), 6 * 40),
+        (lambda bank, x: x @ bank.weight, (8,), 6 * 8),
+        (lambda bank, x: x.to(torch.bfloat16) @ bank.weight.to(torch.bfloat16).t(), (5, 8), 6 * 40),
+        (lambda bank, x: x @ (bank.weight * 2 + 1)[:3].t().contiguous(), (5, 8), 6 * 24),
+        (lambda bank, x: x[:2] @ bank.weight[x.new_ones((), dtype=torch.int64)], (3, 8, 5), 2 * 40),
+        (lambda bank, x: torch.bmm(x[:, None], bank.weight[x[:, 0].long() * 0]), (3, 8, 5), 6 * 40),
+        (lambda bank, x: torch.baddbmm(x[:3, None, :5], x.view(3, 2, 8), bank.weight), (3, 8, 5), 6 * 40),
+        (lambda bank, x: nn.functional.conv1d(x.t()[None], bank.weight), (5, 8, 1), 6 * 40),
+        (lambda bank, x: nn.functional.conv_transpose1d(x.t()[None], bank.weight), (8, 5, 2), 6 * 80),
+        (lambda bank, x: nn.functional.conv1d(x.t()[None], bank.weight, groups=8), (8, 1, 3), 0),
+        (lambda bank, x: nn.functional.embedding(x[:, 0].long() * 0, bank.weight) @ x.t(), (5, 8), 0),
+        (lambda bank, x: (x * bank.weight) @ x.t(), (8,), 0),
+        (lambda bank, x: nn.functional.scaled_dot_product_attention(*(x[None, None] * bank.weight,) * 3), (8,), 0),
+    ],
+)
+def test_a_product_counts_if_a_parameter_is_its_operand_in_any_shape(
+    run: Any, shape: tuple[int, ...], products: int
+) -> None:
+    assert beside(run, *shape) == 2.0 * products
+
+
+@pytest.mark.parametrize("last", [4, 6])
+def test_rows_after_the_last_group_do_not_count(last: int) -> None:
+    def grouped(bank: Bank, x: Tensor) -> Tensor:
+        ends = torch.tensor([2, last], dtype=torch.int32)
+        return torch.nn.functional.grouped_mm(x.bfloat16(), bank.weight.bfloat16(), offs=ends)
+
+    assert beside(grouped, 2, 8, 16) == 2.0 * last * 8 * 16
+
+
+def test_products_of_activations_are_aside() -> None:
+    found = coverage(Model(Bank(8), lambda bank, x: x @ x.t()), {"x": torch.ones(6, 8)})
+    assert found.flops == found.covered == flops(64, 6)
+    (name,) = [name for name in found.aside if name != "output head"]
+    assert "attention" in name and found.aside[name] == 3 * 2 * 6 * 6 * 8
+
+
+def test_a_frozen_weight_has_no_grad_weight() -> None:
+    model = build("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("q_proj" not in name)
+    frozen = LAYERS * HIDDEN * HIDDEN
+    assert coverage(model, text()).flops == flops(BY_HAND["llama"][0]) - 2.0 * frozen * TOKENS
+
+
+def test_a_tied_head_is_aside() -> None:
+    model = build("llama")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    found = coverage(model, text())
+    assert found.share == 1.0 and found.aside["output head"] == flops(HIDDEN * VOCABULARY)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek", "jamba"])
+def test_a_converted_model_has_the_coverage_of_the_plain_one(family: str) -> None:
+    model = build(family)
+    before = coverage(model, text())
+    convert_model(model, SnipConfig(start_format="fp8"))
+    assert coverage(model, text()) == before
+    restore_model(model)
+    assert coverage(model, text()) == before
+
+
+def test_what_is_swapped_decides_unless_a_config_is_given() -> None:
+    model = build("llama")
+    skipping = SnipConfig(skip_modules=("*.down_proj",))
+    expected = coverage(model, text(), skipping)
+    assert expected.uncovered == [
+        Uncovered("model.layers.*.mlp.down_proj", "Linear", 6144 / 30720, "skip_modules"),
+    ]
+    convert_model(model, skipping)
+    assert [(one.name, one.reason) for one in coverage(model, text()).uncovered] == [
+        ("model.layers.*.mlp.down_proj", "not swapped")
+    ]
+    assert coverage(model, text(), SnipConfig()).share == 1.0
+
+
+def test_the_pass_leaves_no_trace() -> None:
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.calls = nn.BatchNorm1d(8), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return nn.functional.dropout(self.norm(x))
+
+    model = Model(Noting(), lambda module, x: module(x))
+    seen: list[int] = []
+
+    def observe(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen.append(len(args))
+
+    model.layers[0].up.register_forward_pre_hook(observe)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = torch.get_rng_state()
+    coverage(model, {"x": torch.ones(6, 8)})
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert model.layers[0].other.calls == 0 and not seen
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_labels_are_not_needed_and_compiled_blocks_are_looked_into() -> None:
+    model = build("llama")
+    expected = coverage(model, text())
+    assert coverage(model, {"input_ids": text()["input_ids"]}) == expected
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+    assert coverage(torch.compile(model, backend="eager"), text()) == expected
+
+
+def test_what_is_left_is_described_by_kind() -> None:
+    groups = [
+        Uncovered("layers.*.experts.gate_up_proj", "MoE experts", 0.4, "no layer kind takes a MixtralExperts"),
+        Uncovered("layers.*.experts.down_proj", "MoE experts", 0.21, "no layer kind takes a MixtralExperts"),
+        Uncovered("layers.*.gate", "router", 0.01, "no layer kind takes a MixtralTopKRouter"),
+    ]
+    assert Coverage(100.0, 38.0, groups).describe() == (
+        "38.0% of the model's matmul FLOPs (output head and attention products aside); MoE experts: 61.0%, not covered "
+        "because no layer kind takes a MixtralExperts; router: 1.0%, not covered because no layer kind takes a "
+        "MixtralTopKRouter"
+    )
+
+
+def test_a_model_without_products_is_covered() -> None:
+    assert coverage(nn.Sequential(), {"input": torch.ones(2)}) == Coverage(
+        0.0, 0.0, [], {"output head": 0.0, "products of activations with each other (attention, scans)": 0.0}
+    )

@@ -1,0 +1,271 @@
+"""Do runs count by what runs: the tokens that each layer sees, measured on a real micro-batch, and told beside it?"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import CHOSEN, build, text, with_images
+from small import TinyLM
+from thread_ranks import on_ranks
+from tiny_runs import one_thread
+from torch import Tensor, nn
+
+from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, coverage
+from snip_hf.numerics.formats import FORMATS
+from snip_hf.parallel.ranks import Processes, Ranks
+from snip_hf.records.coverage import Counted
+from snip_hf.records.load import load_run
+from snip_hf.training.captured_step import TrainingPass
+from snip_hf.training.coverage_check import CoverageCheck
+
+FAST: dict[str, Any] = {"first_refresh": 2, "refresh_every": 4, "apply_delay": 1, "solver": "greedy"}
+LOG = "snip_hf.training.controller"
+
+
+class Sparse(nn.Module):
+    """A linear, and two that see parts of the tokens: those of even and of odd numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 12, bias=False)
+        self.experts = nn.ModuleList([nn.Linear(12, 12, bias=False) for _ in range(2)])
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            chosen = ids % 2 == index
+            y[chosen] = expert(x[chosen])
+        return x + torch.tanh(self.up(x)) + y
+
+
+class SparseLM(TinyLM):
+    """A causal LM of such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Sparse() for _ in range(2)])
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, input_ids)
+        logits = self.head(x)
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def ids(odd: int, tokens: int = 16) -> dict[str, Tensor]:
+    """One sequence, some of whose tokens have odd numbers."""
+    found = torch.tensor([[1] * odd + [2] * (tokens - odd)])
+    return {"input_ids": found, "labels": found}
+
+
+def seeded(model: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return model()
+
+
+class Loop:
+    """Trains a model on batches given by their step."""
+
+    def __init__(self, model: nn.Module, config: SnipConfig, folder: Path | None = None) -> None:
+        self.model, self.step = model, 0
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        self.controller = SnipController(model, self.optimizer, config, output_dir=folder)
+
+    def run(self, *batches: Mapping[str, Tensor], captures: bool = True) -> Loop:
+        with one_thread():
+            for batch in batches:
+                self.step += 1
+                if captures:
+                    self.controller.capture(batch)
+                self.model(**batch)["loss"].backward()
+                self.controller.before_optimizer_step(self.step)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.controller.after_step(self.step)
+        return self
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "snip" / "history.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == Counted.event]
+
+
+def by_hand(plan: PrecisionPlan, tokens: Mapping[str, float]) -> float:
+    """The FP4 share of what runs."""
+    work = {(layer, gemm): flops * tokens[layer] for layer, row in plan.flops.items() for gemm, flops in row.items()}
+    low = [count for (layer, gemm), count in work.items() if FORMATS[plan.assignment[layer][gemm]].counts_as_fp4]
+    return sum(low) / sum(work.values())
+
+
+def test_where_all_layers_see_the_same_tokens_nothing_but_the_coverage_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, LOG):
+        loop = Loop(build("llama"), SnipConfig(policy="layer-position"), tmp_path).run(text(), text())
+    assert loop.controller.coverage == coverage(build("llama"), text())
+    (line,) = events(tmp_path)
+    assert (line["step"], line["tokens"], line["changes"], line["uncovered"]) == (1, None, {}, [])
+    assert line["flops"] == line["covered"] == coverage(build("llama"), text()).flops
+    assert "tokens" not in json.loads((tmp_path / "snip" / "plan.json").read_text())
+    told = "snip-hf: the plan can decide on 100.0% of the model's matmul FLOPs (output head and attention products "
+    assert f"{told}aside)." in caplog.messages
+    assert not [record for record in caplog.records if "less than half" in record.getMessage()]
+
+
+def test_experts_count_by_the_tokens_that_their_routers_gave_them() -> None:
+    loop = Loop(build("mixtral"), SnipConfig(policy="uniform-fp8")).run(text())
+    tokens = loop.controller.plan.tokens
+    assert tokens == {name: CHOSEN if "experts" in name else 1 for name in loop.controller.plan.assignment}
+
+
+@pytest.mark.parametrize("odd", [4, 12])
+def test_a_rule_decides_once_more_by_what_runs(odd: int, tmp_path: Path) -> None:
+    config = SnipConfig(policy="layer-type", target_fp4_fraction=0.6)
+    loop = Loop(seeded(SparseLM), config, tmp_path)
+    before = loop.controller.plan
+    loop.run(ids(odd), ids(odd))
+    plan = loop.controller.plan
+    tokens = {name: {"up": 1.0, "0": 1 - odd / 16, "1": odd / 16}[name.rpartition(".")[2]] for name in plan.assignment}
+    assert dict(plan.tokens) == tokens
+    assert plan.fp4_fraction == pytest.approx(by_hand(plan, tokens)) and plan.fp4_fraction >= 0.6
+    assert before.fp4_fraction >= 0.6, "as if every layer saw all tokens"
+    (line,) = events(tmp_path)
+    assert line["changes"] == before.changes(plan) != {}
+    assert {name: layer.formats for name, layer in loop.controller._layers.all.items()} == plan.to_dict()["assignment"]
+    run = load_run(tmp_path)
+    assert run.plans[-1][1].assignment == plan.assignment and run.plans[-1][1].fp4_fraction == plan.fp4_fraction
+    assert run.counted[-1].coverage == loop.controller.coverage
+
+
+def test_each_refresh_counts_again_and_meets_the_target_by_what_runs(tmp_path: Path) -> None:
+    config = SnipConfig(target_fp4_fraction=0.7, **FAST)
+    loop = Loop(seeded(SparseLM), config, tmp_path).run(ids(4), ids(12), ids(8), ids(8))
+    assert [line["step"] for line in events(tmp_path)] == [1, 2]
+    plan = loop.controller.plan
+    assert plan.provenance.step == 2
+    assert plan.tokens["layers.0.experts.1"] == 12 / 16 and plan.tokens["layers.0.experts.0"] == 4 / 16
+    assert plan.fp4_fraction == pytest.approx(by_hand(plan, plan.tokens)) and plan.fp4_fraction >= 0.7
+    refresh = load_run(tmp_path).refreshes[-1]
+    assert refresh.fp4_fraction == plan.fp4_fraction == load_run(tmp_path).plans[-1][1].fp4_fraction
+    assert PrecisionPlan.load(tmp_path / "snip" / "plan.json") == plan
+
+
+def test_measured_times_count_by_the_tokens_too() -> None:
+    config = SnipConfig(policy="layer-type", target_fp4_fraction=0.6, budget="measured", timing_tokens=16)
+    plan = Loop(seeded(SparseLM), config).run(ids(4)).controller.plan
+    assert plan.measured is not None and plan.times is not None
+    for layer, row in plan.measured.seconds.items():
+        for gemm, times in row.items():
+            expected = {name: seconds * plan.tokens[layer] for name, seconds in times.items()}
+            assert plan.times.seconds[layer][gemm] == expected
+    assert plan.fp4_time_fraction >= 0.6
+
+
+def test_a_text_only_batch_of_a_vision_model_gives_its_tower_no_share() -> None:
+    config = SnipConfig(policy="layer-type", target_fp4_fraction=0.5, include_modules=("model.vision_tower.*",))
+    plan = Loop(build("llava"), config).run(text()).controller.plan
+    tower = {name for name in plan.assignment if "vision" in name}
+    assert {plan.tokens[name] for name in tower} == {0.0}
+    assert {plan.tokens[name] for name in plan.assignment.keys() - tower} == {1.0}
+    assert plan.fp4_fraction >= 0.5
+    seen = Loop(build("llava"), config).run(with_images()).controller.plan.tokens
+    # A class token beside 4 patches; text has 8 tokens and the image's 4 places.
+    assert {seen[name] for name in tower} == {5 / 12}
+
+
+def test_a_stage_whose_layers_see_no_token_leaves_the_plan_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("llava")
+    names = convert_model(model, SnipConfig(include_modules=("model.vision_tower.*",)))
+    stages = [[name for name in names if ("vision" in name) == first] for first in (True, False)]
+    config = SnipConfig(policy="uniform-fp8", include_modules=("model.vision_tower.*",), stages=stages)
+    loop = Loop(model, config).run(text())
+    assert loop.controller.plan.tokens is None and loop.controller.coverage is None
+    (warning,) = [message for message in caplog.messages if "could not be counted" in message]
+    assert "No layer of stages[0], such as 'model.vision_tower.encoder.layers.0.self_attn.k_proj', saw" in warning
+
+
+def test_little_coverage_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    config = SnipConfig(policy="uniform-fp8", skip_modules=("*.mlp.*",))
+    with caplog.at_level(logging.INFO, LOG):
+        Loop(build("llama"), config).run(text())
+    (warning,) = [record.getMessage() for record in caplog.records if "less than half" in record.getMessage()]
+    assert warning == (
+        "snip-hf: the plan decides on less than half of the model's matmul FLOPs. FP4 shares are of that part alone; "
+        "the rest stays in high precision: 40.0% of the model's matmul FLOPs (output head and attention products "
+        "aside); Linear: 60.0%, not covered because skip_modules."
+    )
+
+
+def test_a_resumed_run_does_not_count_again_and_decides_the_same() -> None:
+    config = SnipConfig(target_fp4_fraction=0.7, **FAST)
+    batches = [ids(4), ids(12), ids(8), ids(8), ids(8), ids(10), ids(8), ids(8)]
+    whole = Loop(seeded(SparseLM), config).run(*batches)
+    first = Loop(seeded(SparseLM), config).run(*batches[:2])
+    state = json.loads(json.dumps(first.controller.state_dict()))
+    assert state["plan"]["tokens"]["layers.0.experts.1"] == 12 / 16
+    second = Loop(first.model, config)
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.controller.load_state_dict(state)
+    assert second.controller.coverage == first.controller.coverage and second.controller.plan == first.controller.plan
+    second.step = 2
+    second.run(*batches[2:])
+    assert second.controller.plan.assignment == whole.controller.plan.assignment
+    assert second.controller.plan.tokens == whole.controller.plan.tokens
+    assert second.controller.coverage == whole.controller.coverage
+
+
+def test_a_run_from_the_state_of_an_earlier_version_counts_at_its_next_step() -> None:
+    config = SnipConfig(policy="layer-type", target_fp4_fraction=0.6)
+    first = Loop(seeded(SparseLM), config)
+    plan = first.controller.plan
+    state = json.loads(json.dumps(first.run(ids(4)).controller.state_dict()))
+    del state["coverage"]
+    state["plan"] = plan.to_dict()
+    second = Loop(first.model, config)
+    second.controller.load_state_dict(state)
+    second.step = 1
+    second.run(ids(4))
+    assert second.controller.coverage is not None and second.controller.plan.tokens is not None
+    assert second.controller.plan.assignment == plan.assignment, "a run under way keeps its plan"
+
+
+def test_a_loop_that_captures_nothing_counts_nothing() -> None:
+    loop = Loop(seeded(SparseLM), SnipConfig(policy="layer-type")).run(ids(4), captures=False)
+    assert loop.controller.coverage is None and loop.controller.plan.tokens is None
+
+
+def test_a_model_that_cannot_be_counted_trains_on_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    class Writing(SparseLM):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            if not torch.is_grad_enabled():
+                raise RuntimeError("no gradients")
+            return super().forward(input_ids, labels)
+
+    loop = Loop(seeded(Writing), SnipConfig(policy="layer-type")).run(ids(4), ids(4))
+    assert loop.controller.coverage is None and loop.controller.plan.tokens is None and loop.controller.step == 2
+    (warning,) = [message for message in caplog.messages if "could not be counted" in message]
+    assert warning.startswith("snip-hf: the FLOPs of the micro-batch of step 1") and "no gradients" in warning
+
+
+def test_ranks_count_the_micro_batches_of_all_of_them() -> None:
+    def work(ranks: Ranks) -> tuple[Any, Any]:
+        loop = Loop(seeded(SparseLM), SnipConfig(policy="layer-type", target_fp4_fraction=0.6))
+        in_force, processes = loop.controller._in_force, Processes(data=ranks, everyone=ranks)
+        check = CoverageCheck(loop.model, in_force, processes, loop.controller._events, logging.getLogger(LOG))
+        check.take(TrainingPass(ids(4) if ranks.rank == 0 else ids(16), None))
+        check.count_first(1, is_new=True)
+        return check.found, in_force.plan
+
+    (first, plan), (second, other) = on_ranks(2, work)
+    assert first == second and plan == other
+    assert plan.tokens["layers.0.experts.1"] == 20 / 32 and plan.tokens["layers.0.up"] == 1
+    # 2 blocks of 12 x 12, twice each token.
+    assert first.flops == 3 * 2 * 2 * 144 * (32 + 32)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
+import runpy
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import differing, weights
+from tiny_runs import differing, history, weights
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 pytest.importorskip("trl")
@@ -16,6 +20,7 @@ from trl_runs import (
     CHATS,
     CONFIG,
     PAIRS,
+    PREFERENCES,
     UNTOUCHED,
     TRLRun,
     model_for,
@@ -186,3 +191,23 @@ def test_a_resumed_run_goes_on_to_the_bit(trainer: str, model: str, tmp_path: Pa
     assert resumed.logged == expected[0]
     assert differing(weights(resumed.trainer.model), expected[1]) == []
     assert [line["step"] for line in resumed.refreshes] == [line["step"] for line in expected[2]] == [2, 6][:1]
+
+
+# -------------------------------------------------------------------------------------------------------------- recipe
+
+
+@pytest.mark.slow
+def test_the_recipe_trains_and_goes_on_from_its_last_checkpoint(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, output = tmp_path / "pairs.jsonl", tmp_path / "out"
+    data.write_text("".join(json.dumps(row) + "\n" for row in PREFERENCES))
+    recipe = str(Path(__file__).parents[2] / "recipes" / "trl_dpo.py")
+    monkeypatch.setattr(sys, "argv", [recipe, model, str(data), str(output), "--steps", "8", "--batch", "2"])
+    runpy.run_path(recipe)
+    weights_after = (output / "model.safetensors").read_bytes()
+    refreshes = [(line["step"], line["status"]) for line in history(output) if line["event"] == "refresh"]
+    assert refreshes == [(2, "applied"), (6, "applied")]
+    shutil.rmtree(output / "checkpoint-8")
+    runpy.run_path(recipe)
+    assert (output / "model.safetensors").read_bytes() == weights_after

@@ -52,6 +52,7 @@ from snip_hf.planning.plan import PrecisionPlan
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.policies.registry import Policy, register_policy
 from snip_hf.policies.setting import Setting
+from snip_hf.records.coverage import Counted
 from snip_hf.records.divergences import read_divergence
 from snip_hf.records.events import DriftCheck, Event, Refresh, Start
 from snip_hf.records.load import load_run
@@ -480,18 +481,23 @@ class Shares:
         return [event.to_record() for event in self.events]
 
 
+def written(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "snip" / "history.jsonl").read_text().splitlines()]
+
+
 def test_a_new_tracker_is_told_what_the_history_holds_also_after_resuming(tmp_path: Path) -> None:
     config = SnipConfig(**SCHEDULE, refresh_on_drift=0.0, drift_every=3)
     whole, rest = Shares(), Shares()
     run = train(tmp_path, callback=SnipCallback(config, trackers=[whole]), save_strategy="steps", save_steps=7)
-    assert whole.lines == run.history
-    kinds = [Start, Refresh, DriftCheck, Refresh, DriftCheck, Refresh]
-    assert [(type(event), event.step) for event in whole.events] == list(zip(kinds, (0, 2, 5, 6, 9, 10), strict=True))
+    assert whole.lines == written(tmp_path)
+    kinds = [Start, Counted, Refresh, DriftCheck, Refresh, DriftCheck, Refresh]
+    steps = (0, 1, 2, 5, 6, 9, 10)
+    assert [(type(event), event.step) for event in whole.events] == list(zip(kinds, steps, strict=True))
     share = final_plan(run).fp4_fraction
     assert [step for step, _ in whole.points] == [0, 4, 8, 12] and whole.points[-1] == (12, share)
     # From a checkpoint in the middle of the second refresh on: nothing is told twice.
     resumed = train(tmp_path, callback=SnipCallback(config, trackers=[rest]), resume=tmp_path / "checkpoint-7")
-    assert rest.lines == resumed.history[3:] and without_seconds(rest.lines) == without_seconds(whole.lines[3:])
+    assert rest.lines == resumed.history[3:] and without_seconds(rest.lines) == without_seconds(whole.lines[4:])
 
 
 def test_a_tracker_that_fails_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -504,5 +510,5 @@ def test_a_tracker_that_fails_changes_nothing(tmp_path: Path, caplog: pytest.Log
     assert run.losses == expected.losses and without_seconds(run.history) == without_seconds(expected.history)
     assert [message for message in caplog.messages if "tracker" in message] == [
         f"snip-hf: a tracker failed at the {event} of step {step}, training goes on: RuntimeError('not today')"
-        for event, step in (("start event", 0), ("refresh event", 2))
+        for event, step in (("start event", 0), ("coverage event", 1), ("refresh event", 2))
     ]

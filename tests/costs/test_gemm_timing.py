@@ -211,3 +211,13 @@ def test_a_gpu_s_times_are_its_own_and_leave_no_memory_behind(gemm: str) -> None
     assert tiny < seconds
     assert torch.cuda.memory_allocated() == allocated
     assert torch.equal(torch.cuda.get_rng_state(), random_state)
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "float16"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])
+def test_gpus_without_bf16_are_timed_in_fp16(
+    capability: tuple[int, int], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    assert Machine.of(torch.device("cuda"), "emulated").dtype == dtype

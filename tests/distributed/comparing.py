@@ -42,6 +42,7 @@ def read_run(folder: Path) -> tuple[list[dict[str, Any]], dict[int, float], dict
         folder: the `snip/` folder of a run.
     """
     history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    history = [line for line in history if line["event"] != "coverage"]
     losses, tables = {}, {}
     columns = ("loss_divergence", "weight_divergence", "criterion")
     for path in folder.glob("divergence-*.json"):

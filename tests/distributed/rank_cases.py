@@ -38,6 +38,8 @@ SHARDED = {
     "ddp-adamw": Training(_LATER, "adamw", steps=8),
     "fsdp2-conv1d": Training(_LATER | {"granularity": "gemm"}, "sgd", wrapper="fsdp2", steps=8, is_conv1d=True),
     "ddp-conv1d": Training(_LATER | {"granularity": "gemm"}, "sgd", steps=8, is_conv1d=True),
+    "fsdp2-experts": Training(_LATER | {"granularity": "gemm"}, "sgd", wrapper="fsdp2", steps=8, is_mixture=True),
+    "ddp-experts": Training(_LATER | {"granularity": "gemm"}, "sgd", steps=8, is_mixture=True),
     "fsdp2-sgd-gemm-accumulated-clipped": replace(SHARED["sgd-gemm-accumulated-clipped"], wrapper="fsdp2"),
 }
 TRACELESS = {

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from comparing import read_run
 from conv1d_twins import as_conv1d
+from mixtures import build
 from small import adamw_after, text, tiny_llama
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -53,6 +54,8 @@ class Training:
     dropout: float = 0.0
     is_conv1d: bool = False
     """The MLPs are of `Conv1D`, which stores its weight as (I, O)."""
+    is_mixture: bool = False
+    """A Qwen3-MoE in the place of the Llama."""
     solves: bool = True
     """False: the solver cannot be started, so that nothing is ever applied."""
 
@@ -88,7 +91,7 @@ def train(training: Training, folder: Path) -> Found:
         training: what.
         folder: gets the `snip/` folder.
     """
-    accelerator = _accelerator(training.wrapper)
+    accelerator = _accelerator(training.wrapper, "Qwen3MoeDecoderLayer" if training.is_mixture else "LlamaDecoderLayer")
     model, optimizer, controller = _prepared(training, accelerator, folder)
     found = Found()
     torch.manual_seed(7 + accelerator.process_index)
@@ -121,6 +124,8 @@ def train(training: Training, folder: Path) -> Found:
 def _prepared(training: Training, accelerator: Accelerator, folder: Path) -> tuple[nn.Module, Any, Any]:
     """Returns model, optimizer and controller, which is None without snip-hf."""
     model: nn.Module = tiny_llama(hidden=32, layers=2, attention_dropout=training.dropout)
+    if training.is_mixture:
+        model = build("qwen3-moe")
     if training.is_conv1d:
         as_conv1d(model, [name for name, _ in model.named_modules() if name.endswith("_proj") and ".mlp." in name])
     if training.optimizer == "sgd":
@@ -194,14 +199,14 @@ def _batch(training: Training, index: int, rank: int, ranks: int) -> dict[str, T
     return {name: tensor[rows].contiguous() for name, tensor in batch.items()}
 
 
-def _accelerator(wrapper: str) -> Accelerator:
+def _accelerator(wrapper: str, block: str = "LlamaDecoderLayer") -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=False)
     if wrapper == "ddp":
         return Accelerator(cpu=True)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        transformer_cls_names_to_wrap=[block],
         cpu_ram_efficient_loading=False,
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)

@@ -31,16 +31,17 @@ TOKENS = 16
 ATTENTION = 3 * HIDDEN * HIDDEN
 MLP = 3 * HIDDEN * INNER
 ROUTER = EXPERTS * HIDDEN
-MAMBA = HIDDEN * 256 + 128 * (8 + 2 * 8) + 8 * 128 + 128 * HIDDEN
+MAMBA = HIDDEN * 256 + 128 * (8 + 2 * 8) + 128 * HIDDEN
+TIME_STEP = 8 * 128  # of Mamba: a linear that is not called
 LATENT = HIDDEN * 24 + 24 * 4 * 24 + HIDDEN * (16 + 8) + 16 * 4 * (16 + 16) + HIDDEN * HIDDEN
-# Linears, experts, routers.
+# Linears, experts, routers, linears that are not called.
 BY_HAND = {
-    "gpt2": (LAYERS * 12 * HIDDEN * HIDDEN, 0, 0),
-    "llama": (LAYERS * (ATTENTION + MLP), 0, 0),
-    "mixtral": (LAYERS * ATTENTION, LAYERS * CHOSEN * MLP, LAYERS * ROUTER),
-    "deepseek": (LAYERS * LATENT + MLP + 3 * HIDDEN * 32, CHOSEN * 3 * HIDDEN * 32, ROUTER),
-    "mamba": (LAYERS * MAMBA, 0, 0),
-    "jamba": (MAMBA + MLP + ATTENTION, CHOSEN * MLP, ROUTER),
+    "gpt2": (LAYERS * 12 * HIDDEN * HIDDEN, 0, 0, 0),
+    "llama": (LAYERS * (ATTENTION + MLP), 0, 0, 0),
+    "mixtral": (LAYERS * ATTENTION, LAYERS * CHOSEN * MLP, LAYERS * ROUTER, 0),
+    "deepseek": (LAYERS * LATENT + MLP + 3 * HIDDEN * 32, CHOSEN * 3 * HIDDEN * 32, ROUTER, 0),
+    "mamba": (LAYERS * MAMBA, 0, 0, LAYERS * TIME_STEP),
+    "jamba": (MAMBA + MLP + ATTENTION, CHOSEN * MLP, ROUTER, TIME_STEP),
 }
 
 
@@ -94,18 +95,40 @@ def beside(run: Any, *shape: int) -> float:
 
 @pytest.mark.parametrize("family", BY_HAND)
 def test_the_flops_of_every_kind_of_weight_are_those_counted_by_hand(family: str) -> None:
-    linears, experts, routers = map(flops, BY_HAND[family])
+    linears, experts, routers, uncalled = map(flops, BY_HAND[family])
     found = coverage(build(family), text())
-    assert (found.flops, found.covered) == (linears + experts + routers, linears + experts)
-    assert shares(found) == ({"router": routers / found.flops} if routers else {})
+    assert (found.flops, found.covered) == (linears + experts + routers + uncalled, linears + experts)
+    left = {"router": routers / found.flops, "Linear": uncalled / found.flops}
+    assert shares(found) == {kind: share for kind, share in left.items() if share}
     assert found.aside["output head"] == flops(HIDDEN * VOCABULARY)
+
+
+@pytest.mark.parametrize("converts", [False, True])
+def test_a_weight_that_is_used_without_a_call_of_its_layer_is_listed_and_sees_no_tokens(converts: bool) -> None:
+    model = build("jamba")
+    if converts:
+        convert_model(model, SnipConfig())
+    counted = count_pass(model, text(), None)
+    (left,) = [one for one in counted.coverage.uncovered if one.kind == "Linear"]
+    reason = "the model multiplies with its weight without a call of the layer"
+    assert (left.name, left.reason) == ("model.layers.*.mamba.dt_proj", reason)
+    assert counted.tokens.get("model.layers.0.mamba.dt_proj") == (0 if converts else None)
+    assert not [hook for module in model.modules() for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
+
+
+def test_a_layer_that_is_called_and_whose_weight_is_used_otherwise_too_is_covered_in_part() -> None:
+    """As a weight that is clamped in training alone."""
+    model = Model(nn.Linear(8, 8, bias=False), lambda linear, x: linear(x) + x @ linear.weight.t().clamp(-1, 1))
+    found = coverage(model, {"x": torch.ones(6, 8)})
+    assert (found.flops, found.covered) == (flops(3 * 64, 6), flops(2 * 64, 6))
+    assert [(one.name, one.share) for one in found.uncovered] == [("layers.*.other", 1 / 3)]
 
 
 def test_experts_that_are_refused_are_told_with_the_reason() -> None:
     model = build("mixtral")
     for block in model.model.layers:
         block.mlp.experts._is_expert_parallel = True
-    linears, experts, routers = map(flops, BY_HAND["mixtral"])
+    linears, experts, routers, _ = map(flops, BY_HAND["mixtral"])
     found = coverage(model, text())
     assert (found.flops, found.covered) == (linears + experts + routers, linears)
     reason = "experts spread over processes (expert parallelism)"

@@ -40,7 +40,7 @@ def test_the_models_own_loss_written_out_gives_the_same_estimate_and_truth() -> 
         assert one.loss_divergence == pytest.approx(other.loss_divergence, rel=1e-3)
         assert one.weight_divergence == pytest.approx(other.weight_divergence, rel=1e-3)
     own = measure_divergence(model, batch, optimizer, EXACT, 1, ("forward",))
-    found = measure_divergence(model, batch, optimizer, EXACT, 1, ("forward",), model_loss)
+    found = measure_divergence(model, batch, optimizer, EXACT, 1, ("forward",), compute_loss=model_loss)
     for one, other in zip(found.rows, own.rows, strict=True):
         assert one.loss_divergence == pytest.approx(other.loss_divergence, abs=1e-6)
         assert one.weight_divergence == pytest.approx(other.weight_divergence, rel=1e-3)

@@ -232,17 +232,26 @@ def _with_trained_norms(requires_grad: bool = False) -> tuple[Any, torch.optim.O
     return model, torch.optim.AdamW(norms, lr=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("requires_grad", "reason"),
-    [(False, "the swapped weights are frozen"), (True, "the optimizer holds none of the swapped weights")],
-)
-def test_weights_that_are_not_trained_are_said_once_at_the_start_and_cost_no_refresh(
-    requires_grad: bool, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_where_swapped_weights_are_not_trained_the_updates_of_all_that_is_trained_count(
+    requires_grad: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "snip_hf")
     model, optimizer = _with_trained_norms(requires_grad)
     controller = SnipController(model, optimizer, CONFIG, output_dir=tmp_path)
-    said = f"snip-hf: {reason}, so that the loss divergence alone decides."
+    _train(controller, optimizer, 8)
+    assert reasons(tmp_path) == {2: None, 6: None}
+    totals = [line["divergence"]["fp4"]["weight"] for line in history(tmp_path)[1:]]
+    assert all(total > 0 for total in totals)
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_an_optimizer_of_nothing_in_the_model_is_said_once_at_the_start_and_costs_no_refresh(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "snip_hf")
+    model, optimizer = tiny_llama(hidden=32), torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
+    controller = SnipController(model, optimizer, CONFIG, output_dir=tmp_path)
+    said = "snip-hf: the optimizer holds no parameter of the model, so that the loss divergence alone decides."
     assert caplog.messages[-1] == said
     _train(controller, optimizer, 8)
     assert reasons(tmp_path) == {2: None, 6: None}
@@ -250,15 +259,13 @@ def test_weights_that_are_not_trained_are_said_once_at_the_start_and_cost_no_ref
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_weights_that_are_frozen_in_mid_run_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "snip_hf")
+def test_after_swapped_weights_are_frozen_in_mid_run_the_updates_of_the_others_count(tmp_path: Path) -> None:
     loop = Loop(CONFIG, tmp_path).run(3)
     for layer in snip_linears(loop.model).values():
         layer.weight.requires_grad_(False)
     loop.run(12)
     assert reasons(tmp_path) == {2: None, 6: None, 10: None}
-    said = "snip-hf: the swapped weights are frozen, so that the loss divergence alone decides."
-    assert caplog.messages.count(said) == 1
+    assert history(tmp_path)[-1]["divergence"]["fp4"]["weight"] > 0
 
 
 def _train(controller: SnipController, optimizer: torch.optim.Optimizer, last: int, **more: Any) -> None:
@@ -276,15 +283,15 @@ def _train(controller: SnipController, optimizer: torch.optim.Optimizer, last: i
 # -------------------------------------------------------------------------------------------------------------- layers
 
 
-class Adapted(nn.Module):
-    """As adapters wrap a linear: it goes on inside, under another name."""
+class Wrapper(nn.Module):
+    """The linear goes on inside, under another name."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        self.base_layer = base
+        self.inner = base
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base_layer(x)
+        return self.inner(x)
 
 
 def _replace(model: nn.Module) -> None:
@@ -292,10 +299,10 @@ def _replace(model: nn.Module) -> None:
 
 
 def _wrap(model: nn.Module) -> None:
-    model.set_submodule(UP, Adapted(model.get_submodule(UP)))
+    model.set_submodule(UP, Wrapper(model.get_submodule(UP)))
 
 
-CHANGES = {"replaced": (_replace, "Linear"), "wrapped": (_wrap, "Adapted"), "restored": (restore_model, "Linear")}
+CHANGES = {"replaced": (_replace, "Linear"), "wrapped": (_wrap, "Wrapper"), "restored": (restore_model, "Linear")}
 
 
 @pytest.mark.parametrize("change", CHANGES)

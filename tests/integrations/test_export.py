@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import mixtures
 import pytest
 import torch
 import yaml
@@ -16,12 +17,15 @@ from llama_plans import BLOCK, llama, make_plan
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from snip_hf import SnipConfig, convert_model, restore_model
 from snip_hf.cli import main
+from snip_hf.costs.flops import linear_flops
 from snip_hf.integrations.export import NotExpressible, export_plan
 from snip_hf.integrations.export_targets import TARGETS
+from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
-from snip_hf.planning.plan import PrecisionPlan
+from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 
 # --- Megatron-LM -----------------------------------------------------------------------------------------------------
 
@@ -210,6 +214,22 @@ def test_a_bias_that_torchao_drops_is_refused_where_the_model_is_known() -> None
     assert (kept.unfit, kept.plan.fp4_fraction) == (error.value.reasons, 0.0)
     assert set(kept.plan.assignment[f"{BLOCK}.1.mlp.up_proj"].values()) == {"bf16"}
     script(kept.text).convert(model)
+
+
+@pytest.mark.parametrize("target", ["torchao", "fouroversix"])
+def test_experts_are_refused_where_the_model_is_known(target: str) -> None:
+    model = mixtures.build("mixtral")
+    convert_model(model, SnipConfig())
+    assignment = {layer: dict.fromkeys(GEMMS, "nvfp4") for layer in snip_linears(model)}
+    plan = PrecisionPlan(assignment, linear_flops(model), (tuple(assignment),), PlanProvenance(step=1, policy="snip"))
+    restore_model(model)
+    reasons = export_plan(plan, target, nearest=True, model=model).unfit
+    experts = {layer: reasons[layer] for layer in assignment if "experts" in layer}
+    assert len(experts) == 2 * mixtures.LAYERS
+    assert set(experts.values()) == {"its class is MixtralExperts, expected nn.Linear itself"}
+    with pytest.raises(NotExpressible) as error:
+        export_plan(plan, "megatron", nearest=True, model=model)
+    assert error.value.reasons == dict.fromkeys(experts, "no module there is known for this name")
 
 
 def test_a_gemm_that_does_not_run_stops_no_export() -> None:

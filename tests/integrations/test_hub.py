@@ -19,7 +19,7 @@ from typing import Any
 import pushing_runs
 import pytest
 import yaml
-from events import refresh_event, start_event
+from events import counted_event, refresh_event, start_event
 from hub_server import TOKEN, USER, Hub, Repository
 from torch import nn
 
@@ -316,3 +316,13 @@ def test_a_broken_file_gives_a_warning_and_leaves_the_card(
         prepare_push(tmp_path, nn.Linear(2, 2), arithmetic=EMULATED.arithmetic)
     assert message in caplog.text
     assert (tmp_path / "README.md").read_text() == card
+
+
+def test_the_section_says_what_the_plan_covers_and_why_the_rest_is_not() -> None:
+    section = model_card_section(plan("fp4", "fp8"), [START, counted_event()], arithmetic="emulated")
+    assert (
+        "| coverage | the plan decides on 40.0% of the model's matmul FLOPs (output head and attention products "
+        "aside), which makes 20.0% of all of them in FP4 |\n"
+        "| not covered | MoE experts 50.0% (no layer kind takes a \\[Bank\\]); router 10.0% (router) |\n"
+    ) in section
+    assert "coverage" not in model_card_section(plan("fp4"), [START], arithmetic="emulated")

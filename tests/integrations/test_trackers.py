@@ -127,6 +127,8 @@ def test_the_share_is_in_the_log_history_and_nothing_else_is_started(tmp_path: P
     lines = run.trainer.state.log_history
     assert [(line["step"], line["fp4_share"]) for line in lines if "fp4_share" in line] == SHARES
     assert ["fp4_share" in line for line in lines] == ["loss" in line for line in lines]
+    of_model = [(line["fp4_coverage"], line["fp4_share_of_model"]) for line in lines if "loss" in line]
+    assert of_model == [(1.0, share) for _, share in SHARES]
     assert not (tmp_path / "runs").exists()
     assert "wandb" not in sys.modules and "trackio" not in sys.modules
 
@@ -139,7 +141,10 @@ def test_the_share_reaches_tensorboard_in_the_run_that_the_trainer_writes(
     trainers, own = tensorboard
     assert own.folder == trainers.folder
     assert [name for name, step, _ in trainers.scalars if step == 1 and "loss" in name] == ["train/loss"]
-    assert own.scalars == [("train/fp4_share", step, share) for step, share in SHARES]
+    # All of the model's products are covered.
+    names = ("train/fp4_share", "train/fp4_coverage", "train/fp4_share_of_model")
+    expected = [(name, step, 1.0 if name == names[1] else share) for step, share in SHARES for name in names]
+    assert own.scalars == expected
     assert own.is_closed
 
 

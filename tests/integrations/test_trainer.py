@@ -431,7 +431,6 @@ def fake_state(**changes: Any) -> Callable[[], SimpleNamespace]:
     ("changes", "expected"),
     [
         ({"mixed_precision": "fp8"}, "mixed_precision='fp8' would convert the linears a second time"),
-        ({"mixed_precision": "fp16"}, "mixed_precision='fp16' scales the gradients that the probe needs"),
         (
             {
                 "distributed_type": "DistributedType.FSDP",

@@ -71,7 +71,7 @@ def a_case(terms: Terms) -> tuple[nn.Module, Inputs]:
 def ratios(model: nn.Module, inputs: Inputs, loss: Terms, truth: Terms, terms: int) -> list[float]:
     """Estimate over truth, of the forward GEMMs in FP8: FP4 moves sums over tokens beyond first order."""
     found = estimate_divergence(model, inputs, None, CONFIG, loss, terms)
-    true = measure_divergence(model, inputs, None, CONFIG, 1, ("forward",), truth, 1)
+    true = measure_divergence(model, inputs, None, CONFIG, 1, ("forward",), compute_loss=truth)
     expected = {(row.layer, row.format): row.loss_divergence for row in true.rows}
     forward = [row for row in found.rows if row.gemm == "forward" and row.format == "fp8"]
     return [row.loss_divergence / expected[row.layer, row.format] for row in forward]

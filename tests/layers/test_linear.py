@@ -767,11 +767,11 @@ class TestSkipping:
     def test_adapters_stay_in_high_precision_and_their_base_layer_does_not(self) -> None:
         model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"q_proj": Lora()})])})
         assert skip_reasons(model, SnipConfig()) == {
-            "layers.0.q_proj.base_layer": None,
+            "layers.0.q_proj": None,
             "layers.0.q_proj.lora_A.default": "adapter",
             "layers.0.q_proj.lora_B.default": "adapter",
         }
-        assert convert_model(model, SnipConfig()) == ["layers.0.q_proj.base_layer"]
+        assert convert_model(model, SnipConfig()) == ["layers.0.q_proj"]
 
     def test_a_reason_does_not_depend_on_being_converted_already(self) -> None:
         model = build("falcon")
@@ -840,6 +840,14 @@ class TestSkipping:
             ("layers.3._checkpoint_wrapped_module._orig_mod.up", "layers.3.up"),
             ("snip_part_12.layers.3.up", "layers.3.up"),
             ("model.snip_part_1.up", "model.snip_part_1.up"),  # only in front
+            # PEFT's, around a model and its layers; prompts leave the layers as they are.
+            ("base_model.model.model.layers.0.q_proj.base_layer.weight", "model.layers.0.q_proj.weight"),
+            ("base_model.model.model.layers.0.q_proj.lora_A.default", "model.layers.0.q_proj.lora_A.default"),
+            ("base_model.model.layers.0.q_proj", "model.layers.0.q_proj"),
+            ("base_model.transformer.h.0.attn.c_attn", "transformer.h.0.attn.c_attn"),
+            ("base_model.model.lm_head", "lm_head"),
+            ("model.layers.0.q_proj.base_layer", "model.layers.0.q_proj"),
+            ("model.base_layers.0.up", "model.base_layers.0.up"),
         ],
     )
     def test_a_plain_name_is_without_what_wrappers_put_in(self, name: str, plain: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import random
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 
 from snip_hf.config import SnipConfig
+from snip_hf.costs.flops import relative_tokens
 from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.json_io import read_json, write_json_atomic
@@ -175,7 +178,8 @@ FP8 = dict.fromkeys(GEMMS, "fp8")
         ({"assignment": {"a": FP8, "b": "fp8"}}, "assignment['b'] is 'fp8', expected a mapping from GEMMs."),
         (
             {"assignment": {"a": FP8, "b": {"forward": "fp8", "grad_input": "fp8"}}},
-            "assignment['b'] has no entry 'grad_weight'; expected exactly forward, grad_input, grad_weight.",
+            "assignment['b'] has no format for grad_weight, which has FLOPs: the plan was made for a frozen weight. "
+            "Freeze the weight, or use a plan that was made for a trained one.",
         ),
         (
             {"assignment": {"a": FP8, "b": {**FP8, "backward": "fp8"}}},
@@ -436,3 +440,53 @@ def test_a_plan_is_not_for_the_flops_of_other_layers() -> None:
     for flops in ({"a": ROW}, {"a": ROW, "b": ROW, "c": ROW}):
         with pytest.raises(KeyError, match="Was it made for another model"):
             small_plan().with_flops(flops)
+
+
+def test_tokens_turn_flops_into_those_that_run_and_come_back_from_the_file(tmp_path: Path) -> None:
+    formats = {"a": dict.fromkeys(GEMMS, "fp4"), "b": dict.fromkeys(GEMMS, "fp8")}
+    plan = small_plan(stages=[["a", "b"]], assignment=formats)
+    assert plan.fp4_fraction == 6 / 9 and "tokens" not in plan.to_dict()
+    counted = dataclasses.replace(plan, tokens={"a": 0.25, "b": 2.0})
+    # 6 FLOPs per token for a quarter of the tokens, 3 for each token twice.
+    assert counted.fp4_fraction == counted.stage_fp4_fractions[0] == 1.5 / 7.5
+    assert counted.executed["b"] == dict.fromkeys(GEMMS, 2.0) and counted.flops == plan.flops
+    counted.save(tmp_path / "plan.json")
+    assert PrecisionPlan.load(tmp_path / "plan.json") == counted
+    machine = Machine(device="x", torch_version="2", backend="y", dtype="z")
+    seconds = {layer: {gemm: {"fp8": 1.0, "fp4": 1.0, "bf16": 2.0} for gemm in GEMMS} for layer in ("a", "b")}
+    timed = dataclasses.replace(counted, measured=MeasuredCost(machine=machine, tokens=8, seconds=seconds))
+    assert timed.fp4_time_fraction == 0.25 / 2.25 and timed.linear_speedup() == 2.0
+    assert timed.measured.seconds == seconds
+    assert counted.with_flops({"a": dict.fromkeys(GEMMS, 4.0), "b": dict.fromkeys(GEMMS, 1.0)}).fp4_fraction == 3 / 9
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ({"a": 1.0}, "tokens and flops do not both name layer 'b'; expected the same layers."),
+        ({"a": 1.0, "b": -1.0}, "tokens['b'] is -1.0, expected"),
+        ({"a": 1.0, "b": math.nan}, "tokens['b'] is nan, expected"),
+        ([1.0], "tokens is [1.0], expected a mapping from layer names."),
+        ({"a": 1.0, "b": 0.0}, "No layer of stages[1], such as 'b', saw a token of the micro-batch"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(tokens: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        small_plan(tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("seen", "tokens", "expected"),
+    [
+        ({"a": 8, "b": 8}, 8, None),
+        ({"a": 16, "b": 16}, 8, None),
+        ({"a": 0, "b": 0}, 8, None),
+        ({}, 8, None),
+        ({"a": 4, "b": 16}, 8, {"a": 0.5, "b": 2.0}),
+        ({"a": 4, "b": 16}, None, {"a": 0.25, "b": 1.0}),
+    ],
+)
+def test_tokens_are_told_only_where_layers_saw_different_numbers(
+    seen: dict[str, int], tokens: int | None, expected: dict[str, float] | None
+) -> None:
+    assert relative_tokens(seen, tokens) == expected

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from events import refresh_event, small_plan, start_event
+from events import counted_event, refresh_event, small_plan, start_event
 
 from snip_hf.planning.solver.process import SolverResult
 from snip_hf.records.events import DriftCheck, Event, Refresh, RefreshBegun, Start, later_event
@@ -33,6 +34,8 @@ EVENTS: list[Event] = [
     BEGUN.kept(3, small_plan(), "no"),
     RefreshBegun(step=6).kept(6, small_plan(), "no"),
     DriftCheck(step=5, correlation=None, refresh=False, reason="no", seconds=0.5),
+    counted_event(),
+    counted_event(7, tokens={"a": 0.5}, changes={"a:forward": ("fp8", "fp4")}),
 ]
 
 
@@ -114,3 +117,31 @@ def test_the_line_and_the_field_are_named_of_a_history_that_is_none(tmp_path: Pa
     notes: list[str] = []
     assert [event.step for event in read_history(path, notes)] == [0, 2]
     assert notes == ["The last line of history.jsonl is not complete and is left out."]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"flops": -1}, "'flops' is -1.0, expected a number of at least 0."),
+        ({"covered": 201.0}, "covered is 201, expected at most flops, 200."),
+        ({"uncovered": {}}, "uncovered is a JSON object of 0, expected a list."),
+        ({"uncovered": [{}]}, "it has no entry 'name'."),
+        ({"uncovered": [{"name": "a", "kind": 3, "share": 0, "reason": "b"}]}, "uncovered[0].kind is 3, expected text"),
+        (
+            {"uncovered": [{"name": "a", "kind": "b", "share": 1.5, "reason": "c"}]},
+            "uncovered[0].share is 1.5, expected",
+        ),
+        ({"aside": {"x": None}}, "'x' is None, expected a number of at least 0."),
+        ({"tokens": {"a": -1}}, "tokens['a'] is -1.0, expected a number of at least 0."),
+        ({"tokens": {"a": "x"}}, "tokens['a'] is 'x', expected a number up to 1e+100 in size."),
+        (
+            {"changes": {"a:forward": ["fp8"]}},
+            "changes['a:forward'] is a list of 1, expected the old and the new format.",
+        ),
+        ({"step": -1}, "step is -1, expected an integer"),
+    ],
+)
+def test_a_count_that_is_none_is_refused_by_its_field(changes: dict[str, Any], message: str) -> None:
+    record = json.loads(json.dumps(counted_event().to_record())) | changes
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        later_event(record)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from events import counted_event
 from matplotlib.image import imread
 from rich.console import Console
 from written_runs import KINDS, random_assignments, write_checks, write_divergence, write_losses, write_run
@@ -562,3 +563,38 @@ def test_the_recurring_part_of_the_weight_divergence_is_read_for_the_prices(tmp_
     # Over 100 steps: 100^2 for the one, 100 for each of the others, as shares of their sum of 10,500, times a tenth.
     assert prices["0", "q_proj"] == pytest.approx(0.1 * 10_000 / 10_500 / (3 / 18), abs=1e-3)
     assert prices["2", "q_proj"] == pytest.approx(0.1 * 100 / 10_500 / (3 / 18), abs=1e-3)
+
+
+def test_the_coverage_is_told_with_the_share_of_the_whole_model_and_the_reasons(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(2))
+    assert "The plan decides on" not in printed(tmp_path), "a run of an earlier version"
+    with open(tmp_path / "snip" / "history.jsonl", "a") as file:
+        file.write(json.dumps(counted_event(600).to_record()) + "\n")
+    run = load_run(tmp_path)
+    assert [event.step for event in run.counted] == [600] and run.notes == load_run(tmp_path).notes
+    assert (
+        "The plan decides on 40.0% of the model's matmul FLOPs (output head and attention products aside); MoE "
+        "experts: 50.0%, not covered because no layer kind takes a [Bank]; router: 10.0%, not covered because router. "
+        f"FP4 share of all of them: {0.4 * run.plans[-1][1].fp4_fraction:.4f}."
+    ) in joined(printed(tmp_path))
+
+
+def test_plans_count_by_the_tokens_that_were_counted_for_them(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(3))
+    path = tmp_path / "snip" / "history.jsonl"
+    start, first, second = path.read_text().splitlines()
+    layers = json.loads(start)["plan"]
+    early, late = ({layer: 1.0 + number * (index % 2) for index, layer in enumerate(layers)} for number in (1, 2))
+    changed = next(iter(layers))
+    old = layers[changed]["forward"]
+    new = {changed + ":forward": (old, "bf16")}
+    lines = [
+        json.dumps(counted_event(1, tokens=early, changes=new).to_record()),
+        first,
+        json.dumps(counted_event(200, tokens=late).to_record()),
+        second,
+    ]
+    path.write_text("\n".join([start, *lines]) + "\n")
+    plans = [plan for _, plan in load_run(tmp_path).plans]
+    assert [dict(plan.tokens) for plan in plans] == [early, early, late]
+    assert plans[0].assignment[changed]["forward"] == "bf16"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from snip_hf.estimation.coverage import Coverage, Uncovered
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
+from snip_hf.records.coverage import Counted
 from snip_hf.records.events import Refresh, Start
 
 
@@ -24,3 +26,13 @@ def refresh_event(step: int, **changes: Any) -> Refresh:
     """A refresh that kept its plan at the step that it probed."""
     values = {"applied_step": None, "decided_step": step, "reason": "no", "fp4_fraction": 1.0}
     return Refresh(step=step, **values | changes)
+
+
+def counted_event(step: int = 1, **changes: Any) -> Counted:
+    """A count that found 40% covered, all by one layer, "a"."""
+    rest = [
+        Uncovered("layers.*.experts.down_proj", "MoE experts", 0.5, "no layer kind takes a [Bank]"),
+        Uncovered("layers.*.gate", "router", 0.1, "router"),
+    ]
+    values: dict[str, Any] = {"coverage": Coverage(200.0, 80.0, rest, {"output head": 50.0}), "tokens": None}
+    return Counted(step=step, **values | changes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.layers.selection import skip_reasons
 from snip_hf.parallel.ranks import Processes, Ranks
 from snip_hf.training.checks import check_model, check_parts
-
-LOG = logging.getLogger(__name__)
 
 
 def test_stages_in_bf16_are_refused() -> None:
@@ -42,14 +39,14 @@ def test_passes_of_a_pipeline_under_autocast_are_refused() -> None:
 def test_fsdp_1_is_refused() -> None:
     wrapper = type("FullyShardedDataParallel", (nn.Module,), {})()
     with pytest.raises(ValueError, match=r"FSDP version 1, which flattens the weights\. Use version 2"):
-        check_model(nn.ModuleList([wrapper]), LOG)
+        check_model(nn.ModuleList([wrapper]))
 
 
 def test_tensor_parallel_models_are_refused() -> None:
     model = nn.ModuleList()
     model.tp_size = 2
     with pytest.raises(ValueError, match="tensor-parallel"):
-        check_model(model, LOG)
+        check_model(model)
 
 
 def test_layers_on_which_another_forward_is_set_are_left_alone_and_the_reason_is_said() -> None:

@@ -1,4 +1,4 @@
-"""The FLOPs of each linear layer's three GEMMs, per token, and those that run by the tokens that each layer sees."""
+"""The FLOPs of each linear layer's GEMMs, per token, and those that run by the tokens that each layer sees."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from ..layers.state import snip_linears
+from ..layers.state import gemms_of, snip_linears
 
 Work = Mapping[str, Mapping[str, float]]
 """Layer -> GEMM -> FLOPs per token, or seconds."""
@@ -37,15 +37,11 @@ def relative_tokens(seen: Mapping[str, int], tokens: int | None) -> dict[str, fl
 def linear_flops(model: nn.Module) -> dict[str, dict[str, float]]:
     """Returns layer -> GEMM -> FLOPs per token (a multiplication and an addition count as two).
 
-    Each of the three GEMMs costs 2 * in_features * out_features per token; grad_weight costs nothing where the weight
-    is frozen.
+    Each GEMM costs 2 * in_features * out_features per token. Where the weight is frozen there is no grad_weight, and no
+    entry for it.
     """
     flops = {}
     for name, layer in snip_linears(model).items():
         gemm = 2.0 * layer.in_features * layer.out_features
-        flops[name] = {
-            "forward": gemm,
-            "grad_input": gemm,
-            "grad_weight": gemm if layer.weight.requires_grad else 0.0,
-        }
+        flops[name] = dict.fromkeys(gemms_of(layer), gemm)
     return flops

@@ -33,6 +33,8 @@ KIND = "snip-hf GEMM times"
 
 T = TypeVar("T")
 _WARM_UP, _REPEATS = 3, 15
+# The first GPUs whose tensor cores multiply BF16.
+_AMPERE = (8, 0)
 # Clock ticks (about a millisecond) for which the GPU waits before a run, so that Python has launched all of it by then:
 # what is timed is the GPU's work and not the launches, which a compiled model does not have.
 _HEAD_START = 2_000_000
@@ -48,7 +50,7 @@ class Machine:
     backend: str
     """Name of the backend."""
     dtype: str
-    """Compute dtype of the run that was timed: bfloat16 on a GPU, float32 on a CPU."""
+    """Compute dtype of the run that was timed: bfloat16 on a GPU, float16 on one without it, float32 on a CPU."""
 
     @classmethod
     def of(cls, device: torch.device, backend: str) -> Machine:
@@ -207,7 +209,10 @@ def _prepared(backend: str, device: torch.device, shape: GemmShape, format: str)
 
 
 def _dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if device.type != "cuda":
+        return torch.float32
+    is_old = torch.version.cuda is not None and torch.cuda.get_device_capability(device) < _AMPERE
+    return torch.float16 if is_old else torch.bfloat16
 
 
 def _gpu_seconds(call: Callable[[], Tensor], device: torch.device) -> list[float]:

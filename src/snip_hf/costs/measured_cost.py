@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, replace
 
 from torch import nn
 
-from ..layers.state import snip_linears
+from ..layers.state import gemms_of, snip_linears
 from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
 from ..text import printable
 from .flops import Tokens, Work
-from .gemm_timing import GemmShape, Machine, Timer, gemm_times, reference_format, timed_formats
+from .gemm_timing import GemmShape, Machine, Timer, gemm_times, reference_format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +25,16 @@ class MeasuredCost:
     tokens: int
     """Tokens of the micro-batch that the times are of, each of which passes through every layer once."""
     seconds: Mapping[str, Mapping[str, Mapping[str, float]]]
-    """{layer: {gemm: {format: seconds per micro-batch}}}; the grad_weight of a frozen weight is not run and takes 0."""
+    """{layer: {gemm: {format: seconds per micro-batch}}}; a frozen weight has no grad_weight."""
     reference: str = REFERENCE.name
     """The format whose time is what a GEMM counts (`gemm_timing.reference_format`)."""
 
     @property
     def work(self) -> dict[str, dict[str, float]]:
         """Layer -> GEMM -> seconds in the reference format."""
-        return {layer: {gemm: row[gemm][self.reference] for gemm in GEMMS} for layer, row in self.seconds.items()}
+        return {
+            layer: {gemm: times[self.reference] for gemm, times in row.items()} for layer, row in self.seconds.items()
+        }
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -101,16 +103,11 @@ def measure_cost(
     shapes = {
         (name, gemm): GemmShape(gemm, tokens, layer.in_features, layer.out_features)
         for name, layer in layers.items()
-        for gemm in GEMMS
-        if gemm != "grad_weight" or layer.weight.requires_grad
+        for gemm in gemms_of(layer)
     }
     device = next(iter(layers.values())).weight.device
     times = gemm_times(shapes.values(), backend, device, path, timer, formats)
-    not_run = dict.fromkeys(timed_formats(formats), 0.0)
-    seconds = {
-        name: {gemm: times[shapes[name, gemm]] if (name, gemm) in shapes else not_run for gemm in GEMMS}
-        for name in layers
-    }
+    seconds = {name: {gemm: times[shapes[name, gemm]] for gemm in gemms_of(layer)} for name, layer in layers.items()}
     return MeasuredCost(
         machine=Machine.of(device, backend), tokens=tokens, seconds=seconds, reference=reference_format(formats)
     )
@@ -126,7 +123,9 @@ def predicted_times(flops: Work, measured: MeasuredCost | None) -> Mapping[str, 
         return measured.seconds
     total = math.fsum(value for row in flops.values() for value in row.values())
     return {
-        layer: {gemm: {name: row[gemm] / total / fmt.speed for name, fmt in FORMATS.items()} for gemm in GEMMS}
+        layer: {
+            gemm: {name: number / total / fmt.speed for name, fmt in FORMATS.items()} for gemm, number in row.items()
+        }
         for layer, row in flops.items()
     }
 
@@ -135,8 +134,8 @@ def cost_shares(flops: Work, measured: MeasuredCost) -> list[CostShare]:
     """Returns the shares of FLOPs and time of every kind of linear and GEMM that has any, in the model's order."""
     members: dict[tuple[str, str], list[str]] = {}
     for layer, row in flops.items():
-        for gemm in GEMMS:
-            if row[gemm] > 0:
+        for gemm, number in row.items():
+            if number > 0:
                 members.setdefault((layer.rpartition(".")[2], gemm), []).append(layer)
     all_flops = math.fsum(value for row in flops.values() for value in row.values())
     all_seconds = measured.total(measured.reference)

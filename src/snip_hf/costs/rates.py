@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from ..budget_checks import RATES
 from ..numerics.formats import FORMATS, UNQUANTIZED
-from ..numerics.gemms import GEMMS
 from .flops import Work
 from .measured_cost import MeasuredCost
 
@@ -131,12 +130,12 @@ def linear_times(flops: Work, formats: Iterable[str], rates: str | None, measure
         if rate is None:
             raise KeyError(f"The rates {table.name!r} have no format {name!r}; they have {', '.join(table.formats)}.")
     return {
-        layer: {gemm: {name: row[gemm] / rate for name, rate in found.items() if rate} for gemm in GEMMS}
+        layer: {gemm: {name: number / rate for name, rate in found.items() if rate} for gemm, number in row.items()}
         for layer, row in flops.items()
     }
 
 
 def speedup(layers: Iterable[str], assignment: Mapping[str, Mapping[str, str]], times: GemmTimes) -> float:
     """Returns the time of all GEMMs of these layers in BF16, by their time in the formats that an assignment names."""
-    cells = [(times[layer][gemm], assignment[layer][gemm]) for layer in layers for gemm in GEMMS]
+    cells = [(times[layer][gemm], name) for layer in layers for gemm, name in assignment[layer].items()]
     return math.fsum(row[UNQUANTIZED.name] for row, _ in cells) / math.fsum(row[name] for row, name in cells)

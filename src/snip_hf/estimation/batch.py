@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 # What a model's forward takes one row per sequence of: name -> numbers of dimensions, the first of which may also be 1.
 _BY_SEQUENCE = {
     "input_ids": (2,),
-    "labels": (2,),
+    "labels": (1, 2),
     "attention_mask": (2, 4),
     "position_ids": (2,),
     "token_type_ids": (2,),
@@ -91,12 +91,12 @@ class Batch:
             logger.info("snip-hf: the probe takes the whole micro-batch of %d tokens: %s.", self.tokens, reason)
             return self
         packed = [name for name, value in self.kwargs.items() if not _is_by_sequence(name, value, labels.shape[0])]
-        count = max(1, tokens * labels.shape[0] // labels.numel())
+        count = max(1, tokens * labels.shape[0] // self.tokens)
         rows = torch.arange(count) * labels.shape[0] // count
         chosen = labels[rows.to(labels.device)]
         if packed or not (chosen != _NO_LABEL).any():
             reason = f"its input {packed[0]!r} cannot be cut" if packed else f"{count} of its sequences have no labels"
-            logger.info("snip-hf: the probe takes the whole micro-batch of %d tokens: %s.", labels.numel(), reason)
+            logger.info("snip-hf: the probe takes the whole micro-batch of %d tokens: %s.", self.tokens, reason)
             return self
         cut = {
             name: value[rows.to(value.device)]
@@ -117,10 +117,11 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        labels = self.kwargs.get("labels")
-        if labels is not None:
-            return int(labels.numel())
-        return self.seen or sum(int(ids.numel()) for ids in token_ids(self.kwargs))
+        """Number of tokens; of a classifier, which has one label per sequence, those of its inputs."""
+        labels, inputs = self.kwargs.get("labels"), self.kwargs.get("input_ids")
+        if labels is None:
+            return self.seen or sum(int(ids.numel()) for ids in token_ids(self.kwargs))
+        return int((inputs if labels.dim() == 1 and isinstance(inputs, Tensor) else labels).numel())
 
     @property
     def is_likelihood(self) -> bool:
@@ -149,13 +150,15 @@ def labelled_tokens(kwargs: Mapping[str, Any]) -> int:
     """Returns the number of tokens with a label.
 
     A causal LM shifts its labels, so that the first one of a sequence does not count, unless the batch has them shifted
-    already (`shift_labels`). A model of another kind has at most one more per sequence.
+    already (`shift_labels`). A model of another kind has at most one more per sequence, a classifier one label per
+    sequence.
     """
     shifted = kwargs.get("shift_labels")
     if shifted is not None:
         return int((shifted != _NO_LABEL).sum())
     labels = kwargs["labels"]
-    return int((labels[..., 1:] != _NO_LABEL).sum()) or int((labels != _NO_LABEL).sum())
+    every = int((labels != _NO_LABEL).sum())
+    return every if labels.dim() == 1 else int((labels[..., 1:] != _NO_LABEL).sum()) or every
 
 
 def _is_by_sequence(name: str, value: Any, sequences: int) -> bool:

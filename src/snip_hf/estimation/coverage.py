@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import SnipConfig
+from ..layers.kinds import known_weights
 from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..layers.state import snip_linears
 from ..layers.weight_matrices import weight_matrices
@@ -24,6 +25,8 @@ from .passes import call, stand_in, traceless
 # Coverage below this share is worth a warning.
 LITTLE = 0.5
 _HEAD = "output head"
+# As Mamba does with `dt_proj`, and its fused kernels on a GPU with `out_proj`: no format reaches such a product.
+_NO_CALL = "the model multiplies with its weight without a call of the layer"
 _ACTIVATIONS = "products of activations with each other (attention, scans)"
 
 
@@ -142,29 +145,53 @@ def count_pass(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | 
     layers = snip_linears(model)
     tokens = dict.fromkeys(layers, 0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    # Before stand-ins take the parameters' places.
+    holders = [(module, [names[id(weight)] for weight in known_weights(module)]) for module in model.modules()]
     before = RandomState.now()
     try:
         with traceless(model), torch.no_grad():
             stand_in(model, {}, in_fp32=False)
             counter = ProductCounter(dict(model.named_parameters()), kwargs.values())
-            with _counting(layers, tokens, counter), counter:
+            with _counting(layers, tokens, counter), _noting_calls(holders, counter), counter:
                 call(model, kwargs)
     finally:
         before.restore()
-    flops = {id(one.parameter): counter.flops[names[id(one.parameter)]] for one in matrices}
     covered = head = 0.0
     groups: dict[tuple[str, str, str], float] = {}
     for one in matrices:
+        name = names[id(one.parameter)]
         # Forward and grad_input; grad_weight only of what is trained.
-        count = flops[id(one.parameter)] * (2.0 + one.parameter.requires_grad)
+        times = 2.0 + one.parameter.requires_grad
+        count = times * counter.flops[name]
         if one.is_aside:
             head += count
-        elif one.reason is None:
-            covered += count
-        elif count:
-            key = one.name, one.kind, one.reason
-            groups[key] = groups.get(key, 0.0) + count
+            continue
+        in_calls = times * counter.in_calls[name] if one.reason is None else 0.0
+        covered += in_calls
+        if count > in_calls:
+            key = one.name, one.kind, one.reason or _NO_CALL
+            groups[key] = groups.get(key, 0.0) + count - in_calls
     return CountedPass(covered, groups, {_HEAD: head, _ACTIVATIONS: 3.0 * counter.without_parameter}, tokens)
+
+
+@contextmanager
+def _noting_calls(holders: Iterable[tuple[nn.Module, list[str]]], counter: ProductCounter) -> Iterator[None]:
+    """Tells the counter when a module runs that plans can decide on.
+
+    Args:
+        holders: modules, with the names of their weights.
+        counter: is told.
+    """
+    hooks = []
+    for module, names in holders:
+        if names:
+            hooks.append(module.register_forward_pre_hook(lambda *_, names=names: counter.enter(names)))
+            hooks.append(module.register_forward_hook(lambda *_, names=names: counter.leave(names), always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -25,12 +25,13 @@ from ..layers.state import snip_linears
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
-from ..optimizers.response import AnalyticResponse, responses
+from ..optimizers.response import AnalyticResponse, responses, trained_by
 from ..parallel.ranks import Attempt, Processes
 from ..parallel.sharding import is_sharded, whole
 from .batch import Batch
+from .counted import find_counted
 from .criterion import LayerCriterion
-from .layer_sums import LAYER, ROWS, BatchSizes, read_all
+from .layer_sums import LAYER, BatchSizes, read_all
 from .loss_scale import without_loss_scale
 from .memory import kept_tokens
 from .moved_weights import random_directions
@@ -74,10 +75,11 @@ def estimate_divergence(
     config = config or SnipConfig(probe_tokens=None, probe_batch_tokens=None)
     with converted(model, config) as layers:
         captured = Batch.of(batch, objective_of(compute_loss, terms))
-        answers = responses(optimizer, weights_of(layers))
-        _, gradients = gradients_of(model, captured, layers)
+        counted = find_counted(model, layers, trained_by(optimizer))
+        answers = responses(optimizer, counted.parameters)
+        _, gradients = gradients_of(model, captured, layers, counted.others)
         part = captured.part(config.probe_batch_tokens)
-        return divergences_at(model, part, OptimizerStep(gradients, answers), config)
+        return divergences_at(model, part, OptimizerStep(gradients, answers, others=counted.others), config)
 
 
 def divergences_at(
@@ -150,7 +152,8 @@ class _Estimate:
         samples = pooled(probe.layers, self._batch.labelled / self._sizes.labelled, self._layers, processes.data)
         clip_factor = self._optimizer_step.clip_factor
         if POLICIES[self._config.policy].weighs_updates:
-            gradients, trained = self._optimizer_step.gradients, list(updates.norms)
+            gradients = self._optimizer_step.gradients
+            trained = [name for name in updates.norms if name in self._layers]
             clip_factor = without_loss_scale(clip_factor, samples, gradients, trained, processes.data, self._attempt)
         unit = loss if self._batch.is_likelihood else 1.0
         figures: list[Figures] = []
@@ -175,7 +178,8 @@ class _Estimate:
         along_noise = self._criterion.along_noise
         pullbacks = dict.fromkeys(self._layers, _same) if along_noise else updates.pullbacks()
         settings = replace(self._settings, thrift=self._thrift(self._settings.probes if pullbacks else 0))
-        return updates, run_probe(self._model, self._batch, pullbacks, settings, self._processes, self._tokens)
+        others = None if along_noise else self._optimizer_step.others
+        return updates, run_probe(self._model, self._batch, pullbacks, settings, self._processes, self._tokens, others)
 
     def _thrift(self, probes: int) -> Thrift:
         """Returns what the passes do twice; the same on all ranks, which may have to gather weights for it together."""
@@ -186,7 +190,7 @@ class _Estimate:
         elementwise = (
             layers
             if self._criterion.along_noise
-            else [name for name, response in found.items() if isinstance(response, AnalyticResponse)]
+            else [name for name, response in found.items() if name in layers and isinstance(response, AnalyticResponse)]
         )
         bound = config.probe_memory_mib
         ranks = self._processes.data.size
@@ -249,7 +253,7 @@ def _rows(
     parts = zip(*(read_all(part) for part in zip(*(one[2:] for one in figures), strict=True)), strict=True)
     rows: list[Divergence] = []
     for (name, fmt, *_), (of_rows, rise, errors, criterion) in zip(figures, parts, strict=True):
-        for gemm in ROWS:
+        for gemm in (*flops[name], LAYER):
             rows.append(
                 Divergence(
                     name,
@@ -308,12 +312,21 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def gradients_of(model: nn.Module, batch: Batch, layers: Mapping[str, SnipLayer]) -> tuple[float, dict[str, Tensor]]:
-    """Returns the loss and the swapped layers' FP32 gradients under the formats that the layers hold now."""
-    leaves = {
-        name: layer.weight.detach().to(torch.float32, copy=True).requires_grad_() for name, layer in layers.items()
-    }
-    loss = run_pass(model, batch, {layers[name].weight_name(name): leaf for name, leaf in leaves.items()})
+def gradients_of(
+    model: nn.Module, batch: Batch, layers: Mapping[str, SnipLayer], others: Mapping[str, Tensor] | None = None
+) -> tuple[float, dict[str, Tensor]]:
+    """Returns the loss, and the FP32 gradients of what counts, under the formats that the layers hold now.
+
+    Args:
+        model: a converted model, without wrappers.
+        batch: the micro-batch to run.
+        layers: the swapped layers.
+        others: as `Counted.others`.
+    """
+    weights = {**weights_of(layers), **(others or {})}
+    leaves = {name: weight.detach().to(torch.float32, copy=True).requires_grad_() for name, weight in weights.items()}
+    names = {name: layers[name].weight_name(name) if name in layers else name for name in leaves}
+    loss = run_pass(model, batch, {names[name]: leaf for name, leaf in leaves.items()})
     return float(loss), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,12 +23,14 @@ from ..layers.layer import SnipLayer
 from ..layers.state import set_step
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from ..numerics.gemms import GEMMS
-from ..optimizers.response import Response, responses
+from ..optimizers.response import Response, responses, trained_by
 from .batch import Batch
-from .divergence import converted, gradients_of, weights_of
+from .counted import find_counted
+from .divergence import converted, gradients_of
 from .layer_sums import LAYER, ROWS
 from .objective import Compute, objective_of
 from .passes import run_forward
+from .routing import FixedRouting
 from .table import Divergence, DivergenceTable
 
 Assignment = Mapping[str, Mapping[str, str]]
@@ -41,8 +43,8 @@ def measure_divergence(
     config: SnipConfig | None = None,
     draws: int = 2,
     gemms: tuple[str, ...] = ROWS,
+    fixed_routing: bool = False,
     compute_loss: Compute | None = None,
-    terms: int | None = None,
 ) -> DivergenceTable:
     """Measures the divergences of every layer, GEMM and format, each quantized alone, on one batch.
 
@@ -51,7 +53,9 @@ def measure_divergence(
         draws: stochastic-rounding draws per row (root mean square over the draws); formats without such rounding take
             one.
         gemms: which rows to measure, of "forward", "grad_input", "grad_weight", "layer".
-        compute_loss, terms: as in `estimate_divergence`.
+        fixed_routing: whether quantized passes send tokens to the experts that they have in high precision, as the
+            estimate does, in place of those that quantized scores choose, as training does.
+        compute_loss: as in `estimate_divergence`; the rise is relative to the loss if the batch has labels.
 
     Raises:
         ValueError: the batch has no labels, or its loss is not finite.
@@ -59,13 +63,13 @@ def measure_divergence(
     """
     config = config or SnipConfig(probe_tokens=None)
     rows: list[Divergence] = []
-    captured = Batch.of(batch, objective_of(compute_loss, terms))
-    with _Measurement.of(model, captured, optimizer, config) as measurement:
+    captured = Batch.of(batch, objective_of(compute_loss))
+    with _Measurement.of(model, captured, optimizer, config, fixed_routing) as measurement:
         flops = linear_flops(model)
         for name in measurement.layers:
             for fmt in config.quantized_formats:
-                for gemm in gemms:
-                    chosen = GEMMS if gemm == LAYER else (gemm,)
+                for gemm in (gemm for gemm in gemms if gemm in (*flops[name], LAYER)):
+                    chosen = tuple(flops[name]) if gemm == LAYER else (gemm,)
                     count = draws if FORMATS[fmt].is_random else 1
                     rise, weight = measurement.damage({name: dict.fromkeys(chosen, fmt)}, count)
                     rows.append(Divergence(name, gemm, fmt, rise, weight, sum(flops[name][g] for g in chosen)))
@@ -133,26 +137,41 @@ class _Measurement:
     """The state in high precision that every quantized pass is compared with."""
 
     def __init__(
-        self, model: nn.Module, batch: Batch, optimizer: Any, config: SnipConfig, layers: dict[str, SnipLayer]
+        self,
+        model: nn.Module,
+        batch: Batch,
+        optimizer: Any,
+        config: SnipConfig,
+        layers: dict[str, SnipLayer],
+        routing: FixedRouting | None,
     ) -> None:
+        self._routing = routing
         self._model, self._batch, self._config, self.layers = model, batch, config, layers
-        self._answers: dict[str, Response] = responses(optimizer, weights_of(layers))
-        self.loss, base = gradients_of(model, batch, layers)
+        counted = find_counted(model, layers, trained_by(optimizer))
+        self._answers: dict[str, Response] = responses(optimizer, counted.parameters)
+        self._others = counted.others
+        self.loss, base = self._gradients()
         self._base = {}
         for name in (name for name in self._answers if name in base):
-            norm = layers[name].weight.detach().to(torch.float32).square().sum().sqrt()
-            if norm == 0:  # as in `divergences_at`
-                continue
             update, meaningful = self._answers[name].update(base[name]), self._answers[name].meaningful(base[name])
-            self._base[name] = update, meaningful / norm
+            size = counted.weights[name].detach().to(torch.float32) if counted.others is None else update
+            norm = size.square().sum().sqrt()
+            if norm != 0:  # as in `divergences_at`
+                self._base[name] = update, meaningful / norm
         if not math.isfinite(self.loss):
             raise ValueError(f"The loss of the batch is {self.loss}; expected a finite number.")
 
     @classmethod
     @contextmanager
-    def of(cls, model: nn.Module, batch: Batch, optimizer: Any, config: SnipConfig) -> Iterator[_Measurement]:
+    def of(
+        cls, model: nn.Module, batch: Batch, optimizer: Any, config: SnipConfig, fixed_routing: bool = False
+    ) -> Iterator[_Measurement]:
         with _high_precision(model, config) as layers:
-            yield cls(model, batch, optimizer, config, layers)
+            yield cls(model, batch, optimizer, config, layers, FixedRouting() if fixed_routing else None)
+
+    def _gradients(self) -> tuple[float, dict[str, Tensor]]:
+        with nullcontext() if self._routing is None else self._routing.one_pass():
+            return gradients_of(self._model, self._batch, self.layers, self._others)
 
     def damage(self, assignment: Assignment, draws: int) -> tuple[float, float]:
         """Returns the rise of the loss and the weight divergence (root mean square over the draws).
@@ -163,7 +182,7 @@ class _Measurement:
         with _assigned(self.layers, assignment):
             for draw in range(draws):
                 set_step(self.layers, self._config.seed, draw, 0)
-                loss, gradients = gradients_of(self._model, self._batch, self.layers)
+                loss, gradients = self._gradients()
                 squares.append(self._distance(gradients))
                 losses.append(loss)
         mean = sum(losses) / draws
@@ -171,7 +190,7 @@ class _Measurement:
         return rise, (sum(squares) / draws) ** 0.5
 
     def _distance(self, gradients: Mapping[str, Tensor]) -> float:
-        """Returns the sum over layers of |h(gradient) - h(base)|^2 / |W|^2."""
+        """Returns the sum over what counts of |h(gradient) - h(base)|^2 / |W|^2, or by |h(base)|^2 (`counted`)."""
         total = 0.0
         for name, (update, meaningful_by_norm) in self._base.items():
             if name in gradients:  # an expert without tokens takes no part in a pass

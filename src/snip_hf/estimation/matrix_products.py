@@ -36,7 +36,7 @@ _OPERANDS = {
 # These take an activation and where its groups of rows end.
 _GROUPED = ("aten::_grouped_mm", "aten::_scaled_grouped_mm", "transformers::grouped_mm_fallback")
 _CONVOLUTIONS = ("aten::convolution", "aten::_convolution", "aten::mkldnn_convolution", "aten::cudnn_convolution")
-_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention")
+_ATTENTION = "scaled_dot_product"
 # These look rows up in a table: of a matrix of embeddings they give activations, of stacked matrices some of these.
 _LOOKUPS = ("aten::index", "aten::index_select", "aten::embedding", "aten::gather", "aten::take_along_dim")
 
@@ -71,9 +71,12 @@ class ProductCounter(TorchDispatchMode):
         super().__init__()
         self.flops: Counter[str] = Counter()
         """Name of a parameter -> FLOPs of the products that it is an operand of."""
+        self.in_calls: Counter[str] = Counter()
+        """Those among them that ran between `enter` and `leave` of the parameter."""
         self.without_parameter = 0
         """FLOPs of products of activations with each other, as in attention."""
         self._sizes: dict[str, int] = {}
+        self._entered: Counter[str] = Counter()
         # Weak references to storages keep their addresses from being used again.
         self._origins: dict[int, tuple[StorageWeakRef, _Origin]] = {}
         # Storage -> where in it a parameter begins, and its name: flattened parameters share a storage.
@@ -93,6 +96,13 @@ class ProductCounter(TorchDispatchMode):
             homes.append((int(tensor.storage_offset()), name))
             homes.sort()
 
+    def enter(self, names: Iterable[str]) -> None:
+        """Notes that a module which holds these parameters begins its forward pass."""
+        self._entered.update(names)
+
+    def leave(self, names: Iterable[str]) -> None:
+        self._entered.subtract(names)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Before the call, which may write to one of them.
@@ -104,7 +114,7 @@ class ProductCounter(TorchDispatchMode):
             self._count(operands, _product_flops(name, operands[0], result, args, kwargs))
         elif name in _CONVOLUTIONS:
             self._count(args[:2], _convolution_flops(args, kwargs, result))
-        elif any(part in name for part in _ATTENTION):
+        elif _ATTENTION in name:
             query, key, value = args[:3]
             self.without_parameter += 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
         else:
@@ -123,7 +133,9 @@ class ProductCounter(TorchDispatchMode):
             if parameters:
                 total = sum(self._sizes[name] for name in parameters)
                 for name in sorted(parameters):
-                    self.flops[name] += flops * self._sizes[name] // total
+                    part = flops * self._sizes[name] // total
+                    self.flops[name] += part
+                    self.in_calls[name] += part if self._entered[name] > 0 else 0
                 return
         self.without_parameter += flops
 

@@ -36,14 +36,17 @@ def probe_memory(model: nn.Module, probes: int, tokens: int) -> float:
     Args:
         model: a converted model, without wrappers. Every layer is taken to run once per pass.
         probes: number of probes, as in `ProbeSettings`.
-        tokens: tokens kept per layer.
+        tokens: tokens kept per layer, with all rows that they have there.
     """
     layers = snip_linears(model)
     moved = {id(layer.weight) for layer in layers.values() if layer.weight.requires_grad and probes > 0}
+    # As in `counted`; which of them the optimizer holds is not known here.
+    moves_others = probes > 0 and not all(layer.weight.requires_grad for layer in layers.values())
     frozen = frozen_in_a_pass(model)
     total = 0
     for parameter in model.parameters():
         copied = parameter.is_floating_point() and parameter.dtype != torch.float32
+        copied |= moves_others and parameter.is_floating_point() and parameter.requires_grad
         gets_gradient = parameter.is_floating_point() and id(parameter) not in frozen
         copies = 1 if id(parameter) in moved else copied + gets_gradient
         # The layers' own weights stay sharded.
@@ -53,7 +56,7 @@ def probe_memory(model: nn.Module, probes: int, tokens: int) -> float:
         total += buffer.numel() * (_FP32 if buffer.is_floating_point() else buffer.element_size())
     # At the end of a probe's second pass: X and G of both its sides; X, G and the derivatives of the probes before.
     held = {0: 1, 1: 2}.get(probes, probes + 2)
-    features = sum(layer.in_features + layer.out_features for layer in layers.values())
+    features = sum((layer.in_features + layer.out_features) * layer.rows_per_token for layer in layers.values())
     return (total + _FP32 * tokens * features * held) / _MIB
 
 

@@ -1,4 +1,4 @@
-"""The swapped weights along one random direction, held in FP32 or made again whenever a layer runs."""
+"""The weights that a probe moves along one random direction, held in FP32 or made again whenever a layer runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..numerics.random_streams import stream_key
 from ..parallel.ranks import Processes
-from ..parallel.sharding import sharded_as, squares
+from ..parallel.sharding import sharded_as, squares, whole
 
 Draw = tuple[int, int, int]
 """Seed, step and index of a probe: what decides its random direction."""
@@ -26,11 +26,14 @@ class MovedWeights:
 
     Args:
         layers: the swapped layers; their weights must be those of the model and no stand-ins.
-        pullbacks: layer -> what makes a direction of z ~ N(0, 1), both laid out as the weight.
+        pullbacks: layer, or name of another parameter -> what makes a direction of z ~ N(0, 1), both laid out as the
+            weight.
         draw: what decides z.
-        relative_step: |eps * d| / |W| over all swapped weights.
+        relative_step: |eps * d| / |W| over the weights that move; with `others`, the root mean square of an element of
+            eps * d / that of the swapped weights, since a parameter of an adapter may still be 0.
         processes: those that probe together.
         remade: layers whose weights are not held, as far as that is possible.
+        others: what `pullbacks` names besides layers; None: nothing.
     """
 
     def __init__(
@@ -41,9 +44,11 @@ class MovedWeights:
         relative_step: float,
         processes: Processes,
         remade: Collection[str] = (),
+        others: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._layers, self._pullbacks, self._draw = layers, pullbacks, draw
-        self._weights = {name: layers[name].weight.detach() for name in pullbacks}
+        every = {**{name: layer.weight for name, layer in layers.items()}, **(others or {})}
+        self._weights = {name: every[name].detach() for name in pullbacks}
         self._is_turned = False
         self._held: dict[str, Tensor] = {}
         self._remade = [name for name in pullbacks if name in remade and can_be_remade(name, layers)]
@@ -55,9 +60,14 @@ class MovedWeights:
                     self._held[name] = direction
                 yield direction
 
-        totals = processes.pipeline.gather([sum(squares(self._weights.values())), sum(squares(directions()))])
-        weights, moves = (sum(column) for column in zip(*totals, strict=True))
-        self.epsilon = relative_step * (weights / moves) ** 0.5 if moves > 0 else 1.0
+        weights = list(self._weights.values())
+        measured = weights if others is None else [layer.weight.detach() for layer in layers.values()]
+        counts = [sum(weight.numel() for weight in group) for group in (weights, measured)]
+        totals = processes.pipeline.gather([sum(squares(measured)), sum(squares(directions())), *counts])
+        size, moves, moved_count, measured_count = (sum(column) for column in zip(*totals, strict=True))
+        if others is not None:
+            size *= moved_count / measured_count
+        self.epsilon = relative_step * (size / moves) ** 0.5 if moves > 0 else 1.0
         for name, direction in self._held.items():
             self._move(name, direction)
 
@@ -68,9 +78,13 @@ class MovedWeights:
             self._turn(name, moved)
 
     def by_parameter(self) -> dict[str, Tensor]:
-        """Returns parameter name -> what a pass uses in its place; what is remade has the weight itself there."""
+        """Returns parameter name -> what a pass uses in its place; what is remade has the weight itself there.
+
+        Collective where a parameter is sharded that is no swapped weight: its module needs the whole of it.
+        """
         used = {**self._held, **{name: self._weights[name] for name in self._remade}}
-        return {self._layers[name].weight_name(name): used[name] for name in self._pullbacks}
+        of_layers = {self._layers[name].weight_name(name): used[name] for name in used if name in self._layers}
+        return {**of_layers, **{name: whole(moved) for name, moved in used.items() if name not in self._layers}}
 
     @contextmanager
     def making(self) -> Iterator[None]:
@@ -87,19 +101,23 @@ class MovedWeights:
                 moved = self._move(name, self._direction(name))
                 if self._is_turned:
                     self._turn(name, moved)
-            entries = layer._parameters
-            stand_in = entries["weight"]
-            entries["weight"] = moved  # type: ignore[assignment]
+            holder, own_name = layer.holder
+            entries = holder._parameters
+            stand_in = entries[own_name]
+            entries[own_name] = moved  # type: ignore[assignment]
             try:
                 return record(layer, input, dispatch)
             finally:
-                entries["weight"] = stand_in
+                entries[own_name] = stand_in
 
         return forward
 
     def _direction(self, name: str) -> Tensor:
-        layer, weight = self._layers[name], self._weights[name]
-        z = layer.laid_out(random_directions(name, layer, self._draw))
+        layer, weight = self._layers.get(name), self._weights[name]
+        if layer is None:
+            z = random_direction(name, weight, self._draw)
+        else:
+            z = layer.laid_out(random_directions(name, layer, self._draw))
         return sharded_as(self._pullbacks[name](z), weight)
 
     def _move(self, name: str, direction: Tensor) -> Tensor:
@@ -110,9 +128,10 @@ class MovedWeights:
 
 
 def can_be_remade(name: str, layers: Mapping[str, SnipLayer]) -> bool:
-    """Returns True if a layer's weight is a parameter of its own module that no other layer shares."""
+    """Returns True if a layer's weight is a parameter of its module that no other layer shares."""
     layer = layers[name]
-    is_own = layer._parameters.get("weight") is layer.weight and layer.weight_name(name) == f"{name}.weight"
+    holder, own_name = layer.holder
+    is_own = holder._parameters.get(own_name) is layer.weight and layer.weight_name(name).endswith(own_name)
     return is_own and sum(other.weight is layer.weight for other in layers.values()) == 1
 
 
@@ -128,8 +147,9 @@ def random_direction(name: str, weight: Tensor, draw: Draw) -> Tensor:
     """Returns the z ~ N(0, 1) of a layer, FP32, whole: the same numbers whenever it is drawn.
 
     Args:
-        name: of the layer.
-        weight: of the layer as a matrix (O, I), or as matrices (E, O, I); gives shape and device.
+        name: of the layer, or of another parameter.
+        weight: of the layer as a matrix (O, I), or as matrices (E, O, I), or the other parameter; gives shape and
+            device.
         draw: what decides the numbers, with the name.
     """
     generator = torch.Generator(weight.device).manual_seed(

@@ -87,12 +87,13 @@ class Objective:
         raise ValueError("The loss does not call the model as a whole, or gives its forward inputs that have no names.")
 
 
-def objective_of(compute_loss: Compute | None, terms: int | None) -> Objective | None:
+def objective_of(compute_loss: Compute | None, terms: int | None = None) -> Objective | None:
     """Returns the objective of a loop of the user's own; None: the loss that the model returns.
 
     Args:
-        compute_loss: as `Objective.compute`; None: the model returns the loss.
-        terms: how many independent terms it is a mean over; None: as `Objective.terms`.
+        compute_loss: `compute_loss(model, batch)` runs the model forward and returns the mean loss of the micro-batch.
+            It runs several times per probe, and must leave no trace but in the model. None: the model returns the loss.
+        terms: how many independent terms it is a mean over (pairs, say); None: as `Objective.terms`.
 
     Raises:
         ValueError: there are terms, but no loss.

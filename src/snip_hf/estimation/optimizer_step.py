@@ -1,6 +1,7 @@
 """The optimizer step whose divergences are estimated: its gradients, and how the update answers to errors in them.
 
-An update is seen relative to the norm of the weight that it changes (docs/method.md, section 2).
+An update is seen relative to the norm of the weight that it changes, or, where swapped weights are frozen, relative to
+its own norm (docs/method.md, section 3).
 """
 
 from __future__ import annotations
@@ -42,33 +43,40 @@ class OptimizerStep:
     """What a probe wants to know of the optimizer step that is about to be taken."""
 
     gradients: Mapping[str, Tensor]
-    """Layer -> the gradient that the optimizer is about to use, laid out and sharded as the weight is."""
+    """Layer, or name of another parameter that counts (`counted`) -> the gradient that the optimizer is about to use,
+    laid out and sharded as the parameter is."""
     responses: Mapping[str, Response]
-    """Layer -> how the optimizer's update answers to that gradient."""
+    """The same -> how the optimizer's update answers to that gradient."""
     clip_factor: float = 1.0
     """What clipping multiplied the gradients by."""
     micro_batches: int = 1
     """Micro-batches of the step; their errors are independent except for that of the weights."""
+    others: Mapping[str, Tensor] | None = None
+    """As `Counted.others`."""
 
 
 @dataclass(frozen=True)
 class RelativeUpdates:
-    """The derivatives of a step's updates, relative to the norms of the weights."""
+    """The derivatives of a step's updates, relative to the norms of the weights, or of the updates themselves."""
 
     step: OptimizerStep
     norms: Mapping[str, float]
-    """Layer -> |W|, of the layers that the step moves."""
+    """Name -> |W|, or the norm of the update, of what the step moves."""
     of_several: frozenset[str] = frozenset()
     """Layers of several matrices."""
 
     @classmethod
     def of(cls, step: OptimizerStep, layers: Mapping[str, SnipLayer]) -> RelativeUpdates:
-        """Measures the weights. Collective if any is sharded."""
+        """Measures the weights or the updates. Collective if any is sharded."""
         moving = [name for name in step.responses if name in step.gradients]
-        found = [square**0.5 for square in squares([layers[name].weight.detach() for name in moving])]
+        if step.others is None:
+            found = squares([layers[name].weight.detach() for name in moving])
+        else:
+            found = squares(_update(step.responses[name], step.gradients[name]) for name in moving)
         # Not of a weight initialised with zeros: no update of it is small or large against it.
-        norms = {name: norm for name, norm in zip(moving, found, strict=True) if norm != 0}
-        return cls(step, norms, frozenset(name for name in norms if len(_shapes(layers[name])) > 1))
+        norms = {name: square**0.5 for name, square in zip(moving, found, strict=True) if square != 0}
+        several = (name for name in norms if name in layers and len(_shapes(layers[name])) > 1)
+        return cls(step, norms, frozenset(several))
 
     def pullbacks(self) -> dict[str, Callable[[Tensor], Tensor]]:
         """Returns layer -> what multiplies a tensor, laid out as the weight, with the transposed derivative."""
@@ -117,6 +125,14 @@ class RelativeUpdates:
         if isinstance(response, ElementwiseResponse):
             return _relative(response.pushforward, gradient, norm, gradient.new_ones(()).expand_as(gradient))
         return _change_of(response, gradient, clip_factor or 1.0, norm)
+
+
+def _update(response: Response, gradient: Tensor) -> Tensor:
+    """Returns the next update, sharded as the gradient is, or whole. Collective where it is sharded."""
+    own = response.of_own_part()
+    if own is None:
+        return response.gathered().update(whole(gradient))
+    return with_own_part(own.update(own_part(gradient)), gradient)
 
 
 def of_matrices(pushforward: Pushforward, layer: SnipLayer) -> UpdateChange | tuple[Tensor, ...]:

@@ -82,7 +82,9 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
     stand_ins: dict[int, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if plain_name(name) in weights:
-            stand_ins.setdefault(id(parameter), weights[plain_name(name)])
+            given = weights[plain_name(name)]
+            asks = id(parameter) not in frozen and not given.requires_grad
+            stand_ins.setdefault(id(parameter), given.detach().requires_grad_() if asks else given)
     for parameter in model.parameters():
         if id(parameter) in stand_ins:
             continue

@@ -1,8 +1,9 @@
 """One probe of the model: each layer's inputs, output gradients, and their derivatives along moved weights.
 
 Legend: T tokens, I in_features, O out_features, n sampled tokens. A probe runs forward and backward at W + eps * d and
-at W - eps * d for one random direction d through all swapped layers. The mean of the two gives every layer's input X
-and output gradient G (up to eps^2), their difference the derivatives Xdot and Gdot along d (docs/method.md, section 3).
+at W - eps * d for one random direction d through all swapped layers, or, where some are frozen, through all that is
+trained (`counted`). The mean of the two gives every layer's input X and output gradient G (up to eps^2), their
+difference the derivatives Xdot and Gdot along d (docs/method.md, section 3).
 
 The passes leave no trace. They run on FP32 stand-ins for the weights, without autocast and without quantization, on
 clones of the buffers, and outside any wrapper (DDP, compile): no parameter, no gradient, no buffer and no optimizer
@@ -12,9 +13,10 @@ and what other hooks keep are put back (`python_state`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +24,22 @@ from torch import Tensor, nn
 from ..layers.state import snip_linears
 from ..parallel.ranks import Processes
 from .batch import Batch
+from .kinks import smooth_kinks
 from .moved_weights import Draw, MovedWeights
 from .passes import run_pass
 from .recomputation import recomputing, without_cache
 from .room import NO_THRIFT, Thrift
 from .routing import FixedRouting
-from .samples import LayerSample, Record, Recorder, SamplePlan, recording
+from .samples import LayerSample, Record, Recorder, SamplePlan, read, recording
 
 # |eps * d| / |W| over all swapped weights: small enough for first order, large enough for FP32 (section 3 there).
 RELATIVE_STEP = 1e-3
+# Where other parameters move, what they do decides how far they have to. The first step is so many times
+# `relative_step`, per element ...
+_FIRST_STEP = 10.0
+# ... and another one takes its place if the X and G of the layers change by less than the first or by more than the
+# last of these, in units of `relative_step`; the second is then aimed at.
+_LEAST_CHANGE, _WANTED_CHANGE, _MOST_CHANGE = 0.5, 2.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -74,8 +83,11 @@ def run_probe(
     settings: ProbeSettings | None = None,
     processes: Processes | None = None,
     tokens: Sequence[int] | None = None,
+    others: Mapping[str, Tensor] | None = None,
 ) -> Probe:
     """Probes every swapped layer of the model; `probes` times two forward-backward passes.
+
+    With `others` a probe may take two more, where the size of its first step turns out to be wrong.
 
     Beyond the model it holds one FP32 copy of the swapped weights at a time, but for those that it makes again
     (`thrift`), and the samples.
@@ -83,11 +95,12 @@ def run_probe(
     Args:
         model: a converted model, without wrappers.
         batch: the micro-batch to run.
-        pullbacks: layer -> what makes a direction of z ~ N(0, 1), both laid out as the weight. Layers without an entry
-            stay put.
+        pullbacks: layer, or one of `others` -> what makes a direction of z ~ N(0, 1), both laid out as the weight. What
+            has no entry stays put.
         settings: how the probe goes; None: all defaults.
         processes: those that probe together; the samples are this process's own. None: it is alone.
         tokens: data rank -> tokens of its batch.
+        others: parameters that are no swapped weights and may move, by name; None: there are none on any rank.
     """
     settings, processes = settings or ProbeSettings(), processes or Processes()
     layers = snip_linears(model)
@@ -102,14 +115,20 @@ def run_probe(
     inputs = without_cache(model, batch) if recomputed else batch
 
     def record(moved: MovedWeights | None = None) -> Recorder:
-        recorder, making = Recorder(plan), nullcontext() if moved is None else moved.making()
+        recorder, moving = Recorder(plan), nullcontext() if moved is None else _moving(model, moved)
         weights = {} if moved is None else moved.by_parameter()
         recorded = recording(layers, recorder, settings.autocast is not None)
-        with routing.one_pass(), recorded, making, recomputing(model, recomputed):
+        with routing.one_pass(), recorded, moving, recomputing(model, recomputed):
             losses.append(float(run_pass(model, inputs, weights, settings.autocast, True, processes.run)))
         return recorder
 
-    draws = settings.draws if pullbacks else []
+    def both_sides(draw: Draw, step: float) -> _Sides:
+        moved = MovedWeights(layers, pullbacks, draw, step, processes, settings.thrift.remade, others)
+        plus = record(moved)
+        moved.turn()
+        return _Sides(plus, record(moved), moved.epsilon)
+
+    draws = settings.draws if pullbacks or others is not None else []
     if not draws:
         recorder = record()
         energies = recorder.energies()
@@ -118,14 +137,43 @@ def run_probe(
             samples[name] = LayerSample(
                 one.tokens, one.x, one.grad_output, energies=energies[name], amaxes=amaxes, rows=one.rows
             )
+    step = settings.relative_step * (1.0 if others is None else _FIRST_STEP)
     for draw in draws:
-        moved = MovedWeights(layers, pullbacks, draw, settings.relative_step, processes, remade=settings.thrift.remade)
-        plus = record(moved)
-        moved.turn()
-        minus, epsilon = record(moved), moved.epsilon
-        del moved
-        _combine(samples, plus, minus, epsilon)
+        sides = both_sides(draw, step)
+        if others is not None:
+            change = max(processes.everyone.gather(sides.largest_change())) / settings.relative_step
+            if change > 0 and not _LEAST_CHANGE <= change <= _MOST_CHANGE:
+                step *= _WANTED_CHANGE / change
+                del sides, losses[-2:]
+                sides = both_sides(draw, step)
+        _combine(samples, *sides)
     return Probe(sum(losses) / len(losses), samples)
+
+
+class _Sides(NamedTuple):
+    """What the passes at both ends of a step showed."""
+
+    plus: Recorder
+    minus: Recorder
+    epsilon: float
+
+    def largest_change(self) -> float:
+        """Returns the largest change of a layer's X or G by eps * d, relative to it."""
+        pairs = [(plus, self.minus.records.get(name)) for name, plus in self.plus.records.items()]
+        changes = [
+            torch.nan_to_num((one - other).norm() / (one + other).norm())
+            for plus, minus in pairs
+            if minus is not None and _have_same_tokens(plus, minus)
+            for one, other in ((plus.x, minus.x), (plus.grad_output, minus.grad_output))
+        ]
+        return max(read(changes), default=0.0)
+
+
+@contextmanager
+def _moving(model: nn.Module, moved: MovedWeights) -> Iterator[None]:
+    """Lets a pass run on moved weights; to be entered before blocks are recomputed, whose second run does the same."""
+    with moved.making(), smooth_kinks(model):
+        yield
 
 
 def _combine(

@@ -60,8 +60,8 @@ class _Block:
     layers: tuple[str, ...]
     inputs: int
     """Features of its first layer's input."""
-    features: int
-    """Into and out of its layers."""
+    features: float
+    """Into and out of its layers, of a token in all its rows."""
     remade: int
     """Elements of the moved weights that can be made again."""
     held: int
@@ -79,9 +79,9 @@ def default_room(model: nn.Module, layers: Mapping[str, SnipLayer], tokens: int,
         tokens: of the micro-batch that is trained on.
         ranks: that share what is sharded.
     """
-    features = dict.fromkeys(map(block_of, layers), 0)
+    features = dict.fromkeys(map(block_of, layers), 0.0)
     for name, layer in layers.items():
-        features[block_of(name)] += layer.in_features + layer.out_features
+        features[block_of(name)] += _features(layer)
     per_token = sum(features.values()) * _IN_A_STEP
     if recomputes_already(model):  # inputs of blocks, in FP32 under autocast, and one block
         firsts = {block_of(name): layers[name].in_features for name in reversed(list(layers))}
@@ -132,7 +132,7 @@ def _blocks_of(layers: Mapping[str, SnipLayer], elementwise: Collection[str], pa
     for block, names in members.items():
         sizes = {name: _elements(layers[name].weight, passes.ranks) for name in names} if passes.probes else {}
         remade = sum(size for name, size in sizes.items() if name in elementwise and can_be_remade(name, layers))
-        features = sum(layers[name].in_features + layers[name].out_features for name in names)
+        features = sum(_features(layers[name]) for name in names)
         inputs, largest = layers[names[0]].in_features, max(sizes.values(), default=0)
         blocks.append(_Block(block, tuple(names), inputs, features, remade, sum(sizes.values()) - remade, largest))
     return blocks
@@ -188,6 +188,11 @@ class _Demand:
                 if is_possible and self.peak(recomputed, remade) <= room:
                     return recomputed, remade
         return most, self._count
+
+
+def _features(layer: SnipLayer) -> float:
+    """Returns the features into and out of a layer, of a token in all its rows."""
+    return (layer.in_features + layer.out_features) * layer.rows_per_token
 
 
 def _elements(parameter: nn.Parameter, ranks: int) -> int:

@@ -18,7 +18,8 @@ class Divergence:
     loss_divergence: float
     """Relative increase of the loss."""
     weight_divergence: float
-    """sqrt(sum over all swapped layers m of |change of m's next update|^2 / |W_m|^2)."""
+    """sqrt(sum over all swapped layers m of |change of m's next update|^2 / |W_m|^2); where some of their weights are
+    not trained, sqrt(sum over all trained parameters p of |change of p's next update|^2 / |p's next update|^2)."""
     flops: float
     """FLOPs per token of what is quantized."""
     weight_bias: float | None = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from ..layers.selection import modules_of_layers
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from ..numerics.gemms import CONTRACTIONS, GEMMS, OPERANDS
 from ..planning.plan import PrecisionPlan
@@ -78,7 +79,7 @@ def export_plan(
     chosen: dict[str, Setting] = {}
     unfit: dict[str, str] = {}
     expected = _expected_parts(units, there)
-    modules = None if model is None else dict(model.named_modules())
+    modules = None if model is None else modules_of_layers(model)
     for module, layers in units.items():
         missing = sorted(expected[_kind(module)] - _parts(layers))
         cost, setting = _nearest_setting(plan, there, layers, nearest, bool(missing))
@@ -99,12 +100,8 @@ def export_plan(
             for layer in layers
         },
     )
-    changes = {
-        place: formats
-        for place, formats in plan.changes(exported).items()
-        if _flops(plan, place) > 0  # the grad_weight of a frozen layer does not run
-    }
-    share = _share(plan, [f"{layer}:{gemm}" for layer in unfit for gemm in GEMMS])
+    changes = plan.changes(exported)
+    share = _share(plan, [f"{layer}:{gemm}" for layer in unfit for gemm in plan.flops[layer]])
     return Export(there.write(chosen, outside), exported, changes, _coarser(plan, changes), unfit, share)
 
 
@@ -165,8 +162,11 @@ def _nearest_setting(
         name = UNQUANTIZED.name if is_partial else plan.assignment[layer][gemm]
         return _stand_in(name, offered) if nearest else name
 
-    work = plan.executed
-    flops = [(column, wanted(layer, gemm), work[layer][gemm]) for layer in layers for column, gemm in enumerate(GEMMS)]
+    flops = [
+        (GEMMS.index(gemm), wanted(layer, gemm), number)
+        for layer in layers
+        for gemm, number in plan.executed[layer].items()
+    ]
 
     def cost(setting: Setting) -> float:
         return math.fsum(number for column, name, number in flops if setting.formats[column] != name)

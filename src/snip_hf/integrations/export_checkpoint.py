@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TorchAoConfig
 
 from ..json_io import open_regular
-from ..layers.selection import refuse_quantized
+from ..layers.selection import modules_of_layers, refuse_quantized
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..planning.plan import PrecisionPlan
@@ -147,11 +147,12 @@ def _chosen(plan: PrecisionPlan, model: nn.Module) -> tuple[dict[str, WeightKind
     """Returns how each layer's weight is stored, why others stay in BF16 though the plan has them low, and which of the
     stored ones get other scales than the plan's."""
     chosen, kept, changed = {}, {}, {}
+    modules = modules_of_layers(model)
     for layer, formats in plan.assignment.items():
         name = formats[GEMMS[0]]
         if not FORMATS[name].is_quantized:
             continue
-        kind, why = WEIGHT_KINDS.get(name), _unfit(model.get_submodule(layer), WEIGHT_KINDS.get(name))
+        kind, why = WEIGHT_KINDS.get(name), _unfit(modules.get(layer), WEIGHT_KINDS.get(name))
         if kind is None or why:
             kept[layer] = why or f"torchao stores no weights in {name}"
         else:
@@ -165,10 +166,12 @@ def _other_scales(name: str, kind: WeightKind) -> str:
     return f"torchao cannot store weights with the scales of {name}; the nearest that it can is {kind.label!r}"
 
 
-def _unfit(module: nn.Module, kind: WeightKind | None) -> str | None:
-    shape = tuple(module.get_parameter("weight").shape)
+def _unfit(module: nn.Module | None, kind: WeightKind | None) -> str | None:
+    if module is None:
+        return "the model has no layer of this name"
     if type(module).__name__ != "Linear":  # others may multiply in another way than the quantized weights can
         return f"class {type(module).__name__}, expected nn.Linear itself"
+    shape = tuple(module.get_parameter("weight").shape)
     if kind and any(size % multiple for size, multiple in zip(shape, kind.multiples, strict=True)):
         return f"its shape {shape} is not a multiple of {kind.multiples}, which {kind.label!r} needs"
     return None

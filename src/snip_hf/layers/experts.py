@@ -30,6 +30,8 @@ from .layer import STATE, Dispatch, SnipLayer
 LAYERS = "snip_layers"
 # What transformers' `use_experts_implementation` sets on every experts module.
 _FLAGS = {"has_gate", "has_bias", "is_transposed"}
+# Names of configs for how many experts a token has.
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
 
 
 class SnipExperts(SnipLayer):
@@ -54,6 +56,17 @@ class SnipExperts(SnipLayer):
     def owner(self) -> nn.Module:
         """The experts module."""
         return self._owner[0]
+
+    @property
+    def holder(self) -> tuple[nn.Module, str]:
+        return self.owner, self.parameter
+
+    @property
+    def rows_per_token(self) -> float:
+        """To how many experts the router sends a token, if the model's config says so; else 1."""
+        config = getattr(self.owner, "config", None)
+        counts = (getattr(config, name, None) for name in _EXPERTS_PER_TOKEN)
+        return float(next((count for count in counts if isinstance(count, int)), 1))
 
     @property
     def weight(self) -> Any:  # type: ignore[override]

@@ -117,6 +117,16 @@ class SnipLayer(nn.Module):
             )
         return matrices[0]
 
+    @property
+    def rows_per_token(self) -> float:
+        """How many rows of the layer's input a token of the batch has, in all its matrices together."""
+        return 1.0
+
+    @property
+    def holder(self) -> tuple[nn.Module, str]:
+        """The module that holds the weight, and the weight's name there."""
+        return self, "weight"
+
     def weight_name(self, name: str) -> str:
         """Returns the name of the parameter of the layer that plans call `name`."""
         return f"{name}.weight"

@@ -1,6 +1,8 @@
-"""Routers of mixture-of-experts models: which linears choose experts or weigh them. They stay in high precision.
+"""Routers and indexers: which linears choose experts or weigh them, and which choose tokens.
 
-A small error in a router's output sends a token to another expert, and no estimate of this library sees such a jump.
+They stay in high precision. A small error in a router's output sends a token to another expert, and one in an
+indexer's hides a token from sparse attention. No estimate of this library sees such a jump. Nor has a choice a
+gradient, without which an indexer has no price.
 """
 
 from __future__ import annotations
@@ -37,6 +39,11 @@ class Routers:
             return True
         is_gate = any(part & _GATES and "proj" not in part for part in words[-2:])
         return is_gate and getattr(module, "out_features", None) in self._counts
+
+
+def is_in_indexer(name: str) -> bool:
+    """Returns True for a linear of an indexer of sparse attention (DeepSeek-V3.2's, and those built after it)."""
+    return "indexer" in name.split(".")
 
 
 def _of_modules(model: nn.Module) -> Iterator[int]:

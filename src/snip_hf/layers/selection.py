@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from ..config import DoesNotFit, SnipConfig
+from .adapters import adapter_reasons
 from .kinds import LayerKind, kind_of, known_weights
 from .layer import SnipLayer
-from .routers import Routers
+from .routers import Routers, is_in_indexer
 from .state import plain_name
 
 # The reason for what the user named in `skip_modules`.
@@ -18,13 +19,16 @@ LEFT_OUT = "skip_modules"
 ROUTER = "router"
 _NO_BLOCK = "outside the transformer blocks"
 _NO_DECODER = "outside the language model's decoder (include_modules)"
-# Small matrices of adapters, by their names in PEFT; they stay in high precision.
-_ADAPTERS = ("*.lora_A.*", "*.lora_B.*")
+_QLORA = (
+    " In place of QLoRA, train the adapters on a base in BF16: snip-hf multiplies with its frozen weights in low "
+    "precision."
+)
 
 
 def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
     """Returns, for every layer of a known kind, why `convert_model` leaves it alone, or None if it is swapped."""
-    head, decoder, routers = head_of(model), _decoder_of(model), Routers(model)
+    head, decoder = head_of(model), _decoder_of(model)
+    routers, adapters = Routers(model), adapter_reasons(model)
 
     def reason(name: str, module: nn.Module, kind: LayerKind) -> str | None:
         if module is head:
@@ -32,15 +36,17 @@ def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
         outside = _outside(name, module, decoder)
         if outside is not None and not _matches(name, config.include_modules):
             return outside
+        if id(module) in adapters:
+            return adapters[id(module)]
         refusal = None if isinstance(module, SnipLayer) else kind.refuses(module)
         if refusal is not None:
             return refusal
         if routers.has(name, module):
             return ROUTER
+        if is_in_indexer(name):
+            return "chooses the tokens of sparse attention"
         if "forward" in vars(module):  # which a swap of the class would not replace
             return "another forward function is set on it (device_map, tensor parallelism)"
-        if _matches(name, _ADAPTERS):
-            return "adapter"
         if _matches(name, config.skip_modules):
             return LEFT_OUT
         return None
@@ -57,6 +63,11 @@ def known_layers(model: nn.Module) -> dict[str, tuple[nn.Module, LayerKind]]:
             names = (f"{name}.{part}" if part else name for part in kind.parts(module))
             found |= {plain_name(own): (module, kind) for own in names}
     return found
+
+
+def modules_of_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the model's modules by their names, and what has layers of other names, such as experts, by these too."""
+    return dict(model.named_modules()) | {name: module for name, (module, _) in known_layers(model).items()}
 
 
 def check_patterns(model: nn.Module, config: SnipConfig, reasons: Mapping[str, str | None]) -> None:
@@ -118,12 +129,13 @@ def head_of(model: nn.Module) -> object:
 
 
 def refuse_quantized(model: nn.Module) -> None:
+    qlora = _QLORA if adapter_reasons(model) else ""
     method = getattr(getattr(model, "config", None), "quantization_config", None)
     if method is not None or getattr(model, "is_quantized", False):
         raise ValueError(
             "The model is already quantized "
             f"({type(method).__name__ if method is not None else 'is_quantized is set'}); expected ordinary weights. "
-            "Load it without a quantization_config, or dequantize it first."
+            f"Load it without a quantization_config, or dequantize it first.{qlora}"
         )
     known = ((name, weight) for name, module in model.named_modules() for weight in known_weights(module))
     for name, weight in known:
@@ -131,7 +143,7 @@ def refuse_quantized(model: nn.Module) -> None:
         if type(weight).__name__ not in ("Parameter", "Tensor", "DTensor") or not weight.is_floating_point():
             raise ValueError(
                 f"Layer {name!r} has {weight.dtype} weights of the type {type(weight).__name__}; expected ordinary "
-                "floating-point weights. Load the model without quantization."
+                f"floating-point weights. Load the model without quantization.{qlora}"
             )
 
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from operator import is_
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..kernels.emulated import STATE_SIZE
+from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
 from .layer import GRAD_OUTPUT, KEY, STATE, SnipLayer
 
+# The GEMM that a frozen weight does not have.
+GRAD_WEIGHT = "grad_weight"
+# What PEFT adds: its model around another one, which prompts leave as it is, and its layer around another one.
+_PEFT = re.compile(r"^base_model\.(?:model\.(?!layers\.\d))?|\.base_layer(?=[.:]|$)")
 # What wrappers inside a model, and the containers of a module's layers, add to the names of modules.
 _WRAPPERS = re.compile(
     r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|snip_layers\.|^snip_part_\d+\."
@@ -31,10 +37,25 @@ def snip_linears(model: nn.Module) -> dict[str, SnipLayer]:
 def plain_name(name: str) -> str:
     """Returns the name of a module or parameter without the parts that wrappers inside the model put in.
 
-    These are torch.compile's, activation checkpointing's, and those of `pipeline.ModelParts`; and where modules that
-    have several layers hold them (`experts.LAYERS`).
+    These are torch.compile's, activation checkpointing's, those of `pipeline.ModelParts`, and PEFT's: a layer is called
+    as it is in the model without adapters. Where modules that have several layers hold them (`experts.LAYERS`) is left
+    out, too.
     """
-    return _WRAPPERS.sub("", name)
+    return _PEFT.sub("", _WRAPPERS.sub("", name))
+
+
+def with_plain_names(data: Any) -> Any:
+    """Returns JSON data with plain names in place of those by which earlier versions called layers under PEFT."""
+    if isinstance(data, str):
+        return plain_name(data)
+    if isinstance(data, Mapping):
+        return {with_plain_names(key): with_plain_names(value) for key, value in data.items()}
+    return [with_plain_names(value) for value in data] if isinstance(data, list) else data
+
+
+def gemms_of(layer: SnipLayer) -> tuple[str, ...]:
+    """Returns the GEMMs that a layer runs: a frozen weight has no gradient."""
+    return tuple(gemm for gemm in GEMMS if gemm != GRAD_WEIGHT or layer.weight.requires_grad)
 
 
 def block_of(layer: str) -> str:

@@ -101,7 +101,8 @@ def _direction(at: Situation, gradient: Tensor) -> Tensor:
 def _projection(at: Situation, gradient: Tensor) -> _Projection:
     """Returns the projection of the step."""
     projector = at.state.get("projector")
-    if at.group.get("proj") == "random":
+    # GaLore's are all of singular vectors; APOLLO's others are drawn.
+    if at.group.get("proj", "svd") != "svd":
         return _random_projection(at, gradient)
     if projector is None:
         return _singular_projection(at, gradient)

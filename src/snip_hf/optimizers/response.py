@@ -203,6 +203,15 @@ def responses(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, 
     return found
 
 
+def trained_by(optimizer: Any) -> Callable[[Tensor], bool]:
+    """Returns what tells whether an optimizer, as `responses` takes it, updates a parameter."""
+    if optimizer is None:
+        return lambda parameter: parameter.requires_grad
+    parts = check_optimizer(optimizer)
+    held = {id(parameter) for part in parts for group in part.param_groups for parameter in group["params"]}
+    return lambda parameter: parameter.requires_grad and id(parameter) in held
+
+
 def _response(optimizer: torch.optim.Optimizer, at: Situation) -> Response:
     rule = rule_name(type(optimizer))
     if rule in ELEMENTWISE:

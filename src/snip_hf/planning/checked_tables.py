@@ -11,13 +11,17 @@ from typing import Any
 from ..costs.flops import Tokens, Work, executed
 from ..costs.gemm_timing import Machine, check_seconds
 from ..costs.measured_cost import MeasuredCost
+from ..layers.state import GRAD_WEIGHT
 from ..numerics.formats import check_format
 from ..numerics.gemms import GEMMS
 from .checked_values import check_keys, check_text, check_type, finite, short
 
 
 def checked_table(table: Any, name: str, check: Callable[[object, str], Any]) -> dict[str, Mapping[str, Any]]:
-    """A read-only copy of {layer: {gemm: value}}, every value passed through `check(value, where)`."""
+    """A read-only copy of {layer: {gemm: value}}, every value passed through `check(value, where)`.
+
+    A layer may lack grad_weight, which does not run where the weight is frozen.
+    """
     check_type(table, Mapping, name, "a mapping from layer names")
     if not table:
         raise ValueError(f"{name} is empty, expected at least one layer.")
@@ -25,9 +29,17 @@ def checked_table(table: Any, name: str, check: Callable[[object, str], Any]) ->
     for layer, row in table.items():
         check_text(layer, f"a layer name in {name}")
         check_type(row, Mapping, f"{name}[{layer!r}]", "a mapping from GEMMs")
-        check_keys(row, GEMMS, f"{name}[{layer!r}]")
-        checked[layer] = MappingProxyType({gemm: check(row[gemm], f"{name}[{layer!r}][{gemm!r}]") for gemm in GEMMS})
+        gemms = tuple(gemm for gemm in GEMMS if gemm in row or gemm != GRAD_WEIGHT)
+        check_keys(row, gemms, f"{name}[{layer!r}]")
+        checked[layer] = MappingProxyType({gemm: check(row[gemm], f"{name}[{layer!r}][{gemm!r}]") for gemm in gemms})
     return checked
+
+
+def without_idle(row: Mapping[str, Any], flops: Mapping[str, float]) -> Mapping[str, Any]:
+    """Returns the row of a table without a grad_weight that has no FLOPs."""
+    if GRAD_WEIGHT not in row or flops.get(GRAD_WEIGHT, 0.0) > 0:
+        return row
+    return MappingProxyType({gemm: value for gemm, value in row.items() if gemm != GRAD_WEIGHT})
 
 
 def check_same_layers(assignment: Mapping[str, Any], flops: Work) -> None:
@@ -35,6 +47,15 @@ def check_same_layers(assignment: Mapping[str, Any], flops: Work) -> None:
         if layer not in assignment or layer not in flops:
             missing = "flops" if layer in assignment else "assignment"
             raise ValueError(f"{missing} has no entry for layer {layer!r}; both must name the same layers.")
+
+
+def check_same_gemms(assignment: Mapping[str, Mapping[str, str]], flops: Work) -> None:
+    for layer, row in assignment.items():
+        if row.keys() != flops[layer].keys():
+            raise ValueError(
+                f"assignment[{layer!r}] has no format for grad_weight, which has FLOPs: the plan was made for a frozen "
+                "weight. Freeze the weight, or use a plan that was made for a trained one."
+            )
 
 
 def as_stages(stages: Any) -> tuple[tuple[Any, ...], ...]:
@@ -100,13 +121,15 @@ def checked_measured(measured: Any, flops: Work, order: Sequence[str]) -> Measur
         raise ValueError(f"measured.tokens is {short(measured.tokens)}, expected an integer of at least 1.")
     check_format(measured.reference, "measured.reference")
     table = checked_table(measured.seconds, "measured.seconds", lambda value, where: value)
+    table = {layer: without_idle(row, flops.get(layer, {})) for layer, row in table.items()}
     for layer in table.keys() ^ flops.keys():
         raise ValueError(f"measured.seconds and flops do not both name layer {layer!r}; expected the same layers.")
     seconds: dict[str, Mapping[str, Mapping[str, float]]] = {}
     formats: list[str] = []
     for layer in order:
         row: dict[str, Mapping[str, float]] = {}
-        for gemm in GEMMS:
+        check_keys(table[layer], tuple(flops[layer]), f"measured.seconds[{layer!r}]")
+        for gemm in flops[layer]:
             where, times = f"measured.seconds[{layer!r}][{gemm!r}]", table[layer][gemm]
             if flops[layer][gemm] > 0:
                 row[gemm] = check_seconds(times, where, measured.reference)

@@ -30,8 +30,9 @@ def ranking(setting: Setting, table: DivergenceTable) -> dict[str, float]:
     grad_weight = {row.layer: row for row in table.rows if (row.gemm, row.format) == ("grad_weight", low)}
     rows = []
     for row in (row for row in table.rows if (row.gemm, row.format) == (LAYER, low)):
-        part = grad_weight[row.layer]
-        rows.append(replace(row, weight_divergence=part.weight_divergence, weight_bias=part.weight_bias))
+        part = grad_weight.get(row.layer)  # which a frozen weight does not have
+        divergence, bias = (0.0, 0.0) if part is None else (part.weight_divergence, part.weight_bias)
+        rows.append(replace(row, weight_divergence=divergence, weight_bias=bias))
     cost = cost_of(setting.config, replace(table, rows=tuple(rows)))
     costs = {row.layer: cost(row) for row in rows}
     return {layer: costs.get(layer, 0.0) for layer in setting.flops}

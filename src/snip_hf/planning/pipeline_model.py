@@ -15,7 +15,6 @@ from ..config import SnipConfig
 from ..costs.measured_cost import predicted_times
 from ..estimation.table import DivergenceTable
 from ..numerics.formats import REFERENCE
-from ..numerics.gemms import GEMMS
 from ..policies.registry import needs_probe
 from ..policies.setting import Setting
 from ..policies.ties import names_of
@@ -126,7 +125,7 @@ def pipeline_times(plan: PrecisionPlan, micro_batches: int | None = None) -> Pip
     reference = REFERENCE.name if measured is None else measured.reference
 
     def total(stage: Iterable[str], format: str | None = None) -> float:
-        return math.fsum(times[x][gemm][format or plan.assignment[x][gemm]] for x in stage for gemm in GEMMS)
+        return math.fsum(times[x][gemm][format or name] for x in stage for gemm, name in plan.assignment[x].items())
 
     stages = tuple(
         StageTimes(stage, share, total(stage), total(stage, reference))

@@ -21,19 +21,21 @@ from ..costs.flops import Tokens, Work, executed
 from ..costs.measured_cost import MeasuredCost
 from ..costs.rates import GemmTimes, linear_times, speedup
 from ..json_io import read_json, write_json_atomic
-from ..layers.state import snip_linears
+from ..layers.state import GRAD_WEIGHT, snip_linears, with_plain_names
 from ..numerics.formats import FORMATS, check_format
 from ..numerics.gemms import GEMMS
 from ..registry import UnknownName
 from ..text import printable
 from .checked_tables import (
     as_stages,
+    check_same_gemms,
     check_same_layers,
     checked_measured,
     checked_stages,
     checked_table,
     checked_tokens,
     read_measured,
+    without_idle,
 )
 from .checked_values import MAX_TEXT, check_keys, check_type, finite, short
 from .provenance import PlanProvenance
@@ -49,16 +51,19 @@ Flops = Mapping[str, Mapping[str, float]]
 class PrecisionPlan:
     """Exact layer name and GEMM -> format. Immutable: the mappings are copied, ordered by stage and made read-only.
 
+    A layer whose weight is frozen has no grad_weight. An entry for it, which earlier versions wrote with 0 FLOPs and
+    which a plan has that was made for a trained weight, is left out.
+
     Raises:
-        ValueError: no layers; a layer without exactly the three GEMMs; an unknown format; FLOPs for other layers than
-            the assignment's, negative or not finite; stages that do not hold each layer exactly once, or have no FLOPs;
-            measured times or tokens for other layers, or no time for a GEMM that has FLOPs.
+        ValueError: no layers; a layer without exactly the GEMMs that have FLOPs; an unknown format; FLOPs for other
+            layers than the assignment's, negative or not finite; stages that do not hold each layer exactly once, or
+            have no FLOPs; measured times or tokens for other layers, or no time for a GEMM that has FLOPs.
     """
 
     assignment: Assignment
     """{layer: {gemm: format}}"""
     flops: Flops
-    """{layer: {gemm: FLOPs per token}}; 0 for the grad_weight of a frozen weight."""
+    """{layer: {gemm: FLOPs per token}}"""
     stages: tuple[tuple[str, ...], ...]
     """Layer names of each (pipeline) stage; at least one stage."""
     provenance: PlanProvenance
@@ -69,9 +74,12 @@ class PrecisionPlan:
     counted; None: every layer saw the same number."""
 
     def __post_init__(self) -> None:
-        assignment = checked_table(self.assignment, "assignment", check_format)
         flops = checked_table(self.flops, "flops", lambda value, where: finite(value, where, minimum=0.0))
+        flops = {layer: without_idle(row, row) for layer, row in flops.items()}
+        assignment = checked_table(self.assignment, "assignment", check_format)
         check_same_layers(assignment, flops)
+        assignment = {layer: without_idle(row, flops[layer]) for layer, row in assignment.items()}
+        check_same_gemms(assignment, flops)
         stages = checked_stages(self.stages, flops)
         if not isinstance(self.provenance, PlanProvenance):
             raise ValueError(f"provenance is {short(self.provenance)}, expected a PlanProvenance.")
@@ -89,7 +97,7 @@ class PrecisionPlan:
         cls, flops: Flops, format: str, stages: Sequence[Sequence[str]], provenance: PlanProvenance
     ) -> PrecisionPlan:
         """The plan that runs every GEMM of every layer in `flops` in one format."""
-        assignment = {layer: dict.fromkeys(GEMMS, format) for layer in flops}
+        assignment = {layer: dict.fromkeys(row, format) for layer, row in flops.items()}
         return cls(assignment, flops, as_stages(stages), provenance)
 
     @property
@@ -169,7 +177,7 @@ class PrecisionPlan:
             return None
 
     def _fp4_fraction(self, layers: Iterable[str], work: Work) -> float:
-        pairs = [(self.assignment[layer][gemm], work[layer][gemm]) for layer in layers for gemm in GEMMS]
+        pairs = [(name, work[layer][gemm]) for layer in layers for gemm, name in self.assignment[layer].items()]
         return math.fsum(weight for name, weight in pairs if FORMATS[name].counts_as_fp4) / math.fsum(
             weight for _, weight in pairs
         )
@@ -209,7 +217,15 @@ class PrecisionPlan:
         linears = snip_linears(model)
         self.check_layers([*linears, *elsewhere])
         for layer, linear in linears.items():
-            linear.set_formats(self.assignment[layer])
+            if linear.weight.requires_grad and GRAD_WEIGHT not in self.assignment[layer]:
+                raise ValueError(
+                    f"The plan has no format for the grad_weight of layer {layer!r}, whose weight is trained; the plan "
+                    "was made while it was frozen. Freeze it again, or begin a new run with it trained."
+                )
+        for layer, linear in linears.items():
+            # A frozen weight's gradient never runs; its format is that of the forward GEMM.
+            formats = self.assignment[layer]
+            linear.set_formats({GRAD_WEIGHT: formats[GEMMS[0]], **formats})
 
     def check_layers(self, layers: Iterable[str]) -> None:
         """Raises KeyError unless the plan names exactly these layers, those that a model has."""
@@ -275,11 +291,11 @@ class PrecisionPlan:
         check_type(provenance, Mapping, "provenance", "a JSON object")
         check_keys(provenance, tuple(field.name for field in fields(PlanProvenance)), "provenance")
         return cls(
-            document["assignment"],
-            document["flops"],
-            document["stages"],
+            with_plain_names(document["assignment"]),
+            with_plain_names(document["flops"]),
+            with_plain_names(document["stages"]),
             PlanProvenance(**provenance),
-            read_measured(document["measured"]) if "measured" in document else None,
+            read_measured(with_plain_names(document["measured"])) if "measured" in document else None,
             document.get("tokens"),
         )
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from ..config import SnipConfig
 from ..costs.flops import Tokens, Work, executed
 from ..costs.measured_cost import MeasuredCost
-from ..numerics.gemms import GEMMS
 
 Assignment = Mapping[str, Mapping[str, str]]
 
@@ -45,12 +44,12 @@ class Setting:
         """Returns the names of the groups of these layers: "layer", or "layer:gemm" at granularity "gemm"."""
         if self.config.granularity == "layer":
             return list(layers)
-        return [f"{layer}:{gemm}" for layer in layers for gemm in GEMMS]
+        return [f"{layer}:{gemm}" for layer in layers for gemm in self.flops[layer]]
 
     def members(self, group: str) -> list[tuple[str, str]]:
         """Returns the (layer, GEMM) pairs of a group."""
         layer, _, gemm = group.rpartition(":")
-        return [(layer, gemm)] if self.config.granularity == "gemm" else [(group, gemm) for gemm in GEMMS]
+        return [(layer, gemm)] if self.config.granularity == "gemm" else [(group, gemm) for gemm in self.flops[group]]
 
     def shares(self, stage: Sequence[str]) -> dict[str, float]:
         """Returns each group's share of the stage's work: of its linear FLOPs, or of its linears' measured time."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from ..costs.rates import linear_times
 from ..numerics.formats import FORMATS, UNQUANTIZED
-from ..numerics.gemms import GEMMS
 from .setting import Setting
 from .ties import tied_groups
 
@@ -42,7 +41,7 @@ def contributions(setting: Setting, stage: Sequence[str]) -> dict[str, dict[str,
         }
     times = linear_times(setting.executed, formats, setting.config.rates, setting.times)
     high = UNQUANTIZED.name
-    whole = math.fsum(times[layer][gemm][high] for layer in stage for gemm in GEMMS)
+    whole = math.fsum(row[high] for layer in stage for row in times[layer].values())
     cells = {group: [times[layer][gemm] for layer, gemm in setting.members(group)] for group in setting.groups(stage)}
     return {
         group: {name: math.fsum(row[high] - row[name] for row in rows) / whole for name in formats}

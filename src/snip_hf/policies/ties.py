@@ -64,4 +64,10 @@ def tied_groups(setting: Setting) -> list[list[str]]:
     """Returns the lists of groups that must share a format."""
     if setting.config.granularity == "layer":
         return siblings(setting)
-    return [[f"{layer}:{gemm}" for layer in layers] for layers in siblings(setting) for gemm in GEMMS]
+    # A sibling whose weight is frozen has one GEMM less than the others.
+    tied = [
+        [f"{layer}:{gemm}" for layer in layers if gemm in setting.flops[layer]]
+        for layers in siblings(setting)
+        for gemm in GEMMS
+    ]
+    return [groups for groups in tied if len(groups) > 1]

@@ -9,6 +9,7 @@ from typing import Any
 from ..estimation.layer_sums import LAYER
 from ..estimation.table import DivergenceTable
 from ..json_io import read_json
+from ..layers.state import plain_name
 from ..numerics.formats import check_format
 from ..numerics.gemms import GEMMS
 from ..planning.checked_values import MAX_TEXT
@@ -67,7 +68,7 @@ def _row(value: object, where: str) -> dict[str, Any]:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_TEXT:
         raise ValueError(f"{where}.format is {short(name)}, expected the name of a format.")
     check_format(name, f"{where}.format")
-    record: dict[str, Any] = {"layer": layer, "gemm": row["gemm"], "format": row["format"]}
+    record: dict[str, Any] = {"layer": plain_name(layer), "gemm": row["gemm"], "format": row["format"]}
     for key in ("loss_divergence", "weight_divergence"):
         record[key] = number_of(entry_of(row, key, where), f"{where}.{key}")
         if record[key] is None:

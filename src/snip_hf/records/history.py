@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..json_io import open_regular, parse_json
-from ..numerics.gemms import GEMMS
 from ..registry import UnknownName
 from .coverage import Counted
 from .events import Event, Refresh, Start, later_event
@@ -42,7 +41,8 @@ def read_history(path: Path, notes: list[str] | None = None) -> Iterator[Event]:
                 return
             raise ValueError(f"Line {number} of {path} is not a line of a snip-hf history: {error}") from error
         if isinstance(event, Start):
-            cells = {f"{layer}:{gemm}": f"{layer}:{gemm}" for layer in event.plan.assignment for gemm in GEMMS}
+            names = [f"{layer}:{gemm}" for layer, row in event.plan.assignment.items() for gemm in row]
+            cells = dict(zip(names, names, strict=True))
         elif isinstance(event, Refresh | Counted):
             _check_layers(event, cells or {})
         yield event

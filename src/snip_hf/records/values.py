@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from ..layers.state import plain_name
 from ..numerics.formats import check_format
 from ..numerics.gemms import GEMMS
 from ..text import printable
@@ -81,7 +82,7 @@ def changes_of(value: object, cells: Mapping[str, str]) -> dict[str, tuple[str, 
         if cell.rpartition(":")[2] not in GEMMS:
             raise ValueError(f"{where} names no GEMM; expected one of {', '.join(GEMMS)} after the layer.")
         # The same objects as everywhere else: a history names each layer very often.
-        changes[cells.get(cell, cell)] = _pair(*pair)
+        changes[cells.get(cell) or plain_name(cell)] = _pair(*pair)
     return changes
 
 

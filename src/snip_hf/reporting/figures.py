@@ -77,8 +77,10 @@ def plan_figure(run: Run) -> Figure:
     shown.sort(key=lambda name: FORMATS[name].bits)
     colours = ListedColormap([FORMATS[name].colour for name in shown])
     for panel, gemm in zip(axes, panels, strict=True):
-        codes = [[shown.index(plan.assignment[layer][gemm]) for _, plan in run.plans] for layer in layers]
-        panel.pcolormesh(edges, rows, np.array(codes), cmap=colours, vmin=-0.5, vmax=len(shown) - 0.5)
+        # A frozen weight has no grad_weight, and so no colour there.
+        formats = [[plan.assignment[layer].get(gemm) for _, plan in run.plans] for layer in layers]
+        codes = np.array([[np.nan if name is None else shown.index(name) for name in row] for row in formats])
+        panel.pcolormesh(edges, rows, codes, cmap=colours, vmin=-0.5, vmax=len(shown) - 0.5)
         panel.set_title(gemm if mixed else "all three GEMMs", fontsize=10)
         panel.set_xlabel("optimizer step")
         panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))

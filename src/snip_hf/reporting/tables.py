@@ -13,7 +13,6 @@ from rich.text import Text
 from ..costs.measured_cost import cost_shares, describe_cost
 from ..estimation.table import Divergence, DivergenceTable
 from ..numerics.formats import FORMATS, REFERENCE
-from ..numerics.gemms import GEMMS
 from ..planning.pipeline_model import ConstraintComparison, PipelineTimes, compare_constraints, pipeline_times
 from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.solver.solution import SolverError
@@ -64,7 +63,7 @@ def _marks(formats: Iterable[str]) -> dict[str, str]:
 
 
 def _plan_cell(formats: Mapping[str, str], marks: Mapping[str, str]) -> Text:
-    names = [formats[gemm] for gemm in GEMMS]
+    names = list(formats.values())
     if len(set(names)) == 1:
         return Text(names[0], style=FORMATS[names[0]].style)
     return Text("/").join(Text(marks[name], style=FORMATS[name].style) for name in names)

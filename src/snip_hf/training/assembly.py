@@ -91,7 +91,7 @@ def assemble(
     layers = SwappedLayers(bare, config, processes, kernels, getattr(accelerator, "mixed_precision", None), log)
     keep_states_apart([model] if isinstance(model, nn.Module) else model)
     config = _with_ties(bare, config, log)
-    probed = _checked_for_probe(bare, config, source, log)
+    probed = _checked_for_probe(bare, config, source)
     setting = find_setting(bare, config, processes.pipeline)
     in_force = _first_in_force(bare, kernels.name, setting, processes, events, log)
     probe = StepProbe(bare, probed, setting.flops, layers, source, processes)
@@ -111,12 +111,12 @@ def _with_ties(model: nn.Module, config: SnipConfig, log: logging.Logger) -> Sni
     return replace(config, ties=ties)
 
 
-def _checked_for_probe(model: nn.Module, config: SnipConfig, source: GradientSource, log: logging.Logger) -> SnipConfig:
+def _checked_for_probe(model: nn.Module, config: SnipConfig, source: GradientSource) -> SnipConfig:
     """Returns the configuration with as many tokens as the bound on memory allows; refuses what cannot be probed."""
     if not needs_probe(config):
         return config
     source.check()
-    check_model(model, log)
+    check_model(model)
     check_parts(parts_of(model))
     return bounded(config, model)
 

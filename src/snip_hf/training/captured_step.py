@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..estimation.batch import Batch, BatchCounts
-from ..estimation.objective import Objective
+from ..estimation.objective import Objective, copied
 from ..layers.layer import SnipLayer
 from ..numerics.random_state import RandomState
 from .clipping import Clipping
@@ -37,6 +37,16 @@ class TrainingPass:
     """Tokens that the model has seen, where that was counted."""
     counted: bool = False
 
+    def __post_init__(self) -> None:
+        if self.objective is not None:  # what computes a loss may take entries out of its inputs
+            self.batch = copied(self.batch)
+
+    def check(self, in_pipeline: bool) -> None:
+        """Raises ValueError if the probe cannot run the micro-batch."""
+        if self.objective is not None and in_pipeline:
+            raise ValueError("Pipeline.run computes the loss of a pipeline, and not compute_loss. Leave it out.")
+        Batch.of(self.batch, self.objective)
+
 
 class StepWatch:
     """The step of a refresh or a check.
@@ -45,10 +55,15 @@ class StepWatch:
         probe_tokens: tokens that the probe may run on (`Batch.part`); None: all.
         layers: the swapped layers, whose gradients' size is noted before clipping.
         parameters: all that get a gradient; none where nothing is to be noted.
+        others: other parameters whose gradients' size is noted, by name.
     """
 
     def __init__(
-        self, probe_tokens: int | None, layers: Mapping[str, SnipLayer], parameters: Iterable[nn.Parameter]
+        self,
+        probe_tokens: int | None,
+        layers: Mapping[str, SnipLayer],
+        parameters: Iterable[nn.Parameter],
+        others: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._batch: Batch | Exception = ValueError(NOT_CAPTURED)
         self.counts = BatchCounts(0, 0)
@@ -56,7 +71,7 @@ class StepWatch:
         self.micro_batches = 0
         """Of the step, known when it ends."""
         self._probe_tokens = probe_tokens
-        self.clipping = Clipping(layers, parameters)
+        self.clipping = Clipping(layers, parameters, others or {})
 
     def take(self, first: TrainingPass) -> None:
         """Takes the step's first micro-batch. One that cannot be probed raises when `batch` is asked for."""

@@ -10,6 +10,7 @@ from ..config import SnipConfig
 from ..costs.flops import Work
 from ..estimation.coverage import Coverage
 from ..field_names import current_names
+from ..layers.state import plain_name, with_plain_names
 from ..parallel.ranks import Attempt, Ranks
 from ..planning.plan import PrecisionPlan
 from ..planning.solver.process import SolverProcess
@@ -40,7 +41,8 @@ class PendingRefresh:
         begun = replace(RefreshBegun.from_record(saved["record"]), step=int(saved["step"]))
         if not begun.seconds:
             raise ValueError("record has no entry 'seconds'")
-        return cls(begun.step, int(saved["due"]), dict(saved["problem"]), begun, _read_ranking(saved["ranking"]))
+        problem = dict(with_plain_names(saved["problem"]))
+        return cls(begun.step, int(saved["due"]), problem, begun, _read_ranking(saved["ranking"]))
 
     def to_dict(self) -> dict[str, Any]:
         parts = {"problem": self.problem, "record": self.begun.to_record(), "ranking": self.ranking}
@@ -74,6 +76,8 @@ class SavedState:
     """Fingerprints of the weights that it was saved with, one of which must be theirs; none: not known."""
     kernels: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name of a backend -> what its passes depend on (`Backend.state_dict`)."""
+    postponed: int | None = None
+    """The step to which a refresh was put off."""
     counted: CountedState | None = None
     """None: nothing was counted yet."""
 
@@ -85,7 +89,7 @@ class SavedState:
                 f"The SNIP state has no schema_version {SCHEMA_VERSION}; it is not a state of this version."
             )
         try:
-            pending, last_probe = state["pending"], state["last_probe"]
+            pending, last_probe, postponed = state["pending"], state["last_probe"], state.get("postponed")
             return cls(
                 # Fields that a later version added were then what their defaults are.
                 config=SnipConfig().to_dict() | current_names(dict(state["config"])),
@@ -97,6 +101,7 @@ class SavedState:
                 weights=_read_fingerprints(state.get("weights")),
                 counted=_read_counted(state),
                 kernels={str(name): dict(entry) for name, entry in dict(state.get("kernels", {})).items()},
+                postponed=None if postponed is None else int(postponed),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
@@ -106,6 +111,7 @@ class SavedState:
     def to_dict(self) -> dict[str, Any]:
         """Returns JSON data; without the fingerprint, which whoever writes the file adds."""
         kernels = {"kernels": self.kernels} if self.kernels else {}
+        postponed = {} if self.postponed is None else {"postponed": self.postponed}
         found = None if self.counted is None else self.counted.coverage
         counted = {} if self.counted is None else {"coverage": None if found is None else found.to_dict()}
         return {
@@ -117,6 +123,7 @@ class SavedState:
             "last_probe": self.last_probe,
             "ranking": self.ranking,
             **kernels,
+            **postponed,
             **counted,
         }
 
@@ -199,4 +206,4 @@ def _read_counted(state: Mapping[str, Any]) -> CountedState | None:
 
 
 def _read_ranking(saved: Mapping[str, Any]) -> dict[str, float]:
-    return {str(layer): float(cost) for layer, cost in dict(saved).items()}
+    return {plain_name(str(layer)): float(cost) for layer, cost in dict(saved).items()}

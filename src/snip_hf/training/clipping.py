@@ -15,15 +15,18 @@ from ..parallel.sharding import own_part
 
 
 class Clipping:
-    """Notes the size of the swapped layers' gradients at the end of each backward pass, before anybody clips them.
+    """Notes the size of gradients at the end of each backward pass, before anybody clips them.
 
     Args:
-        layers: the swapped layers.
+        layers: the swapped layers, whose weights' gradients are noted.
         parameters: all that get a gradient; none where nothing is to be noted.
+        others: other parameters whose gradients are noted, by name.
     """
 
-    def __init__(self, layers: Mapping[str, SnipLayer], parameters: Iterable[nn.Parameter]) -> None:
-        self._layers = layers
+    def __init__(
+        self, layers: Mapping[str, SnipLayer], parameters: Iterable[nn.Parameter], others: Mapping[str, Tensor]
+    ) -> None:
+        self._layers, self._others = layers, others
         self._squares: dict[str, Tensor] = {}
         self._is_queued = False
         # All parameters, since the last one to get its gradient may be none of the layers'.
@@ -39,14 +42,15 @@ class Clipping:
         self._hooks = []
 
     def factor(self, gradients: Mapping[str, Tensor], everyone: Ranks) -> float:
-        """Returns what clipping multiplied the gradients by: their norm after it / before it, over the swapped layers.
+        """Returns what clipping multiplied the gradients by: their norm after it / before it, over what was noted.
 
         Args:
-            gradients: layer -> clipped gradient.
+            gradients: layer, or name of another parameter -> clipped gradient.
             everyone: all ranks; each may hold a part of the gradients.
         """
-        unclipped = sum(read(list(self._squares.values())))
-        clipped = sum(read([_square(gradient) for gradient in gradients.values()]))
+        noted = {name: square for name, square in self._squares.items() if name in gradients}
+        unclipped = sum(read(list(noted.values())))
+        clipped = sum(read([_square(gradient) for name, gradient in gradients.items() if name in noted]))
         before, after = (sum(parts) for parts in zip(*everyone.gather([unclipped, clipped]), strict=True))
         return (after / before) ** 0.5 if before > 0 else 1.0
 
@@ -62,9 +66,10 @@ class Clipping:
 
     def _note(self) -> None:
         self._is_queued = False
-        for name, layer in self._layers.items():
-            if layer.weight.grad is not None:
-                self._squares[name] = _square(layer.weight.grad.detach())
+        weights = {name: layer.weight for name, layer in self._layers.items()}
+        for name, weight in {**weights, **self._others}.items():
+            if weight.grad is not None:
+                self._squares[name] = _square(weight.grad.detach())
 
 
 def _square(gradient: Tensor) -> Tensor:

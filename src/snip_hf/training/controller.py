@@ -13,12 +13,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..config import SnipConfig
-from ..estimation.batch import Batch
 from ..estimation.coverage import Coverage
-from ..estimation.objective import Compute, Objective, copied, objective_of
+from ..estimation.objective import Compute, Objective, objective_of
 from ..numerics.random_state import RandomState
 from ..parallel.pipeline_ranks import Pipeline, parts_of
 from ..parallel.ranks import Attempt
@@ -125,7 +125,7 @@ class SnipController:
         check_alike(self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)
         self._chunks = ChunkNumbers(parts_of(self.model), self.config.seed, lambda: self.step + 1)
-        self._source.attach(self._layers.all, lambda: self._before_optimizer_step(self.step + 1))
+        self._source.attach(self.model, self._layers.all, lambda: self._before_optimizer_step(self.step + 1))
         self._layers.share_inputs(self._in_force.setting)
         self._log.info("snip-hf: policy %s, %s.", self.config.policy, describe_plan(self.plan))
         self._schedule.say_if_too_short()
@@ -148,6 +148,13 @@ class SnipController:
         self._in_force.save()
         self._events.add(self._in_force.start(self.step))
 
+    def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Tells the controller by which GradScaler a loop of one's own scales its loss (FP16).
+
+        Accelerate's, and so the Trainer's, is found without it. Without either, the scale is guessed from gradients.
+        """
+        self._source.use_scaler(scaler)
+
     def add_tracker(self, tracker: Tracker) -> None:
         """Calls `tracker` with each event from now on (`snip_hf.records.events`), on the first process alone.
 
@@ -155,23 +162,16 @@ class SnipController:
         """
         self._events.add_tracker(tracker)
 
-    def capture(
-        self,
-        batch: Mapping[str, Any],
-        compute_loss: Compute | None = None,
-        terms: int | None = None,
-    ) -> None:
+    def capture(self, batch: Mapping[str, Any], compute_loss: Compute | None = None, terms: int | None = None) -> None:
         """Tells the controller that a training micro-batch is about to run forward.
 
         Args:
             batch: keyword arguments of the model's forward, or what `compute_loss` takes. References are kept until the
                 optimizer step if this step refreshes the plan or checks whether it should.
-            compute_loss: of a loss that the model does not return: `compute_loss(model, batch)` gives the micro-batch's
-                mean loss. It runs several times, and must leave no trace but in the model.
-            terms: how many independent terms that loss is a mean over; None: tokens with a label, or else sequences.
+            compute_loss, terms: of a loss that the model does not return, as `estimation.objective.objective_of` says.
 
         Raises:
-            ValueError: the very first batch has no labels, and the policy needs them.
+            ValueError: the very first batch cannot be probed, without labels for example, and the policy needs that.
         """
         self.count(self.offer(batch, objective_of(compute_loss, terms)))
 
@@ -180,10 +180,6 @@ class SnipController:
 
         `count` says that it was. A pass that is not counted leaves the numbers of all others as they would be; so
         several that run before one backward pass draw the same random numbers.
-
-        Args:
-            batch: as `capture` takes it.
-            objective: its loss; None: the one that the model returns.
         """
         step = self.step + 1
         self._layers.set_step(step, self._micro_batch)
@@ -191,27 +187,24 @@ class SnipController:
         self.keep_weights(everything=self._micro_batch == 0)
         is_probed = self._micro_batch == 0 and (self._refreshes(step) or self._checks(step))
         if is_probed and self._armed is None:
-            parameters = self._source.unclipped(self.model)
-            self._armed = StepWatch(self._probe.batch_tokens, self._layers.present, parameters)
+            layers, parameters = self._layers.present, self._source.unclipped(self.model)
+            others = self._source.beside(self.model, layers)
+            self._armed = StepWatch(self._probe.batch_tokens, layers, parameters, others)
         is_read = is_probed or (self.needs_probe and not self._has_labels) or not self._expectation.is_said
         is_read = is_read or (self._micro_batch == 0 and self._coverage.is_due)
-        # What computes a loss may take entries out of its inputs.
-        kept = copied(batch) if is_read and objective is not None else batch
-        return TrainingPass(kept if is_read else {}, RandomState.now() if is_probed else None, objective)
+        return TrainingPass(batch if is_read else {}, RandomState.now() if is_probed else None, objective)
 
     def count(self, one: TrainingPass) -> None:
         """Tells the controller that a pass is a micro-batch of the step: its gradient is on its way.
 
         Raises:
-            ValueError: as `capture`; or the loss is the loop's own, in a pipeline.
+            ValueError: as `capture`.
         """
         if one.counted:
             return
         one.counted = True
         if self.needs_probe and not self._has_labels:
-            if one.objective is not None and self.processes.run is not None:
-                raise ValueError("Pipeline.run computes the loss of a pipeline, and not compute_loss. Leave it out.")
-            Batch.of(one.batch, one.objective)
+            one.check(in_pipeline=self.processes.run is not None)
             self._has_labels = True
         if not self._started:
             self.start()
@@ -241,13 +234,16 @@ class SnipController:
         self._schedule.say_if_left_out(step, self._refresher.is_planned)
         self._coverage.count_first(step, is_new=self._is_new)
         watch, refreshes = self._disarm(), self._refreshes(step)
+        if refreshes and self._source.leaves_out_step(self.model, self.processes.everyone):
+            self._schedule.postpone(step)
+            return
         # By the schedule and not by what was captured: the ranks have the schedule in common.
         if refreshes or self._checks(step):
             # With apply_delay = refresh_every the plan before is due after this very step, whose passes are done.
             self._refresher.apply_due(step)
             refreshes = refreshes or self._detector.finds_drift(step, watch)
         if refreshes:
-            self._schedule.last_probe = step
+            self._schedule.note_probe(step)
             self._layers.say_findings(self._log)
             self._coverage.count_again(step, watch)
             self._refresher.begin(step, watch)
@@ -286,10 +282,13 @@ class SnipController:
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""
         config, pending, ranking = self.config.to_dict(), self._refresher.pending, self._in_force.ranking
-        last_probe, kernels = self._schedule.last_probe, self._layers.state_dict()
-        counted = None if self._coverage.is_due else CountedState(self._coverage.found)
-        state = SavedState(config, self.step, self.plan, pending, last_probe, ranking, kernels=kernels, counted=counted)
-        return state.to_dict()
+        schedule, counted = self._schedule, None if self._coverage.is_due else CountedState(self._coverage.found)
+        more: dict[str, Any] = {
+            "kernels": self._layers.state_dict(),
+            "counted": counted,
+            "postponed": schedule.postponed,
+        }
+        return SavedState(config, self.step, self.plan, pending, schedule.last_probe, ranking, **more).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], at_step: int | None = None, weights: str | None = None) -> None:
         """Continues from a `state_dict`. Nothing is changed if it does not fit. With several ranks it is collective.
@@ -316,7 +315,7 @@ class SnipController:
         self._disarm()
         self._refresher.stop()
         self.step, self._micro_batch = saved.step, 0
-        self._schedule.last_probe = saved.last_probe
+        self._schedule.last_probe, self._schedule.postponed = saved.last_probe, saved.postponed
         self._layers.set_step(saved.step + 1, 0)
         self._started = True
         under_way = None if saved.pending is None else saved.pending.step

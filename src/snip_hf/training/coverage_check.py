@@ -57,6 +57,7 @@ class CoverageCheck:
         self._events = events
         self._log = log
         self._first: TrainingPass | None = None
+        self._last_step = 0
 
     def take(self, first: TrainingPass) -> None:
         """Takes the first micro-batch of a step, if it is to be counted."""
@@ -84,7 +85,7 @@ class CoverageCheck:
 
     def count_again(self, step: int, watch: StepWatch | None) -> None:
         """Counts the micro-batch of a refresh, if layers see different numbers of tokens."""
-        if self.found is None or self._in_force.setting.tokens is None:
+        if self.found is None or self._in_force.setting.tokens is None or step == self._last_step:
             return
         try:
             inputs = None if watch is None else _Inputs(watch.batch.kwargs, watch.batch.objective)
@@ -94,6 +95,7 @@ class CoverageCheck:
 
     def _count(self, step: int, inputs: _Inputs | None, is_new: bool) -> None:
         everyone = self._processes.everyone
+        self._last_step = step
         self._processes.note(f"at the counting of the FLOPs of step {step}")
         # In a loop that captures nothing there is nothing to count.
         if not all(everyone.gather(inputs is not None, "a micro-batch")):

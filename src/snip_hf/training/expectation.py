@@ -82,8 +82,10 @@ class Expectation:
 
 def tokens_of(batch: Mapping[str, Any]) -> int | None:
     """Returns how many tokens a batch has; None where that cannot be told."""
-    ids = batch.get("labels", batch.get("input_ids"))
-    return int(ids.numel()) if isinstance(ids, Tensor) else None
+    ids, labels = batch.get("input_ids"), batch.get("labels")
+    # A classifier has one label per sequence.
+    found = ids if labels is None or (labels.dim() == 1 and isinstance(ids, Tensor)) else labels
+    return int(found.numel()) if isinstance(found, Tensor) else None
 
 
 def how_compiled(model: nn.Module) -> str | None:

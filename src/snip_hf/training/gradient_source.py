@@ -7,16 +7,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..estimation.counted import Counted, find_counted, trained_beside
 from ..estimation.optimizer_step import OptimizerStep
 from ..layers.layer import SnipLayer
 from ..optimizers.deepspeed_zero import BeforeStep, ZeroOptimizer, find_zero
 from ..optimizers.parts import groups_of
-from ..optimizers.response import check_optimizer, responses
+from ..optimizers.response import check_optimizer, responses, trained_by
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import is_fully_sharded
 from ..text import WITHOUT_PROBE
 from .captured_step import StepWatch
 from .loop_checks import OptimizerWatch, check_gradients, why_no_update, why_untrained
+from .loss_scaling import LossScaling
 
 
 class GradientSource:
@@ -35,10 +37,11 @@ class GradientSource:
     def check(self) -> None:
         """Raises TypeError for an optimizer whose updates cannot be differentiated."""
 
-    def attach(self, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
+    def attach(self, model: nn.Module, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
         """Hooks on to the optimizer, until `close`.
 
         Args:
+            model: what is trained.
             layers: the swapped layers.
             before_step: called in the optimizer's step, where `is_inside_step`.
         """
@@ -50,31 +53,49 @@ class GradientSource:
         """Returns the parameters whose gradients are to be noted before clipping."""
         return ()
 
-    def read(self, model: nn.Module, weights: Mapping[str, Tensor], watch: StepWatch, everyone: Ranks) -> OptimizerStep:
-        """Returns what the optimizer is about to do with these weights. Collective.
+    def read(
+        self, model: nn.Module, layers: Mapping[str, SnipLayer], watch: StepWatch, everyone: Ranks
+    ) -> OptimizerStep:
+        """Returns what the optimizer is about to do with the parameters that count (`counted`). Collective.
 
         Args:
             model: what is trained.
-            weights: layer -> weight.
+            layers: the swapped layers.
             watch: of the step.
             everyone: all ranks.
 
         Raises:
             ValueError: there are no gradients, or none that are finite.
         """
+        return self._read(model, find_counted(model, layers, self.trains(), everyone), watch, everyone)
+
+    def _read(self, model: nn.Module, counted: Counted, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
         raise NotImplementedError
 
-    def holds(self, weight: Tensor) -> bool:
-        """Returns True if the optimizer trains this weight, of a swapped layer."""
-        return False
+    def beside(self, model: nn.Module, layers: Mapping[str, SnipLayer]) -> dict[str, Tensor]:
+        """Returns the other parameters that count, as far as this process knows."""
+        is_trained = self.trains()
+        is_full = all(is_trained(layer.weight) for layer in layers.values())
+        return {} if is_full else trained_beside(model, layers, is_trained)
 
-    def why_untrained(self, layers: Iterable[SnipLayer]) -> str | None:
-        """Returns why no swapped weight is ever updated; None if some are."""
-        return why_untrained(layers, self.holds)
+    def trains(self) -> Callable[[Tensor], bool]:
+        """Returns what tells whether the optimizer trains a parameter."""
+        return lambda parameter: False
+
+    def why_untrained(self, model: nn.Module) -> str | None:
+        """Returns why no parameter of the model is ever updated; None if some are."""
+        return why_untrained(model.parameters(), self.trains())
 
     def why_no_update(self, layers: Iterable[SnipLayer]) -> str:
-        """Returns why the next update of the swapped weights does not depend on their gradients, which are not 0."""
+        """Returns why the next updates of what is trained do not depend on the gradients, which are not 0."""
         return why_no_update(layers, groups_of(self._optimizer))
+
+    def use_scaler(self, scaler: Any) -> None:
+        """Takes the GradScaler that scales the loss in a loop of one's own."""
+
+    def leaves_out_step(self, model: nn.Module, everyone: Ranks) -> bool:
+        """Returns True if a GradScaler is about to leave the step out, since gradients are not finite. Collective."""
+        return False
 
     def note_step(self) -> None:
         """To be called before each optimizer step."""
@@ -90,15 +111,32 @@ class GradientSource:
 
 
 class TorchGradients(GradientSource):
-    """Gradients where torch leaves them, in `weight.grad`."""
+    """Gradients where torch leaves them, in `weight.grad`.
+
+    Args:
+        optimizer: as the controller was given it.
+        accelerator: the Accelerate object of the loop, if there is one.
+    """
 
     _watch: OptimizerWatch
 
+    def __init__(self, optimizer: Any, accelerator: Any = None) -> None:
+        super().__init__(optimizer)
+        self._scaling = LossScaling(optimizer, accelerator)
+
     def check(self) -> None:
         check_optimizer(self._optimizer)
+        self._scaling.check()
 
-    def attach(self, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
-        self._watch = OptimizerWatch(self._optimizer, layers)
+    def use_scaler(self, scaler: Any) -> None:
+        self._scaling.scaler = scaler
+        self._scaling.check()
+
+    def leaves_out_step(self, model: nn.Module, everyone: Ranks) -> bool:
+        return self._scaling.leaves_out(model.parameters(), everyone)
+
+    def attach(self, model: nn.Module, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
+        self._watch = OptimizerWatch(self._optimizer, layers, self.beside(model, layers))
 
     def close(self) -> None:
         self._watch.close()
@@ -106,19 +144,22 @@ class TorchGradients(GradientSource):
     def unclipped(self, model: nn.Module) -> Iterable[nn.Parameter]:
         return model.parameters()
 
-    def read(self, model: nn.Module, weights: Mapping[str, Tensor], watch: StepWatch, everyone: Ranks) -> OptimizerStep:
+    def _read(self, model: nn.Module, counted: Counted, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
+        weights = counted.parameters
         gradients = {name: weight.grad.detach() for name, weight in weights.items() if weight.grad is not None}
         if not gradients and is_fully_sharded(model):
             raise ValueError(
-                "No swapped layer has a gradient where its weight is; FSDP2 with set_reshard_after_backward(False) "
-                f"hides them. Leave resharding on, or use {WITHOUT_PROBE}."
+                "No parameter has its gradient where the optimizer finds it; FSDP2 with "
+                f"set_reshard_after_backward(False) hides them. Leave resharding on, or use {WITHOUT_PROBE}."
             )
         answers = responses(self._optimizer, weights)
         check_gradients(gradients, bool(answers), everyone)
-        return OptimizerStep(gradients, answers, watch.clipping.factor(gradients, everyone), watch.micro_batches)
+        # The gradients were noted in the scale of the loss, and are read without it.
+        factor = watch.clipping.factor(gradients, everyone) * self._scaling.scale
+        return OptimizerStep(gradients, answers, factor, watch.micro_batches, counted.others)
 
-    def holds(self, weight: Tensor) -> bool:
-        return self._watch.holds(weight)
+    def trains(self) -> Callable[[Tensor], bool]:
+        return trained_by(self._optimizer)
 
     def note_step(self) -> None:
         self._watch.note_step()
@@ -148,20 +189,20 @@ class ZeroGradients(GradientSource):
         self._zero = zero
         self._hook: BeforeStep | None = None
 
-    def attach(self, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
+    def attach(self, model: nn.Module, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
         self._hook = self._zero.before_step(before_step)
 
     def close(self) -> None:
         if self._hook is not None:
             self._hook.remove()
 
-    def read(self, model: nn.Module, weights: Mapping[str, Tensor], watch: StepWatch, everyone: Ranks) -> OptimizerStep:
-        factor = self._zero.clip_factor()
+    def _read(self, model: nn.Module, counted: Counted, watch: StepWatch, everyone: Ranks) -> OptimizerStep:
+        weights, factor = counted.parameters, self._zero.clip_factor()
         gradients, answers = self._zero.gradients(weights, factor), self._zero.responses(weights)
-        return OptimizerStep(gradients, answers, factor, watch.micro_batches)
+        return OptimizerStep(gradients, answers, factor, watch.micro_batches, counted.others)
 
-    def holds(self, weight: Tensor) -> bool:
-        return self._zero.holds(weight)
+    def trains(self) -> Callable[[Tensor], bool]:
+        return self._zero.holds
 
 
 def find_source(needs_gradients: bool, optimizer: Any, model: Any, accelerator: Any) -> GradientSource:
@@ -179,4 +220,4 @@ def find_source(needs_gradients: bool, optimizer: Any, model: Any, accelerator: 
     if not needs_gradients:
         return GradientSource(optimizer)
     zero = find_zero(optimizer, model, accelerator)
-    return TorchGradients(optimizer) if zero is None else ZeroGradients(optimizer, zero)
+    return TorchGradients(optimizer, accelerator) if zero is None else ZeroGradients(optimizer, zero)

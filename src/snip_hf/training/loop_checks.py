@@ -17,7 +17,7 @@ from ..costs.flops import Work
 from ..estimation.samples import read
 from ..layers.layer import SnipLayer
 from ..layers.state import plain_name, snip_linears
-from ..optimizers.response import check_optimizer
+from ..optimizers.response import check_optimizer, trained_by
 from ..parallel.ranks import Attempt, Ranks
 from ..parallel.sharding import own_part
 
@@ -86,14 +86,17 @@ class OptimizerWatch:
     Args:
         optimizer: as the controller was given it.
         layers: the swapped layers.
+        others: other parameters that it trains and that count, by name.
     """
 
-    def __init__(self, optimizer: Any, layers: Mapping[str, SnipLayer]) -> None:
+    def __init__(
+        self, optimizer: Any, layers: Mapping[str, SnipLayer], others: Mapping[str, Tensor] | None = None
+    ) -> None:
         self._parts = check_optimizer(optimizer)
-        self._layers = layers
+        self._layers, self._others = layers, others or {}
         self._held = self._in_groups()
-        """Layers whose weights it trained at the beginning."""
-        weights = [layers[name].weight for name in self._held]
+        """Layers whose weights it trained at the beginning, and names of the others that it trained."""
+        weights = [self._weights[name] for name in self._held]
         holding = [part for part in self._parts if any(_holds(part, weight) for weight in weights)]
         # torch neither copies nor saves the hooks of an optimizer. These hold nothing of the run.
         self._steps = [_Steps(part) for part in holding or self._parts]
@@ -108,7 +111,7 @@ class OptimizerWatch:
         held = self._held[0] if self._held else next(iter(self._layers))
         # Those of a combination count as one step.
         taken = min(steps.taken for steps in self._steps)
-        now = (taken, own_part(self._layers[held].weight.detach())._version)
+        now = (taken, own_part(self._weights[held].detach())._version)
         if self._last is not None and self._last[0] == now[0]:
             self._left_out += 1
             self._are_moved |= self._last[1] != now[1]
@@ -120,14 +123,16 @@ class OptimizerWatch:
 
     def expect_gradients(self) -> None:
         """Notes the gradients as they are: the optimizer is to take its next step with them."""
-        weight = next((self._layers[name].weight for name in self._held if _has_gradient(self._layers[name])), None)
+        weights = self._weights
+        weight = next((weights[name] for name in self._held if weights[name].grad is not None), None)
         for steps in self._steps:
             # Another part may change gradients in its step before this one takes its own.
             steps.expect(weight if weight is not None and _holds(steps.part, weight) else None)
 
     def check(self) -> None:
         """Raises ValueError if another optimizer trains the weights."""
-        has_gradients = any(map(_has_gradient, self._layers.values()))
+        weights = self._weights
+        has_gradients = any(weight.grad is not None for weight in weights.values())
         if has_gradients and self._left_out > 0 and (self._are_moved or self._left_out >= _LEFT_OUT):
             steps = "step" if self._left_out == 1 else f"{self._left_out} steps"
             raise ValueError(
@@ -137,11 +142,11 @@ class OptimizerWatch:
             )
         present = set(self._in_groups())
         for name in self._held:
-            if name not in present and self._layers[name].weight.requires_grad:
+            if name not in present and weights[name].requires_grad:
+                what = f"weight of layer {name!r}" if name in self._layers else f"parameter {name!r}"
                 raise ValueError(
-                    f"The weight of layer {name!r} is no longer in the parameter groups of the {self._kind} that "
-                    "training began with: the weight or the optimizer was replaced. Replace them before training "
-                    "begins."
+                    f"The {what} is no longer in the parameter groups of the {self._kind} that training began with: "
+                    "the weight or the optimizer was replaced. Replace them before training begins."
                 )
 
     def check_gradients_used(self) -> None:
@@ -157,18 +162,17 @@ class OptimizerWatch:
                 "clip them after that."
             )
 
-    def holds(self, weight: Tensor) -> bool:
-        """Returns True if the optimizer trained this weight, of a swapped layer, at the beginning."""
-        return any(self._layers[name].weight is weight for name in self._held)
-
     def close(self) -> None:
         for steps in self._steps:
             steps.close()
 
+    @property
+    def _weights(self) -> dict[str, Tensor]:
+        return {**{name: layer.weight for name, layer in self._layers.items()}, **self._others}
+
     def _in_groups(self) -> list[str]:
-        groups = {id(parameter) for part in self._parts for group in part.param_groups for parameter in group["params"]}
-        trained = ((name, layer.weight) for name, layer in self._layers.items() if layer.weight.requires_grad)
-        return [name for name, weight in trained if id(weight) in groups]
+        is_trained = trained_by(self._parts)
+        return [name for name, weight in self._weights.items() if is_trained(weight)]
 
 
 class _Steps:
@@ -206,31 +210,27 @@ def _holds(part: torch.optim.Optimizer, weight: Tensor) -> bool:
     return any(one is weight for group in part.param_groups for one in group["params"])
 
 
-def _has_gradient(layer: SnipLayer) -> bool:
-    return layer.weight.grad is not None
-
-
 def _norm(weight: Tensor) -> Tensor:
     assert weight.grad is not None
     norm: Tensor = own_part(weight.grad.detach()).to(torch.float32).norm()
     return norm
 
 
-def why_untrained(layers: Iterable[SnipLayer], holds: Callable[[Tensor], bool]) -> str | None:
-    """Returns why no swapped weight is ever updated; None if some are.
+def why_untrained(parameters: Iterable[Tensor], is_trained: Callable[[Tensor], bool]) -> str | None:
+    """Returns why no parameter is ever updated; None if some are.
 
     Args:
-        layers: the swapped layers.
-        holds: returns True if the optimizer trains a weight.
+        parameters: the model's.
+        is_trained: returns True for a parameter that the optimizer updates.
     """
-    trained = [layer.weight for layer in layers if layer.weight.requires_grad]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
-        return "the swapped weights are frozen"
-    return None if any(map(holds, trained)) else "the optimizer holds none of the swapped weights"
+        return "all parameters of the model are frozen"
+    return None if any(map(is_trained, trained)) else "the optimizer holds no parameter of the model"
 
 
 def why_no_update(layers: Iterable[SnipLayer], groups: Iterable[Mapping[str, Any]]) -> str:
-    """Returns why the next update of the swapped weights does not depend on their gradients, which are not 0.
+    """Returns why the next updates of what is trained do not depend on the gradients, which are not 0.
 
     Args:
         layers: the swapped layers.
@@ -240,4 +240,4 @@ def why_no_update(layers: Iterable[SnipLayer], groups: Iterable[Mapping[str, Any
         return "the learning rate is 0"
     if not any(layer.weight.detach().any() for layer in layers):
         return "the swapped weights are all 0"
-    return "the optimizer's update of the swapped weights does not depend on their gradients"
+    return "the optimizer's updates do not depend on the gradients"

@@ -153,7 +153,7 @@ class Refresher:
         """Returns why this rank has no weight divergence to measure, where the policy goes by it; None if it has."""
         if not weighs_updates(self._config):
             return None
-        return self._probe.source.why_untrained(self._probe.layers.present.values())
+        return self._probe.why_untrained()
 
     def _say_untrained(self, reason: str) -> None:
         """Says why there is no weight divergence; once per reason."""

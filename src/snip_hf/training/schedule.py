@@ -7,6 +7,9 @@ import logging
 from ..config import SnipConfig
 from ..policies.registry import needs_probe
 
+# Steps that a GradScaler may leave out in a row before that is worth a warning: its scale is then a thousandth.
+_MANY = 10
+
 
 class Schedule:
     """Decides by the step alone, so that all ranks decide the same.
@@ -21,6 +24,9 @@ class Schedule:
         self.max_steps = max_steps
         self.last_probe: int | None = None
         """The step of the last refresh."""
+        self.postponed: int | None = None
+        """The step to which a refresh was put off, until it is taken."""
+        self._put_off_from: int | None = None
         self._config = config
         self._needs_probe = needs_probe(config)
         self._log = log
@@ -41,6 +47,28 @@ class Schedule:
         if self.last_probe is None:
             return False
         return (step - self.last_probe) % self._config.drift_every == 0 and not self._is_too_late(step)
+
+    def note_probe(self, step: int) -> None:
+        """To be called at each refresh."""
+        self.last_probe, self.postponed = step, None
+
+    def postpone(self, step: int) -> None:
+        """Puts the refresh of this step off to the next one, since the GradScaler leaves this one out, and says so."""
+        if self.postponed is None or self._put_off_from is None:
+            self._put_off_from = step
+            self._log.info(
+                "snip-hf: the gradients of step %d are not finite in the loss's scale, and the GradScaler leaves the "
+                "step out. The refresh is taken at the first step that is not left out.",
+                step,
+            )
+        elif step - self._put_off_from == _MANY:
+            self._log.warning(
+                "snip-hf: the refresh of step %d has waited for %d steps, all of which the GradScaler left out: the "
+                "gradients are not finite in any scale. Train in BF16 or FP32 if they stay so.",
+                self._put_off_from,
+                _MANY,
+            )
+        self.postponed = step + 1
 
     def say_if_left_out(self, step: int, is_planned: bool) -> None:
         """Says, once, that a refresh is left out because training ends before its plan could be applied."""
@@ -83,6 +111,8 @@ class Schedule:
 
     def _is_scheduled(self, step: int, is_planned: bool) -> bool:
         first, every = self._config.first_refresh, self._config.refresh_every
+        if self.postponed is not None:
+            return step >= self.postponed
         if every is None:
             if is_planned:
                 return False

@@ -55,6 +55,10 @@ class StepProbe:
         tokens = self._config.probe_batch_tokens
         return None if tokens is None or self.processes.run else max(1, tokens // self.processes.data.size)
 
+    def why_untrained(self) -> str | None:
+        """Returns why no parameter of the model is ever updated; None if some are."""
+        return self.source.why_untrained(self._model)
+
     def memory(self, watch: StepWatch) -> float:
         """Returns the MiB that the probe of a step is expected to take beyond the model."""
         tokens = kept_tokens(self._config, watch.batch.tokens, self.processes.data.size)
@@ -96,11 +100,11 @@ class StepProbe:
         Raises:
             ValueError: anything is not finite, or everything is 0.
         """
-        weights = {name: layer.weight for name, layer in self.layers.present.items()}
+        layers = self.layers.present
         table = divergences_at(
             self._model,
             batch=watch.batch,
-            optimizer_step=self.source.read(self._model, weights, watch, self.processes.everyone),
+            optimizer_step=self.source.read(self._model, layers, watch, self.processes.everyone),
             config=self._config,
             step=step,
             probes=probes,

@@ -32,8 +32,8 @@ def check_launch(config: SnipConfig, accelerator: Any) -> None:
     """Refuses what this version cannot run under.
 
     Raises:
-        ValueError: FP8 or FP16 mixed precision; FSDP version 1, offloading, a stage of DeepSpeed that partitions
-            weights, tensor or context parallelism, or Megatron-LM with a policy that needs a probe.
+        ValueError: FP8 mixed precision; FSDP version 1, offloading, a stage of DeepSpeed that partitions weights, FP16
+            under FSDP2 or DeepSpeed, tensor or context parallelism, or Megatron-LM with a policy that needs a probe.
     """
     if accelerator is None:
         return
@@ -44,11 +44,11 @@ def check_launch(config: SnipConfig, accelerator: Any) -> None:
         )
     if not needs_probe(config):
         return
-    if accelerator.mixed_precision == "fp16":
-        raise ValueError("mixed_precision='fp16' scales the gradients that the probe needs; use 'bf16' or 'no'.")
     plugin = getattr(getattr(accelerator, "state", accelerator), "deepspeed_plugin", None)
     if plugin is not None:
-        check_deepspeed(plugin.deepspeed_config)
+        # Its file may leave the precision to Accelerate ("auto").
+        asked = {"fp16": {"enabled": True}} if accelerator.mixed_precision == "fp16" else {}
+        check_deepspeed({**plugin.deepspeed_config, **asked})
     reason = _unsupported(accelerator)
     if reason is not None:
         raise ValueError(
@@ -71,6 +71,8 @@ def _unsupported(accelerator: Any) -> str | None:
         # Without offloading accelerate's plugin has a policy too, one that does nothing.
         if offloads(plugin.cpu_offload):
             return "FSDP2 with offloading to the CPU; turn fsdp_offload_params off"
+        if accelerator.mixed_precision == "fp16":
+            return "FSDP2 with mixed_precision='fp16', whose loss scale it does not know; use 'bf16', or DDP"
     if kind == "MEGATRON_LM":
         return "Megatron-LM; use FSDP2 (fsdp_version: 2)"
     return None

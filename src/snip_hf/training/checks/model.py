@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
 import torch
@@ -15,8 +14,8 @@ from ...planning.plan import PrecisionPlan
 from ...text import WITHOUT_PROBE
 
 
-def check_model(model: nn.Module, log: logging.Logger) -> None:
-    """Refuses, or warns of, what the probe cannot measure.
+def check_model(model: nn.Module) -> None:
+    """Refuses what the probe cannot measure.
 
     Raises:
         ValueError: FlashAttention, which knows no FP32, or tensor parallelism.
@@ -33,13 +32,7 @@ def check_model(model: nn.Module, log: logging.Logger) -> None:
             "The model is in FSDP version 1, which flattens the weights. Use version 2 (torch's fully_shard), or "
             f"{WITHOUT_PROBE}."
         )
-    config = getattr(model, "config", None)
-    if "relu" in (getattr(config, "hidden_act", None), getattr(config, "activation_function", None)):
-        log.warning(
-            "snip-hf: the model's activation is ReLU, whose kinks the probe's differences take for curvature: "
-            "weight divergences may be several times too high (docs/limitations.md)."
-        )
-    attention = getattr(config, "_attn_implementation", None) or ""
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
     if attention.startswith("flash"):
         raise ValueError(
             f"attn_implementation={attention!r} cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. "

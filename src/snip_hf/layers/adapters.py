@@ -1,0 +1,65 @@
+"""The parts of PEFT's adapters in a model, found by their structure: which modules stay in high precision, and why.
+
+Every method of PEFT that changes a layer puts a module of its own in the layer's place. That module holds the layer as
+`base_layer`, which still runs and is swapped like any other, and beside it the small matrices that are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+# The reason for the trained matrices of adapters.
+ADAPTER = "adapter"
+# Methods, by their packages in PEFT, that multiply the input with a weight that they compute from that of `base_layer`,
+# whose own forward then never runs.
+_OWN_PRODUCT = ("frod", "hra", "supertuning")
+# PEFT's class for `target_parameters`: gradients of the adapter flow through the weight, which only seems to be frozen.
+_OF_PARAMETERS = "ParamWrapper"
+
+
+def adapter_reasons(model: nn.Module) -> dict[int, str]:
+    """Returns the id of a module -> why it stays as it is, for the modules of adapters."""
+    return {id(part): reason for module in model.modules() for part, reason in _parts(module)}
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    children = module._modules
+    base = children.get("base_layer")
+    if base is not None:
+        method = _method(module)
+        if method in _OWN_PRODUCT:
+            yield base, f"not run, since {method.upper()} multiplies with a weight of its own"
+        if type(module).__name__ == _OF_PARAMETERS:
+            yield from ((part, "target_parameters: its adapter changes the weight itself") for part in base.modules())
+        yield from _all_of(module, {"base_layer"}, ADAPTER)
+    elif "original_module" in children and "modules_to_save" in children:
+        yield from _copies(module)
+    elif hasattr(module, "peft_config") and "base_model" in children:  # encoders of prompts
+        yield from _all_of(module, {"base_model"}, ADAPTER)
+
+
+def _copies(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """A module of which every adapter trains a copy of its own: the active one runs, no other."""
+    active = getattr(module, "active_adapters", [])
+    copies = module._modules["modules_to_save"]
+    assert copies is not None
+    for name, copy in copies.named_children():
+        if name not in active:
+            yield from ((part, "not run, since another adapter is active") for part in copy.modules())
+    original = module._modules["original_module"]
+    if original is not None and any(name in active for name, _ in copies.named_children()):
+        yield from ((part, "not run, since modules_to_save has a copy in its place") for part in original.modules())
+
+
+def _all_of(module: nn.Module, but: set[str], reason: str) -> Iterator[tuple[nn.Module, str]]:
+    for name, child in module.named_children():
+        if name not in but:
+            yield from ((part, reason) for part in child.modules())
+
+
+def _method(module: nn.Module) -> str:
+    """Returns the name of PEFT's package that the module's class is from; "" for other classes."""
+    path = type(module).__module__.split(".")
+    return path[2] if path[:2] == ["peft", "tuners"] else ""

@@ -1,0 +1,299 @@
+"""Experts modules of transformers: swapped, run in low precision, restored, copied, saved."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mixtures import CONFIGS, EXPERTS, HIDDEN, INNER, VOCABULARY, build
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from transformers import PreTrainedModel
+
+from snip_hf import SnipConfig, convert_model, restore_model
+from snip_hf.kernels.backend import BACKENDS, Backend, register_backend
+from snip_hf.kernels.emulated import EMULATED, Emulated, forward_gemm
+from snip_hf.layers.experts import SnipExperts
+from snip_hf.layers.selection import skip_reasons
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.gemms import GEMMS
+from snip_hf.numerics.random_streams import matrix_keys
+
+HIGH = SnipConfig(start_format="bf16")
+FP4 = dict.fromkeys(GEMMS, "fp4")
+each_family = pytest.mark.parametrize("family", CONFIGS)
+
+
+def ids(seed: int = 1) -> Tensor:
+    return torch.randint(0, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_and_gradients(model: PreTrainedModel) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(input_ids=ids(), labels=ids()).loss
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), found
+
+
+def experts_of(model: nn.Module) -> dict[str, SnipExperts]:
+    return {name: layer for name, layer in snip_linears(model).items() if isinstance(layer, SnipExperts)}
+
+
+def owners(model: nn.Module) -> list[Any]:
+    return [module for name, module in model.named_modules() if name.endswith(".experts")]
+
+
+def in_fp4(family: str) -> PreTrainedModel:
+    model = build(family)
+    convert_model(model, HIGH)
+    for layer in snip_linears(model).values():
+        layer.set_formats(FP4)
+    return model
+
+
+@each_family
+def test_a_swap_names_the_projections_as_checkpoints_do_and_changes_no_key(family: str) -> None:
+    model = build(family)
+    keys, parameters = list(model.state_dict()), {name: id(p) for name, p in model.named_parameters()}
+    names = convert_model(model, SnipConfig())
+    found = experts_of(model)
+    assert set(found) == {name for name in keys if name.endswith(("experts.gate_up_proj", "experts.down_proj"))}
+    assert [name for name in names if name in found] == list(found)
+    assert list(model.state_dict()) == keys and {name: id(p) for name, p in model.named_parameters()} == parameters
+    for name, layer in found.items():
+        assert layer.weight is model.get_parameter(name) and layer.weight_name(name) == name
+        is_down = name.endswith("down_proj")
+        shape = (HIDDEN, INNER) if is_down else (2 * INNER, HIDDEN)
+        assert (layer.out_features, layer.in_features, layer.num_matrices) == (*shape, EXPERTS)
+        assert [tuple(matrix.shape) for matrix in layer.matrices(layer.weight)] == [shape] * EXPERTS
+        assert torch.equal(layer.laid_out(layer.matrices(layer.weight)), layer.weight)
+        assert (layer.bias is None) == (family != "gpt-oss")
+
+
+@each_family
+def test_in_high_precision_it_gives_what_transformers_gives_up_to_the_order_of_sums(family: str) -> None:
+    model, plain = build(family), build(family)
+    plain.set_experts_implementation("eager")
+    convert_model(model, HIGH)
+    (loss, found), (expected_loss, expected) = loss_and_gradients(model), loss_and_gradients(plain)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+@each_family
+def test_masters_in_fp32_are_multiplied_in_bfloat16_under_autocast_and_get_fp32_gradients(family: str) -> None:
+    model, plain = build(family), build(family)
+    plain.set_experts_implementation("eager")
+    convert_model(model, HIGH)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weights = torch.randn(12, HIDDEN, generator=generator), torch.rand(12, 2, generator=generator)
+    index = torch.rand(12, EXPERTS, generator=generator).topk(2).indices
+    ours, theirs = owners(model)[0], owners(plain)[0]
+    seen: list[torch.dtype] = []
+    for layer in ours.snip_layers.values():
+        layer.register_forward_hook(lambda module, args, y: seen.append(y.dtype))
+    for module in (ours, theirs):
+        with torch.autocast("cpu", torch.bfloat16):
+            module(hidden, index, weights).square().sum().backward()
+    assert seen == [torch.bfloat16] * 2
+    for (name, mine), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert mine.grad is not None and expected.grad is not None
+        assert mine.grad.dtype == expected.grad.dtype == torch.float32
+        assert (mine.grad - expected.grad).norm() <= 0.02 * expected.grad.norm(), name
+
+
+def test_each_expert_s_tokens_are_multiplied_in_the_layer_s_format_with_the_expert_s_key() -> None:
+    model = in_fp4("gpt-oss")
+    module, hidden = owners(model)[0], torch.randn(10, HIDDEN, generator=torch.Generator().manual_seed(0))
+    index = torch.tensor([[0, 2]] * 6 + [[2, 3]] * 4)  # expert 1 is idle
+    weights = torch.rand(10, 2, generator=torch.Generator().manual_seed(1))
+    expected = torch.zeros(10, HIDDEN)
+    up, down = module.snip_layers["gate_up_proj"], module.snip_layers["down_proj"]
+    with torch.no_grad():
+        for expert in (0, 2, 3):
+            tokens, position = torch.where(index == expert)
+            inner = module._apply_gate(_alone(up, expert, hidden[tokens]))
+            expected.index_add_(0, tokens, _alone(down, expert, inner) * weights[tokens, position, None])
+        assert torch.equal(module(hidden, index, weights), expected)
+
+
+def _alone(layer: SnipExperts, expert: int, x: Tensor) -> Tensor:
+    state = layer.snip_state.clone()
+    key = matrix_keys(int(state[3]) % 2**64, EXPERTS)[expert]
+    state[3] = key - 2**64 if key >= 2**63 else key
+    return forward_gemm(x, layer.matrices(layer.weight)[expert], layer.bias[expert], state)
+
+
+def test_an_index_behind_the_last_expert_stands_for_none() -> None:
+    model = in_fp4("mixtral")
+    module, hidden = owners(model)[0], torch.randn(6, HIDDEN)
+    weights = torch.rand(6, 2, requires_grad=True)
+    both = module(hidden, torch.tensor([[1, EXPERTS]] * 6), weights)
+    both.sum().backward()
+    alone = module(hidden, torch.tensor([[1]] * 6), weights[:, :1])
+    assert torch.equal(both, alone) and weights.grad is not None and not weights.grad[:, 1].any()
+
+
+def test_a_step_trains_every_expert_and_repeats_itself_to_the_bit_under_gradient_checkpointing() -> None:
+    model, again = in_fp4("qwen3-moe"), in_fp4("qwen3-moe")
+    getattr(again, "activation_checkpointing_enable", again.gradient_checkpointing_enable)()
+    (loss, found), (repeated, same) = loss_and_gradients(model), loss_and_gradients(again)
+    assert loss == repeated and found.keys() == same.keys()
+    assert all(torch.equal(found[name], same[name]) for name in found)
+    assert {name for name, _ in model.named_parameters()} == set(found)
+    assert all(found[name].isfinite().all() and found[name].any() for name in experts_of(model))
+
+
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_compiled_module_is_one_graph_that_reads_formats_and_keys_as_data(autocast: bool) -> None:
+    module = owners(in_fp4("gpt-oss"))[0]
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    generator, before = torch.Generator().manual_seed(0), counters["stats"]["unique_graphs"]
+    hidden, weights = torch.randn(12, HIDDEN, generator=generator), torch.rand(12, 2, generator=generator)
+    for seed, format in enumerate(("fp4", "bf16", "fp8")):
+        for layer in module.snip_layers.values():
+            layer.set_formats({**FP4, "forward": format})
+            layer.snip_state[3] = seed
+        index = torch.rand(12, EXPERTS, generator=generator).topk(2).indices
+        found = []
+        for run in (module, compiled):
+            module.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                y = run(hidden, index, weights)
+            y.square().sum().backward()
+            found.append([y.detach(), *(p.grad.clone() for p in module.parameters())])
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert counters["stats"]["unique_graphs"] == before + 1
+
+
+def test_a_frozen_projection_gets_no_gradient() -> None:
+    model = in_fp4("mixtral")
+    frozen = owners(model)[0]
+    frozen.down_proj.requires_grad_(False)
+    _, found = loss_and_gradients(model)
+    assert frozen.down_proj.grad is None and found["model.layers.0.mlp.experts.gate_up_proj"].any()
+
+
+class TestTheConfig:
+    def test_only_swapped_modules_name_the_implementation(self, tmp_path: Path) -> None:
+        model = build("mixtral")
+        before = model.config.to_dict()
+        convert_model(model, SnipConfig())
+        assert {module.config._experts_implementation for module in owners(model)} == {"snip"}
+        assert model.config.to_dict() == before and model.get_experts_implementation() == {"": "grouped_mm"}
+        model.save_pretrained(tmp_path)
+        assert "snip" not in (tmp_path / "config.json").read_text()
+        assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "mixtral"
+
+    def test_what_the_user_sets_holds_for_the_model_once_it_is_restored(self) -> None:
+        model = build("mixtral")
+        convert_model(model, SnipConfig())
+        model.set_experts_implementation("eager")
+        assert {module.config._experts_implementation for module in owners(model)} == {"snip"}
+        layers = list(experts_of(model).values())
+        restore_model(model)
+        assert all(module.config is model.config for module in owners(model))
+        assert model.config._experts_implementation == "eager"
+        assert not any("snip" in name for module in owners(model) for name in (*vars(module), *module._modules))
+        assert {type(layer) for layer in layers} == {nn.Module}, "whoever holds a layer sees that it is none any more"
+        plain = build("mixtral")
+        plain.set_experts_implementation("eager")
+        assert loss_and_gradients(model)[0] == loss_and_gradients(plain)[0]
+
+    def test_another_model_of_the_same_config_is_left_alone(self) -> None:
+        model = build("mixtral")
+        other = type(model)(model.config)
+        convert_model(model, SnipConfig())
+        assert all(module.config is model.config for module in owners(other))
+
+
+class TestCopies:
+    @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+    def test_a_copy_runs_alike_and_on_its_own(self, how: str) -> None:
+        model = in_fp4("gpt-oss")
+        twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+        assert loss_and_gradients(twin)[0] == loss_and_gradients(model)[0]
+        for module, layer in zip(owners(twin), list(experts_of(twin).values())[::2], strict=True):
+            assert layer.owner is module and layer.weight is module.gate_up_proj
+            assert module.snip_config is twin.config is not model.config
+        restore_model(twin)
+        assert not experts_of(twin) and len(experts_of(model)) == 4
+        assert {module.config._experts_implementation for module in owners(model)} == {"snip"}
+
+    @pytest.mark.parametrize("assign", [False, True])
+    def test_loading_a_state_dict_keeps_the_layers(self, assign: bool) -> None:
+        model, other = in_fp4("mixtral"), build("mixtral", seed=7)
+        model.load_state_dict(other.state_dict(), assign=assign)
+        convert_model(other, HIGH)
+        for layer in snip_linears(other).values():
+            layer.set_formats(FP4)
+        assert loss_and_gradients(model)[0] == loss_and_gradients(other)[0]
+        for layer in experts_of(model).values():
+            assert layer.weight is getattr(layer.owner, layer.parameter)
+
+    def test_a_layer_follows_its_module_to_another_dtype(self) -> None:
+        model = in_fp4("mixtral").to(torch.bfloat16)
+        assert {layer.weight.dtype for layer in experts_of(model).values()} == {torch.bfloat16}
+        assert {layer.snip_state.dtype for layer in experts_of(model).values()} == {torch.int64}
+        assert loss_and_gradients(model)[0] == pytest.approx(loss_and_gradients(in_fp4("mixtral"))[0], rel=2e-2)
+
+
+class TestSelection:
+    def test_one_projection_can_be_left_in_high_precision(self) -> None:
+        model, skipped = build("gpt-oss"), "model.layers.*.mlp.experts.gate_up_proj"
+        convert_model(model, SnipConfig(start_format="bf16", skip_modules=(skipped,)))
+        assert [name.rpartition(".")[2] for name in experts_of(model)] == ["down_proj"] * 2
+        plain = build("gpt-oss")
+        convert_model(plain, HIGH)
+        assert loss_and_gradients(model)[0] == loss_and_gradients(plain)[0]
+        convert_model(model, HIGH)  # takes the other one too, and leaves the first as it is
+        assert len(experts_of(model)) == 4
+        convert_model(model, SnipConfig(start_format="bf16", skip_modules=("*.experts.*",)))
+        assert not experts_of(model) and all(module.config is model.config for module in owners(model))
+
+    def test_what_is_refused_has_its_reason(self) -> None:
+        model = build("mixtral")
+        parallel, odd, without, bare, alike = (copy.deepcopy(owners(model)[0]) for _ in range(5))
+        parallel._is_expert_parallel = True
+        odd.__class__ = type("Odd", (type(odd),), {"forward": lambda self, *args: None})
+        del without.config
+        bare._parameters["down_proj"] = None
+        alike.forward = alike.forward
+        blocks = nn.ModuleDict({"layers": nn.ModuleList([parallel, odd, without, bare, alike])})
+        reasons = skip_reasons(blocks, SnipConfig())
+        assert [reasons[f"layers.{index}.down_proj"] for index in range(5)] == [
+            "experts spread over processes (expert parallelism)",
+            "class Odd has a forward of its own",
+            "no config that names an experts implementation",
+            "no parameters gate_up_proj and down_proj of three dimensions",
+            "another forward function is set on it (device_map, tensor parallelism)",
+        ]
+
+
+class TestBackends:
+    def test_experts_run_emulated_where_the_backend_runs_no_groups(self) -> None:
+        class Alone(Emulated):
+            name = "alone"
+            runs_groups = False
+
+        with BACKENDS.restored():
+            register_backend(Alone())
+            model = build("mixtral")
+            convert_model(model, SnipConfig(backend="alone"))
+            found = {name: layer.snip_backend.name for name, layer in snip_linears(model).items()}
+        assert {name for name, backend in found.items() if backend == "emulated"} == set(experts_of(model))
+        assert set(found.values()) == {"alone", "emulated"}
+        with pytest.raises(NotImplementedError, match="'alone' does not run layers of several matrices"):
+            Backend.grouped_forward(Alone(), *[None] * 4)  # type: ignore[arg-type]
+
+    def test_the_emulated_backend_runs_them(self) -> None:
+        assert EMULATED.runs_groups and not BACKENDS["hopper"].runs_groups

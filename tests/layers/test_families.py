@@ -1,0 +1,88 @@
+"""The causal-LM families of transformers: each is converted, trained for a step, restored, saved and loaded again."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from causal_families import EXPERTS, FAMILIES, HYBRID, batch, build
+from families_table import BEGIN, END, PAGE, row, shares, table
+from slow_cases import slow_but
+from transformers import AutoModelForCausalLM
+
+from snip_hf import SnipConfig, convert_model, estimate_divergence, restore_model
+from snip_hf.layers.state import set_step, snip_linears
+
+# One that stores its weights transposed, one with a state space, one with experts.
+FEW = ("gpt2", "mamba", "qwen3_moe")
+each_family = pytest.mark.parametrize("family", slow_but(FAMILIES, *FEW))
+as_documented = pytest.mark.skipif(
+    not transformers.__version__.startswith("5.23."), reason="the page is about transformers 5.23"
+)
+# What chooses experts or tokens.
+CHOICES = re.compile(r"\.(router|gate|wg|indexer|classifier|shared_expert_gate)(\.|$)")
+
+# What models multiply with by themselves, without a call of the layer.
+DIRECT = re.compile(r"\.(mixer|mamba)\.dt_proj$|\.correction_coefs$")
+
+
+def committed() -> str:
+    return PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+
+
+@each_family
+def test_a_step_of_training_in_fp4_leaves_a_model_that_plain_transformers_loads(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    plain = copy.deepcopy(model)
+    names = convert_model(model, SnipConfig(start_format="fp4"))
+    assert not [name for name in names if CHOICES.search(name)]
+    set_step(snip_linears(model), 0, 1, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loss = model(**batch()).loss
+    loss.backward()
+    optimizer.step()
+    exact = float(plain(**batch()).loss.detach())
+    assert 0 < abs(float(loss.detach()) - exact) < 0.1 * exact
+    restore_model(model)
+    assert not snip_linears(model)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(**batch()).logits, model.eval()(**batch()).logits)
+
+
+@each_family
+def test_every_layer_that_runs_and_is_trained_has_finite_divergences(family: str) -> None:
+    model = build(family)
+    model(**batch()).loss.backward()
+    table = estimate_divergence(model, batch(), torch.optim.AdamW(model.parameters(), lr=1e-3), SnipConfig())
+    convert_model(model, SnipConfig())
+    trained = {name for name, layer in snip_linears(model).items() if layer.weight.grad is not None}
+    assert {entry.layer for entry in table.rows} == {name for name in trained if not DIRECT.search(name)}
+    assert all(math.isfinite(entry.loss_divergence + entry.weight_divergence) for entry in table.rows)
+
+
+@as_documented
+@pytest.mark.parametrize("family", FEW)
+def test_the_documented_row_is_what_a_family_gives(family: str) -> None:
+    assert row(family) in committed()
+
+
+@as_documented
+@pytest.mark.slow
+def test_the_documented_table_is_what_the_families_give() -> None:
+    assert table() == committed(), "run tests/support/families_table.py"
+
+
+def test_at_least_thirty_families_with_ten_of_experts_are_covered_to_95_percent() -> None:
+    found = shares(committed())
+    assert set(found) >= set(FAMILIES)
+    well = {family for family, share in found.items() if share >= 0.95}
+    assert len(well) >= 30 and len(well & set(EXPERTS)) >= 10 and len(well & set(HYBRID)) >= 5
+    assert f"{len(well)} of {len(found)} families have at least 95%." in committed()

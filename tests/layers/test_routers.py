@@ -1,0 +1,34 @@
+"""Which linears choose experts or tokens, and stay in high precision?"""
+
+from __future__ import annotations
+
+import pytest
+from causal_families import FAMILIES, build
+
+from snip_hf import SnipConfig
+from snip_hf.layers.selection import skip_reasons
+
+ROUTERS = {
+    "afmoe": "mlp.router.gate",
+    "hunyuan_v1_moe": "mlp.gate.wg",
+    "jetmoe": "mlp.router.layer",
+    "longcat_flash": "mlp.router.classifier",
+    "qwen2_moe": "mlp.shared_expert_gate",
+}
+
+
+@pytest.mark.parametrize("family", [family for family in ROUTERS if family in FAMILIES])
+def test_routers_that_are_linears_are_left_alone_and_the_gates_of_mlps_are_not(family: str) -> None:
+    reasons = skip_reasons(build(family), SnipConfig())
+    routers = {name for name, reason in reasons.items() if reason == "router"}
+    assert [name for name in routers if name.endswith(f".{ROUTERS[family]}")]
+    assert not [name for name in routers if name.endswith("gate_proj")]
+
+
+@pytest.mark.parametrize("family", [family for family in ("deepseek_v32", "glm_moe_dsa") if family in FAMILIES])
+def test_indexers_of_sparse_attention_are_left_alone(family: str) -> None:
+    reasons = skip_reasons(build(family), SnipConfig())
+    reason = "chooses the tokens of sparse attention"
+    assert {name for name, why in reasons.items() if why == reason} == {
+        f"model.layers.{block}.self_attn.indexer.{part}" for block in (0, 1) for part in ("wq_b", "wk", "weights_proj")
+    }

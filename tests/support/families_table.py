@@ -1,0 +1,66 @@
+"""The table of docs/families.md: what of each family a plan covers. Run as a program, it writes the table anew.
+
+PYTHONPATH=src:tests/support python tests/support/families_table.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from causal_families import DENSE, EXPERTS, FAMILIES, HYBRID, batch, build, class_of
+
+from snip_hf import coverage
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+BEGIN, END = "<!-- families -->\n", "<!-- /families -->"
+GROUPS = {
+    "Dense": DENSE,
+    "With convolutions, linear attention or state spaces": HYBRID,
+    "With experts": EXPERTS,
+}
+# The kind says enough of these.
+_ROUTER = "router"
+_HEADER = "| model type | class | covered | not covered |\n|---|---|---|---|\n"
+_WELL = 0.95
+# Smaller shares of the FLOPs are not named.
+_LEAST = 0.0005
+
+
+def row(family: str) -> str:
+    """The family's line of the table."""
+    found = coverage(build(family), batch())
+    left = [
+        f"`{_short(one.name)}` {one.share:.1%} ({_ROUTER if one.kind == _ROUTER else one.reason})"
+        for one in found.uncovered
+        if one.share >= _LEAST
+    ]
+    return f"| `{family}` | `{class_of(family)}` | {found.share:.1%} | {'; '.join(left) or '-'} |\n"
+
+
+def shares(text: str) -> dict[str, float]:
+    """Family -> share covered, 0..1, as a table has it."""
+    return {name: float(share) / 100 for name, share in re.findall(r"^\| `([\w-]+)` \| .* \| ([\d.]+)% \|", text, re.M)}
+
+
+def table(families: Iterable[str] = FAMILIES) -> str:
+    chosen = set(families)
+    parts = [
+        f"**{title}**\n\n{_HEADER}{''.join(row(family) for family in sorted(group) if family in chosen)}"
+        for title, group in GROUPS.items()
+    ]
+    text = "\n".join(parts)
+    found = shares(text)
+    well = sum(share >= _WELL for share in found.values())
+    return f"\n{well} of {len(found)} families have at least {_WELL:.0%}.\n\n{text}\n"
+
+
+def _short(name: str) -> str:
+    """The name of a module or parameter within its block."""
+    return name.rpartition("*.")[2]
+
+
+if __name__ == "__main__":
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    PAGE.write_text(before + BEGIN + table() + END + rest.split(END)[1], encoding="utf-8")

@@ -1,0 +1,122 @@
+"""Do encoder-decoders, encoders and classifiers train, refresh and resume, by estimates that are the measured ones?"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from small import tokens
+from tiny_runs import one_thread
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    T5Config,
+)
+
+from snip_hf import SnipConfig, SnipController, convert_model, coverage, estimate_divergence, measure_divergence
+from snip_hf.estimation.batch import Batch
+
+_SMALL: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
+_NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_T5 = T5Config(
+    vocab_size=40,
+    d_model=32,
+    d_ff=48,
+    d_kv=16,
+    num_layers=1,
+    num_heads=2,
+    feed_forward_proj="gated-gelu",
+    dropout_rate=0.0,
+    decoder_start_token_id=0,
+    pad_token_id=0,
+)
+FAST: dict[str, Any] = {"first_refresh": 1, "refresh_every": 4, "apply_delay": 1, "solver": "greedy"}
+
+
+def built(family: str) -> tuple[PreTrainedModel, dict[str, torch.Tensor], tuple[str, ...]]:
+    """A model, a batch for it, and what to include."""
+    g = torch.Generator().manual_seed(1)
+    ids, labels = torch.randint(1, 40, (3, 16), generator=g), torch.randint(1, 40, (3, 12), generator=g)
+    torch.manual_seed(0)
+    if family == "t5":
+        return AutoModelForSeq2SeqLM.from_config(_T5), {"input_ids": ids, "labels": labels}, ("encoder.*",)
+    if family == "bert":
+        config = BertConfig(**_SMALL, **_NO_DROPOUT, num_hidden_layers=1)
+        masked = torch.where(torch.rand(3, 16, generator=g) < 0.4, ids, -100)
+        return AutoModelForMaskedLM.from_config(config), {"input_ids": ids, "labels": masked}, ()
+    config = LlamaConfig(**_SMALL, num_hidden_layers=1, num_labels=3, pad_token_id=0)
+    model = AutoModelForSequenceClassification.from_config(config)
+    return model, {"input_ids": ids, "labels": torch.tensor([0, 2, 1])}, ("score",)
+
+
+# Of a classifier only three tokens have a label.
+@pytest.mark.parametrize(("family", "most"), [("t5", 0.1), ("bert", 0.1), ("classifier", 0.15)])
+def test_their_weight_divergences_are_the_measured_ones(family: str, most: float) -> None:
+    model, batch, included = built(family)
+    config = SnipConfig(include_modules=included, probe_tokens=None, probe_batch_tokens=None, probes=4)
+    with one_thread():
+        estimated = estimate_divergence(model.train(), batch, None, config)
+        measured = measure_divergence(model, batch, None, config, gemms=("layer",))
+    truth = {(row.layer, row.format): row.weight_divergence for row in measured.rows}
+    errors = [
+        abs(row.weight_divergence / truth[row.layer, row.format] - 1)
+        for row in estimated.rows
+        if row.gemm == "layer" and row.format == "fp4" and truth[row.layer, row.format] > 0
+    ]
+    assert len(errors) >= 6 and statistics.median(errors) <= most
+
+
+@pytest.mark.parametrize("family", ["t5", "bert", "classifier"])
+def test_they_refresh_and_resume(family: str) -> None:
+    def loop(steps: int, state: Any = None, start: Any = None) -> tuple[SnipController, Any, Any]:
+        model, batch, included = built(family)
+        if start is not None:
+            model.load_state_dict(start[0])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        controller = SnipController(model, optimizer, SnipConfig(include_modules=included, **FAST))
+        if start is not None:
+            optimizer.load_state_dict(start[1])
+            controller.load_state_dict(state)
+        for step in range(controller.step + 1, steps + 1):
+            controller.capture(batch)
+            model(**batch).loss.backward()
+            controller.before_optimizer_step(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.after_step(step)
+        return controller, model, optimizer
+
+    with one_thread():
+        whole, model, _ = loop(2)
+        first, half, optimizer = loop(1)
+        state = json.loads(json.dumps(first.state_dict()))
+        again, resumed, _ = loop(2, state, (half.state_dict(), optimizer.state_dict()))
+    assert whole.plan.provenance.step == 1 and whole.plan.fp4_fraction >= 0.75
+    assert again.plan.assignment == whole.plan.assignment
+    weights = dict(resumed.named_parameters())
+    assert all(torch.equal(weights[name], weight) for name, weight in model.named_parameters())
+
+
+def test_an_encoder_is_covered_if_it_is_named_and_sees_its_own_tokens() -> None:
+    model, batch, included = built("t5")
+    alone = coverage(model, batch)
+    reason = "outside the language model's decoder (include_modules)"
+    assert {one.reason for one in alone.uncovered} == {reason} and 0.4 < alone.share < 0.6
+    assert coverage(model, batch, SnipConfig(include_modules=included)).share == 1.0
+    assert all(name.startswith("decoder.") for name in convert_model(model, SnipConfig()))
+
+
+def test_a_classifier_has_one_label_per_sequence_and_the_tokens_of_its_inputs() -> None:
+    _, batch, _ = built("classifier")
+    found = Batch.of(batch)
+    assert (found.tokens, found.labelled) == (48, 3)
+    part = found.part(20)
+    assert part.kwargs["input_ids"].shape == (1, 16) and part.micro_batch == (48, 3)
+    assert Batch.of(tokens(2, 6)).counts == (12, 10), "a causal LM shifts its labels"

@@ -203,7 +203,7 @@ def test_no_kink_of_relu_is_taken_for_curvature(family: str) -> None:
                 ratios[key[2]].append(estimate[key] / value)
     for fmt, median_error in zip(ratios, most, strict=True):
         assert statistics.median(abs(ratio - 1) for ratio in ratios[fmt]) <= median_error
-        assert statistics.median(ratios[fmt]) == pytest.approx(1.0, abs=0.15)
+        assert statistics.median(ratios[fmt]) == pytest.approx(1.0, abs=0.2)
         assert statistics.quantiles(ratios[fmt], n=10)[-1] <= 1.7
 
 

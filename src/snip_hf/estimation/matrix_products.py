@@ -12,10 +12,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from ..parallel.sharding import is_sharded
 
 # Operator -> where its two operands stand among its arguments. Each one contracts the first one's last dimension.
 _OPERANDS = {
@@ -158,7 +159,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    return not (tensor.is_sparse or tensor.is_mkldnn or isinstance(tensor, DTensor))
+    return not (tensor.is_sparse or tensor.is_mkldnn or is_sharded(tensor))
 
 
 def _joined(name: str, args: tuple[Any, ...], origins: list[_Origin], origin_of: Any) -> _Origin:

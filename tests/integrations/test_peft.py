@@ -1,0 +1,267 @@
+"""Do PEFT's adapters train on a frozen base in low precision, and are they afterwards what PEFT makes of them?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from slow_cases import slow
+from small import text, tiny_llama
+from tiny_runs import SCHEDULE, Run, differing, one_thread, train, weights
+from torch import nn
+from transformers import Trainer
+
+from snip_hf import SnipCallback, SnipConfig, convert_model, restore_model
+from snip_hf.layers.selection import skip_reasons
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.gemms import GEMMS
+
+peft = pytest.importorskip("peft")
+# PEFT calls transformers' methods by their old names.
+pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+METHODS: dict[str, Callable[[], Any]] = {
+    "LoRA": lambda: peft.LoraConfig(r=4, target_modules=ALL, lora_dropout=0.1),
+    "DoRA": lambda: peft.LoraConfig(r=4, target_modules=ALL, use_dora=True),
+    "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "VeRA": lambda: peft.VeraConfig(r=8, target_modules=["q_proj", "o_proj"]),
+    "AdaLoRA": lambda: peft.AdaLoraConfig(target_modules=["q_proj", "v_proj"], total_step=100, tinit=1, tfinal=1),
+    "OFT": lambda: peft.OFTConfig(oft_block_size=8, target_modules=["q_proj", "v_proj"]),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def adapted(method: str = "LoRA", seed: int = 0, **options: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return peft.get_peft_model(tiny_llama(hidden=32, **options), METHODS[method]())
+
+
+def run(folder: Path, model: nn.Module, config: SnipConfig | None = None, **options: Any) -> Run:
+    return train(folder, config or SnipConfig(**SCHEDULE), model=model, **options)
+
+
+BARE = [name for name, reason in skip_reasons(tiny_llama(), SnipConfig()).items() if reason is None]
+
+
+# -------------------------------------------------------------------------------------------------- names and selection
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_are_named_as_without_adapters_of_which_nothing_is_swapped(method: str) -> None:
+    model = adapted(method)
+    reasons = skip_reasons(model, SnipConfig())
+    assert [name for name, reason in reasons.items() if reason is None] == BARE
+    assert {reason for reason in reasons.values() if reason is not None} <= {"output head", "adapter"}
+    assert convert_model(model, SnipConfig(skip_modules=("*.mlp.up_proj",))) == [n for n in BARE if "up_proj" not in n]
+
+
+def test_encoders_of_prompts_are_not_swapped() -> None:
+    config = peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, encoder_hidden_size=8)
+    model = peft.get_peft_model(tiny_llama(hidden=32), config)
+    assert convert_model(model, SnipConfig()) == BARE
+
+
+def test_a_layer_whose_adapter_multiplies_with_a_weight_of_its_own_is_not_swapped() -> None:
+    model = peft.get_peft_model(tiny_llama(hidden=32), peft.HRAConfig(r=2, target_modules=["v_proj"]))
+    reasons = skip_reasons(model, SnipConfig())
+    assert {name: reason for name, reason in reasons.items() if "v_proj" in name} == {
+        f"model.layers.{index}.self_attn.v_proj": "not run, since HRA multiplies with a weight of its own"
+        for index in range(2)
+    }
+
+
+def test_a_weight_that_its_adapter_changes_is_not_swapped() -> None:
+    config = peft.LoraConfig(r=2, target_parameters=["mlp.up_proj.weight"])
+    reasons = skip_reasons(peft.get_peft_model(tiny_llama(hidden=32), config), SnipConfig())
+    assert reasons["model.layers.0.mlp.up_proj"] == "target_parameters: its adapter changes the weight itself"
+    assert reasons["model.layers.0.mlp.gate_proj"] is None
+
+
+def test_of_modules_to_save_the_copy_that_runs_is_swapped() -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["down_proj"])
+    model = peft.get_peft_model(tiny_llama(hidden=32), config)
+    model.add_adapter("other", config)
+    name = "model.layers.0.mlp.down_proj"
+    reasons = skip_reasons(model, SnipConfig())
+    assert {other: reason for other, reason in reasons.items() if other.startswith(name)} == {
+        f"{name}.original_module": "not run, since modules_to_save has a copy in its place",
+        f"{name}.modules_to_save.default": None,
+        f"{name}.modules_to_save.other": "not run, since another adapter is active",
+    }
+    convert_model(model, SnipConfig())
+    trained = {name for name, layer in snip_linears(model).items() if layer.weight.requires_grad}
+    assert trained == {f"model.layers.{index}.mlp.down_proj.modules_to_save.default" for index in range(2)}
+
+
+def test_a_quantized_base_is_refused_with_what_to_do() -> None:
+    model = adapted()
+    model.base_model.model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    with pytest.raises(ValueError) as error:
+        convert_model(model, SnipConfig())
+    assert str(error.value) == (
+        "The model is already quantized (dict); expected ordinary weights. Load it without a quantization_config, or "
+        "dequantize it first. In place of QLoRA, train the adapters on a base in BF16: snip-hf multiplies with its "
+        "frozen weights in low precision."
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("method", ["LoRA", *map(slow, [name for name in METHODS if name != "LoRA"])])
+def test_the_frozen_base_is_planned_by_what_its_errors_do_to_the_adapters_updates(
+    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    finished = run(tmp_path, adapted(method), max_steps=4)
+    (line,) = finished.refreshes
+    assert line["status"] == "applied" and line["fp4_fraction"] >= 0.75
+    assert line["divergence"]["fp4"]["weight"] > line["divergence"]["fp8"]["weight"] > 0
+    plan = finished.callback.controller.plan  # type: ignore[union-attr]
+    assert list(plan.assignment) == BARE
+    assert {tuple(row) for table in (plan.assignment, plan.flops) for row in table.values()} == {GEMMS[:2]}
+    assert not [record.message for record in caplog.records if "learning rate" in record.message]
+
+
+@pytest.mark.slow
+def test_by_gemm_the_program_has_no_gradient_of_a_frozen_weight(tmp_path: Path) -> None:
+    config = SnipConfig(granularity="gemm", ties=(("q_proj", "k_proj", "v_proj"),), stages=2, **SCHEDULE)
+    finished = run(tmp_path, adapted(), config, max_steps=4)
+    (line,) = finished.refreshes
+    assert line["status"] == "applied"
+    assert all(share >= 0.75 for share in line["stage_fp4_fractions"])
+    assert not [cell for cell in line["changes"] if cell.endswith(":grad_weight")]
+    assignment = finished.callback.controller.plan.assignment  # type: ignore[union-attr]
+    for index in range(2):
+        rows = [assignment[f"model.layers.{index}.self_attn.{name}"] for name in ("q_proj", "k_proj", "v_proj")]
+        assert rows[0] == rows[1] == rows[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["uniform-fp4", "first2-last8", "fisher", "min-abs-err"])
+def test_other_policies_work_on_a_frozen_base(policy: str, tmp_path: Path) -> None:
+    schedule = SCHEDULE if policy in ("fisher", "min-abs-err") else {}
+    finished = run(tmp_path, adapted(), SnipConfig(policy=policy, **schedule), max_steps=4)
+    assert finished.callback.controller.plan.fp4_fraction >= 0.75  # type: ignore[union-attr]
+
+
+def test_a_resumed_run_is_the_whole_run_to_the_bit(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", adapted(), max_steps=8, save_strategy="steps", save_steps=3)
+    checkpoint = tmp_path / "whole" / "checkpoint-3"
+    callback = SnipCallback(SnipConfig(**SCHEDULE), resume=checkpoint)
+    again = train(tmp_path / "again", callback=callback, model=adapted(), max_steps=8, resume=checkpoint)
+    assert differing(weights(whole.model), weights(again.model)) == []
+    assert {step: loss for step, loss in whole.losses.items() if step > 3} == {
+        step: loss for step, loss in again.losses.items() if step > 3
+    }
+    plans = [json.loads((tmp_path / name / "snip" / "plan.json").read_text()) for name in ("whole", "again")]
+    assert plans[0]["assignment"] == plans[1]["assignment"]
+
+
+@pytest.mark.slow
+def test_recomputed_activations_give_the_same_training_to_the_bit(tmp_path: Path) -> None:
+    """Nothing before the first block is trained: PEFT lets the embedding's output ask for gradients."""
+    plain = run(tmp_path / "plain", adapted(), max_steps=4)
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    model = adapted()
+    model.enable_input_require_grads()
+    again = run(tmp_path / "again", model, max_steps=4, **options)
+    assert differing(weights(plain.model), weights(again.model)) == []
+    assert plain.refreshes[0]["divergence"] == again.refreshes[0]["divergence"]
+
+
+@pytest.mark.slow
+def test_adapters_may_come_before_or_after_the_swap(tmp_path: Path) -> None:
+    before = run(tmp_path / "before", adapted(), max_steps=4)
+    model = tiny_llama(hidden=32)
+    convert_model(model, SnipConfig(**SCHEDULE))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        later = peft.get_peft_model(model, METHODS["LoRA"]())
+    after = run(tmp_path / "after", later, max_steps=4)
+    assert differing(weights(before.model), weights(after.model)) == []
+    assert before.losses == after.losses
+
+
+# -------------------------------------------------------------------------------------------------- what PEFT does then
+
+
+def trained_twins(method: str, tmp_path: Path) -> tuple[Any, Any]:
+    """A model after some steps with SNIP, and one that never knew it with the same weights."""
+    model = run(tmp_path, adapted(method), max_steps=4).model
+    twin = adapted(method)
+    twin.load_state_dict(model.state_dict())
+    return model.eval(), twin.eval()
+
+
+@pytest.mark.parametrize("method", ["LoRA", *map(slow, ("DoRA", "IA3", "VeRA", "OFT"))])
+def test_adapter_files_and_merged_weights_are_those_of_an_unconverted_model(method: str, tmp_path: Path) -> None:
+    model, twin = trained_twins(method, tmp_path)
+    assert list(model.state_dict()) == list(twin.state_dict())
+    for name, one in (("model", model), ("twin", twin)):
+        one.save_pretrained(tmp_path / name)
+    files = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("model", "twin")]
+    assert files[0] == files[1]
+    loaded = peft.PeftModel.from_pretrained(tiny_llama(hidden=32), tmp_path / "model").eval()
+    batch = text(2, 24)
+    assert torch.equal(loaded(**batch).loss, twin(**batch).loss)
+    merged, expected = model.merge_and_unload(), twin.merge_and_unload()
+    assert snip_linears(merged)  # still in low precision, until it is restored
+    restore_model(merged)
+    assert differing(weights(merged), weights(expected)) == []
+    assert torch.equal(merged(**batch).loss, expected(**batch).loss)
+
+
+def test_without_the_adapter_the_base_runs_in_the_plan_s_formats() -> None:
+    model, base = adapted(), tiny_llama(hidden=32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    for one in (model, base):
+        convert_model(one, SnipConfig(start_format="fp8"))
+    batch = text(2, 24)
+    with torch.no_grad():
+        expected = base(**batch).loss
+        with model.disable_adapter():
+            assert torch.equal(model(**batch).loss, expected)
+        assert not torch.equal(model(**batch).loss, expected)
+
+
+@pytest.mark.slow
+def test_the_adapter_that_is_active_is_the_one_that_counts(tmp_path: Path) -> None:
+    model = adapted()
+    model.add_adapter("other", METHODS["LoRA"]())
+    model.set_adapter("other")
+    before = weights(model)
+    finished = run(tmp_path, model, max_steps=4)
+    (line,) = finished.refreshes
+    assert line["divergence"]["fp4"]["weight"] > 0
+    assert {name.split(".")[-2] for name in differing(before, weights(model))} == {"other"}
+
+
+@pytest.mark.slow
+def test_a_pass_without_the_adapter_is_no_micro_batch(tmp_path: Path) -> None:
+    """As a reference model of a preference loss."""
+
+    class WithReference(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad(), model.disable_adapter():
+                model(**inputs)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    plain = run(tmp_path / "plain", adapted(), max_steps=4)
+    again = run(tmp_path / "again", adapted(), max_steps=4, trainer_class=WithReference)
+    assert plain.refreshes[0]["divergence"] == again.refreshes[0]["divergence"]
+    assert plain.losses == again.losses

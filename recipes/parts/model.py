@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from .recipe import ModelSection
@@ -12,6 +14,7 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> Pr
 
     Raises:
         ValueError: an unknown field of the architecture's config, or a vocabulary smaller than the tokenizer's.
+        ModuleNotFoundError: adapters are asked for, and PEFT is not installed.
     """
     options = {"dtype": section.dtype}
     if section.attn_implementation is not None:
@@ -35,4 +38,13 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> Pr
             f"The model has {model.get_input_embeddings().weight.shape[0]} embeddings, the tokenizer {len(tokenizer)} "
             "tokens. Raise model.config.vocab_size, or give the model's own tokenizer."
         )
-    return model
+    return model if section.lora is None else _with_adapters(model, section.lora)
+
+
+def _with_adapters(model: PreTrainedModel, options: dict[str, Any]) -> PreTrainedModel:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("model.lora needs PEFT: pip install peft.") from error
+    adapted: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
+    return adapted

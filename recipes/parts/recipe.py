@@ -31,6 +31,8 @@ class ModelSection:
     """Type of the parameters (the master weights); computing in BF16 is `training.bf16`."""
     attn_implementation: str | None = None
     """As in transformers, e.g. "sdpa"; None leaves the choice to it."""
+    lora: dict[str, Any] | None = None
+    """Fields of PEFT's LoraConfig: trains adapters, and leaves the model's own weights frozen; None trains these."""
 
     def __post_init__(self) -> None:
         if (self.name_or_path is None) == (self.model_type is None):

@@ -293,6 +293,26 @@ def test_recipes_ask_for_what_their_names_say() -> None:
     assert snips["snip-75-measured"] is not None and snips["snip-75-measured"].budget == "measured"
 
 
+def test_the_recipe_of_adapters_trains_them_on_the_model_of_the_quickstart() -> None:
+    recipe, base = load_recipe(RECIPES / "lora-fp4.yaml"), load_recipe(QUICKSTART)
+    assert recipe.model.name_or_path == base.training["output_dir"]
+    assert recipe.snip is not None and (recipe.snip.policy, recipe.snip.probes) == ("snip", 4)
+    assert recipe.data == base.data
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")
+def test_a_recipe_with_adapters_builds_a_model_of_which_they_alone_are_trained(texts: list[str]) -> None:
+    pytest.importorskip("peft")
+    new = ["model.name_or_path=null", "model.model_type=llama", "tokenizer.vocab_size=300"]
+    section = load_recipe(RECIPES / "lora-fp4.yaml", new).model
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    section = dataclasses.replace(section, config={**small, "num_key_value_heads": 4})
+    model = pretrain.build_model(section, tokenizer_of(texts))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 2 * 7 and all("lora_" in name for name in trained)
+
+
 def test_other_formats_are_one_override() -> None:
     for name in (name for name in NAMES if name != "bf16"):
         snip = load_recipe(RECIPES / f"{name}.yaml", ["snip.formats=[nvfp4,mxfp8,bf16]"]).snip

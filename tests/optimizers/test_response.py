@@ -213,6 +213,32 @@ def check_against_real_steps(rule: Rule, parameters: Parameters, optimizer: opti
         assert difference.abs().max() > 0.02 * size or steps == 0
 
 
+@pytest.mark.parametrize("steps", [1, 7])
+@pytest.mark.parametrize("rule", AUTOGRAD)
+def test_vectors_are_answered_too_where_matrices_are_factored(rule: str, steps: int) -> None:
+    """As norms, biases and the vectors of adapters are."""
+    kind, options = AUTOGRAD[rule]
+    vector, *draws = torch.randn(steps + 3, 12, generator=torch.Generator().manual_seed(4))
+    parameter = nn.Parameter(vector)
+    optimizer = kind([parameter], **options)  # type: ignore[call-arg]
+    for gradient in draws[:steps]:
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    gradient, tangent = draws[steps:]
+    answer = responses(optimizer, {"": parameter})[""]
+
+    def real(at: Tensor) -> Tensor:
+        return own_step(optimizer, answer.at, at)[0]
+
+    found = answer.update(gradient + 0.1 * tangent) - answer.update(gradient)
+    expected = real((gradient + 0.1 * tangent).double()) - real(gradient.double())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+    if not answer.meaningful(gradient).all():  # under a floor that is not far below the squares
+        return
+    slope = (real(gradient.double() + 1e-5 * tangent) - real(gradient.double() - 1e-5 * tangent)) / 2e-5
+    torch.testing.assert_close(answer.pushforward(gradient, tangent).double(), slope, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("steps", [0, 1, 7])
 @pytest.mark.parametrize("rule", IN_FP64)
 def test_update_and_products_are_those_of_the_real_optimizer(rule: str, steps: int) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layers.state import snip_linears
-from ..parallel.ranks import Processes, Ranks
+from ..parallel.ranks import Processes
 from .batch import Batch
 from .kinks import smooth_kinks
 from .moved_weights import Draw, MovedWeights
@@ -70,10 +70,6 @@ class ProbeSettings:
         """Probe -> what decides its direction."""
         return [(self.seed, self.step, index) for index in range(self.probes)]
 
-    def sample_plan(self, rank: int, every: Sequence[int]) -> SamplePlan:
-        """Returns what this rank keeps, of the tokens that each of them has."""
-        return SamplePlan(self.probe_tokens, self.seed, self.step, rank, tuple(every), self.whole_amax)
-
 
 @dataclass(frozen=True)
 class Probe:
@@ -95,6 +91,7 @@ def run_probe(
     """Probes every swapped layer of the model; `probes` times two forward-backward passes.
 
     With `others` a probe may take two more, where the size of its first step turns out to be wrong.
+
     Beyond the model it holds one FP32 copy of the swapped weights at a time, but for those that it makes again
     (`thrift`), and the samples.
 
@@ -109,40 +106,24 @@ def run_probe(
         others: parameters that are no swapped weights and may move, by name; None: there are none on any rank.
     """
     settings, processes = settings or ProbeSettings(), processes or Processes()
-    layers = snip_linears(model)
+    every = tuple(tokens or (batch.tokens,))
+    plan = SamplePlan(
+        settings.probe_tokens, settings.seed, settings.step, processes.data.rank, every, settings.whole_amax
+    )
     samples: dict[str, LayerSample] = {}
-    losses: list[float] = []
-    plan = settings.sample_plan(processes.data.rank, tokens or (batch.tokens,))
-    routing, recomputed = FixedRouting(), settings.thrift.recomputed
-    inputs = without_cache(model, batch) if recomputed else batch
-
-    def record(moved: MovedWeights | None = None) -> Recorder:
-        recorder, moving = Recorder(plan), nullcontext() if moved is None else _moving(model, moved)
-        weights = {} if moved is None else moved.by_parameter()
-        recorded = recording(layers, recorder, settings.autocast is not None)
-        with routing.one_pass(), recorded, moving, recomputing(model, recomputed):
-            losses.append(float(run_pass(model, inputs, weights, settings.autocast, True, processes.run)))
-        return recorder
-
-    def both_sides(draw: Draw, step: float) -> _Sides:
-        moved = MovedWeights(layers, pullbacks, draw, step, processes, settings.thrift.remade, others)
-        plus = record(moved)
-        moved.turn()
-        return _Sides(plus, record(moved), moved.epsilon)
-
+    passes = _Passes(model, batch, plan, settings, processes)
     draws = settings.draws if pullbacks or others is not None else []
     if not draws:
-        samples = _without_derivatives(record())
-    step = settings.relative_step * (1.0 if others is None else _FIRST_STEP)
-    for draw in draws:
-        sides = both_sides(draw, step)
-        change = 0.0 if others is None else sides.largest_change(processes.everyone) / settings.relative_step
-        if change > 0 and not _LEAST_CHANGE <= change <= _MOST_CHANGE:
-            step *= _WANTED_CHANGE / change
-            del sides, losses[-2:]
-            sides = both_sides(draw, step)
+        recorder = passes.record()
+        energies = recorder.energies()
+        for name, one in recorder.records.items():
+            amaxes = _pair(one.amaxes)
+            samples[name] = LayerSample(
+                one.tokens, one.x, one.grad_output, energies=energies[name], amaxes=amaxes, rows=one.rows
+            )
+    for sides in passes.sides_of(draws, pullbacks, others):
         _warn_of_routers(_combine(samples, *sides))
-    return Probe(sum(losses) / len(losses), samples)
+    return Probe(sum(passes.losses) / len(passes.losses), samples)
 
 
 class _Sides(NamedTuple):
@@ -152,8 +133,8 @@ class _Sides(NamedTuple):
     minus: Recorder
     epsilon: float
 
-    def largest_change(self, everyone: Ranks) -> float:
-        """Returns the largest change of a layer's X or G by eps * d, relative to it, on any rank."""
+    def largest_change(self) -> float:
+        """Returns the largest change of a layer's X or G by eps * d, relative to it."""
         pairs = [(plus, self.minus.records.get(name)) for name, plus in self.plus.records.items()]
         changes = [
             torch.nan_to_num((one - other).norm() / (one + other).norm())
@@ -161,7 +142,63 @@ class _Sides(NamedTuple):
             if minus is not None and _have_same_tokens(plus, minus)
             for one, other in ((plus.x, minus.x), (plus.grad_output, minus.grad_output))
         ]
-        return float(max(everyone.gather(max(read(changes), default=0.0))))
+        return max(read(changes), default=0.0)
+
+
+class _Passes:
+    """The passes of one probe; arguments as in `run_probe`.
+
+    Args:
+        plan: which tokens are kept.
+    """
+
+    def __init__(
+        self, model: nn.Module, batch: Batch, plan: SamplePlan, settings: ProbeSettings, processes: Processes
+    ) -> None:
+        self.losses: list[float] = []
+        """Of each pass whose record is used."""
+        self._model, self._plan, self._settings, self._processes = model, plan, settings, processes
+        self._inputs = without_cache(model, batch) if settings.thrift.recomputed else batch
+        self._layers = snip_linears(model)
+        self._routing = FixedRouting()
+
+    def record(self, moved: MovedWeights | None = None) -> Recorder:
+        """Runs forward and backward once, on moved weights if there are any."""
+        model, settings, recorder = self._model, self._settings, Recorder(self._plan)
+        moving = nullcontext() if moved is None else _moving(model, moved)
+        weights = {} if moved is None else moved.by_parameter()
+        recorded = recording(self._layers, recorder, settings.autocast is not None)
+        with self._routing.one_pass(), recorded, moving, recomputing(model, settings.thrift.recomputed):
+            loss = run_pass(model, self._inputs, weights, settings.autocast, True, self._processes.run)
+        self.losses.append(float(loss))
+        return recorder
+
+    def sides_of(
+        self,
+        draws: Sequence[Draw],
+        pullbacks: Mapping[str, Callable[[Tensor], Tensor]],
+        others: Mapping[str, Tensor] | None,
+    ) -> Iterator[_Sides]:
+        """Gives what both sides of each direction show. With `others`, a step that is too small or too large for the
+        layers to tell is taken again in another size, and so are the next ones."""
+        settings = self._settings
+
+        def both(draw: Draw) -> _Sides:
+            moved = MovedWeights(self._layers, pullbacks, draw, step, self._processes, settings.thrift.remade, others)
+            plus = self.record(moved)
+            moved.turn()
+            return _Sides(plus, self.record(moved), moved.epsilon)
+
+        step = settings.relative_step * (1.0 if others is None else _FIRST_STEP)
+        for draw in draws:
+            sides = both(draw)
+            if others is not None:
+                change = max(self._processes.everyone.gather(sides.largest_change())) / settings.relative_step
+                if change > 0 and not _LEAST_CHANGE <= change <= _MOST_CHANGE:
+                    step *= _WANTED_CHANGE / change
+                    del sides, self.losses[-2:]
+                    sides = both(draw)
+            yield sides
 
 
 @contextmanager
@@ -169,17 +206,6 @@ def _moving(model: nn.Module, moved: MovedWeights) -> Iterator[None]:
     """Lets a pass run on moved weights; to be entered before blocks are recomputed, whose second run does the same."""
     with moved.making(), smooth_kinks(model):
         yield
-
-
-def _without_derivatives(recorder: Recorder) -> dict[str, LayerSample]:
-    """Returns the samples of a single pass."""
-    energies = recorder.energies()
-    return {
-        name: LayerSample(
-            one.tokens, one.x, one.grad_output, energies=energies[name], amaxes=_pair(one.amaxes), rows=one.rows
-        )
-        for name, one in recorder.records.items()
-    }
 
 
 def _combine(

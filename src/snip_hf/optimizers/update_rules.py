@@ -163,23 +163,27 @@ def _newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], ste
 
 
 def adafactor(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """torch.optim.Adafactor, for weights of two or more dimensions."""
+    """torch.optim.Adafactor. Of a vector's squares it keeps each, of a matrix's those of rows and columns."""
     floor, least_size = at.group["eps"]
     floor = torch.finfo(at.parameter.dtype).eps if floor is None else float(floor)
     rate = min(at.number("lr"), at.step**-0.5) * max(float(least_size), at.rms_of_parameter())
     taken = at.step ** at.number("beta2_decay")
     squares = gradient.square()
-    row = at.average("row_var", squares.mean(-1, keepdim=True), taken)
-    column = at.average("col_var", squares.mean(-2, keepdim=True), taken)
-    touched = (row > 0) & (column > 0)
-    second = row * column / row.mean(-2, keepdim=True).clamp(min=floor)
+    if gradient.dim() > 1:
+        row = at.average("row_var", squares.mean(-1, keepdim=True), taken)
+        column = at.average("col_var", squares.mean(-2, keepdim=True), taken)
+        touched = (row > 0) & (column > 0)
+        second = row * column / row.mean(-2, keepdim=True).clamp(min=floor)
+    else:
+        second = at.average("variance", squares, taken)
+        touched = second > 0
     # 1 where nothing was ever seen, so that no derivative is 0 * infinity there.
     second = torch.where(touched, second, 1).clamp(min=floor * floor)
     return rate * _clipped(gradient * second.rsqrt(), at.number("d")), touched
 
 
 def adafactor_of_transformers(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """transformers.optimization.Adafactor with all its options, for weights of two or more dimensions."""
+    """transformers.optimization.Adafactor with all its options."""
     group, step = at.group, at.step
     floor, least_size = (float(eps) for eps in group["eps"])
     if group["relative_step"]:
@@ -190,16 +194,22 @@ def adafactor_of_transformers(at: Situation, gradient: Tensor) -> tuple[Tensor, 
         rate *= max(least_size, at.rms_of_parameter())
     taken = step ** at.number("decay_rate")
     squares = gradient.square() + floor
-    row = at.average("exp_avg_sq_row", squares.mean(-1), taken).unsqueeze(-1)
-    column = at.average("exp_avg_sq_col", squares.mean(-2), taken).unsqueeze(-2)
     # An average that holds little but the floor has seen no gradient.
-    seen_row, seen_column = row > 10 * floor, column > 10 * floor
-    scale = torch.where(seen_row, row / row.mean(-2, keepdim=True), 1).rsqrt()
-    scale = scale * torch.where(seen_column, column, 1).rsqrt()
+    if gradient.dim() > 1:
+        row = at.average("exp_avg_sq_row", squares.mean(-1), taken).unsqueeze(-1)
+        column = at.average("exp_avg_sq_col", squares.mean(-2), taken).unsqueeze(-2)
+        seen = (row > 10 * floor) & (column > 10 * floor)
+        scale = torch.where(row > 10 * floor, row / row.mean(-2, keepdim=True), 1).rsqrt()
+        scale = scale * torch.where(column > 10 * floor, column, 1).rsqrt()
+    else:
+        second = at.average("exp_avg_sq", squares, taken)
+        seen = second > 10 * floor
+        # Smaller ones, to the power -3/2, are beyond FP32.
+        scale = torch.where(second > 1e-25, second, 1).rsqrt()
     update = rate * _clipped(gradient * scale, at.number("clip_threshold"))
     if group["beta1"] is not None:
         update = at.average("exp_avg", update, 1 - at.number("beta1"))
-    return update, seen_row & seen_column
+    return update, seen
 
 
 def _clipped(update: Tensor, threshold: float) -> Tensor:

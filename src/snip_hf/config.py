@@ -159,7 +159,8 @@ class SnipConfig(FieldNames):
     probes: int = 1
     """Random directions per refresh; each costs two forward-backward passes. The policy "hessian-trace" needs many."""
     probe_tokens: int | None = 1024
-    """Tokens per layer that the probe keeps, in whole runs of 128, of all ranks together; None keeps all."""
+    """Tokens per layer that the probe keeps, in whole runs of 128, of all ranks together; None keeps all.
+    In experts each of them has as many rows as it is sent to experts."""
     probe_batch_tokens: int | None = 4096
     """Tokens that the probe's passes run on, of all ranks together. None: the whole micro-batch.
     They are whole sequences, spread evenly over the micro-batch, at least one per rank, and stand for all of it

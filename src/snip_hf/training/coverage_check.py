@@ -69,8 +69,9 @@ class CoverageCheck:
         if not self.is_due:
             return
         batch, self._batch, self.is_due = self._batch, None, False
-        if self._processes.run is not None or self._processes.pipeline.size > 1:
-            self._log.info("snip-hf: coverage is not counted in a pipeline, where no process runs the whole model.")
+        if obstacle := self._obstacle():
+            text = "snip-hf: the FLOPs of a micro-batch are not counted %s, so coverage is not known."
+            self._log.info(text, obstacle)
             return
         self._count(step, batch, is_new)
 
@@ -83,6 +84,18 @@ class CoverageCheck:
         except Exception:  # the refresh says why it cannot be probed
             batch = None
         self._count(step, batch, is_new=False)
+
+    def _obstacle(self) -> str | None:
+        """Returns where no pass can be run apart from training; None: here one can."""
+        if self._processes.run is not None or self._processes.pipeline.size > 1:
+            return "in a pipeline"
+        if (getattr(self._model, "tp_size", None) or 1) > 1:
+            return "under tensor parallelism"
+        if any(type(module).__name__ == "FullyShardedDataParallel" for module in self._model.modules()):
+            return "under FSDP version 1"
+        if any(hasattr(parameter, "ds_shape") for parameter in self._model.parameters()):
+            return "under DeepSpeed's ZeRO-3"
+        return None
 
     def _count(self, step: int, batch: Mapping[str, Any] | None, is_new: bool) -> None:
         everyone = self._processes.everyone

@@ -178,6 +178,21 @@ def test_a_compiled_module_is_one_graph_that_reads_formats_and_keys_as_data(auto
     assert counters["stats"]["unique_graphs"] == before + 1
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_a_compiled_model_gives_the_loss_of_the_eager_one() -> None:
+    model = in_fp4("qwen3-moe").cuda()
+    compiled, tokens = torch.compile(model, fullgraph=True), ids().cuda()
+    losses = []
+    for run in (model, compiled):
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = run(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.item())
+        assert all(layer.weight.grad.isfinite().all() for layer in experts_of(model).values())
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
 def test_a_frozen_projection_gets_no_gradient() -> None:
     model = in_fp4("mixtral")
     frozen = owners(model)[0]

@@ -659,8 +659,8 @@ def test_a_batch_without_labels_is_refused_and_the_model_left_unconverted(ask: A
     model = tiny_lm()
     message = (
         "The batch has no labels (its keys are input_ids), so the model gives no loss to probe. Expected a causal LM "
-        "batch with `labels`. Label smoothing and a custom compute_loss_func take them away: turn these off, or use a "
-        "policy that needs no probe, such as policy='layer-position'."
+        "batch with `labels`. If the model does not return the loss, say how it is computed (compute_loss=...), or use "
+        "a policy that needs no probe, such as policy='layer-position'."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         ask(model, {"input_ids": tokens()["input_ids"]})

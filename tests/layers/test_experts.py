@@ -14,9 +14,10 @@ import torch
 from mixtures import CONFIGS, EXPERTS, HIDDEN, INNER, VOCABULARY, build
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torchao.quantization import quantize_
 from transformers import PreTrainedModel
 
-from snip_hf import SnipConfig, convert_model, restore_model
+from snip_hf import SnipConfig, SnipLinearConfig, convert_model, restore_model
 from snip_hf.kernels.backend import BACKENDS, Backend, register_backend
 from snip_hf.kernels.emulated import EMULATED, Emulated, forward_gemm
 from snip_hf.layers.experts import SnipExperts
@@ -277,6 +278,16 @@ class TestSelection:
         assert len(experts_of(model)) == 4
         convert_model(model, SnipConfig(start_format="bf16", skip_modules=("*.experts.*",)))
         assert not experts_of(model) and all(module.config is model.config for module in owners(model))
+
+    def test_torchao_s_quantize_swaps_all_projections_of_a_module(self) -> None:
+        model = build("gpt-oss")
+        quantize_(model, SnipLinearConfig(start_format="fp4"), lambda module, name: name.endswith("0.mlp.experts"))
+        block = "model.layers.0.mlp.experts"
+        assert list(snip_linears(model)) == [f"{block}.gate_up_proj", f"{block}.down_proj"]
+        assert all(layer.formats == FP4 for layer in experts_of(model).values())
+        quantize_(model, SnipLinearConfig(), lambda module, name: name.endswith("0.mlp.experts"))
+        assert all(layer.formats == FP4 for layer in experts_of(model).values()), "swapped already"
+        assert loss_and_gradients(model)[0] != loss_and_gradients(build("gpt-oss"))[0]
 
     def test_what_is_refused_has_its_reason(self) -> None:
         model = build("mixtral")

@@ -23,7 +23,6 @@ OTHER_MEANINGS = {
     "kernels/blackwell/backend.py": {"bf16"},  # the same
     "kernels/tensor_scaled/backend.py": {"bf16"},
     "optimizers/deepspeed_zero.py": {"bf16"},  # DeepSpeed's section
-    "optimizers/low_rank.py": {"random"},  # a projection of APOLLO
     "planning/solver/ilp.py": {"greedy"},  # a solver
     "planning/solver/process.py": {"greedy"},
     "records/run_folder.py": {"snip"},  # a folder

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 # Packages whose objects and functions keep no state of the user's.
 _LIBRARIES = frozenset(
-    {"torch", "torchao", "transformers", "accelerate", "deepspeed", "peft", "numpy", "snip_hf", "builtins"}
+    {"torch", "torchao", "transformers", "accelerate", "deepspeed", "peft", "trl", "numpy", "snip_hf", "builtins"}
 )
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, Tensor, ModuleType, torch.dtype, torch.device)
 # How far objects are followed from a module's attribute or a function's variable.

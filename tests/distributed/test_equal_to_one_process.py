@@ -41,6 +41,14 @@ def test_every_plan_is_that_of_one_process(one: Runs, two: list[Runs], name: str
         assert len({str(plan) for plan in one[name]["plans"]}) > 1
 
 
+@pytest.mark.parametrize("name", some_slow(PLANNED))
+def test_the_flops_that_are_counted_are_those_of_one_process(one: Runs, two: list[Runs], name: str) -> None:
+    first, second = (found[name]["coverage"] for found in two)
+    assert first == second and first["flops"] == first["covered"] > 0
+    if name != "ragged":  # whose second rank has shorter sequences than one process
+        assert first == one[name]["coverage"]
+
+
 @pytest.mark.slow
 def test_at_least_two_plans_of_a_run_follow_each_other(one: Runs) -> None:
     assert len({str(plan) for plan in one["adamw"]["plans"]}) >= 3

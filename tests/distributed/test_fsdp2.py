@@ -40,6 +40,11 @@ def test_plans_are_those_under_ddp(two: list[Runs], sharded: str, copied: str) -
 
 
 @pairs
+def test_the_flops_that_are_counted_are_those_under_ddp(two: list[Runs], sharded: str, copied: str) -> None:
+    assert two[0][sharded]["coverage"] == two[1][sharded]["coverage"] == two[0][copied]["coverage"] is not None
+
+
+@pairs
 def test_losses_are_those_under_ddp(two: list[Runs], sharded: str, copied: str) -> None:
     assert two[0][sharded]["losses"] == pytest.approx(two[0][copied]["losses"], rel=2e-5)
 

@@ -80,6 +80,8 @@ class Found:
     """Step -> "layer gemm format" -> loss divergence, weight divergence."""
     probe_losses: dict[int, float] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
+    coverage: dict[str, Any] | None = None
+    """Of the micro-batches of all ranks."""
     sharding: list[dict[str, Any]] = field(default_factory=list)
     """Step -> how the parameters are sharded after the probe."""
 
@@ -115,6 +117,7 @@ def train(training: Training, folder: Path) -> Found:
                 found.plans.append({name: dict(row) for name, row in controller.plan.assignment.items()})
     if controller is not None:
         controller.close()
+        found.coverage = controller.coverage and controller.coverage.to_dict()
         if accelerator.is_main_process:
             found.history, found.probe_losses, found.tables = read_run(folder / "snip")
     _note_weights(found, model, optimizer)

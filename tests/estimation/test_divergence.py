@@ -203,7 +203,7 @@ def test_no_kink_of_relu_is_taken_for_curvature(family: str) -> None:
                 ratios[key[2]].append(estimate[key] / value)
     for fmt, median_error in zip(ratios, most, strict=True):
         assert statistics.median(abs(ratio - 1) for ratio in ratios[fmt]) <= median_error
-        assert statistics.median(ratios[fmt]) == pytest.approx(1.0, abs=0.15)
+        assert statistics.median(ratios[fmt]) == pytest.approx(1.0, abs=0.2)
         assert statistics.quantiles(ratios[fmt], n=10)[-1] <= 1.7
 
 
@@ -659,8 +659,8 @@ def test_a_batch_without_labels_is_refused_and_the_model_left_unconverted(ask: A
     model = tiny_lm()
     message = (
         "The batch has no labels (its keys are input_ids), so the model gives no loss to probe. Expected a causal LM "
-        "batch with `labels`. Label smoothing and a custom compute_loss_func take them away: turn these off, or use a "
-        "policy that needs no probe, such as policy='layer-position'."
+        "batch with `labels`. If the model does not return the loss, say how it is computed (compute_loss=...), or use "
+        "a policy that needs no probe, such as policy='layer-position'."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         ask(model, {"input_ids": tokens()["input_ids"]})

@@ -642,8 +642,8 @@ def test_a_forward_alone_keeps_nothing_for_a_backward_pass() -> None:
 
 def test_a_batch_without_labels_is_refused() -> None:
     advice = (
-        "so the model gives no loss to probe. Expected a causal LM batch with `labels`. Label smoothing and a custom "
-        "compute_loss_func take them away: turn these off, or use a policy that needs no probe, such as "
+        "so the model gives no loss to probe. Expected a causal LM batch with `labels`. If the model does not return "
+        "the loss, say how it is computed (compute_loss=...), or use a policy that needs no probe, such as "
         "policy='layer-position'."
     )
     ids = tokens()["input_ids"]

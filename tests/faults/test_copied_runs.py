@@ -23,7 +23,8 @@ SAVING = {"save_strategy": "steps", "save_steps": 4, "max_steps": 12}
 OTHER_WEIGHTS = (
     "Cannot resume from {path}: The SNIP state was saved with other weights than those that were loaded: the two are "
     "of different runs, or one of them was exchanged. Name the folder of the weights in SnipCallback(resume=FOLDER), "
-    "or say SnipCallback(resume=False) to start a new plan from them."
+    "or say SnipCallback(resume=False) to start a new plan from them. If the Trainer warned of missing keys, as it "
+    "does for some mixtures of experts, load the model from the checkpoint by from_pretrained first."
 )
 
 

@@ -413,41 +413,6 @@ def refused(
     return str(caught.value.args[0])
 
 
-NO_LABELS = (
-    "The batch has no labels (its keys are {keys}), so the model gives no loss to probe. Expected a causal LM batch "
-    "with `labels`. Label smoothing and a custom compute_loss_func take them away: turn these off, or use a policy "
-    "that needs no probe, such as policy='layer-position'."
-)
-
-
-def test_label_smoothing_is_refused_when_the_trainer_is_built(tmp_path: Path) -> None:
-    model = model_with_dropout()
-    assert refused(tmp_path, model=model, label_smoothing_factor=0.1) == (
-        "label_smoothing_factor=0.1 takes the labels away from the model, which then gives no loss to probe. Set it "
-        "to 0, or use a policy that needs no probe, such as policy='layer-position'."
-    )
-    assert snip_linears(model) == {}
-
-
-def test_label_smoothing_is_fine_where_nothing_is_probed(tmp_path: Path) -> None:
-    run = train(tmp_path, SnipConfig(policy="layer-position"), label_smoothing_factor=0.1, max_steps=2)
-    assert len(run.losses) == 2
-
-
-def _own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
-
-
-def test_a_loss_function_of_ones_own_is_refused_at_the_first_batch(tmp_path: Path) -> None:
-    message = refused(tmp_path, trainer={"compute_loss_func": _own_loss})
-    assert message == NO_LABELS.format(keys="input_ids, num_items_in_batch")
-
-
-def test_a_loss_function_of_ones_own_is_fine_where_nothing_is_probed(tmp_path: Path) -> None:
-    config = SnipConfig(policy="uniform-fp4")
-    assert len(train(tmp_path, config, max_steps=2, trainer={"compute_loss_func": _own_loss}).losses) == 2
-
-
 def test_batches_without_labels_are_refused_at_the_first_batch(tmp_path: Path) -> None:
     """By the Trainer, if it has no loss of its own for them."""
     unlabelled = [{"input_ids": row["input_ids"]} for row in data()]
@@ -455,12 +420,6 @@ def test_batches_without_labels_are_refused_at_the_first_batch(tmp_path: Path) -
         "The model did not return a loss from the inputs, only the following keys: logits. For reference, the inputs "
         "it received are input_ids."
     )
-
-    def mean_logit(outputs: Any, labels: None, num_items_in_batch: Any = None) -> Tensor:
-        return outputs.logits.mean()
-
-    message = refused(tmp_path, trainer={"train_dataset": unlabelled, "compute_loss_func": mean_logit})
-    assert message == NO_LABELS.format(keys="input_ids")
 
 
 def fake_state(**changes: Any) -> Callable[[], SimpleNamespace]:
@@ -706,52 +665,57 @@ def test_a_checkpoint_named_for_a_run_that_starts_at_step_0_is_refused(tmp_path:
     )
 
 
-def test_a_refused_run_leaves_the_record_of_the_run_before_it(tmp_path: Path) -> None:
-    train(tmp_path, CONFIG, max_steps=4)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "snip").iterdir()}
-    assert "divergence-2.json" in before
-    with pytest.raises(ValueError) as caught:
-        train(tmp_path, CONFIG, trainer={"compute_loss_func": _own_loss})
-    assert str(caught.value).startswith("The batch has no labels")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "snip").iterdir()} == before
-
-
-class OwnLoss(Trainer):
-    """Trains on a loss of its own and leaves the labels in the batch; or on twice the model's."""
+class OwnStep(Trainer):
+    """Computes the loss where nobody sees it; or, in `compute_loss`, as twice the model's."""
 
     twice = False
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         if self.twice:
-            return model(**inputs)["loss"] + model(**inputs)["loss"]
-        return model(**inputs)["logits"].square().mean()
+            return super().training_step(model, inputs, num_items_in_batch)
+        loss = model(**self._prepare_inputs(inputs))["logits"].square().mean()
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        return model(**inputs)["loss"] + model(**inputs)["loss"]
 
 
-def own_loss(folder: Path, config: SnipConfig) -> Trainer:
+def own_step(folder: Path, config: SnipConfig) -> Trainer:
     callback = SnipCallback(config)
-    return OwnLoss(model_with_dropout(), arguments(folder), train_dataset=data(), callbacks=[callback])
+    return OwnStep(model_with_dropout(), arguments(folder), train_dataset=data(), callbacks=[callback])
 
 
-def test_a_loss_of_the_trainers_own_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    trainer = own_loss(tmp_path, CONFIG)
+def test_a_loss_that_nobody_sees_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    trainer = own_step(tmp_path, CONFIG)
     before = weights(trainer.model)
     with pytest.raises(ValueError) as caught:
         trainer.train()
     assert str(caught.value) == (
-        "The training loss does not depend on the loss that the model returns, which is the one that SNIP probes: a "
-        "custom loss is in use. Train with the model's own loss, or use a policy that needs no probe, such as "
-        "policy='layer-position'."
+        "The training loss does not depend on the loss that the model returns, nor on one that the Trainer's "
+        "compute_loss returns: SNIP does not know what to probe. Compute the loss in an override of compute_loss, by "
+        "compute_loss_func, or in the model, or use a policy that needs no probe, such as policy='layer-position'."
     )
     assert differing(weights(trainer.model), before) == []
-    own_loss(tmp_path, SnipConfig(policy="layer-position")).train()
+    own_step(tmp_path, SnipConfig(policy="layer-position")).train()
+
+
+def test_a_refused_run_leaves_the_record_of_the_run_before_it(tmp_path: Path) -> None:
+    train(tmp_path, CONFIG, max_steps=4)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "snip").iterdir()}
+    assert "divergence-2.json" in before
+    other = SnipCallback(SnipConfig(), resume=tmp_path / "checkpoint-5")
+    with pytest.raises(ValueError, match="names a checkpoint"):
+        train(tmp_path, callback=other)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "snip").iterdir()} == before
 
 
 @pytest.mark.parametrize("policy", ["snip", "uniform-fp4"])
 def test_two_forward_passes_before_one_backward_pass_train(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OwnLoss, "twice", True)
-    trainer = own_loss(tmp_path, SnipConfig(policy=policy, **SCHEDULE))
+    monkeypatch.setattr(OwnStep, "twice", True)
+    trainer = own_step(tmp_path, SnipConfig(policy=policy, **SCHEDULE))
     trainer.train()
     assert trainer.state.global_step == trainer.args.max_steps
 

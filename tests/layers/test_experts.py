@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from snip_hf.layers.selection import skip_reasons
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.numerics.random_streams import matrix_keys
+from snip_hf.parallel.ranks import Ranks
+from snip_hf.training.preparation import use_backend
 
 HIGH = SnipConfig(start_format="bf16")
 FP4 = dict.fromkeys(GEMMS, "fp4")
@@ -294,6 +297,27 @@ class TestBackends:
         assert set(found.values()) == {"alone", "emulated"}
         with pytest.raises(NotImplementedError, match="'alone' does not run layers of several matrices"):
             Backend.grouped_forward(Alone(), *[None] * 4)  # type: ignore[arg-type]
+
+    def test_a_run_says_that_experts_are_emulated_beside_other_kernels(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Alone(Emulated):
+            name = "alone"
+            runs_groups = False
+
+        model = build("mixtral")
+        convert_model(model, SnipConfig())
+        layers = snip_linears(model)
+        logger = logging.getLogger("snip_hf")
+        with caplog.at_level(logging.INFO, "snip_hf"):
+            use_backend(layers, Alone(), Ranks(), None, SnipConfig(), logger)
+        assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+            "snip-hf: backend alone runs no grouped products: 4 layers of experts, such as "
+            "model.layers.0.mlp.experts.gate_up_proj, run emulated, slower than BF16. Name them in skip_modules to "
+            "keep them in high precision."
+        ]
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "snip_hf"):
+            use_backend(layers, EMULATED, Ranks(), None, SnipConfig(), logger)
+        assert "runs no grouped products" not in caplog.text
 
     def test_the_emulated_backend_runs_them(self) -> None:
         assert EMULATED.runs_groups and not BACKENDS["hopper"].runs_groups

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from causal_families import EXPERTS, FAMILIES, HYBRID, batch, build
+from causal_families import EXPERTS, FAMILIES, HYBRID, VOCABULARY, batch, build
 from families_table import BEGIN, END, PAGE, row, shares, table
 from slow_cases import slow_but
+from tiny_runs import SCHEDULE, data, train
 from transformers import AutoModelForCausalLM
 
-from snip_hf import SnipConfig, convert_model, estimate_divergence, restore_model
+from snip_hf import PrecisionPlan, SnipConfig, convert_model, estimate_divergence, restore_model
 from snip_hf.layers.state import set_step, snip_linears
 
 # One that stores its weights transposed, one with a state space, one with experts.
@@ -66,6 +67,18 @@ def test_every_layer_that_runs_and_is_trained_has_finite_divergences(family: str
     trained = {name for name, layer in snip_linears(model).items() if layer.weight.grad is not None}
     assert {entry.layer for entry in table.rows} == {name for name in trained if not DIRECT.search(name)}
     assert all(math.isfinite(entry.loss_divergence + entry.weight_divergence) for entry in table.rows)
+
+
+def test_a_layer_that_a_model_never_calls_has_no_part_in_the_fp4_share(tmp_path: Path) -> None:
+    rows = [{name: [token % VOCABULARY for token in row] for name, row in one.items()} for one in data()]
+    config = SnipConfig(**SCHEDULE, target_fp4_fraction=0.5)
+    train(tmp_path, config, model=build("mamba"), trainer={"train_dataset": rows}, max_steps=5)
+    plan = PrecisionPlan.load(tmp_path / "snip" / "plan.json")
+    uncalled = {layer for layer in plan.assignment if layer.endswith(".dt_proj")}
+    assert len(uncalled) == 2 and {layer for layer, tokens in plan.tokens.items() if not tokens} == uncalled
+    low = {layer for layer, formats in plan.assignment.items() if formats["forward"] == "fp4"} - uncalled
+    flops = {layer: sum(row.values()) for layer, row in plan.flops.items() if layer not in uncalled}
+    assert plan.fp4_fraction == pytest.approx(sum(flops[layer] for layer in low) / sum(flops.values()))
 
 
 @as_documented

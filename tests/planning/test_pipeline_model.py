@@ -149,7 +149,7 @@ def test_the_gemms_of_a_layer_are_chosen_apart_at_granularity_gemm() -> None:
     result = compare_constraints(start, table(errors, GEMMS))
     assert result.single_objective == pytest.approx(2.0)
     assert result.single.stages[0].fp4_fraction == pytest.approx(0.4)
-    # b has no grad_weight, as a frozen weight has none.
+    # b is frozen and has two.
     assert result.per_stage_objective == pytest.approx(3 * 1 + 2 * 9)
 
 

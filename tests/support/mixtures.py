@@ -10,6 +10,9 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     GptOssConfig,
+    JetMoeConfig,
+    Llama4TextConfig,
+    LongcatFlashConfig,
     MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -53,12 +56,29 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
 }  # fmt: skip
 
+# Their experts modules do not run through transformers' interface.
+OWN_FORWARDS: dict[str, PretrainedConfig] = {
+    "llama4": Llama4TextConfig(  # every expert runs every token
+        **{**_COMMON, "num_experts_per_tok": 1}, num_local_experts=EXPERTS, intermediate_size=INNER,
+        intermediate_size_mlp=INNER, head_dim=16, interleave_moe_layer_step=1, use_qk_norm=False,
+    ),
+    "longcat-flash": LongcatFlashConfig(  # some experts do nothing
+        **{key: value for key, value in _COMMON.items() if key not in ("num_hidden_layers", "num_experts_per_tok")},
+        **_LATENT, v_head_dim=16, head_dim=8, num_layers=LAYERS, ffn_hidden_size=INNER, moe_topk=2,
+        expert_ffn_hidden_size=INNER, n_routed_experts=EXPERTS, zero_expert_num=2,
+    ),
+    "jetmoe": JetMoeConfig(  # the attention has experts too
+        **{key: value for key, value in _COMMON.items() if key != "num_attention_heads"}, kv_channels=16,
+        intermediate_size=INNER, num_local_experts=EXPERTS,
+    ),
+}  # fmt: skip
+
 
 def build(family: str, seed: int = 0, **options: Any) -> PreTrainedModel:
     """A model in training mode; torch's random state is left alone."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]), **options)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy((CONFIGS | OWN_FORWARDS)[family]), **options)
         # Routers and biases that are not zero.
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 or "bias" in name:

@@ -681,8 +681,8 @@ def test_a_first_batch_without_labels_is_refused_and_a_later_one_costs_a_refresh
     batch = {"input_ids": text(2, 24)["input_ids"]}
     assert refusal(lambda: loop.controller.capture(batch)) == (
         "The batch has no labels (its keys are input_ids), so the model gives no loss to probe. Expected a causal LM "
-        "batch with `labels`. Label smoothing and a custom compute_loss_func take them away: turn these off, or use a "
-        "policy that needs no probe, such as policy='layer-position'."
+        "batch with `labels`. If the model does not return the loss, say how it is computed (compute_loss=...), or use "
+        "a policy that needs no probe, such as policy='layer-position'."
     )
     loop.run(1)
     loop.controller.capture(batch)

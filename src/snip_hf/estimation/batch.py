@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..numerics.random_state import RandomState
 from ..text import WITHOUT_PROBE
+from .objective import Objective, token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -37,29 +38,41 @@ class BatchCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch as the model's forward takes it, and the generators' state with which it was first run."""
+    """One micro-batch as its loss takes it, and the generators' state with which it was first run."""
 
     kwargs: Mapping[str, Any]
+    """Of the model's forward; with an objective, what that takes."""
     random_state: RandomState
     cut_from: BatchCounts | None = None
     """Counts of the micro-batch that this is a part of (`part`); None: it is a whole one."""
+    objective: Objective | None = None
+    """The loss; None: the one that the model returns."""
+    seen: int = 0
+    """Tokens that the model saw of it in training; 0: not known."""
 
     @classmethod
-    def of(cls, kwargs: Mapping[str, Any]) -> Batch:
+    def of(cls, kwargs: Mapping[str, Any], objective: Objective | None = None, seen: int = 0) -> Batch:
         """Keeps references to the inputs, not copies.
 
         `num_items_in_batch` is dropped: without it, Hugging Face models return the mean loss of the micro-batch.
 
         Raises:
-            ValueError: there are no labels, so that the model gives no loss.
+            ValueError: there are no labels, so that the model gives no loss; or no token ids, so that nothing is known
+                of what another loss takes.
         """
-        if kwargs.get("labels") is None:
+        if objective is not None and kwargs.get("labels") is None and not token_ids(kwargs):
+            raise ValueError(
+                f"The batch has no token ids (its keys are {', '.join(kwargs) or 'none'}). Expected `input_ids`, or "
+                f"names that end in it, (sequences, tokens). Name them so, or use {WITHOUT_PROBE}."
+            )
+        if objective is None and kwargs.get("labels") is None:
             raise ValueError(
                 f"The batch has no labels (its keys are {', '.join(kwargs) or 'none'}), so the model gives no loss to "
-                "probe. Expected a causal LM batch with `labels`. Label smoothing and a custom compute_loss_func "
-                f"take them away: turn these off, or use {WITHOUT_PROBE}."
+                "probe. Expected a causal LM batch with `labels`. If the model does not return the loss, say how it is "
+                f"computed (compute_loss=...), or use {WITHOUT_PROBE}."
             )
-        return cls({key: value for key, value in kwargs.items() if key != "num_items_in_batch"}, RandomState.now())
+        kept = {key: value for key, value in kwargs.items() if objective or key != "num_items_in_batch"}
+        return cls(kept, RandomState.now(), objective=objective, seen=seen)
 
     def part(self, tokens: int | None) -> Batch:
         """Returns some sequences, as many as hold at most so many tokens but at least one; None: all of them.
@@ -67,10 +80,15 @@ class Batch:
         They are spread evenly over the micro-batch, so that ranks that each take a part of theirs take together what
         one process with all their sequences would. A single sequence is kept whole: cut, it would be another text with
         other positions. The whole micro-batch is returned, and the log says why, if an input may belong to several
-        sequences at once (packed ones, say), or if the chosen sequences have no labels.
+        sequences at once (packed ones, say), if the chosen sequences have no labels, or if a loss is not known to be a
+        mean over sequences.
         """
-        labels = self.kwargs["labels"]
-        if tokens is None or self.tokens <= tokens or labels.shape[0] == 1:
+        if tokens is None or self.tokens <= tokens or self._sequences == 1:
+            return self
+        labels = self.kwargs.get("labels")
+        if labels is None or not (self.objective is None or self.objective.can_be_cut):
+            reason = "its loss may not be a mean over sequences"
+            logger.info("snip-hf: the probe takes the whole micro-batch of %d tokens: %s.", self.tokens, reason)
             return self
         packed = [name for name, value in self.kwargs.items() if not _is_by_sequence(name, value, labels.shape[0])]
         count = max(1, tokens * labels.shape[0] // self.tokens)
@@ -100,23 +118,47 @@ class Batch:
     @property
     def tokens(self) -> int:
         """Number of tokens; of a classifier, which has one label per sequence, those of its inputs."""
-        labels, inputs = self.kwargs["labels"], self.kwargs.get("input_ids")
+        labels, inputs = self.kwargs.get("labels"), self.kwargs.get("input_ids")
+        if labels is None:
+            return self.seen or sum(int(ids.numel()) for ids in token_ids(self.kwargs))
         return int((inputs if labels.dim() == 1 and isinstance(inputs, Tensor) else labels).numel())
 
     @property
-    def labelled(self) -> int:
-        """Number of tokens with a label, over which the loss is a mean.
+    def is_likelihood(self) -> bool:
+        """Whether the loss is a mean over tokens with a label, of minus the logarithms of their probabilities.
 
-        A causal LM shifts its labels, so that the first one of a sequence does not count, unless the batch has them
-        shifted already (`shift_labels`). A model of another kind has at most one more per sequence, a classifier one
-        label per sequence.
+        Of any other loss the value says nothing (it may be 0, or negative), and its rise is not taken relative to it.
         """
-        shifted = self.kwargs.get("shift_labels")
-        if shifted is not None:
-            return int((shifted != _NO_LABEL).sum())
-        labels = self.kwargs["labels"]
-        every = int((labels != _NO_LABEL).sum())
-        return every if labels.dim() == 1 else int((labels[..., 1:] != _NO_LABEL).sum()) or every
+        return self.kwargs.get("labels") is not None and (self.objective is None or self.objective.terms is None)
+
+    @property
+    def labelled(self) -> int:
+        """Number of terms over which the loss is a mean: of tokens with a label, but for other losses (`Objective`)."""
+        if self.objective is not None and self.objective.terms is not None:
+            return self.objective.terms(self.kwargs)
+        if self.kwargs.get("labels") is None:
+            return self._sequences
+        return labelled_tokens(self.kwargs)
+
+    @property
+    def _sequences(self) -> int:
+        labels = self.kwargs.get("labels")
+        return int((token_ids(self.kwargs)[0] if labels is None else labels).shape[0])
+
+
+def labelled_tokens(kwargs: Mapping[str, Any]) -> int:
+    """Returns the number of tokens with a label.
+
+    A causal LM shifts its labels, so that the first one of a sequence does not count, unless the batch has them shifted
+    already (`shift_labels`). A model of another kind has at most one more per sequence, a classifier one label per
+    sequence.
+    """
+    shifted = kwargs.get("shift_labels")
+    if shifted is not None:
+        return int((shifted != _NO_LABEL).sum())
+    labels = kwargs["labels"]
+    every = int((labels != _NO_LABEL).sum())
+    return every if labels.dim() == 1 else int((labels[..., 1:] != _NO_LABEL).sum()) or every
 
 
 def _is_by_sequence(name: str, value: Any, sequences: int) -> bool:

@@ -35,6 +35,7 @@ from .layer_sums import LAYER, BatchSizes, read_all
 from .loss_scale import without_loss_scale
 from .memory import kept_tokens
 from .moved_weights import random_directions
+from .objective import Compute, objective_of
 from .optimizer_step import OptimizerStep, RelativeUpdates, of_matrices
 from .passes import run_pass
 from .pooling import pooled
@@ -54,6 +55,8 @@ def estimate_divergence(
     batch: Mapping[str, Any],
     optimizer: torch.optim.Optimizer | None = None,
     config: SnipConfig | None = None,
+    compute_loss: Compute | None = None,
+    terms: int | None = None,
 ) -> DivergenceTable:
     """Estimates all divergences of one batch from three forward-backward passes (one for the gradient, two per probe).
 
@@ -63,6 +66,7 @@ def estimate_divergence(
         optimizer: the optimizer, in the state before its next step; None means plain SGD with learning rate 1.
         config: `probes`, `probe_tokens`, `probe_batch_tokens`, `loss_estimator`, `seed` and the choice of layers are
             used.
+        compute_loss, terms: of a loss that the model does not return, as `SnipController.capture` takes them.
 
     Raises:
         ValueError: the batch has no labels, or the loss is not finite.
@@ -70,7 +74,7 @@ def estimate_divergence(
     """
     config = config or SnipConfig(probe_tokens=None, probe_batch_tokens=None)
     with converted(model, config) as layers:
-        captured = Batch.of(batch)
+        captured = Batch.of(batch, objective_of(compute_loss, terms))
         counted = find_counted(model, layers, trained_by(optimizer))
         answers = responses(optimizer, counted.parameters)
         _, gradients = gradients_of(model, captured, layers, counted.others)
@@ -151,14 +155,21 @@ class _Estimate:
             gradients = self._optimizer_step.gradients
             trained = [name for name in updates.norms if name in self._layers]
             clip_factor = without_loss_scale(clip_factor, samples, gradients, trained, processes.data, self._attempt)
+        unit = loss if self._batch.is_likelihood else 1.0
         figures: list[Figures] = []
         with self._attempt:
+            if unit <= 0:
+                raise ValueError(
+                    f"The loss of the probed micro-batch is {loss}; expected a positive number, which the loss "
+                    "divergence is relative to. For a loss that is no mean over labelled tokens, say what it is a mean "
+                    "over: capture(batch, compute_loss, terms=...)."
+                )
             for layer in self._whole_layers(samples, updates, clip_factor):
                 with self._attempt:  # the others go on gathering what is sharded, and so does this rank
                     figures += self._figures(layer, samples[layer.name])
         rows: list[Divergence] = []
         with self._attempt:
-            rows = _rows(figures, linear_flops(self._model), loss, clip_factor)
+            rows = _rows(figures, linear_flops(self._model), unit, clip_factor)
         processes.everyone.agree(self._attempt.error)
         return DivergenceTable(loss, _of_all(rows, self._layers, processes))
 
@@ -236,9 +247,9 @@ class _Estimate:
 
 
 def _rows(
-    figures: Sequence[Figures], flops: Mapping[str, Mapping[str, float]], loss: float, clip_factor: float
+    figures: Sequence[Figures], flops: Mapping[str, Mapping[str, float]], unit: float, clip_factor: float
 ) -> list[Divergence]:
-    """Waits for all sums, once, and returns what they mean."""
+    """Waits for all sums, once, and returns what they mean, with rises of the loss in this unit."""
     parts = zip(*(read_all(part) for part in zip(*(one[2:] for one in figures), strict=True)), strict=True)
     rows: list[Divergence] = []
     for (name, fmt, *_), (of_rows, rise, errors, criterion) in zip(figures, parts, strict=True):
@@ -248,7 +259,7 @@ def _rows(
                     name,
                     gemm,
                     fmt,
-                    rise / loss if gemm in ("forward", LAYER) else 0.0,
+                    rise / unit if gemm in ("forward", LAYER) else 0.0,
                     clip_factor * _root(of_rows[gemm].step),
                     sum(flops[name].values()) if gemm == LAYER else flops[name][gemm],
                     clip_factor * _root(of_rows[gemm].bias),

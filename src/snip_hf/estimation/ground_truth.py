@@ -28,6 +28,7 @@ from .batch import Batch
 from .counted import find_counted
 from .divergence import converted, gradients_of
 from .layer_sums import LAYER, ROWS
+from .objective import Compute, objective_of
 from .passes import run_forward
 from .routing import FixedRouting
 from .table import Divergence, DivergenceTable
@@ -43,6 +44,7 @@ def measure_divergence(
     draws: int = 2,
     gemms: tuple[str, ...] = ROWS,
     fixed_routing: bool = False,
+    compute_loss: Compute | None = None,
 ) -> DivergenceTable:
     """Measures the divergences of every layer, GEMM and format, each quantized alone, on one batch.
 
@@ -53,6 +55,7 @@ def measure_divergence(
         gemms: which rows to measure, of "forward", "grad_input", "grad_weight", "layer".
         fixed_routing: whether quantized passes send tokens to the experts that they have in high precision, as the
             estimate does, in place of those that quantized scores choose, as training does.
+        compute_loss: as in `estimate_divergence`; the rise is relative to the loss if the batch has labels.
 
     Raises:
         ValueError: the batch has no labels, or its loss is not finite.
@@ -60,7 +63,8 @@ def measure_divergence(
     """
     config = config or SnipConfig(probe_tokens=None)
     rows: list[Divergence] = []
-    with _Measurement.of(model, batch, optimizer, config, fixed_routing) as measurement:
+    captured = Batch.of(batch, objective_of(compute_loss))
+    with _Measurement.of(model, captured, optimizer, config, fixed_routing) as measurement:
         flops = linear_flops(model)
         for name in measurement.layers:
             for fmt in config.quantized_formats:
@@ -90,7 +94,7 @@ def measure_assignment(
         as `measure_divergence`.
     """
     config = config or SnipConfig(probe_tokens=None)
-    with _Measurement.of(model, batch, optimizer, config) as measurement:
+    with _Measurement.of(model, Batch.of(batch), optimizer, config) as measurement:
         return [measurement.damage(assignment, draws) for assignment in assignments]
 
 
@@ -160,23 +164,20 @@ class _Measurement:
     @classmethod
     @contextmanager
     def of(
-        cls,
-        model: nn.Module,
-        batch: Mapping[str, Any],
-        optimizer: Any,
-        config: SnipConfig,
-        fixed_routing: bool = False,
+        cls, model: nn.Module, batch: Batch, optimizer: Any, config: SnipConfig, fixed_routing: bool = False
     ) -> Iterator[_Measurement]:
-        captured = Batch.of(batch)
         with _high_precision(model, config) as layers:
-            yield cls(model, captured, optimizer, config, layers, FixedRouting() if fixed_routing else None)
+            yield cls(model, batch, optimizer, config, layers, FixedRouting() if fixed_routing else None)
 
     def _gradients(self) -> tuple[float, dict[str, Tensor]]:
         with nullcontext() if self._routing is None else self._routing.one_pass():
             return gradients_of(self._model, self._batch, self.layers, self._others)
 
     def damage(self, assignment: Assignment, draws: int) -> tuple[float, float]:
-        """Returns the relative rise of the loss and the weight divergence (root mean square over the draws)."""
+        """Returns the rise of the loss and the weight divergence (root mean square over the draws).
+
+        The rise is relative to the loss if that is a mean over tokens with a label (`Batch.is_likelihood`).
+        """
         squares, losses = [], []
         with _assigned(self.layers, assignment):
             for draw in range(draws):
@@ -184,7 +185,9 @@ class _Measurement:
                 loss, gradients = self._gradients()
                 squares.append(self._distance(gradients))
                 losses.append(loss)
-        return sum(losses) / draws / self.loss - 1, (sum(squares) / draws) ** 0.5
+        mean = sum(losses) / draws
+        rise = mean / self.loss - 1 if self._batch.is_likelihood else mean - self.loss
+        return rise, (sum(squares) / draws) ** 0.5
 
     def _distance(self, gradients: Mapping[str, Tensor]) -> float:
         """Returns the sum over what counts of |h(gradient) - h(base)|^2 / |W|^2, or by |h(base)|^2 (`counted`)."""

@@ -31,6 +31,9 @@ from .optimizer_step import UpdateChange
 from .products import product
 from .samples import LayerSample, Rows
 
+# Rows of a matrix in a piece, on the average: fewer cost more in sums of (O, I) products than in the products.
+_LEAST_ROWS = 32
+
 
 class MatrixSums:
     """The sums of one layer of several matrices, prepared once for all formats; `LayerSums` says what they are.
@@ -76,8 +79,11 @@ class MatrixSums:
         self._go_through_matrices()
 
     def _pieces(self, tokens: int) -> int:
-        size = max(1, self._matrices[0].numel() * 2 * len(self._formats) * max(1, len(self._sample.x_dot)))
-        return min(max(1, tokens), max(2, min(MOST_PIECES, tokens // TILE, AT_ONCE // size)))
+        """Returns how many pieces of the sample are told apart: fewer for many matrices, whose products they repeat."""
+        matrices = len(self._matrices)
+        held = max(1, self._matrices[0].numel() * 2 * len(self._formats) * max(1, len(self._sample.x_dot)))
+        most = min(MOST_PIECES, tokens // TILE, self.x.shape[0] // (_LEAST_ROWS * matrices), AT_ONCE // held)
+        return min(max(1, tokens), max(2, most))
 
     def _parts(self) -> Iterator[tuple[int, slice, list[int]]]:
         """Gives each matrix, its rows, and how many of them are in each piece."""

@@ -17,6 +17,7 @@ from ..parallel.sharding import whole, without_sharding_hooks
 from ..python_state import Kept, Shared
 from ..text import WITHOUT_PROBE
 from .batch import Batch
+from .objective import Objective
 from .user_hooks import leave_out_global_observers, leave_out_observers
 
 
@@ -44,17 +45,22 @@ def run_pass(
     before = RandomState.now()
     try:
         batch.random_state.restore()
-        with traceless(model):
+        with traceless(model, has_been_through_hooks=batch.objective is None):
             stand_in(model, weights)
-            return _run(model, dict(batch.kwargs), autocast, backward, run)
+            return _run(model, batch, autocast, backward, run)
     finally:
         before.restore()
 
 
 @contextmanager
-def traceless(model: nn.Module) -> Iterator[None]:
-    """Lets the model run uncompiled, without hooks that only observe, and puts it back as it was."""
-    with _for_all_threads(model), _everything_kept(model), without_sharding_hooks(model):
+def traceless(model: nn.Module, has_been_through_hooks: bool = True) -> Iterator[None]:
+    """Lets the model run uncompiled, without hooks that only observe, and puts it back as it was.
+
+    Args:
+        model: without wrappers.
+        has_been_through_hooks: whether the inputs were noted by SNIP's hook, behind the model's hooks before that.
+    """
+    with _for_all_threads(model), _everything_kept(model, has_been_through_hooks), without_sharding_hooks(model):
         yield
 
 
@@ -120,7 +126,7 @@ def run_forward(model: nn.Module, batch: Batch) -> float:
 
 
 @contextmanager
-def _everything_kept(model: nn.Module) -> Iterator[None]:
+def _everything_kept(model: nn.Module, has_been_through_hooks: bool) -> Iterator[None]:
     """Leaves out the hooks that only observe, and afterwards puts every module back as it was.
 
     That is: parameters and buffers under all their names, hooks, and what a forward pass notes, such as the longest
@@ -133,7 +139,7 @@ def _everything_kept(model: nn.Module) -> Iterator[None]:
     kept.keep_modules(model)
     versions = [(name, parameter, _version(parameter)) for name, parameter in model.named_parameters()]
     try:
-        leave_out_observers(model, kept)
+        leave_out_observers(model, kept, has_been_through_hooks)
         # Last: a list that a module's method fills does not tell what the hooks do.
         kept.keep_code(model)
         yield
@@ -198,30 +204,67 @@ def per_query_head(query: Tensor, shared: Tensor) -> Tensor:
 
 def _run(
     model: nn.Module,
-    kwargs: dict[str, Any],
+    batch: Batch,
     autocast: torch.dtype | None,
     backward: bool,
     run: Callable[[Mapping[str, Any]], Tensor | float | None] | None,
 ) -> Tensor:
     """Runs forward and backward and returns the loss; recomputation in backward needs the stand-ins too."""
     if run is not None:
-        found = run(kwargs)
+        found = run(dict(batch.kwargs))
         return torch.tensor(math.nan if found is None else float(found))
     device = next(model.parameters()).device
     with (
         torch.set_grad_enabled(backward),
         torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
     ):
-        outputs = call(model, kwargs)
-        loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        loss = _loss(model, batch)
     if backward:
         with torch.autocast(device.type, enabled=False):  # the caller's may be on
             loss.backward()
     return loss.detach()
 
 
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    if batch.objective is not None:
+        _take_wrappers_off(model)
+        return batch.objective.loss(model, batch.kwargs)
+    outputs = call(model, batch.kwargs)
+    loss: Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+    return loss
+
+
 def call(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
     """Returns what the model gives, with its own hooks, but without what wrappers made of it; inside `traceless`."""
+    _take_wrappers_off(model)
+    # With the model's own hooks, but without what `model.compile()` made of it.
+    return model._call_impl(**kwargs)
+
+
+def forward_inputs(model: nn.Module, batch: Mapping[str, Any], objective: Objective | None) -> Mapping[str, Any]:
+    """Returns what the model's forward takes in the pass that a loss is computed from; leaves no trace.
+
+    Args:
+        model: without wrappers.
+        batch: what the objective takes; without one, these inputs themselves.
+        objective: the loss; None: the one that the model returns.
+
+    Raises:
+        ValueError: the loss does not call the model, or gives it inputs without names.
+    """
+    if objective is None:
+        return batch
+    before = RandomState.now()
+    try:
+        with traceless(model, has_been_through_hooks=False):
+            _take_wrappers_off(model)
+            return objective.forward_inputs(model, batch)
+    finally:
+        before.restore()
+
+
+def _take_wrappers_off(model: nn.Module) -> None:
+    """Gives the model the forward that it had before wrappers; inside `traceless`."""
     original = getattr(model, "_original_forward", None)  # what Accelerate wraps in autocast
     compiled = getattr(original, "_torchdynamo_orig_callable", None)
     if compiled is not None and getattr(compiled, "__self__", None) is model and compiled.__name__ != "forward":
@@ -229,5 +272,3 @@ def call(model: nn.Module, kwargs: Mapping[str, Any]) -> Any:
         vars(model).pop("forward", None)
     elif original is not None:
         vars(model)["forward"] = original
-    # With the model's own hooks, but without what `model.compile()` made of it.
-    return model._call_impl(**kwargs)

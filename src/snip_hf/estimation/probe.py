@@ -13,6 +13,7 @@ and what other hooks keep are put back (`python_state`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from .recomputation import recomputing, without_cache
 from .room import NO_THRIFT, Thrift
 from .routing import FixedRouting
 from .samples import LayerSample, Record, Recorder, SamplePlan, read, recording
+
+logger = logging.getLogger(__name__)
 
 # |eps * d| / |W| over all swapped weights: small enough for first order, large enough for FP32 (section 3 there).
 RELATIVE_STEP = 1e-3
@@ -103,51 +106,24 @@ def run_probe(
         others: parameters that are no swapped weights and may move, by name; None: there are none on any rank.
     """
     settings, processes = settings or ProbeSettings(), processes or Processes()
-    layers = snip_linears(model)
-    samples: dict[str, LayerSample] = {}
-    losses: list[float] = []
     every = tuple(tokens or (batch.tokens,))
     plan = SamplePlan(
         settings.probe_tokens, settings.seed, settings.step, processes.data.rank, every, settings.whole_amax
     )
-
-    routing, recomputed = FixedRouting(), settings.thrift.recomputed
-    inputs = without_cache(model, batch) if recomputed else batch
-
-    def record(moved: MovedWeights | None = None) -> Recorder:
-        recorder, moving = Recorder(plan), nullcontext() if moved is None else _moving(model, moved)
-        weights = {} if moved is None else moved.by_parameter()
-        recorded = recording(layers, recorder, settings.autocast is not None)
-        with routing.one_pass(), recorded, moving, recomputing(model, recomputed):
-            losses.append(float(run_pass(model, inputs, weights, settings.autocast, True, processes.run)))
-        return recorder
-
-    def both_sides(draw: Draw, step: float) -> _Sides:
-        moved = MovedWeights(layers, pullbacks, draw, step, processes, settings.thrift.remade, others)
-        plus = record(moved)
-        moved.turn()
-        return _Sides(plus, record(moved), moved.epsilon)
-
+    samples: dict[str, LayerSample] = {}
+    passes = _Passes(model, batch, plan, settings, processes)
     draws = settings.draws if pullbacks or others is not None else []
     if not draws:
-        recorder = record()
+        recorder = passes.record()
         energies = recorder.energies()
         for name, one in recorder.records.items():
             amaxes = _pair(one.amaxes)
             samples[name] = LayerSample(
                 one.tokens, one.x, one.grad_output, energies=energies[name], amaxes=amaxes, rows=one.rows
             )
-    step = settings.relative_step * (1.0 if others is None else _FIRST_STEP)
-    for draw in draws:
-        sides = both_sides(draw, step)
-        if others is not None:
-            change = max(processes.everyone.gather(sides.largest_change())) / settings.relative_step
-            if change > 0 and not _LEAST_CHANGE <= change <= _MOST_CHANGE:
-                step *= _WANTED_CHANGE / change
-                del sides, losses[-2:]
-                sides = both_sides(draw, step)
-        _combine(samples, *sides)
-    return Probe(sum(losses) / len(losses), samples)
+    for sides in passes.sides_of(draws, pullbacks, others):
+        _warn_of_routers(_combine(samples, *sides))
+    return Probe(sum(passes.losses) / len(passes.losses), samples)
 
 
 class _Sides(NamedTuple):
@@ -169,6 +145,62 @@ class _Sides(NamedTuple):
         return max(read(changes), default=0.0)
 
 
+class _Passes:
+    """The passes of one probe; arguments as in `run_probe`.
+
+    Args:
+        plan: which tokens are kept.
+    """
+
+    def __init__(
+        self, model: nn.Module, batch: Batch, plan: SamplePlan, settings: ProbeSettings, processes: Processes
+    ) -> None:
+        self.losses: list[float] = []
+        """Of each pass whose record is used."""
+        self._model, self._plan, self._settings, self._processes = model, plan, settings, processes
+        self._inputs = without_cache(model, batch) if settings.thrift.recomputed else batch
+        self._layers = snip_linears(model)
+        self._routing = FixedRouting()
+
+    def record(self, moved: MovedWeights | None = None) -> Recorder:
+        """Runs forward and backward once, on moved weights if there are any."""
+        model, settings, recorder = self._model, self._settings, Recorder(self._plan)
+        moving = nullcontext() if moved is None else _moving(model, moved)
+        weights = {} if moved is None else moved.by_parameter()
+        recorded = recording(self._layers, recorder, settings.autocast is not None)
+        with self._routing.one_pass(), recorded, moving, recomputing(model, settings.thrift.recomputed):
+            loss = run_pass(model, self._inputs, weights, settings.autocast, True, self._processes.run)
+        self.losses.append(float(loss))
+        return recorder
+
+    def sides_of(
+        self,
+        draws: Sequence[Draw],
+        pullbacks: Mapping[str, Callable[[Tensor], Tensor]],
+        others: Mapping[str, Tensor] | None,
+    ) -> Iterator[_Sides]:
+        """Gives what both sides of each direction show. With `others`, a step that is too small or too large for the
+        layers to tell is taken again in another size, and so are the next ones."""
+        settings = self._settings
+
+        def both(draw: Draw) -> _Sides:
+            moved = MovedWeights(self._layers, pullbacks, draw, step, self._processes, settings.thrift.remade, others)
+            plus = self.record(moved)
+            moved.turn()
+            return _Sides(plus, self.record(moved), moved.epsilon)
+
+        step = settings.relative_step * (1.0 if others is None else _FIRST_STEP)
+        for draw in draws:
+            sides = both(draw)
+            if others is not None:
+                change = max(self._processes.everyone.gather(sides.largest_change())) / settings.relative_step
+                if change > 0 and not _LEAST_CHANGE <= change <= _MOST_CHANGE:
+                    step *= _WANTED_CHANGE / change
+                    del sides, self.losses[-2:]
+                    sides = both(draw)
+            yield sides
+
+
 @contextmanager
 def _moving(model: nn.Module, moved: MovedWeights) -> Iterator[None]:
     """Lets a pass run on moved weights; to be entered before blocks are recomputed, whose second run does the same."""
@@ -181,15 +213,19 @@ def _combine(
     plus: Recorder,
     minus: Recorder,
     epsilon: float,
-) -> None:
+) -> list[str]:
     """Adds one probe's central differences to the samples, and X and G where they are still missing.
 
     Takes the records away one by one, so that little more is held than the samples.
+
+    Returns: the layers that saw other tokens on one side than on the other.
     """
+    left = []
     energies = plus.energies()
     for name in [name for name in plus.records if name in minus.records]:
         one, other = plus.records.pop(name), minus.records.pop(name)
-        if not _have_same_tokens(one, other):  # a router sent other tokens here; no derivative can be taken
+        if not _have_same_tokens(one, other):
+            left.append(name)
             continue
         tokens, x_plus, grad_plus, _, amax_plus, rows = one
         _, x_minus, grad_minus, _, amax_minus, _ = other
@@ -201,6 +237,18 @@ def _combine(
             samples[name] = LayerSample(tokens, mean_x, mean_grad, energies=energies[name], amaxes=amaxes, rows=rows)
         samples[name].x_dot.append(x_dot)
         samples[name].grad_output_dot.append(grad_dot)
+    return left
+
+
+def _warn_of_routers(left: Sequence[str]) -> None:
+    """Says which layers have no derivative; nothing if all have."""
+    if left:
+        logger.warning(
+            "snip-hf: %d layers, such as %s, saw other tokens on the two sides of the probe, so that no derivative "
+            "could be taken: their router does not choose by torch.topk. Keep them out of plans with skip_modules.",
+            len(left),
+            left[0],
+        )
 
 
 def _have_same_tokens(one: Record, other: Record) -> bool:

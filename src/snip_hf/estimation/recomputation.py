@@ -42,8 +42,11 @@ def recomputing(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
 
 
 def without_cache(model: nn.Module, batch: Batch) -> Batch:
-    """Returns the batch for a model that keeps no keys and values: a block that runs twice would add its own twice."""
-    takes = "use_cache" in inspect.signature(model.forward).parameters
+    """Returns the batch for a model that keeps no keys and values: a block that runs twice would add its own twice.
+
+    An objective sees to that itself.
+    """
+    takes = batch.objective is None and "use_cache" in inspect.signature(model.forward).parameters
     return replace(batch, kwargs={**batch.kwargs, "use_cache": False}) if takes else batch
 
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _OWN = "snip_hf"
 # Their hooks are part of what a model computes.
 _OF_LIBRARIES = frozenset(
-    {"torch", "torchao", "transformers", "transformers_modules", "accelerate", "peft", "deepspeed"}
+    {"torch", "torchao", "transformers", "transformers_modules", "accelerate", "peft", "deepspeed", "trl"}
 )
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Model -> hooks that the log named.
@@ -42,18 +42,19 @@ class _Hook(NamedTuple):
         return self.hooks[self.key]
 
 
-def leave_out_observers(model: nn.Module, kept: Kept) -> None:
+def leave_out_observers(model: nn.Module, kept: Kept, has_been_through_hooks: bool = True) -> None:
     """Takes out of the model's modules the hooks that the probe's passes must not run; keeps the state of the others.
 
     Args:
         model: whose hooks they are.
         kept: has the model's state, and puts the hooks back.
+        has_been_through_hooks: as in `passes.traceless`.
     """
     found: list[_Hook] = []
     for name, module in model.named_modules():
         for kind in _OF_MODULES:
             hooks = getattr(module, kind)
-            if hooks and module is model and kind == "_forward_pre_hooks":
+            if hooks and module is model and kind == "_forward_pre_hooks" and has_been_through_hooks:
                 _leave_out_seen(hooks)
             found += [_Hook(name, hooks, key) for key in hooks]
         if "forward" in vars(module):

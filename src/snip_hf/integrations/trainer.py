@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,8 +24,10 @@ from ..training.counted_passes import TrainingPasses
 from ..training.refresh import Solving
 from .compilation import compile_by_regions, how_compiled
 from .hub import prepare_push, tag_model
+from .reference import AS_POLICY, Reference, check_reference, find_reference
 from .state_files import StateFiles, cannot_resume
 from .trackers import Trackers
+from .trainer_loss import LossSeam, computes_loss, find_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ class SnipCallback(TrainerCallback):
             a checkpoint folder elsewhere; False starts a new plan even if there is a state.
         solving: as `SnipController` takes it.
         trackers: told of each event of the run, as `SnipController.add_tracker` says.
+        reference: the arithmetic of the Trainer's reference model (`trainer.ref_model` of TRL's trainers): "policy",
+            that of the trained model, so that both agree until weights differ; or "high", high precision.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class SnipCallback(TrainerCallback):
         resume: bool | str | os.PathLike[str] = True,
         solving: Solving | None = None,
         trackers: Iterable[Tracker] = (),
+        reference: str = AS_POLICY,
     ) -> None:
         if not isinstance(config, SnipConfig | None):
             raise TypeError(
@@ -57,6 +61,9 @@ class SnipCallback(TrainerCallback):
             )
         self.config = config or SnipConfig()
         self.controller: SnipController | None = None
+        check_reference(reference)
+        self._reference_option = reference
+        self._reference: Reference | None = None
         self._files = StateFiles(resume)
         self._solving = solving
         self._trackers = list(trackers)
@@ -64,6 +71,7 @@ class SnipCallback(TrainerCallback):
             check_tracker(tracker)
         self._mark = RunMark()
         self._passes: TrainingPasses | None = None
+        self._seam: LossSeam | None = None
         self._outer_run: SnipCallback | None = None
         """That of the run inside which this one runs on the same model."""
         self._figures = Trackers()
@@ -76,7 +84,7 @@ class SnipCallback(TrainerCallback):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuses what cannot work, and swaps the linears before the Trainer wraps or compiles the model."""
-        check_trainer(self.config, args)
+        check_trainer(args)
         check_launch(self.config, AcceleratorState())
         compile_by_regions(self.config, args, AcceleratorState())
         model = unwrap(kwargs["model"])
@@ -88,7 +96,7 @@ class SnipCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         # A callback that was added later saw no on_init_end; a run that an error ended saw no on_train_end.
-        check_trainer(self.config, args)
+        check_trainer(args)
         check_launch(self.config, AcceleratorState())
         outer: nn.Module = kwargs["model"]
         model = unwrap(outer)
@@ -118,6 +126,7 @@ class SnipCallback(TrainerCallback):
         self._mark.put_on(model)
         self._passes = TrainingPasses(outer, self.controller, self._mark)
         try:
+            self._connect(find_trainer(state))
             # The first process may be the only one that sees the checkpoint.
             saved = self.controller.processes.everyone.by_first(lambda: self._files.read(args, state))
             if saved is not None:
@@ -127,7 +136,19 @@ class SnipCallback(TrainerCallback):
             raise
         if saved is None:
             self.controller.step = state.global_step
+        self._let_reference_follow()
         self._files.begin(state, is_resumed=saved is not None)
+
+    def _connect(self, trainer: Trainer | None) -> None:
+        """Sees to the Trainer's own loss, and to its reference model."""
+        assert self.controller is not None and self._passes is not None
+        self._reference = find_reference(trainer, self._reference_option, self.config, self.controller)
+        if trainer is not None and self.controller.needs_probe and computes_loss(trainer):
+            self._seam = LossSeam(trainer, self._passes, self._reference)
+
+    def _let_reference_follow(self) -> None:
+        if self._reference is not None:
+            self._reference.follow()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -146,10 +167,11 @@ class SnipCallback(TrainerCallback):
         controller = self._running()
         assert self._passes is not None
         self._passes.end_step()
-        if controller.needs_probe and not self._passes.own_loss:
+        if controller.needs_probe and not self._passes.known_loss:
             raise ValueError(
-                "The training loss does not depend on the loss that the model returns, which is the one that SNIP "
-                f"probes: a custom loss is in use. Train with the model's own loss, or use {WITHOUT_PROBE}."
+                "The training loss does not depend on the loss that the model returns, nor on one that the Trainer's "
+                "compute_loss returns: SNIP does not know what to probe. Compute the loss in an override of "
+                f"compute_loss, by compute_loss_func, or in the model, or use {WITHOUT_PROBE}."
             )
         controller.before_optimizer_step(state.global_step + 1)
 
@@ -157,6 +179,7 @@ class SnipCallback(TrainerCallback):
         if self._is_restored:
             return
         self._running().after_step(state.global_step)
+        self._let_reference_follow()
         # Callbacks may exchange weights around saving, before or after this one; the checkpoint gets those of now, or
         # those that are found when it is there.
         self._weights = self._running().weights_fingerprint() if control.should_save else None
@@ -216,11 +239,7 @@ class SnipCallback(TrainerCallback):
 
         A run that an error ended looks the same otherwise: no event tells of it.
         """
-        for frame, _ in traceback.walk_stack(None):
-            trainer = frame.f_locals.get("self") if frame.f_code.co_name == "train" else None
-            if isinstance(trainer, Trainer) and trainer.state is self._state:
-                return True
-        return False
+        return self._state is not None and find_trainer(self._state) is not None
 
     def _go_on(self) -> None:
         """Takes the model back. The run inside is over, at its end or by an error."""
@@ -248,6 +267,9 @@ class SnipCallback(TrainerCallback):
     def _release(self) -> None:
         """Stops the controller of a run that has ended, if there is one."""
         self._figures.close()
+        if self._seam is not None:
+            self._seam.close()
+        self._seam = self._reference = None
         if self.controller is not None:
             self._mark.remove(self.controller.model)
             self.controller.close()

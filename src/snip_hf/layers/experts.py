@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..kernels.backend import Backend
 from ..kernels.emulated import EMULATED
 from .experts_interface import register, switch_off, switch_on
-from .kinds import LayerKind, register_layer_kind
+from .kinds import LayerKind, kind_of, register_layer_kind
 from .layer import STATE, Dispatch, SnipLayer
 
 # Where an experts module holds its layers.
@@ -122,7 +122,9 @@ class SnipExperts(SnipLayer):
         del layers[self.parameter]
         if not layers:
             del self.owner._modules[LAYERS]
-            switch_off(self.owner)
+            kind = kind_of(self.owner)
+            assert isinstance(kind, Experts)
+            kind.switch_off(self.owner)
         # Whoever still holds it sees that it is no layer any more.
         vars(self).clear()
         self.__class__ = nn.Module  # type: ignore[assignment]
@@ -154,9 +156,25 @@ class Experts(LayerKind):
             return f"class {type(module).__name__} has a forward of its own"
         if not hasattr(getattr(module, "config", None), "_experts_implementation"):
             return "no config that names an experts implementation"
+        return self.lacks_parameters(module)
+
+    def lacks_parameters(self, module: nn.Module) -> str | None:
+        """Returns why a module's parameters are not those of experts; None if they are."""
         if any(len(_shape(module._parameters.get(part))) != 3 for part in self.parts(module)):
             return f"no parameters {' and '.join(self.parts(module))} of three dimensions"
         return None
+
+    def is_transposed(self, module: nn.Module) -> bool:
+        """Returns True if the parameters are (E, I, O)."""
+        return bool(module.is_transposed)
+
+    def switch_on(self, module: nn.Module) -> None:
+        """Lets the module run its projections through its layers."""
+        switch_on(module)
+
+    def switch_off(self, module: nn.Module) -> None:
+        """Undoes `switch_on`."""
+        switch_off(module)
 
     def parts(self, module: nn.Module) -> tuple[str, ...]:
         return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
@@ -169,11 +187,11 @@ class Experts(LayerKind):
         layers = module._modules.get(LAYERS)
         if layers is None:
             layers = module._modules[LAYERS] = nn.ModuleDict()
-            switch_on(module)
+            self.switch_on(module)
         assert isinstance(layers, nn.ModuleDict)
         missing = [part for part in self.parts(module) if part not in layers]
         for part in missing:
-            layers[part] = SnipExperts(module, part, bool(module.is_transposed))
+            layers[part] = SnipExperts(module, part, self.is_transposed(module))
         layers.train(module.training)
         return tuple(layers[part] for part in missing)  # type: ignore[misc]
 

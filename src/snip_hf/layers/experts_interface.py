@@ -55,24 +55,34 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         top_k_index: (T, K); a number of experts or more stands for none.
         top_k_weights: (T, K).
     """
-    tokens, top_k = top_k_index.shape
-    # Stable, so that the order of an expert's tokens, by which random numbers are drawn, is theirs in the batch.
-    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
-    ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=experts.device), right=True)
-    dispatch = Dispatch(ends, order // top_k, tokens)
-    inner = _project(self, "gate_up_proj" if self.has_gate else "up_proj", hidden_states[dispatch.token], dispatch)
+    order, dispatch = dispatched(top_k_index, self.num_experts)
+    x = hidden_states[dispatch.token]
+    inner = project(self, "gate_up_proj" if self.has_gate else "up_proj", x, dispatch)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-    output = _project(self, "down_proj", inner, dispatch)
+    output = project(self, "down_proj", inner, dispatch)
     if getattr(self, "has_post_expert_norm", False):
         output = self.post_expert_norm(output)
+    return weighted_sum(output, order, top_k_weights).to(hidden_states.dtype)
+
+
+def dispatched(top_k_index: Tensor, experts: int) -> tuple[Tensor, Dispatch]:
+    """Returns the order (S,) that sorts pairs of a token and its expert (T, K) by expert, and what goes where then."""
+    # Stable, so that the order of an expert's tokens, by which random numbers are drawn, is theirs in the batch.
+    found, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    ends = torch.searchsorted(found, torch.arange(experts, device=found.device), right=True)
+    return order, Dispatch(ends, order // top_k_index.shape[1], top_k_index.shape[0])
+
+
+def weighted_sum(output: Tensor, order: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Returns the sum of each token's outputs (S, H), sorted by `order`, with its weights (T, K): (T, H)."""
     weighted = output * top_k_weights.reshape(-1)[order].unsqueeze(-1)
     # In the order of the batch again, so that the sum over a token's experts has a fixed order.
     back = torch.empty_like(order)
     back[order] = torch.arange(order.shape[0], device=order.device)
-    return weighted[back].view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+    return weighted[back].view(*top_k_weights.shape, -1).sum(dim=1)
 
 
-def _project(self: Any, name: str, x: Tensor, dispatch: Dispatch) -> Tensor:
+def project(self: Any, name: str, x: Tensor, dispatch: Dispatch) -> Tensor:
     """Returns what a projection makes of x (S, I): by its layer, or in high precision where it is not swapped."""
     layers = self.snip_layers
     if name in layers:

@@ -11,10 +11,11 @@ stores its weight.
 
 A module may have several layers, and a parameter several matrices. Experts need both: their module holds parameters
 (E, O, I) or (E, I, O) and no modules of their own. Each such parameter is one layer, and so one entry of a plan.
-`LayerKind.swap` puts it into the module's `_modules` under the parameter's own name. Plans call it by that name, which
-`weight_name` then returns as it is. Its `matrices` are E, in the same formats. Its sample holds the rows of all of
-them, one matrix's after the other's (`Dispatch`). The estimate adds the errors of all rows of a token, in whichever
-matrices they are, before it takes squares.
+`LayerKind.swap` makes it a child of the module, in a container that `state.plain_name` leaves out of names. Plans then
+call it by the parameter's name, which `weight_name` returns as it is. (A child of the parameter's own name would be
+thrown out by whoever assigns the parameter, as `load_state_dict(assign=True)` does.) Its `matrices` are E, in the same
+formats. Its sample holds the rows of all of them, one matrix's after the other's (`Dispatch`). The estimate adds the
+errors of all rows of a token, in whichever matrices they are, before it takes squares.
 """
 
 from __future__ import annotations

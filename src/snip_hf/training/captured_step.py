@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..estimation.batch import Batch, BatchCounts
+from ..estimation.objective import Objective, copied
 from ..layers.layer import SnipLayer
 from ..numerics.random_state import RandomState
 from .clipping import Clipping
@@ -21,13 +22,30 @@ NOT_CAPTURED = (
 
 @dataclass
 class TrainingPass:
-    """A forward pass whose loss may be backpropagated. Only then is it one of the step's micro-batches."""
+    """A forward pass whose loss may be backpropagated. Only then is it one of the step's micro-batches.
+
+    With an objective, all passes of which that makes its loss.
+    """
 
     batch: Mapping[str, Any]
-    """Keyword arguments of the model's forward; empty if nothing will read them."""
+    """Keyword arguments of the model's forward, or what the objective takes; empty if nothing will read them."""
     random_state: RandomState | None
     """With which it began; None unless the probe may run it again."""
+    objective: Objective | None = None
+    """None: the loss is the one that the model returns."""
+    seen: int = 0
+    """Tokens that the model has seen, where that was counted."""
     counted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.objective is not None:  # what computes a loss may take entries out of its inputs
+            self.batch = copied(self.batch)
+
+    def check(self, in_pipeline: bool) -> None:
+        """Raises ValueError if the probe cannot run the micro-batch."""
+        if self.objective is not None and in_pipeline:
+            raise ValueError("Pipeline.run computes the loss of a pipeline, and not compute_loss. Leave it out.")
+        Batch.of(self.batch, self.objective)
 
 
 class StepWatch:
@@ -58,7 +76,7 @@ class StepWatch:
     def take(self, first: TrainingPass) -> None:
         """Takes the step's first micro-batch. One that cannot be probed raises when `batch` is asked for."""
         try:
-            complete = Batch.of(first.batch)
+            complete = Batch.of(first.batch, first.objective, first.seen)
             if first.random_state is not None:
                 complete = replace(complete, random_state=first.random_state)
             self._batch = complete.part(self._probe_tokens)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ..config import SnipConfig
-from ..estimation.batch import Batch
 from ..estimation.coverage import Coverage
+from ..estimation.objective import Compute, Objective, objective_of
 from ..numerics.random_state import RandomState
 from ..parallel.pipeline_ranks import Pipeline, parts_of
 from ..parallel.ranks import Attempt
@@ -162,19 +162,20 @@ class SnipController:
         """
         self._events.add_tracker(tracker)
 
-    def capture(self, batch: Mapping[str, Any]) -> None:
+    def capture(self, batch: Mapping[str, Any], compute_loss: Compute | None = None, terms: int | None = None) -> None:
         """Tells the controller that a training micro-batch is about to run forward.
 
         Args:
-            batch: keyword arguments of the model's forward. References are kept until the optimizer step if this step
-                refreshes the plan or checks whether it should.
+            batch: keyword arguments of the model's forward, or what `compute_loss` takes. References are kept until the
+                optimizer step if this step refreshes the plan or checks whether it should.
+            compute_loss, terms: of a loss that the model does not return, as `estimation.objective.objective_of` says.
 
         Raises:
-            ValueError: the very first batch has no labels, and the policy needs them.
+            ValueError: the very first batch cannot be probed, without labels for example, and the policy needs that.
         """
-        self.count(self.offer(batch))
+        self.count(self.offer(batch, objective_of(compute_loss, terms)))
 
-    def offer(self, batch: Mapping[str, Any]) -> TrainingPass:
+    def offer(self, batch: Mapping[str, Any], objective: Objective | None = None) -> TrainingPass:
         """Tells the controller that a forward pass is about to run, whose loss may be backpropagated or not.
 
         `count` says that it was. A pass that is not counted leaves the numbers of all others as they would be; so
@@ -191,7 +192,7 @@ class SnipController:
             self._armed = StepWatch(self._probe.batch_tokens, layers, parameters, others)
         is_read = is_probed or (self.needs_probe and not self._has_labels) or not self._expectation.is_said
         is_read = is_read or (self._micro_batch == 0 and self._coverage.is_due)
-        return TrainingPass(batch if is_read else {}, RandomState.now() if is_probed else None)
+        return TrainingPass(batch if is_read else {}, RandomState.now() if is_probed else None, objective)
 
     def count(self, one: TrainingPass) -> None:
         """Tells the controller that a pass is a micro-batch of the step: its gradient is on its way.
@@ -203,12 +204,12 @@ class SnipController:
             return
         one.counted = True
         if self.needs_probe and not self._has_labels:
-            Batch.of(one.batch)
+            one.check(in_pipeline=self.processes.run is not None)
             self._has_labels = True
         if not self._started:
             self.start()
         if not self._expectation.is_said:
-            self._expectation.say(self.compiled or how_compiled(self.model), tokens_of(one.batch))
+            self._expectation.say(self.compiled or how_compiled(self.model), one.seen or tokens_of(one.batch))
         if self._micro_batch == 0 and self._armed is not None and one.random_state is not None:
             self._armed.take(one)
         if self._micro_batch == 0:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..costs.flops import relative_tokens
 from ..estimation.coverage import LITTLE, CountedPass, Coverage, count_pass
+from ..estimation.objective import Objective
+from ..estimation.passes import forward_inputs
 from ..parallel.ranks import Attempt, Processes, RankError, describe
 from ..policies.registry import needs_probe
 from ..records.coverage import Counted
@@ -22,6 +24,13 @@ from ..records.event_writer import EventWriter
 from .captured_step import StepWatch, TrainingPass
 from .expectation import tokens_of
 from .plans import PlanInForce
+
+
+class _Inputs(NamedTuple):
+    """What a micro-batch's loss is computed from, and how."""
+
+    batch: Mapping[str, Any]
+    objective: Objective | None
 
 
 class CoverageCheck:
@@ -47,17 +56,17 @@ class CoverageCheck:
         self._processes = processes
         self._events = events
         self._log = log
-        self._batch: Mapping[str, Any] | None = None
+        self._first: TrainingPass | None = None
         self._last_step = 0
 
     def take(self, first: TrainingPass) -> None:
         """Takes the first micro-batch of a step, if it is to be counted."""
         if self.is_due:
-            self._batch = first.batch
+            self._first = first
 
     def restore(self, found: Coverage | None) -> None:
         """Continues from a checkpoint, whose run has counted."""
-        self.found, self.is_due, self._batch = found, False, None
+        self.found, self.is_due, self._first = found, False, None
 
     def count_first(self, step: int, is_new: bool) -> None:
         """Counts the first micro-batch of a run, once.
@@ -68,32 +77,32 @@ class CoverageCheck:
         """
         if not self.is_due:
             return
-        batch, self._batch, self.is_due = self._batch, None, False
+        first, self._first, self.is_due = self._first, None, False
         if self._processes.run is not None or self._processes.pipeline.size > 1:
             self._log.info("snip-hf: coverage is not counted in a pipeline, where no process runs the whole model.")
             return
-        self._count(step, batch, is_new)
+        self._count(step, None if first is None else _Inputs(first.batch, first.objective), is_new)
 
     def count_again(self, step: int, watch: StepWatch | None) -> None:
         """Counts the micro-batch of a refresh, if layers see different numbers of tokens."""
         if self.found is None or self._in_force.setting.tokens is None or step == self._last_step:
             return
         try:
-            batch = None if watch is None else watch.batch.kwargs
+            inputs = None if watch is None else _Inputs(watch.batch.kwargs, watch.batch.objective)
         except Exception:  # the refresh says why it cannot be probed
-            batch = None
-        self._count(step, batch, is_new=False)
+            inputs = None
+        self._count(step, inputs, is_new=False)
 
-    def _count(self, step: int, batch: Mapping[str, Any] | None, is_new: bool) -> None:
+    def _count(self, step: int, inputs: _Inputs | None, is_new: bool) -> None:
         everyone = self._processes.everyone
         self._last_step = step
         self._processes.note(f"at the counting of the FLOPs of step {step}")
         # In a loop that captures nothing there is nothing to count.
-        if not all(everyone.gather(batch is not None, "a micro-batch")):
+        if not all(everyone.gather(inputs is not None, "a micro-batch")):
             return
-        assert batch is not None
+        assert inputs is not None
         try:
-            counted, tokens = self._counted(batch)
+            counted, tokens = self._counted(inputs)
             self._use(step, counted, relative_tokens(counted.tokens, tokens), is_new)
         except RankError:
             raise
@@ -105,10 +114,12 @@ class CoverageCheck:
                 describe(error),
             )
 
-    def _counted(self, batch: Mapping[str, Any]) -> tuple[CountedPass, int | None]:
+    def _counted(self, inputs: _Inputs) -> tuple[CountedPass, int | None]:
         """Returns what all ranks' micro-batches show together, and how many tokens these have."""
         own, attempt = None, Attempt()
+        batch: Mapping[str, Any] = {}
         with attempt:
+            batch = forward_inputs(self._model, *inputs)
             own = count_pass(self._model, batch, self._in_force.setting.config)
         self._processes.everyone.agree(attempt.error)
         assert own is not None

@@ -84,7 +84,8 @@ def tokens_of(batch: Mapping[str, Any]) -> int | None:
     """Returns how many tokens a batch has; None where that cannot be told."""
     ids, labels = batch.get("input_ids"), batch.get("labels")
     # A classifier has one label per sequence.
-    found = ids if labels is None or (labels.dim() == 1 and isinstance(ids, Tensor)) else labels
+    in_batch = not isinstance(labels, Tensor) or (labels.dim() == 1 and isinstance(ids, Tensor))
+    found = ids if in_batch else labels
     return int(found.numel()) if isinstance(found, Tensor) else None
 
 

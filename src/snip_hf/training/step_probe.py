@@ -98,7 +98,7 @@ class StepProbe:
             probes: in place of the configured number; 0 is one cheap pass.
 
         Raises:
-            ValueError: anything is not finite.
+            ValueError: anything is not finite, or everything is 0.
         """
         layers = self.layers.present
         table = divergences_at(
@@ -111,6 +111,7 @@ class StepProbe:
             processes=self.processes,
         )
         _check_finite(table)
+        _check_some(table)
         # Stages that one process of a pipeline holds need not be neighbours.
         order = {layer: index for index, layer in enumerate(self._flops)}
         return replace(table, rows=tuple(sorted(table.rows, key=lambda row: order[row.layer])))
@@ -122,3 +123,12 @@ def _check_finite(table: DivergenceTable) -> None:
             raise ValueError(
                 f"The divergences of layer {row.layer!r} are not finite; expected finite activations and gradients."
             )
+
+
+def _check_some(table: DivergenceTable) -> None:
+    if table.rows and not any(row.loss_divergence or row.weight_divergence for row in table.rows):
+        raise ValueError(
+            "The loss of the probed micro-batch has no gradient, so all divergences are 0: nothing tells the layers "
+            "apart. In reinforcement learning, all advantages of the micro-batch are then 0, as where all completions "
+            "of a prompt have the same reward."
+        )

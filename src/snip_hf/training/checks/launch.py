@@ -11,26 +11,20 @@ from ...policies.registry import needs_probe
 from ...text import WITHOUT_PROBE
 
 
-def check_trainer(config: SnipConfig, args: Any) -> None:
+def check_trainer(args: Any) -> None:
     """Refuses a `transformers.Trainer` that trains in a way that snip-hf cannot work with.
 
     Args:
-        config: the run's.
         args: its `TrainingArguments`.
 
     Raises:
-        ValueError: nn.DataParallel; label smoothing with a policy that needs a probe.
+        ValueError: nn.DataParallel.
     """
     if args.n_gpu > 1 and args.parallel_mode.value == "not_distributed":
         raise ValueError(
             f"The Trainer would put the model into nn.DataParallel on {args.n_gpu} GPUs, which copies the plan in "
             "every step. Start one process per GPU with `accelerate launch`, or show one GPU only "
             "(CUDA_VISIBLE_DEVICES=0)."
-        )
-    if needs_probe(config) and args.label_smoothing_factor > 0:
-        raise ValueError(
-            f"label_smoothing_factor={args.label_smoothing_factor} takes the labels away from the model, which "
-            f"then gives no loss to probe. Set it to 0, or use {WITHOUT_PROBE}."
         )
 
 

@@ -1,0 +1,127 @@
+"""The arithmetic of a Trainer's reference model, which losses of preferences compare the trained model with.
+
+TRL keeps it in `trainer.ref_model`. In the arithmetic of the trained model, both give the same log-probabilities as
+long as they have the same weights. A reference in high precision is compared with a model that rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import Trainer
+
+from ..config import SnipConfig
+from ..kernels.backend import BACKENDS
+from ..layers.convert import convert_model, restore_model
+from ..layers.state import snip_linears
+from ..numerics.formats import UNQUANTIZED
+from ..numerics.gemms import GEMMS
+from ..parallel.sharding import is_fully_sharded
+from ..parallel.wrappers import deepspeed_engine, unwrap
+from ..planning.plan import PrecisionPlan
+from ..training.controller import SnipController
+
+AS_POLICY, HIGH = "policy", "high"
+_OTHERWISE = f"Use SnipCallback(..., reference={HIGH!r})"
+
+
+def check_reference(reference: Any) -> None:
+    """Raises ValueError for an option that is not known."""
+    if reference not in (AS_POLICY, HIGH):
+        raise ValueError(
+            f"reference={reference!r} is not known; expected {AS_POLICY!r} (the arithmetic of the trained model) or "
+            f"{HIGH!r} (high precision)."
+        )
+
+
+class Reference:
+    """A reference model that runs in the formats of the plan in force.
+
+    Args:
+        model: the reference.
+        config: of the run.
+        controller: has the plan.
+
+    Raises:
+        ValueError: its layers are not those of the trained model, or it is spread over several processes.
+    """
+
+    def __init__(self, model: nn.Module, config: SnipConfig, controller: SnipController) -> None:
+        if is_fully_sharded(model) or deepspeed_engine(model) is not None:
+            raise ValueError(
+                "The reference model is sharded by FSDP2 or DeepSpeed; only a whole one can run in the formats of the "
+                f"trained model. {_OTHERWISE}."
+            )
+        model = unwrap(model)
+        was_converted = bool(snip_linears(model))
+        convert_model(model, config)
+        self._layers = snip_linears(model)
+        own = snip_linears(controller.model)
+        if other := [name for name in {**own, **self._layers} if _shape(own, name) != _shape(self._layers, name)]:
+            if not was_converted:
+                restore_model(model)
+            raise ValueError(
+                f"The reference model has other layers than the trained one: {other[0]!r} is "
+                f"{_shape(self._layers, other[0])} there and {_shape(own, other[0])} here. {_OTHERWISE}."
+            )
+        for layer in self._layers.values():
+            layer.use_backend(BACKENDS[controller.backend])
+        self._controller = controller
+        self._applied: PrecisionPlan | None = None
+        self.follow()
+
+    def follow(self) -> None:
+        """Puts the reference's layers into the formats of the plan in force."""
+        plan = self._controller.plan
+        if plan is not self._applied:
+            for name, layer in self._layers.items():
+                layer.set_formats(plan.assignment[name])
+            self._applied = plan
+
+    @contextmanager
+    def unquantized(self) -> Iterator[None]:
+        """Lets the reference run in high precision for the time of the context, as the probe's passes do."""
+        try:
+            for layer in self._layers.values():
+                layer.set_formats(dict.fromkeys(GEMMS, UNQUANTIZED.name))
+            yield
+        finally:
+            self._applied = None
+            self.follow()
+
+
+def find_reference(
+    trainer: Trainer | None, option: str, config: SnipConfig, controller: SnipController
+) -> Reference | None:
+    """Returns what lets a Trainer's reference model follow the plan; None if there is nothing to do.
+
+    Args:
+        trainer: whose `ref_model` is meant; None: not known.
+        option: "policy" or "high".
+        config: of the run.
+        controller: of the trained model.
+
+    Raises:
+        ValueError: the option does not fit the reference.
+    """
+    if not hasattr(trainer, "ref_model"):
+        return None
+    model: nn.Module | None = getattr(trainer, "ref_model", None)
+    if option == AS_POLICY:
+        return None if model is None else Reference(model, config, controller)
+    if model is not None:
+        restore_model(unwrap(model))  # It may be a copy of a converted model.
+    elif getattr(controller.model, "peft_config", None) is not None:
+        raise ValueError(
+            f"reference={HIGH!r}, but the reference is the trained model with its adapters off, which runs in the "
+            f"formats of the plan. Use reference={AS_POLICY!r}."
+        )
+    return None
+
+
+def _shape(layers: Any, name: str) -> str:
+    layer = layers.get(name)
+    return "not swapped" if layer is None else f"{layer.out_features}x{layer.in_features}"

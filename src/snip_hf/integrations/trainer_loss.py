@@ -1,0 +1,174 @@
+"""The loss that a Trainer computes itself: how SNIP sees it computed, and how the probe computes it once more.
+
+A Trainer does so by a `compute_loss` of its class, as TRL's do, by `compute_loss_func`, or to smooth labels. For the
+time of a run, `LossSeam` puts a function around `trainer.compute_loss` that tells the run of each micro-batch. The
+probe calls what is inside, with the bare model and the same inputs, and leaves no trace in the Trainer: its
+attributes, the metrics that it collects and its log.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerState
+
+from ..estimation.batch import labelled_tokens
+from ..estimation.objective import Objective, token_ids
+from ..python_state import Kept
+from ..training.counted_passes import TrainingPasses
+from .reference import Reference
+
+_NAME = "compute_loss"
+_COUNT = "num_items_in_batch"
+
+
+def find_trainer(state: TrainerState) -> Trainer | None:
+    """Returns the Trainer whose training loop has this state, further up this thread's stack.
+
+    Trainers do not give themselves to their callbacks.
+    """
+    for frame, _ in traceback.walk_stack(None):
+        trainer = frame.f_locals.get("self") if frame.f_code.co_name == "train" else None
+        if isinstance(trainer, Trainer) and trainer.state is state:
+            return trainer
+    return None
+
+
+def computes_loss(trainer: Trainer) -> bool:
+    """Returns True if a Trainer trains on another loss than the one that the model returns."""
+    is_own = type(trainer).compute_loss is not Trainer.compute_loss or _NAME in vars(trainer)
+    return is_own or trainer.label_smoother is not None or trainer.compute_loss_func is not None
+
+
+class LossSeam:
+    """Tells a run of the losses that its Trainer computes, until `close`.
+
+    Args:
+        trainer: computes them.
+        passes: are told.
+        reference: the Trainer's reference model, if it follows the plan.
+    """
+
+    def __init__(self, trainer: Trainer, passes: TrainingPasses, reference: Reference | None = None) -> None:
+        self._trainer = trainer
+        self._passes = passes
+        self._reference = reference
+        self._inner: Callable[..., Any] = trainer.compute_loss
+        self._before = vars(trainer).get(_NAME)
+        self._count: Any = None
+        """Of the step's items, as training gave it; None: the loss does not take one."""
+        kind = getattr(type(trainer), _NAME)
+        # A loss of Trainer's own and TRL's of tokens are means over tokens, whatever sequences they are in.
+        can_be_cut = _NAME not in vars(trainer) and (kind is Trainer.compute_loss or _is_of_trl(kind, "SFTTrainer"))
+        self._objective = Objective(self._compute, terms_of(trainer), can_be_cut)
+        self._put = partial(_seen, self)
+        vars(trainer)[_NAME] = self._put
+
+    def close(self) -> None:
+        """Gives the Trainer its own function back."""
+        if vars(self._trainer).get(_NAME) is self._put:
+            del vars(self._trainer)[_NAME]
+            if self._before is not None:
+                vars(self._trainer)[_NAME] = self._before
+
+    def call(self, model: nn.Module, inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Computes the loss of training."""
+        self._count = kwargs.get(_COUNT)
+        one = self._passes.begin_loss(inputs, self._objective) if isinstance(inputs, Mapping) else None
+        loss = None
+        try:
+            loss = self._inner(model, inputs, *args, **kwargs)
+            return loss
+        finally:
+            self._passes.end_loss(one, loss)
+
+    def _compute(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Computes the mean loss of a micro-batch, or of a part of one, for the probe."""
+        trainer, labels, factor = self._trainer, inputs.get("labels"), 1
+        count = {} if self._count is None else {_COUNT: self._count}
+        if count and labels is not None:
+            # As in the Trainer's evaluation. The loss is multiplied by the number of processes where all of them count.
+            ranks = trainer.args.world_size if trainer.args.average_tokens_across_devices else 1
+            count[_COUNT] = torch.tensor(labelled_tokens(inputs) * ranks, device=labels.device)
+        elif count or _is_scaled_for_step(trainer):
+            factor = trainer.current_gradient_accumulation_steps
+        with _undisturbed(trainer), nullcontext() if self._reference is None else self._reference.unquantized():
+            loss: Tensor = self._inner(model, inputs, **count)
+        return loss * factor
+
+
+def _seen(seam: LossSeam, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    return seam.call(model, inputs, args, kwargs)
+
+
+def _is_scaled_for_step(trainer: Trainer) -> bool:
+    """Returns True if a loss that takes no count comes divided by the number of micro-batches of the step.
+
+    By the rule of `Trainer.training_step`, which then does not divide it.
+    """
+    declared = getattr(trainer, "loss_is_scaled_for_ga", None)
+    return trainer.compute_loss_func is not None if declared is None else bool(declared)
+
+
+def terms_of(trainer: Trainer) -> Callable[[Mapping[str, Any]], int] | None:
+    """Returns what counts the terms that a Trainer's loss is a mean over, by the name of its class or a base of it.
+
+    None: as of any other loss, tokens with a label, or sequences if there are no labels.
+    """
+    for name, terms in _TERMS.items():
+        if any(kind.__name__ == name and _is_trl(kind) for kind in type(trainer).__mro__):
+            if name == "GRPOTrainer" and getattr(trainer, "importance_sampling_level", "token") == "sequence":
+                return _sequences
+            return terms
+    return None
+
+
+def _sequences(inputs: Mapping[str, Any]) -> int:
+    return int(token_ids(inputs)[0].shape[0])
+
+
+def _pairs(inputs: Mapping[str, Any]) -> int:
+    """The chosen sequences come first, and as many rejected ones after them."""
+    return max(1, _sequences(inputs) // 2)
+
+
+def _completion_tokens(inputs: Mapping[str, Any]) -> int:
+    return max(1, int((inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum()))
+
+
+# TRL's trainers whose losses are no means over tokens with a label: class -> what counts their terms.
+_TERMS: dict[str, Callable[[Mapping[str, Any]], int]] = {
+    "DPOTrainer": _pairs,
+    "RewardTrainer": _pairs,
+    "KTOTrainer": _sequences,
+    "GRPOTrainer": _completion_tokens,
+    "RLOOTrainer": _sequences,
+}
+
+
+def _is_of_trl(function: Any, owner: str) -> bool:
+    return _is_trl(function) and getattr(function, "__qualname__", "") == f"{owner}.{_NAME}"
+
+
+def _is_trl(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).partition(".")[0] == "trl"
+
+
+@contextmanager
+def _undisturbed(trainer: Trainer) -> Iterator[None]:
+    """Puts back, after the context, what the Trainer and the user's code in it collect; in it nothing is logged."""
+    kept = Kept()
+    kept.keep_entries(vars(trainer), 0)
+    kept.keep_class(type(trainer))
+    kept.keep(trainer.compute_loss_func)
+    vars(trainer)["log"] = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        kept.restore()

@@ -8,6 +8,7 @@ FP4 shares go by what runs.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,12 +19,16 @@ from ..estimation.coverage import LITTLE, CountedPass, Coverage, count_pass
 from ..estimation.objective import Objective
 from ..estimation.passes import forward_inputs
 from ..parallel.ranks import Attempt, Processes, RankError, describe
+from ..parallel.sharding import is_fully_sharded
 from ..policies.registry import needs_probe
 from ..records.coverage import Counted
 from ..records.event_writer import EventWriter
 from .captured_step import StepWatch, TrainingPass
 from .expectation import tokens_of
 from .plans import PlanInForce
+
+# In the name of a layer that belongs to one of several experts.
+_EXPERT = re.compile(r"experts?\.\d+(\.|$)")
 
 
 class _Inputs(NamedTuple):
@@ -102,6 +107,9 @@ class CoverageCheck:
             return "under tensor parallelism"
         if any(type(module).__name__ == "FullyShardedDataParallel" for module in self._model.modules()):
             return "under FSDP version 1"
+        if is_fully_sharded(self._model) and any(_EXPERT.search(layer) for layer in self._in_force.setting.flops):
+            # Each layer gathers its weight when it runs, and ranks run different experts.
+            return "under FSDP2 with experts that are layers of their own"
         if any(hasattr(parameter, "ds_shape") for parameter in self._model.parameters()):
             return "under DeepSpeed's ZeRO-3"
         return None

@@ -33,9 +33,9 @@ CASES: dict[str, tuple[int, int, tuple[int, ...], int]] = {
 FEW = ("bf16", "fp4", "fp8", "nvfp4", "mxfp4-rht", "fp8-tensor")
 
 
-def state(fmt: str, key: int = KEY) -> Tensor:
+def state(fmt: str, key: int = KEY, device: torch.device | str = "cpu") -> Tensor:
     signed = key - 2**64 if key >= 2**63 else key
-    return torch.tensor([*[FORMATS[fmt].code] * 3, signed, 1, 2])
+    return torch.tensor([*[FORMATS[fmt].code] * 3, signed, 1, 2], device=device)
 
 
 def operands(case: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -54,7 +54,7 @@ def one_by_one(case: str, fmt: str, tensors: Sequence[Tensor]) -> tuple[Tensor, 
     grad_weight, grad_bias = torch.zeros_like(weight), torch.zeros_like(bias)
     starts = [0, *ends.tolist()[:-1]]
     for matrix, (key, start, end) in enumerate(zip(matrix_keys(KEY, len(ends)), starts, ends.tolist(), strict=True)):
-        own, rows = state(fmt, key), slice(start, end)
+        own, rows = state(fmt, key, x.device), slice(start, end)
         if start < end:
             y[rows] = forward_gemm(x[rows], weight[matrix], bias[matrix], own)
             grad_input[rows] = grad_input_gemm(grad_output[rows], weight[matrix], own)
@@ -65,7 +65,7 @@ def one_by_one(case: str, fmt: str, tensors: Sequence[Tensor]) -> tuple[Tensor, 
 
 def grouped(fmt: str, tensors: Sequence[Tensor], transposed: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, weight, bias, grad_output, ends = tensors
-    numbers = state(fmt)
+    numbers = state(fmt, device=x.device)
     return (
         grouped_forward_gemm(x, weight, bias, ends, numbers),
         grouped_grad_input_gemm(grad_output, weight, ends, numbers),
@@ -80,6 +80,16 @@ def test_each_matrix_gets_the_bits_that_it_gets_alone(fmt: str, case: str) -> No
     tensors = operands(case)
     for got, expected in zip(grouped(fmt, tensors), one_by_one(case, fmt, tensors), strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fmt", FEW)
+def test_on_a_gpu_each_matrix_gets_what_it_gets_alone(fmt: str, dtype: torch.dtype) -> None:
+    """Widths and token counts that leave rows aligned, so that cuBLAS may choose the same kernels."""
+    tensors = [tensor.cuda() for tensor in operands("aligned", dtype)]
+    for got, expected in zip(grouped(fmt, tensors), one_by_one("aligned", fmt, tensors), strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp4", "mxfp8"])

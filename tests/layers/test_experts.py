@@ -14,9 +14,10 @@ import torch
 from mixtures import CONFIGS, EXPERTS, HIDDEN, INNER, VOCABULARY, build
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torchao.quantization import quantize_
 from transformers import PreTrainedModel
 
-from snip_hf import SnipConfig, convert_model, restore_model
+from snip_hf import SnipConfig, SnipLinearConfig, convert_model, restore_model
 from snip_hf.kernels.backend import BACKENDS, Backend, register_backend
 from snip_hf.kernels.emulated import EMULATED, Emulated, forward_gemm
 from snip_hf.layers.experts import SnipExperts
@@ -178,6 +179,21 @@ def test_a_compiled_module_is_one_graph_that_reads_formats_and_keys_as_data(auto
     assert counters["stats"]["unique_graphs"] == before + 1
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_a_compiled_model_gives_the_loss_of_the_eager_one() -> None:
+    model = in_fp4("qwen3-moe").cuda()
+    compiled, tokens = torch.compile(model, fullgraph=True), ids().cuda()
+    losses = []
+    for run in (model, compiled):
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = run(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.item())
+        assert all(layer.weight.grad.isfinite().all() for layer in experts_of(model).values())
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
 def test_a_frozen_projection_gets_no_gradient() -> None:
     model = in_fp4("mixtral")
     frozen = owners(model)[0]
@@ -262,6 +278,16 @@ class TestSelection:
         assert len(experts_of(model)) == 4
         convert_model(model, SnipConfig(start_format="bf16", skip_modules=("*.experts.*",)))
         assert not experts_of(model) and all(module.config is model.config for module in owners(model))
+
+    def test_torchao_s_quantize_swaps_all_projections_of_a_module(self) -> None:
+        model = build("gpt-oss")
+        quantize_(model, SnipLinearConfig(start_format="fp4"), lambda module, name: name.endswith("0.mlp.experts"))
+        block = "model.layers.0.mlp.experts"
+        assert list(snip_linears(model)) == [f"{block}.gate_up_proj", f"{block}.down_proj"]
+        assert all(layer.formats == FP4 for layer in experts_of(model).values())
+        quantize_(model, SnipLinearConfig(), lambda module, name: name.endswith("0.mlp.experts"))
+        assert all(layer.formats == FP4 for layer in experts_of(model).values()), "swapped already"
+        assert loss_and_gradients(model)[0] != loss_and_gradients(build("gpt-oss"))[0]
 
     def test_what_is_refused_has_its_reason(self) -> None:
         model = build("mixtral")

@@ -127,7 +127,7 @@ class TRLRun:
 
 def _is_left_out(key: str) -> bool:
     # TRL counts its tokens anew where a run is resumed.
-    return "time" in key or "per_second" in key or key in ("fp4_share", "num_tokens")
+    return "time" in key or "per_second" in key or key.startswith("fp4_") or key == "num_tokens"
 
 
 def build(

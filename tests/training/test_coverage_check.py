@@ -21,6 +21,7 @@ from snip_hf.numerics.formats import FORMATS
 from snip_hf.parallel.ranks import Processes, Ranks
 from snip_hf.records.coverage import Counted
 from snip_hf.records.load import load_run
+from snip_hf.training import coverage_check
 from snip_hf.training.captured_step import TrainingPass
 from snip_hf.training.coverage_check import CoverageCheck
 
@@ -269,3 +270,28 @@ def test_ranks_count_the_micro_batches_of_all_of_them() -> None:
     assert plan.tokens["layers.0.experts.1"] == 20 / 32 and plan.tokens["layers.0.up"] == 1
     # 2 blocks of 12 x 12, twice each token.
     assert first.flops == 3 * 2 * 2 * 144 * (32 + 32)
+
+
+def test_where_no_pass_can_be_run_apart_nothing_is_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(model: nn.Module) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, LOG):
+            assert Loop(model, SnipConfig(policy="layer-type")).run(ids(4)).controller.coverage is None
+        return [message for message in caplog.messages if "coverage is not known" in message]
+
+    class FullyShardedDataParallel(nn.Module):
+        """By its name alone."""
+
+    message = "snip-hf: the FLOPs of a micro-batch are not counted %s, so coverage is not known."
+    sharded, spread, parallel = seeded(SparseLM), seeded(SparseLM), seeded(SparseLM)
+    sharded.extra = FullyShardedDataParallel()
+    spread.embed.weight.ds_shape = spread.embed.weight.shape
+    parallel.tp_size = 2
+    routed = seeded(SparseLM)
+    assert told(sharded) == [message % "under FSDP version 1"]
+    assert told(spread) == [message % "under DeepSpeed's ZeRO-3"]
+    assert told(parallel) == [message % "under tensor parallelism"]
+    monkeypatch.setattr(coverage_check, "is_fully_sharded", lambda model: True)
+    assert told(routed) == [message % "under FSDP2 with experts that are layers of their own"]

@@ -8,6 +8,7 @@ FP4 shares go by what runs.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,12 +19,16 @@ from ..estimation.coverage import LITTLE, CountedPass, Coverage, count_pass
 from ..estimation.objective import Objective
 from ..estimation.passes import forward_inputs
 from ..parallel.ranks import Attempt, Processes, RankError, describe
+from ..parallel.sharding import is_fully_sharded
 from ..policies.registry import needs_probe
 from ..records.coverage import Counted
 from ..records.event_writer import EventWriter
 from .captured_step import StepWatch, TrainingPass
 from .expectation import tokens_of
 from .plans import PlanInForce
+
+# In the name of a layer that belongs to one of several experts.
+_EXPERT = re.compile(r"experts?\.\d+(\.|$)")
 
 
 class _Inputs(NamedTuple):
@@ -78,8 +83,9 @@ class CoverageCheck:
         if not self.is_due:
             return
         first, self._first, self.is_due = self._first, None, False
-        if self._processes.run is not None or self._processes.pipeline.size > 1:
-            self._log.info("snip-hf: coverage is not counted in a pipeline, where no process runs the whole model.")
+        if obstacle := self._obstacle():
+            text = "snip-hf: the FLOPs of a micro-batch are not counted %s, so coverage is not known."
+            self._log.info(text, obstacle)
             return
         self._count(step, None if first is None else _Inputs(first.batch, first.objective), is_new)
 
@@ -92,6 +98,21 @@ class CoverageCheck:
         except Exception:  # the refresh says why it cannot be probed
             inputs = None
         self._count(step, inputs, is_new=False)
+
+    def _obstacle(self) -> str | None:
+        """Returns where no pass can be run apart from training; None: here one can."""
+        if self._processes.run is not None or self._processes.pipeline.size > 1:
+            return "in a pipeline"
+        if (getattr(self._model, "tp_size", None) or 1) > 1:
+            return "under tensor parallelism"
+        if any(type(module).__name__ == "FullyShardedDataParallel" for module in self._model.modules()):
+            return "under FSDP version 1"
+        if is_fully_sharded(self._model) and any(_EXPERT.search(layer) for layer in self._in_force.setting.flops):
+            # Each layer gathers its weight when it runs, and ranks run different experts.
+            return "under FSDP2 with experts that are layers of their own"
+        if any(hasattr(parameter, "ds_shape") for parameter in self._model.parameters()):
+            return "under DeepSpeed's ZeRO-3"
+        return None
 
     def _count(self, step: int, inputs: _Inputs | None, is_new: bool) -> None:
         everyone = self._processes.everyone

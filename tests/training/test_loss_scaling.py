@@ -21,7 +21,9 @@ from snip_hf import SnipConfig, SnipController
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Ranks
-from snip_hf.training.loss_scaling import LossScaling
+from snip_hf.text import WITHOUT_PROBE
+from snip_hf.training.checks import check_weights
+from snip_hf.training.loss_scaling import LossScaling, say_if_off
 from snip_hf.training.schedule import Schedule
 
 CONFIG = SnipConfig(**SCHEDULE)
@@ -71,18 +73,41 @@ def test_a_step_is_left_out_if_one_rank_has_a_gradient_that_is_not_finite() -> N
     assert found == [True, True]
 
 
-def test_weights_in_fp16_are_refused_where_gradients_are_scaled() -> None:
+def test_trained_weights_in_fp16_are_refused_before_training_also_where_nothing_is_scaled() -> None:
     groups = torch.optim.SGD([a_weight(), a_weight(dtype=torch.float16)], lr=1.0)
-    LossScaling(groups).check()
     message = (
-        "1 of the 2 trained parameters are in FP16, whose gradients a GradScaler does not unscale. Load the model in "
-        "FP32 (from_pretrained(..., dtype=torch.float32)); fp16=True still multiplies in FP16."
+        "1 of the 2 trained parameters are in FP16: a GradScaler does not unscale their gradients, and without one "
+        "small gradients become 0. Load the model in FP32 (from_pretrained(..., dtype=torch.float32)), with which "
+        f"fp16=True still multiplies in FP16, or use {WITHOUT_PROBE}."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        LossScaling(groups, SimpleNamespace(scaler=scaler())).check()
-    controller = SnipController(model := tiny_llama(hidden=32), torch.optim.SGD(model.half().parameters()), CONFIG)
+        check_weights(groups)
+    model = tiny_llama(hidden=32, layers=1).half()
     with pytest.raises(ValueError, match="trained parameters are in FP16"):
-        controller.use_scaler(scaler())
+        SnipController(model, torch.optim.SGD(model.parameters()), CONFIG)
+
+
+def test_frozen_weights_may_be_in_fp16() -> None:
+    frozen = a_weight(dtype=torch.float16).requires_grad_(False)
+    check_weights(torch.optim.SGD([a_weight(), frozen], lr=1.0))
+
+
+def test_fp16_on_a_cpu_is_warned_of_where_nothing_is_scaled(caplog: pytest.LogCaptureFixture) -> None:
+    log, sgd = logging.getLogger("snip_hf"), torch.optim.SGD([a_weight()], lr=1.0)
+    asked = SimpleNamespace(mixed_precision="fp16", scaler=None)
+    for accelerator, device in (
+        (SimpleNamespace(mixed_precision="fp16", scaler=scaler()), "cpu"),
+        (SimpleNamespace(mixed_precision="no", scaler=None), "cpu"),
+        (None, "cpu"),
+        (asked, "cuda"),
+    ):
+        say_if_off(sgd, accelerator, torch.device(device), log)
+    assert caplog.messages == []
+    say_if_off(sgd, asked, torch.device("cpu"), log)
+    assert caplog.messages == [
+        "snip-hf: mixed precision in FP16 was asked for on a CPU, where Accelerate gives no GradScaler and no "
+        "autocast: the model runs in the precision of its weights. Train on a GPU, or with bf16=True."
+    ]
 
 
 # In a loop of one's own

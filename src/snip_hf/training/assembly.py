@@ -30,6 +30,7 @@ from .checks import check_model, check_parts
 from .coverage_check import CoverageCheck
 from .drift_check import DriftDetector
 from .gradient_source import GradientSource, find_source
+from .loss_scaling import say_if_off
 from .plans import PlanInForce, first_plan
 from .preparation import cost_of_all, find_setting, name_of
 from .refresh import Refresher, Solving
@@ -89,6 +90,7 @@ def assemble(
     if needs_probe(config):
         processes.everyone.by_first(lambda: check_solver(config, log))
     layers = SwappedLayers(bare, config, processes, kernels, getattr(accelerator, "mixed_precision", None), log)
+    say_if_off(optimizer, accelerator, next(bare.parameters()).device, log)
     keep_states_apart([model] if isinstance(model, nn.Module) else model)
     config = _with_ties(bare, config, log)
     probed = _checked_for_probe(bare, config, source)

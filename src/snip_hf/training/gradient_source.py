@@ -17,6 +17,7 @@ from ..parallel.ranks import Ranks
 from ..parallel.sharding import is_fully_sharded
 from ..text import WITHOUT_PROBE
 from .captured_step import StepWatch
+from .checks import check_weights
 from .loop_checks import OptimizerWatch, check_gradients, why_no_update, why_untrained
 from .loss_scaling import LossScaling
 
@@ -126,11 +127,10 @@ class TorchGradients(GradientSource):
 
     def check(self) -> None:
         check_optimizer(self._optimizer)
-        self._scaling.check()
+        check_weights(self._optimizer)
 
     def use_scaler(self, scaler: Any) -> None:
         self._scaling.scaler = scaler
-        self._scaling.check()
 
     def leaves_out_step(self, model: nn.Module, everyone: Ranks) -> bool:
         return self._scaling.leaves_out(model.parameters(), everyone)

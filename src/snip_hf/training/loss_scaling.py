@@ -6,6 +6,7 @@ step in which one of them is not finite.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..estimation.samples import read
-from ..optimizers.parts import groups_of
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import own_part
 
@@ -29,19 +29,6 @@ class LossScaling:
     def __init__(self, optimizer: Any, accelerator: Any = None) -> None:
         self.scaler: Any = _scaler_of(optimizer) or _scaler_of(accelerator)
         """None where nothing is scaled, or where a loop of one's own has not said by what."""
-        self._optimizer = optimizer
-
-    def check(self) -> None:
-        """Raises ValueError for trained weights in FP16, whose gradients a GradScaler cannot unscale."""
-        groups = groups_of(self._optimizer) if self.is_on else []
-        weights = [weight for group in groups for weight in group["params"] if weight.requires_grad]
-        halves = sum(weight.dtype == torch.float16 for weight in weights)
-        if halves:
-            raise ValueError(
-                f"{halves} of the {len(weights)} trained parameters are in FP16, whose gradients a GradScaler does not "
-                "unscale. Load the model in FP32 (from_pretrained(..., dtype=torch.float32)); fp16=True still "
-                "multiplies in FP16."
-            )
 
     @property
     def is_on(self) -> bool:
@@ -64,6 +51,23 @@ class LossScaling:
         gradients = [own_part(one.grad.detach()) for one in parameters if one.grad is not None]
         figures = read([torch.isfinite(gradient).all() for gradient in gradients])
         return not all(everyone.gather(all(figures)))
+
+
+def say_if_off(optimizer: Any, accelerator: Any, device: torch.device, log: logging.Logger) -> None:
+    """Warns of FP16 that was asked for on a CPU, where Accelerate neither scales the loss nor casts.
+
+    Args:
+        optimizer: as `LossScaling` takes it.
+        accelerator: as above.
+        device: of the weights.
+        log: gets the warning.
+    """
+    is_asked = getattr(accelerator, "mixed_precision", None) == "fp16"
+    if is_asked and device.type == "cpu" and not LossScaling(optimizer, accelerator).is_on:
+        log.warning(
+            "snip-hf: mixed precision in FP16 was asked for on a CPU, where Accelerate gives no GradScaler and no "
+            "autocast: the model runs in the precision of its weights. Train on a GPU, or with bf16=True."
+        )
 
 
 def _scaler_of(holder: Any) -> Any:

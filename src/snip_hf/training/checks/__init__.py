@@ -2,7 +2,8 @@
 
 1. `launch`, before anything is built: the Trainer's arguments, Accelerate's settings.
 2. `agreement`: the process groups of a pipeline, and one configuration on all ranks.
-3. `model`, once the layers are swapped: what the probe cannot run through, and a plan for layers of other sizes.
+3. `model`, once the layers are swapped: what the probe cannot run through, trained weights in FP16, and a
+   plan for layers of other sizes.
 4. `agreement` again, once the first plan is made: the same layers, plans and lengths of training on all ranks.
 
 What belongs to one part alone is refused by that part: a field by `SnipConfig`, a layer by `layers.convert`, an
@@ -12,7 +13,7 @@ another run by `checkpoint`. What goes wrong in mid-run is noticed by `loop_chec
 
 from .agreement import check_alike, check_configs, check_pipeline, check_plans, differences
 from .launch import check_launch, check_trainer
-from .model import check_model, check_parts, check_sizes
+from .model import check_model, check_parts, check_sizes, check_weights
 
 __all__ = [
     "check_alike",
@@ -24,5 +25,6 @@ __all__ = [
     "check_plans",
     "check_sizes",
     "check_trainer",
+    "check_weights",
     "differences",
 ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...costs.flops import Work
 from ...layers.state import snip_linears
+from ...optimizers.parts import groups_of
 from ...parallel.sharding import is_fully_sharded, is_sharded
 from ...planning.plan import PrecisionPlan
 from ...text import WITHOUT_PROBE
@@ -37,6 +39,23 @@ def check_model(model: nn.Module) -> None:
         raise ValueError(
             f"attn_implementation={attention!r} cannot run the probe's FP32 passes; expected 'sdpa' or 'eager'. "
             f"Load the model with attn_implementation='sdpa', or use {WITHOUT_PROBE}."
+        )
+
+
+def check_weights(optimizer: Any) -> None:
+    """Refuses an optimizer that trains weights in FP16.
+
+    Raises:
+        ValueError: a GradScaler does not unscale their gradients, and without one these are lost below 2^-24.
+    """
+    weights = [weight for group in groups_of(optimizer) for weight in group["params"] if weight.requires_grad]
+    halves = sum(weight.dtype == torch.float16 for weight in weights)
+    if halves:
+        raise ValueError(
+            f"{halves} of the {len(weights)} trained parameters are in FP16: a GradScaler does not unscale their "
+            "gradients, and without one small gradients become 0. Load the model in FP32 "
+            f"(from_pretrained(..., dtype=torch.float32)), with which fp16=True still multiplies in FP16, or use "
+            f"{WITHOUT_PROBE}."
         )
 
 

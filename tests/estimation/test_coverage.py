@@ -334,6 +334,14 @@ def test_what_is_left_is_described_by_kind() -> None:
     )
 
 
+def test_a_quantized_model_is_refused() -> None:
+    model = build("llama")
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = nn.Parameter(layer.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match="Layer 'model.layers.1.mlp.up_proj' has torch.int8 weights"):
+        coverage(model, text())
+
+
 def test_a_model_without_products_is_covered() -> None:
     assert coverage(nn.Sequential(), {"input": torch.ones(2)}) == Coverage(
         0.0, 0.0, [], {"output head": 0.0, "products of activations with each other (attention, scans)": 0.0}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..config import SnipConfig
 from ..layers.kinds import known_weights
 from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
+from ..layers.selection import refuse_quantized
 from ..layers.state import snip_linears
 from ..layers.weight_matrices import weight_matrices
 from ..numerics.random_state import RandomState
@@ -131,8 +132,13 @@ def coverage(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | No
         model: a model, converted or not; wrappers are looked through. It is not changed.
         batch: keyword arguments of its forward, on its device; labels are not needed.
         config: says what is swapped; None: what is, or the defaults in a model that is not converted.
+
+    Raises:
+        ValueError: the model is already quantized by another method, as `convert_model` says.
     """
-    return count_pass(unwrap(model), batch, config).coverage
+    bare = unwrap(model)
+    refuse_quantized(bare)
+    return count_pass(bare, batch, config).coverage
 
 
 def count_pass(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | None = None) -> CountedPass:

@@ -167,7 +167,7 @@ class Pair(Trainer):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Nothing, "No swapped weight has a gradient other than 0"),
+        (Nothing, "Every gradient of the step is 0. The loss has no gradient at this step"),
         (Pair, "compute_loss returned a tensor of shape (2,); expected the micro-batch's loss"),
     ],
 )

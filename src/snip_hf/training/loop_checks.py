@@ -71,13 +71,21 @@ def check_gradients(gradients: Mapping[str, Tensor], is_trained: bool, everyone:
                 raise ValueError(f"The gradient of layer {name!r} is not finite; expected finite numbers.")
         some = any(figures[len(own) :])
     everyone.agree(attempt.error)
-    expected, found = (any(column) for column in zip(*everyone.gather([is_trained, some]), strict=True))
-    if expected and not found:
+    columns = zip(*everyone.gather([is_trained, bool(gradients), some]), strict=True)
+    expected, are_there, found = (any(column) for column in columns)
+    if not expected or found:
+        return
+    if are_there:
         raise ValueError(
-            "No swapped weight has a gradient other than 0 before the optimizer's step: gradients were zeroed before "
-            "before_optimizer_step, or the optimizer steps within the backward pass. Call before_optimizer_step with "
-            "the gradients of the whole step in place; an optimizer in backward needs a policy without a probe."
+            "Every gradient of the step is 0. The loss has no gradient at this step, as where all rewards of a group "
+            "are equal or no label counts; or, in a loop of one's own, gradients were zeroed before "
+            "before_optimizer_step, which is to be called with those of the whole step in place."
         )
+    raise ValueError(
+        "No trained weight has a gradient before the optimizer's step: the optimizer steps within the backward pass, "
+        "which needs a policy without a probe; or, in a loop of one's own, gradients were set to None before "
+        "before_optimizer_step, which is to be called with those of the whole step in place."
+    )
 
 
 class OptimizerWatch:

@@ -21,8 +21,11 @@ import pytest
 import yaml
 from events import counted_event, refresh_event, start_event
 from hub_server import TOKEN, USER, Hub, Repository
+from tiny_runs import SCHEDULE, train
 from torch import nn
+from transformers import Trainer
 
+from snip_hf import SnipConfig, keep_model_card
 from snip_hf.integrations.hub import model_card_section, model_tags, prepare_push, tag_model
 from snip_hf.kernels.emulated import EMULATED
 from snip_hf.kernels.hopper.backend import HOPPER
@@ -245,6 +248,29 @@ def test_text_below_the_section_stays_where_it_is(tmp_path: Path) -> None:
     prepare_push(tmp_path, nn.Linear(2, 2), arithmetic=EMULATED.arithmetic)
     card = (tmp_path / "README.md").read_text()
     assert card.endswith("\n## Below\n") and "1 applied of 1" in card and "0 applied of 0" not in card
+
+
+def test_a_card_that_the_trainer_creates_without_a_push_has_the_section(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Kept(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            keep_model_card(self)
+            self.create_model_card()
+
+    run = train(tmp_path, SnipConfig(**SCHEDULE), trainer_class=Kept, max_steps=4)
+    (warning,) = [text for text in caplog.messages if "model card" in text]
+    assert warning == (
+        "The model card does not say, or no longer, how the model was trained: "
+        f"{tmp_path / 'snip' / 'README.md'} does not exist. A run with a SnipCallback writes it, when it pushes or "
+        "after it has trained."
+    )
+    assert "How this model was trained" not in (tmp_path / "README.md").read_text()
+    run.trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert card.count("How this model was trained") == 1 and "1 applied of 1" in card
+    assert set(TAGS) <= set(metadata(card)["tags"])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import yaml
 from huggingface_hub import ModelCard
@@ -60,6 +60,14 @@ _MOST_KINDS = 8
 _NOT_CODE = str.maketrans("", "", "`|")
 
 
+@runtime_checkable
+class _WritesSection(Protocol):
+    """A SnipCallback, as seen from here."""
+
+    def write_card_section(self) -> list[str]:
+        """Writes `snip/README.md` and returns the card's tags; none where there is no run to speak of."""
+
+
 def prepare_push(output_dir: str | os.PathLike[str], model: nn.Module, *, arithmetic: str) -> None:
     """Makes OUTPUT and the model ready to be pushed: tags, `snip/README.md`, and the section in README.md.
 
@@ -72,14 +80,22 @@ def prepare_push(output_dir: str | os.PathLike[str], model: nn.Module, *, arithm
         model: the `model` that the event hands over; the Trainer reads the tags from this object.
         arithmetic: how the products were computed (`Backend.arithmetic`).
     """
-    output_dir = Path(output_dir)
     with _warning_instead_of_error():
-        plan = PrecisionPlan.load(output_dir / FOLDER / "plan.json")
-        tag_model(model, plan)
-        history = read_history(output_dir / FOLDER / "history.jsonl")
-        section = model_card_section(plan, history, arithmetic=arithmetic)
-        _write(output_dir, "snip/README.md", section)
-        _put_section_into_card(output_dir, model_tags(plan))
+        tags = write_section(Path(output_dir), model, arithmetic)
+        _put_section_into_card(Path(output_dir), tags)
+
+
+def write_section(output_dir: Path, model: nn.Module, arithmetic: str) -> list[str]:
+    """Writes `snip/README.md` from the plan and the history beside it, tags the model, and returns the tags.
+
+    Raises:
+        OSError, ValueError: a file is missing or broken.
+    """
+    plan = PrecisionPlan.load(output_dir / FOLDER / "plan.json")
+    tag_model(model, plan)
+    history = read_history(output_dir / FOLDER / "history.jsonl")
+    _write(output_dir, "snip/README.md", model_card_section(plan, history, arithmetic=arithmetic))
+    return model_tags(plan)
 
 
 def tag_model(model: nn.Module, plan: PrecisionPlan) -> None:
@@ -95,10 +111,11 @@ def tag_model(model: nn.Module, plan: PrecisionPlan) -> None:
 
 
 def keep_model_card(trainer: Trainer) -> None:
-    """Makes `trainer.push_to_hub()` and `trainer.save_model()` keep our section in README.md.
+    """Makes `trainer.create_model_card()`, and with it `push_to_hub()` and `save_model()`, keep our section.
 
     To be called once by whoever holds the Trainer, before the push; no callback event can do it (see above). Wraps
-    `create_model_card` of this one trainer: first the Trainer's card, then the section of `snip/README.md` at its end.
+    `create_model_card` of this one trainer: first the Trainer's card, then the section at its end. The Trainer's
+    SnipCallback writes it into `snip/README.md` before that.
     """
     create_model_card = trainer.create_model_card
 
@@ -107,7 +124,9 @@ def keep_model_card(trainer: Trainer) -> None:
         create_model_card(*args, **kwargs)
         if trainer.is_world_process_zero():
             with _warning_instead_of_error():
-                _put_section_into_card(Path(str(trainer.args.output_dir)))
+                ours = [one for one in trainer.callback_handler.callbacks if isinstance(one, _WritesSection)]
+                tags = [tag for one in ours for tag in one.write_card_section()]
+                _put_section_into_card(Path(str(trainer.args.output_dir)), tags)
 
     trainer.create_model_card = create_and_complete  # type: ignore[method-assign]
 
@@ -217,7 +236,12 @@ def _read_text(path: Path) -> str:
 
 def _put_section_into_card(output_dir: Path, tags: Iterable[str] = ()) -> None:
     """Puts the text of `snip/README.md` into README.md: in place of its earlier version, else at the end."""
-    section = _read_text(output_dir / FOLDER / "README.md").strip()
+    source = output_dir / FOLDER / "README.md"
+    if not source.exists():
+        raise FileNotFoundError(
+            f"{source} does not exist. A run with a SnipCallback writes it, when it pushes or after it has trained."
+        )
+    section = _read_text(source).strip()
     path = output_dir / "README.md"
     if path.exists():
         card = _read_text(path)

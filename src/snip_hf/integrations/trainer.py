@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from accelerate.state import AcceleratorState
@@ -23,7 +24,7 @@ from ..training.controller import SnipController
 from ..training.counted_passes import TrainingPasses
 from ..training.refresh import Solving
 from .compilation import compile_by_regions, how_compiled
-from .hub import prepare_push, tag_model
+from .hub import prepare_push, tag_model, write_section
 from .reference import AS_POLICY, Reference, check_reference, find_reference
 from .state_files import StateFiles, cannot_resume
 from .trackers import Trackers
@@ -195,6 +196,17 @@ class SnipCallback(TrainerCallback):
             self._save_state(args, state)
             arithmetic = BACKENDS[self._running().backend].arithmetic
             prepare_push(str(args.output_dir), unwrap(kwargs["model"]), arithmetic=arithmetic)
+
+    def write_card_section(self) -> list[str]:
+        """Writes `snip/README.md` and returns the card's tags, for `keep_model_card`; nothing before training.
+
+        Raises:
+            OSError, ValueError: the record of the run is missing or broken.
+        """
+        if self.controller is None or self._folder is None:
+            return []
+        arithmetic = BACKENDS[self.controller.backend].arithmetic
+        return write_section(Path(self._folder), self.controller.model, arithmetic)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -334,6 +334,22 @@ def test_what_is_left_is_described_by_kind() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("reason", "clause"),
+    [
+        ("adapter", "adapters' small matrices stay in high precision"),
+        ("router", "routers stay in high precision"),
+        ("skip_modules", "skip_modules names it"),
+        ("outside the transformer blocks", "it is outside the transformer blocks"),
+        ("not run, since another adapter is active", "it is not run, since another adapter is active"),
+        ("no layer kind takes a [Bank]", "no layer kind takes a [Bank]"),
+    ],
+)
+def test_reasons_read_after_because(reason: str, clause: str) -> None:
+    found = Coverage(100.0, 90.0, [Uncovered("a", "Linear", 0.1, reason)])
+    assert found.describe().endswith(f"; Linear: 10.0%, not covered because {clause}")
+
+
 def test_a_quantized_model_is_refused() -> None:
     model = build("llama")
     layer = model.model.layers[1].mlp.up_proj

@@ -810,7 +810,7 @@ class TestSkipping:
         with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
             convert_model(build("llama"), SnipConfig(skip_modules=("*.self_attn.*",)))
         assert caplog.messages == [
-            "snip-hf swapped 6 linear layers; skipped 9 (skip_modules: model.layers.0.self_attn.q_proj, "
+            "snip-hf swapped 6 layers; skipped 9 (skip_modules: model.layers.0.self_attn.q_proj, "
             "model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj, ...; output head: lm_head).",
             "snip-hf: these weights stay in high precision (embeddings and output head aside): "
             "model.layers.*.self_attn.q_proj x 2 (Linear, skip_modules), "
@@ -872,8 +872,8 @@ class TestRefusals:
         assert str(error.value) == (
             "No layer of ModuleDict can be swapped: 1 linears are skipped (outside the transformer blocks: out); "
             "modules with weights are of the classes Conv1d, Linear. Expected at least one nn.Linear inside a "
-            "numbered block: check skip_modules, or add another class of modules with register_layer_kind "
-            "(docs/extending.md)."
+            "numbered block: check skip_modules, name linears elsewhere in include_modules, or add another class of "
+            "modules with register_layer_kind (docs/extending.md)."
         )
         assert snapshot(model) == before
 
@@ -884,8 +884,8 @@ class TestRefusals:
             "No layer of LlamaForCausalLM can be swapped: 15 linears are skipped (skip_modules: "
             "model.layers.0.self_attn.q_proj, model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj, ...; "
             "output head: lm_head); modules with weights are of the classes Embedding, Linear, LlamaRMSNorm. Expected "
-            "at least one nn.Linear inside a numbered block: check skip_modules, or add another class of modules with "
-            "register_layer_kind (docs/extending.md)."
+            "at least one nn.Linear inside a numbered block: check skip_modules, name linears elsewhere in "
+            "include_modules, or add another class of modules with register_layer_kind (docs/extending.md)."
         )
 
     def test_a_model_without_weights_says_so(self) -> None:

@@ -201,7 +201,7 @@ def test_little_coverage_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert warning == (
         "snip-hf: the plan decides on less than half of the model's matmul FLOPs. FP4 shares are of that part alone; "
         "the rest stays in high precision: 40.0% of the model's matmul FLOPs (output head and attention products "
-        "aside); Linear: 60.0%, not covered because skip_modules."
+        "aside); Linear: 60.0%, not covered because skip_modules names it."
     )
 
 

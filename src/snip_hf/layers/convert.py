@@ -142,7 +142,7 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     _warn_of_backend(config.backend, layers)
     _keep_ddp_out(model)
     if before.keys() != layers.keys():
-        logger.info("snip-hf swapped %d linear layers; skipped %d (%s).", len(layers), len(skipped), summary(skipped))
+        logger.info("snip-hf swapped %d layers; skipped %d (%s).", len(layers), len(skipped), summary(skipped))
         if rest := describe_unswapped(weight_matrices(model, config)):
             logger.info("snip-hf: these weights stay in high precision (embeddings and output head aside): %s.", rest)
     return list(layers)
@@ -153,8 +153,8 @@ def _nothing_left(model: nn.Module, skipped: Mapping[str, str]) -> ValueError:
     return ValueError(
         f"No layer of {type(model).__name__} can be swapped: {len(skipped)} linears are skipped "
         f"({summary(skipped)}); modules with weights are of the classes {', '.join(kinds) or 'none'}. "
-        "Expected at least one nn.Linear inside a numbered block: check skip_modules, or add another class of "
-        "modules with register_layer_kind (docs/extending.md)."
+        "Expected at least one nn.Linear inside a numbered block: check skip_modules, name linears elsewhere in "
+        "include_modules, or add another class of modules with register_layer_kind (docs/extending.md)."
     )
 
 

@@ -40,6 +40,16 @@ class Routers:
         is_gate = any(part & _GATES and "proj" not in part for part in words[-2:])
         return is_gate and getattr(module, "out_features", None) in self._counts
 
+    def is_of_class(self, module: nn.Module, outputs: int) -> bool:
+        """Returns True for a module of no known kind whose class is called a router or a gate and chooses experts.
+
+        Args:
+            module: has a weight.
+            outputs: of the weight; as many as the model has experts somewhere.
+        """
+        name = type(module).__name__.lower()
+        return ("router" in name or "gate" in name) and outputs in self._counts
+
 
 def is_in_indexer(name: str) -> bool:
     """Returns True for a linear of an indexer of sparse attention (DeepSeek-V3.2's, and those built after it)."""

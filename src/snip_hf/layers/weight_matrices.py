@@ -12,8 +12,10 @@ from torch.nn.parameter import is_lazy
 
 from ..config import SnipConfig
 from ..text import printable
+from .adapters import ADAPTER
 from .kinds import known_weights
 from .layer import SnipLayer
+from .routers import Routers
 from .selection import ROUTER, head_of, skip_reasons
 from .state import plain_name, snip_linears
 
@@ -54,7 +56,7 @@ def weight_matrices(model: nn.Module, config: SnipConfig | None) -> list[WeightM
         model: a model, converted or not.
         config: says what is swapped; None: what is, or the defaults in a model that is not converted.
     """
-    reasons = _reasons(model, config)
+    reasons, routers = _reasons(model, config), Routers(model)
     head = head_of(model)
     tables = [one for one in model.modules() if one is head or isinstance(one, nn.Embedding | nn.EmbeddingBag)]
     aside = {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
@@ -68,6 +70,8 @@ def weight_matrices(model: nn.Module, config: SnipConfig | None) -> list[WeightM
             if any(parameter is weight for weight in known_weights(module)):
                 # A module of several layers has one for each parameter, of its name.
                 reason = reasons[name] if name in reasons else reasons[f"{name}.{own_name}"]
+            elif routers.is_of_class(module, (*_shape(parameter), 0)[0]):
+                reason = ROUTER
             place = _NUMBER.sub("*", name if own_name == "weight" else f"{name}.{own_name}")
             kind = ROUTER if reason == ROUTER else _kind(name, module, parameter)
             one = WeightMatrix(parameter, place, kind, reason, id(parameter) in aside and reason is not None)
@@ -93,19 +97,28 @@ def _kind(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
 
 
 def describe_unswapped(matrices: list[WeightMatrix]) -> str:
-    """Returns names, kinds and reasons of weight matrices that no plan decides on, the largest first; "" if none."""
+    """Returns names, kinds and reasons of weight matrices that no plan decides on, the largest first; "" if none.
+
+    Those of adapters, of which every adapted layer has some, are only counted.
+    """
     groups: dict[tuple[str, str, str], list[int]] = {}
+    of_adapters = 0
     for one in matrices:
-        if one.reason is not None and not one.is_aside and len(_shape(one.parameter)) > 1:
+        if one.reason is None or one.is_aside or len(_shape(one.parameter)) < 2:
+            continue
+        if one.reason == ADAPTER:
+            of_adapters += 1
+        else:
             groups.setdefault((one.name, one.kind, one.reason), []).append(one.size)
     ordered = sorted(groups, key=lambda group: -sum(groups[group]))
     texts = [
         f"{printable(name)}{f' x {len(groups[name, kind, reason])}' * (len(groups[name, kind, reason]) > 1)} "
-        f"({printable(kind)}, {reason})"
+        f"({printable(kind)}{f', {reason}' * (reason != kind)})"
         for name, kind, reason in ordered[:_MOST_NAMED]
     ]
     more = [f"and {len(ordered) - _MOST_NAMED} more"] * (len(ordered) > _MOST_NAMED)
-    return ", ".join(texts + more)
+    adapters = [f"{of_adapters} {'matrix' if of_adapters == 1 else 'matrices'} of adapters"] * (of_adapters > 0)
+    return ", ".join(texts + more + adapters)
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:

@@ -52,6 +52,20 @@ def test_the_gemms_of_a_layer_are_shown_by_bits_where_these_differ() -> None:
     assert "grad_weight,4:fp4,8:fp8,16:bf16)" in "".join(text.split())  # the title is wrapped to the table's width
 
 
+def test_the_legend_names_the_gemms_that_frozen_layers_have() -> None:
+    def legend(*layers: tuple[str, ...]) -> str:
+        assignment = {f"h.{index}.a": dict.fromkeys(gemms, "fp4") for index, gemms in enumerate(layers)}
+        flops = {layer: dict.fromkeys(formats, 1) for layer, formats in assignment.items()}
+        made = PrecisionPlan(assignment, flops, (tuple(assignment),), PlanProvenance(step=0, policy="snip"))
+        return str(plan_table(made).title)
+
+    frozen = GEMMS[:2]
+    assert legend(frozen, frozen) == "Plan (one format: both GEMMs; a/b: forward/grad_input, 4: fp4)"
+    assert legend(GEMMS, frozen) == (
+        "Plan (one format: all GEMMs; a/b/c: forward/grad_input/grad_weight; a/b: forward/grad_input, 4: fp4)"
+    )
+
+
 def test_formats_of_the_same_bits_are_told_apart_by_letters_of_their_names() -> None:
     with FORMATS.restored():
         for name in ("mxint4", "fp4-rotated"):

@@ -35,7 +35,7 @@ def plan_table(plan: PrecisionPlan) -> Table:
     kinds, blocks = all_kinds[:_MOST_KINDS], all_blocks[:_MOST_BLOCKS]
     marks = _marks(dict.fromkeys(name for formats in plan.assignment.values() for name in formats.values()))
     legend = ", ".join(f"{mark}: {name}" for name, mark in marks.items())
-    table = new_table(f"Plan (one format: all three GEMMs; a/b/c: forward/grad_input/grad_weight, {legend})")
+    table = new_table(f"Plan ({_gemms_legend(plan)}, {legend})")
     table.add_column("block", justify="right")
     for kind in kinds:
         table.add_column(name_text(kind.rpartition(".")[2]))
@@ -47,6 +47,14 @@ def plan_table(plan: PrecisionPlan) -> Table:
             f"The first {len(blocks):,} of {len(all_blocks):,} blocks and {len(kinds):,} of {len(all_kinds):,} kinds."
         )
     return table
+
+
+def _gemms_legend(plan: PrecisionPlan) -> str:
+    """Returns what a cell with one format, and one with several, stands for. Frozen weights have no grad_weight."""
+    gemms = list(dict.fromkeys(tuple(formats) for formats in plan.assignment.values()))
+    every = {2: "both", 3: "all three"}.get(len(gemms[0]), "all") if len(gemms) == 1 else "all"
+    several = [f"{'/'.join('abc'[: len(names)])}: {'/'.join(names)}" for names in gemms if len(names) > 1]
+    return "; ".join([f"one format: {every} GEMMs", *several])
 
 
 def _marks(formats: Iterable[str]) -> dict[str, str]:

@@ -73,9 +73,14 @@ def assert_same_states(resumed: Run, full: Run, steps: range) -> None:
 
 
 @pytest.mark.parametrize("step", slow_but(range(1, STEPS), 3, 5, 8))
-def test_resuming_after_any_step_gives_the_uninterrupted_run(full: Run, step: int, tmp_path: Path) -> None:
+def test_resuming_after_any_step_gives_the_uninterrupted_run(
+    full: Run, step: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "snip_hf")
     checkpoint = interrupted(full, step, tmp_path)
     resumed = train(tmp_path, CONFIG, resume=checkpoint, **SAVING)
+    share = ([0.0] + [line["fp4_fraction"] for line in full.refreshes if line["applied_step"] <= step])[-1]
+    assert f"snip-hf: resumed at step {step}: {share:.1%} of the linear FLOPs in FP4" in caplog.text
     assert_same_end(resumed, full)
     assert_same_states(resumed, full, range(step + 1, STEPS + 1))
     assert without_seconds(resumed.history) == without_seconds(full.history)

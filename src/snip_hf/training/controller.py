@@ -321,6 +321,7 @@ class SnipController:
         under_way = None if saved.pending is None else saved.pending.step
         self._folder.cut(saved.step, under_way, self._in_force.start(saved.step))
         self._in_force.save()
+        self._log.info("snip-hf: resumed at step %d: %s.", saved.step, describe_plan(self.plan))
         if saved.pending is not None:
             self._refresher.resume(saved.pending, saved.step)
 

@@ -295,8 +295,18 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("loss_estimator", None, "loss_estimator=None has type NoneType; expected str."),
     ("loss_divergence_factor", "1", "loss_divergence_factor='1' has type str; expected float."),
     ("weight_divergence_factor", [1.0], "weight_divergence_factor=[1.0] has type list; expected float."),
-    ("skip_modules", "*.q_proj", "skip_modules='*.q_proj' has type str; expected tuple[str, ...]."),
-    ("include_modules", "*", "include_modules='*' has type str; expected tuple[str, ...]."),
+    (
+        "skip_modules",
+        "*.q_proj",
+        "skip_modules='*.q_proj' has type str; expected tuple[str, ...]. For example skip_modules=('*.q_proj',), with "
+        "the comma, or ['*.q_proj'].",
+    ),
+    (
+        "include_modules",
+        "*",
+        "include_modules='*' has type str; expected tuple[str, ...]. For example "
+        "include_modules=('model.vision_tower.*',), with the comma, or a list.",
+    ),
     ("skip_modules", [3], "skip_modules: got [3]; expected a list of names."),
     ("ties", "q_proj", "ties='q_proj' has type str; expected 'auto' or lists of names."),
     ("ties", 3, "ties=3 has type int; expected str | tuple[tuple[str, ...], ...]."),
@@ -365,7 +375,7 @@ def test_lists_become_tuples_so_that_a_config_cannot_be_changed_through_them() -
 
 
 def test_an_unknown_field_is_refused_with_the_fields_that_there_are() -> None:
-    message = f"Unknown SnipConfig field 'target_fp4'; the fields are {', '.join(FIELDS)}."
+    message = f"Unknown SnipConfig field 'target_fp4'; the fields are {', '.join(FIELDS)}. Did you mean 'target_fp4_fraction'?"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         SnipConfig.from_dict({"target_fp4": 0.75})
 
@@ -402,6 +412,10 @@ def test_the_constructor_refuses_an_unknown_name_and_says_the_closest_one() -> N
             "SnipConfig has no field 'target_fp4_fracton'. Did you mean 'target_fp4_fraction'? docs/config.md lists "
             "all of them."
         )
+    with pytest.raises(
+        TypeError, match=r"^SnipConfig has no field 'target_fp4'\. Did you mean 'target_fp4_fraction'\?"
+    ):
+        SnipConfig(target_fp4=0.5)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"^SnipConfig has no field 'colour'\. docs/config\.md lists all of them\.$"):
         SnipConfig(colour="red")  # type: ignore[call-arg]
 

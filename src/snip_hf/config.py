@@ -46,7 +46,11 @@ _CHOICES = {
     "solver": Solver,
 }
 # What an error of type says beyond the type.
-_ADVICE = {"rates": " It is a name: register a table of your own with `snip_hf.costs.rates.register_rates`."}
+_ADVICE = {
+    "rates": " It is a name: register a table of your own with `snip_hf.costs.rates.register_rates`.",
+    "skip_modules": " For example skip_modules=('*.q_proj',), with the comma, or ['*.q_proj'].",
+    "include_modules": " For example include_modules=('model.vision_tower.*',), with the comma, or a list.",
+}
 # What each sets and why: docs/config.md.
 _PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"granularity": "layer", "objective": "paper"},

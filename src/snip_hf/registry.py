@@ -17,6 +17,8 @@ class _Named(Protocol):
 Entry = TypeVar("Entry", bound=_Named)
 # Of difflib's ratio: "snap" still names "snip", "fp6" no longer "fp8".
 _ALIKE = 0.75
+# Characters of a name that others may go on from.
+_SHORTEST = 4
 
 
 class UnknownName(ValueError):
@@ -24,8 +26,14 @@ class UnknownName(ValueError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns a sentence that names the closest of the known names, after a space; "" if none is close."""
-    close = difflib.get_close_matches(name.lower(), list(known), 1, _ALIKE)
+    """Returns a sentence that names the closest of the known names, after a space; "" if none is close.
+
+    Close is also the first that goes on from the whole of the name, as "target_fp4_fraction" from "target_fp4".
+    """
+    names = list(known)
+    close = difflib.get_close_matches(name.lower(), names, 1, _ALIKE)
+    if not close and len(name) >= _SHORTEST:
+        close = [one for one in names if one.startswith(name.lower())]
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -362,6 +363,26 @@ def test_report_of_a_folder_that_holds_no_run_is_one_line_and_2(
         "expected the output folder of a run with SnipCallback.\n"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_place_of_a_plan_or_a_run_is_told_which_one_to_give(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_run(plan_path)
+    run = tmp_path / "run"
+    shutil.copy(plan_path, run / "snip" / "plan.json")
+    for folder in (run, run / "snip"):
+        assert main(["inspect", str(folder)]) == 2
+        expected = f"snip-hf: {folder} is a folder; give the plan in it: {run / 'snip' / 'plan.json'}\n"
+        assert capsys.readouterr().err == expected
+    assert main(["inspect", str(tmp_path / "model")]) == 2
+    expected = f"snip-hf: {tmp_path / 'model'} is a folder; expected a plan, e.g. OUTPUT_DIR/snip/plan.json.\n"
+    assert capsys.readouterr().err == expected
+    assert main(["report", str(run / "snip")]) == 2
+    assert capsys.readouterr().err == (
+        f"snip-hf: {run / 'snip'}/snip/history.jsonl does not exist; "
+        f"expected the output folder of a run with SnipCallback. Give the folder around it: {run}\n"
+    )
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["--help"], 0), ([], 2), (["solve"], 2)])

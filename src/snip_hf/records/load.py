@@ -104,7 +104,12 @@ def thinned(items: Sequence[T], count: int) -> list[T]:
 def _read_events(path: Path, notes: list[str]) -> tuple[PrecisionPlan, list[Refresh], list[DriftCheck], list[Counted]]:
     """Returns the plan of the start, the refreshes, the checks and the counts; notes what is odd about them."""
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; expected the output folder of a run with SnipCallback.")
+        run = path.parent.parent
+        is_inside = run.name == FOLDER and (run / path.name).exists()
+        advice = f" Give the folder around it: {run.parent}" if is_inside else ""
+        raise FileNotFoundError(
+            f"{path} does not exist; expected the output folder of a run with SnipCallback.{advice}"
+        )
     start, *_ = events = list(read_history(path, notes))
     assert isinstance(start, Start)
     latest = 0

@@ -41,7 +41,12 @@ def plain_name(name: str) -> str:
     as it is in the model without adapters. Where modules that have several layers hold them (`experts.LAYERS`) is left
     out, too.
     """
-    return _PEFT.sub("", _WRAPPERS.sub("", name))
+    return _PEFT.sub("", unwrapped_name(name))
+
+
+def unwrapped_name(name: str) -> str:
+    """As `plain_name`, with what PEFT adds: the name of a module or parameter in the model as it was given."""
+    return _WRAPPERS.sub("", name)
 
 
 def with_plain_names(data: Any) -> Any:

@@ -201,8 +201,8 @@ def refresh(
         step(2 + config.apply_delay)  # under the plan, with a check
         planner.close()
         lines = [json.loads(line) for line in Path(folder, "snip", "history.jsonl").read_text().splitlines()]
-    assert all(line["reason"] is None for line in lines[1:]), lines
     [line], [check] = ([line for line in lines if line["event"] == event] for event in ("refresh", "drift"))
+    assert line["reason"] is None and check["reason"] is None, lines
     waited = line["seconds"]["waited"]
     return {
         "probe": seconds["divergences" if device.type == "cuda" else "divergences of the processor"],

@@ -134,11 +134,11 @@ class ForkRecipe:
 
     def setting(self, text: str) -> str:
         """Returns what tells forks from those of another text, model, base or length."""
-        return _hash([text, asdict(self.model), asdict(self.base), self.steps, self.backend])
+        return _hash([text, _model_parts(self.model), asdict(self.base), self.steps, self.backend])
 
     def base_id(self, text: str, seed: int) -> str:
         """Returns what tells a base from others."""
-        return _hash([text, asdict(self.model), asdict(self.base), self.backend, seed])
+        return _hash([text, _model_parts(self.model), asdict(self.base), self.backend, seed])
 
     def runs(self, text: str) -> dict[str, tuple[Contender, Fork]]:
         """Returns id -> contender and fork, in the order in which they run.
@@ -292,6 +292,12 @@ def _check_keys(where: str, values: Mapping[str, Any], known: Sequence[str], opt
             f"{where}: {'unknown' if unknown else 'missing'} key {(unknown or missing)[0]!r}; the keys are "
             f"{', '.join((*known, *optional))}."
         )
+
+
+def _model_parts(model: ModelSection) -> dict[str, Any]:
+    """Returns what tells a model from others, as before there were adapters where it has none."""
+    parts = asdict(model)
+    return parts if model.lora is not None else {name: value for name, value in parts.items() if name != "lora"}
 
 
 def _hash(parts: list[Any]) -> str:

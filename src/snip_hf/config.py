@@ -119,8 +119,7 @@ class SnipConfig(FieldNames):
     skip_modules: tuple[str, ...] = ()
     """Exact names or globs (`fnmatch`, whole name) of linears that stay as they are."""
     include_modules: tuple[str, ...] = ()
-    """Exact names or globs of linears outside the blocks of the language model's decoder that are swapped too.
-    Such are those of encoders, vision towers, projectors and classification heads. The output head is never swapped."""
+    """As `skip_modules`: linears outside the language model's decoder that are swapped too, such as a vision tower's."""
     budget: Budget = "flops"
     """What `target_fp4_fraction` is a share of: "flops", or "measured", the time of the linears' GEMMs.
     It is measured on this machine, in the most precise quantized one of `formats`. By time, small and inefficient GEMMs
@@ -159,7 +158,8 @@ class SnipConfig(FieldNames):
     probes: int = 1
     """Random directions per refresh; each costs two forward-backward passes. The policy "hessian-trace" needs many."""
     probe_tokens: int | None = 1024
-    """Tokens per layer that the probe keeps, in whole runs of 128, of all ranks together; None keeps all."""
+    """Tokens per layer that the probe keeps, in whole runs of 128, of all ranks together; None keeps all.
+    In experts each of them has as many rows as it is sent to experts."""
     probe_batch_tokens: int | None = 4096
     """Tokens that the probe's passes run on, of all ranks together. None: the whole micro-batch.
     They are whole sequences, spread evenly over the micro-batch, at least one per rank, and stand for all of it

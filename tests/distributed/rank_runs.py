@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rank_cases import CASES, SHARED
+from rank_cases import CASES, SHARDED, SHARED
 from rank_processes import launch_ranks
 from slow_cases import slow_but
 from trainings import train
@@ -22,7 +22,7 @@ class OneProcess(dict[str, dict[str, Any]]):
         self._folder = folder
 
     def __missing__(self, name: str) -> dict[str, Any]:
-        self[name] = asdict(train(SHARED[name], self._folder / name))
+        self[name] = asdict(train((SHARED | SHARDED)[name], self._folder / name))
         return self[name]
 
 

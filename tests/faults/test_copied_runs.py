@@ -169,8 +169,10 @@ class Exchanged(TrainerCallback):
             self.raw = None
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before SNIP", "after SNIP"])
-@pytest.mark.parametrize("at", ["on_step_end", "on_save"])
+@pytest.mark.parametrize(
+    ("at", "before"),
+    [("on_step_end", True), ("on_save", False), slow("on_step_end", False), slow("on_save", True)],
+)
 def test_a_run_whose_weights_a_callback_exchanges_around_saving_resumes(tmp_path: Path, at: str, before: bool) -> None:
     callbacks = [Exchanged(at), SnipCallback(CONFIG)] if before else [SnipCallback(CONFIG), Exchanged(at)]
     train(tmp_path, callbacks=callbacks, **SAVING)

@@ -19,7 +19,7 @@ from .layer import GRAD_OUTPUT, KEY, STATE, SnipLayer
 # The GEMM that a frozen weight does not have.
 GRAD_WEIGHT = "grad_weight"
 # What PEFT adds: its model around another one, which prompts leave as it is, and its layer around another one.
-_PEFT = re.compile(r"^base_model\.(?:model\.(?!layers\.\d))?|\.base_layer(?=[.:]|$)")
+_PEFT = re.compile(r"^base_model\.(?:model\.(?!(?:decoder\.|language_model\.)?layers\.\d))?|\.base_layer(?=[.:]|$)")
 # What wrappers inside a model, and the containers of a module's layers, add to the names of modules.
 _WRAPPERS = re.compile(
     r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|snip_layers\.|^snip_part_\d+\."
@@ -41,7 +41,12 @@ def plain_name(name: str) -> str:
     as it is in the model without adapters. Where modules that have several layers hold them (`experts.LAYERS`) is left
     out, too.
     """
-    return _PEFT.sub("", _WRAPPERS.sub("", name))
+    return _PEFT.sub("", unwrapped_name(name))
+
+
+def unwrapped_name(name: str) -> str:
+    """As `plain_name`, with what PEFT adds: the name of a module or parameter in the model as it was given."""
+    return _WRAPPERS.sub("", name)
 
 
 def with_plain_names(data: Any) -> Any:

@@ -375,7 +375,8 @@ def test_lists_become_tuples_so_that_a_config_cannot_be_changed_through_them() -
 
 
 def test_an_unknown_field_is_refused_with_the_fields_that_there_are() -> None:
-    message = f"Unknown SnipConfig field 'target_fp4'; the fields are {', '.join(FIELDS)}. Did you mean 'target_fp4_fraction'?"
+    guess = "Did you mean 'target_fp4_fraction'?"
+    message = f"Unknown SnipConfig field 'target_fp4'; the fields are {', '.join(FIELDS)}. {guess}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         SnipConfig.from_dict({"target_fp4": 0.75})
 

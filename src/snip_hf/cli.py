@@ -120,13 +120,14 @@ def import_modules(names: Sequence[str]) -> None:
 
 def _load_plan(path: Path) -> PrecisionPlan:
     from .planning.plan import PrecisionPlan
+    from .records.run_folder import FOLDER
 
     try:
         return PrecisionPlan.load(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{path} does not exist; expected a plan, e.g. OUTPUT_DIR/snip/plan.json.") from error
     except OSError:
-        plans = [one for one in (path / "plan.json", path / "snip" / "plan.json") if one.is_file()]
+        plans = [one for one in (path / "plan.json", path / FOLDER / "plan.json") if one.is_file()]
         if not path.is_dir():
             raise
         advice = f"give the plan in it: {plans[0]}" if plans else "expected a plan, e.g. OUTPUT_DIR/snip/plan.json."

@@ -106,7 +106,7 @@ def test_fp16_on_a_cpu_is_warned_of_where_nothing_is_scaled(caplog: pytest.LogCa
     say_if_off(sgd, asked, torch.device("cpu"), log)
     assert caplog.messages == [
         "snip-hf: mixed precision in FP16 was asked for on a CPU, where Accelerate gives no GradScaler and no "
-        "autocast: the model runs in the precision of its weights. Train on a GPU, or with bf16=True."
+        "autocast: the model runs in the precision of its weights. Train on a GPU, or in BF16."
     ]
 
 

@@ -308,7 +308,7 @@ class SnipController:
         flops = self._in_force.setting.flops
         saved = agreed_state(state, self.config, flops, self.processes.everyone, at_step, weights)
         self._layers.load_state_dict(saved.kernels)
-        self._in_force.put(saved.plan, saved.ranking)
+        self._in_force.resume(saved.plan, saved.ranking, saved.step)
         self._is_new = False
         if saved.counted is not None:
             self._coverage.restore(saved.counted.coverage)
@@ -321,7 +321,6 @@ class SnipController:
         under_way = None if saved.pending is None else saved.pending.step
         self._folder.cut(saved.step, under_way, self._in_force.start(saved.step))
         self._in_force.save()
-        self._log.info("snip-hf: resumed at step %d: %s.", saved.step, describe_plan(self.plan))
         if saved.pending is not None:
             self._refresher.resume(saved.pending, saved.step)
 

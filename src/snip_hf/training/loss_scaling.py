@@ -66,7 +66,7 @@ def say_if_off(optimizer: Any, accelerator: Any, device: torch.device, log: logg
     if is_asked and device.type == "cpu" and not LossScaling(optimizer, accelerator).is_on:
         log.warning(
             "snip-hf: mixed precision in FP16 was asked for on a CPU, where Accelerate gives no GradScaler and no "
-            "autocast: the model runs in the precision of its weights. Train on a GPU, or with bf16=True."
+            "autocast: the model runs in the precision of its weights. Train on a GPU, or in BF16."
         )
 
 

@@ -126,6 +126,11 @@ class PlanInForce:
         # The decisions of the run count by the same times and tokens as the plan.
         self.setting = replace(self.setting, measured=plan.measured, tokens=plan.tokens)
 
+    def resume(self, plan: PrecisionPlan, ranking: dict[str, float], step: int) -> None:
+        """Puts the plan of a checkpoint of this step in force, as `put` does, and tells the log."""
+        self.put(plan, ranking)
+        self._log.info("snip-hf: resumed at step %d: %s.", step, describe_plan(plan))
+
     def apply(self) -> None:
         """Gives the layers of the model their formats."""
         self.plan.apply(self._model, elsewhere=self.setting.flops)

@@ -119,7 +119,7 @@ class SnipConfig(FieldNames):
     skip_modules: tuple[str, ...] = ()
     """Exact names or globs (`fnmatch`, whole name) of linears that stay as they are."""
     include_modules: tuple[str, ...] = ()
-    """As `skip_modules`: linears outside the language model's decoder that are swapped too, such as a vision tower's."""
+    """As `skip_modules`: linears outside the language model's decoder that are swapped too, e.g. a vision tower's."""
     budget: Budget = "flops"
     """What `target_fp4_fraction` is a share of: "flops", or "measured", the time of the linears' GEMMs.
     It is measured on this machine, in the most precise quantized one of `formats`. By time, small and inefficient GEMMs

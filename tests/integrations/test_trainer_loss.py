@@ -23,6 +23,7 @@ from transformers import Trainer
 
 from snip_hf import SnipCallback, SnipConfig
 from snip_hf.integrations.trainer_loss import find_trainer, terms_of
+from snip_hf.layers.state import snip_linears
 
 CONFIG = SnipConfig(**SCHEDULE)
 # Until a plan is applied, nothing differs from a run without SNIP.
@@ -146,6 +147,45 @@ def test_a_loss_without_labels_is_a_mean_over_sequences_and_its_rise_is_not_rela
     )
     assert [line["status"] for line in run.refreshes] == ["applied"]
     assert abs(probed(tmp_path)["loss"]) < 1
+
+
+class WithOutputs(Inherited):
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        loss: Tensor = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)[0]
+        loss.backward()
+        return loss.detach()
+
+
+def test_a_training_step_may_ask_compute_loss_for_the_outputs_too(tmp_path: Path) -> None:
+    assert [line["status"] for line in train(tmp_path, CONFIG, trainer_class=WithOutputs, **SHORT).refreshes] == [
+        "applied"
+    ]
+
+
+class Compared(Trainer):
+    """With a reference model, as TRL's trainers have it."""
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            reference = self.ref_model(input_ids=inputs["input_ids"]).logits
+        return (model(input_ids=inputs["input_ids"]).logits - reference + 1).square().mean()
+
+
+def test_a_reference_follows_the_plan_of_a_model_with_frozen_layers(tmp_path: Path) -> None:
+    model = tiny_llama(hidden=32)
+    model.model.layers[0].requires_grad_(False)
+    reference = tiny_llama(hidden=32)
+
+    class WithReference(Compared):
+        ref_model = reference
+
+    run = train(tmp_path, CONFIG, trainer_class=WithReference, model=model, **SHORT)
+    assert [line["status"] for line in run.refreshes] == ["applied"]
+    own, others = snip_linears(model), snip_linears(reference)
+    assert {name: layer.formats for name, layer in own.items()} == {
+        name: layer.formats for name, layer in others.items()
+    }
+    assert "fp4" in {layer.formats["forward"] for layer in others.values()}
 
 
 class Nothing(Trainer):

@@ -190,7 +190,7 @@ def test_a_resumed_run_goes_on_to_the_bit(trainer: str, model: str, tmp_path: Pa
     resumed = run(tmp_path, trainer, CONFIG, resume=state.parent, **saving)
     assert resumed.logged == expected[0]
     assert differing(weights(resumed.trainer.model), expected[1]) == []
-    assert [line["step"] for line in resumed.refreshes] == [line["step"] for line in expected[2]] == [2, 6][:1]
+    assert [line["step"] for line in resumed.refreshes] == [line["step"] for line in expected[2]] == [2]
 
 
 # -------------------------------------------------------------------------------------------------------------- recipe

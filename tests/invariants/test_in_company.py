@@ -102,7 +102,8 @@ def state_of(run: Run) -> tuple[Any, ...]:
     return run.losses, torch.get_rng_state().tolist(), [float(norm) for norm in getattr(run.model, "seen", [])]
 
 
-@pytest.mark.parametrize("kind", COMPANY)
+# The last one has what the others have one by one.
+@pytest.mark.parametrize("kind", slow_but(COMPANY, "aliased modules", "all of them"))
 def test_probes_whose_solver_always_fails_leave_no_trace(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -844,6 +844,10 @@ class TestSkipping:
             ("base_model.model.model.layers.0.q_proj.base_layer.weight", "model.layers.0.q_proj.weight"),
             ("base_model.model.model.layers.0.q_proj.lora_A.default", "model.layers.0.q_proj.lora_A.default"),
             ("base_model.model.layers.0.q_proj", "model.layers.0.q_proj"),
+            ("base_model.model.decoder.layers.0.fc1", "model.decoder.layers.0.fc1"),
+            ("base_model.model.language_model.layers.0.up", "model.language_model.layers.0.up"),
+            ("base_model.model.model.decoder.layers.0.fc1.base_layer", "model.decoder.layers.0.fc1"),
+            ("base_model.model.decoder.block.0.layer.1.up", "decoder.block.0.layer.1.up"),  # T5's under LoRA
             ("base_model.transformer.h.0.attn.c_attn", "transformer.h.0.attn.c_attn"),
             ("base_model.model.lm_head", "lm_head"),
             ("model.layers.0.q_proj.base_layer", "model.layers.0.q_proj"),

@@ -105,6 +105,24 @@ def test_a_refresh_of_before_there_were_all_of_its_entries_is_read() -> None:
     assert (found.status, found.decided_step, found.seconds, found.stage_fp4_fractions) == ("applied", 4, {}, ())
 
 
+def test_a_history_of_before_frozen_layers_had_no_grad_weight_is_read_without_it(tmp_path: Path) -> None:
+    """Under PEFT, layers had longer names then, too."""
+    name, gemms = "base_model.model.model.layers.0.q_proj.base_layer", ("forward", "grad_input", "grad_weight")
+    start = start_event().to_record() | {
+        "plan": {name: dict.fromkeys(gemms, "fp8")},
+        "flops": {name: {"forward": 1.0, "grad_input": 1.0, "grad_weight": 0.0}},
+        "stages": [[name]],
+    }
+    refresh = APPLIED.to_record() | {"changes": {f"{name}:{gemm}": ["fp8", "fp4"] for gemm in gemms}}
+    path = tmp_path / "history.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (start, refresh)))
+    found, changed = read_history(path)
+    assert isinstance(found, Start) and isinstance(changed, Refresh)
+    expected = {"model.layers.0.q_proj": {"forward": "fp8", "grad_input": "fp8"}}
+    assert {layer: dict(row) for layer, row in found.plan.assignment.items()} == expected
+    assert list(changed.changes) == ["model.layers.0.q_proj:forward", "model.layers.0.q_proj:grad_input"]
+
+
 def test_the_line_and_the_field_are_named_of_a_history_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     lines = [event.to_record() for event in (start_event(), refresh_event(2), refresh_event(6, loss="x"))]

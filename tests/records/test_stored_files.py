@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -91,6 +92,29 @@ def test_a_stored_state_between_two_refreshes_resumes(
         assert {path.name for path in tmp_path.glob("snip/divergence-*")} == {"divergence-2.json"}
     finally:
         controller.close()
+
+
+def test_a_stored_state_resumes_where_skip_modules_names_what_was_not_swapped_then(tmp_path: Path) -> None:
+    run = next(path for path in sorted(DATA.glob("*/layer")))
+    state = read_json(run / f"checkpoint-{IDLE}" / "snip_state.json")
+    config = SnipConfig.from_dict(state["config"])
+
+    def resume(*skipped: str) -> SnipController:
+        model = stored_model()
+        # Of a kind that an earlier version left alone.
+        model.model.layers[0].mlp.experts = torch.nn.Linear(32, 32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        controller = SnipController(model, optimizer, dataclasses.replace(config, skip_modules=skipped))
+        controller.load_state_dict(state, at_step=IDLE)
+        return controller
+
+    with pytest.raises(KeyError, match=r"The plan has no entry for layer 'model\.layers\.0\.mlp\.experts'"):
+        resume()
+    with pytest.raises(ValueError, match=r"The checkpoint was trained with skip_modules=\[\], this run asks for"):
+        resume("*.experts", "*.up_proj")
+    controller = resume("*.experts")
+    assert formats(controller.model) == state["plan"]["assignment"]
+    controller.close()
 
 
 @pytest.mark.parametrize("run", STORED)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow_but
 from small import text, tiny_llama
 from tiny_runs import SCHEDULE, Run, arguments, data, history, one_thread, train
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ def from_outputs(folder: Path, form: str, config: SnipConfig | None = UNTOUCHED,
     return Run(folder, trainer, None)
 
 
-@pytest.mark.parametrize("changes", [{}, {"bf16": True}], ids=str)
+@pytest.mark.parametrize("changes", slow_but([{}, {"bf16": True}], {}), ids=str)
 def test_a_loss_that_is_computed_once_more_from_the_outputs_is_the_models(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from transformers import (
 
 from snip_hf import SnipConfig, SnipController, convert_model, coverage, estimate_divergence, measure_divergence
 from snip_hf.estimation.batch import Batch
+from snip_hf.training.expectation import tokens_of
 
 _SMALL: dict[str, Any] = {"vocab_size": 40, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
 _NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -120,3 +121,9 @@ def test_a_classifier_has_one_label_per_sequence_and_the_tokens_of_its_inputs() 
     part = found.part(20)
     assert part.kwargs["input_ids"].shape == (1, 16) and part.micro_batch == (48, 3)
     assert Batch.of(tokens(2, 6)).counts == (12, 10), "a causal LM shifts its labels"
+
+
+def test_a_classifier_of_several_labels_has_one_term_per_sequence_and_the_tokens_of_its_inputs() -> None:
+    _, batch, _ = built("classifier")
+    captured = Batch.of({**batch, "labels": torch.tensor([[0.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])})
+    assert (captured.tokens, captured.labelled, tokens_of(captured.kwargs)) == (48, 3, 48)

@@ -121,7 +121,7 @@ class Batch:
         labels, inputs = self.kwargs.get("labels"), self.kwargs.get("input_ids")
         if labels is None:
             return self.seen or sum(int(ids.numel()) for ids in token_ids(self.kwargs))
-        return int((inputs if labels.dim() == 1 and isinstance(inputs, Tensor) else labels).numel())
+        return int((inputs if is_of_sequences(labels) and isinstance(inputs, Tensor) else labels).numel())
 
     @property
     def is_likelihood(self) -> bool:
@@ -146,6 +146,11 @@ class Batch:
         return int((token_ids(self.kwargs)[0] if labels is None else labels).shape[0])
 
 
+def is_of_sequences(labels: Tensor) -> bool:
+    """Returns True for the labels of a classifier: one per sequence, or several as numbers between 0 and 1."""
+    return labels.dim() == 1 or labels.is_floating_point()
+
+
 def labelled_tokens(kwargs: Mapping[str, Any]) -> int:
     """Returns the number of tokens with a label.
 
@@ -157,6 +162,8 @@ def labelled_tokens(kwargs: Mapping[str, Any]) -> int:
     if shifted is not None:
         return int((shifted != _NO_LABEL).sum())
     labels = kwargs["labels"]
+    if labels.is_floating_point():
+        return int(labels.shape[0])
     every = int((labels != _NO_LABEL).sum())
     return every if labels.dim() == 1 else int((labels[..., 1:] != _NO_LABEL).sum()) or every
 

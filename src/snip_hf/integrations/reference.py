@@ -78,7 +78,7 @@ class Reference:
         plan = self._controller.plan
         if plan is not self._applied:
             for name, layer in self._layers.items():
-                layer.set_formats(plan.assignment[name])
+                layer.set_formats(plan.formats_of(name))
             self._applied = plan
 
     @contextmanager

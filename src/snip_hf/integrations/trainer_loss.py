@@ -83,8 +83,9 @@ class LossSeam:
         one = self._passes.begin_loss(inputs, self._objective) if isinstance(inputs, Mapping) else None
         loss = None
         try:
-            loss = self._inner(model, inputs, *args, **kwargs)
-            return loss
+            found = self._inner(model, inputs, *args, **kwargs)
+            loss = found[0] if isinstance(found, tuple) else found  # with return_outputs=True
+            return found
         finally:
             self._passes.end_loss(one, loss)
 

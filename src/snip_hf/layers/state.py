@@ -20,7 +20,10 @@ from .layer import GRAD_OUTPUT, KEY, STATE, SnipLayer
 GRAD_WEIGHT = "grad_weight"
 # What PEFT adds: its model around another one, which prompts leave as it is, and its layer around another one. Around
 # each parameter of `target_parameters` it puts a layer with an adapter of its own: those keep their names apart.
-_PEFT = re.compile(r"^base_model\.(?:model\.(?!layers\.\d))?|\.base_layer(?=[.:]|$)(?!(?:\.base_layer)*\.lora_[AB]\.)")
+_PEFT = re.compile(
+    r"^base_model\.(?:model\.(?!(?:decoder\.|language_model\.)?layers\.\d))?"
+    r"|\.base_layer(?=[.:]|$)(?!(?:\.base_layer)*\.lora_[AB]\.)"
+)
 # What wrappers inside a model, and the containers of a module's layers, add to the names of modules.
 _WRAPPERS = re.compile(
     r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|snip_layers\.|^snip_part_\d+\."
@@ -42,7 +45,12 @@ def plain_name(name: str) -> str:
     as it is in the model without adapters. Where modules that have several layers hold them (`experts.LAYERS`) is left
     out, too.
     """
-    return _PEFT.sub("", _WRAPPERS.sub("", name))
+    return _PEFT.sub("", unwrapped_name(name))
+
+
+def unwrapped_name(name: str) -> str:
+    """As `plain_name`, with what PEFT adds: the name of a module or parameter in the model as it was given."""
+    return _WRAPPERS.sub("", name)
 
 
 def with_plain_names(data: Any) -> Any:

@@ -223,9 +223,13 @@ class PrecisionPlan:
                     "was made while it was frozen. Freeze it again, or begin a new run with it trained."
                 )
         for layer, linear in linears.items():
-            # A frozen weight's gradient never runs; its format is that of the forward GEMM.
-            formats = self.assignment[layer]
-            linear.set_formats({GRAD_WEIGHT: formats[GEMMS[0]], **formats})
+            linear.set_formats(self.formats_of(layer))
+
+    def formats_of(self, layer: str) -> dict[str, str]:
+        """Returns GEMM -> format of a layer for all three GEMMs."""
+        formats = self.assignment[layer]
+        # A frozen weight's gradient never runs; its format is that of the forward GEMM.
+        return {GRAD_WEIGHT: formats[GEMMS[0]], **formats}
 
     def check_layers(self, layers: Iterable[str]) -> None:
         """Raises KeyError unless the plan names exactly these layers, those that a model has."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+from ..layers.state import with_plain_names
 from ..planning.plan import PrecisionPlan
 from ..planning.provenance import PlanProvenance
 from ..planning.solver.solution import SolverResult
@@ -66,8 +67,11 @@ class Start:
             config=config,
             model_name=entry_of(record, "model_name") or None,
         )
-        flops, stages = entry_of(record, "flops"), entry_of(record, "stages")
-        plan = PrecisionPlan(assignment, flops, stages, provenance, tokens=record.get("tokens"))
+        # Earlier versions have the names that layers have under PEFT.
+        named, flops, stages = (
+            with_plain_names(part) for part in (assignment, entry_of(record, "flops"), entry_of(record, "stages"))
+        )
+        plan = PrecisionPlan(named, flops, stages, provenance, tokens=record.get("tokens"))
         return cls(step=provenance.step, config=config, plan=plan, model_name=provenance.model_name)
 
 

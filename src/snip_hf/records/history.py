@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ..json_io import open_regular, parse_json
+from ..layers.state import GRAD_WEIGHT
 from ..registry import UnknownName
 from .coverage import Counted
 from .events import Event, Refresh, Start, later_event
@@ -29,6 +31,7 @@ def read_history(path: Path, notes: list[str] | None = None) -> Iterator[Event]:
         ValueError: it is no history, or too large; names the line, the field and what is wrong.
     """
     cells: dict[str, str] | None = None
+    idle: set[str] = set()
     for number, line, is_last in _lines(path):
         try:
             record = mapping_of(parse_json(line), "the line")
@@ -43,7 +46,9 @@ def read_history(path: Path, notes: list[str] | None = None) -> Iterator[Event]:
         if isinstance(event, Start):
             names = [f"{layer}:{gemm}" for layer, row in event.plan.assignment.items() for gemm in row]
             cells = dict(zip(names, names, strict=True))
+            idle = {f"{layer}:{GRAD_WEIGHT}" for layer in event.plan.assignment} - cells.keys()
         elif isinstance(event, Refresh | Counted):
+            event = _without_idle(event, idle)
             _check_layers(event, cells or {})
         yield event
     if cells is None:
@@ -63,6 +68,13 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
                 raise ValueError(f"{path} has more than {_MOST_LINES:,} lines, which no history of a run has.")
             yield number, line, not following
             line = following
+
+
+def _without_idle(event: Refresh | Counted, idle: Collection[str]) -> Refresh | Counted:
+    """Returns an event without changes of the grad_weight of frozen layers, which earlier versions had in plans."""
+    if not any(cell in event.changes for cell in idle):
+        return event
+    return replace(event, changes={cell: pair for cell, pair in event.changes.items() if cell not in idle})
 
 
 def _check_layers(event: Refresh | Counted, cells: Mapping[str, str]) -> None:

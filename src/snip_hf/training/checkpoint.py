@@ -20,6 +20,8 @@ from .checks import check_plans, differences
 from .plans import fitting
 
 SCHEMA_VERSION = 2
+# Fields that decide which layers are swapped, and nothing else.
+_CHOICE = {"skip_modules", "include_modules"}
 
 
 @dataclass
@@ -141,7 +143,9 @@ class SavedState:
             KeyError: the plan is for another model.
         """
         mine, different = config.to_dict(), differences(config, self.config)
-        if different:
+        # What earlier versions left alone, such as experts, has to be named in order to go on without it.
+        is_same_choice = _CHOICE.issuperset(different) and self.plan.assignment.keys() == flops.keys()
+        if different and not is_same_choice:
             name = different[0]
             raise ValueError(
                 f"The checkpoint was trained with {name}={self.config.get(name)!r}, this run asks for "

@@ -129,8 +129,8 @@ class CoverageCheck:
             raise
         except Exception as error:  # nothing but figures depends on it; training goes on
             self._log.warning(
-                "snip-hf: the FLOPs of the micro-batch of step %d could not be counted, so coverage is not known and "
-                "every layer counts as if it saw all tokens: %s",
+                "snip-hf: the FLOPs of the micro-batch of step %d could not be counted or noted. What was counted "
+                "before stays in force; if nothing was, every layer counts as if it saw all tokens: %s",
                 step,
                 describe(error),
             )

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..estimation.batch import is_of_sequences
 from ..kernels.backend import BACKENDS
 from ..layers.layer import SnipLayer
 
@@ -83,8 +84,7 @@ class Expectation:
 def tokens_of(batch: Mapping[str, Any]) -> int | None:
     """Returns how many tokens a batch has; None where that cannot be told."""
     ids, labels = batch.get("input_ids"), batch.get("labels")
-    # A classifier has one label per sequence.
-    in_batch = not isinstance(labels, Tensor) or (labels.dim() == 1 and isinstance(ids, Tensor))
+    in_batch = not isinstance(labels, Tensor) or (is_of_sequences(labels) and isinstance(ids, Tensor))
     found = ids if in_batch else labels
     return int(found.numel()) if isinstance(found, Tensor) else None
 

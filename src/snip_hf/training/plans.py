@@ -153,12 +153,11 @@ class PlanInForce:
         Raises:
             ValueError: no layer of a stage saw a token.
         """
-        counted = replace(self.plan, tokens=tokens)
-        self.setting = replace(self.setting, tokens=tokens)
-        decides = decides and tokens is not None and self.setting.config.fixed_plan is None
-        plan = first_plan(self.setting, self.model_name) if decides else counted
+        counted, setting = replace(self.plan, tokens=tokens), replace(self.setting, tokens=tokens)
+        decides = decides and tokens is not None and setting.config.fixed_plan is None
+        plan = first_plan(setting, self.model_name) if decides else counted
         changes = counted.changes(plan)
-        self.plan = plan
+        self.plan, self.setting = plan, setting
         if changes:
             self.apply()
         return changes

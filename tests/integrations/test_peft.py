@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from families import build
 from slow_cases import slow
 from small import text, tiny_llama
-from tiny_runs import SCHEDULE, Run, differing, one_thread, train, weights
+from tiny_runs import SCHEDULE, Run, data, differing, one_thread, train, weights
 from torch import nn
 from transformers import Trainer
 
-from snip_hf import SnipCallback, SnipConfig, convert_model, restore_model
+from snip_hf import SnipCallback, SnipConfig, convert_model, coverage, estimate_divergence, restore_model
+from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.selection import skip_reasons
-from snip_hf.layers.state import snip_linears
+from snip_hf.layers.state import plain_name, snip_linears
 from snip_hf.numerics.gemms import GEMMS
 
 peft = pytest.importorskip("peft")
@@ -265,3 +268,134 @@ def test_a_pass_without_the_adapter_is_no_micro_batch(tmp_path: Path) -> None:
     again = run(tmp_path / "again", adapted(), max_steps=4, trainer_class=WithReference)
     assert plain.refreshes[0]["divergence"] == again.refreshes[0]["divergence"]
     assert plain.losses == again.losses
+
+
+# ----------------------------------------------------------------------------------- losses that switch adapters
+
+
+def compare(found: DivergenceTable, expected: DivergenceTable) -> None:
+    """Fails unless two tables are equal but for FP32's rounding errors."""
+    assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    for row, other in zip(found.rows, expected.rows, strict=True):
+        assert (row.layer, row.gemm, row.format) == (other.layer, other.gemm, other.format)
+        assert row.loss_divergence == pytest.approx(other.loss_divergence, rel=1e-3)
+        assert row.weight_divergence == pytest.approx(other.weight_divergence, rel=1e-2)
+
+
+def preference(reference: Callable[[Any], torch.Tensor], is_first: bool) -> Callable[..., torch.Tensor]:
+    """A loss that compares the model with a reference, which runs before or after it."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        found = {}
+        for part in ("reference", "policy") if is_first else ("policy", "reference"):
+            with torch.set_grad_enabled(part == "policy"):
+                found[part] = reference(batch) if part == "reference" else model(**batch).logits
+        return (found["policy"] - found["reference"]).square().mean() + found["policy"][..., 0].mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["reference first", "reference last"])
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("kind", ["off", "other"])
+def test_a_loss_may_switch_adapters(kind: str, checkpoints: bool, is_first: bool) -> None:
+    """It has the divergences of the loss whose reference is a model of its own."""
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], modules_to_save=["o_proj"])
+    model = peft.get_peft_model(tiny_llama(hidden=32), config)
+    model.add_adapter("other", config)
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(0.0, 0.1, generator=generator)
+    apart = copy.deepcopy(model)
+    apart.set_adapter("other")
+    if checkpoints:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def switched(batch: Any) -> torch.Tensor:
+        if kind == "off":
+            with model.disable_adapter():
+                return model(**batch).logits
+        model.set_adapter("other")
+        try:
+            return model(**batch).logits
+        finally:
+            model.set_adapter("default")
+
+    def of_its_own(batch: Any) -> torch.Tensor:
+        if kind == "off":
+            with apart.disable_adapter():
+                return apart(**batch).logits
+        return apart(**batch).logits
+
+    before = {name: (value.clone(), value.requires_grad) for name, value in model.named_parameters()}
+    tables = [
+        estimate_divergence(model.train(), text(2, 24), compute_loss=preference(reference, is_first))
+        for reference in (switched, of_its_own)
+    ]
+    compare(*tables)
+    after = dict(model.named_parameters())
+    assert [name for name, (value, _) in before.items() if not torch.equal(value, after[name])] == []
+    assert [name for name, (_, asks) in before.items() if asks is not after[name].requires_grad] == []
+
+
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "recomputed"])
+def test_a_loss_whose_reference_has_the_adapters_off_is_refreshed(checkpoints: bool, tmp_path: Path) -> None:
+    class Preference(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            logits = model(**inputs).logits
+            with torch.no_grad(), self.accelerator.unwrap_model(model).disable_adapter():
+                reference = model(**inputs).logits
+            return logits[..., 0].mean() + (logits - reference).square().mean()
+
+    options = {"gradient_checkpointing": checkpoints, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    model = adapted()
+    model.enable_input_require_grads()
+    (line,) = run(tmp_path, model, max_steps=4, trainer_class=Preference, **options).refreshes
+    assert line["status"] == "applied", line["reason"]
+
+
+# --------------------------------------------------------------------------------------------------- target_parameters
+
+
+def test_a_weight_that_its_adapter_changes_lets_the_others_be_probed_as_beside_its_own_products() -> None:
+    config = SnipConfig(skip_modules=("*.q_proj",), probe_tokens=None, probe_batch_tokens=None)
+    tables = []
+    for options in ({"target_modules": ["q_proj"]}, {"target_modules": [], "target_parameters": ["q_proj.weight"]}):
+        model = peft.get_peft_model(tiny_llama(hidden=32), peft.LoraConfig(r=4, **options))
+        generator = torch.Generator().manual_seed(3)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data.normal_(0.0, 0.1, generator=generator)
+        before = weights(model)
+        tables.append(estimate_divergence(model, text(2, 24), config=config))
+        assert differing(before, weights(model)) == []
+    compare(*tables)
+
+
+def test_the_products_of_weights_that_adapters_change_are_counted() -> None:
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["mlp.up_proj.weight"])
+    model = tiny_llama(hidden=32)
+    up = model.model.layers[0].mlp.up_proj.weight
+    every = sum(one.weight.numel() for name, one in model.named_modules() if name in BARE)
+    found = coverage(peft.get_peft_model(model, config), text(2, 24))
+    tokens = 48
+    # Forward and grad_input: all weights are frozen.
+    assert found.covered == 2 * 2 * tokens * (every - 2 * up.numel())
+    (left,) = [one for one in found.uncovered if one.reason.startswith("target_parameters")]
+    assert left.share * found.flops == pytest.approx(2 * 2 * tokens * 2 * up.numel())
+
+
+def test_experts_whose_parameters_have_adapters_let_the_other_layers_be_refreshed(tmp_path: Path) -> None:
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = peft.get_peft_model(
+        build("mixtral"), peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=parameters)
+    )
+    names = [plain_name(name) for name, _ in model.named_parameters()]
+    assert len(set(names)) == len(names)
+    rows = [{"input_ids": [token % 24 for token in row["input_ids"]]} for row in data()]
+    rows = [row | {"labels": row["input_ids"]} for row in rows]
+    (line,) = run(tmp_path, model, max_steps=4, trainer={"train_dataset": rows}).refreshes
+    assert line["status"] == "applied", line["reason"]
+    assert not [cell for cell in line["changes"] if "experts" in cell]

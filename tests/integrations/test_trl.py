@@ -150,6 +150,9 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "DPO ipo": ("DPO", {"loss_type": "ipo"}),
     "DPO synced": ("DPO", {"sync_ref_model": True, "ref_model_sync_steps": 2}),
     "KTO": ("KTO", {}),
+    "DPO of adapters": ("DPO", {"gradient_checkpointing": True}),
+    "KTO of adapters": ("KTO", {"gradient_checkpointing": True}),
+    "GRPO of adapters": ("GRPO", {"beta": 0.1}),
     "Reward": ("Reward", {}),
     "GRPO dapo": ("GRPO", {}),
     "GRPO twice": ("GRPO", {"num_iterations": 2}),
@@ -166,6 +169,9 @@ def test_losses_of_preferences_rewards_and_policies_are_probed_as_they_are(
 ) -> None:
     trainer, changes = FORMS[form]
     given = None if trainer == "Reward" else model
+    if form.endswith("adapters"):  # the reference is the model with its adapters off
+        peft = pytest.importorskip("peft")
+        changes = changes | {"more": {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}}
     snip = SnipCallback(UNTOUCHED)
     counting = Counting(snip)
     found = run(tmp_path / "snip", trainer, callback=snip, callbacks=[counting], model=given, **changes)

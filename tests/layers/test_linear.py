@@ -852,6 +852,10 @@ class TestSkipping:
             ("base_model.model.lm_head", "lm_head"),
             ("model.layers.0.q_proj.base_layer", "model.layers.0.q_proj"),
             ("model.base_layers.0.up", "model.base_layers.0.up"),
+            # Of two parameters of one module, both with adapters, the adapters are two.
+            ("layers.0.experts.lora_A.default.weight", "layers.0.experts.lora_A.default.weight"),
+            ("layers.0.experts.base_layer.lora_A.default.weight", "layers.0.experts.base_layer.lora_A.default.weight"),
+            ("layers.0.experts.base_layer.base_layer.down_proj", "layers.0.experts.down_proj"),
         ],
     )
     def test_a_plain_name_is_without_what_wrappers_put_in(self, name: str, plain: str) -> None:

@@ -61,6 +61,13 @@ def test_an_error_is_described_by_its_kind_and_text() -> None:
     assert describe(ValueError("too much")) == "ValueError: too much"
 
 
+def test_an_error_of_many_lines_is_described_on_one_and_cut() -> None:
+    assert describe(ValueError("too much:\n\n  of this\n  of that\n")) == "ValueError: too much: of this of that"
+    text = describe(ValueError("\n".join(f"line {number:03d}" for number in range(1000))))
+    assert len(text) == 1000
+    assert text.startswith("ValueError: line 000 line 001 ") and text.endswith("...")
+
+
 def test_a_tensor_that_is_not_sharded_stays_what_it_is() -> None:
     tensor = torch.ones(2, 3)
     assert not is_sharded(tensor)

@@ -58,8 +58,8 @@ class ProductCounter(TorchDispatchMode):
     """Counts the FLOPs of all matrix products that run inside the context, a multiplication and an addition as two.
 
     A product belongs to the parameter that one of its operands is, or is computed from by anything but a matrix
-    product: a view, a cast, chosen experts, a sum with another parameter. A convolution of one channel per group
-    multiplies element by element and is no matrix product.
+    product: a view, a cast, chosen experts, a sum with another parameter, or with a product of parameters. A
+    convolution of one channel per group multiplies element by element and is no matrix product.
 
     Args:
         parameters: name -> parameter, as the pass uses it. Of one tensor with several names only the first is told.
@@ -108,10 +108,13 @@ class ProductCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         # Before the call, which may write to one of them.
         origins = [self._origin(tensor) for tensor in _tensors((args, kwargs))]
-        result = func(*args, **kwargs)
+        result, made = func(*args, **kwargs), _ACTIVATION
         name = getattr(getattr(func, "_schema", None), "name", str(func))
         if name in _OPERANDS:
             operands = [args[position] for position in _OPERANDS[name]]
+            if all(self._origin(operand).parameters for operand in operands):
+                # What an adapter adds to a weight: the sum is that weight still.
+                made = _NOTHING if 0 in _OPERANDS[name] else self._origin(args[0])
             self._count(operands, _product_flops(name, operands[0], result, args, kwargs))
         elif name in _CONVOLUTIONS:
             self._count(args[:2], _convolution_flops(args, kwargs, result))
@@ -124,7 +127,7 @@ class ProductCounter(TorchDispatchMode):
                 self._note(tensor, origin)
             return result
         for tensor in _tensors(result):
-            self._note(tensor, _ACTIVATION)
+            self._note(tensor, made)
         return result
 
     def _count(self, operands: Iterable[Tensor], flops: int) -> None:

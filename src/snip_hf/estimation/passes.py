@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layers.adapters import changed_by_adapters, switched_parameters
 from ..layers.kinds import known_weights
 from ..layers.state import plain_name, snip_linears
 from ..numerics.random_state import RandomState
@@ -83,8 +84,9 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if plain_name(name) in weights:
             given = weights[plain_name(name)]
-            asks = id(parameter) not in frozen and not given.requires_grad
-            stand_ins.setdefault(id(parameter), given.detach().requires_grad_() if asks else given)
+            # Of a tensor of its own PEFT may set `requires_grad`: what is given still moves in place between passes.
+            used = given if given.requires_grad else given.detach().requires_grad_(id(parameter) not in frozen)
+            stand_ins.setdefault(id(parameter), used)
     for parameter in model.parameters():
         if id(parameter) in stand_ins:
             continue
@@ -94,6 +96,10 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
             dtype = torch.float32 if in_fp32 else copy.dtype
             copy = copy.to(dtype, copy=id(parameter) in written).requires_grad_(id(parameter) not in frozen)
         stand_ins[id(parameter)] = copy
+    for parameter in changed_by_adapters(model):
+        # torch's parametrization asks for a parameter, and writes it to itself: of a version counter of its own.
+        used = stand_ins[id(parameter)]
+        stand_ins[id(parameter)] = nn.Parameter(used.data, used.requires_grad)
     for buffer in model.buffers():
         widens = in_fp32 and buffer.is_floating_point()
         stand_ins[id(buffer)] = buffer.clone().to(torch.float32) if widens else buffer.clone()
@@ -112,12 +118,19 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
 
 
 def frozen_in_a_pass(model: nn.Module) -> set[int]:
-    """Returns the ids of the parameters that get no gradient in `run_pass`: weights of layers of known kinds."""
+    """Returns the ids of the parameters that get no gradient in `run_pass`.
+
+    These are the weights of layers of known kinds. Those of adapters ask for gradients where they do in training: PEFT
+    sets that whenever a loss switches adapters, and checkpoints recompute what they saw before.
+    """
     known = {id(weight) for module in model.modules() for weight in known_weights(module)}
     # An embedding that is tied to the output head is an embedding: it may be all that precedes the first layer.
-    return known - {
-        id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
+    known -= {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Embedding)}
+    swapped = {id(layer.weight) for layer in snip_linears(model).values()}
+    for parameter in switched_parameters(model):
+        if id(parameter) not in swapped:
+            (known.discard if parameter.requires_grad else known.add)(id(parameter))
+    return known
 
 
 def run_forward(model: nn.Module, batch: Batch) -> float:

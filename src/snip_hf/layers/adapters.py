@@ -24,6 +24,30 @@ def adapter_reasons(model: nn.Module) -> dict[int, str]:
     return {id(part): reason for module in model.modules() for part, reason in _parts(module)}
 
 
+def switched_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters whose `requires_grad` PEFT sets whenever adapters are switched, on or off."""
+    modules = {id(module): module for module in model.modules()}
+    reasons = adapter_reasons(model)
+    parts = [modules[part] for part, reason in reasons.items() if reason == ADAPTER]
+    copies = [module._modules["modules_to_save"] for module in modules.values() if _has_copies(module)]
+    found = {id(one): one for part in (*parts, *copies) if part is not None for one in part.parameters()}
+    return list(found.values())
+
+
+def changed_by_adapters(model: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters of `target_parameters`: PEFT parametrizes them for the time of a forward pass."""
+    found = {}
+    for module in model.modules():
+        if type(module).__name__ == _OF_PARAMETERS:
+            parameter = module.get_param()  # type: ignore[operator]
+            found[id(parameter)] = parameter
+    return list(found.values())
+
+
+def _has_copies(module: nn.Module) -> bool:
+    return "original_module" in module._modules and "modules_to_save" in module._modules
+
+
 def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     children = module._modules
     base = children.get("base_layer")
@@ -34,7 +58,7 @@ def _parts(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         if type(module).__name__ == _OF_PARAMETERS:
             yield from ((part, "target_parameters: its adapter changes the weight itself") for part in base.modules())
         yield from _all_of(module, {"base_layer"}, ADAPTER)
-    elif "original_module" in children and "modules_to_save" in children:
+    elif _has_copies(module):
         yield from _copies(module)
     elif hasattr(module, "peft_config") and "base_model" in children:  # encoders of prompts
         yield from _all_of(module, {"base_model"}, ADAPTER)

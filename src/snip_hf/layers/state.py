@@ -18,8 +18,12 @@ from .layer import GRAD_OUTPUT, KEY, STATE, SnipLayer
 
 # The GEMM that a frozen weight does not have.
 GRAD_WEIGHT = "grad_weight"
-# What PEFT adds: its model around another one, which prompts leave as it is, and its layer around another one.
-_PEFT = re.compile(r"^base_model\.(?:model\.(?!(?:decoder\.|language_model\.)?layers\.\d))?|\.base_layer(?=[.:]|$)")
+# What PEFT adds: its model around another one, which prompts leave as it is, and its layer around another one. Around
+# each parameter of `target_parameters` it puts a layer with an adapter of its own: those keep their names apart.
+_PEFT = re.compile(
+    r"^base_model\.(?:model\.(?!(?:decoder\.|language_model\.)?layers\.\d))?"
+    r"|\.base_layer(?=[.:]|$)(?!(?:\.base_layer)*\.lora_[AB]\.)"
+)
 # What wrappers inside a model, and the containers of a module's layers, add to the names of modules.
 _WRAPPERS = re.compile(
     r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|snip_layers\.|^snip_part_\d+\."

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 _AT_START = "at the start (every rank needs a SnipCallback, or a SnipController in a loop of one's own)"
+# Characters of an error's text that the log and the history show: errors of libraries may be pages long.
+_LONGEST_REASON = 1000
 
 
 class RankError(RuntimeError):
@@ -215,8 +217,10 @@ def _control_group(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGrou
 
 
 def describe(error: Exception) -> str:
-    """Returns an error as the history and other ranks show it."""
-    return f"{type(error).__name__}: {error}"
+    """Returns an error as the log, the history and other ranks show it: on one line, what is long cut to its begin."""
+    lines = (line.strip() for line in str(error).splitlines())
+    text = f"{type(error).__name__}: {' '.join(line for line in lines if line)}"
+    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 3] + "..."
 
 
 @dataclass(frozen=True)

@@ -386,6 +386,7 @@ def test_a_new_layer_kind_is_probed_planned_trained_saved_and_restored(tmp_path:
     assert {type(run.model.get_submodule(name)) for name in MLP} == {Pointwise}
 
 
+@pytest.mark.slow
 def test_a_class_of_linears_is_swapped_once_it_is_registered(tmp_path: Path) -> None:
     @register_linear_class
     class OtherLinear(nn.Linear):

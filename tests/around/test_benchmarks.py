@@ -362,6 +362,7 @@ def test_the_cost_of_a_probe_is_measured_in_steps(
     assert row.startswith("| tiny | fp4,fp8 | 721,280 | 7 | ") and row.endswith(" | - | - |")
 
 
+@pytest.mark.slow
 def test_probes_of_several_lists_of_formats_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -250,6 +250,7 @@ def test_perplexities_match_likelihoods_computed_by_hand(
     assert wikitext["metrics"]["bits_per_byte"]["value"] == pytest.approx(-total / size / math.log(2), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_mmlu_gives_57_subjects_and_groups_weighted_by_documents(
     data: Path, loaded: tuple[Any, Any], likelihood: Callable[[str, str], float]
 ) -> None:

@@ -509,6 +509,7 @@ def test_a_format_of_one_s_own_is_a_cell_once_its_module_is_imported(tmp_path: P
     assert {line["command"].split(" --import ")[1] for line in lines} == {"my_formats"}
 
 
+@pytest.mark.slow
 def test_forks_run_where_datasets_lm_eval_and_mip_are_not_installed() -> None:
     code = "import sys; sys.modules.update(dict.fromkeys(('datasets', 'lm_eval', 'mip'))); import eval.bakeoff.forks"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)

@@ -197,6 +197,7 @@ def estimated_traces(
     return found
 
 
+@pytest.mark.slow
 def test_the_mean_over_many_probes_is_the_trace_of_the_hessian() -> None:
     model, inputs = tiny_lm(), tokens(rows=8, length=16)
     names = [name for name, _ in model.named_modules() if name.endswith((".up", ".down"))]

@@ -67,6 +67,7 @@ def refused(folder: Path, callback: SnipCallback, resume: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_state_of_a_copy_that_went_its_own_way_is_refused(copies: tuple[Run, Run], tmp_path: Path) -> None:
     one, other = copies
     mine, theirs = copy_of(one, tmp_path / "one"), copy_of(other, tmp_path / "other")

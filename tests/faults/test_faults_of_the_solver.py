@@ -144,7 +144,7 @@ def test_a_solver_whose_process_group_is_killed_costs_one_refresh(
     assert_cost_only_the_first_refresh(run, without_first, "crashed (signal SIGKILL)", caplog.messages)
 
 
-@pytest.mark.parametrize("how", ["ignores signals", "is stopped"])
+@pytest.mark.parametrize("how", slow_but(["ignores signals", "is stopped"], "is stopped"))
 def test_a_solver_that_hangs_is_waited_for_no_longer_than_its_limit(
     how: str,
     without_first: Run,

@@ -670,6 +670,7 @@ print(*codes, peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_hostile_files_take_a_bounded_memory(tmp_path: Path) -> None:
     spoils = {
         "terabyte": sparse("trainer_state.json", 2**40),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slow_cases import slow_but
 from small_problem import make_problem
 from tiny_runs import SCHEDULE, train
 
@@ -41,7 +42,7 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "bin" / "python")
 
 
-@pytest.mark.parametrize("how", ["PYTHONPATH", "sys.path"])
+@pytest.mark.parametrize("how", slow_but(["PYTHONPATH", "sys.path"], "sys.path"))
 def test_packages_that_only_the_training_process_sees_are_shown_to_the_solver(how: str, bare_python: str) -> None:
     program = (
         f"import sys; sys.path += {PATHS if how == 'sys.path' else []!r}; import json;"

@@ -78,6 +78,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_solver_does_not_outlive_a_trainer_that_was_killed(killed: Path) -> None:
     """By the time that the fixture is done the other two runs have been trained and killed too."""
     pid = int((killed / "pid").read_text())

@@ -217,6 +217,7 @@ class OverflowingTrainer(HalfTrainer):
     overflows_at = (2, 3)
 
 
+@pytest.mark.slow
 def test_a_trainer_in_fp16_plans_as_one_in_fp32(tmp_path: Path) -> None:
     plain = train(tmp_path / "1", CONFIG, max_steps=4)
     half = train(tmp_path / "2", CONFIG, trainer_class=HalfTrainer, fp16=True, max_steps=4)

@@ -58,7 +58,7 @@ class ProductCounter(TorchDispatchMode):
     """Counts the FLOPs of all matrix products that run inside the context, a multiplication and an addition as two.
 
     A product belongs to the parameter that one of its operands is, or is computed from by anything but a matrix
-    product: a view, a cast, chosen experts, a sum with another parameter, or with a product of parameters. A
+    product: a view, a cast, chosen experts, a sum with another parameter, or with a product of two. A
     convolution of one channel per group multiplies element by element and is no matrix product.
 
     Args:
@@ -112,7 +112,7 @@ class ProductCounter(TorchDispatchMode):
         name = getattr(getattr(func, "_schema", None), "name", str(func))
         if name in _OPERANDS:
             operands = [args[position] for position in _OPERANDS[name]]
-            if all(self._origin(operand).parameters for operand in operands):
+            if all(map(self._is_whole_parameter, operands)):
                 # What an adapter adds to a weight: the sum is that weight still.
                 made = _NOTHING if 0 in _OPERANDS[name] else self._origin(args[0])
             self._count(operands, _product_flops(name, operands[0], result, args, kwargs))
@@ -142,6 +142,11 @@ class ProductCounter(TorchDispatchMode):
                     self.in_calls[name] += part if self._entered[name] > 0 else 0
                 return
         self.without_parameter += flops
+
+    def _is_whole_parameter(self, tensor: Tensor) -> bool:
+        """Returns True for a parameter in another form, and not for rows that were looked up in one."""
+        names = self._origin(tensor).parameters
+        return len(names) == 1 and tensor.numel() == self._sizes[min(names)]
 
     def _origin(self, tensor: Tensor) -> _Origin:
         place = StorageWeakRef(tensor.untyped_storage()).cdata

@@ -241,26 +241,8 @@ class LayerSums:
         # (2, 2): of the gradient's change and of the update's; own and total.
         sums = torch.stack([reduce(torch.add, own), norms([change, moved]).square_()], 1)
         if isinstance(pushforward, UpdateChange):
-            return sums[1] * self._bend(pushforward, change, sums[0], sums[1, 1])
+            return sums[1] * bend(self.sizes, pushforward, change, sums[0], sums[1, 1])
         return sums[1]
-
-    def _bend(self, pushforward: UpdateChange, change: Tensor, sums: Tensor, moved: Tensor) -> Tensor:
-        """Returns |h(g + d) - h(g)|^2 / |J d|^2 for an error d of a whole step.
-
-        d is the sample's error, drawn out to the norm that the step's error has.
-
-        Args:
-            pushforward: of h.
-            change: the sample's error in the gradient.
-            sums: of it, as `Sizes.of_pieces` takes them.
-            moved: |J change|^2.
-        """
-        weights = [self.sizes.of_pieces(*one).step for one in ((1.0, 0.0), (0.0, 1.0))]
-        step = weights[0] * sums[0] + weights[1] * sums[1]
-        scale = torch.where(sums[1] > 0, step / sums[1], 0.0).clamp(min=0.0)
-        in_full = norms([pushforward.in_full(scale.sqrt() * change)]).square_()[0]
-        to_first_order = scale * moved
-        return torch.where(to_first_order > 0, in_full / to_first_order, 1.0)
 
     def loss_divergence(self, name: str, form: str, gradient: Tensor | None = None) -> float:
         """Returns the estimated rise of the loss (not yet relative) from quantizing the forward GEMM.
@@ -334,6 +316,26 @@ class LayerSums:
                 self._amaxes.get(operand),
             )
         return self._quantized[at]
+
+
+def bend(sizes: Sizes, pushforward: UpdateChange, change: Tensor, sums: Tensor, moved: Tensor) -> Tensor:
+    """Returns |h(g + d) - h(g)|^2 / |J d|^2 for an error d of a whole step.
+
+    d is the sample's error, drawn out to the norm that the step's error has.
+
+    Args:
+        sizes: of the sample.
+        pushforward: of h.
+        change: the sample's error in the gradient.
+        sums: of it, as `Sizes.of_pieces` takes them.
+        moved: |J change|^2.
+    """
+    weights = [sizes.of_pieces(*one).step for one in ((1.0, 0.0), (0.0, 1.0))]
+    step = weights[0] * sums[0] + weights[1] * sums[1]
+    scale = torch.where(sums[1] > 0, step / sums[1], 0.0).clamp(min=0.0)
+    in_full = norms([pushforward.in_full(scale.sqrt() * change)]).square_()[0]
+    to_first_order = scale * moved
+    return torch.where(to_first_order > 0, in_full / to_first_order, 1.0)
 
 
 # Operands of the GEMMs beside the weight, and the dimension that is contracted.

@@ -26,7 +26,7 @@ from ..numerics.formats import FORMATS
 from ..numerics.gemms import TILE
 from .common_errors import across_channels
 from .extrapolation import BatchSizes, Sizes, Squares
-from .layer_sums import AT_ONCE, MOST_PIECES, OPERANDS, LayerSums, Pending, errors_of, squares_of
+from .layer_sums import AT_ONCE, MOST_PIECES, OPERANDS, LayerSums, Pending, bend, errors_of, squares_of
 from .optimizer_step import UpdateChange
 from .products import product
 from .samples import LayerSample, Rows
@@ -210,12 +210,7 @@ class MatrixSums:
         for piece in changes:
             piece.copy_(pushforward(piece))
         moved = torch.stack([norms([changes])[0], norms([changes.sum(0)])[0]]).square_()
-        weights = [self.sizes.of_pieces(*one).step for one in ((1.0, 0.0), (0.0, 1.0))]
-        step = weights[0] * of_gradient[0] + weights[1] * of_gradient[1]
-        scale = torch.where(of_gradient[1] > 0, step / of_gradient[1], 0.0).clamp(min=0.0)
-        in_full = norms([pushforward.in_full(scale.sqrt() * change)]).square_()[0]
-        to_first_order = scale * moved[1]
-        return moved * torch.where(to_first_order > 0, in_full / to_first_order, 1.0)
+        return moved * bend(self.sizes, pushforward, change, of_gradient, moved[1])
 
     def pending_loss_divergence(self, name: str, form: str, gradient: Sequence[Tensor] | None = None) -> Pending[float]:
         """As `LayerSums.pending_loss_divergence`; `gradient` of each matrix."""

@@ -582,7 +582,7 @@ FP8 = [line("fp8", seed, loss) for seed, loss in enumerate((4.012, 4.995, 8.008)
 def test_a_family_is_corrected_together_and_says_what_it_could_have_found() -> None:
     text = family_table([*LINES, *FP8], "two-formats", [("fp4", "bf16"), ("fp8", "bf16")])
     # Of 2 degrees of freedom: p = 1 - t / sqrt(2 + t^2). t = 2 / (1 / sqrt(3)), and 0.1 / (0.2 / sqrt(3)).
-    far, wide = (Difference(0.0, deviation, 3).detectable(0.05 / 2) for deviation in (1.0, 0.2))
+    far, wide = (Difference.independent(0.0, deviation, 3).detectable(0.05 / 2) for deviation in (1.0, 0.2))
     first, second = (1 - t / (2 + t * t) ** 0.5 for t in (2 * 3**0.5, 0.5 * 3**0.5))
     cell = "+2.000 ± 2.484"
     row = f"| fp4 against bf16 | 3 | {cell} | {cell} | {cell} | 1.000 | 0.577 |"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import subprocess
 import sys
 from dataclasses import asdict
@@ -16,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
+from small_forks import BF16, CPU, SNIP, TINY, forked, random_text, write_recipe
 
 from benchmarks.shared.json_lines import read_lines
 from eval.bakeoff import fork_run, fork_workers, forks
 from eval.bakeoff.fork_base import Trainee, sequences_of, state_path, train_base
-from eval.bakeoff.fork_recipe import Contender, Fork, ForkRecipe, load_recipe
+from eval.bakeoff.fork_cells import Contender, Fork
+from eval.bakeoff.fork_recipe import ForkRecipe, ForkRun, load_recipe
 from eval.bakeoff.fork_report import differences, family_table, table, write_report
-from eval.bakeoff.fork_run import run_fork
 from eval.bakeoff.fork_statistics import Difference
 from eval.bakeoff.fork_text import ForkText, read_text, write_text
 from snip_hf import SnipController
@@ -31,38 +30,7 @@ from snip_hf.costs.rates import RATES
 from snip_hf.layers.state import snip_linears
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU = torch.device("cpu")
 PAIRS = {"cells": [{"format": ["bf16", "fp4"]}]}
-SNIP = {"policy": "snip", "formats": ["nvfp4", "mxfp8"], "granularity": "gemm", "target_fp4_fraction": 0.75}
-BF16 = Contender("bf16", "all", {})
-
-
-def write_recipe(folder: Path, cells: list[dict[str, Any]], **changes: Any) -> Path:
-    """A recipe of one tiny model on 4,000 random words, in a file."""
-    words = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
-    rng = random.Random(0)
-    for name in ("train", "held-out"):
-        (folder / f"{name}.txt").write_text(" ".join(rng.choice(words) for _ in range(4000)), encoding="utf-8")
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    recipe = {
-        "data": {
-            "source": "files",
-            "files": [str(folder / "train.txt")],
-            "validation_files": [str(folder / "held-out.txt")],
-            "sequence_length": 32,
-            "validation_sequences": 4,
-        },
-        "train_sequences": 60,
-        "tokenizer": {"vocab_size": 300},
-        "model": {"model_type": "llama", "config": shape},
-        "training": {"learning_rate": 3e-3, "steps": 20, "sequences": 4, "warmup_steps": 2},
-        "forks": {"base_seeds": [0], "points": [3, 6], "data_seeds": [0], "steps": 4},
-        "snip": {"backend": "emulated", "solver": "greedy"},
-        "cells": cells,
-    }
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe | changes, sort_keys=False), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +41,14 @@ def based(tmp_path_factory: pytest.TempPathFactory) -> tuple[ForkRecipe, ForkTex
     text = write_text(recipe, folder / "text.npz")
     train_base(recipe, text, 0, CPU, folder)
     return recipe, text, folder
+
+
+def runs_of(recipe: ForkRecipe) -> list[tuple[Contender, Fork]]:
+    return [(run.contender, run.fork) for run in recipe.runs("text")]
+
+
+def ids(runs: list[ForkRun]) -> set[str]:
+    return {name for run in runs for name in run.ids.values()}
 
 
 def without_times(found: dict[str, Any]) -> dict[str, Any]:
@@ -103,9 +79,9 @@ def test_every_list_of_a_cell_is_a_dimension_and_formats_is_not(tmp_path: Path) 
 
 def test_runs_go_through_all_forks_of_a_contender_before_the_next(tmp_path: Path) -> None:
     recipe = load_recipe(write_recipe(tmp_path, [{"format": ["bf16", "fp4"]}]))
-    found = [(contender.name, fork.name) for contender, fork in recipe.runs("text").values()]
+    found = [(contender.name, fork.name) for contender, fork in runs_of(recipe)]
     assert found == [(name, fork) for name in ("bf16", "fp4") for fork in ("s0-p3-d0", "s0-p6-d0")]
-    assert not recipe.runs("text").keys() & recipe.runs("other text").keys()
+    assert not ids(recipe.runs("text")) & ids(recipe.runs("other text"))
 
 
 @pytest.mark.parametrize(
@@ -140,14 +116,14 @@ def test_a_recipe_that_cannot_work_is_refused(tmp_path: Path, changes: dict[str,
 def test_base_seeds_in_lists_are_blocks_that_run_one_after_the_other(tmp_path: Path) -> None:
     forks = {"base_seeds": [[0, 1], [2]], "points": [3], "data_seeds": [0], "steps": 4}
     recipe = load_recipe(write_recipe(tmp_path, [{"format": ["bf16", "fp4"]}], forks=forks))
-    found = [(contender.name, fork.base_seed) for contender, fork in recipe.runs("text").values()]
+    found = [(contender.name, fork.base_seed) for contender, fork in runs_of(recipe)]
     assert found == [("bf16", 0), ("bf16", 1), ("fp4", 0), ("fp4", 1), ("bf16", 2), ("fp4", 2)]
 
 
 def test_the_ids_of_runs_depend_on_no_block(tmp_path: Path) -> None:
     path = write_recipe(tmp_path, [{"format": ["bf16", "fp4"]}])
     blocks = (
-        load_recipe(path, [f"forks.base_seeds={seeds}"]).runs("text").keys() for seeds in ("[0, 1]", "[[0], [1]]")
+        ids(load_recipe(path, [f"forks.base_seeds={seeds}"]).runs("text")) for seeds in ("[0, 1]", "[[0], [1]]")
     )
     assert next(blocks) == next(blocks)
 
@@ -172,7 +148,7 @@ def committed() -> ForkRecipe:
 def test_the_committed_recipe_forks_each_base_once_in_blocks_of_four(committed: ForkRecipe) -> None:
     assert [len(block) for block in committed.blocks] == [4, 4, 4]
     assert len({fork.base_seed for fork in committed.forks}) == 12
-    assert {fork.point + committed.steps for fork in committed.forks} == {committed.base.steps}
+    assert {run.fork.point + run.lengths[-1] for run in committed.runs("text")} == {committed.base.steps}
     assert committed.contenders[0].name == "bf16"
     assert len(committed.runs("text")) == 12 * len(committed.contenders) == 12 * 32
 
@@ -193,30 +169,10 @@ def test_the_committed_recipe_s_equal_targets_are_equal_speeds(committed: ForkRe
 def test_lines_of_an_earlier_run_are_forks_of_the_committed_recipe() -> None:
     lines = read_lines(ROOT / "eval" / "results" / "forks-decay.jsonl")
     recipe = load_recipe(ROOT / "recipes" / "forks-formats.yaml", ["forks.base_seeds=[0, 1, 2, 3]"])
-    ids = recipe.runs("1896f9ab35b3")
+    runs = recipe.runs("1896f9ab35b3")
     assert {line["id"]: line["contender"] for line in lines}.items() <= {
-        name: contender.name for name, (contender, _) in ids.items()
+        name: run.contender.name for run in runs for name in run.ids.values()
     }.items()
-
-
-TINY = [
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=48",
-    "model.config.num_hidden_layers=2",
-    "model.config.num_attention_heads=2",
-    "model.config.num_key_value_heads=2",
-    "training.steps=5",
-    "training.sequences=2",
-    "training.warmup_steps=1",
-    "forks.base_seeds=[0]",
-    "forks.points=[2]",
-    "forks.steps=3",
-]
-
-
-def random_text() -> ForkText:
-    rng = np.random.default_rng(0)
-    return ForkText(*(rng.integers(0, 300, (count, 64)).astype(np.uint16) for count in (12, 4)), 300, 0)
 
 
 @pytest.mark.slow
@@ -225,7 +181,8 @@ def test_every_cell_of_the_committed_recipe_trains_a_small_model(tmp_path: Path)
     text = random_text()
     train_base(recipe, text, 0, CPU, tmp_path)
     found = {
-        one.name: run_fork(recipe, text, one, fork, CPU, tmp_path) for one, fork in recipe.runs(text.digest).values()
+        run.name.split(", s0-")[0]: forked(recipe, text, run.contender, run.fork, tmp_path)[0]
+        for run in recipe.runs(text.digest)
     }
     assert not [name for name, result in found.items() if result["diverged"]]
     for contender in recipe.contenders:
@@ -256,10 +213,10 @@ def test_the_bf16_contender_trains_as_the_base_would_without_the_library(
 ) -> None:
     recipe, text, folder = based
     fork = recipe.forks[0]
-    found = run_fork(recipe, text, BF16, fork, CPU, folder)
+    found = forked(recipe, text, BF16, fork, folder)[0]
     plain = Trainee(recipe, text, CPU, 0)
     plain.load(state_path(recipe, text, fork, folder))
-    losses = [float(plain.step(4 + i, rows, None)) for i, rows in enumerate(sequences_of(recipe, text, fork))]
+    losses = [float(plain.step(4 + i, rows, None)) for i, rows in enumerate(sequences_of(recipe, text, fork, 4))]
     assert found["loss"]["train"] == round(sum(losses) / 4, 6)
     assert found["loss"]["held_out_plan"] == round(plain.evaluate(), 6)
     assert found["loss"]["held_out_plan"] == found["loss"]["held_out_high_precision"]
@@ -281,7 +238,7 @@ def test_a_fork_sees_what_its_base_has_not_seen(based: tuple[ForkRecipe, ForkTex
     late = recipe.forks[1]
     seen = np.random.default_rng(0).permutation(60)[: late.point * 4]
     position = {row.tobytes(): index for index, row in enumerate(text.train)}
-    drawn = [position[row.tobytes()] for row in sequences_of(recipe, text, late).reshape(-1, 32)]
+    drawn = [position[row.tobytes()] for row in sequences_of(recipe, text, late, 4).reshape(-1, 32)]
     assert len(set(drawn)) == 4 * 4
     assert not set(drawn) & set(seen.tolist())
 
@@ -291,7 +248,7 @@ def test_the_same_fork_of_the_same_contender_gives_the_same_numbers(
     based: tuple[ForkRecipe, ForkText, Path], contender: Contender
 ) -> None:
     recipe, text, folder = based
-    first, second = (run_fork(recipe, text, contender, recipe.forks[0], CPU, folder) for _ in range(2))
+    first, second = (forked(recipe, text, contender, recipe.forks[0], folder)[0] for _ in range(2))
     assert without_times(first) == without_times(second)
     assert first["loss"]["held_out_plan"] != first["loss"]["held_out_high_precision"]
 
@@ -302,7 +259,7 @@ def test_the_gemms_of_a_cell_run_in_its_format_and_the_others_in_bf16(
     recipe, text, folder = based
     fork = recipe.forks[0]
     found = {
-        gemms: run_fork(recipe, text, Contender("fp4", gemms, {}), fork, CPU, folder)
+        gemms: forked(recipe, text, Contender("fp4", gemms, {}), fork, folder)[0]
         for gemms in ("all", "forward", "backward")
     }
     assert found["all"]["shares"] == {"fp4": 1.0}
@@ -311,7 +268,7 @@ def test_the_gemms_of_a_cell_run_in_its_format_and_the_others_in_bf16(
     assert set(found["forward"]["plan"][1::3] + found["forward"]["plan"][2::3]) == {"0"}
     assert found["backward"]["shares"] == {"bf16": 0.333333, "fp4": 0.666667}
     losses = [found[gemms]["loss"]["train"] for gemms in found]
-    losses.append(run_fork(recipe, text, BF16, fork, CPU, folder)["loss"]["train"])
+    losses.append(forked(recipe, text, BF16, fork, folder)[0]["loss"]["train"])
     assert len(set(losses)) == 4
     # Nothing of the held-out passes is quantized where only backward GEMMs are.
     assert found["backward"]["loss"]["held_out_plan"] == found["backward"]["loss"]["held_out_high_precision"]
@@ -319,12 +276,12 @@ def test_the_gemms_of_a_cell_run_in_its_format_and_the_others_in_bf16(
 
 def test_a_policy_has_its_plan_before_the_first_step(based: tuple[ForkRecipe, ForkText, Path]) -> None:
     recipe, text, folder = based
-    found = run_fork(recipe, text, Contender(None, "all", SNIP), recipe.forks[0], CPU, folder)
+    found = forked(recipe, text, Contender(None, "all", SNIP), recipe.forks[0], folder)[0]
     assert set(found["shares"]) == {"nvfp4", "mxfp8"}
     assert 0.75 <= found["fp4_fraction"] < 0.8
     # All 4-bit would differ from the first step on, all 8-bit too.
     uniform = [
-        run_fork(recipe, text, Contender(name, "all", {}), recipe.forks[0], CPU, folder)["loss"]["train"]
+        forked(recipe, text, Contender(name, "all", {}), recipe.forks[0], folder)[0]["loss"]["train"]
         for name in ("nvfp4", "mxfp8")
     ]
     assert found["loss"]["train"] not in uniform
@@ -348,9 +305,9 @@ def test_on_a_gpu_a_fork_gives_the_same_numbers_wherever_formats_and_keys_lie(
         devices.extend(layer.snip_state.device.type for layer in snip_linears(model).values())
 
     monkeypatch.setattr(fork_run, "keep_state_on_host", noted)
-    on_host = run_fork(recipe, text, contender, recipe.forks[0], device, tmp_path)
+    on_host = forked(recipe, text, contender, recipe.forks[0], tmp_path, device=device)[0]
     monkeypatch.setattr(fork_run, "keep_state_on_host", lambda model: None)
-    on_gpu = run_fork(recipe, text, contender, recipe.forks[0], device, tmp_path)
+    on_gpu = forked(recipe, text, contender, recipe.forks[0], tmp_path, device=device)[0]
     assert set(devices) == {"cpu"}
     assert on_host["shares"] == on_gpu["shares"]
     assert on_host["loss"] == pytest.approx(on_gpu["loss"], rel=1e-5)  # backward passes on GPUs are not reproducible
@@ -362,7 +319,7 @@ def test_a_probe_that_came_to_nothing_fails_the_fork(
     recipe, text, folder = based
     monkeypatch.setattr(SnipController, "before_optimizer_step", lambda self, step: None)
     with pytest.raises(RuntimeError, match="The refresh of step 4 came to nothing"):
-        run_fork(recipe, text, Contender(None, "all", SNIP), recipe.forks[0], CPU, folder)
+        forked(recipe, text, Contender(None, "all", SNIP), recipe.forks[0], folder)[0]
 
 
 # ------------------------------------------------------------------------------------------------------------- the runs
@@ -387,7 +344,7 @@ def test_a_run_is_continued_and_reported(tmp_path: Path, capsys: pytest.CaptureF
     assert {line["command"] for line in lines} == {f"python -m eval.bakeoff.forks run {recipe}"}
     output.write_text("".join(json.dumps(line) + "\n" for line in lines[:3]) + '{"id": ', encoding="utf-8")
     assert forks.main([*command[3:], "--list"]) == 0
-    assert "4 forks, 3 of them done, 1 to do" in capsys.readouterr().out
+    assert "4 lines, 3 of them done, 1 to do" in capsys.readouterr().out
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     again = read_lines(output)
     assert again[:3] == lines[:3]
@@ -422,10 +379,10 @@ def test_a_fork_that_fails_leaves_no_line_and_stops_no_other(
 ) -> None:
     recipe, text, folder = based
 
-    def run(recipe: ForkRecipe, text: ForkText, contender: Contender, *rest: Any) -> dict[str, Any]:
-        if contender.name == "bf16":
+    def run(recipe: ForkRecipe, text: ForkText, run: ForkRun, *rest: Any) -> list[tuple[int, dict[str, Any]]]:
+        if run.contender.name == "bf16":
             raise RuntimeError("no memory")
-        return {"loss": {}}
+        return [(4, {"loss": {}})]
 
     monkeypatch.setattr(fork_workers, "run_fork", run)
     arguments = ["run", "recipe.yaml", "--text", str(folder / "text.npz"), "--output", str(tmp_path / "lines")]
@@ -441,7 +398,8 @@ def work_on_two_bases(folder: Path, cache: Path, shared: fork_workers.Shared, re
     """One worker, a fork of the base of seed 3, then one of seed 5; no base has a state."""
     arguments = ["run", "recipe.yaml", "--text", str(folder / "text.npz"), "--output", str(cache / "lines")]
     options = forks._parser().parse_args([*arguments, "--device", "cpu", "--cache", str(cache)])
-    todo = {str(seed): (BF16, Fork(base_seed=seed, point=6, data_seed=0)) for seed in (3, 5)}
+    forks_of_both = (Fork(base_seed=seed, point=6, data_seed=0) for seed in (3, 5))
+    todo = [ForkRun(BF16, fork, {4: fork.name}) for fork in forks_of_both]
     fork_workers.work(0, fork_workers.Job(recipe, todo, options, math.inf, os.getppid()), shared)
 
 
@@ -460,7 +418,7 @@ def test_a_base_that_fails_ends_the_waiting_of_its_own_forks_alone(
             state_path(recipe, text, Fork(base_seed=5, point=6, data_seed=0), tmp_path).touch()
 
     monkeypatch.setattr(fork_workers, "train_base", train)
-    monkeypatch.setattr(fork_workers, "run_fork", lambda *arguments: {"loss": {}})
+    monkeypatch.setattr(fork_workers, "run_fork", lambda *arguments: [(4, {"loss": {}})])
     monkeypatch.setattr(fork_workers.time, "sleep", pass_by)
     shared = fork_workers.Shared([3, 5])
     shared.bases[5].value = fork_workers._TAKEN

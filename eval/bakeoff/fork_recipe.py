@@ -16,9 +16,10 @@ from recipes.parts.recipe import DataSection, ModelSection, TokenizerSection, bu
 from snip_hf.numerics.formats import UNQUANTIZED, check_format
 
 from .fork_cells import Cell, Contender, Fork, as_lengths, cells_of, impossible_cells
+from .fork_lines import LOSSES
 
 _KEYS = ("data", "tokenizer", "train_sequences", "model", "training", "forks", "snip", "cells")
-_OPTIONAL_KEYS = ("impossible", "comparisons", "readme")
+_OPTIONAL_KEYS = ("impossible", "comparisons", "readme", "outcome")
 _FORK_KEYS = ("base_seeds", "points", "data_seeds", "steps")
 @dataclass(frozen=True, kw_only=True)
 class BaseSection:
@@ -83,6 +84,8 @@ class ForkRecipe:
     """Family -> pairs of contenders' names; the report corrects for the number of tests within a family."""
     readme: tuple[str, ...]
     """Names of the contenders of the short table, in its order."""
+    outcome: str
+    """The loss that the report tests."""
 
     @property
     def forks(self) -> tuple[Fork, ...]:
@@ -153,6 +156,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ForkRecipe:
     names = list(dict.fromkeys(cell.contender.name for cell in cells))
     readme = tuple(values.get("readme") or ())
     _check_names("readme", readme, names)
+    outcome = values.get("outcome", "held_out_plan")
+    if outcome not in LOSSES:
+        raise ValueError(f"outcome: got {outcome!r}; expected one of {', '.join(LOSSES)}.")
     return ForkRecipe(
         data=build(DataSection, "data", values["data"]),
         tokenizer=build(TokenizerSection, "tokenizer", values["tokenizer"]),
@@ -165,6 +171,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ForkRecipe:
         impossible=impossible_cells(values.get("impossible") or [], common),
         comparisons=_comparisons(values.get("comparisons") or {}, names),
         readme=readme,
+        outcome=outcome,
     )
 
 

@@ -39,8 +39,8 @@ class Difference:
     """Standard error of the mean."""
     freedom: float
     """Degrees of freedom of the standard error."""
-    between: float = 0.0
-    """Standard deviation of what forks of one base have in common."""
+    between: float = math.nan
+    """Standard deviation of what forks of one base have in common; NaN where that cannot be told."""
 
     @classmethod
     def of(cls, differences: Sequence[float], bases: Sequence[Hashable] | None = None) -> Difference:

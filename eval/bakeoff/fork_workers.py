@@ -31,12 +31,12 @@ from snip_hf.cli import import_modules
 
 from .fork_base import check_length, state_path, train_base
 from .fork_cells import Fork
+from .fork_lines import SCHEMA_VERSION
 from .fork_pace import Pace, overview
 from .fork_recipe import ForkRecipe, ForkRun
 from .fork_run import run_fork
 from .fork_text import ForkText, read_text
 
-SCHEMA_VERSION = 1
 # Between two looks whether a base is there.
 _WAIT_SECONDS = 0.2
 # Of a base without a state.

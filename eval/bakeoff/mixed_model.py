@@ -18,7 +18,7 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 
 # Natural logarithms of the ratios between which the likelihood is searched.
-_RATIOS = (-12.0, 8.0)
+_RATIOS = (-12.0, 24.0)
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class MixedMean:
     freedom: float
     """Degrees of freedom of the error."""
     between: float
-    """Standard deviation of the bases' effects."""
+    """Standard deviation of the bases' effects; NaN where each base has one fork, or there is one base."""
     within: float
     """Standard deviation of the noise of one fork."""
 
@@ -51,7 +51,7 @@ def mixed_mean(differences: Sequence[float], bases: Sequence[Hashable]) -> Mixed
     _, group = np.unique([str(base) for base in bases], return_inverse=True)
     sizes = np.bincount(group)
     if len(sizes) == len(values) or len(sizes) == 1:
-        return _independent(values)
+        return _independent(values, math.nan)
     means = np.bincount(group, values) / sizes
     inside = float(((values - means[group]) ** 2).sum())
 
@@ -66,11 +66,11 @@ def mixed_mean(differences: Sequence[float], bases: Sequence[Hashable]) -> Mixed
         _, weight, squares = fitted(ratio)
         return float((len(values) - 1) * math.log(squares) + np.log(1 + sizes * ratio).sum() + math.log(weight))
 
-    if fitted(0.0)[2] == 0 or inside == 0:
-        return _independent(values) if fitted(0.0)[2] == 0 else _independent(means)
+    if inside == 0:  # forks of one base are all the same
+        return _independent(means, float(means.std(ddof=1)))
     found = minimize_scalar(lambda log: deviance(math.exp(log)), bounds=_RATIOS, method="bounded")
     if found.fun >= deviance(0.0) - 1e-9:
-        return _independent(values)
+        return _independent(values, 0.0)
     ratio = math.exp(found.x)
     mean, weight, squares = fitted(ratio)
     noise = squares / (len(values) - 1)
@@ -78,10 +78,10 @@ def mixed_mean(differences: Sequence[float], bases: Sequence[Hashable]) -> Mixed
     return MixedMean(mean, math.sqrt(noise / weight), freedom, math.sqrt(ratio * noise), math.sqrt(noise))
 
 
-def _independent(values: np.ndarray) -> MixedMean:
+def _independent(values: np.ndarray, between: float) -> MixedMean:
     """Returns the mean of values that have nothing in common."""
     deviation = float(values.std(ddof=1))
-    return MixedMean(float(values.mean()), deviation / math.sqrt(len(values)), len(values) - 1, 0.0, deviation)
+    return MixedMean(float(values.mean()), deviation / math.sqrt(len(values)), len(values) - 1, between, deviation)
 
 
 def _satterthwaite(group: np.ndarray, noise: float, between: float) -> float:

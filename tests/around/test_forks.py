@@ -21,9 +21,11 @@ from benchmarks.shared.json_lines import read_lines
 from eval.bakeoff import fork_run, fork_workers, forks
 from eval.bakeoff.fork_base import Trainee, sequences_of, state_path, train_base
 from eval.bakeoff.fork_cells import Contender, Fork
+from eval.bakeoff.fork_lines import differences
 from eval.bakeoff.fork_recipe import ForkRecipe, ForkRun, load_recipe
-from eval.bakeoff.fork_report import differences, family_table, table, write_report
+from eval.bakeoff.fork_report import Asked, write_report
 from eval.bakeoff.fork_statistics import Difference
+from eval.bakeoff.fork_tables import family_table, short_table, table
 from eval.bakeoff.fork_text import ForkText, read_text, write_text
 from snip_hf import SnipController
 from snip_hf.costs.rates import RATES
@@ -479,7 +481,7 @@ def test_forks_run_where_datasets_lm_eval_and_mip_are_not_installed() -> None:
 def line(contender: str, data_seed: int, loss: float, diverged: bool = False) -> dict[str, Any]:
     return {
         "contender": contender,
-        "fork": asdict(Fork(base_seed=0, point=3, data_seed=data_seed)),
+        "fork": asdict(Fork(base_seed=data_seed, point=3, data_seed=0)),
         "state": "of the base",
         "loss": dict.fromkeys(("train", "held_out_plan", "held_out_high_precision"), None if diverged else loss),
         "diverged": diverged,
@@ -510,7 +512,7 @@ def test_the_table_holds_what_was_computed_by_hand() -> None:
     assert "| bf16 | 0.0% | - | 3 | 0 | 0 | 0 | - | - | 5 |" in text
     cell = "+2.000 ± 2.484"
     assert f"| fp4 | 100.0% | - | 3 | {cell} | {cell} | {cell} | 1.000 | 0.577 | 5 |" in text
-    assert "3 forks of 1 bases; a machine; commit abc." in text
+    assert "3 forks of 3 bases; a machine; commit abc." in text
 
 
 def test_a_fork_that_diverged_is_counted_and_left_out() -> None:
@@ -529,9 +531,15 @@ def test_shares_of_several_formats_are_means_over_forks() -> None:
     assert "| snip | 100.0% | nvfp4 75.0%, mxfp8 20.0%, bf16 5.0% | 2 |" in table([*LINES[:2], *lines], "bf16")
 
 
-def test_forks_of_other_code_are_no_pair() -> None:
-    text = table([*LINES[:5], LINES[5] | {"commit": "def"}], "bf16")
+def test_forks_on_another_machine_are_no_pair() -> None:
+    text = table([*LINES[:5], LINES[5] | {"machine": "another"}], "bf16")
     assert "| fp4 | 100.0% | - | 2 (1 unpaired) | +2.000 ± 12.706 |" in text
+
+
+def test_forks_of_several_commits_are_pairs_and_all_of_these_are_named() -> None:
+    text = table([*LINES[:5], LINES[5] | {"commit": "def"}], "bf16")
+    assert "| fp4 | 100.0% | - | 3 | +2.000 ± 2.484 |" in text
+    assert "commit abc, def." in text
 
 
 FP8 = [line("fp8", seed, loss) for seed, loss in enumerate((4.012, 4.995, 8.008))]  # +0.3%, -0.1%, +0.1%
@@ -542,13 +550,38 @@ def test_a_family_is_corrected_together_and_says_what_it_could_have_found() -> N
     # Of 2 degrees of freedom: p = 1 - t / sqrt(2 + t^2). t = 2 / (1 / sqrt(3)), and 0.1 / (0.2 / sqrt(3)).
     far, wide = (Difference.independent(0.0, deviation, 3).detectable(0.05 / 2) for deviation in (1.0, 0.2))
     first, second = (1 - t / (2 + t * t) ** 0.5 for t in (2 * 3**0.5, 0.5 * 3**0.5))
+    many = Difference.independent(0.0, 1.0, 3).forks_for(0.1, 0.05 / 2)
     cell = "+2.000 ± 2.484"
-    row = f"| fp4 against bf16 | 3 | {cell} | {cell} | {cell} | 1.000 | 0.577 |"
-    assert f"{row} {far:.3f} | {first:.3f} | {2 * first:.3f} |" in text
-    row = "| fp8 against bf16 | 3 | +0.100 ± 0.497 | +0.100 ± 0.497 | +0.100 ± 0.497 | 0.200 | 0.115 |"
-    assert f"{row} {wide:.3f} | {second:.3f} | {second:.3f} | not told apart (power for 0.1%: 0.0" in text
+    row = f"| fp4 against bf16 | 3 | {cell} | {cell} | {cell} | 1.000 | - | 0.577 |"
+    assert f"{row} {far:.3f} | {many} | {first:.3f} | {2 * first:.3f} |" in text
+    row = "| fp8 against bf16 | 3 | +0.100 ± 0.497 | +0.100 ± 0.497 | +0.100 ± 0.497 | 0.200 | - | 0.115 |"
+    assert f"{row} {wide:.3f} | 41 | {second:.3f} | {second:.3f} | not told apart (power for 0.1%: 0.0" in text
     assert text.startswith("**Two formats.** ")
     assert "p < 0.05 / 2" in text
+
+
+def test_forks_of_one_base_widen_the_interval_and_points_have_a_table() -> None:
+    forks = [(base, point) for base in range(3) for point in (3, 6)]
+    lines = []
+    for base, point in forks:
+        for name, loss in (("bf16", 5.0), ("fp4", 5.0 * (1 + base / 100 + point / 1e5))):
+            fork = asdict(Fork(base_seed=base, point=point, data_seed=0))
+            lines.append(line(name, 0, loss) | {"fork": fork})
+    text = family_table(lines, "formats", [("fp4", "bf16")])
+    # Means of the bases 0.0045, 1.0045, 2.0045: standard deviation 1, standard error 1 / sqrt(3), 2 degrees of freedom.
+    cell = "+1.004 ± 2.484"
+    assert f"| fp4 against bf16 | 6 | {cell} | {cell} | {cell} | 0.894 | 1.000 | 0.577 |" in text
+    assert "| comparison | after step 3 (%) | after step 6 (%) |" in text
+    assert text.endswith("| fp4 against bf16 | +1.003 ± 2.484 | +1.006 ± 2.484 |")
+
+
+def test_the_short_table_has_the_contenders_that_the_recipe_names() -> None:
+    text = short_table([*LINES, *FP8], ["bf16", "fp4", "fp8"], "bf16", "held_out_plan", "python x")
+    rows = [row for row in text.splitlines() if row.startswith("| fp")]
+    assert rows[0].startswith("| fp4 | 100% | 3 | +2.000 ± 2.484 | 0.148 | not told apart (power for 0.1%: 0.0")
+    assert rows[1].startswith("| fp8 | 100% | 3 | +0.100 ± 0.497 | 0.478 | not told apart")
+    assert "Held-out loss (plan) after 100 steps against `bf16`" in text
+    assert text.endswith("`python x` writes this table.")
 
 
 def test_a_pair_without_lines_is_named_and_not_counted() -> None:
@@ -565,7 +598,7 @@ def test_committed_lines_give_the_corrected_figures_of_the_log() -> None:
     lines = read_lines(ROOT / "eval" / "results" / "forks-decay.jsonl")
     pairs = [(name, "bf16") for name in ("fp8", "mxfp8", "nvfp4", "fp4", "mxfp4", "int4")]
     rows = [row.split(" | ") for row in family_table(lines, "formats", pairs).splitlines() if " against " in row]
-    found = {row[0].split()[1]: (row[2], row[9]) for row in rows}
+    found = {row[0].split()[1]: (row[2], row[11]) for row in rows}
     assert found["int4"] == ("+0.104 ± 0.046", "0.032")
     assert found["mxfp4"] == ("+0.074 ± 0.042", "0.058")
     assert found["fp4"] == ("+0.069 ± 0.045", "0.064")
@@ -573,7 +606,7 @@ def test_committed_lines_give_the_corrected_figures_of_the_log() -> None:
 
 def test_one_fork_is_not_tested() -> None:
     text = family_table([LINES[0], LINES[4]], "formats", [("fp4", "bf16")])
-    assert "| fp4 against bf16 | 1 | +1.000 | +1.000 | +1.000 | - | - | - | - | - | not tested |" in text
+    assert "| fp4 against bf16 | 1 | +1.000 | +1.000 | +1.000 | - | - | - | - | - | - | - | not tested |" in text
 
 
 def test_a_report_renews_the_tables_of_a_document_and_nothing_else(tmp_path: Path) -> None:
@@ -582,7 +615,7 @@ def test_a_report_renews_the_tables_of_a_document_and_nothing_else(tmp_path: Pat
     lines.write_text("".join(json.dumps(one) + "\n" for one in signed), encoding="utf-8")
     page.write_text("By hand.\n<!-- forks:pairs -->\nold\n<!-- /forks:pairs -->\nBy hand too.\n", encoding="utf-8")
     families = {"pairs": [("fp4", "fp8")]}
-    text = write_report([lines], tmp_path / "tables.md", families=families, docs=[page])
+    text = write_report([lines], tmp_path / "tables.md", Asked(families=families), docs=[page])
     renewed = page.read_text(encoding="utf-8")
     assert renewed.startswith("By hand.\n<!-- forks:pairs -->\n**Pairs.** ")
     assert renewed.endswith("|\n<!-- /forks:pairs -->\nBy hand too.\n")
@@ -592,7 +625,27 @@ def test_a_report_renews_the_tables_of_a_document_and_nothing_else(tmp_path: Pat
     with pytest.raises(
         ValueError, match="markers for unknown tables \\['other'\\]; expected some of \\['all', 'pairs'\\]"
     ):
-        write_report([lines], tmp_path / "tables.md", families=families, docs=[page])
+        write_report([lines], tmp_path / "tables.md", Asked(families=families), docs=[page])
+
+
+def test_forks_of_several_lengths_have_tables_and_figures_of_their_own(tmp_path: Path) -> None:
+    lines, page, figures = tmp_path / "lines.jsonl", tmp_path / "page.md", tmp_path / "figures"
+    signed = [
+        one | {"schema_version": 1, "id": f"{steps}-{i}", "setting": str(steps), "steps": steps}
+        for steps in (1000, 100)
+        for i, one in enumerate([*LINES, *FP8])
+    ]
+    lines.write_text("".join(json.dumps(one) + "\n" for one in signed), encoding="utf-8")
+    page.write_text("<!-- forks:pairs-100 -->\n<!-- /forks:pairs-100 -->\n", encoding="utf-8")
+    asked = Asked(families={"pairs": [("fp4", "fp8")]})
+    text = write_report([lines], None, asked, [page], figures)
+    assert text.index("loss after 100 steps") < text.index("loss after 1000 steps")
+    assert "fp4 against fp8 | 3 |" in page.read_text(encoding="utf-8")
+    assert [path.name for path in sorted(figures.iterdir())] == ["forks-pairs-100.png", "forks-pairs-1000.png"]
+    more = [one | {"id": f"more-{one['id']}", "setting": "more"} for one in signed]
+    lines.write_text("".join(json.dumps(one) + "\n" for one in [*signed, *more]), encoding="utf-8")
+    with pytest.raises(ValueError, match="expected one setting of each length"):
+        write_report([lines], None, asked, [page])
 
 
 def test_a_table_against_a_contender_without_lines_is_refused() -> None:

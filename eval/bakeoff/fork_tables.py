@@ -78,7 +78,7 @@ def family_table(
             *map(_figure, (test.main.deviation, test.main.between, test.main.error)),
             _figure(test.main.detectable(test.level)),
             _count(test.main.forks_for(EFFECT, test.level)),
-            *map(_figure, (test.main.p, test.p_holm)),
+            *map(_p, (test.main.p, test.p_holm)),
             test.reading,
         ]
         for test in tested
@@ -138,26 +138,21 @@ def table(lines: Sequence[Row], against: str) -> str:
 
 
 def short_table(lines: Sequence[Row], names: Sequence[str], against: str, outcome: str, command: str) -> str:
-    """Returns the table for the front page: some contenders against one, with Holm's correction over them."""
-    tested = tests_of(lines, [(name, against) for name in names if name != against], outcome)
-    if not tested:
-        return "No lines yet."
+    """Returns the table for the front page: intervals of some contenders against one; the families have the tests."""
     of = by_contender(lines)
-    rows = [
-        [
-            test.one,
-            f"{np.mean([line['fp4_fraction'] for line in of[test.one]]):.0%}",
-            str(test.main.forks),
-            str(test.main),
-            _figure(test.p_holm),
-            test.reading,
-        ]
-        for test in tested
-    ]
-    heads = ["contender", "share in 4 bits", "forks", f"to {against} (%)", "p, Holm", f"against {against}"]
+    there = [name for name in names if name in of and name != against]
+    if not there or against not in of:
+        return "No lines yet."
+    rows = []
+    for name in there:
+        found = difference_of(of[name], of[against], outcome)
+        share = np.mean([line["fp4_fraction"] for line in of[name]])
+        rows.append([name, f"{share:.0%}", str(found.forks), str(found), _figure(found.detectable())])
+    heads = ["contender", "share in 4 bits", "forks", f"to {against} (%)", "detectable (%)"]
     note = (
         f"Held-out loss ({LOSSES[outcome].split(', ')[1]}) after {lines[0]['steps']} steps against `{against}` on the "
-        f"same forks, mean ± half of the 95% interval; Holm's correction over the rows. {origin(lines)}"
+        "same forks, mean ± half of the 95% interval, uncorrected. Detectable: the true difference that a test at p < "
+        f"{SIGNIFICANCE}, uncorrected, would find with power {DETECTION}. {origin(lines)}"
     )
     note += f" `{command}` writes this table." if command else ""
     return f"{markdown(heads, rows)}\n\n{note}"
@@ -195,6 +190,10 @@ def _figure(value: float | None) -> str:
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.3f}"
+
+
+def _p(value: float | None) -> str:
+    return "< 0.001" if value is not None and value < 0.0005 else _figure(value)
 
 
 def _count(forks: int | None) -> str:

@@ -90,6 +90,8 @@ class Cell:
     contender: Contender
     lengths: tuple[int, ...]
     """Steps after which it is measured, in rising order; it trains to the last of them."""
+    benchmarked: bool
+    """Whether it answers the recipe's benchmarks then."""
 
 
 def cells_of(entry: Mapping[str, Any], common: Mapping[str, Any], lengths: Sequence[int]) -> Iterator[Cell]:
@@ -100,10 +102,12 @@ def cells_of(entry: Mapping[str, Any], common: Mapping[str, Any], lengths: Seque
         common: fields of SnipConfig that all contenders have in common.
         lengths: where the entry names none.
     """
-    rest = {key: value for key, value in entry.items() if key != "steps"}
-    own = as_lengths(entry.get("steps", lengths), "cells: steps")
+    rest = {key: value for key, value in entry.items() if key not in ("steps", "benchmarks")}
+    own, benchmarked = as_lengths(entry.get("steps", lengths), "cells: steps"), entry.get("benchmarks", False)
+    if not isinstance(benchmarked, bool):
+        raise ValueError(f"cells: benchmarks={benchmarked!r}; expected true or false. The tasks are the recipe's.")
     for point in combinations(rest):
-        yield Cell(contender_of(point, common), own)
+        yield Cell(contender_of(point, common), own, benchmarked)
 
 
 def as_lengths(given: Any, where: str) -> tuple[int, ...]:

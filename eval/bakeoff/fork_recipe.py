@@ -19,7 +19,7 @@ from .fork_cells import Cell, Contender, Fork, as_lengths, cells_of, impossible_
 from .fork_lines import LOSSES
 
 _KEYS = ("data", "tokenizer", "train_sequences", "model", "training", "forks", "snip", "cells")
-_OPTIONAL_KEYS = ("impossible", "comparisons", "readme", "outcome")
+_OPTIONAL_KEYS = ("impossible", "comparisons", "readme", "outcome", "benchmarks")
 _FORK_KEYS = ("base_seeds", "points", "data_seeds", "steps")
 @dataclass(frozen=True, kw_only=True)
 class BaseSection:
@@ -47,6 +47,8 @@ class ForkRun:
     fork: Fork
     ids: Mapping[int, str]
     """Steps after which it is measured, in rising order -> id of that line."""
+    benchmarked: bool = False
+    """Whether it answers the recipe's benchmarks then."""
 
     @property
     def name(self) -> str:
@@ -86,6 +88,8 @@ class ForkRecipe:
     """Names of the contenders of the short table, in its order."""
     outcome: str
     """The loss that the report tests."""
+    benchmarks: tuple[str, ...]
+    """Tasks of eval/run.py for cells that are benchmarked."""
 
     @property
     def forks(self) -> tuple[Fork, ...]:
@@ -123,14 +127,15 @@ class ForkRecipe:
         for block in self.blocks:
             for cell in self.cells:
                 for fork in block:
-                    run = ForkRun(cell.contender, fork, self._ids(text, cell, fork)).without(seen)
+                    ids = self._ids(text, cell, fork)
+                    run = ForkRun(cell.contender, fork, ids, cell.benchmarked).without(seen)
                     seen |= set(run.ids.values())
                     found += [run] * bool(run.ids)
         return found
 
     def _ids(self, text: str, cell: Cell, fork: Fork) -> dict[int, str]:
         """Returns number of steps -> id of the line."""
-        what = [cell.contender.to_dict(), asdict(fork)]
+        what = [cell.contender.to_dict(), asdict(fork), *([self.benchmarks] if cell.benchmarked else [])]
         return {n: _hash([self.setting(text, n), *what]) for n in cell.lengths if self.fits(fork, n)}
 
 
@@ -172,7 +177,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ForkRecipe:
         comparisons=_comparisons(values.get("comparisons") or {}, names),
         readme=readme,
         outcome=outcome,
+        benchmarks=_benchmarks(values, cells),
     )
+
+
+def _benchmarks(values: Mapping[str, Any], cells: Sequence[Cell]) -> tuple[str, ...]:
+    tasks = tuple(values.get("benchmarks") or ())
+    if any(cell.benchmarked for cell in cells) and not tasks:
+        raise ValueError("benchmarks: a cell is benchmarked, but the recipe names no task; expected e.g. [arc_easy].")
+    return tasks
 
 
 def _check_points(points: Sequence[int], lengths: Collection[int], steps: int) -> None:

@@ -10,6 +10,7 @@ from .documents import marked_names, replace_between, wrapped
 from .fork_figures import write_family_figure
 from .fork_lines import Row, read_forks
 from .fork_recipe import ForkRecipe
+from .fork_score_table import has_scores, score_table
 from .fork_tables import family_table, short_table, table, tests_of
 
 # Family -> pairs of contenders' names.
@@ -54,8 +55,8 @@ def write_report(
         output: the file to write the text into; None: none.
         asked: what it shows; None: the first table.
         docs: Markdown files whose tables between `<!-- PREFIX:NAME -->` and `<!-- /PREFIX:NAME -->` are renewed; NAME
-            is "all" (the first table), "readme" (the short one) or a family's. With forks of several lengths, "-" and
-            the length follow.
+            is "all" (the first table), "readme" (the short one), "scores" or a family's. With forks of several lengths,
+            "-" and the length follow.
         figures: folder for a figure of each family; None: none.
 
     Raises:
@@ -100,4 +101,7 @@ def _sections(lines: Sequence[Row], asked: Asked) -> dict[str, str]:
     found |= {family: family_table(lines, family, pairs, asked.outcome) for family, pairs in asked.families.items()}
     if asked.readme:
         found["readme"] = short_table(lines, asked.readme, asked.against, asked.outcome, asked.command)
+    if has_scores(lines):
+        pairs = dict.fromkeys(pair for pairs in asked.families.values() for pair in pairs)
+        found["scores"] = score_table(lines, pairs)
     return {name: wrapped(text) for name, text in found.items()}

@@ -8,7 +8,7 @@ import statistics
 import string
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,12 @@ class Planned:
 
 
 def run_fork(
-    recipe: ForkRecipe, text: ForkText, run: ForkRun, device: torch.device, folder: Path
+    recipe: ForkRecipe,
+    text: ForkText,
+    run: ForkRun,
+    device: torch.device,
+    folder: Path,
+    score: Callable[[Trainee], dict[str, Any]] | None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Trains a contender from the start of a fork and yields losses, shares and times after each of its lengths.
 
@@ -60,6 +65,7 @@ def run_fork(
         run: who decides on the precisions, where it starts, and for how long it trains.
         device: where it runs.
         folder: of the base's states.
+        score: says more of the trained model, for a line.
 
     Yields: number of steps, and what a line says of them.
     """
@@ -78,7 +84,7 @@ def run_fork(
             began = time.perf_counter()
             training.advance(sequences, steps)
             trained = time.perf_counter()
-            found = training.found(steps)
+            found = training.found(steps) | ({} if score is None else score(trainee))
             seconds["training"] += trained - began
             seconds["evaluation"] += time.perf_counter() - trained
             times = {"seconds": {name: round(value, 3) for name, value in seconds.items()}}

@@ -40,7 +40,7 @@ class ForkText:
 
 
 def write_text(recipe: ForkRecipe, path: Path) -> ForkText:
-    """Trains the tokenizer, packs the text, writes it to `path` and returns it.
+    """Trains the tokenizer, packs the text, writes both, the text to `path`, and returns the text.
 
     Raises:
         ValueError: the text has fewer sequences than the recipe wants, or the vocabulary does not fit into 16 bits.
@@ -66,7 +66,13 @@ def write_text(recipe: ForkRecipe, path: Path) -> ForkText:
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = np.array([text.vocab_size, text.eos_token_id])
     np.savez(path, train=text.train, held_out=text.held_out, vocabulary=numbers)
+    tokenizer.save_pretrained(tokenizer_folder(path))
     return text
+
+
+def tokenizer_folder(path: Path) -> Path:
+    """Returns the folder of the tokenizer that made the tokens in a file; benchmarks alone need it."""
+    return path.with_suffix(".tokenizer")
 
 
 def read_text(path: Path) -> ForkText:

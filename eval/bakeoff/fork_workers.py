@@ -17,19 +17,21 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 
 from benchmarks.shared.json_lines import drop_unfinished_line, read_lines
+from eval.scoring.evaluate import set_environment
 from eval.scoring.rows import git_commit
 from snip_hf.cli import import_modules
 
-from .fork_base import check_length, state_path, train_base
+from .fork_base import Trainee, check_length, state_path, train_base
 from .fork_cells import Fork
 from .fork_lines import SCHEMA_VERSION
 from .fork_pace import Pace, overview
@@ -114,7 +116,7 @@ def work(index: int, job: Job, shared: Shared) -> None:
             continue
         began = time.time()
         try:
-            for steps, found in run_fork(job.recipe, text, run, device, job.options.cache):
+            for steps, found in run_fork(job.recipe, text, run, device, job.options.cache, _score_of(job, run)):
                 _write(job, shared, _signed(job, run, steps, text, device) | found)
         except Exception:
             _report_failure(run.name, shared)
@@ -122,6 +124,18 @@ def work(index: int, job: Job, shared: Shared) -> None:
                 return
             continue
         pace.note(run, time.time() - began)
+
+
+def _score_of(job: Job, run: ForkRun) -> Callable[[Trainee], dict[str, Any]] | None:
+    """Returns what scores the model of a fork; None if it is not benchmarked."""
+    if not run.benchmarked:
+        return None
+    set_environment(job.options.data_dir, model_is_local=True)
+    # lm-eval is needed here alone, and not there on every machine that runs forks.
+    from .fork_scores import scores
+
+    given = {"tasks": job.recipe.benchmarks, "text": job.options.text, "data_dir": job.options.data_dir}
+    return partial(scores, **given)
 
 
 class _OwnPace:

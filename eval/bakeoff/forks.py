@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--minutes", type=float, metavar="M", help="start no fork that would end later than this")
     run.add_argument("--cache", type=Path, default=Path("runs/forks-cache"), metavar="DIR", help="states of the bases")
     run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    run.add_argument("--data-dir", type=Path, metavar="DIR", help="benchmark files, for cells that are benchmarked")
     run.add_argument("--commit", metavar="ID", help="the lines' commit, for code that lies without its .git folder")
     run.add_argument("--list", action="store_true", help="only say what would be run, and how long it takes")
     run.add_argument("--pace", type=Path, nargs="+", default=[], metavar="FILE", help="lines to go by for that")

@@ -44,7 +44,7 @@ def test_every_policy_has_every_share_of_its_granularity(
     policies = {one.settings["policy"] for one in criteria.contenders if one.settings}
     impossible = {"backward-first"} if granularity == "layer" else set()
     assert {(policy, share) for policy in policies - impossible for share in shares} <= found
-    assert [what for what in criteria.impossible] == ["policy backward-first, granularity layer"]
+    assert list(criteria.impossible) == ["policy backward-first, granularity layer"]
 
 
 def test_a_block_has_enough_forks_of_both_lengths(criteria: ForkRecipe) -> None:

@@ -24,6 +24,7 @@ from snip_hf.numerics.formats import FORMATS
 
 from .fork_cells import Fork, uniform_policy
 from .fork_recipe import ForkRecipe
+from .fork_shifts import Shift, batches, sequences_needed
 from .fork_text import ForkText
 from .training import adamw
 
@@ -42,7 +43,8 @@ class Trainee:
 
     def __init__(self, recipe: ForkRecipe, text: ForkText, device: torch.device, seed: int) -> None:
         self.device = device
-        self._training, self._text = recipe.base, text
+        self._training, self._held_out = recipe.base, text.held_out
+        self._other_held_out = text.other_held_out
         torch.manual_seed(seed)
         vocabulary = {"vocab_size": text.vocab_size, "bos_token_id": None, "eos_token_id": text.eos_token_id}
         config = AutoConfig.for_model(recipe.model.model_type, **(vocabulary | recipe.model.config))
@@ -89,11 +91,19 @@ class Trainee:
         result: Tensor = loss.detach()
         return result
 
+    def shift(self, shift: Shift) -> None:
+        """Changes learning rate and held-out text for the steps to come."""
+        for group in self.optimizer.param_groups:
+            group["lr"] *= shift.learning_rate
+        self.schedule.base_lrs = [rate * shift.learning_rate for rate in self.schedule.base_lrs]
+        if shift.other_text:
+            self._held_out = self._other_held_out
+
     @torch.no_grad()
     def evaluate(self) -> float:
         """Returns the mean loss on the held-out text under the arithmetic in force."""
         self.model.eval()
-        held_out = self._text.held_out
+        held_out = self._held_out
         parts = np.array_split(held_out, math.ceil(len(held_out) / _SEQUENCES_PER_EVALUATION))
         with self._autocast():
             losses = [self.model(**self._batch(part)).loss.double() * len(part) for part in parts]
@@ -154,26 +164,32 @@ def state_path(recipe: ForkRecipe, text: ForkText, fork: Fork, folder: Path) -> 
     return folder / f"base-{recipe.base_id(text.digest, fork.base_seed)}-{fork.point}.pt"
 
 
-def sequences_of(recipe: ForkRecipe, text: ForkText, fork: Fork, steps: int) -> np.ndarray[Any, Any]:
-    """Returns the sequences of a fork's first steps, (steps, B, L): those that its base has not seen, in its own order.
+def sequences_of(recipe: ForkRecipe, text: ForkText, fork: Fork, steps: int) -> list[np.ndarray[Any, Any]]:
+    """Returns the sequences of each of a fork's first steps, (B, L): those that its base has not seen, in its own order.
 
     A shorter fork sees the same as a longer one sees first.
     """
     count = recipe.base.sequences
     unseen = _order(text, fork.base_seed)[fork.point * count :]
-    drawn = np.random.default_rng(fork.seed).permutation(unseen)[: steps * count]
-    return text.train[drawn].reshape(steps, count, -1)
+    drawn = np.random.default_rng(fork.seed).permutation(unseen)[: sequences_needed(fork.shift, count, steps)]
+    other = np.random.default_rng(fork.seed).permutation(text.other)
+    return list(batches(fork.shift, text.train[drawn], other, count, steps))
 
 
 def check_length(recipe: ForkRecipe, text: ForkText) -> None:
     """Raises ValueError unless the text lasts for the bases and the forks."""
-    last = max(run.fork.point + run.lengths[-1] for run in recipe.runs(text.digest))
-    needed = last * recipe.base.sequences
+    count = recipe.base.sequences
+    needed = max(
+        run.fork.point * count + sequences_needed(run.fork.shift, count, run.lengths[-1])
+        for run in recipe.runs(text.digest)
+    )
     if len(text.train) < needed:
         raise ValueError(
-            f"The text has {len(text.train)} sequences; expected {needed} for {last} steps of {recipe.base.sequences}. "
-            "Raise train_sequences, or lower forks.points or forks.steps."
+            f"The text has {len(text.train)} sequences; expected {needed} for bases and forks, {count} a step. Raise "
+            "train_sequences, or lower forks.points or forks.steps."
         )
+    if any(fork.shift is not None and fork.shift.other_text for fork in recipe.forks) and not len(text.other):
+        raise ValueError("The text holds no other text, which forks.shifts name; run `text` with this recipe.")
 
 
 def _digest(model: nn.Module) -> str:

@@ -13,11 +13,14 @@ from snip_hf.numerics.gemms import GEMMS
 from snip_hf.policies.registry import needs_probe, register_policy
 from snip_hf.policies.uniform import uniform
 
+from .fork_shifts import Shift
 from .grid import combinations
 
 # Which GEMMs run in a cell's format; the others run in BF16.
 GEMM_SETS = {"all": GEMMS, "forward": ("forward",), "backward": ("grad_input", "grad_weight")}
-_FORK_DECIDES = ("seed", "fixed_plan", "first_refresh", "apply_delay", "start_format")
+_FORK_DECIDES = ("seed", "fixed_plan", "first_refresh", "start_format")
+# Fields of SnipConfig that keep a plan, where a cell does not say otherwise.
+_HELD: dict[str, Any] = {"refresh_every": None, "apply_delay": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +31,31 @@ class Fork:
     point: int
     """Steps that the base has done."""
     data_seed: int
+    shift: Shift | None = None
+    """What changes in the middle of the fork."""
 
     @property
     def name(self) -> str:
-        return f"s{self.base_seed}-p{self.point}-d{self.data_seed}"
+        return self._start + ("" if self.shift is None else f"-{self.shift.name}")
 
     @property
     def seed(self) -> int:
-        """Seed of all random numbers of the fork: the same for every contender."""
-        return zlib.crc32(self.name.encode())
+        """Seed of all random numbers of the fork: the same for every contender, and whatever shifts."""
+        return zlib.crc32(self._start.encode())
+
+    @property
+    def _start(self) -> str:
+        return f"s{self.base_seed}-p{self.point}-d{self.data_seed}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what tells forks apart, for JSON; `of_dict` reads it."""
+        found: dict[str, Any] = {"base_seed": self.base_seed, "point": self.point, "data_seed": self.data_seed}
+        return found | ({} if self.shift is None else {"shift": self.shift.to_dict()})
+
+    @classmethod
+    def of_dict(cls, values: Mapping[str, Any]) -> Fork:
+        shift = values.get("shift")
+        return cls(**(dict(values) | {"shift": None if shift is None else Shift(**shift)}))
 
 
 @dataclass(frozen=True)
@@ -53,7 +72,7 @@ class Contender:
     def name(self) -> str:
         if self.format is not None:
             return self.format if self.gemms == "all" else f"{self.format}, {self.gemms} GEMMs"
-        config = SnipConfig.from_dict(dict(self.settings) | {"apply_delay": 0})
+        config = SnipConfig.from_dict(_HELD | dict(self.settings))
         known = ("policy", "formats", "granularity", "backend", "solver")
         known += ("target_fp4_fraction", "target_linear_speedup", "rates")
         parts = [f"{key} {value}" for key, value in self.settings.items() if key not in known]
@@ -75,12 +94,11 @@ class Contender:
         return dict(self.settings)
 
     def config(self, fork: Fork, backend: str) -> SnipConfig:
-        """Returns the configuration that makes the contender's plan at the first step of a fork."""
-        own: dict[str, Any] = {"refresh_every": None} | dict(self.settings)
+        """Returns the configuration that makes the contender's plans, the first at the first step of a fork."""
+        own = dict(self.settings)
         if self.format is not None:
-            own = {"policy": uniform_policy(self.format), "backend": backend, "refresh_every": None}
-        when = {"first_refresh": fork.point + 1, "apply_delay": 0}
-        return SnipConfig.from_dict(own | when | {"seed": fork.seed})
+            own = {"policy": uniform_policy(self.format), "backend": backend}
+        return SnipConfig.from_dict(_HELD | own | {"first_refresh": fork.point + 1, "seed": fork.seed})
 
 
 @dataclass(frozen=True)
@@ -166,13 +184,14 @@ def _of_policy(point: Mapping[str, Any], common: Mapping[str, Any]) -> Contender
             raise ValueError(f"cells: {name} is given, but the fork decides it: its first plan is made at its start.")
     if "policy" not in point:
         raise ValueError(f"cells: got {dict(point)}; expected format, or policy and other fields of SnipConfig.")
-    given: dict[str, Any] = {"refresh_every": None} | dict(common) | dict(point)
-    config = SnipConfig.from_dict(given | {"apply_delay": 0})
-    values, plain = config.to_dict(), SnipConfig(refresh_every=None, apply_delay=0).to_dict()
+    config = SnipConfig.from_dict(_HELD | dict(common) | dict(point))
+    values, plain = config.to_dict(), SnipConfig.from_dict(_HELD).to_dict()
     always = ("policy", "formats", "granularity", "target_fp4_fraction")
     settings = {name: value for name, value in values.items() if name in always or value != plain[name]}
     settings.pop("start_format", None)  # follows from the formats
     contender = Contender(None, "all", settings)
+    if config.apply_delay and not contender.refreshes:
+        raise ValueError(f"cells: apply_delay={config.apply_delay} without refresh_every: the first plan has none.")
     if contender.refreshes and not needs_probe(config):
         raise ValueError(
             f"cells: policy={config.policy!r} needs no probe, so its plan is never made again; take refresh_every and "

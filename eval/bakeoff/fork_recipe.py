@@ -17,10 +17,12 @@ from snip_hf.numerics.formats import UNQUANTIZED, check_format
 
 from .fork_cells import Cell, Contender, Fork, as_lengths, cells_of, impossible_cells
 from .fork_lines import LOSSES
+from .fork_shifts import Shift
 
 _KEYS = ("data", "tokenizer", "train_sequences", "model", "training", "forks", "snip", "cells")
-_OPTIONAL_KEYS = ("impossible", "comparisons", "readme", "outcome", "benchmarks")
+_OPTIONAL_KEYS = ("impossible", "comparisons", "readme", "outcome", "benchmarks", "other_data", "other_sequences")
 _FORK_KEYS = ("base_seeds", "points", "data_seeds", "steps")
+_OPTIONAL_FORK_KEYS = ("shifts",)
 @dataclass(frozen=True, kw_only=True)
 class BaseSection:
     """How the base trains: AdamW, linear warmup, cosine decay to a tenth, FP32 weights. Forks go on the same way."""
@@ -88,6 +90,10 @@ class ForkRecipe:
     """Names of the contenders of the short table, in its order."""
     outcome: str
     """The loss that the report tests."""
+    other: DataSection | None
+    """Text of shifts to another one; None: there is none."""
+    other_sequences: int
+    """Sequences of it; the held-out ones come from their end."""
     benchmarks: tuple[str, ...]
     """Tasks of eval/run.py for cells that are benchmarked."""
 
@@ -101,9 +107,10 @@ class ForkRecipe:
         """Those of all cells, each once."""
         return tuple({cell.contender.name: cell.contender for cell in self.cells}.values())
 
-    def setting(self, text: str, steps: int) -> str:
-        """Returns what tells forks from those of another text, model, base or length."""
-        return _hash([text, _model_parts(self.model), asdict(self.base), steps, self.backend])
+    def setting(self, text: str, steps: int, fork: Fork) -> str:
+        """Returns what tells forks from those of another text, model, base, length or shift."""
+        shift = [] if fork.shift is None else [fork.shift.to_dict()]
+        return _hash([text, _model_parts(self.model), asdict(self.base), steps, self.backend, *shift])
 
     def base_id(self, text: str, seed: int) -> str:
         """Returns what tells a base from others."""
@@ -135,8 +142,8 @@ class ForkRecipe:
 
     def _ids(self, text: str, cell: Cell, fork: Fork) -> dict[int, str]:
         """Returns number of steps -> id of the line."""
-        what = [cell.contender.to_dict(), asdict(fork), *([self.benchmarks] if cell.benchmarked else [])]
-        return {n: _hash([self.setting(text, n), *what]) for n in cell.lengths if self.fits(fork, n)}
+        what = [cell.contender.to_dict(), fork.to_dict(), *([self.benchmarks] if cell.benchmarked else [])]
+        return {n: _hash([self.setting(text, n, fork), *what]) for n in cell.lengths if self.fits(fork, n)}
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ForkRecipe:
@@ -154,7 +161,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ForkRecipe:
     base = build(BaseSection, "training", values["training"])
     check_format(base.format, "training.format")
     forks, common = values["forks"], values["snip"]
-    _check_keys("forks", forks, _FORK_KEYS)
+    _check_keys("forks", forks, _FORK_KEYS, _OPTIONAL_FORK_KEYS)
     lengths = as_lengths(forks["steps"], "forks.steps")
     cells = tuple(cell for entry in values["cells"] for cell in cells_of(entry, common, lengths))
     _check_points(forks["points"], {steps for cell in cells for steps in cell.lengths} or set(lengths), base.steps)
@@ -177,6 +184,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ForkRecipe:
         comparisons=_comparisons(values.get("comparisons") or {}, names),
         readme=readme,
         outcome=outcome,
+        other=_other(values),
+        other_sequences=values.get("other_sequences", 0),
         benchmarks=_benchmarks(values, cells),
     )
 
@@ -186,6 +195,18 @@ def _benchmarks(values: Mapping[str, Any], cells: Sequence[Cell]) -> tuple[str, 
     if any(cell.benchmarked for cell in cells) and not tasks:
         raise ValueError("benchmarks: a cell is benchmarked, but the recipe names no task; expected e.g. [arc_easy].")
     return tasks
+
+
+def _other(values: Mapping[str, Any]) -> DataSection | None:
+    """Returns the other text; raises ValueError for a shift to one that is not there."""
+    given = values.get("other_data")
+    shifted = [entry["name"] for entry in values["forks"].get("shifts", ()) if entry and entry.get("other_text")]
+    if shifted and (given is None or values.get("other_sequences", 0) <= values["data"]["validation_sequences"]):
+        raise ValueError(
+            f"forks.shifts: {shifted[0]}: other_text needs other_data, as data, and other_sequences above "
+            "data.validation_sequences, as many of which are held out."
+        )
+    return None if given is None else build(DataSection, "other_data", given)
 
 
 def _check_points(points: Sequence[int], lengths: Collection[int], steps: int) -> None:
@@ -208,9 +229,11 @@ def _blocks(forks: Mapping[str, Any]) -> Iterator[tuple[Fork, ...]]:
         raise ValueError(
             f"forks.base_seeds={seeds}; expected different seeds, [0, 1, 2, 3], or blocks of them, [[0, 1], [2, 3]]."
         )
+    shifts = [None if entry is None else build(Shift, "forks.shifts", entry) for entry in forks.get("shifts", [None])]
     for block in seeds if all(nested) else [seeds]:
         yield tuple(
-            Fork(base_seed=seed, point=point, data_seed=data)
+            Fork(base_seed=seed, point=point, data_seed=data, shift=shift)
+            for shift in shifts
             for seed in block
             for point in forks["points"]
             for data in forks["data_seeds"]

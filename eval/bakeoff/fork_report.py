@@ -48,7 +48,7 @@ def write_report(
     docs: Sequence[Path] = (),
     figures: Path | None = None,
 ) -> str:
-    """Writes the tables of each setting (text, model, base, length of forks) and returns the text, in Markdown.
+    """Writes the tables of each setting (text, model, base, length and shift of forks) and returns them, in Markdown.
 
     Args:
         paths: files of lines.
@@ -56,7 +56,7 @@ def write_report(
         asked: what it shows; None: the first table.
         docs: Markdown files whose tables between `<!-- PREFIX:NAME -->` and `<!-- /PREFIX:NAME -->` are renewed; NAME
             is "all" (the first table), "readme" (the short one), "scores" or a family's. With forks of several lengths,
-            "-" and the length follow.
+            "-" and the length follow, and with a shift "-" and its name.
         figures: folder for a figure of each family; None: none.
 
     Raises:
@@ -67,23 +67,22 @@ def write_report(
     settings: dict[str, list[Row]] = {}
     for line in sorted(read_forks(paths), key=lambda line: line["steps"]):
         settings.setdefault(line["setting"], []).append(line)
-    lengths = [lines[0]["steps"] for lines in settings.values()]
-    if (docs or figures) and len(set(lengths)) < len(lengths):
+    ends = _ends([lines[0] for lines in settings.values()])
+    if (docs or figures) and len(set(ends)) < len(ends):
         raise ValueError(
-            f"--docs, --figures: the lines are of {len(settings)} settings, with forks of {lengths} steps; expected "
-            "one setting of each length, so give their files apart."
+            f"--docs, --figures: the lines are of {len(ends)} settings, several of them of the same length and shift; "
+            "expected one of each, so give their files apart."
         )
     sections: dict[str, str] = {}
     bodies: list[str] = []
-    for steps, lines in zip(lengths, settings.values(), strict=True):
-        end = f"-{steps}" if len(lengths) > 1 else ""
+    for end, lines in zip(ends, settings.values(), strict=True):
         found = _sections(lines, asked)
         bodies += found.values()
         sections |= {f"{name}{end}": body for name, body in found.items()}
         if figures is not None:
             for family, pairs in asked.families.items():
                 path = figures / f"{asked.prefix}-{family}{end}.png"
-                write_family_figure(tests_of(lines, pairs, asked.outcome), steps, path)
+                write_family_figure(tests_of(lines, pairs, asked.outcome), lines[0]["steps"], path)
     text = "\n\n".join(bodies) + "\n"
     marked = {path: marked_names(path, asked.prefix, sections) for path in docs}
     if output is not None:
@@ -93,6 +92,14 @@ def write_report(
         for name in names:
             replace_between(path, f"{asked.prefix}:{name}", sections[name])
     return text
+
+
+def _ends(lines: Sequence[Row]) -> list[str]:
+    """Returns what follows the names of each setting's tables: length and shift, where there are several."""
+    steps = [f"-{line['steps']}" for line in lines]
+    shifts = [f"-{line['fork']['shift']['name']}" if "shift" in line["fork"] else "" for line in lines]
+    several = len(set(steps)) > 1
+    return [f"{length if several else ''}{shift}" for length, shift in zip(steps, shifts, strict=True)]
 
 
 def _sections(lines: Sequence[Row], asked: Asked) -> dict[str, str]:

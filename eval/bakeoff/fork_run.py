@@ -27,7 +27,7 @@ from .fork_base import Trainee, keep_state_on_host, sequences_of, state_path
 from .fork_cells import GEMM_SETS, Contender, Fork
 from .fork_recipe import ForkRecipe, ForkRun
 from .fork_text import ForkText
-from .training import flop_shares
+from .training import ends_above_its_lowest, flop_shares
 from .weight_means import WeightMeans
 
 # The training loss of a fork is the mean over so many of its last steps, and so are the averaged weights.
@@ -116,11 +116,13 @@ class _Training:
         """That is in force."""
         return None if self._controller is None else self._controller.plan
 
-    def advance(self, sequences: np.ndarray[Any, Any], end: int) -> None:
+    def advance(self, sequences: Sequence[np.ndarray[Any, Any]], end: int) -> None:
         """Trains to step `end`, or until the loss is not finite."""
         pending: list[Tensor] = []
         while self._done < end and all(map(math.isfinite, self._losses[-1:])):
-            step = self._done + 1
+            step, shift = self._done + 1, self._fork.shift
+            if shift is not None and step == shift.after + 1:
+                self._trainee.shift(shift)
             pending.append(self._trainee.step(self._fork.point + step, sequences[self._done], self._controller))
             self._done = step
             self._note(step)
@@ -159,6 +161,7 @@ class _Training:
             "loss": {name: _finite(value) for name, value in loss.items()},
             "training_curve": [_finite(value) for value in curve],
             "diverged": not all(map(math.isfinite, (*losses, *loss.values()))),
+            "blew_up": ends_above_its_lowest(list(enumerate(curve))),
             "plans": [{"step": step} | _of_plan(plan) for step, plan in self._plans[1:]],
         }
 
@@ -196,7 +199,7 @@ def make_plan(
     if config.policy == UNQUANTIZED.name:
         return Planned(None, None)
     first = fork.point + 1
-    controller = SnipController(trainee.model, trainee.optimizer, config)
+    controller = SnipController(trainee.model, trainee.optimizer, replace(config, apply_delay=0))
     try:
         controller.step = fork.point
         if controller.needs_probe:

@@ -130,9 +130,9 @@ def table(lines: Sequence[Row], against: str) -> str:
     heads += ["paired sd", "standard error", "ms per step"]
     rows = [_cells(name, own, contenders[against], losses) for name, own in contenders.items()]
     note = (
-        f"Difference to `{against}` on the same fork: loss after {lines[0]['steps']} steps, mean ± half of the 95% "
-        "interval (Student's t, bases as a random effect, uncorrected). Paired standard deviation and standard error "
-        f"are those of the held-out loss under the plan, in percentage points.\n\n{origin(lines)}"
+        f"Difference to `{against}` on the same fork: loss after {lines[0]['steps']} steps{_shift(lines)}, mean ± half of "
+        "the 95% interval (Student's t, bases as a random effect, uncorrected). Paired standard deviation and standard "
+        f"error are those of the held-out loss under the plan, in percentage points.\n\n{origin(lines)}"
     )
     return f"{note}\n\n{markdown(heads, rows)}"
 
@@ -163,7 +163,9 @@ def _cells(name: str, lines: Sequence[Row], others: Sequence[Row], losses: Seque
     main = found["held_out_plan"]
     diverged = sum(line["diverged"] for line in lines)
     unpaired = 0 if lines is others else len(lines) - diverged - main.forks
-    notes = [f"{count} {what}" for count, what in ((diverged, "diverged"), (unpaired, "unpaired")) if count]
+    blew_up = sum(line.get("blew_up", False) and not line["diverged"] for line in lines)
+    counts = ((diverged, "diverged"), (blew_up, "blew up"), (unpaired, "unpaired"))
+    notes = [f"{count} {what}" for count, what in counts if count]
     share = float(np.mean([line["fp4_fraction"] for line in lines]))
     step_ms = float(np.median([1e3 * line["seconds"]["training"] / line["steps"] for line in lines]))
     is_self = lines is others
@@ -176,6 +178,11 @@ def _cells(name: str, lines: Sequence[Row], others: Sequence[Row], losses: Seque
         *("-" if is_self else _figure(figure) for figure in (main.deviation, main.error)),
         f"{step_ms:.0f}",
     ]
+
+
+def _shift(lines: Sequence[Row]) -> str:
+    shift = lines[0]["fork"].get("shift")
+    return "" if shift is None else f", with the shift {shift['name']!r} after step {shift['after']} of the fork"
 
 
 def _shares(lines: Sequence[Row]) -> str:

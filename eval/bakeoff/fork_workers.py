@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -155,7 +155,7 @@ def _write(job: Job, shared: Shared, line: dict[str, Any]) -> None:
     """Adds a line to the output, at once, so that a run that is cut off keeps it."""
     with shared.lock, job.options.output.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line, allow_nan=False) + "\n")
-    fork = Fork(**line["fork"])
+    fork = Fork.of_dict(line["fork"])
     print(f"{line['contender']}, {fork.name}, {line['steps']} steps: {line['loss']}", flush=True)
 
 
@@ -236,10 +236,10 @@ def _signed(job: Job, run: ForkRun, steps: int, text: ForkText, device: torch.de
     return {
         "schema_version": SCHEMA_VERSION,
         "id": run.ids[steps],
-        "setting": job.recipe.setting(text.digest, steps),
+        "setting": job.recipe.setting(text.digest, steps, run.fork),
         "contender": run.contender.name,
         "spec": run.contender.to_dict(),
-        "fork": asdict(run.fork),
+        "fork": run.fork.to_dict(),
         "seed": run.fork.seed,
         "steps": steps,
         "machine": torch.cuda.get_device_name(device) if is_cuda else cpu,

@@ -240,7 +240,7 @@ def test_a_fork_sees_what_its_base_has_not_seen(based: tuple[ForkRecipe, ForkTex
     late = recipe.forks[1]
     seen = np.random.default_rng(0).permutation(60)[: late.point * 4]
     position = {row.tobytes(): index for index, row in enumerate(text.train)}
-    drawn = [position[row.tobytes()] for row in sequences_of(recipe, text, late, 4).reshape(-1, 32)]
+    drawn = [position[row.tobytes()] for row in np.concatenate(sequences_of(recipe, text, late, 4))]
     assert len(set(drawn)) == 4 * 4
     assert not set(drawn) & set(seen.tolist())
 
@@ -518,6 +518,11 @@ def test_the_table_holds_what_was_computed_by_hand() -> None:
 def test_a_fork_that_diverged_is_counted_and_left_out() -> None:
     text = table([*LINES[:5], line("fp4", 1, 0.0, diverged=True)], "bf16")
     assert "| fp4 | 100.0% | - | 2 (1 diverged) | +2.000 ± 12.706 |" in text
+
+
+def test_a_fork_that_blew_up_is_named_and_stays_in_the_mean() -> None:
+    text = table([*LINES[:5], LINES[5] | {"blew_up": True}], "bf16")
+    assert "| fp4 | 100.0% | - | 3 (1 blew up) | +2.000 ± 2.484 |" in text
 
 
 def test_forks_from_other_weights_are_no_pair() -> None:

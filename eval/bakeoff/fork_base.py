@@ -165,7 +165,7 @@ def state_path(recipe: ForkRecipe, text: ForkText, fork: Fork, folder: Path) -> 
 
 
 def sequences_of(recipe: ForkRecipe, text: ForkText, fork: Fork, steps: int) -> list[np.ndarray[Any, Any]]:
-    """Returns the sequences of each of a fork's first steps, (B, L): those that its base has not seen, in its own order.
+    """Returns the sequences of each of a fork's first steps, (B, L): in its own order, what its base has not seen.
 
     A shorter fork sees the same as a longer one sees first.
     """

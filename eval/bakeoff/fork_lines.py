@@ -61,8 +61,8 @@ def losses_of(lines: Iterable[Row]) -> list[str]:
 
 def fork_key(line: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns what two lines have in common if they are of one fork: the very weights of its start, and the machine."""
-    fork = line["fork"]
-    return *(str(fork.get(part)) for part in ("base_seed", "point", "data_seed", "shift")), line["state"], line["machine"]
+    parts = (line["fork"].get(part) for part in ("base_seed", "point", "data_seed", "shift"))
+    return *map(str, parts), line["state"], line["machine"]
 
 
 def pairs(lines: Iterable[Row], others: Iterable[Row], loss: str) -> list[tuple[Row, float]]:

@@ -97,9 +97,12 @@ def write_report(
 def _ends(lines: Sequence[Row]) -> list[str]:
     """Returns what follows the names of each setting's tables: length and shift, where there are several."""
     steps = [f"-{line['steps']}" for line in lines]
-    shifts = [f"-{line['fork']['shift']['name']}" if "shift" in line["fork"] else "" for line in lines]
+    shifts = [line["fork"].get("shift") for line in lines]
     several = len(set(steps)) > 1
-    return [f"{length if several else ''}{shift}" for length, shift in zip(steps, shifts, strict=True)]
+    return [
+        (length if several else "") + (f"-{shift['name']}" if shift else "")
+        for length, shift in zip(steps, shifts, strict=True)
+    ]
 
 
 def _sections(lines: Sequence[Row], asked: Asked) -> dict[str, str]:

@@ -129,8 +129,9 @@ def table(lines: Sequence[Row], against: str) -> str:
     heads = ["contender", "share in 4 bits", "shares of FLOPs", "forks", *(f"{LOSSES[loss]} (%)" for loss in losses)]
     heads += ["paired sd", "standard error", "ms per step"]
     rows = [_cells(name, own, contenders[against], losses) for name, own in contenders.items()]
+    when = f"{lines[0]['steps']} steps{_shift(lines)}"
     note = (
-        f"Difference to `{against}` on the same fork: loss after {lines[0]['steps']} steps{_shift(lines)}, mean ± half of "
+        f"Difference to `{against}` on the same fork: loss after {when}, mean ± half of "
         "the 95% interval (Student's t, bases as a random effect, uncorrected). Paired standard deviation and standard "
         f"error are those of the held-out loss under the plan, in percentage points.\n\n{origin(lines)}"
     )

@@ -26,7 +26,7 @@ from eval.bakeoff.__main__ import _parser, main
 from eval.bakeoff.grid import Grid, Spec, load_grid
 from eval.bakeoff.lines import read_runs
 from eval.bakeoff.text import Text, load_text, prepare_text
-from eval.bakeoff.training import Run, _ends_above_its_lowest, count_spikes
+from eval.bakeoff.training import Run, count_spikes, ends_above_its_lowest
 from snip_hf import SnipConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -360,10 +360,10 @@ def test_a_run_whose_loss_is_no_longer_finite_ends_there_as_diverged(tiny: tuple
 
 
 def test_a_loss_that_ends_far_above_its_lowest_has_diverged() -> None:
-    assert not _ends_above_its_lowest([(1, 9.0), (2, 5.0), (3, 5.4)])
-    assert _ends_above_its_lowest([(1, 9.0), (2, 5.0), (3, 5.6)])
-    assert _ends_above_its_lowest([(1, 9.0), (2, 5.0), (3, math.nan)])
-    assert not _ends_above_its_lowest([])
+    assert not ends_above_its_lowest([(1, 9.0), (2, 5.0), (3, 5.4)])
+    assert ends_above_its_lowest([(1, 9.0), (2, 5.0), (3, 5.6)])
+    assert ends_above_its_lowest([(1, 9.0), (2, 5.0), (3, math.nan)])
+    assert not ends_above_its_lowest([])
 
 
 def test_spikes_are_jumps_far_above_the_steps_before() -> None:

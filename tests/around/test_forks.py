@@ -651,7 +651,7 @@ def test_forks_of_several_lengths_have_tables_and_figures_of_their_own(tmp_path:
     assert [path.name for path in sorted(figures.iterdir())] == ["forks-pairs-100.png", "forks-pairs-1000.png"]
     more = [one | {"id": f"more-{one['id']}", "setting": "more"} for one in signed]
     lines.write_text("".join(json.dumps(one) + "\n" for one in [*signed, *more]), encoding="utf-8")
-    with pytest.raises(ValueError, match="expected one setting of each length"):
+    with pytest.raises(ValueError, match="several of them of the same length and shift"):
         write_report([lines], None, asked, [page])
 
 

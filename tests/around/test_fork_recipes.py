@@ -6,13 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from small_forks import CPU, TINY, forked, random_text
 
 from benchmarks.shared.json_lines import read_lines
 from eval.bakeoff import forks
-from eval.bakeoff.fork_base import train_base
+from eval.bakeoff.fork_base import check_length, train_base
 from eval.bakeoff.fork_recipe import ForkRecipe, load_recipe
+from eval.bakeoff.fork_text import ForkText
 from snip_hf import SnipConfig
 from snip_hf.config import POLICIES
 from snip_hf.policies.registry import aims_at_share
@@ -54,6 +56,19 @@ def test_a_block_has_enough_forks_of_both_lengths(criteria: ForkRecipe) -> None:
     assert lengths.count(1000) >= 100
     # A run that is cut off has the main contrasts first.
     assert all(run.lengths == (100, 1000) for run in runs[:108])
+
+
+@pytest.mark.parametrize("name", ["criteria", "criteria-124m", "continue-124m", "longer", "shifts", "small"])
+def test_every_recipe_asks_for_no_more_text_than_it_keeps(name: str) -> None:
+    recipe = load_recipe(ROOT / "recipes" / f"forks-{name}.yaml")
+    rows, other = (np.zeros((count, 1), np.uint16) for count in (recipe.train_sequences, recipe.other_sequences))
+    check_length(recipe, ForkText(rows, rows[:1], 8192, 0, other, other[:1]))
+
+
+def test_longer_runs_go_through_the_schedule_with_eight_seeds() -> None:
+    recipe = load_recipe(ROOT / "recipes" / "forks-longer.yaml")
+    assert len({fork.base_seed for fork in recipe.forks}) == 8
+    assert {run.fork.point + run.lengths[-1] for run in recipe.runs("text")} == {recipe.base.steps}
 
 
 @pytest.mark.slow

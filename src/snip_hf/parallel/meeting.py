@@ -85,4 +85,6 @@ def _group_of(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
         if isinstance(argument, torch.ScriptObject):
             return dist.ProcessGroup.unbox(argument)
     names = [argument for argument in args if isinstance(argument, str)]
-    return dist.distributed_c10d._resolve_process_group(names[-1]) if names else None
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    found: dist.ProcessGroup | None = resolve(names[-1]) if names else None
+    return found

@@ -15,9 +15,6 @@ from eval.bakeoff import forks
 from eval.bakeoff.fork_base import check_length, train_base
 from eval.bakeoff.fork_recipe import ForkRecipe, load_recipe
 from eval.bakeoff.fork_text import ForkText
-from snip_hf import SnipConfig
-from snip_hf.config import POLICIES
-from snip_hf.policies.registry import aims_at_share
 
 ROOT = Path(__file__).resolve().parents[2]
 CRITERIA = ROOT / "recipes" / "forks-criteria.yaml"
@@ -28,10 +25,11 @@ def criteria() -> ForkRecipe:
     return load_recipe(CRITERIA)
 
 
-def test_every_policy_that_aims_at_a_share_is_a_contender(criteria: ForkRecipe) -> None:
-    fitting = {"granularity": "gemm", "formats": ("fp4", "bf16")}
-    aiming = {name for name in POLICIES if aims_at_share(SnipConfig(policy=name, **fitting))}
-    assert {one.settings["policy"] for one in criteria.contenders if one.settings} == aiming
+def test_every_criterion_and_rule_that_aims_at_a_share_is_a_contender(criteria: ForkRecipe) -> None:
+    found = {one.settings["policy"] for one in criteria.contenders if one.settings}
+    measured = {"snip", "fisher", "greedy", "hessian-trace", "kl", "min-abs-err", "min-rel-err"}
+    rules = {"layer-type", "layer-position", "first2-last8", "last-15-percent", "backward-first", "random"}
+    assert measured | rules <= found
 
 
 @pytest.mark.parametrize(("granularity", "shares"), [("gemm", (0.75, 0.9, 0.95)), ("layer", (0.5, 0.75, 0.9))])

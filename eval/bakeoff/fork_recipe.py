@@ -23,6 +23,8 @@ _KEYS = ("data", "tokenizer", "train_sequences", "model", "training", "forks", "
 _OPTIONAL_KEYS = ("impossible", "comparisons", "readme", "outcome", "benchmarks", "other_data", "other_sequences")
 _FORK_KEYS = ("base_seeds", "points", "data_seeds", "steps")
 _OPTIONAL_FORK_KEYS = ("shifts",)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BaseSection:
     """How the base trains: AdamW, linear warmup, cosine decay to a tenth, FP32 weights. Forks go on the same way."""

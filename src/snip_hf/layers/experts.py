@@ -14,6 +14,7 @@ parameters. These stay with the experts module, where FSDP shards them and optim
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,13 @@ LAYERS = "snip_layers"
 _FLAGS = {"has_gate", "has_bias", "is_transposed"}
 # Names of configs for how many experts a token has.
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
+# The name of an experts module and of a parameter in it, or of one that is called as it would be in a linear.
+_PROJECTION = re.compile(r"(^|\.)experts(\.mlp)?\.[^\W\d]\w*$|\.weight$")
+
+
+def looks_like_experts(layer: str) -> bool:
+    """Returns True if the name of a layer in a plan is like those of projections of experts."""
+    return _PROJECTION.search(layer) is not None
 
 
 class SnipExperts(SnipLayer):

@@ -22,7 +22,7 @@ from .export_targets import TARGETS, Setting, Target
 # Targets pass over a module that is no linear, so that the file would promise what does not happen.
 _UNKNOWN_CLASS = (
     "by its name it is a projection of experts, which is no nn.Linear; name the model with --model, so that its class "
-    "is known, and add --nearest to leave experts in bf16"
+    "is known, and add --nearest to leave experts in high precision"
 )
 
 

@@ -42,8 +42,8 @@ def plain_name(name: str) -> str:
     """Returns the name of a module or parameter without the parts that wrappers inside the model put in.
 
     These are torch.compile's, activation checkpointing's, those of `pipeline.ModelParts`, and PEFT's: a layer is called
-    as it is in the model without adapters. Where modules that have several layers hold them (`experts.LAYERS`) is left
-    out, too.
+    as it is in the model without adapters. Where modules that have several layers hold them
+    (`experts_interface.LAYERS`) is left out, too.
     """
     return _PEFT.sub("", unwrapped_name(name))
 

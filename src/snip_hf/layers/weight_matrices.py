@@ -70,6 +70,8 @@ def weight_matrices(model: nn.Module, config: SnipConfig | None) -> list[WeightM
             if any(parameter is weight for weight in known_weights(module)):
                 # A module of several layers has one for each parameter, of its name.
                 reason = reasons[name] if name in reasons else reasons[f"{name}.{own_name}"]
+            elif f"{name}.{own_name}" in reasons:  # of a layer of the module around this one
+                reason = reasons[f"{name}.{own_name}"]
             elif routers.is_of_class(module, (*_shape(parameter), 0)[0]):
                 reason = ROUTER
             place = _NUMBER.sub("*", name if own_name == "weight" else f"{name}.{own_name}")

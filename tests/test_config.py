@@ -286,6 +286,7 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("refresh_on_drift", True, "refresh_on_drift=True has type bool; expected float | None."),
     ("refresh_on_drift", "0.8", "refresh_on_drift='0.8' has type str; expected float | None."),
     ("drift_every", None, "drift_every=None has type NoneType; expected int."),
+    ("expert_groups", 2.0, "expert_groups=2.0 has type float; expected int."),
     ("probe_memory_mib", 0.5, "probe_memory_mib=0.5 has type float; expected int | None."),
     ("formats", "fp4", "formats='fp4' has type str; expected tuple[str, ...]."),
     ("formats", ("fp4", 8), "formats: got ('fp4', 8); expected a list of names."),

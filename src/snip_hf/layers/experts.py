@@ -132,18 +132,19 @@ class SnipExperts(SnipLayer):
         return self.snip_backend.grouped_forward(self, input.to(dtype), bias, dispatch.ends)
 
     def _recorded(self, input: Tensor, dispatch: Dispatch) -> Tensor:
-        """Lets the recorder of each group that has tokens compute their output."""
+        """Lets the recorders of the groups compute their output.
+
+        Also of those without tokens: where weights are sharded, other ranks may have some and wait for this one.
+        """
         outputs, start, first = [], 0, 0
         for group in self.groups:
             ends = dispatch.ends[first : first + group.num_matrices]
             stop = int(ends[-1])
-            if stop > start:
-                assert group.snip_recorder is not None
-                own = Dispatch(ends - start, dispatch.token[start:stop], dispatch.tokens)
-                outputs.append(group.snip_recorder(group, input[start:stop], own))
+            assert group.snip_recorder is not None
+            own = Dispatch(ends - start, dispatch.token[start:stop], dispatch.tokens)
+            outputs.append(group.snip_recorder(group, input[start:stop], own))
             start, first = stop, first + group.num_matrices
-        like = outputs[0] if outputs else input
-        return torch.cat([*outputs, like.new_zeros(len(input) - start, self.out_features)])
+        return torch.cat([*outputs, outputs[0].new_zeros(len(input) - start, self.out_features)])
 
     def use_backend(self, backend: Backend) -> None:
         """Lets these kernels run the layer from now on, or the emulated ones where they do not run groups."""

@@ -17,6 +17,7 @@ from .field_values import (
     as_ties,
     check_bits,
     check_formats,
+    check_seconds,
     check_stages,
     check_start,
     check_type,
@@ -269,12 +270,7 @@ class SnipConfig(FieldNames):
                 "loss_divergence_factor and weight_divergence_factor are both 0; at least one must be above 0."
             )
         for name in ("solver_time_limit", "rank_timeout"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not a number of seconds above 0.")
-            if getattr(self, name) > LONGEST_WAIT:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is too long; expected at most {LONGEST_WAIT:g} seconds (7 days)."
-                )
+            check_seconds(name, getattr(self, name), LONGEST_WAIT)
 
     def _check_formats(self) -> None:
         object.__setattr__(self, "formats", as_names("formats", self.formats))

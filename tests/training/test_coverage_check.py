@@ -187,6 +187,7 @@ def test_gemms_that_never_run_do_not_help_to_reach_the_target(policy: str, tmp_p
     assert load_run(tmp_path).counted[-1].tokens == plan.tokens
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_frozen_lower_blocks_is_the_whole_run() -> None:
     config = SnipConfig(target_fp4_fraction=0.5, granularity="gemm", **FAST)
     whole = Loop(upper_only(build("llama")), config).run(*[text()] * 7)

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..layers.experts import looks_like_experts
 from ..layers.selection import modules_of_layers
+from ..layers.state import without_group
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from ..numerics.gemms import CONTRACTIONS, GEMMS, OPERANDS
 from ..planning.plan import PrecisionPlan
@@ -121,7 +122,7 @@ def _misfits(
     """Returns which of these layers the target cannot set so, and why; {} where the model's modules are not known."""
     if modules is None:
         return {}
-    found = ((layer, target.unfit(setting, modules.get(layer))) for layer in layers)
+    found = ((layer, target.unfit(setting, modules.get(without_group(layer)))) for layer in layers)
     return {layer: why for layer, why in found if why is not None}
 
 

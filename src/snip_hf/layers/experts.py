@@ -7,6 +7,10 @@ and dispatches its forward pass through `ExpertsInterface` by a name in its conf
 `SnipExperts`, one entry of plans whose E matrices are all in the same formats, and lets the module run through
 `experts_forward`. Routers stay what they are.
 
+A projection may be divided into groups of experts (`SnipConfig.expert_groups`). Then each group is a layer, with a
+state, an entry and samples of its own (`expert_groups.py`), and the projection has none. It still runs as one operator
+per GEMM.
+
 The layers are children of the experts module, in a container that plain names leave out (`state.plain_name`), so that
 plans call a projection as checkpoints call its parameter: `model.layers.0.mlp.experts.gate_up_proj`. They hold no
 parameters. These stay with the experts module, where FSDP shards them and optimizers find them.
@@ -26,6 +30,7 @@ from ..kernels.emulated import EMULATED
 from .experts_interface import LAYERS, Layout, holder_of, register, switch_off, switch_on
 from .kinds import LayerKind, kind_of, register_layer_kind
 from .layer import STATE, Dispatch, SnipLayer
+from .state import without_group
 
 # What transformers' `use_experts_implementation` sets on every experts module.
 _FLAGS = {"has_gate", "has_bias", "is_transposed"}
@@ -36,8 +41,8 @@ _PROJECTION = re.compile(r"(^|\.)experts(\.mlp)?\.[^\W\d]\w*$|\.weight$")
 
 
 def looks_like_experts(layer: str) -> bool:
-    """Returns True if the name of a layer in a plan is like those of projections of experts."""
-    return _PROJECTION.search(layer) is not None
+    """Returns True if the name of a layer in a plan is like those of projections of experts, or of groups of them."""
+    return _PROJECTION.search(without_group(layer)) is not None
 
 
 class SnipExperts(SnipLayer):
@@ -53,6 +58,8 @@ class SnipExperts(SnipLayer):
         super().__init__()
         # In a tuple, since a module's attribute that is a module is its child.
         self._owner = (owner,)
+        self.groups: tuple[SnipExperts, ...] = ()
+        """The layers that it is divided into, in the order of the experts; none: it is a layer itself."""
         self.parameter = parameter
         self.layout, self.is_transposed = layout, layout.is_transposed
         shape = _shape(self.holder[0]._parameters[self.holder[1]])
@@ -98,6 +105,11 @@ class SnipExperts(SnipLayer):
     def laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
         return self.layout.laid_out(torch.stack(tuple(matrices)))
 
+    @property
+    def states(self) -> Tensor:
+        """The state, or a row for each group."""
+        return torch.stack([group.snip_state for group in self.groups]) if self.groups else self.snip_state
+
     def weight_name(self, name: str) -> str:
         return name
 
@@ -109,6 +121,8 @@ class SnipExperts(SnipLayer):
             dispatch: which token each row is, and where each expert's rows end.
         """
         assert dispatch is not None
+        if self.groups and self.groups[0].snip_recorder is not None:
+            return self._recorded(input, dispatch)
         if self.snip_recorder is not None:
             return self.snip_recorder(self, input, dispatch)
         is_cast = torch.is_autocast_enabled(input.device.type)
@@ -117,13 +131,28 @@ class SnipExperts(SnipLayer):
         bias = None if bias is None else bias.to(dtype)
         return self.snip_backend.grouped_forward(self, input.to(dtype), bias, dispatch.ends)
 
+    def _recorded(self, input: Tensor, dispatch: Dispatch) -> Tensor:
+        """Lets the recorders of the groups compute their output.
+
+        Also of those without tokens: where weights are sharded, other ranks may have some and wait for this one.
+        """
+        outputs, start, first = [], 0, 0
+        for group in self.groups:
+            ends = dispatch.ends[first : first + group.num_matrices]
+            stop = int(ends[-1])
+            assert group.snip_recorder is not None
+            own = Dispatch(ends - start, dispatch.token[start:stop], dispatch.tokens)
+            outputs.append(group.snip_recorder(group, input[start:stop], own))
+            start, first = stop, first + group.num_matrices
+        return torch.cat([*outputs, outputs[0].new_zeros(len(input) - start, self.out_features)])
+
     def use_backend(self, backend: Backend) -> None:
         """Lets these kernels run the layer from now on, or the emulated ones where they do not run groups."""
         super().use_backend(backend if backend.runs_groups else EMULATED)
 
     def restore(self) -> None:
         """Takes the layer from its module, which runs as before the swap once it has none left."""
-        del self._buffers[STATE]
+        self._buffers.pop(STATE, None)
         kind, (holder, name) = kind_of(self.owner), self.holder
         assert isinstance(kind, Experts)
         layers = holder._modules[LAYERS]
@@ -133,7 +162,10 @@ class SnipExperts(SnipLayer):
             del holder._modules[LAYERS]
         if not kind.layers(self.owner):
             kind.switch_off(self.owner)
-        # Whoever still holds it sees that it is no layer any more.
+        self._end()
+
+    def _end(self) -> None:
+        """Lets whoever still holds it see that it is no layer any more."""
         vars(self).clear()
         self.__class__ = nn.Module  # type: ignore[assignment]
         nn.Module.__init__(self)
@@ -144,7 +176,7 @@ class SnipExperts(SnipLayer):
 
     def extra_repr(self) -> str:
         shape = f"{self.num_matrices} x (in_features={self.in_features}, out_features={self.out_features})"
-        return f"{shape}{super().extra_repr()}"
+        return shape if self.groups else f"{shape}{super().extra_repr()}"
 
 
 class Experts(LayerKind):
@@ -152,6 +184,7 @@ class Experts(LayerKind):
 
     name = "experts"
     layer = SnipExperts
+    can_divide = True
     accepts = "an experts module of transformers that runs through its ExpertsInterface"
 
     def knows(self, module: nn.Module) -> bool:
@@ -217,6 +250,15 @@ class Experts(LayerKind):
             layers.train(module.training)
         found = self.layers(module)
         return tuple(found[part] for part in missing)
+
+    def divide(self, module: nn.Module, groups: int) -> tuple[SnipLayer, ...]:
+        from .expert_groups import divide
+
+        found: tuple[SnipLayer, ...] = ()
+        for part, layer in self.layers(module).items():
+            if max(1, len(layer.groups)) != groups:
+                found += divide(layer, part, groups)
+        return found
 
 
 def _shape(weight: nn.Parameter | None) -> tuple[int, ...]:

@@ -98,6 +98,9 @@ def test_weight_divergences_of_trained_experts_are_those_that_happen_at_fixed_ch
                 estimate = rows_of(estimate_divergence(model, batch, optimizer, config))
                 for (name, _, fmt), row in truth.items():
                     part = without_group(name).rpartition(".")[2] if ".mlp." in name else "attention"
+                    if row.weight_divergence == 0:  # no token goes to the group's experts
+                        assert groups > 1 and estimate[name, LAYER, fmt].weight_divergence == 0
+                        continue
                     ratio = estimate[name, LAYER, fmt].weight_divergence / row.weight_divergence
                     errors.setdefault((part, fmt, draw), []).append(abs(ratio - 1))
     assert {part for part, _, _ in errors} == {"gate_up", "down", "attention"}

@@ -34,8 +34,8 @@ rank has.
 
 {costs}
 
-- **FSDP2: beyond one host gathering takes as long as the passes.** Sums are shared out among the ranks. Passes are not: each rank runs at
-  least one whole sequence, and every weight is gathered in FP32 four times.
+- **FSDP2: beyond one host gathering takes as long as the passes.** Sums are shared out among the ranks. Passes are
+  not: each rank runs at least one whole sequence, and every weight is gathered in FP32 four times.
 - **Notes grow with the number of ranks.** Every rank reads the notes of all ranks on all layers.
 - **A pipeline probes whole batches** (`probe_batch_tokens` does not apply to it), so its passes take longer than a
   part of a micro-batch does.

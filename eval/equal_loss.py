@@ -173,8 +173,8 @@ def section() -> str:
     slopes = ", ".join(f"{law_slope(law):.3f} ({law})" for law in LAWS)
     legend = (
         "Gap to BF16 (natural logarithm of the losses' ratio) and slope: mean ± half of the 95% interval over seeds or "
-        "forks. More steps and speed at equal loss: value (95% interval, both errors as independent), not corrected for "
-        f"the number of rows. The laws' slopes at 7B parameters and 140B tokens: {slopes}."
+        "forks. More steps and speed at equal loss: value (95% interval, both errors as independent), not corrected "
+        f"for the number of rows. The laws' slopes at 7B parameters and 140B tokens: {slopes}."
     )
     return f"{wrapped(legend)}\n\n{markdown(columns, rows)}"
 

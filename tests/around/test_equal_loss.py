@@ -18,6 +18,20 @@ def test_the_table_in_the_documentation_is_what_the_module_gives() -> None:
     assert found == equal_loss.section()
 
 
+def test_the_readme_quotes_the_runs_at_124m() -> None:
+    readme = " ".join((equal_loss.ROOT / "README.md").read_text(encoding="utf-8").split())
+    speeds = equal_loss.measured_speeds()
+    for gap in equal_loss.full_runs(speeds):
+        if gap.source.startswith("120M"):
+            factors = equal_loss.more_steps(gap.gap, gap.slope)
+            more, low, high = (f"{100 * (factor - 1):.0f}" for factor in factors)
+            assert (
+                f"{more}% more steps (95% interval {low} to {high})" in readme or f"{more}% ({low} to {high})" in readme
+            )
+            value, slow, fast = (gap.speeds["8B, 8 layers"] / factors[place] for place in (0, 2, 1))
+            assert f"{value:.2f} ({slow:.2f} to {fast:.2f})" in readme
+
+
 def test_a_gap_is_made_good_by_the_steps_in_which_the_loss_falls_by_it() -> None:
     # A loss proportional to steps^-0.1 is 1% lower after 1 / 0.99^10 times the steps.
     exact = Difference(math.log(1 / 0.99), 0.0, 2)

@@ -251,7 +251,7 @@ def memory(layout: Layout) -> tuple[float, float]:
     trained = TRAINED * (model.weights + model.others) / shards
     tokens = SnipConfig().probe_tokens or 0
     kept = tokens if layout.ranks == 1 else max(TILE, 2 * math.ceil(tokens / layout.ranks))
-    # The head has a gradient, and is not taken as sharded; the embedding is frozen in a pass.
+    # The embedding has a gradient, and is not taken as sharded; the head is frozen in a pass.
     others = FP32 * model.others / 2
     samples = FP32 * 2 * kept * model.features / layout.stages
     return trained / GIB, (FP32 * model.weights / shards + others + samples) / GIB

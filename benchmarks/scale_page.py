@@ -54,8 +54,8 @@ step takes ([method.md](method.md), section 3).
 - **Refreshes cost below 2% of the time** at the default interval, by this arithmetic. How long plans last at this size
   is not known.
 - **Waiting costs more than refreshes do**: where 20% of a BF16 step waits, a quarter of the gain is gone.
-- **A probe's memory hardly falls with the number of GPUs**: the head's gradient, and samples of one tile of 128 tokens
-  of all layers, stay. `probe_memory_mib` bounds it.
+- **A probe's memory hardly falls with the number of GPUs**: the embedding's gradient, and samples of one tile of 128
+  tokens of all layers, stay. `probe_memory_mib` bounds it.
 - Without SNIP the gain would be nearly the same: on these GPUs it comes from FP8 products, and torchao's tensorwise FP8
   has it too ([hopper.md](hopper.md)). GPUs with FP4 units were not timed.
 - The rows of pipelines say what a refresh costs. There is no gain to be had today: a pipeline with a probe needs FP32

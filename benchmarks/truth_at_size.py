@@ -50,7 +50,7 @@ MODELS = {
 }
 # So many layers are measured, and written, at a time.
 TOGETHER = 4
-RESAMPLES = 2000
+RESAMPLES = 1000
 
 
 def main() -> None:

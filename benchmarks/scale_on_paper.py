@@ -117,15 +117,34 @@ class Layout:
         return "FSDP2" if self.stages == 1 else f"{self.stages} stages x {self.ranks}"
 
     @property
+    def owned(self) -> float:
+        """Share of a stage's linears whose sums one rank computes."""
+        linears = self.model.linears / self.stages
+        return math.ceil(linears / self.ranks) / linears
+
+    @property
     def rate(self) -> float:
         """Bytes per second between its GPUs."""
         return NVLINK if self.gpus <= HOST else NETWORK
 
     @property
+    def micro_batches(self) -> int:
+        """Of a pipeline, of one sequence each."""
+        return TOKENS * self.stages // LENGTH
+
+    @property
     def bubble(self) -> float:
-        """A step's time by that without waiting for other stages; micro-batches of one sequence."""
-        micro_batches = TOKENS * self.stages // LENGTH
-        return (micro_batches + self.stages - 1) / micro_batches
+        """A step's time by that without waiting for other stages."""
+        return (self.micro_batches + self.stages - 1) / self.micro_batches
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """Tokens of a layer that one rank keeps at most, and all ranks together (`samples.SamplePlan`)."""
+        tokens = SnipConfig().probe_tokens or 0
+        if self.stages == 1:
+            return max(TILE, math.ceil(tokens / self.ranks)), tokens
+        own = self.micro_batches * max(TILE, tokens // (self.ranks * self.micro_batches))
+        return own, own * self.ranks
 
 
 # ------------------------------------------------------------------------------------------------ measured parts
@@ -227,20 +246,20 @@ def refresh(layout: Layout, part: Parts) -> dict[str, float]:
         gathers = GATHERS * (part.per_gather * model.linears + FP32 * model.weights * (ranks - 1) / ranks / layout.rate)
     else:
         # A pipeline's probe runs whole batches, through all stages at once.
-        micro_batches = TOKENS * layout.stages // LENGTH
-        passes = (micro_batches * fixed + per_token * TOKENS * layout.stages) / layout.stages * layout.bubble
+        passes = (layout.micro_batches * fixed + per_token * TOKENS * layout.stages) / layout.stages * layout.bubble
         gathers = 0.0
-    own = model.linears / layout.stages
-    owned = math.ceil(own / ranks) / own
-    tokens = SnipConfig().probe_tokens or 0
+    own, owned = model.linears / layout.stages, layout.owned
+    _, tokens = layout.kept
     holders = min(ranks, tokens // TILE)
     sent = FP32 * 2 * tokens * model.features / layout.stages
+    # Products of the sums grow with the tokens that are kept.
+    of_sums = fixed + per_token * 4096 * tokens / (SnipConfig().probe_tokens or 0)
     return {
         "passes": OF_PASSES * passes,
         "gathers": gathers,
         "exchange": 0.0 if ranks == 1 else max(1 / holders, owned) * sent / layout.rate,
         "notes": 0.0 if ranks == 1 else ranks * own * (part.note_seconds + part.note_bytes / layout.rate),
-        "sums": (1 - OF_PASSES) * owned * (fixed + per_token * 4096) / layout.stages,
+        "sums": (1 - OF_PASSES) * owned * of_sums / layout.stages,
         "apply": APPLIED * own,
     }
 
@@ -249,8 +268,8 @@ def memory(layout: Layout) -> tuple[float, float]:
     """Returns GiB per GPU: weights, gradients and moments; what a probe holds beyond them, but for activations."""
     model, shards = layout.model, layout.gpus if layout.stages == 1 else layout.stages
     trained = TRAINED * (model.weights + model.others) / shards
-    tokens = SnipConfig().probe_tokens or 0
-    kept = tokens if layout.ranks == 1 else max(TILE, 2 * math.ceil(tokens / layout.ranks))
+    own, pooled = layout.kept
+    kept = own if layout.ranks == 1 else own + pooled * layout.owned
     # The embedding has a gradient, and is not taken as sharded; the head is frozen in a pass.
     others = FP32 * model.others / 2
     samples = FP32 * 2 * kept * model.features / layout.stages

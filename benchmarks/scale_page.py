@@ -38,7 +38,9 @@ rank has.
   not: each rank runs at least one whole sequence, and every weight is gathered in FP32 four times.
 - **Notes grow with the number of ranks.** Every rank reads the notes of all ranks on all layers.
 - **A pipeline probes whole batches** (`probe_batch_tokens` does not apply to it), so its passes take longer than a
-  part of a micro-batch does.
+  part of a micro-batch does. It keeps at least 128 tokens of every micro-batch on every rank: with many micro-batches
+  that is far more than `probe_tokens`, and sums, exchange and memory grow with it. This has to change before SNIP is
+  of use in long pipelines.
 - **The solver does not count** where its time is below that of `apply_delay` (10) steps, which it is in all rows.
 
 ## What is gained
@@ -46,16 +48,16 @@ rank has.
 Speed of training by BF16's, with a refresh every {every} steps. "Waiting" is the part of a BF16 step that waits for
 communication, which low precision does not shorten; how large it is depends on the machine. Memory is per GPU:
 weights, gradients and moments in FP32, and what a probe holds beyond them without activations, as
-`estimation.memory` counts it but for whole tiles of 128 tokens per rank. Activations of a probe stay within what a
-step takes ([method.md](method.md), section 3).
+`estimation.memory` counts it, but with the whole tiles of 128 tokens that a rank keeps. Activations of a probe stay
+within what a step takes ([method.md](method.md), section 3).
 
 {gains}
 
-- **Refreshes cost below 2% of the time** at the default interval, by this arithmetic. How long plans last at this size
-  is not known.
+- **Under FSDP2 refreshes cost some 1% of the time** at the default interval, by this arithmetic. How long plans last at
+  this size is not known.
 - **Waiting costs more than refreshes do**: where 20% of a BF16 step waits, a quarter of the gain is gone.
 - **A probe's memory hardly falls with the number of GPUs**: the embedding's gradient, and samples of one tile of 128
-  tokens of all layers, stay. `probe_memory_mib` bounds it.
+  tokens of all layers, stay.
 - Without SNIP the gain would be nearly the same: on these GPUs it comes from FP8 products, and torchao's tensorwise FP8
   has it too ([hopper.md](hopper.md)). GPUs with FP4 units were not timed.
 - The rows of pipelines say what a refresh costs. There is no gain to be had today: a pipeline with a probe needs FP32

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig, convert_model
 from snip_hf.estimation.memory import probe_memory
+from snip_hf.estimation.samples import SamplePlan
 from snip_hf.layers.layer import SnipLayer
 from snip_hf.planning.solver.ilp import parse
 
@@ -75,6 +76,13 @@ def test_more_ranks_share_the_sums_and_lengthen_the_notes() -> None:
     few, many = (scale_on_paper.refresh(Layout(SEVEN, gpus), part) for gpus in (16, 256))
     assert many["sums"] < few["sums"] and many["notes"] == pytest.approx(16 * few["notes"])
     assert many["passes"] == few["passes"]
+
+
+def test_a_pipeline_keeps_a_tile_of_every_micro_batch_on_every_rank() -> None:
+    layout = Layout(SEVENTY, gpus=4, stages=2)
+    plan = SamplePlan(1024, seed=0, step=1, rank=1, every=(layout.micro_batches * scale_on_paper.LENGTH,) * 2)
+    own = layout.micro_batches * len(plan.kept(scale_on_paper.LENGTH))
+    assert layout.kept == (own, 2 * own) == (1024, 2048)
 
 
 def test_a_speed_up_without_refreshes_and_waiting_is_the_measured_one() -> None:

@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import refresh_steps
+import truth_at_size
+import weight_gradients
 
 from eval.bakeoff.fork_statistics import Difference
 
@@ -153,3 +156,19 @@ def test_estimates_from_one_micro_batch_are_further_off() -> None:
     assert f"({len(errors['all'])} cells" in text_of("README.md")
     assert f"median error {most[0]:.1f} to {most[-1]:.1f}% (one cell {last:.1f}%)" in text_of("README.md")
     assert f"{min(errors['one']):.1f} to {max(errors['one']):.0f}%" in text_of("README.md")
+
+
+def test_the_table_of_workflow_steps_is_that_of_its_lines() -> None:
+    lines = lines_of("benchmarks/results/refresh_steps.jsonl")
+    assert refresh_steps.report(lines) in (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_weight_gradients_is_that_of_its_lines() -> None:
+    lines = lines_of("benchmarks/results/weight_gradients_small.jsonl")
+    assert weight_gradients.report(lines) in (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_table_of_single_layers_is_that_of_its_lines() -> None:
+    _, table = truth_at_size.report(lines_of("benchmarks/results/truth_at_size_tiny.jsonl")).split("\n\n")
+    assert table in (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")

@@ -231,7 +231,7 @@ class SnipController:
     def _before_optimizer_step(self, step: int) -> None:
         self._calls.begin(step)
         self._source.note_step()
-        self._schedule.say_if_left_out(step, self._refresher.is_planned)
+        self._schedule.say_if_left_out(step, self._refresher.is_planned(step))
         self._coverage.count_first(step, is_new=self._is_new)
         watch, refreshes = self._disarm(), self._refreshes(step)
         if refreshes and self._source.leaves_out_step(self.model, self.processes.everyone):
@@ -255,6 +255,7 @@ class SnipController:
         self.step, self._micro_batch = step, 0
         self._chunks.end_step()
         self._refresher.apply_due(step)
+        self._in_force.follow_target(step)
         self._layers.set_step(step + 1, 0)
         self._layers.end_step()
 
@@ -333,7 +334,7 @@ class SnipController:
         return weights_fingerprint(self.model) if is_whole and self.processes.everyone.is_first else None
 
     def _refreshes(self, step: int) -> bool:
-        return self._schedule.refreshes(step, self._refresher.is_planned)
+        return self._schedule.refreshes(step, self._refresher.is_planned(step))
 
     def _checks(self, step: int) -> bool:
         return self._refresher.is_idle and bool(self._in_force.ranking) and self._schedule.checks(step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..estimation.memory import measured_peak
@@ -19,7 +19,6 @@ from ..planning.solver.process import SolverProcess
 from ..planning.solver.solution import SolverResult
 from ..policies.registry import weighs_updates
 from ..records.event_writer import EventWriter
-from ..records.events import RefreshBegun
 from .captured_step import StepWatch
 from .checkpoint import PendingRefresh
 from .plans import PlanInForce, describe_plan, solved_plan
@@ -74,10 +73,10 @@ class Refresher:
         """Whether no refresh is under way."""
         return self.pending is None
 
-    @property
-    def is_planned(self) -> bool:
-        """Whether a plan was made from a probe, or is about to be."""
-        return self._in_force.plan.provenance.step > 0 or not self.is_idle
+    def is_planned(self, step: int) -> bool:
+        """Returns True if a plan for the target of a step was made from a probe, or is about to be made."""
+        made = self._in_force.plan.provenance.step
+        return not self.is_idle or (made > 0 and self._config.target_at(made) == self._config.target_at(step))
 
     def begin(self, step: int, watch: StepWatch | None) -> None:
         """Probes the step and starts the solver.
@@ -128,12 +127,13 @@ class Refresher:
             table = self._probe.divergences(step, watch)
         if not any(table.totals(fmt)["weight"] for fmt in config.quantized_formats) and weighs_updates(config):
             self._say_no_update(step)
-        program = problem(setting, table, self._in_force.plan.assignment)
+        program = problem(setting.at_step(step), table, self._in_force.plan.assignment)
         memory = {"predicted": self._probe.memory(watch), "measured": peak[0]}
         seconds = {"probe": self._solving.clock() - began, "solver": None, "waited": None}
         self._events.folder.write_divergences(step, table)
         divergence = {fmt: table.totals(fmt) for fmt in reversed(config.formats)}
-        begun = RefreshBegun(step=step, loss=table.loss, divergence=divergence, memory_mib=memory, seconds=seconds)
+        begun = self._in_force.begun(step)
+        begun = replace(begun, loss=table.loss, divergence=divergence, memory_mib=memory, seconds=seconds)
         ranked = {} if config.refresh_on_drift is None else ranking(setting, table)
         process = self._start_solver(program)
         self._probe.source.expect_gradients()

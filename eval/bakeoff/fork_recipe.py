@@ -19,6 +19,7 @@ from snip_hf.numerics.formats import FORMATS, UNQUANTIZED, check_format
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.policies.registry import register_policy
 from snip_hf.policies.uniform import uniform
+from snip_hf.schedule_checks import shares_text
 
 from .grid import combinations
 
@@ -86,7 +87,7 @@ class Contender:
         known += ("target_fp4_fraction", "target_linear_speedup", "rates")
         parts = [f"{key} {value}" for key, value in self.settings.items() if key not in known]
         first = f"{config.policy} {{{', '.join(config.formats)}}}"
-        target = f"{config.target_fp4_fraction or 0:.0%}"
+        target = shares_text(config.target_fp4_fraction, ".0%")
         if config.target_linear_speedup is not None:
             target = f"{config.target_linear_speedup:g} times BF16 ({config.rates or 'measured'})"
         return ", ".join([first, f"{target} by {config.granularity}", *parts])

@@ -75,4 +75,4 @@ def _row(value: object, where: str) -> dict[str, Any]:
             raise ValueError(f"{where}.{key} is None, expected a number.")
     for key in ("flops", "weight_bias", "absolute_error", "relative_error"):
         record[key] = number_of(row.get(key), f"{where}.{key}") or 0.0
-    return record | {"criterion": number_of(row.get("criterion"), f"{where}.criterion")}
+    return record | {key: number_of(row.get(key), f"{where}.{key}") for key in ("criterion", "price")}

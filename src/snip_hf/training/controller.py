@@ -288,6 +288,7 @@ class SnipController:
             "kernels": self._layers.state_dict(),
             "counted": counted,
             "postponed": schedule.postponed,
+            "prices": self._refresher.prices,
         }
         return SavedState(config, self.step, self.plan, pending, schedule.last_probe, ranking, **more).to_dict()
 
@@ -315,6 +316,7 @@ class SnipController:
             self._coverage.restore(saved.counted.coverage)
         self._disarm()
         self._refresher.stop()
+        self._refresher.prices = saved.prices
         self.step, self._micro_batch = saved.step, 0
         self._schedule.last_probe, self._schedule.postponed = saved.last_probe, saved.postponed
         self._layers.set_step(saved.step + 1, 0)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..estimation.memory import measured_peak
 from ..planning.drift import ranking
+from ..planning.price_memory import Prices, with_memory
 from ..planning.program import problem
 from ..planning.solver.process import SolverProcess
 from ..planning.solver.solution import SolverResult
@@ -60,6 +61,8 @@ class Refresher:
     ) -> None:
         self.pending: PendingRefresh | None = None
         """The refresh whose plan is not applied yet."""
+        self.prices: Prices = {}
+        """What is remembered of earlier refreshes (`SnipConfig.estimate_memory`)."""
         self._in_force = in_force
         self._probe = probe
         self._events = events
@@ -127,10 +130,11 @@ class Refresher:
             table = self._probe.divergences(step, watch)
         if not any(table.totals(fmt)["weight"] for fmt in config.quantized_formats) and weighs_updates(config):
             self._say_no_update(step)
-        program = problem(setting.at_step(step), table, self._in_force.plan.assignment)
+        priced, self.prices = with_memory(setting, table, self.prices)
+        program = problem(setting.at_step(step), priced, self._in_force.plan.assignment)
         memory = {"predicted": self._probe.memory(watch), "measured": peak[0]}
         seconds = {"probe": self._solving.clock() - began, "solver": None, "waited": None}
-        self._events.folder.write_divergences(step, table)
+        self._events.folder.write_divergences(step, priced)
         divergence = {fmt: table.totals(fmt) for fmt in reversed(config.formats)}
         begun = self._in_force.begun(step)
         begun = replace(begun, loss=table.loss, divergence=divergence, memory_mib=memory, seconds=seconds)

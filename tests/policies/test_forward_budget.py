@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from oracles.brute_force import best_map
 from own_loop import Loop
 from policy_settings import LISTS, TIES, assert_complete, llama_flops, plain_flops, setting_of
+from rich.console import Console
 from tiny_runs import SCHEDULE, history
 
 from snip_hf import PrecisionPlan, SnipConfig
@@ -26,10 +29,12 @@ from snip_hf.planning.forward_shares import forward_shares
 from snip_hf.planning.plan import PlanProvenance
 from snip_hf.planning.program import problem
 from snip_hf.planning.solver import ilp
-from snip_hf.policies.registry import needs_probe, rule_assignment
+from snip_hf.policies.registry import POLICIES, Policy, needs_probe, register_policy, rule_assignment
 from snip_hf.policies.setting import Setting
 from snip_hf.records.history import read_history
 from snip_hf.records.load import load_run
+from snip_hf.reporting.figures import write_figures
+from snip_hf.reporting.run_report import print_run
 
 RULES = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
 PROBED = ("snip", "min-abs-err", "min-rel-err", "fisher", "hessian-trace", "greedy", "kl")
@@ -146,6 +151,22 @@ def test_layers_are_ranked_by_what_their_forward_gemms_cost() -> None:
     assert ranking(setting, DivergenceTable(1.0, tuple(rows))) == {"layers.0.fc": 1.0, "layers.1.fc": 2.0}
 
 
+def test_a_policy_of_ones_own_that_decides_on_backward_gemms_is_refused() -> None:
+    def all_in_fp8(setting: Setting) -> dict[str, dict[str, str]]:
+        return {layer: dict.fromkeys(row, "fp8") for layer, row in setting.flops.items()}
+
+    with POLICIES.restored():
+        register_policy(Policy(name="all-in-fp8", assign=all_in_fp8))
+        setting = setting_of(plain_flops(1.0), policy="all-in-fp8", **FORWARD)
+        message = (
+            "policy='all-in-fp8' with decides='forward' put the grad_input of layer 'layers.0.fc' into fp8; expected "
+            "fp4. Decide on `setting.groups(stage)`, and return `setting.assignment(choices)`."
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            rule_assignment(setting)
+        assert rule_assignment(setting_of(plain_flops(1.0), policy="all-in-fp8")) == all_in_fp8(setting)
+
+
 def test_a_plan_that_decides_on_all_gemms_has_no_shares_of_its_own_for_forward_ones() -> None:
     setting = setting_of(plain_flops(1.0), granularity="gemm")
     assert forward_shares(plan_of(setting, decided(setting))) is None
@@ -168,6 +189,14 @@ def test_a_run_says_everywhere_which_share_counts_what(tmp_path: Path, caplog: p
     assert line["fp4_fraction"] == plan.fp4_fraction
     assert f"{found.fp4_fraction:.1%} of the forward GEMMs alone" in caplog.text
     assert load_run(tmp_path).refreshes[-1].forward_fp4_fraction == found.fp4_fraction
+    printed = io.StringIO()
+    print_run(load_run(tmp_path), Console(file=printed, width=160))
+    text = " ".join(printed.getvalue().split())
+    assert "target FP4 share 0.5 of the forward GEMMs alone, attained" in text
+    assert f", {found.describe()}" in text
+    assert "price: extra cost of FP4 per share of the stage's forward FLOPs" in text
+    assert text.count(f"{found.fp4_fraction:.4f}") >= 2  # of the refresh, and of the stages together
+    assert len(write_figures(load_run(tmp_path), tmp_path)) == 2
     card = model_card_section(plan, read_history(tmp_path / "snip" / "history.jsonl"), arithmetic="emulated")
     assert "| target | at least 50.0% of the forward GEMMs' FLOPs in FP4 |" in card
     assert f"{found.fp4_fraction:.1%} of the forward GEMMs alone" in card

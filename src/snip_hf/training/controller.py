@@ -254,8 +254,7 @@ class SnipController:
         self._layers.note_micro_batches(self._micro_batch)
         self.step, self._micro_batch = step, 0
         self._chunks.end_step()
-        self._refresher.apply_due(step)
-        self._in_force.follow_target(step)
+        self._refresher.end_step(step)
         self._layers.set_step(step + 1, 0)
         self._layers.end_step()
 
@@ -284,12 +283,8 @@ class SnipController:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""
         config, pending, ranking = self.config.to_dict(), self._refresher.pending, self._in_force.ranking
         schedule, counted = self._schedule, None if self._coverage.is_due else CountedState(self._coverage.found)
-        more: dict[str, Any] = {
-            "kernels": self._layers.state_dict(),
-            "counted": counted,
-            "postponed": schedule.postponed,
-            "prices": self._refresher.prices,
-        }
+        more: dict[str, Any] = {"kernels": self._layers.state_dict(), "counted": counted}
+        more |= {"postponed": schedule.postponed, "prices": self._refresher.prices}
         return SavedState(config, self.step, self.plan, pending, schedule.last_probe, ranking, **more).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], at_step: int | None = None, weights: str | None = None) -> None:
@@ -315,8 +310,7 @@ class SnipController:
         if saved.counted is not None:
             self._coverage.restore(saved.counted.coverage)
         self._disarm()
-        self._refresher.stop()
-        self._refresher.prices = saved.prices
+        self._refresher.restart(saved.prices)
         self.step, self._micro_batch = saved.step, 0
         self._schedule.last_probe, self._schedule.postponed = saved.last_probe, saved.postponed
         self._layers.set_step(saved.step + 1, 0)

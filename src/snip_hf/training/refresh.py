@@ -92,6 +92,11 @@ class Refresher:
         with self._in_force.keeping(step):
             self._begin(step, self._probe.ready(watch))
 
+    def end_step(self, step: int) -> None:
+        """Does what is due after an optimizer step: applies a plan, or lets a policy without a probe make its own."""
+        self.apply_due(step)
+        self._in_force.follow_target(step)
+
     def apply_due(self, step: int) -> None:
         """Applies the plan of the pending refresh if it is due at this step; waits for the solver if it must."""
         pending = self.pending
@@ -106,6 +111,11 @@ class Refresher:
         with self._in_force.keeping(step, lambda: pending.begun):
             pending.process = self._start_solver(pending.problem)
             self.pending = pending
+
+    def restart(self, prices: Prices) -> None:
+        """Ends the solver that still runs, and remembers what a checkpoint does."""
+        self.stop()
+        self.prices = prices
 
     def stop(self) -> PendingRefresh | None:
         """Ends the solver that still runs; returns the refresh that comes to nothing by it."""

@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=list(range(40, 401, 40)), help="refresh steps (probes)")
     parser.add_argument("--point", type=int, default=200, help="steps of the base before it forks (forks)")
     parser.add_argument("--forks", type=int, default=4, help="data orders from each base (forks)")
+    parser.add_argument("--variants", nargs="+", choices=ARMS, default=list(ARMS), help="arms (forks)")
     parser.add_argument("--length", type=int, default=100, help="steps of a fork (forks)")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no measurement after so many (default 600)")
     options = parser.parse_args()
@@ -109,7 +110,7 @@ def forked(options: argparse.Namespace, text: texts.Text, seed: int, done: set[A
     base.train(text, options.point)
     saved = copy.deepcopy((base.model.state_dict(), base.optimizer.state_dict()))
     for fork in range(options.forks):
-        for variant in ARMS:
+        for variant in options.variants:
             line = {"part": "forks", "seed": seed, "hidden": options.hidden, "step": options.point}
             line |= {"variant": variant, "repeat": fork}
             if _key(line) in done:

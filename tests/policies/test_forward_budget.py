@@ -194,6 +194,7 @@ def test_a_run_says_everywhere_which_share_counts_what(tmp_path: Path, caplog: p
     text = " ".join(printed.getvalue().split())
     assert "target FP4 share 0.5 of the forward GEMMs alone, attained" in text
     assert f", {found.describe()}" in text
+    assert "Against one global constraint, one per stage saves" in text
     assert "price: extra cost of FP4 per share of the stage's forward FLOPs" in text
     assert text.count(f"{found.fp4_fraction:.4f}") >= 2  # of the refresh, and of the stages together
     assert len(write_figures(load_run(tmp_path), tmp_path)) == 2

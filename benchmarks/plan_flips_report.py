@@ -142,32 +142,37 @@ def excess(lines: Sequence[Line], plans: Sequence[Plan], others: Sequence[Line],
 def noise_table(lines: Sequence[Line]) -> str:
     """Returns the flips between probes of one state, and those between probes of neighbouring states."""
     known = states(lines)
-    count = {"layer": len(flops_of(lines[0]["hidden"]))}
-    count["gemm"] = 3 * count["layer"]
+    count = len(flops_of(lines[0]["hidden"]))
+    steps = sorted({step for _, step in known})
+    middle = steps[len(steps) // 2]
+    early = {key: found for key, found in known.items() if key[1] <= middle}
+    late = {key: found for key, found in known.items() if key[1] >= middle}
+    cases = [(variant, known, variant) for variant in next(iter(known.values()))]
+    cases += [(f"{PLAIN}, up to step {middle}", early, PLAIN), (f"{PLAIN}, from step {middle} on", late, PLAIN)]
     rows = [
-        f"{len(known)} states; changes of {count['layer']} layers or {count['gemm']} GEMMs, mean (quartiles).",
+        f"{len(known)} states; changes of {count} layers or {3 * count} GEMMs, mean (quartiles).",
         "",
         "| by | probes | one state | neighbouring states | noise | excess cost |",
         "|---|---|---|---|---|---|",
     ]
-    for granularity in GRANULARITIES:
-        for variant in next(iter(known.values())):
-            setting = setting_of(lines[0], granularity)
-            plans = {key: single_plans(found[variant], granularity) for key, found in known.items()}
-            same = [flips(setting, *two) for found in plans.values() for two in itertools.combinations(found, 2)]
-            apart = [
-                flips(setting, *two)
-                for one, other in itertools.pairwise(known)
-                if one[0] == other[0]
-                for two in itertools.product(plans[one], plans[other])
-            ]
-            cost = [
-                x for key, found in known.items() for x in excess(found[variant], plans[key], found[PLAIN], granularity)
-            ]
-            share = np.mean(same) / np.mean(apart)
-            figures = (_figures(same), _figures(apart), f"{share:.0%}", f"{100 * np.mean(cost):.2f}%")
-            rows.append(f"| {granularity} | {variant} | " + " | ".join(figures) + " |")
+    for granularity, (name, chosen, variant) in itertools.product(GRANULARITIES, cases):
+        rows.append(f"| {granularity} | {name} | {_noise_row(chosen, variant, granularity)} |")
     return "\n".join(rows)
+
+
+def _noise_row(known: Mapping[tuple[int, int], Mapping[str, Sequence[Line]]], variant: str, granularity: str) -> str:
+    setting = setting_of(next(iter(known.values()))[variant][0], granularity)
+    plans = {key: single_plans(found[variant], granularity) for key, found in known.items()}
+    same = [flips(setting, *two) for found in plans.values() for two in itertools.combinations(found, 2)]
+    apart = [
+        flips(setting, *two)
+        for one, other in itertools.pairwise(known)
+        if one[0] == other[0]
+        for two in itertools.product(plans[one], plans[other])
+    ]
+    cost = [x for key, found in known.items() for x in excess(found[variant], plans[key], found[PLAIN], granularity)]
+    share = np.mean(same) / np.mean(apart)
+    return " | ".join((_figures(same), _figures(apart), f"{share:.0%}", f"{100 * np.mean(cost):.2f}%"))
 
 
 def _figures(values: Sequence[float]) -> str:

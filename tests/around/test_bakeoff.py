@@ -108,6 +108,26 @@ def test_runs_at_another_speed_are_named_so(tmp_path: Path) -> None:
     assert slow.to_dict() | {"target_linear_speedup": 3.0} == fast.to_dict()
 
 
+def test_shares_that_change_are_one_value_and_their_runs_have_the_mean_share(tmp_path: Path) -> None:
+    """So that tables put them beside constant shares of the same mean."""
+    half = STEPS // 2 + 1
+    shares = [[1, 0.5], [half, 1.0]]
+    mean = (0.5 * (half - 1) + 1.0 * (STEPS - half + 1)) / STEPS
+    plain, changing = specs(tmp_path, {"model": "tiny", "policy": "snip", "share": [mean, shares]})
+    assert changing.snip.target_fp4_fraction == ((1, 0.5), (half, 1.0))
+    assert changing.to_dict() == plain.to_dict() | {"target_fp4_fraction": shares}
+    assert changing.label == f"snip, layer, 50% from step 1, 100% from step {half}"
+    assert specs(tmp_path, {"model": "tiny", "policy": "snip", "share": shares}) == [changing]
+
+
+def test_runs_that_decide_on_forward_gemms_alone_are_named_so(tmp_path: Path) -> None:
+    entry = {"model": "tiny", "policy": ["snip", "random", "uniform-fp4"], "granularity": "gemm", "decides": "forward"}
+    snip, random, uniform = specs(tmp_path, entry)
+    assert (snip.label, random.label) == ("snip, gemm, forward GEMMs alone", "random, gemm, forward GEMMs alone")
+    assert snip.to_dict()["decides"] == random.to_dict()["decides"] == "forward"
+    assert "decides" not in uniform.to_dict()
+
+
 def test_formats_have_no_bearing_on_a_uniform_policy(tmp_path: Path) -> None:
     entry = {"model": "tiny", "policy": "uniform-nvfp4"}
     plain, other = specs(tmp_path, entry, entry | {"formats": ["nvfp4", "mxfp8"]})

@@ -60,6 +60,7 @@ def test_every_list_of_a_cell_is_a_dimension_and_formats_is_not(tmp_path: Path) 
         {"format": ["fp4", "nvfp4"], "gemms": ["forward", "backward"]},
         SNIP | {"policy": ["snip", "random"], "target_fp4_fraction": [0.5, 0.75]},
         {"format": "fp4", "gemms": "forward"},
+        SNIP | {"target_fp4_fraction": 0.5, "decides": "forward"},
     ]
     found = [contender.name for contender in load_recipe(write_recipe(tmp_path, cells)).contenders]
     assert found == [
@@ -71,6 +72,7 @@ def test_every_list_of_a_cell_is_a_dimension_and_formats_is_not(tmp_path: Path) 
         "snip {nvfp4, mxfp8}, 75% by gemm",
         "random {nvfp4, mxfp8}, 50% by gemm",
         "random {nvfp4, mxfp8}, 75% by gemm",
+        "snip {nvfp4, mxfp8}, 50% by gemm, decides forward",
     ]
 
 

@@ -320,6 +320,16 @@ def test_other_formats_are_one_override() -> None:
         assert snip is not None and snip.start_format == "bf16"
 
 
+def test_a_share_that_changes_and_a_budget_over_forward_gemms_are_overrides() -> None:
+    changing = "snip.target_fp4_fraction=[[1, 0.9], [8, 0.5]]"
+    snip = load_recipe(QUICKSTART, [changing, "snip.granularity=gemm", "snip.decides=forward"]).snip
+    assert snip is not None and snip.target_fp4_fraction == ((1, 0.9), (8, 0.5))
+    said = "policy snip, target FP4 share 0.9 from step 1, 0.5 from step 8 of the forward GEMMs alone"
+    assert pretrain._describe(snip) == said
+    assert load_recipe(QUICKSTART).snip is not None
+    assert pretrain._describe(load_recipe(QUICKSTART).snip) == "policy snip, target FP4 share 0.75"
+
+
 def test_the_hopper_recipe_ties_what_takes_the_same_input_and_computes_in_bf16() -> None:
     recipe = load_recipe(RECIPES / "hopper.yaml")
     assert recipe.snip is not None and recipe.snip.backend == "auto"
@@ -383,6 +393,8 @@ def test_overrides_are_dotted_keys_with_yaml_values() -> None:
         ("tokenizer.name_or_path=gpt2", "the first takes a tokenizer, the second trains one"),
         ("data.streaming=true", "tokenizer.train_documents is null"),
         ("snip.target_fp4_fraction=2", "target_fp4_fraction=2 is outside 0..1"),
+        ("snip.target_fp4_fraction=[[1, 0.9], [1, 0.5]]", "names step 1 after step 1; expected steps that increase"),
+        ("snip.target_fp4_fraction='1:0.9'", "has type str"),
     ],
 )
 def test_a_bad_override_is_an_error_that_says_what_is_wrong(override: str, message: str) -> None:

@@ -8,6 +8,7 @@ sizes and counts are bounded, and every value is checked before it is used.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from ..config import SnipConfig
 from ..costs.flops import Tokens
 from ..costs.measured_cost import MeasuredCost
 from ..field_names import current_names
+from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
 from .coverage import Counted
 from .divergences import read_divergence
@@ -73,6 +75,25 @@ class Run:
     def last_step(self) -> int:
         steps = [*self.losses, *(refresh.applied_step or refresh.step for refresh in self.refreshes)]
         return max(steps, default=0)
+
+    @property
+    def mean_fp4_fraction(self) -> float | None:
+        """Share in FP4, mean over the steps up to the last one that is known; None: there are none.
+
+        It is of the GEMMs that plans decide on: of all FLOPs, or of those of the forward GEMMs.
+        """
+        begin, plan = self.plans[0]
+        forward = forward_shares(plan)
+        points = [(begin, plan.fp4_fraction if forward is None else forward.fp4_fraction)]
+        for refresh in self.refreshes:
+            share = refresh.fp4_fraction if forward is None else refresh.forward_fp4_fraction
+            if refresh.applied_step is not None and share is not None:
+                points.append((refresh.applied_step, share))
+        steps, shares = zip(*points, strict=True)
+        known = list(itertools.accumulate([*steps, self.last_step], max))  # a history may go back
+        spans = [end - start for start, end in itertools.pairwise(known)]
+        whole = sum(spans)
+        return sum(share * span for share, span in zip(shares, spans, strict=True)) / whole if whole > 0 else None
 
 
 def load_run(run_dir: str | os.PathLike[str]) -> Run:

@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..budget_checks import FORWARD
 from ..config import POLICIES, SnipConfig
 from ..estimation.coverage import Coverage
 from ..estimation.layer_sums import LAYER
 from ..estimation.table import Divergence, DivergenceTable
 from ..numerics.formats import FORMATS
+from ..planning.forward_shares import forward_shares
 from ..planning.pipeline_model import check_ties_are_few
 from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.program import problem
@@ -24,6 +26,7 @@ from ..policies.setting import Setting
 from ..policies.stages import split_layer
 from ..records.load import Run, load_run, thinned
 from ..records.values import short
+from ..schedule_checks import as_shares, mean_share, shares_text
 from .figures import write_figures
 from .tables import listed, name_text, new_table, number, plan_table, print_cost, print_stages, say
 
@@ -55,6 +58,9 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
     plan = _in_force(run)
     by_time = config.get("budget") == "measured"
     time = "" if plan.measured is None else f" and {plan.fp4_time_fraction:.4f} of their measured time"
+    forward = forward_shares(plan)
+    if forward is not None:
+        time += f", {forward.describe()}"
     speedup = plan.linear_speedup()
     if speedup is not None:
         source = "measured" if plan.measured is not None else f"{_shown(config.get('rates'))} rates"
@@ -65,6 +71,8 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         f"attained {plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}. Model: "
         f"{_shown(plan.provenance.model_name or 'not named')}.",
     )
+    if isinstance(config.get("target_fp4_fraction"), list):
+        _say_some(console, _mean_shares(run))
     if run.counted:
         say(console, _coverage(run.counted[-1].coverage, plan))
     if run.refreshes:
@@ -115,7 +123,29 @@ def _target(config: Mapping[str, Any]) -> str:
     if config.get("target_linear_speedup") is not None:
         return f"target speed-up of the linears {_shown(config['target_linear_speedup'])}"
     of = " of the measured time" if config.get("budget") == "measured" else ""
-    return f"target FP4 share {_shown(config.get('target_fp4_fraction'))}{of}"
+    if config.get("decides") == FORWARD:
+        of = f"{of} of the forward GEMMs alone"
+    share = config.get("target_fp4_fraction")
+    try:
+        text = shares_text(as_shares(share)) if isinstance(share, list) else _shown(share)
+    except (ValueError, TypeError):  # a config from elsewhere
+        text = _shown(share)
+    return f"target FP4 share {text}{of}"
+
+
+def _mean_shares(run: Run) -> list[str]:
+    """Returns the sentence on the mean share of a run whose target changes, if its steps are known."""
+    mean = run.mean_fp4_fraction
+    try:
+        shares = as_shares(run.config.get("target_fp4_fraction"))
+    except (ValueError, TypeError):  # a config from elsewhere
+        return []
+    if mean is None:
+        return []
+    steps = run.last_step
+    of = "forward" if run.config.get("decides") == FORWARD else "linear"
+    target = mean_share(shares, steps)
+    return [f"Mean over the steps up to {steps:,}: {mean:.4f} of the {of} FLOPs in FP4, and a target of {target:.4f}."]
 
 
 def _say_some(console: Console, sentences: list[str]) -> None:
@@ -146,7 +176,9 @@ def _print_run_stages(run: Run, plan: PrecisionPlan, console: Console, micro_bat
 
 def refresh_table(run: Run) -> Table:
     table = new_table("Refreshes")
-    for heading in ("probe\nstep", "applied\nafter", "FP4\nshare", "layers\nchanged", "objective", "gap"):
+    has_forward = any(refresh.forward_fp4_fraction is not None for refresh in run.refreshes)
+    of_forward = ["of\nforward"] if has_forward else []
+    for heading in ("probe\nstep", "applied\nafter", "FP4\nshare", *of_forward, "layers\nchanged", "objective", "gap"):
         table.add_column(heading, justify="right")
     for part in ("probe", "solver", "waited"):
         table.add_column(f"{part}\n[s]".replace("[", "\\["), justify="right")
@@ -155,6 +187,7 @@ def refresh_table(run: Run) -> Table:
             str(refresh.step),
             "kept" if refresh.applied_step is None else str(refresh.applied_step),
             number(refresh.fp4_fraction, ".4f"),
+            *([number(refresh.forward_fp4_fraction, ".4f")] if has_forward else []),
             str(refresh.layers_changed),
             number(refresh.objective, ".4g"),
             number(refresh.gap, ".1e"),
@@ -218,7 +251,7 @@ def reason_table(run: Run) -> Table | None:
     setting = Setting(config, plan.flops, plan.stages, plan.measured, plan.tokens)
     rows = tuple(Divergence(**record) for record in run.divergences[step])
     divergences = {(row.layer, row.gemm): row for row in rows if row.format == run.formats[0]}
-    program = problem(setting, DivergenceTable(0.0, rows), before)
+    program = problem(setting.at_step(step), DivergenceTable(0.0, rows), before)
     stage_of = {group: row["name"] for row in program["constraints"] for group in row["groups"]}
     prices = {}
     for group in program["groups"]:
@@ -228,6 +261,8 @@ def reason_table(run: Run) -> Table | None:
     weight = "FLOPs" if plan.measured is None else "measured time"
     if config.target_linear_speedup is not None:
         weight = "time in BF16 that it saves"
+    if config.decides == FORWARD:
+        weight = f"forward {weight}"
     label = FORMATS[config.least_precise].label
     table = new_table(f"Why (probe of step {step}; price: extra cost of {label} per share of the stage's {weight})")
     for heading in ("stage", "layer", "loss\ndivergence", "weight\ndivergence", "price", "format"):

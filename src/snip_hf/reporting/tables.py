@@ -13,6 +13,7 @@ from rich.text import Text
 from ..costs.measured_cost import cost_shares, describe_cost
 from ..estimation.table import Divergence, DivergenceTable
 from ..numerics.formats import FORMATS, REFERENCE
+from ..planning.forward_shares import forward_shares
 from ..planning.pipeline_model import ConstraintComparison, PipelineTimes, compare_constraints, pipeline_times
 from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.solver.solution import SolverError
@@ -121,11 +122,11 @@ def print_stages(
         micro_batches, before: as in `pipeline_model.compare_constraints`.
         records: None means that there are none: no comparison.
     """
-    times = pipeline_times(plan, micro_batches)
+    times, forward = pipeline_times(plan, micro_batches), forward_shares(plan)
     if len(plan.stages) == 1:
-        say(
-            console, f"One stage, so no pipeline and no bubble: {plan.fp4_fraction:.4f} of its linear FLOPs are in FP4."
-        )
+        of_forward = "" if forward is None else f", and {forward.fp4_fraction:.4f} of its forward ones"
+        share = f"{plan.fp4_fraction:.4f} of its linear FLOPs are in FP4{of_forward}"
+        say(console, f"One stage, so no pipeline and no bubble: {share}.")
         return
     console.print(stage_table(plan))
     missing, comparison = "there are no divergences of its refresh", None
@@ -162,6 +163,9 @@ def stage_table(plan: PrecisionPlan) -> Table:
     table = new_table(f"Stages ({basis})")
     unit, scale = _time_unit(times)
     columns = {"FP4 share\nof FLOPs": [*plan.stage_fp4_fractions, plan.fp4_fraction]}
+    forward = forward_shares(plan)
+    if forward is not None:
+        columns["of forward\nFLOPs"] = [*forward.stage_fp4_fractions, forward.fp4_fraction]
     if plan.stage_fp4_time_fractions is not None and plan.fp4_time_fraction is not None:
         columns["of measured\ntime"] = [*plan.stage_fp4_time_fractions, plan.fp4_time_fraction]
     relative = [*(x.relative_time for x in times.stages), times.work / times.reference_work]

@@ -177,7 +177,7 @@ def overlap(one: Mapping[str, Mapping[str, str]], other: Mapping[str, Mapping[st
     return sum(one[layer] == other[layer] for layer in one) / len(one)
 
 
-# ---------------------------------------------------------------------------------------------------------------- report
+# -------------------------------------------------------------------------------------------------------------- report
 
 
 def interval(values: Sequence[float], digits: int = 2) -> str:

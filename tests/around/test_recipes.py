@@ -19,6 +19,7 @@ import torch
 from parts import data
 from parts.recipe import DataSection, Recipe, TokenizerSection, load_recipe, to_plain
 from policy_settings import llama_flops
+from slow_cases import slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from snip_hf import PrecisionPlan, SnipConfig, convert_model
@@ -549,7 +550,7 @@ def test_a_plain_run_learns_and_leaves_a_checkpoint_that_transformers_loads(fold
     assert not (output / "snip").exists()
 
 
-@pytest.mark.parametrize("streaming", ["false", "true"])
+@pytest.mark.parametrize("streaming", [slow("false"), "true"])
 def test_a_resumed_run_gives_the_losses_of_an_uninterrupted_one(folder: Path, tmp_path: Path, streaming: str) -> None:
     common = ["snip=null", "training.save_strategy=steps", "training.save_steps=4", "training.eval_strategy=no",
               f"data.streaming={streaming}", "tokenizer.train_documents=20"]  # fmt: skip

@@ -26,6 +26,19 @@ def test_later_passes_take_their_own_scores_at_the_places_of_the_first() -> None
     assert torch.topk(OTHER, 2).indices.tolist() == [[3, 2], [0, 1]]
 
 
+def test_maxima_along_a_dimension_are_choices_too() -> None:
+    routing = FixedRouting()
+    with routing.one_pass():
+        assert FIRST.max(dim=-1)[1].tolist() == [0, 1]
+        assert torch.max(FIRST, 0, keepdim=True).indices.tolist() == [[0, 1, 0, 1]]
+    with routing.one_pass():
+        found = OTHER.max(dim=-1)
+        assert found.values.tolist() == [0.0, 5.0] and found.indices.tolist() == [0, 1]
+        assert torch.max(OTHER, 0, keepdim=True).values.tolist() == [[0.0, 5.0, 2.0, 4.0]]
+        assert OTHER.max() == 7 and torch.max(OTHER, FIRST).tolist() == [[3, 1, 2, 3], [7, 5, 1, 4]]
+        assert OTHER[None, None].max(dim=-1).indices.tolist() == [[[3, 0]]]
+
+
 def test_gradients_go_to_the_scores_that_were_taken() -> None:
     routing, scores = FixedRouting(), OTHER.clone().requires_grad_()
     with routing.one_pass():
@@ -66,8 +79,9 @@ def test_a_call_of_another_shape_is_another_one_and_chooses_for_itself() -> None
 
 
 def test_torch_is_as_it_was_after_a_pass_also_one_that_fails() -> None:
-    before, methods = torch.topk, "topk" in vars(torch.Tensor)
+    before, methods = (torch.topk, torch.max), (torch.Tensor.topk, torch.Tensor.max)
     with pytest.raises(RuntimeError, match="not today"), FixedRouting().one_pass():
-        assert torch.topk is not before
+        assert torch.topk is not before[0] and torch.max is not before[1]
         raise RuntimeError("not today")
-    assert torch.topk is before and ("topk" in vars(torch.Tensor)) == methods
+    assert (torch.topk, torch.max) == before and (torch.Tensor.topk, torch.Tensor.max) == methods
+    assert not {"topk", "max"} & set(vars(torch.Tensor))

@@ -21,6 +21,7 @@ import pytest
 import yaml
 from events import counted_event, refresh_event, start_event
 from hub_server import TOKEN, USER, Hub, Repository
+from slow_cases import slow_but
 from tiny_runs import SCHEDULE, train
 from torch import nn
 from transformers import Trainer
@@ -101,7 +102,7 @@ def test_the_client_asked_the_server_nothing_that_it_does_not_know(pushed: Any) 
     assert any(request.startswith("PUT /lfs/") for request in hub.requests)
 
 
-@pytest.mark.parametrize("name", ["every-save", "last-checkpoint", "at-the-end", "kept-card"])
+@pytest.mark.parametrize("name", slow_but(["every-save", "last-checkpoint", "at-the-end", "kept-card"], "every-save"))
 def test_plan_history_divergences_and_figures_travel_with_the_model(pushed: Any, name: str) -> None:
     hub, folder, _ = pushed
     files = repository(hub, name).files

@@ -340,7 +340,7 @@ def test_a_loss_may_switch_adapters(kind: str, checkpoints: bool, is_first: bool
     assert [name for name, (_, asks) in before.items() if asks is not after[name].requires_grad] == []
 
 
-@pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("checkpoints", [slow(False), True], ids=["plain", "recomputed"])
 def test_a_loss_whose_reference_has_the_adapters_off_is_refreshed(checkpoints: bool, tmp_path: Path) -> None:
     class Preference(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin
 from divergence_files import records_of
-from slow_cases import slow_but
+from slow_cases import slow, slow_but
 from small import tiny_llama
 from tiny_runs import (
     FAST,
@@ -275,6 +275,7 @@ def test_evaluation_in_between_changes_nothing(tmp_path: Path) -> None:
     assert without_seconds(runs[0].history) == without_seconds(runs[1].history)
 
 
+@pytest.mark.slow
 def test_a_callback_that_is_added_later_and_a_model_init_give_the_same_run(run: Run, tmp_path: Path) -> None:
     later = Trainer(model=model_with_dropout(), args=arguments(tmp_path / "later"), train_dataset=data())
     later.add_callback(SnipCallback(CONFIG))
@@ -444,7 +445,7 @@ def fake_state(**changes: Any) -> Callable[[], SimpleNamespace]:
         ),
     ],
 )
-@pytest.mark.parametrize("added_later", [False, True])
+@pytest.mark.parametrize("added_later", [False, slow(True)])
 def test_what_accelerate_was_told_is_checked_before_anything_is_swapped(
     changes: dict[str, Any], expected: str, added_later: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -710,7 +711,7 @@ def test_a_refused_run_leaves_the_record_of_the_run_before_it(tmp_path: Path) ->
     assert {path.name: path.read_bytes() for path in (tmp_path / "snip").iterdir()} == before
 
 
-@pytest.mark.parametrize("policy", ["snip", "uniform-fp4"])
+@pytest.mark.parametrize("policy", ["snip", slow("uniform-fp4")])
 def test_two_forward_passes_before_one_backward_pass_train(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

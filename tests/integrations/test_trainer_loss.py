@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from own_loss_worker import by_items
+from slow_cases import slow
 from small import tiny_llama
 from tiny_runs import SCHEDULE, data, one_thread, train
 from torch import Tensor, nn
@@ -207,7 +208,7 @@ class Pair(Trainer):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Nothing, "Every gradient of the step is 0. The loss has no gradient at this step"),
+        slow(Nothing, "Every gradient of the step is 0. The loss has no gradient at this step"),
         (Pair, "compute_loss returned a tensor of shape (2,); expected the micro-batch's loss"),
     ],
 )

@@ -103,7 +103,7 @@ def state_of(run: Run) -> tuple[Any, ...]:
 
 
 # The last one has what the others have one by one.
-@pytest.mark.parametrize("kind", slow_but(COMPANY, "aliased modules", "all of them"))
+@pytest.mark.parametrize("kind", slow_but(COMPANY, "all of them"))
 def test_probes_whose_solver_always_fails_leave_no_trace(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

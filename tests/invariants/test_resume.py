@@ -72,7 +72,7 @@ def assert_same_states(resumed: Run, full: Run, steps: range) -> None:
         assert without_seconds(state(resumed.folder, step)) == without_seconds(state(full.folder, step))
 
 
-@pytest.mark.parametrize("step", slow_but(range(1, STEPS), 3, 5, 8))
+@pytest.mark.parametrize("step", slow_but(range(1, STEPS), 5))
 def test_resuming_after_any_step_gives_the_uninterrupted_run(
     full: Run, step: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,7 +126,7 @@ def drifting(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-@pytest.mark.parametrize("step", slow_but(range(1, STEPS), 4, 7))
+@pytest.mark.parametrize("step", slow_but(range(1, STEPS), 4))
 def test_resuming_between_checks_and_early_refreshes_gives_the_uninterrupted_run(
     drifting: Run, step: int, tmp_path: Path
 ) -> None:
@@ -137,6 +137,7 @@ def test_resuming_between_checks_and_early_refreshes_gives_the_uninterrupted_run
     assert without_seconds(resumed.history) == without_seconds(drifting.history)
 
 
+@pytest.mark.slow
 def test_a_state_with_another_ranking_or_last_probe_changes_the_run(drifting: Run, tmp_path: Path) -> None:
     """What the comparison above would notice if the state lost it."""
     early = next(line["step"] for line in drifting.history if line["event"] == "drift" and line["refresh"])
@@ -167,7 +168,7 @@ class _Power(TrainerCallback):
 
 
 @pytest.mark.parametrize("step", [7, slow(8)])
-@pytest.mark.parametrize("polite", [True, False])
+@pytest.mark.parametrize("polite", [slow(True), False])
 def test_a_run_that_was_really_stopped_goes_on_in_its_folder(
     full: Run, polite: bool, step: int, tmp_path: Path
 ) -> None:
@@ -208,7 +209,7 @@ def test_a_solver_that_cannot_be_started_again_costs_the_refresh_and_not_the_run
     assert set(resumed.losses) == {1, 2, 3, 4, 5}
 
 
-@pytest.mark.parametrize("named_in", ["callback", "training arguments"])
+@pytest.mark.parametrize("named_in", ["callback", slow("training arguments")])
 @pytest.mark.parametrize("step", [5, slow(7)])
 def test_a_moved_checkpoint_is_found_when_it_is_named(full: Run, named_in: str, step: int, tmp_path: Path) -> None:
     moved = shutil.copytree(full.folder / f"checkpoint-{step}", tmp_path / "elsewhere" / "best")
@@ -231,6 +232,7 @@ def test_a_moved_checkpoint_is_found_when_it_is_named(full: Run, named_in: str, 
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_trained_without_snip_is_continued_with_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,7 +328,7 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("damage", slow_but(DAMAGE, *list(DAMAGE)[:2]))
 def test_a_damaged_state_is_refused_by_the_name_of_its_file(full: Run, damage: str, tmp_path: Path) -> None:
     change, expected = DAMAGE[damage]
     path = interrupted(full, 7, tmp_path) / "snip_state.json"

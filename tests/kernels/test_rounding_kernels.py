@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_runs import HOMES, Run, assert_same_bits, on_cuda
-from slow_cases import slow
+from slow_cases import slow, slow_but
 from torch import Tensor
 
 from snip_hf.estimation.layer_sums import LayerSums
@@ -83,7 +83,7 @@ def of_tiles(grid: ElementGrid, tile: tuple[int, int]) -> tuple[NumberFormat, st
 
 @pytest.mark.parametrize(("data", "dtype"), DATA)
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("fmt", GRIDS, ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", slow_but(GRIDS, E2M1, E4M3), ids=lambda fmt: fmt.name)
 def test_the_kernel_rounds_as_the_reference_does(
     fmt: ElementGrid, tile: tuple[int, int], data: Any, dtype: torch.dtype, run: Run
 ) -> None:

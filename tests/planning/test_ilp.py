@@ -198,6 +198,7 @@ def test_options_that_no_better_map_has_are_left_out_and_the_optimum_stays() -> 
     assert not any(ilp._hopeless(two, [0] * 56, 0.0))
 
 
+@pytest.mark.slow
 def test_greedy_is_within_a_thousandth_of_its_bound_on_45000_groups_and_auto_takes_it() -> None:
     found = ilp.solve(model_problem(45_000, 8, solver="auto", relative_gap=1e-3))
     assert found["solver"] == "greedy"

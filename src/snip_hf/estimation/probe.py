@@ -270,7 +270,8 @@ def _warn_of_routers(left: Sequence[str]) -> None:
     if left:
         logger.warning(
             "snip-hf: %d layers, such as %s, saw other tokens on the two sides of the probe, so that no derivative "
-            "could be taken: their router does not choose by torch.topk. Keep them out of plans with skip_modules.",
+            "could be taken: their router chooses neither by torch.topk nor by torch.max along a dimension. Keep them "
+            "out of plans with skip_modules.",
             len(left),
             left[0],
         )

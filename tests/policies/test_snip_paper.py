@@ -13,6 +13,7 @@ import torch
 from expert_models import tiny_qwen3_moe
 from own_loop import Loop
 from rounded import fake_quantize
+from slow_cases import slow
 from small import adamw_after, text, tiny_llama, tiny_lm, tokens, trained_tiny_lm
 from thread_ranks import on_ranks
 from tiny_runs import SCHEDULE, differing, train, weights, without_seconds
@@ -255,6 +256,7 @@ def test_ranks_have_one_table_and_nearly_that_of_one_process() -> None:
         assert row.weight_divergence == pytest.approx(alone[key].weight_divergence, rel=0.25)
 
 
+@pytest.mark.slow
 def test_the_estimate_is_of_the_size_of_the_truth() -> None:
     model = tiny_llama(hidden=64, layers=2)
     optimizer = adamw_after(model, steps=30)
@@ -308,6 +310,7 @@ def test_a_run_decides_by_the_two_divergences_that_its_file_has(tmp_path: Path) 
     assert Setting(config, plan.flops, plan.stages).assignment(ilp.solve(program)["choices"]) == plan.assignment
 
 
+@pytest.mark.slow
 def test_training_is_that_of_a_run_that_has_the_plans_without_a_probe(tmp_path: Path) -> None:
     """A probe's noise leaves no trace: until a plan applies, losses are those of FP8 alone."""
     config = {**SCHEDULE, "apply_delay": 3}
@@ -317,17 +320,17 @@ def test_training_is_that_of_a_run_that_has_the_plans_without_a_probe(tmp_path: 
 
 
 def test_a_resumed_run_repeats_the_uninterrupted_one(tmp_path: Path) -> None:
-    config = SnipConfig(policy="snip-paper", **SCHEDULE)
-    full = train(tmp_path / "full", config, max_steps=8, save_strategy="steps", save_steps=5)
-    for name in ("snip", "checkpoint-5"):
+    config = SnipConfig(policy="snip-paper", **SCHEDULE | {"refresh_every": 2, "apply_delay": 1})
+    full = train(tmp_path / "full", config, max_steps=5, save_strategy="steps", save_steps=3)
+    for name in ("snip", "checkpoint-3"):
         shutil.copytree(tmp_path / "full" / name, tmp_path / "resumed" / name)
-    resumed = train(tmp_path / "resumed", config, resume=tmp_path / "resumed" / "checkpoint-5", max_steps=8)
+    resumed = train(tmp_path / "resumed", config, resume=tmp_path / "resumed" / "checkpoint-3", max_steps=5)
     assert differing(weights(resumed.model), weights(full.model)) == []
     last = [run.refreshes[-1] for run in (full, resumed)]
-    assert last[0]["step"] == 6 and without_seconds(last[0]) == without_seconds(last[1])
+    assert last[0]["step"] == 4 and without_seconds(last[0]) == without_seconds(last[1])
 
 
-@pytest.mark.parametrize("formats", [("fp4", "fp8", "bf16"), ("nvfp4", "mxfp8")])
+@pytest.mark.parametrize("formats", [slow(("fp4", "fp8", "bf16")), ("nvfp4", "mxfp8")])
 def test_any_formats_are_chosen_from(formats: tuple[str, ...], tmp_path: Path) -> None:
     config = SnipConfig(policy="snip-paper", formats=formats, target_fp4_fraction=0.5, **SCHEDULE)
     plan = Loop(config, tmp_path).run(4).controller.plan

@@ -240,7 +240,7 @@ def text_of(lines: Sequence[Mapping[str, Any]]) -> str:
     parts += ["", *of_plans(families, of)]
     sizes = ", ".join(f"{family} {len(of(family))}" for family in families)
     first = lines[0]
-    parts += ["", f"Cases: {sizes}; commit {first['commit']}, {first['machine']}, {first['command']}"]
+    parts += ["", f"Cases: {sizes}; commit {first['commit']}, {first['machine']}.", f"`{first['command']}`"]
     return "\n".join(parts)
 
 

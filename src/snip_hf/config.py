@@ -160,8 +160,7 @@ class SnipConfig(FieldNames):
     # Probe: what a refresh measures
 
     probes: int = 1
-    """Random directions per refresh; each costs two forward-backward passes. The policy "hessian-trace" needs many.
-    The policy "snip-paper" draws noise in their place, and takes one pass more."""
+    """Random directions per refresh; each costs two forward-backward passes. The policy "hessian-trace" needs many."""
     probe_tokens: int | None = 1024
     """Tokens per layer that the probe keeps, in whole runs of 128, of all ranks together; None keeps all.
     In experts each of them has as many rows as it is sent to experts."""

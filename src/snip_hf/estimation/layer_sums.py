@@ -28,6 +28,7 @@ from ..kernels.rounding import fake_quantize
 from ..kernels.sums import error_squares, norms, scaled_squares
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS, TILE
+from ..numerics.random_streams import normal
 from .common_errors import across_channels
 from .extrapolation import BatchSizes as BatchSizes
 from .extrapolation import Sizes
@@ -300,6 +301,17 @@ class LayerSums:
         """Returns |eW|^2, of the weight as the GEMM sees it that contracts this dimension of it."""
         kinds = self._kinds_of_weight_errors(name)
         return self._weight_errors[kinds[1 if contracts == 0 and len(kinds) > 1 else 0]].sum()
+
+    def mean_square_of_update(self) -> Tensor:
+        """Returns |J|^2 / (O I), (): the mean square of the elements of the update's derivative, relative to |W|.
+
+        Where J is not elementwise, from one random direction, whose mean over directions it is. 0 without an update.
+        """
+        if self._pushforward is None:
+            return self.w.new_zeros(())
+        if isinstance(self._pushforward, Tensor):
+            return self._pushforward.square().mean()
+        return self._pushforward(normal(0, self.w.shape, self.w.device)).square().mean()
 
     def rounded(self, operand: str, name: str, contracts: int, key: int | None = None) -> Tensor:
         """Returns "x", "g" or "w" as a GEMM sees it that contracts this dimension of it; each is rounded once."""

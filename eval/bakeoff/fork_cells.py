@@ -12,6 +12,7 @@ from snip_hf.numerics.formats import FORMATS, check_format
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.policies.registry import needs_probe, register_policy
 from snip_hf.policies.uniform import uniform
+from snip_hf.schedule_checks import shares_text
 
 from .fork_shifts import Shift
 from .grid import combinations
@@ -77,7 +78,7 @@ class Contender:
         known += ("target_fp4_fraction", "target_linear_speedup", "rates")
         parts = [f"{key} {value}" for key, value in self.settings.items() if key not in known]
         first = f"{config.policy} {{{', '.join(config.formats)}}}"
-        target = f"{config.target_fp4_fraction or 0:.0%}"
+        target = shares_text(config.target_fp4_fraction, ".0%")
         if config.target_linear_speedup is not None:
             target = f"{config.target_linear_speedup:g} times BF16 ({config.rates or 'measured'})"
         return ", ".join([first, f"{target} by {config.granularity}", *parts])
@@ -85,7 +86,8 @@ class Contender:
     @property
     def refreshes(self) -> bool:
         """Whether plans follow the first one."""
-        return any(self.settings.get(key) is not None for key in ("refresh_every", "refresh_on_drift"))
+        is_changing = isinstance(self.settings.get("target_fp4_fraction"), list)
+        return is_changing or any(self.settings.get(key) is not None for key in ("refresh_every", "refresh_on_drift"))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what tells contenders apart, for JSON."""

@@ -15,6 +15,8 @@ from eval.bakeoff import forks
 from eval.bakeoff.fork_base import check_length, train_base
 from eval.bakeoff.fork_recipe import ForkRecipe, load_recipe
 from eval.bakeoff.fork_text import ForkText
+from snip_hf.config import POLICIES, SnipConfig
+from snip_hf.policies.registry import aims_at_share
 
 ROOT = Path(__file__).resolve().parents[2]
 CRITERIA = ROOT / "recipes" / "forks-criteria.yaml"
@@ -25,11 +27,13 @@ def criteria() -> ForkRecipe:
     return load_recipe(CRITERIA)
 
 
-def test_every_criterion_and_rule_that_aims_at_a_share_is_a_contender(criteria: ForkRecipe) -> None:
-    found = {one.settings["policy"] for one in criteria.contenders if one.settings}
-    measured = {"snip", "fisher", "greedy", "hessian-trace", "kl", "min-abs-err", "min-rel-err"}
-    rules = {"layer-type", "layer-position", "first2-last8", "last-15-percent", "backward-first", "random"}
-    assert measured | rules <= found
+def test_every_policy_that_aims_at_a_share_is_a_contender(criteria: ForkRecipe) -> None:
+    aiming = set()
+    for name in POLICIES:
+        granularity = "layer" if name == "snip-paper" else "gemm"
+        if aims_at_share(SnipConfig(policy=name, granularity=granularity, formats=("fp4", "bf16"))):
+            aiming.add(name)
+    assert {one.settings["policy"] for one in criteria.contenders if one.settings} == aiming
 
 
 @pytest.mark.parametrize(("granularity", "shares"), [("gemm", (0.75, 0.9, 0.95)), ("layer", (0.5, 0.75, 0.9))])
@@ -42,9 +46,31 @@ def test_every_policy_has_every_share_of_its_granularity(
         if one.settings.get("granularity") == granularity and one.settings["formats"] == ["fp4", "fp8"]
     }
     policies = {one.settings["policy"] for one in criteria.contenders if one.settings}
-    impossible = {"backward-first"} if granularity == "layer" else set()
+    impossible = {"backward-first"} if granularity == "layer" else {"snip-paper"}
     assert {(policy, share) for policy in policies - impossible for share in shares} <= found
-    assert list(criteria.impossible) == ["policy backward-first, granularity layer"]
+    assert list(criteria.impossible) == [
+        "policy backward-first, granularity layer",
+        "policy backward-first, granularity gemm, decides forward",
+        "policy snip-paper, granularity gemm",
+    ]
+
+
+def test_forward_gemms_alone_have_both_shares(criteria: ForkRecipe) -> None:
+    forward = [one.settings for one in criteria.contenders if one.settings.get("decides") == "forward"]
+    found = {(settings["policy"], settings["target_fp4_fraction"]) for settings in forward}
+    policies = {policy for policy, _ in found}
+    assert len(policies) == 12
+    assert found == {(policy, share) for policy in policies for share in (0.5, 0.8)}
+
+
+def test_a_share_that_falls_has_the_mean_of_the_constant_one() -> None:
+    recipe = load_recipe(ROOT / "recipes" / "forks-longer.yaml")
+    (falling,) = [one for one in recipe.contenders if isinstance(one.settings.get("target_fp4_fraction"), list)]
+    config = falling.config(recipe.forks[0], recipe.backend)
+    first, last = recipe.forks[0].point + 1, recipe.base.steps
+    shares = [config.target_at(step) or 0.0 for step in range(first, last + 1)]
+    assert sum(shares) / len(shares) == pytest.approx(0.75)
+    assert falling.refreshes
 
 
 def test_a_block_has_enough_forks_of_both_lengths(criteria: ForkRecipe) -> None:
@@ -53,7 +79,7 @@ def test_a_block_has_enough_forks_of_both_lengths(criteria: ForkRecipe) -> None:
     assert lengths.count(100) >= 400
     assert lengths.count(1000) >= 100
     # A run that is cut off has the main contrasts first.
-    assert all(run.lengths == (100, 1000) for run in runs[:108])
+    assert all(run.lengths == (100, 1000) for run in runs[:117])
 
 
 @pytest.mark.parametrize("name", ["criteria", "criteria-124m", "continue-124m", "longer", "shifts", "small"])

@@ -119,6 +119,16 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "refresh_on_drift=0.8 with policy='hessian-trace' cannot work: a check takes no derivatives, and so knows no "
         "trace. Set refresh_on_drift=None.",
     ),
+    (
+        {"policy": "snip-paper", "granularity": "gemm"},
+        "granularity='gemm' with policy='snip-paper' cannot work: the paper's estimate is one figure per linear. Set "
+        "granularity='layer', or policy='snip'.",
+    ),
+    (
+        {"policy": "snip-paper", "refresh_on_drift": 0.8},
+        "refresh_on_drift=0.8 with policy='snip-paper' cannot work: a check adds no noise, and so knows no weight "
+        "divergence. Set refresh_on_drift=None.",
+    ),
     *(
         (
             {"target_fp4_fraction": value},
@@ -186,7 +196,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"granularity": "block"}, "granularity='block' is not known; expected one of layer, gemm."),
     (
         {"policy": "snap"},
-        "policy='snap' is not known; expected one of snip, bf16, uniform-fp8, uniform-fp4, "
+        "policy='snap' is not known; expected one of snip, snip-paper, bf16, uniform-fp8, uniform-fp4, "
         + "".join(f"uniform-{name}, " for name in list(FORMATS)[3:])
         + "random, layer-type, layer-position, first2-last8, last-15-percent, backward-first, first2-last8-bf16, "
         "last-15-percent-bf16, first-last-bf16, min-abs-err, min-rel-err, fisher, hessian-trace, greedy, kl. Did "

@@ -301,6 +301,18 @@ def test_the_recipe_of_adapters_trains_them_on_the_model_of_the_quickstart() -> 
     assert recipe.data == base.data
 
 
+def test_the_recipe_of_the_paper_goes_on_from_the_quickstart_in_the_paper_s_setting() -> None:
+    recipe, base = load_recipe(RECIPES / "snip-paper.yaml"), load_recipe(QUICKSTART)
+    assert recipe.model.name_or_path == base.training["output_dir"] and recipe.data == base.data
+    snip = recipe.snip
+    assert snip is not None
+    assert (snip.policy, snip.granularity, snip.target_fp4_fraction, snip.stages) == ("snip-paper", "layer", 0.75, None)
+    assert snip.formats == ("fp4", "fp8") and snip.refresh_every == 100_000
+    for policy in ("min-abs-err", "min-rel-err", "layer-type", "layer-position", "random", "uniform-fp8"):
+        baseline = load_recipe(RECIPES / "snip-paper.yaml", [f"snip.policy={policy}", "snip.target_fp4_fraction=0.5"])
+        assert baseline.snip is not None and baseline.snip.policy == policy
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")
 def test_a_recipe_with_adapters_builds_a_model_of_which_they_alone_are_trained(texts: list[str]) -> None:

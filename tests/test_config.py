@@ -119,6 +119,16 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "refresh_on_drift=0.8 with policy='hessian-trace' cannot work: a check takes no derivatives, and so knows no "
         "trace. Set refresh_on_drift=None.",
     ),
+    (
+        {"policy": "snip-paper", "granularity": "gemm"},
+        "granularity='gemm' with policy='snip-paper' cannot work: the paper's estimate is one figure per linear. Set "
+        "granularity='layer', or policy='snip'.",
+    ),
+    (
+        {"policy": "snip-paper", "refresh_on_drift": 0.8},
+        "refresh_on_drift=0.8 with policy='snip-paper' cannot work: a check adds no noise, and so knows no weight "
+        "divergence. Set refresh_on_drift=None.",
+    ),
     *(
         (
             {"target_fp4_fraction": value},
@@ -182,16 +192,6 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
             "or 0 for none.",
         )
         for value in (-0.1, 1, 1.5, float("nan"), float("inf"))
-    ),
-    (
-        {"policy": "snip-paper", "granularity": "gemm"},
-        "granularity='gemm' with policy='snip-paper' cannot work: the paper's estimate is one figure per linear. Set "
-        "granularity='layer', or policy='snip'.",
-    ),
-    (
-        {"policy": "snip-paper", "refresh_on_drift": 0.8},
-        "refresh_on_drift=0.8 with policy='snip-paper' cannot work: a check adds no noise, and so knows no weight "
-        "divergence. Set refresh_on_drift=None.",
     ),
     ({"granularity": "block"}, "granularity='block' is not known; expected one of layer, gemm."),
     (

@@ -101,9 +101,7 @@ class _Training:
         lengths: after which it is measured.
     """
 
-    def __init__(
-        self, trainee: Trainee, fork: Fork, controller: SnipController | None, lengths: Sequence[int]
-    ) -> None:
+    def __init__(self, trainee: Trainee, fork: Fork, controller: SnipController | None, lengths: Sequence[int]) -> None:
         self._trainee, self._fork, self._controller = trainee, fork, controller
         self._losses: list[float] = []
         self._done = 0

@@ -99,7 +99,7 @@ def _family_note(family: str, tested: Sequence[Tested], outcome: str) -> str:
         f"**{family.replace('-', ' ').capitalize()}.** Differences in percent, mean ± half of the 95% interval "
         f"(uncorrected). Paired tests of the loss {LOSSES[outcome]!r}; Holm's correction over the {count} tests of "
         "this table. Forks are the units, and bases a random effect (mixed model; with one fork per base a paired "
-        "t-test); \"between bases\" is that effect's standard deviation. Detectable: the smallest true difference that "
+        't-test); "between bases" is that effect\'s standard deviation. Detectable: the smallest true difference that '
         f"the test would find with power {DETECTION}, with these forks and this paired standard deviation, at p < "
         f"{SIGNIFICANCE} / {count}, Holm's first step. Smaller differences may well be there where two are not told "
         f"apart. The power for {EFFECT}%, and the forks that find it with power {DETECTION}, are of the same test."

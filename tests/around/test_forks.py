@@ -121,9 +121,7 @@ def test_base_seeds_in_lists_are_blocks_that_run_one_after_the_other(tmp_path: P
 
 def test_the_ids_of_runs_depend_on_no_block(tmp_path: Path) -> None:
     path = write_recipe(tmp_path, [{"format": ["bf16", "fp4"]}])
-    blocks = (
-        ids(load_recipe(path, [f"forks.base_seeds={seeds}"]).runs("text")) for seeds in ("[0, 1]", "[[0], [1]]")
-    )
+    blocks = (ids(load_recipe(path, [f"forks.base_seeds={seeds}"]).runs("text")) for seeds in ("[0, 1]", "[[0], [1]]"))
     assert next(blocks) == next(blocks)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -145,3 +147,23 @@ def test_the_loss_is_that_of_the_pass_without_noise() -> None:
     expected = model(**inputs)["loss"].item()
     convert_model(model, SnipConfig())
     assert probed(model, 0.5, probes=3).loss == pytest.approx(expected, rel=1e-6)
+
+
+class Dropping(Straight):
+    """As `Straight`, but each pass has fewer tokens than the one before, as behind a router."""
+
+    def __init__(self, dropped: Iterator[int]) -> None:
+        super().__init__()
+        # In a tuple: what a probe finds in attributes it puts back.
+        self.dropped = (dropped,)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return super().forward(input_ids[:, next(self.dropped[0]) :], labels)
+
+
+def test_other_tokens_in_a_pass_with_noise_are_refused() -> None:
+    """Also with two draws, whose pairs of differences would be complete without one pass of each."""
+    model = Dropping(itertools.count())
+    convert_model(model, SnipConfig())
+    with pytest.raises(ValueError, match=r"Layer 'layers\.0\.up' saw other tokens in a pass with noise"):
+        probed(model, 0.01, probes=2)

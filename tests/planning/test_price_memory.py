@@ -191,7 +191,8 @@ def test_a_state_without_prices_has_none_and_a_damaged_one_is_refused(run: tuple
     assert run[0].controller is not None
     state = json.loads(json.dumps(run[0].controller.state_dict()))
     assert SavedState.of(state).prices == state["prices"] != {}
-    for damaged in ([1], {"a": 1}, {"a": {"b": 1}}, {"a": {"b": {"fp4": "x"}}}, {"a": {"b": {"fp4": None}}}, 7):
+    shares = ("x", "nan", float("nan"), None)
+    for damaged in ([1], {"a": 1}, {"a": {"b": 1}}, 7, *({"a": {"b": {"fp4": share}}} for share in shares)):
         with pytest.raises(ValueError, match="The SNIP state is not complete or damaged"):
             SavedState.of(state | {"prices": damaged})
     del state["prices"]  # as earlier versions wrote it

@@ -258,12 +258,20 @@ def _combine(
 
 
 def _add_differences(samples: dict[str, LayerSample], noisy: Recorder, relative: float) -> None:
-    """Adds what a pass with noise of this size changed, per unit of it, to the samples of the pass without noise."""
-    for name in [name for name in noisy.records if name in samples]:
-        one, sample = noisy.records.pop(name), samples[name]
-        if one.x.shape == sample.x.shape:
-            sample.x_dot.append(one.x.sub_(sample.x).div_(relative))
-            sample.grad_output_dot.append(one.grad_output.sub_(sample.grad_output).div_(relative))
+    """Adds what a pass with noise of this size changed, per unit of it, to the samples of the pass without noise.
+
+    Raises:
+        ValueError: a layer saw other tokens in it.
+    """
+    for name, sample in samples.items():
+        one = noisy.records.pop(name, None)
+        if one is None or (one.tokens, one.x.shape) != (sample.tokens, sample.x.shape):
+            raise ValueError(
+                f"Layer {name!r} saw other tokens in a pass with noise than without it (a router chooses them), so "
+                "that its response is not known. Leave it out with skip_modules, or use policy='snip'."
+            )
+        sample.x_dot.append(one.x.sub_(sample.x).div_(relative))
+        sample.grad_output_dot.append(one.grad_output.sub_(sample.grad_output).div_(relative))
 
 
 def _warn_of_routers(left: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from ..estimation.table import Divergence, DivergenceTable
 from ..policies.registry import Cost, cost_of
 from ..policies.setting import Setting
 from ..policies.totals import first_total
+from .checked_values import finite
 
 Prices = Mapping[str, Mapping[str, Mapping[str, float]]]
 """Layer -> GEMM, or "layer" -> format -> share of the total of all layers in the least precise format."""
@@ -76,7 +77,8 @@ def read_prices(saved: object) -> Prices:
     table: Mapping[str, Mapping[str, Mapping[str, float]]] = dict(saved)  # type: ignore[call-overload]
     return {
         str(layer): {
-            str(gemm): {str(name): float(share) for name, share in cell.items()} for gemm, cell in gemms.items()
+            str(gemm): {str(name): finite(share, f"prices[{layer!r}]") for name, share in cell.items()}
+            for gemm, cell in gemms.items()
         }
         for layer, gemms in table.items()
     }

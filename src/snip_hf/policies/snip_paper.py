@@ -88,7 +88,7 @@ class PaperEstimate(LayerCriterion):
 
     @classmethod
     def trace_of(cls, layer: str, sample: LayerSample, directions: Sequence[Tensor]) -> Tensor:
-        return squared_responses(layer, sample, RELATIVE_NOISE)
+        return squared_responses(sample, RELATIVE_NOISE)
 
     def pending_weight_divergences(self, name: str, keys: tuple[int, int]) -> Pending[dict[str, Squares]]:
         sums = self.sums
@@ -113,24 +113,15 @@ class PaperEstimate(LayerCriterion):
         return self.sums.pending_loss_divergence(name, "norm")
 
 
-def squared_responses(layer: str, sample: LayerSample, relative: float) -> Tensor:
+def squared_responses(sample: LayerSample, relative: float) -> Tensor:
     """Returns |change of the sampled gradient|^2 per square of the noise's relative size, by `PLACES`, (2,).
 
     The mean over the draws of noise; zeros of none.
 
     Args:
-        layer: its name.
         sample: with the differences that passes with noise showed.
         relative: the noise's size.
-
-    Raises:
-        ValueError: a pass with noise did not show the layer.
     """
-    if len(sample.x_dot) % len(PLACES):
-        raise ValueError(
-            f"Layer {layer!r} saw other tokens in a pass with noise than without it (a router chooses them), so that "
-            "its response is not known. Leave it out with skip_modules, or use policy='snip'."
-        )
     found = []
     for x_dot, g_dot in zip(sample.x_dot, sample.grad_output_dot, strict=True):
         # (G + r g)^T (X + r x) - G^T X = r (g^T X + (G + r g)^T x)

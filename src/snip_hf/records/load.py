@@ -149,7 +149,8 @@ def _plans(
 ) -> list[tuple[int, PrecisionPlan]]:
     """Returns the start's plan and those that refreshes put in force; of very many some, and the last two.
 
-    Each has the tokens that were counted for it, the start's those of the first count, which may have changed it too.
+    Each has the step that it was made at and the tokens that were counted for it, the start's those of the first count,
+    which may have changed it too.
     """
     applied = [refresh for refresh in refreshes if refresh.applied_step is not None]
     most = max(4, min(_MOST_PLANS, _MOST_PLANNED_LAYERS // len(start.assignment)))
@@ -169,7 +170,9 @@ def _plans(
             assignment[layer][gemm] = new
         if number in shown and refresh.applied_step is not None:
             tokens = _tokens_at(counted, refresh.step, start)
-            plans.append((refresh.applied_step, dataclasses.replace(start, assignment=assignment, tokens=tokens)))
+            provenance = dataclasses.replace(start.provenance, step=refresh.step)
+            plan = dataclasses.replace(start, assignment=assignment, provenance=provenance, tokens=tokens)
+            plans.append((refresh.applied_step, plan))
     return plans
 
 

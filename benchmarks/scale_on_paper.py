@@ -46,6 +46,8 @@ APPLIED = 0.01 / 154
 GATHERS = 4
 # Sequence length, and tokens per GPU and step: as many as in the timed steps.
 LENGTH, TOKENS = 4096, 16384
+# GiB of an H200.
+CAPACITY = 139
 # Part of a BF16 step that waits for communication and does not get faster.
 EXPOSED = (0.0, 0.2)
 
@@ -207,6 +209,18 @@ def parts() -> Parts:
     )
 
 
+def other_mxfp4() -> dict[str, float]:
+    """Returns the speeds by BF16's of 75% in MXFP4 that the arithmetic does not take, by their places in the page."""
+    trainer, folding = (read_lines(RESULTS / f"speed_{name}.jsonl") for name in ("trainer", "folding"))
+    other = {line["model"]: line["speedup"] for line in folding if line.get("recipe") == "snip-hf MXFP4 75%, ties"}
+    [tiny] = [
+        line["speedup"]
+        for line in trainer
+        if (line["model"], line["recipe"]) == (TINY.name, "snip-hf 75%") and line["formats"][0] == "mxfp4"
+    ]
+    return {"mxfp4_other": other[SHAPE_8B.name], "mxfp4_tiny": tiny, "mxfp4_tiny_other": other[TINY.name]}
+
+
 def _probes(lines: list[dict[str, Any]], model: str) -> Iterator[float]:
     """Yields seconds of probes with FP4 and FP8, but for each process's first one, which compiles kernels."""
     for line in lines:
@@ -303,12 +317,17 @@ def page(part: Parts) -> str:
         costs.append([*where, f"{step:.1f}", *seconds, f"{total:.1f}", f"{total / step:.1f}"])
         figures = [f"{speedup(layout, part, *which, every):.2f}" for which in CASES]
         share = total / (every * step / part.speedups["fp4"] + total)
-        gains.append([*where, f"{100 * share:.1f}%", *figures, f"{trained:.1f}", f"{probe:.1f}"])
+        gains.append(
+            [*where, f"{100 * share:.1f}%", *figures, f"{trained:.1f}", f"{probe:.1f}", _fits(trained + probe)]
+        )
     model, measured = part.two_gpus
     values = {
         "teraflops": f"{part.flops / 1e12:.0f}",
         "fp4": f"{part.speedups['fp4']:.3f}",
         "mxfp4": f"{part.speedups['mxfp4']:.3f}",
+        **{name: f"{speed:.3f}" for name, speed in other_mxfp4().items()},
+        "delay": str(SnipConfig().apply_delay),
+        "capacity": str(CAPACITY),
         "linear": f"{1000 * part.per_linear:.1f}",
         "weight": f"{part.per_weight:.2f}",
         "gather": f"{1000 * part.per_gather:.2f}",
@@ -324,7 +343,9 @@ def page(part: Parts) -> str:
             "inputs": table(INPUT_COLUMNS, [[cell.format_map(values) for cell in row] for row in INPUTS]),
             **values,
             "costs": table([*WHERE, "BF16 step, s", *refresh(LAYOUTS[0], part), "refresh, s", "in steps"], costs),
-            "gains": table([*WHERE, "refreshes' share", *map(_head, CASES), "training, GiB", "probe, GiB"], gains),
+            "gains": table(
+                [*WHERE, "refreshes' share", *map(_head, CASES), "training, GiB", "probe, GiB", "fits"], gains
+            ),
             "program": table(PROGRAM_COLUMNS, program_rows()),
             "prices": table(PRICE_COLUMNS, price_rows()),
         },
@@ -334,12 +355,16 @@ def page(part: Parts) -> str:
 WHERE = ("model", "GPUs", "layout")
 CASES = tuple((formats, exposed) for formats in ("fp4", "mxfp4") for exposed in EXPOSED)
 PROGRAM_COLUMNS = ("formats", "stages", "solver", "problems", "seconds, median (most)", "largest gap", "objective")
-PRICE_COLUMNS = ("GEMM", "linears with a price", "log of FP4's price", "log of FP8's by FP4's")
+PRICE_COLUMNS = ("GEMM", "linears with a price", "log of FP4's price", "log of (FP8's price / FP4's)")
 
 
 def _head(case: tuple[str, float]) -> str:
     formats, exposed = case
-    return f"{formats.upper()}, {exposed:.0%} waiting"
+    return f"speed, {formats.upper()}, {exposed:.0%} waiting"
+
+
+def _fits(gib: float) -> str:
+    return "yes" if gib <= CAPACITY else "no"
 
 
 def program_rows() -> list[list[str]]:

@@ -22,7 +22,7 @@ def test_the_readme_quotes_the_runs_at_124m() -> None:
     readme = " ".join((equal_loss.ROOT / "README.md").read_text(encoding="utf-8").split())
     speeds = equal_loss.measured_speeds()
     for gap in equal_loss.full_runs(speeds):
-        if gap.source.startswith("120M"):
+        if gap.source.startswith("124M"):
             factors = equal_loss.more_steps(gap.gap, gap.slope)
             more, low, high = (f"{100 * (factor - 1):.0f}" for factor in factors)
             assert (

@@ -192,8 +192,8 @@ def test_a_run_says_everywhere_which_share_counts_what(tmp_path: Path, caplog: p
     printed = io.StringIO()
     print_run(load_run(tmp_path), Console(file=printed, width=160))
     text = " ".join(printed.getvalue().split())
-    assert "target FP4 share 0.5 of the forward GEMMs alone, attained" in text
-    assert f", {found.describe()}" in text
+    attained = f"{found.fp4_fraction:.4f} of the forward GEMMs ({plan.fp4_fraction:.4f} of all linear FLOPs)"
+    assert f"target FP4 share 0.5 of the forward GEMMs alone, attained {attained}" in text
     assert "Against one global constraint, one per stage saves" in text
     assert "price: extra cost of FP4 per share of the stage's forward FLOPs" in text
     assert text.count(f"{found.fp4_fraction:.4f}") >= 2  # of the refresh, and of the stages together

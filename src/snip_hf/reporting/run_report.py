@@ -57,18 +57,15 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         policy = f"plan file {_shown(config['fixed_plan'])}, held fixed"
     plan = _in_force(run)
     by_time = config.get("budget") == "measured"
-    time = "" if plan.measured is None else f" and {plan.fp4_time_fraction:.4f} of their measured time"
-    forward = forward_shares(plan)
-    if forward is not None:
-        time += f", {forward.describe()}"
     speedup = plan.linear_speedup()
+    speed = ""
     if speedup is not None:
         source = "measured" if plan.measured is not None else f"{_shown(config.get('rates'))} rates"
-        time += f". The linears run at {speedup:.4f} times BF16's speed ({source})"
+        speed = f". The linears run at {speedup:.4f} times BF16's speed ({source})"
     say(
         console,
         f"{policy[0].upper()}{policy[1:]}, granularity {_shown(config.get('granularity'))}, {_target(config)}, "
-        f"attained {plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}. Model: "
+        f"attained {_attained(plan)}{speed}. Model: "
         f"{_shown(plan.provenance.model_name or 'not named')}.",
     )
     if isinstance(config.get("target_fp4_fraction"), list):
@@ -108,6 +105,16 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         if reasons is not None:
             console.print(reasons)
     _say_some(console, [f"Note: {note}" for note in notes])
+
+
+def _attained(plan: PrecisionPlan) -> str:
+    """Returns the FP4 share of a plan, of what it decides on first."""
+    forward = forward_shares(plan)
+    if forward is not None:
+        time = "" if forward.fp4_time_fraction is None else f", {forward.fp4_time_fraction:.4f} of their measured time"
+        return f"{forward.fp4_fraction:.4f} of the forward GEMMs{time} ({plan.fp4_fraction:.4f} of all linear FLOPs)"
+    time = "" if plan.measured is None else f" and {plan.fp4_time_fraction:.4f} of their measured time"
+    return f"{plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}"
 
 
 def _coverage(found: Coverage, plan: PrecisionPlan) -> str:

@@ -89,6 +89,15 @@ class Contender:
         is_changing = isinstance(self.settings.get("target_fp4_fraction"), list)
         return is_changing or any(self.settings.get(key) is not None for key in ("refresh_every", "refresh_on_drift"))
 
+    def within(self, steps: int) -> dict[str, Any]:
+        """Returns what tells contenders apart in forks of so many steps: a refresh that comes later does not."""
+        found, every = self.to_dict(), self.settings.get("refresh_every")
+        is_changing = isinstance(self.settings.get("target_fp4_fraction"), list)
+        has_other = is_changing or self.settings.get("refresh_on_drift") is not None
+        if every is not None and every >= steps and not has_other:
+            found = {name: value for name, value in found.items() if name not in ("refresh_every", "apply_delay")}
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """Returns what tells contenders apart, for JSON."""
         if self.format is not None:

@@ -88,4 +88,9 @@ def origin(lines: Sequence[Row]) -> str:
     forks = {fork_key(line) for line in lines}
     bases = {line["fork"]["base_seed"] for line in lines}
     machines, commits = (sorted({str(line[key]) for line in lines}) for key in ("machine", "commit"))
-    return f"{len(forks)} forks of {len(bases)} bases; {', '.join(machines)}; commit {', '.join(commits)}."
+    where = ", ".join(machines).replace(", 1 threads", ", 1 thread")  # lines are paired by the name as it is
+    return f"{_counted(len(forks), 'fork')} of {_counted(len(bases), 'base')}; {where}; commit {', '.join(commits)}."
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + "s" * (number != 1)

@@ -109,6 +109,19 @@ class ForkRecipe:
         """Those of all cells, each once."""
         return tuple({cell.contender.name: cell.contender for cell in self.cells}.values())
 
+    def comparisons_after(self, steps: int) -> dict[str, tuple[tuple[str, str], ...]]:
+        """Returns the comparisons of forks of so many steps: both contenders have them, and differ by then."""
+        cells = {cell.contender.name: cell.contender for cell in self.cells if steps in cell.lengths}
+        found = {
+            family: tuple(
+                (one, other)
+                for one, other in pairs
+                if one in cells and other in cells and cells[one].within(steps) != cells[other].within(steps)
+            )
+            for family, pairs in self.comparisons.items()
+        }
+        return {family: pairs for family, pairs in found.items() if pairs}
+
     def setting(self, text: str, steps: int, fork: Fork) -> str:
         """Returns what tells forks from those of another text, model, base, length or shift."""
         shift = [] if fork.shift is None else [fork.shift.to_dict()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,8 @@ class Asked:
     """Name of the contender that differences are taken to in the first and in the short table."""
     families: Families = field(default_factory=dict)
     """Comparisons to test; those of contenders without a line are left out and named."""
+    families_after: Callable[[int], Families] | None = None
+    """Number of steps -> comparisons of forks of that length; None: all of `families`."""
     readme: Sequence[str] = ()
     """Contenders of the short table; none: no such table."""
     outcome: str = "held_out_plan"
@@ -38,7 +40,17 @@ class Asked:
     def by(cls, recipe: ForkRecipe, path: Path, **others: str) -> Asked:
         """Returns what the recipe in a file asks for."""
         named = {"families": recipe.comparisons, "readme": recipe.readme, "outcome": recipe.outcome}
-        return cls(prefix=path.stem, **named, **others)
+        lengths = {steps for cell in recipe.cells for steps in cell.lengths}
+
+        def families_after(steps: int) -> Families:
+            # Lines of a length that the recipe no longer has are of another version of it.
+            return recipe.comparisons_after(steps) if steps in lengths else recipe.comparisons
+
+        return cls(prefix=path.stem, families_after=families_after, **named, **others)
+
+    def families_of(self, lines: Sequence[Row]) -> Families:
+        """Returns the comparisons to test in one setting's lines."""
+        return self.families if self.families_after is None else self.families_after(lines[0]["steps"])
 
 
 def write_report(
@@ -80,7 +92,7 @@ def write_report(
         bodies += found.values()
         sections |= {f"{name}{end}": body for name, body in found.items()}
         if figures is not None:
-            for family, pairs in asked.families.items():
+            for family, pairs in asked.families_of(lines).items():
                 path = figures / f"{asked.prefix}-{family}{end}.png"
                 write_family_figure(tests_of(lines, pairs, asked.outcome), lines[0]["steps"], path)
     text = "\n\n".join(bodies) + "\n"
@@ -108,10 +120,11 @@ def _ends(lines: Sequence[Row]) -> list[str]:
 def _sections(lines: Sequence[Row], asked: Asked) -> dict[str, str]:
     """Returns name -> Markdown of one setting's lines."""
     found = {"all": table(lines, asked.against)}
-    found |= {family: family_table(lines, family, pairs, asked.outcome) for family, pairs in asked.families.items()}
+    families = asked.families_of(lines)
+    found |= {family: family_table(lines, family, pairs, asked.outcome) for family, pairs in families.items()}
     if asked.readme:
         found["readme"] = short_table(lines, asked.readme, asked.against, asked.outcome, asked.command)
     if has_scores(lines):
-        pairs = dict.fromkeys(pair for pairs in asked.families.values() for pair in pairs)
-        found["scores"] = score_table(lines, pairs)
+        pairs = dict.fromkeys(pair for pairs in families.values() for pair in pairs)
+        found["scores"] = score_table(lines, list(pairs))
     return {name: wrapped(text) for name, text in found.items()}

@@ -82,11 +82,11 @@ def _difference(own: np.ndarray, rest: np.ndarray) -> Difference:
     return Difference.independent(float(values.mean()), float(values.std(ddof=1)), len(values))
 
 
-def score_table(lines: Sequence[Row], pairs: Iterable[tuple[str, str]]) -> str:
+def score_table(lines: Sequence[Row], pairs: Sequence[tuple[str, str]]) -> str:
     """Returns the table of benchmarks: both scores, and their difference over the questions."""
     compared = compare_scores(lines, pairs)
     if not compared:
-        return "No lines yet."
+        return f"No lines with benchmarks yet: {'; '.join(f'{one} against {other}' for one, other in pairs)}."
     corrected = holm([one.difference.p for one in compared])
     level = SIGNIFICANCE / len(compared)
     rows = [

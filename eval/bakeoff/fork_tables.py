@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from .documents import markdown
-from .fork_lines import LOSSES, Row, by_contender, difference_of, losses_of, origin
+from .fork_lines import LOSSES, Row, by_contender, difference_of, fork_key, losses_of, origin
 from .fork_statistics import DETECTION, Difference, holm
 from .significance import SIGNIFICANCE
 
 # Percent of the loss: the power of a test is given for this.
 EFFECT = 0.1
+NOT_TOLD = "not told apart"
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,12 @@ class Tested:
 
     @property
     def reading(self) -> str:
-        """What the test says, and where it finds nothing, how often it would find a true difference of `EFFECT`."""
-        power = self.main.power(EFFECT, self.level)
-        if self.p_holm is None or power is None:
+        """What the test says."""
+        if self.p_holm is None:
             return "not tested"
         if self.p_holm < SIGNIFICANCE:
             return "higher" if self.main.mean > 0 else "lower"
-        return f"not told apart (power for {EFFECT}%: {power:.2f})"
+        return NOT_TOLD
 
 
 def tests_of(lines: Sequence[Row], pairs: Iterable[tuple[str, str]], outcome: str = "held_out_plan") -> list[Tested]:
@@ -68,8 +68,10 @@ def family_table(
 ) -> str:
     """Returns the table of one family of comparisons."""
     tested = tests_of(lines, pairs, outcome)
+    there = {(test.one, test.other) for test in tested}
+    missing = "; ".join(f"{one} against {other}" for one, other in pairs if (one, other) not in there)
     if not tested:
-        return "No lines yet."
+        return f"{_title(family)} No lines yet: {missing}."
     rows = [
         [
             f"{test.one} against {test.other}",
@@ -86,24 +88,42 @@ def family_table(
     heads = ["comparison", "forks", *(f"{LOSSES[loss]} (%)" for loss in tested[0].found)]
     heads += ["paired sd", "between bases", "standard error", "detectable (%)", f"forks for {EFFECT}%"]
     heads += ["p", "p, Holm", LOSSES[outcome]]
-    there = {(test.one, test.other) for test in tested}
-    missing = [f"{one} against {other}" for one, other in pairs if (one, other) not in there]
     parts = [_family_note(family, tested, outcome), markdown(heads, rows)]
-    parts += [f"Without lines: {'; '.join(missing)}."] * bool(missing)
+    parts += [f"Without lines: {missing}."] * bool(missing)
     return "\n\n".join([*parts, *_by_point(lines, tested, outcome)])
+
+
+def _title(family: str) -> str:
+    return f"**{family.replace('-', ' ').capitalize()}.**"
 
 
 def _family_note(family: str, tested: Sequence[Tested], outcome: str) -> str:
     count = sum(test.p_holm is not None for test in tested)
+    start = f"{_title(family)} Differences in percent, mean ± half of the 95% interval (uncorrected)."
+    if not count:
+        return f"{start} Nothing is tested yet: a test needs two forks of both contenders."
     return (
-        f"**{family.replace('-', ' ').capitalize()}.** Differences in percent, mean ± half of the 95% interval "
-        f"(uncorrected). Paired tests of the loss {LOSSES[outcome]!r}; Holm's correction over the {count} tests of "
-        "this table. Forks are the units, and bases a random effect (mixed model; with one fork per base a paired "
-        't-test); "between bases" is that effect\'s standard deviation. Detectable: the smallest true difference that '
-        f"the test would find with power {DETECTION}, with these forks and this paired standard deviation, at p < "
-        f"{SIGNIFICANCE} / {count}, Holm's first step. Smaller differences may well be there where two are not told "
-        f"apart. The power for {EFFECT}%, and the forks that find it with power {DETECTION}, are of the same test."
+        f'{start} Paired tests of the loss {LOSSES[outcome]!r}, which all columns from "paired sd" on are of; Holm\'s '
+        f"correction over {_tests(count)} of this table. Forks are the units, and bases a random effect (mixed model; "
+        'with one fork per base a paired t-test); "between bases" is that effect\'s standard deviation. Detectable: '
+        f"the smallest true difference that the test would find with power {DETECTION}, with these forks and this "
+        f"paired standard deviation, at p < {SIGNIFICANCE} / {count}, Holm's first step. Smaller differences may well "
+        f"be there where two are not told apart.{_powers(tested)} The forks that find {EFFECT}% with power {DETECTION} "
+        "are of the same test."
     )
+
+
+def _tests(count: int) -> str:
+    return "the one test" if count == 1 else f"the {count} tests"
+
+
+def _powers(tested: Sequence[Tested]) -> str:
+    """Returns the sentence on the power of the tests that told nothing apart; empty without any."""
+    powers = [test.main.power(EFFECT, test.level) or 0.0 for test in tested if test.reading == NOT_TOLD]
+    if not powers:
+        return ""
+    least, most = f"{min(powers):.2f}", f"{max(powers):.2f}"
+    return f" The power for {EFFECT}% is {least if least == most else f'{least} to {most}'} in these rows."
 
 
 def _by_point(lines: Sequence[Row], tested: Sequence[Tested], outcome: str) -> list[str]:
@@ -133,7 +153,8 @@ def table(lines: Sequence[Row], against: str) -> str:
     note = (
         f"Difference to `{against}` on the same fork: loss after {when}, mean ± half of "
         "the 95% interval (Student's t, bases as a random effect, uncorrected). Paired standard deviation and standard "
-        f"error are those of the held-out loss under the plan, in percentage points.\n\n{origin(lines)}"
+        "error are those of the held-out loss under the plan, in percentage points."
+        f"{_unpaired_note(contenders, against)}\n\n{origin(lines)}"
     )
     return f"{note}\n\n{markdown(heads, rows)}"
 
@@ -143,7 +164,7 @@ def short_table(lines: Sequence[Row], names: Sequence[str], against: str, outcom
     of = by_contender(lines)
     there = [name for name in names if name in of and name != against]
     if not there or against not in of:
-        return "No lines yet."
+        return f"No lines yet of {', '.join(name for name in names if name != against)} and {against} together."
     rows = []
     for name in there:
         found = difference_of(of[name], of[against], outcome)
@@ -179,6 +200,15 @@ def _cells(name: str, lines: Sequence[Row], others: Sequence[Row], losses: Seque
         *("-" if is_self else _figure(figure) for figure in (main.deviation, main.error)),
         f"{step_ms:.0f}",
     ]
+
+
+def _unpaired_note(contenders: Mapping[str, Sequence[Row]], against: str) -> str:
+    """Returns the sentence on forks that the contender of the differences has no line of; empty without any."""
+    others = {fork_key(line) for line in contenders[against]}
+    names = {line["fork"]["base_seed"] for own in contenders.values() for line in own if fork_key(line) not in others}
+    if not names:
+        return ""
+    return f" Unpaired: forks that `{against}` has no line of (of base {', '.join(map(str, sorted(names)))})."
 
 
 def _shift(lines: Sequence[Row]) -> str:

@@ -73,6 +73,16 @@ def test_a_share_that_falls_has_the_mean_of_the_constant_one() -> None:
     assert falling.refreshes
 
 
+def test_comparisons_that_cannot_differ_after_so_many_steps_are_left_out() -> None:
+    recipe = load_recipe(ROOT / "recipes" / "forks-small.yaml")
+    held = "snip {fp4, fp8}, 90% by gemm"
+    first, refreshed = ("backward-first {fp4, fp8}, 90% by gemm", held), (f"{held}, refresh_every 20", held)
+    # Plans of the second one are the same until the refresh before step 21; the family "layer" ends after 20 steps.
+    assert recipe.comparisons["gemm"] == (first, refreshed)
+    assert recipe.comparisons_after(20) == {"gemm": (first,), "layer": recipe.comparisons["layer"]}
+    assert recipe.comparisons_after(50) == {"gemm": (first, refreshed)}
+
+
 def test_a_block_has_enough_forks_of_both_lengths(criteria: ForkRecipe) -> None:
     runs = [run for run in criteria.runs("text") if run.fork in criteria.blocks[0]]
     lengths = [steps for run in runs for steps in run.lengths]

@@ -76,7 +76,7 @@ def test_differences_are_of_the_same_questions_over_the_same_forks() -> None:
     text = score_table([*OURS, *THEIRS], [("fp4", "bf16"), ("fp8", "bf16")])
     assert "| fp4 against bf16 | arc | 4 | 62.5 ± 28.0 | 87.5 ± 19.1 | -25.00 ± " in text
     assert "p < 0.05 / 3" in text
-    assert score_table(OURS, [("fp4", "bf16")]) == "No lines yet."
+    assert score_table(OURS, [("fp4", "bf16")]) == "No lines with benchmarks yet: fp4 against bf16."
 
 
 def test_cells_that_are_benchmarked_have_lines_of_their_own(tmp_path: Path) -> None:

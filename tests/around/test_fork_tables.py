@@ -70,6 +70,13 @@ def test_a_fork_that_blew_up_is_named_and_stays_in_the_mean() -> None:
 def test_forks_from_other_weights_are_no_pair() -> None:
     text = table([*LINES[:5], LINES[5] | {"state": "of a base that was trained again"}], "bf16")
     assert "| fp4 | 100.0% | - | 2 (1 unpaired) | +2.000 ± 12.706 |" in text
+    assert "Unpaired: forks that `bf16` has no line of (of base 1)." in text
+    assert "Unpaired" not in table(LINES, "bf16")
+
+
+def test_a_machine_with_one_thread_is_named_in_the_singular() -> None:
+    text = table([one | {"machine": "x86_64, 1 threads"} for one in LINES if one["fork"]["base_seed"] == 0], "bf16")
+    assert "1 fork of 1 base; x86_64, 1 thread; commit abc." in text
 
 
 def test_shares_of_several_formats_are_means_over_forks() -> None:
@@ -102,7 +109,8 @@ def test_a_family_is_corrected_together_and_says_what_it_could_have_found() -> N
     row = f"| fp4 against bf16 | 3 | {cell} | {cell} | {cell} | 1.000 | - | 0.577 |"
     assert f"{row} {far:.3f} | {many} | {first:.3f} | {2 * first:.3f} |" in text
     row = "| fp8 against bf16 | 3 | +0.100 ± 0.497 | +0.100 ± 0.497 | +0.100 ± 0.497 | 0.200 | - | 0.115 |"
-    assert f"{row} {wide:.3f} | 41 | {second:.3f} | {second:.3f} | not told apart (power for 0.1%: 0.0" in text
+    assert f"{row} {wide:.3f} | 41 | {second:.3f} | {second:.3f} | not told apart |" in text
+    assert "The power for 0.1% is 0.0" in text
     assert text.startswith("**Two formats.** ")
     assert "p < 0.05 / 2" in text
 
@@ -135,12 +143,14 @@ def test_the_short_table_has_the_contenders_that_the_recipe_names() -> None:
 
 def test_a_pair_without_lines_is_named_and_not_counted() -> None:
     text = family_table(LINES, "formats", [("fp4", "bf16"), ("fp8", "bf16")])
-    assert "over the 1 tests" in text
+    assert "over the one test of" in text
     assert text.endswith("Without lines: fp8 against bf16.")
 
 
 def test_a_family_without_any_lines_has_no_table() -> None:
-    assert family_table(LINES, "formats", [("fp8", "bf16"), ("fp8", "fp4")]) == "No lines yet."
+    assert family_table(LINES, "formats", [("fp8", "bf16"), ("fp8", "fp4")]) == (
+        "**Formats.** No lines yet: fp8 against bf16; fp8 against fp4."
+    )
 
 
 def test_committed_lines_give_the_corrected_figures_of_the_log() -> None:
@@ -156,6 +166,8 @@ def test_committed_lines_give_the_corrected_figures_of_the_log() -> None:
 def test_one_fork_is_not_tested() -> None:
     text = family_table([LINES[0], LINES[4]], "formats", [("fp4", "bf16")])
     assert "| fp4 against bf16 | 1 | +1.000 | +1.000 | +1.000 | - | - | - | - | - | - | - | not tested |" in text
+    assert "Nothing is tested yet: a test needs two forks of both contenders." in text
+    assert "Holm's" not in text
 
 
 def test_a_report_renews_the_tables_of_a_document_and_nothing_else(tmp_path: Path) -> None:

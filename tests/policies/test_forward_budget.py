@@ -34,7 +34,7 @@ from snip_hf.policies.setting import Setting
 from snip_hf.records.history import read_history
 from snip_hf.records.load import load_run
 from snip_hf.reporting.figures import write_figures
-from snip_hf.reporting.run_report import print_run
+from snip_hf.reporting.run_report import print_run, refresh_table
 
 RULES = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
 PROBED = ("snip", "min-abs-err", "min-rel-err", "fisher", "hessian-trace", "greedy", "kl")
@@ -195,6 +195,9 @@ def test_a_run_says_everywhere_which_share_counts_what(tmp_path: Path, caplog: p
     attained = f"{found.fp4_fraction:.4f} of the forward GEMMs ({plan.fp4_fraction:.4f} of all linear FLOPs)"
     assert f"target FP4 share 0.5 of the forward GEMMs alone, attained {attained}" in text
     assert "Against one global constraint, one per stage saves" in text
+    narrow = io.StringIO()
+    Console(file=narrow, width=80).print(refresh_table(load_run(tmp_path)))
+    assert "FP4 of" in narrow.getvalue() and "…" not in narrow.getvalue()
     assert "price: extra cost of FP4 per share of the stage's forward FLOPs" in text
     assert text.count(f"{found.fp4_fraction:.4f}") >= 2  # of the refresh, and of the stages together
     assert len(write_figures(load_run(tmp_path), tmp_path)) == 2

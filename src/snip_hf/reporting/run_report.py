@@ -28,7 +28,7 @@ from ..records.load import Run, load_run, thinned
 from ..records.values import short
 from ..schedule_checks import as_shares, mean_share, shares_text
 from .figures import write_figures
-from .tables import listed, name_text, new_table, number, plan_table, print_cost, print_stages, say
+from .tables import listed, name_text, new_table, number, print_cost, print_plan, print_stages, say
 
 _MOST_ROWS = 20
 _MOST_REFRESHES = 200
@@ -90,7 +90,7 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
     _say_some(console, [f"Step {check.step}: check failed. {check.reason}" for check in failed])
     if run.losses:
         console.print(loss_table(run))
-    console.print(plan_table(plan))
+    print_plan(plan, console)
     _print_run_stages(run, plan, console, micro_batches)
     if plan.measured is not None:
         print_cost(plan, console)
@@ -184,8 +184,9 @@ def _print_run_stages(run: Run, plan: PrecisionPlan, console: Console, micro_bat
 def refresh_table(run: Run) -> Table:
     table = new_table("Refreshes")
     has_forward = any(refresh.forward_fp4_fraction is not None for refresh in run.refreshes)
-    of_forward = ["of\nforward"] if has_forward else []
-    for heading in ("probe\nstep", "applied\nafter", "FP4\nshare", *of_forward, "layers\nchanged", "objective", "gap"):
+    # One share, that which the plans aim at: two would not fit into 80 characters.
+    share = "FP4 of\nforward" if has_forward else "FP4\nshare"
+    for heading in ("probe\nstep", "applied\nafter", share, "layers\nchanged", "objective", "gap"):
         table.add_column(heading, justify="right")
     for part in ("probe", "solver", "waited"):
         table.add_column(f"{part}\n[s]".replace("[", "\\["), justify="right")
@@ -193,8 +194,7 @@ def refresh_table(run: Run) -> Table:
         table.add_row(
             str(refresh.step),
             "kept" if refresh.applied_step is None else str(refresh.applied_step),
-            number(refresh.fp4_fraction, ".4f"),
-            *([number(refresh.forward_fp4_fraction, ".4f")] if has_forward else []),
+            number(refresh.forward_fp4_fraction if has_forward else refresh.fp4_fraction, ".4f"),
             str(refresh.layers_changed),
             number(refresh.objective, ".4g"),
             number(refresh.gap, ".1e"),

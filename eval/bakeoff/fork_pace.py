@@ -68,6 +68,8 @@ def overview(
         parts += _of_contenders(todo)
         parts += [f"impossible: {what}: {why}" for what, why in recipe.impossible.items()]
         parts += _too_late(recipe)
+    if pace is None and todo and in_full:
+        parts.append("no lines to go by for the time that it takes; --pace FILE")
     if pace is not None and todo:
         bases = {run.fork.base_seed for run in todo}
         forks = sum(map(pace.fork, todo)) / 60

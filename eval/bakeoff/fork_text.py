@@ -6,7 +6,6 @@ Legend: N sequences of L tokens.
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from .fork_recipe import ForkRecipe
+from .paths import expanded
 
 _LARGEST_VOCABULARY = 2**16
 
@@ -48,13 +48,14 @@ def write_text(recipe: ForkRecipe, path: Path) -> ForkText:
     """Trains the tokenizer, packs the text, writes both, the text to `path`, and returns the text.
 
     Raises:
-        ValueError: the text has fewer sequences than the recipe wants, or the vocabulary does not fit into 16 bits.
+        ValueError: the text has fewer sequences than the recipe wants, the vocabulary does not fit into 16 bits, or a
+            path has a variable that is not set.
     """
     # `datasets` is needed here alone, and not there on every machine that runs forks.
     from recipes.parts.data import load_documents, load_tokenizer, packed_sequences
 
     section, wanted = recipe.data, recipe.train_sequences
-    paths = {name: tuple(map(os.path.expandvars, getattr(section, name))) for name in ("files", "validation_files")}
+    paths = {name: expanded(getattr(section, name)) for name in ("files", "validation_files")}
     train, held_out = load_documents(replace(section, **paths))
     tokenizer = load_tokenizer(recipe.tokenizer, None, train)
     if len(tokenizer) > _LARGEST_VOCABULARY:

@@ -73,14 +73,18 @@ class Shared:
 def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     """Runs what has no line yet; returns 1 if something failed."""
     began = time.time()
+    lines = read_lines(options.output)
+    if options.list and not options.text.is_file():
+        runs = recipe.runs("")
+        print(overview(recipe, runs, runs, _pace_of(lines, options), in_full=True))
+        print(f"{options.text} does not exist, and says which lines are done: all are taken as left.")
+        return 0
     text = read_text(options.text)
     check_length(recipe, text)
     runs = recipe.runs(text.digest)
-    lines = read_lines(options.output)
     done = {line["id"] for line in lines}
     todo = [left for run in runs if (left := run.without(done)).ids]
-    pace = Pace.of([*lines, *(line for path in options.pace for line in read_lines(path))])
-    print(overview(recipe, runs, todo, pace, options.list), flush=True)
+    print(overview(recipe, runs, todo, _pace_of(lines, options), options.list), flush=True)
     if options.list or not todo:
         return 0
     options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -97,6 +101,10 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     left = sum(len(run.without(done).ids) for run in runs)
     print(f"{shared.failed.value} failed, {left} lines are missing, {time.time() - began:.0f} s")
     return 1 if shared.failed.value else 0
+
+
+def _pace_of(lines: list[dict[str, Any]], options: argparse.Namespace) -> Pace | None:
+    return Pace.of([*lines, *(line for path in options.pace for line in read_lines(path))])
 
 
 def work(index: int, job: Job, shared: Shared) -> None:

@@ -239,12 +239,29 @@ def test_the_pace_of_earlier_lines_says_how_long_the_rest_takes(based: tuple[For
     assert Pace.of([]) is None
 
 
+def test_a_path_with_a_variable_that_is_not_set_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SNIP_HF_DATA", raising=False)
+    recipe = Path(__file__).resolve().parents[2] / "recipes" / "forks-criteria.yaml"
+    assert forks.main(["text", str(recipe), "--text", str(tmp_path / "text.npz")]) == 1
+    assert "SNIP_HF_DATA is not set; set it to the folder of the text" in capsys.readouterr().err
+
+
 def test_a_listing_counts_forks_and_estimates_their_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path, [{"format": "bf16"}], forks=FORKS)
     text, pace = tmp_path / "text.npz", tmp_path / "pace.jsonl"
     write_text(load_recipe(recipe), text)
     pace.write_text(json.dumps(LINE | {"seconds": {"plan": 0, "training": 12000, "evaluation": 0}}) + "\n")
     command = ["run", str(recipe), "--text", str(text), "--output", str(tmp_path / "lines"), "--list"]
+    assert forks.main(command) == 0
+    with_text = capsys.readouterr().out
+    assert with_text.endswith("no lines to go by for the time that it takes; --pace FILE\n")
+    text.rename(tmp_path / "elsewhere.npz")
+    assert forks.main(command) == 0
+    note = f"{text} does not exist, and says which lines are done: all are taken as left.\n"
+    assert capsys.readouterr().out == with_text + note
+    (tmp_path / "elsewhere.npz").rename(text)
     assert forks.main([*command, "--pace", str(pace)]) == 0
     assert "about 10.0 minutes of one GPU for 2 forks, and 6.0 for 1 bases" in capsys.readouterr().out
     assert not (tmp_path / "lines").exists()

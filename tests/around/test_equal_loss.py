@@ -25,7 +25,9 @@ def test_the_readme_quotes_the_runs_at_124m() -> None:
         if gap.source.startswith("124M"):
             factors = equal_loss.more_steps(gap.gap, gap.slope)
             more, low, high = (f"{100 * (factor - 1):.0f}" for factor in factors)
-            assert f"{more}% more steps ({low} to {high})" in readme or f"{more}% ({low} to {high})" in readme
+            assert (
+                f"{more}% more steps (95% interval {low} to {high})" in readme or f"{more}% ({low} to {high})" in readme
+            )
             value, slow, fast = (gap.speeds["8B, 8 layers"] / factors[place] for place in (0, 2, 1))
             assert f"{value:.2f} ({slow:.2f} to {fast:.2f})" in readme
 

@@ -118,8 +118,9 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     Returns: the exact names of all swapped layers, in the model's order.
 
     Raises:
-        ValueError: no layer is left to swap, a name in `skip_modules` or `include_modules` matches nothing, or the
-            model is already quantized by another method.
+        ValueError: no layer is left to swap, a name in `skip_modules` or `include_modules` matches nothing, the model
+            is already quantized by another method, or `expert_groups` does not divide a number of experts. The model
+            is as before.
     """
     refuse_quantized(model)
     reasons = skip_reasons(model, config)
@@ -136,7 +137,13 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     for name, layer in snip_linears(model).items():
         if reasons.get(without_group(name), LEFT_OUT) is not None:
             layer.restore()
-    _divide({id(modules[name][0]): modules[name] for name in chosen}.values(), config.expert_groups, swapping)
+    try:
+        _divide({id(modules[name][0]): modules[name] for name in chosen}.values(), config.expert_groups, swapping)
+    except ValueError:
+        for name, layer in snip_linears(model).items():
+            if name not in before:
+                layer.restore()
+        raise
     layers = snip_linears(model)
     for name, layer in layers.items():
         # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone.

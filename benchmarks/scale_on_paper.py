@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scale_lines import PRICE_COLUMNS, PROGRAM_COLUMNS, RESULTS, price_rows, program_rows
 from scale_page import INPUT_COLUMNS, INPUTS, PAGE, filled, table
 from shared.json_lines import read_lines
 from shared.origin import origin_of
@@ -30,7 +31,6 @@ from snip_hf.estimation.pooling import _note
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.numerics.gemms import TILE
 
-RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
 FP32 = 4
 # FP32 weight and gradient, and AdamW's two moments.
@@ -354,8 +354,6 @@ def page(part: Parts) -> str:
 
 WHERE = ("model", "GPUs", "layout")
 CASES = tuple((formats, exposed) for formats in ("fp4", "mxfp4") for exposed in EXPOSED)
-PROGRAM_COLUMNS = ("formats", "stages", "solver", "problems", "seconds, median (most)", "largest gap", "objective")
-PRICE_COLUMNS = ("GEMM", "linears with a price", "log of FP4's price", "log of (FP8's price / FP4's)")
 
 
 def _head(case: tuple[str, float]) -> str:
@@ -365,39 +363,6 @@ def _head(case: tuple[str, float]) -> str:
 
 def _fits(gib: float) -> str:
     return "yes" if gib <= CAPACITY else "no"
-
-
-def program_rows() -> list[list[str]]:
-    """Rows of what the solvers took."""
-    lines, rows = read_lines(RESULTS / "scale_program.jsonl"), []
-    for key in dict.fromkeys((line["formats"], line["stages"], line["asked"]) for line in lines):
-        of_key = [line for line in lines if (line["formats"], line["stages"], line["asked"]) == key]
-        seconds = [line["seconds"] for line in of_key]
-        objective = statistics.fmean(line["objective"] for line in of_key)
-        answered = sum(line["solver"] == key[2] for line in of_key)
-        rows.append(
-            [
-                *map(str, key),
-                f"{len(of_key)}" + ("" if answered == len(of_key) else f" ({len(of_key) - answered} by greedy)"),
-                f"{statistics.median(seconds):.2f} ({max(seconds):.2f})",
-                f"{max(line['gap'] for line in of_key):.1e}",
-                f"{objective:.4f}",
-            ]
-        )
-    return rows
-
-
-def price_rows() -> list[list[str]]:
-    """Rows of the parameters that prices are drawn with."""
-    return [
-        [
-            line["gemm"],
-            f"{line['above_0']} of {line['linears']}",
-            f"{line['mean']:.2f} ± {line['deviation']:.2f}",
-            f"{line['mean_of_fp8']:.2f} ± {line['deviation_of_fp8']:.2f}",
-        ]
-        for line in read_lines(RESULTS / "scale_prices.jsonl")
-    ]
 
 
 def main() -> None:

@@ -203,7 +203,7 @@ class SnipConfig(FieldNames):
     policy: str = "snip"
     """Who decides: "snip", or another registered policy (docs/policies.md)."""
     fixed_plan: str | None = None
-    """Path of a plan file to apply before the first step and hold fixed; `policy` is then not asked."""
+    """Path of a plan file to apply before the first step and hold fixed; `policy` and `decides` are then not asked."""
     objective: Objective = "additive"
     """What the program minimises: "additive", "horizon" or "paper".
     Both divergences are divided by their totals with everything in the least precise format. "additive" (ours):

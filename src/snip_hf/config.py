@@ -251,6 +251,8 @@ class SnipConfig(FieldNames):
         for name, choices in (closed | registered).items():
             if getattr(self, name) not in choices:
                 guess = did_you_mean(getattr(self, name), choices)
+                if name == "policy" and self.policy in _PRESETS:
+                    guess = f" {self.policy!r} is a preset: SnipConfig.preset({self.policy!r})."
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not known; expected one of {', '.join(choices)}.{guess}"
                 )
@@ -262,8 +264,8 @@ class SnipConfig(FieldNames):
         object.__setattr__(self, "target_fp4_fraction", fraction)
         self._check_ranges()
         self._check_formats()
-        self._check_share(is_default)
         POLICIES[self.policy].check(self)
+        self._check_share(is_default)
         for name in ("skip_modules", "include_modules"):
             object.__setattr__(self, name, as_names(name, getattr(self, name)))
         object.__setattr__(self, "ties", as_ties(self.ties))

@@ -228,6 +228,14 @@ def test_experts_are_refused_where_the_model_is_known(target: str) -> None:
     experts = {layer: reasons[layer] for layer in assignment if "experts" in layer}
     assert len(experts) == 2 * mixtures.LAYERS
     assert set(experts.values()) == {"its class is MixtralExperts, expected nn.Linear itself"}
+    in_fp4 = dataclasses.replace(plan, assignment={layer: dict.fromkeys(GEMMS, "fp4") for layer in assignment})
+    with pytest.raises(NotExpressible) as error:
+        export_plan(in_fp4, target, model=model)
+    assert all(
+        error.value.reasons[layer].startswith("fp4 is no format there")
+        and error.value.reasons[layer].endswith("; its class is MixtralExperts, expected nn.Linear itself")
+        for layer in experts
+    )
     with pytest.raises(NotExpressible) as error:
         export_plan(plan, "megatron", nearest=True, model=model)
     assert error.value.reasons == dict.fromkeys(experts, "no module there is known for this name")

@@ -95,7 +95,10 @@ def export_plan(
         missing = sorted(expected[_kind(module)] - _parts(layers))
         agrees, setting = _nearest_setting(plan, there, layers, nearest, bool(missing))
         if not nearest and (missing or not agrees):
-            reasons[module] = _reason(plan, there, layers, missing)
+            # What rounding would not mend, such as a layer's class, is said with it.
+            rounded = _nearest_setting(plan, there, layers, True, bool(missing))[1]
+            obstacles = _misfits(there, rounded, layers, modules).values()
+            reasons[module] = "; ".join([_reason(plan, there, layers, missing), *dict.fromkeys(obstacles)])
         misfits = _misfits(there, setting, layers, modules)
         unfit |= misfits
         chosen[module] = _unquantized_setting(there) if misfits else setting

@@ -145,7 +145,10 @@ def _mean_shares(run: Run) -> list[str]:
     steps = run.last_step
     of = "forward" if run.config.get("decides") == FORWARD else "linear"
     target = mean_share(shares, steps)
-    return [f"Mean over the steps up to {steps:,}: {mean:.4f} of the {of} FLOPs in FP4, and a target of {target:.4f}."]
+    return [
+        f"Mean over the steps up to {steps:,}, the last in the run's files: {mean:.4f} of the {of} FLOPs in FP4, and a "
+        f"target of {target:.4f}."
+    ]
 
 
 def _say_some(console: Console, sentences: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,16 @@ def test_one_constraint_per_stage_is_compared_with_a_global_one_at_the_share_of_
     table = DivergenceTable(0.0, tuple(Divergence(**record) for record in found.divergences[steps[-1]]))
     compared = compare_constraints(plan, table, before=before.assignment)
     assert compared.single_objective <= compared.per_stage_objective + 1e-9
+
+
+def test_the_report_of_a_policy_without_a_target_has_no_mean_of_it(tmp_path: Path) -> None:
+    loop = Loop(SnipConfig(policy="uniform-fp4", target_fp4_fraction=SHARES), tmp_path, dropout=0.0).run(2)
+    assert loop.controller is not None
+    loop.controller.close()
+    found = replace(load_run(tmp_path), losses={2: {"loss": 1.0}})
+    printed = io.StringIO()
+    print_run(found, Console(file=printed, width=120))
+    assert "no target" in printed.getvalue() and "Mean over" not in printed.getvalue()
 
 
 def test_a_rule_that_fails_keeps_its_plan_and_is_not_asked_again_for_the_same_share(

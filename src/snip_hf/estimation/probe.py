@@ -268,7 +268,7 @@ def _add_differences(samples: dict[str, LayerSample], noisy: Recorder, relative:
         if one is None or (one.tokens, one.x.shape) != (sample.tokens, sample.x.shape):
             raise ValueError(
                 f"Layer {name!r} saw other tokens in a pass with noise than without it (a router chooses them), so "
-                "that its response is not known. Leave it out with skip_modules, or use policy='snip'."
+                "that its response is not known. Leave it out with skip_modules, or take a policy that adds no noise."
             )
         sample.x_dot.append(one.x.sub_(sample.x).div_(relative))
         sample.grad_output_dot.append(one.grad_output.sub_(sample.grad_output).div_(relative))

@@ -71,7 +71,7 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         f"attained {plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}. Model: "
         f"{_shown(plan.provenance.model_name or 'not named')}.",
     )
-    if isinstance(config.get("target_fp4_fraction"), list):
+    if _has_target(config) and isinstance(config.get("target_fp4_fraction"), list):
         _say_some(console, _mean_shares(run))
     if run.counted:
         say(console, _coverage(run.counted[-1].coverage, plan))
@@ -116,9 +116,8 @@ def _coverage(found: Coverage, plan: PrecisionPlan) -> str:
 
 
 def _target(config: Mapping[str, Any]) -> str:
-    """Returns what the plan was to reach; a policy that this version does not know has a target."""
-    policy = POLICIES.get(config.get("policy", ""))
-    if config.get("fixed_plan") or (policy is not None and not policy.aims_at_share):
+    """Returns what the plan was to reach."""
+    if not _has_target(config):
         return "no target"
     if config.get("target_linear_speedup") is not None:
         return f"target speed-up of the linears {_shown(config['target_linear_speedup'])}"
@@ -131,6 +130,12 @@ def _target(config: Mapping[str, Any]) -> str:
     except (ValueError, TypeError):  # a config from elsewhere
         text = _shown(share)
     return f"target FP4 share {text}{of}"
+
+
+def _has_target(config: Mapping[str, Any]) -> bool:
+    """Returns True if plans were to reach something; those of a policy that this version does not know were."""
+    policy = POLICIES.get(config.get("policy", ""))
+    return not config.get("fixed_plan") and (policy is None or policy.aims_at_share)
 
 
 def _mean_shares(run: Run) -> list[str]:

@@ -217,8 +217,8 @@ class SnipConfig(FieldNames):
     """Added to the objective for the share of groups that change format against the plan in force."""
     estimate_memory: float = 0.0
     """Weight of earlier refreshes in the prices of a new one, from 0 to below 1 (ours).
-    Prices are then a running mean, p = m p + (1 - m) p_new. Plans change less by noise, and follow later what really
-    changes (docs/method.md, section 4)."""
+    A price's share of the total is then a running mean, s = m s + (1 - m) s_new. Plans change less by noise, and follow
+    later what really changes (docs/method.md, section 4)."""
 
     # Solver
 

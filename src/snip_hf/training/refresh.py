@@ -140,7 +140,7 @@ class Refresher:
             table = self._probe.divergences(step, watch)
         if not any(table.totals(fmt)["weight"] for fmt in config.quantized_formats) and weighs_updates(config):
             self._say_no_update(step)
-        priced, self.prices = with_memory(setting, table, self.prices)
+        priced, prices = with_memory(setting, table, self.prices)
         program = problem(setting.at_step(step), priced, self._in_force.plan.assignment)
         memory = {"predicted": self._probe.memory(watch), "measured": peak[0]}
         seconds = {"probe": self._solving.clock() - began, "solver": None, "waited": None}
@@ -150,6 +150,7 @@ class Refresher:
         begun = replace(begun, loss=table.loss, divergence=divergence, memory_mib=memory, seconds=seconds)
         ranked = {} if config.refresh_on_drift is None else ranking(setting, table)
         process = self._start_solver(program)
+        self.prices = prices
         self._probe.source.expect_gradients()
         self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, ranked, process)
 

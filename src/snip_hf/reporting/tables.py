@@ -30,20 +30,20 @@ _NAME, _SENTENCE = 60, 2000
 
 def plan_table(plan: PrecisionPlan) -> Table:
     """One row per block, one column per kind of linear; in a cell, one format or those of the three GEMMs."""
-    work = plan.executed
-    cells = {split_layer(layer): (formats, work[layer]) for layer, formats in plan.assignment.items()}
+    cells = {split_layer(layer): formats for layer, formats in _running(plan).items()}
     all_kinds = list(dict.fromkeys(kind for _, kind in cells))
     all_blocks = list(dict.fromkeys(block for block, _ in cells))
     kinds, blocks = all_kinds[:_MOST_KINDS], all_blocks[:_MOST_BLOCKS]
     marks = _marks(dict.fromkeys(name for formats in plan.assignment.values() for name in formats.values()))
-    is_idle = any(number == 0 for row in work.values() for number in row.values())
-    legend = ", ".join([*(f"{mark}: {name}" for name, mark in marks.items()), *(["-: does not run"] * is_idle)])
+    legend = ", ".join(f"{mark}: {name}" for name, mark in marks.items())
+    if any(name is None for formats in _running(plan).values() for name in formats.values()):
+        legend += ", -: does not run"
     table = new_table(f"Plan ({_gemms_legend(plan)}, {legend})")
     table.add_column("block", justify="right")
     for kind in kinds:
         table.add_column(name_text(kind.rpartition(".")[2]))
     for block in blocks:
-        row = [_plan_cell(*cells[block, kind], marks) if (block, kind) in cells else Text("") for kind in kinds]
+        row = [_plan_cell(cells[block, kind], marks) if (block, kind) in cells else Text("") for kind in kinds]
         table.add_row(name_text(block.rpartition(".")[2] or block), *row)
     if len(kinds) < len(all_kinds) or len(blocks) < len(all_blocks):
         table.caption = (
@@ -73,9 +73,18 @@ def _marks(formats: Iterable[str]) -> dict[str, str]:
     return marks  # names at the latest, which differ
 
 
-def _plan_cell(formats: Mapping[str, str], work: Mapping[str, float], marks: Mapping[str, str]) -> Text:
+def _running(plan: PrecisionPlan) -> dict[str, dict[str, str | None]]:
+    """Returns layer -> GEMM -> format; None for a GEMM that does not run."""
+    work = plan.executed
+    return {
+        layer: {gemm: name if work[layer][gemm] > 0 else None for gemm, name in formats.items()}
+        for layer, formats in plan.assignment.items()
+    }
+
+
+def _plan_cell(formats: Mapping[str, str | None], marks: Mapping[str, str]) -> Text:
     """Returns the formats of a layer's GEMMs; a dash for one that does not run, and for a layer none of which does."""
-    names = [name if work[gemm] > 0 else None for gemm, name in formats.items()]
+    names = list(formats.values())
     if len(set(names)) == 1:
         return Text("-") if names[0] is None else Text(names[0], style=FORMATS[names[0]].style)
     return Text("/").join(Text("-") if x is None else Text(marks[x], style=FORMATS[x].style) for x in names)

@@ -124,6 +124,15 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "granularity='gemm' with policy='snip-paper' cannot work: the paper's estimate is one figure per linear. Set "
         "granularity='layer', or policy='snip'.",
     ),
+    *(
+        (
+            {"policy": "snip-paper", "granularity": granularity, "decides": "forward"},
+            "decides='forward' with policy='snip-paper' cannot work: the paper's estimate is one figure per linear, "
+            "and does not tell its forward GEMM apart. Set decides='all' and granularity='layer', or policy='snip' "
+            "with granularity='gemm'.",
+        )
+        for granularity in ("layer", "gemm")
+    ),
     (
         {"policy": "snip-paper", "refresh_on_drift": 0.8},
         "refresh_on_drift=0.8 with policy='snip-paper' cannot work: a check adds no noise, and so knows no weight "
@@ -201,6 +210,11 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         + "random, layer-type, layer-position, first2-last8, last-15-percent, backward-first, first2-last8-bf16, "
         "last-15-percent-bf16, first-last-bf16, min-abs-err, min-rel-err, fisher, hessian-trace, greedy, kl. Did "
         "you mean 'snip'?",
+    ),
+    (
+        {"policy": "paper"},
+        f"policy='paper' is not known; expected one of {', '.join(POLICIES)}. 'paper' is a preset: "
+        "SnipConfig.preset('paper').",
     ),
     ({"policy": "SNIP"}, f"policy='SNIP' is not known; expected one of {', '.join(POLICIES)}. Did you mean 'snip'?"),
     (

@@ -203,7 +203,7 @@ class SnipConfig(FieldNames):
     policy: str = "snip"
     """Who decides: "snip", or another registered policy (docs/policies.md)."""
     fixed_plan: str | None = None
-    """Path of a plan file to apply before the first step and hold fixed; `policy` is then not asked."""
+    """Path of a plan file to apply before the first step and hold fixed; `policy` and `decides` are then not asked."""
     objective: Objective = "additive"
     """What the program minimises: "additive", "horizon" or "paper".
     Both divergences are divided by their totals with everything in the least precise format. "additive" (ours):
@@ -251,6 +251,8 @@ class SnipConfig(FieldNames):
         for name, choices in (closed | registered).items():
             if getattr(self, name) not in choices:
                 guess = did_you_mean(getattr(self, name), choices)
+                if name == "policy" and self.policy in _PRESETS:
+                    guess = f" {self.policy!r} is a preset: SnipConfig.preset({self.policy!r})."
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not known; expected one of {', '.join(choices)}.{guess}"
                 )
@@ -262,8 +264,8 @@ class SnipConfig(FieldNames):
         object.__setattr__(self, "target_fp4_fraction", fraction)
         self._check_ranges()
         self._check_formats()
-        self._check_share(is_default)
         POLICIES[self.policy].check(self)
+        self._check_share(is_default)
         for name in ("skip_modules", "include_modules"):
             object.__setattr__(self, name, as_names(name, getattr(self, name)))
         object.__setattr__(self, "ties", as_ties(self.ties))

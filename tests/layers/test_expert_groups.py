@@ -149,6 +149,7 @@ def test_without_experts_the_log_says_that_groups_have_no_effect(caplog: pytest.
     model = tiny_llama(hidden=32)
     with caplog.at_level(logging.WARNING):
         names = convert_model(model, HIGH)
+        assert convert_model(model, HIGH) == names  # as a run converts again what is converted: said once
     assert len(names) == 14
     (message,) = [record.getMessage() for record in caplog.records if "expert_groups" in record.getMessage()]
     assert message.startswith("snip-hf: expert_groups=2 has no effect: no projection of experts is swapped.")

@@ -50,6 +50,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..budget_checks import ALL
 from ..config import SnipConfig
 from ..estimation.criterion import LayerCriterion
 from ..estimation.extrapolation import Squares
@@ -82,8 +83,8 @@ class PaperEstimate(LayerCriterion):
                 )
             if not is_trained(layer.weight):
                 raise ValueError(
-                    f"policy='snip-paper' goes by the update of every swapped weight, but that of layer {name!r} is "
-                    "not trained; expected all of them to be. Leave it out with skip_modules, or use policy='snip'."
+                    f"policy='snip-paper' goes by the update of every swapped weight, but layer {name!r} is not "
+                    "trained; expected all of them to be. Leave it out with skip_modules, or use policy='snip'."
                 )
 
     @classmethod
@@ -164,6 +165,12 @@ def _sum_of(loss_factor: float, weight_factor: float, row: Divergence) -> float:
 def _check(config: SnipConfig) -> None:
     if config.fixed_plan is not None:
         return
+    if config.decides != ALL:
+        raise ValueError(
+            f"decides={config.decides!r} with policy='snip-paper' cannot work: the paper's estimate is one figure per "
+            "linear, and does not tell its forward GEMM apart. Set decides='all' and granularity='layer', or "
+            "policy='snip' with granularity='gemm'."
+        )
     if config.granularity != "layer":
         raise ValueError(
             f"granularity={config.granularity!r} with policy='snip-paper' cannot work: the paper's estimate is one "

@@ -157,7 +157,10 @@ def _mean_shares(run: Run) -> list[str]:
     steps = run.last_step
     of = "forward" if run.config.get("decides") == FORWARD else "linear"
     target = mean_share(shares, steps)
-    return [f"Mean over the steps up to {steps:,}: {mean:.4f} of the {of} FLOPs in FP4, and a target of {target:.4f}."]
+    return [
+        f"Mean over the steps up to {steps:,}, the last in the run's files: {mean:.4f} of the {of} FLOPs in FP4, and a "
+        f"target of {target:.4f}."
+    ]
 
 
 def _say_some(console: Console, sentences: list[str]) -> None:
@@ -265,8 +268,10 @@ def reason_table(run: Run) -> Table | None:
     divergences = {(row.layer, row.gemm): row for row in rows if row.format == run.formats[0]}
     program = problem(setting.at_step(step), DivergenceTable(0.0, rows), before)
     stage_of = {group: row["name"] for row in program["constraints"] for group in row["groups"]}
-    prices = {}
+    prices, work = {}, setting.executed
     for group in program["groups"]:
+        if not any(work[layer][gemm] > 0 for layer, gemm in setting.members(group["name"])):
+            continue  # What does not run has no price.
         high, *_, low = group["options"]  # the most precise first
         gain = low["weight"] - high["weight"]
         prices[group["name"]] = (low["cost"] - high["cost"]) / gain if gain > 0 else 0.0
@@ -287,9 +292,11 @@ def reason_table(run: Run) -> Table | None:
         # None for a layer that took no part in the probe (an expert without tokens).
         row = divergences.get((layer, gemm if setting.config.granularity == "gemm" else LAYER))
         damages = (None, None) if row is None else (row.loss_divergence, row.weight_divergence)
-        numbers = (*(number(damage, ".1e") for damage in damages), _fixed(prices[group], 3))
+        numbers = (*(number(damage, ".1e") for damage in damages), _fixed(None if row is None else prices[group], 3))
         formats = Text(plan.assignment[layer][gemm], style=FORMATS[plan.assignment[layer][gemm]].style)
         table.add_row(stage_of[group].removeprefix("stage "), name_text(_short_name(group)), *numbers, formats)
+    if idle := len(program["groups"]) - len(prices):
+        table.caption = f"{idle:,} rows are left out: layers that saw no token, and GEMMs that do not run."
     return table
 
 

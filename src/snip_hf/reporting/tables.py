@@ -42,8 +42,8 @@ def print_plan(plan: PrecisionPlan, console: Console) -> None:
 
 def group_table(plan: PrecisionPlan) -> Table | None:
     """One row per block and group of experts, one column per projection; None without groups."""
-    cells: dict[tuple[str, str], dict[str, Mapping[str, str]]] = {}
-    for layer, formats in plan.assignment.items():
+    cells: dict[tuple[str, str], dict[str, Mapping[str, str | None]]] = {}
+    for layer, formats in _running(plan).items():
         block, kind = split_layer(layer)
         if group := _GROUP.fullmatch(kind):
             cells.setdefault((block, group[2]), {})[group[1]] = formats
@@ -66,6 +66,8 @@ def _formats_table(name: str, plan: PrecisionPlan) -> tuple[Table, dict[str, str
     """Returns an empty table whose title explains its cells, and what stands for formats in these."""
     marks = _marks(dict.fromkeys(name for formats in plan.assignment.values() for name in formats.values()))
     legend = ", ".join(f"{mark}: {name}" for name, mark in marks.items())
+    if any(name is None for formats in _running(plan).values() for name in formats.values()):
+        legend += ", -: does not run"
     return new_table(f"{name} ({_gemms_legend(plan)}, {legend})"), marks
 
 
@@ -74,7 +76,7 @@ def plan_table(plan: PrecisionPlan) -> Table:
 
     Groups of experts are left to `group_table`.
     """
-    layers = {layer: formats for layer, formats in plan.assignment.items() if not _GROUP.fullmatch(layer)}
+    layers = {layer: formats for layer, formats in _running(plan).items() if not _GROUP.fullmatch(layer)}
     cells = {split_layer(layer): formats for layer, formats in layers.items()}
     all_kinds = list(dict.fromkeys(kind for _, kind in cells))
     all_blocks = list(dict.fromkeys(block for block, _ in cells))
@@ -114,11 +116,21 @@ def _marks(formats: Iterable[str]) -> dict[str, str]:
     return marks  # names at the latest, which differ
 
 
-def _plan_cell(formats: Mapping[str, str], marks: Mapping[str, str]) -> Text:
+def _running(plan: PrecisionPlan) -> dict[str, dict[str, str | None]]:
+    """Returns layer -> GEMM -> format; None for a GEMM that does not run."""
+    work = plan.executed
+    return {
+        layer: {gemm: name if work[layer][gemm] > 0 else None for gemm, name in formats.items()}
+        for layer, formats in plan.assignment.items()
+    }
+
+
+def _plan_cell(formats: Mapping[str, str | None], marks: Mapping[str, str]) -> Text:
+    """Returns the formats of a layer's GEMMs; a dash for one that does not run, and for a layer none of which does."""
     names = list(formats.values())
     if len(set(names)) == 1:
-        return Text(names[0], style=FORMATS[names[0]].style)
-    return Text("/").join(Text(marks[name], style=FORMATS[name].style) for name in names)
+        return Text("-") if names[0] is None else Text(names[0], style=FORMATS[names[0]].style)
+    return Text("/").join(Text("-") if x is None else Text(marks[x], style=FORMATS[x].style) for x in names)
 
 
 def print_cost(plan: PrecisionPlan, console: Console) -> None:

@@ -21,8 +21,8 @@ from .checks import check_plans, differences
 from .plans import fitting
 
 SCHEMA_VERSION = 2
-# Fields that decide which layers are swapped, and nothing else.
-_CHOICE = {"skip_modules", "include_modules"}
+# Fields that decide which layers there are, and nothing else.
+_CHOICE = {"skip_modules", "include_modules", "expert_groups"}
 
 
 @dataclass

@@ -347,7 +347,7 @@ def test_a_run_is_continued_and_reported(tmp_path: Path, capsys: pytest.CaptureF
     assert again[:3] == lines[:3]
     assert without_times(again[3]) | {"date": ""} == without_times(lines[3]) | {"date": ""}
     assert forks.main(["report", str(output), "--output", str(tmp_path / "table.md")]) == 0
-    assert "2 forks of 1 bases" in (tmp_path / "table.md").read_text(encoding="utf-8")
+    assert "2 forks of 1 base;" in (tmp_path / "table.md").read_text(encoding="utf-8")
 
 
 def test_nothing_starts_that_would_end_too_late(based: tuple[ForkRecipe, ForkText, Path], tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_divergences_are_those_under_ddp(two: list[Runs], sharded: str, copied: 
     # to the processor's order of summation.
     for column in (LOSS, WEIGHT):
         assert share_below(1e-5, errors(ours[first], theirs[first], column)) > 0.5
-        assert max(errors(ours[first], theirs[first], column)) < 1e-3
+        assert max(errors(ours[first], theirs[first], column)) < 1e-2
     for step in later:
         for column in (LOSS, WEIGHT):
             assert max(errors(ours[step], theirs[step], column)) < 0.1

@@ -44,6 +44,17 @@ def as_shares(value: Any) -> float | tuple[Share, ...] | None:
     return shares
 
 
+def read_shares(value: Any) -> tuple[Share, ...] | None:
+    """Returns the shares that a config from anywhere names; None if it has no list of them that can be used."""
+    if not isinstance(value, list | tuple):
+        return None
+    try:
+        shares = as_shares(value)
+    except (TypeError, ValueError):
+        return None
+    return shares if isinstance(shares, tuple) else None
+
+
 def share_at(value: float | tuple[Share, ...] | None, step: int) -> float | None:
     """Returns the share that a plan made at an optimizer step aims at; step 0 is before training, as step 1.
 

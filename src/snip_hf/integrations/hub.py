@@ -44,7 +44,7 @@ from ..records.coverage import Counted
 from ..records.events import Event, Refresh
 from ..records.history import read_history
 from ..records.run_folder import FOLDER
-from ..schedule_checks import as_shares, shares_text
+from ..schedule_checks import read_shares, shares_text
 from ..text import printable
 
 logger = logging.getLogger(__name__)
@@ -205,11 +205,7 @@ def _target(plan: PrecisionPlan) -> str:
     if fraction is None:
         return "none"
     of = "the linear FLOPs" if forward_shares(plan) is None else "the forward GEMMs' FLOPs"
-    try:
-        shares = as_shares(config.get("target_fp4_fraction"))
-    except (ValueError, TypeError):  # a plan from elsewhere
-        shares = None
-    text = shares_text(shares if isinstance(shares, tuple) else fraction, ".1%")
+    text = shares_text(read_shares(config.get("target_fp4_fraction")) or fraction, ".1%")
     return f"at least {text} of {of} in FP4"
 
 

@@ -26,7 +26,7 @@ from ..policies.setting import Setting
 from ..policies.stages import split_layer
 from ..records.load import Run, load_run, thinned
 from ..records.values import short
-from ..schedule_checks import as_shares, mean_share, shares_text
+from ..schedule_checks import mean_share, read_shares, shares_text
 from .figures import write_figures
 from .tables import listed, name_text, new_table, number, print_cost, print_plan, print_stages, say
 
@@ -132,10 +132,8 @@ def _target(config: Mapping[str, Any]) -> str:
     if config.get("decides") == FORWARD:
         of = f"{of} of the forward GEMMs alone"
     share = config.get("target_fp4_fraction")
-    try:
-        text = shares_text(as_shares(share)) if isinstance(share, list) else _shown(share)
-    except (ValueError, TypeError):  # a config from elsewhere
-        text = _shown(share)
+    shares = read_shares(share)
+    text = _shown(share) if shares is None else shares_text(shares)
     return f"target FP4 share {text}{of}"
 
 
@@ -147,12 +145,8 @@ def _has_target(config: Mapping[str, Any]) -> bool:
 
 def _mean_shares(run: Run) -> list[str]:
     """Returns the sentence on the mean share of a run whose target changes, if its steps are known."""
-    mean = run.mean_fp4_fraction
-    try:
-        shares = as_shares(run.config.get("target_fp4_fraction"))
-    except (ValueError, TypeError):  # a config from elsewhere
-        return []
-    if mean is None:
+    mean, shares = run.mean_fp4_fraction, read_shares(run.config.get("target_fp4_fraction"))
+    if mean is None or shares is None:
         return []
     steps = run.last_step
     of = "forward" if run.config.get("decides") == FORWARD else "linear"

@@ -84,7 +84,8 @@ def run(recipe: Recipe) -> dict[str, Any]:
         eval_dataset=validation,
         data_collator=collate,
         processing_class=tokenizer,
-        callbacks=[SnipCallback(recipe.snip)] if recipe.snip else None,
+        # The held-out loss is taken in the formats of the plan too, after training.
+        callbacks=[SnipCallback(recipe.snip, keep_formats=True)] if recipe.snip else None,
     )
     if recipe.snip:
         keep_model_card(trainer)

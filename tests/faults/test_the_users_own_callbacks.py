@@ -152,7 +152,10 @@ def test_a_loop_that_generates_in_each_step_is_refreshed_as_if_it_did_not(
 ) -> None:
     monkeypatch.setattr(Rollouts, "looks_with_gradients", with_gradients)
     trainer = Rollouts(
-        tiny_llama(hidden=32), arguments(tmp_path, **SHORT), train_dataset=data(), callbacks=[SnipCallback(CONFIG)]
+        tiny_llama(hidden=32),
+        arguments(tmp_path, **SHORT),
+        train_dataset=data(),
+        callbacks=[SnipCallback(CONFIG, keep_formats=True)],
     )
     trainer.train()
     assert_same(Run(tmp_path, trainer, None), quiet)
@@ -163,7 +166,9 @@ def test_activation_checkpointing_recomputes_under_the_key_of_its_own_pass(
 ) -> None:
     model = tiny_llama(hidden=32)
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    trainer = Rollouts(model, arguments(tmp_path, **SHORT), train_dataset=data(), callbacks=[SnipCallback(CONFIG)])
+    trainer = Rollouts(
+        model, arguments(tmp_path, **SHORT), train_dataset=data(), callbacks=[SnipCallback(CONFIG, keep_formats=True)]
+    )
     trainer.train()
     assert Run(tmp_path, trainer, None).losses == quiet["snip"][0].losses
 
@@ -192,7 +197,10 @@ def test_a_model_that_is_called_with_positional_inputs_is_refreshed_as_with_name
     quiet: dict[str, tuple[Run, Any]], tmp_path: Path
 ) -> None:
     trainer = Positional(
-        tiny_llama(hidden=32), arguments(tmp_path, **SHORT), train_dataset=data(), callbacks=[SnipCallback(CONFIG)]
+        tiny_llama(hidden=32),
+        arguments(tmp_path, **SHORT),
+        train_dataset=data(),
+        callbacks=[SnipCallback(CONFIG, keep_formats=True)],
     )
     trainer.train()
     assert_same(Run(tmp_path, trainer, None), quiet)

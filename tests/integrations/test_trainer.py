@@ -570,7 +570,7 @@ def test_every_kind_of_failure_in_one_run_keeps_the_plan_and_leaves_no_process(
         "import time; time.sleep(60)",
     )
     config = SnipConfig(first_refresh=1, refresh_every=2, apply_delay=1, solver_time_limit=0.3, solver="greedy")
-    callback = SnipCallback(config, solving=Solving(grace=0.0))
+    callback = SnipCallback(config, solving=Solving(grace=0.0), keep_formats=True)
     run = train(tmp_path, callback=callback, model=model, callbacks=[NanLoss()], max_steps=10)
     reasons = [(line["step"], line["status"], line["reason"]) for line in run.refreshes]
     assert len(processes) == 4

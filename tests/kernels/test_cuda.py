@@ -144,7 +144,12 @@ def test_a_resumed_bf16_run_is_the_run(tmp_path: Path, backend: str) -> None:
             full_determinism=True,
         )
         config = SnipConfig(first_refresh=2, refresh_every=4, apply_delay=2, stages=2, solver="highs", backend=backend)
-        trainer = Trainer(llama(4), args, train_dataset=data, callbacks=[SnipCallback(config, resume=resume or True)])
+        trainer = Trainer(
+            llama(4),
+            args,
+            train_dataset=data,
+            callbacks=[SnipCallback(config, resume=resume or True, keep_formats=True)],
+        )
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         used = {layer.snip_backend.name for layer in snip_linears(trainer.model).values()}
         assert used == {select_backend(backend, "cuda")}

@@ -123,12 +123,13 @@ def train(
     """Trains under a real Trainer, with SNIP if there is a config or a callback.
 
     Args:
+        config: of a callback that leaves the model in the formats of the plan, which the tests look at.
         callbacks: run after SNIP's.
         trainer: further arguments of the Trainer, which is a `trainer_class`.
         changes: of the `TrainingArguments` above.
     """
     if config is not None:
-        callback = SnipCallback(config)
+        callback = SnipCallback(config, keep_formats=True)
     built = trainer_class(
         **{
             "model": model if model is not None else model_with_dropout(),

@@ -55,7 +55,7 @@ class Reference:
                 "The reference model is sharded by FSDP2 or DeepSpeed; only a whole one can run in the formats of the "
                 f"trained model. {_OTHERWISE}."
             )
-        model = unwrap(model)
+        self._model = model = unwrap(model)
         was_converted = bool(snip_linears(model))
         convert_model(model, config)
         self._layers = snip_linears(model)
@@ -80,6 +80,10 @@ class Reference:
             for name, layer in self._layers.items():
                 layer.set_formats(plan.formats_of(name))
             self._applied = plan
+
+    def restore(self) -> None:
+        """Gives the reference its own layers back, when training has ended."""
+        restore_model(self._model)
 
     @contextmanager
     def unquantized(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ..config import SnipConfig
 from ..kernels.backend import BACKENDS
-from ..layers.convert import convert_model
+from ..layers.convert import convert_model, restore_model
 from ..layers.run_hooks import RunMark, marks_on
 from ..parallel.wrappers import unwrap
 from ..records.event_writer import Tracker, check_tracker
@@ -46,6 +46,8 @@ class SnipCallback(TrainerCallback):
         trackers: told of each event of the run, as `SnipController.add_tracker` says.
         reference: the arithmetic of the Trainer's reference model (`trainer.ref_model` of TRL's trainers): "policy",
             that of the trained model, so that both agree until weights differ; or "high", high precision.
+        keep_formats: whether the model stays in the formats of the plan after training. False gives the plain model
+            back when training ends, as `restore_model` does.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class SnipCallback(TrainerCallback):
         solving: Solving | None = None,
         trackers: Iterable[Tracker] = (),
         reference: str = AS_POLICY,
+        keep_formats: bool = False,
     ) -> None:
         if not isinstance(config, SnipConfig | None):
             raise TypeError(
@@ -65,6 +68,7 @@ class SnipCallback(TrainerCallback):
         check_reference(reference)
         self._reference_option = reference
         self._reference: Reference | None = None
+        self._keeps_formats = keep_formats
         self._files = StateFiles(resume)
         self._solving = solving
         self._trackers = list(trackers)
@@ -211,13 +215,25 @@ class SnipCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stops what still runs. The model keeps its swapped layers and the plan; `restore_model` undoes the swap."""
-        controller, outer_run = self._running(), self._outer_run
+        """Stops what still runs, and gives the plain model back unless `keep_formats` says otherwise.
+
+        The best checkpoint is loaded by then (`load_best_model_at_end`).
+        """
+        controller, outer_run, reference = self._running(), self._outer_run, self._reference
         self._release()
         if not self._is_restored:
             tag_model(controller.model, controller.plan)
-        if outer_run is not None:
+        if outer_run is not None:  # which goes on in the layers and formats of its own
             outer_run._go_on()
+        elif not self._keeps_formats and not self._is_restored:
+            restore_model(controller.model)
+            if reference is not None:
+                reference.restore()
+            if state.is_world_process_zero:
+                logger.info(
+                    "snip-hf: training has ended and the model is as it was without SNIP: evaluation and generation "
+                    "run in its own precision from here on. SnipCallback(keep_formats=True) keeps the plan's formats."
+                )
 
     def _take_from_others(self, model: nn.Module, state: TrainerState) -> None:
         """Releases what earlier runs left on the model, and suspends one inside which this one runs.

@@ -1,0 +1,186 @@
+"""The end of training under a Trainer: the plain model by default, whatever its layers, and the best checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conv1d_twins import gpt2
+from mixtures import build
+from safetensors.torch import load_file
+from slow_cases import slow
+from small import tiny_llama
+from tiny_runs import SCHEDULE, arguments, data, differing, model_with_dropout, one_thread, train, weights
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+
+from snip_hf import SnipCallback, SnipConfig
+from snip_hf.layers.layer import SnipLayer
+from snip_hf.layers.state import snip_linears
+
+CONFIG = SnipConfig(**SCHEDULE)
+# A plan before the first step, so that few steps do.
+AT_ONCE = SnipConfig(policy="uniform-fp4")
+BEST: dict[str, Any] = {
+    "load_best_model_at_end": True,
+    "eval_strategy": "steps",
+    "save_strategy": "steps",
+    "eval_steps": 3,
+    "save_steps": 3,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Whether nothing of SNIP is left: no layer, no buffer, no hook."""
+    modules = list(model.modules())
+    buffers = [name for name, _ in model.named_buffers() if "snip" in name]
+    hooks = [hook for module in modules for hook in (*module._forward_hooks, *module._forward_pre_hooks)]
+    return not any(isinstance(module, SnipLayer) for module in modules) and not buffers and not hooks
+
+
+def classes(model: nn.Module) -> dict[str, type[nn.Module]]:
+    return {name: type(module) for name, module in model.named_modules()}
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model.eval()(input_ids=torch.arange(24)[None]).logits
+    return found
+
+
+def test_the_model_is_plain_after_training_which_changes_no_loss_and_no_weight(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = train(tmp_path / "kept", callback=SnipCallback(CONFIG, keep_formats=True))
+    with caplog.at_level(logging.INFO, "snip_hf"):
+        plain = train(tmp_path / "plain", callback=SnipCallback(CONFIG))
+    assert plain.losses == kept.losses
+    assert differing(weights(plain.model), weights(kept.model)) == []
+    assert is_plain(plain.model) and classes(plain.model) == classes(model_with_dropout())
+    assert "fp4" in {name for layer in snip_linears(kept.model).values() for name in layer.formats.values()}
+    assert sum("the model is as it was without SNIP" in message for message in caplog.messages) == 1
+    # As transformers alone loads and runs it.
+    plain.trainer.save_model(str(tmp_path / "saved"))
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(plain.model), logits(loaded))
+    assert not torch.equal(logits(kept.model), logits(loaded))
+    # What is told of the run after its end is of its plan.
+    assert "fp4" in plain.model.model_tags
+
+
+def test_the_best_model_at_the_end_is_plain_with_the_weights_of_the_best_checkpoint(tmp_path: Path) -> None:
+    run = train(tmp_path, callback=SnipCallback(CONFIG), **BEST)
+    best = Path(run.trainer.state.best_model_checkpoint)
+    assert is_plain(run.model)
+    assert differing(weights(run.model), load_file(best / "model.safetensors")) == []
+    # During training it was evaluated in the formats of its plan; now in its own precision, as without SNIP.
+    now = run.trainer.evaluate()["eval_loss"]
+    model = LlamaForCausalLM.from_pretrained(best)
+    alone = Trainer(model, arguments(tmp_path / "alone"), eval_dataset=data(6)).evaluate()["eval_loss"]
+    assert now == alone
+    if run.trainer.state.best_global_step > 4:  # The first plan is in force then.
+        assert now != run.trainer.state.best_metric
+
+
+class Formats(TrainerCallback):
+    """Notes the formats that evaluations run in."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, set[str]] = {}
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        layers = snip_linears(kwargs["model"]).values()
+        self.seen[state.global_step] = {name for layer in layers for name in layer.formats.values()}
+
+
+@pytest.mark.slow
+def test_evaluation_during_training_runs_in_the_formats_of_the_plan_in_force(tmp_path: Path) -> None:
+    watch = Formats()
+    train(tmp_path, callback=SnipCallback(CONFIG), callbacks=[watch], eval_strategy="steps", eval_steps=3)
+    assert {step: "fp4" in formats for step, formats in watch.seen.items()} == {3: False, 6: True, 9: True, 12: True}
+
+
+@pytest.mark.slow
+def test_a_trainer_whose_model_was_restored_trains_again(tmp_path: Path) -> None:
+    run = train(tmp_path, callback=SnipCallback(CONFIG))
+    again = run.trainer.train()
+    assert again.global_step == 12 and is_plain(run.model)
+    assert [(line["step"], line["applied_step"]) for line in run.refreshes] == [(2, 4), (6, 8), (10, 12)]
+
+
+def _lora(**options: Any) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        options = {"target_modules": ["q_proj", "down_proj"], "r": 2} | options
+        return peft.get_peft_model(tiny_llama(hidden=32), peft.LoraConfig(**options))
+
+
+def _compiled() -> nn.Module:
+    model = tiny_llama(hidden=32)
+    for block in model.model.layers:
+        block.compile(backend="eager")
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tied weights": lambda: tiny_llama(hidden=32, tie_word_embeddings=True),
+    "Conv1D": gpt2,
+    "experts": lambda: build("qwen3-moe"),
+    "PEFT adapters": _lora,
+    "compiled blocks": _compiled,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")
+# Of torch itself, where it compiles under gradient checkpointing.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", [slow(name) if name == "compiled blocks" else name for name in MODELS])
+def test_every_kind_of_model_is_after_training_what_it_was(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]()
+    before, keys = classes(model), list(model.state_dict())
+    parameters = {id(parameter) for parameter in model.parameters()}
+    config = getattr(model.config, "_experts_implementation", None)
+    run = train(tmp_path, callback=SnipCallback(AT_ONCE), model=model, max_steps=2)
+    assert run.callback is not None and run.callback.controller is not None
+    assert run.callback.controller.plan.fp4_fraction == 1.0
+    assert is_plain(model) and classes(model) == before
+    assert list(model.state_dict()) == keys
+    assert {id(parameter) for parameter in model.parameters()} == parameters
+    assert getattr(model.config, "_experts_implementation", None) == config
+    if name == "tied weights":
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.isfinite(logits(model)).all()
+
+
+class Inner(TrainerCallback):
+    """Trains the same model once inside the outer run, with a callback of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.formats: set[str] = set()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 6:
+            inside = SnipCallback(SnipConfig(policy="uniform-fp8"))
+            train(self.folder, callback=inside, model=kwargs["model"], max_steps=1)
+            layers = snip_linears(kwargs["model"]).values()
+            self.formats = {name for layer in layers for name in layer.formats.values()}
+
+
+@pytest.mark.slow
+def test_a_run_inside_another_one_leaves_the_layers_to_the_outer_run(tmp_path: Path) -> None:
+    inner = Inner(tmp_path / "inner")
+    run = train(tmp_path / "outer", callback=SnipCallback(CONFIG), callbacks=[inner])
+    assert "fp4" in inner.formats
+    assert is_plain(run.model) and [line["status"] for line in run.refreshes] == ["applied"] * 3

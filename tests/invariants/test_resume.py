@@ -291,8 +291,8 @@ def test_a_checkpoint_of_another_configuration_is_refused(full: Run, tmp_path: P
     config = SnipConfig(stages=2, target_fp4_fraction=0.5, seed=3, **SCHEDULE)
     model = model_with_dropout()
     assert refused(tmp_path, SnipCallback(config), checkpoint, model=model) == (
-        f"Cannot resume from {checkpoint}/snip_state.json: The checkpoint was trained with target_fp4_fraction=0.75, "
-        "this run asks for target_fp4_fraction=0.5 (different fields: target_fp4_fraction, seed). Use the checkpoint's "
+        f"Cannot resume from {checkpoint}/snip_state.json: The checkpoint was trained with seed=0, this run asks "
+        "for seed=3 (different fields: seed). Use the checkpoint's "
         "configuration to resume its run, or SnipCallback(..., resume=False) to start a new plan from its weights."
     )
     # What the message advises works, with the same model, and with the state as it was.

@@ -15,6 +15,7 @@ from events import counted_event, refresh_event, small_plan, start_event
 from snip_hf.planning.solver.process import SolverResult
 from snip_hf.records.events import DriftCheck, Event, Refresh, RefreshBegun, Start, later_event
 from snip_hf.records.history import read_history
+from snip_hf.records.interventions import Alarm, Retarget
 
 HISTORIES = sorted((Path(__file__).parents[1] / "data").glob("*/*/snip/history.jsonl"))
 STATES = sorted((Path(__file__).parents[1] / "data").glob("*/*/checkpoint-6/snip_state.json"))
@@ -28,6 +29,19 @@ BEGUN = RefreshBegun(
 RESULT = SolverResult("optimal", {}, 0.5, 0.25, 0.5, {}, "greedy", "1", 0.75)
 CHANGES = {f"a:{gemm}": ["fp8", "fp4"] for gemm in ("forward", "grad_input", "grad_weight")}
 APPLIED = BEGUN.with_seconds(solver=0.75, waited=0.0).applied(4, small_plan(), CHANGES, RESULT)
+ALARM = Alarm(
+    step=8,
+    figure="gradient norm",
+    value=9.5,
+    limit=2.0,
+    action="raised",
+    reason="a spike",
+    failures=1,
+    left_out=True,
+    changes={"a:forward": ("fp4", "fp8")},
+    fp4_fraction=0.5,
+)
+RETARGET = Retarget(step=5, fields={"target_fp4_fraction": (0.75, [[1, 0.9], [8, 0.5]]), "rates": (None, "b200")})
 EVENTS: list[Event] = [
     start_event(),
     APPLIED,
@@ -36,6 +50,9 @@ EVENTS: list[Event] = [
     DriftCheck(step=5, correlation=None, refresh=False, reason="no", seconds=0.5),
     counted_event(),
     counted_event(7, tokens={"a": 0.5}, changes={"a:forward": ("fp8", "fp4")}),
+    ALARM,
+    Alarm(step=9, figure="loss", value=None, limit=None, action="stopped", reason="no", failures=3, good_step=5),
+    RETARGET,
 ]
 
 
@@ -96,6 +113,29 @@ def test_a_value_that_no_run_writes_is_refused_with_its_field(changes: dict[str,
     with pytest.raises(ValueError) as caught:
         Refresh.from_record(APPLIED.to_record() | changes)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("event", "changes", "message"),
+    [
+        (
+            ALARM,
+            {"figure": "mood"},
+            "figure is 'mood', expected one of loss, gradient norm, gradient noise, roll back.",
+        ),
+        (ALARM, {"action": []}, "action is a list of 0, expected one of noted, raised, stopped."),
+        (ALARM, {"failures": -1}, "failures is -1, expected an integer from 0 to 9007199254740992."),
+        (ALARM, {"value": "x"}, "value is 'x', expected a number up to 1e+100 in size."),
+        (RETARGET, {"fields": {"seed": [0, 1]}}, "fields names 'seed', expected one of target_fp4_fraction, "),
+        (RETARGET, {"fields": {"rates": [0]}}, "fields['rates'] is a list of 1, expected the old and the new value."),
+    ],
+)
+def test_an_alarm_or_a_target_that_no_run_writes_is_refused_with_its_field(
+    event: Alarm | Retarget, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        later_event(event.to_record() | changes)
+    assert str(caught.value).startswith(message)
 
 
 def test_a_refresh_of_before_there_were_all_of_its_entries_is_read() -> None:

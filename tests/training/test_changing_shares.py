@@ -152,10 +152,6 @@ def test_a_resumed_run_follows_the_same_shares(run: tuple[Loop, Path], saved_at:
     second.controller.close()
     assert second.losses == run[0].losses[2 * saved_at :]
     assert second.formats() == run[0].formats()
-    other = Loop(SnipConfig(**SCHEDULE, target_fp4_fraction=((1, 0.25), (6, 0.75)), granularity="gemm"))
-    assert other.controller is not None
-    with pytest.raises(ValueError, match=r"trained with target_fp4_fraction=\[\[1, 0\.25\], \[5, 0\.75\]\]"):
-        other.controller.load_state_dict(state)
 
 
 def test_a_rule_makes_its_plan_again_without_a_probe(

@@ -18,6 +18,7 @@ from ..planning.provenance import PlanProvenance
 from ..planning.solver.solution import SolverResult
 from ..text import printable
 from .coverage import Counted
+from .interventions import Alarm, Retarget
 from .values import changes_of, check_event, entry_of, list_of, mapping_of, number_of, short, step_of, text_of
 
 _MOST_LAYERS = 100_000
@@ -288,10 +289,11 @@ class DriftCheck:
         )
 
 
-Event = Start | Refresh | DriftCheck | Counted
+LaterEvent = Refresh | DriftCheck | Counted | Alarm | Retarget
+Event = Start | LaterEvent
 
 
-def later_event(record: Mapping[str, Any], cells: Mapping[str, str] | None = None) -> Refresh | DriftCheck | Counted:
+def later_event(record: Mapping[str, Any], cells: Mapping[str, str] | None = None) -> LaterEvent:
     """Reads a line after the first one; `cells` as in `Refresh.from_record`.
 
     Raises:
@@ -299,8 +301,12 @@ def later_event(record: Mapping[str, Any], cells: Mapping[str, str] | None = Non
     """
     if entry_of(record, "event") == DriftCheck.event:
         return DriftCheck.from_record(record)
+    if record["event"] == Retarget.event:
+        return Retarget.from_record(record)
     if record["event"] == Counted.event:
         return Counted.from_record(record, cells)
+    if record["event"] == Alarm.event:
+        return Alarm.from_record(record, cells)
     return Refresh.from_record(record, cells)
 
 

@@ -12,11 +12,15 @@ from ..layers.state import GRAD_WEIGHT
 from ..registry import UnknownName
 from .coverage import Counted
 from .events import Event, Refresh, Start, later_event
+from .interventions import Alarm
 from .values import mapping_of
 
 # A history of 100,000 refreshes of a 70B model takes about 50 MB; one line of a model of 45,032 linears up to 15 MB.
 MAX_HISTORY_BYTES = 192 * 2**20
 _MOST_LINES = 250_000
+
+Changing = Refresh | Counted | Alarm
+"""Events that may change formats."""
 
 
 def read_history(path: Path, notes: list[str] | None = None) -> Iterator[Event]:
@@ -47,7 +51,7 @@ def read_history(path: Path, notes: list[str] | None = None) -> Iterator[Event]:
             names = [f"{layer}:{gemm}" for layer, row in event.plan.assignment.items() for gemm in row]
             cells = dict(zip(names, names, strict=True))
             idle = {f"{layer}:{GRAD_WEIGHT}" for layer in event.plan.assignment} - cells.keys()
-        elif isinstance(event, Refresh | Counted):
+        elif isinstance(event, Changing):
             event = _without_idle(event, idle)
             _check_layers(event, cells or {})
         yield event
@@ -70,14 +74,14 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
             line = following
 
 
-def _without_idle(event: Refresh | Counted, idle: Collection[str]) -> Refresh | Counted:
+def _without_idle(event: Changing, idle: Collection[str]) -> Changing:
     """Returns an event without changes of the grad_weight of frozen layers, which earlier versions had in plans."""
     if not any(cell in event.changes for cell in idle):
         return event
     return replace(event, changes={cell: pair for cell, pair in event.changes.items() if cell not in idle})
 
 
-def _check_layers(event: Refresh | Counted, cells: Mapping[str, str]) -> None:
+def _check_layers(event: Changing, cells: Mapping[str, str]) -> None:
     for cell in event.changes:
         if cell not in cells:
             raise ValueError(

@@ -24,8 +24,9 @@ from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
 from .coverage import Counted
 from .divergences import read_divergence
-from .events import DriftCheck, Refresh, Start
+from .events import DriftCheck, Event, Refresh, Start
 from .history import read_history
+from .interventions import Alarm, Retarget
 from .losses import read_losses
 from .run_folder import FOLDER
 from .values import short
@@ -60,6 +61,10 @@ class Run:
     """Step -> {"loss": training loss, "eval_loss": validation loss}, either may be absent; in order of the steps."""
     notes: list[str]
     """What is missing or cannot be read, one sentence each."""
+    alarms: list[Alarm] = dataclasses.field(default_factory=list)
+    """Of the guard."""
+    retargets: list[Retarget] = dataclasses.field(default_factory=list)
+    """Other targets that the run was resumed with."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -85,10 +90,10 @@ class Run:
         begin, plan = self.plans[0]
         forward = forward_shares(plan)
         points = [(begin, plan.fp4_fraction if forward is None else forward.fp4_fraction)]
-        for refresh in self.refreshes:
+        for refresh in _in_order(self.refreshes, self.alarms):
             share = refresh.fp4_fraction if forward is None else refresh.forward_fp4_fraction
-            if refresh.applied_step is not None and share is not None:
-                points.append((refresh.applied_step, share))
+            if share is not None:
+                points.append((_begins(refresh), share))
         steps, shares = zip(*points, strict=True)
         known = list(itertools.accumulate([*steps, self.last_step], max))  # a history may go back
         spans = [end - start for start, end in itertools.pairwise(known)]
@@ -106,12 +111,15 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
     """
     folder = Path(run_dir)
     notes: list[str] = []
-    start, refreshes, checks, counted = _read_events(folder / FOLDER / "history.jsonl", notes)
-    plans = _plans(start, refreshes, counted, notes)
+    start, events = _read_events(folder / FOLDER / "history.jsonl", notes)
+    refreshes, checks = _of(Refresh, events), _of(DriftCheck, events)
+    counted, alarms = _of(Counted, events), _of(Alarm, events)
+    plans = _plans(start, _in_order(refreshes, alarms), counted, notes)
     measured = _measured(folder / FOLDER / "plan.json", plans[-1][1], notes)
     applied = [refresh.step for refresh in refreshes if refresh.applied_step is not None]
     divergences = _read_divergences(folder / FOLDER, set(start.assignment), applied[-1:], notes)
-    return Run(folder, plans, measured, refreshes, checks, counted, divergences, read_losses(folder, notes), notes)
+    losses, retargets = read_losses(folder, notes), _of(Retarget, events)
+    return Run(folder, plans, measured, refreshes, checks, counted, divergences, losses, notes, alarms, retargets)
 
 
 def thinned(items: Sequence[T], count: int) -> list[T]:
@@ -122,8 +130,26 @@ def thinned(items: Sequence[T], count: int) -> list[T]:
     return [items[round(index * last / (count - 1))] for index in range(count)]
 
 
-def _read_events(path: Path, notes: list[str]) -> tuple[PrecisionPlan, list[Refresh], list[DriftCheck], list[Counted]]:
-    """Returns the plan of the start, the refreshes, the checks and the counts; notes what is odd about them."""
+def _of(kind: type[T], events: Sequence[Event]) -> list[T]:
+    return [event for event in events if isinstance(event, kind)]
+
+
+def _in_order(refreshes: Sequence[Refresh], alarms: Sequence[Alarm]) -> list[Refresh | Alarm]:
+    """Returns what changed the plan in force, in the order in which it did."""
+    changing = [refresh for refresh in refreshes if refresh.applied_step is not None]
+    raising = [alarm for alarm in alarms if alarm.changes]
+    # Without alarms as the file has them: a history may go back.
+    return sorted([*changing, *raising], key=_begins) if raising else [*changing]
+
+
+def _begins(event: Refresh | Alarm) -> int:
+    """Returns the step after which a change is in force."""
+    applied = event.applied_step if isinstance(event, Refresh) else event.step
+    return event.step if applied is None else applied
+
+
+def _read_events(path: Path, notes: list[str]) -> tuple[PrecisionPlan, list[Event]]:
+    """Returns the plan of the start, and all events; notes what is odd about them."""
     if not path.exists():
         run = path.parent.parent
         is_inside = run.name == FOLDER and (run / path.name).exists()
@@ -139,40 +165,37 @@ def _read_events(path: Path, notes: list[str]) -> tuple[PrecisionPlan, list[Refr
             notes.append(f"The history goes back from step {latest} to step {event.step} in line {number}.")
             break
         latest = event.step
-    refreshes = [event for event in events if isinstance(event, Refresh)]
-    checks = [event for event in events if isinstance(event, DriftCheck)]
-    return start.plan, refreshes, checks, [event for event in events if isinstance(event, Counted)]
+    return start.plan, events
 
 
 def _plans(
-    start: PrecisionPlan, refreshes: Sequence[Refresh], counted: Sequence[Counted], notes: list[str]
+    start: PrecisionPlan, applied: Sequence[Refresh | Alarm], counted: Sequence[Counted], notes: list[str]
 ) -> list[tuple[int, PrecisionPlan]]:
-    """Returns the start's plan and those that refreshes put in force; of very many some, and the last two.
+    """Returns the start's plan and those that followed; of very many some, and the last two.
 
     Each has the step that it was made at and the tokens that were counted for it, the start's those of the first count,
     which may have changed it too.
     """
-    applied = [refresh for refresh in refreshes if refresh.applied_step is not None]
     most = max(4, min(_MOST_PLANS, _MOST_PLANNED_LAYERS // len(start.assignment)))
     shown = {*thinned(range(len(applied) + 1), most - 1), len(applied) - 1}
     if len(applied) + 1 > most:
         notes.append(f"The figure of the plan shows {len(shown)} of {len(applied) + 1:,} plans.")
     assignment = {layer: dict(formats) for layer, formats in start.assignment.items()}
-    for event in counted:
-        for cell, (_, new) in event.changes.items():
+    for count in counted:
+        for cell, (_, new) in count.changes.items():
             layer, _, gemm = cell.rpartition(":")
             assignment[layer][gemm] = new
     start = dataclasses.replace(start, assignment=assignment, tokens=_tokens_at(counted, None, start))
     plans = [(start.provenance.step, start)]
-    for number, refresh in enumerate(applied, 1):
-        for cell, (_, new) in refresh.changes.items():
+    for number, event in enumerate(applied, 1):
+        for cell, (_, new) in event.changes.items():
             layer, _, gemm = cell.rpartition(":")
             assignment[layer][gemm] = new
-        if number in shown and refresh.applied_step is not None:
-            tokens = _tokens_at(counted, refresh.step, start)
-            provenance = dataclasses.replace(start.provenance, step=refresh.step)
+        if number in shown:
+            tokens = _tokens_at(counted, event.step, start)
+            provenance = dataclasses.replace(start.provenance, step=event.step)
             plan = dataclasses.replace(start, assignment=assignment, provenance=provenance, tokens=tokens)
-            plans.append((refresh.applied_step, plan))
+            plans.append((_begins(event), plan))
     return plans
 
 

@@ -28,6 +28,7 @@ from ..records.load import Run, load_run, thinned
 from ..records.values import short
 from ..schedule_checks import mean_share, read_shares, shares_text
 from .figures import write_figures
+from .interventions import alarms_told, retargets_told
 from .tables import listed, name_text, new_table, number, print_cost, print_plan, print_stages, say
 
 _MOST_ROWS = 20
@@ -88,6 +89,8 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         say(console, f"Early refreshes, because the ranking had moved, at steps: {early}.")
     failed = [check for check in run.checks if check.reason is not None]
     _say_some(console, [f"Step {check.step}: check failed. {check.reason}" for check in failed])
+    for sentences in (alarms_told(run.alarms), retargets_told(run.retargets)):
+        _say_some(console, sentences)
     if run.losses:
         console.print(loss_table(run))
     print_plan(plan, console)

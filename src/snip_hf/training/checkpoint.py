@@ -17,6 +17,7 @@ from ..planning.price_memory import Prices, read_prices
 from ..planning.solver.process import SolverProcess
 from ..records.coverage import read_coverage
 from ..records.events import RefreshBegun
+from ..records.interventions import TARGETS
 from .checks import check_plans, differences
 from .plans import fitting
 
@@ -134,6 +135,12 @@ class SavedState:
             **({"prices": self.prices} if self.prices else {}),
         }
 
+    def other_targets(self, config: SnipConfig) -> dict[str, tuple[Any, Any]]:
+        """Returns the fields of the target that a config has otherwise -> (here, there)."""
+        own = config.to_dict()
+        changed = set(differences(config, self.config))
+        return {name: (self.config.get(name), own[name]) for name in TARGETS if name in changed}
+
     def fitted(self, config: SnipConfig, flops: Work, at_step: int | None, weights: str | None) -> SavedState:
         """Returns the state as a run continues from it, with the FLOPs of the run's model in its plan.
 
@@ -144,10 +151,11 @@ class SavedState:
             weights: fingerprint of the weights; None: not checked.
 
         Raises:
-            ValueError: another configuration, another step, or other weights.
+            ValueError: another configuration (the target aside), another step, or other weights.
             KeyError: the plan is for another model.
         """
-        mine, different = config.to_dict(), differences(config, self.config)
+        mine = config.to_dict()
+        different = [name for name in differences(config, self.config) if name not in TARGETS]
         # What earlier versions left alone, such as experts, has to be named in order to go on without it.
         is_same_choice = _CHOICE.issuperset(different) and self.plan.assignment.keys() == flops.keys()
         if different and not is_same_choice:

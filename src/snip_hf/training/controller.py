@@ -29,7 +29,7 @@ from ..records.run_folder import RunFolder
 from .assembly import RunParts, assemble
 from .call_order import CallOrder
 from .captured_step import StepWatch, TrainingPass
-from .checkpoint import CountedState, SavedState, agreed_state
+from .checkpoint import agreed_state
 from .checks import check_alike, check_configs, check_launch
 from .chunks import ChunkNumbers
 from .expectation import Expectation, how_compiled, tokens_of
@@ -37,6 +37,7 @@ from .fingerprint import weights_fingerprint
 from .plans import describe_plan
 from .preparation import find_processes
 from .refresh import Solving
+from .resuming import Resuming
 from .schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class SnipController:
         self._layers, self._source, self._probe = run.layers, run.source, run.probe
         self._in_force, self._refresher, self._detector = run.in_force, run.refresher, run.detector
         self._coverage = run.coverage
+        self._resuming = Resuming(run, self._schedule, self._events, self._log)
         check_alike(self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)
         self._chunks = ChunkNumbers(parts_of(self.model), self.config.seed, lambda: self.step + 1)
@@ -281,14 +283,12 @@ class SnipController:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""
-        config, pending, ranking = self.config.to_dict(), self._refresher.pending, self._in_force.ranking
-        schedule, counted = self._schedule, None if self._coverage.is_due else CountedState(self._coverage.found)
-        more: dict[str, Any] = {"kernels": self._layers.state_dict(), "counted": counted}
-        more |= {"postponed": schedule.postponed, "prices": self._refresher.prices}
-        return SavedState(config, self.step, self.plan, pending, schedule.last_probe, ranking, **more).to_dict()
+        return self._resuming.state(self.config, self.step)
 
     def load_state_dict(self, state: Mapping[str, Any], at_step: int | None = None, weights: str | None = None) -> None:
         """Continues from a `state_dict`. Nothing is changed if it does not fit. With several ranks it is collective.
+
+        The target may be another one than the state's: estimates stay, and the next step refreshes.
 
         Args:
             state: what `state_dict` returned, also through JSON; with the entry "weights", a list of
@@ -304,22 +304,10 @@ class SnipController:
         self.processes.note("at the loading of a state (every rank loads the same one)")
         flops = self._in_force.setting.flops
         saved = agreed_state(state, self.config, flops, self.processes.everyone, at_step, weights)
-        self._layers.load_state_dict(saved.kernels)
-        self._in_force.resume(saved.plan, saved.ranking, saved.step)
-        self._is_new = False
-        if saved.counted is not None:
-            self._coverage.restore(saved.counted.coverage)
         self._disarm()
-        self._refresher.restart(saved.prices)
+        self._resuming.restore(saved, self.config)
+        self._is_new, self._started = False, True
         self.step, self._micro_batch = saved.step, 0
-        self._schedule.last_probe, self._schedule.postponed = saved.last_probe, saved.postponed
-        self._layers.set_step(saved.step + 1, 0)
-        self._started = True
-        under_way = None if saved.pending is None else saved.pending.step
-        self._folder.cut(saved.step, under_way, self._in_force.start(saved.step))
-        self._in_force.save()
-        if saved.pending is not None:
-            self._refresher.resume(saved.pending, saved.step)
 
     def weights_fingerprint(self) -> str | None:
         """Returns what tells these weights from others, as `load_state_dict` takes it, on the first process.

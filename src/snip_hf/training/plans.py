@@ -206,6 +206,12 @@ class PlanInForce:
         if not is_rule or target in (config.target_at(made), self._gave_up):
             return
         self._gave_up = target  # unless it works
+        self.retarget(step)
+
+    def retarget(self, step: int) -> None:
+        """Makes the plan of a policy without a probe once more, for the target of this step."""
+        if not aims_at_share(self.setting.config):
+            return
         with self.keeping(step):
             plan = rule_plan(self.setting, self.model_name, step)
             changes = self.plan.changes(plan)

@@ -49,6 +49,12 @@ OTHER: dict[str, Any] = {
     "apply_delay": 0,
     "refresh_on_drift": 0.5,
     "drift_every": 3,
+    "guard": "raise",
+    "guard_spike": 8,
+    "guard_window": 64,
+    "guard_patience": 20,
+    "guard_failures": 2,
+    "guard_noise": 1.75,
     "probes": 2,
     "probe_tokens": None,
     "probe_batch_tokens": None,
@@ -201,6 +207,21 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
             "or 0 for none.",
         )
         for value in (-0.1, 1, 1.5, float("nan"), float("inf"))
+    ),
+    ({"guard": "on"}, "guard='on' is not known; expected one of off, watch, raise, roll-back."),
+    *(
+        ({name: value}, f"{name}={value!r} is not a finite number above 0.")
+        for name in ("guard_spike", "guard_noise")
+        for value in (0, -1.0, float("nan"), float("inf"))
+    ),
+    ({"guard_window": 7}, "guard_window=7 is too small; expected at least 8."),
+    ({"guard_window": 100_001}, "guard_window=100001 is too large; expected at most 100000."),
+    ({"guard_patience": 0}, "guard_patience=0 is too small; expected at least 1."),
+    ({"guard_failures": 0}, "guard_failures=0 is too small; expected at least 1."),
+    (
+        {"guard_noise": 1.75, "guard": "watch"},
+        "guard_noise=1.75 raises the formats of layers, but guard='watch'; expected guard='raise' or 'roll-back', or "
+        "guard_noise=None.",
     ),
     ({"granularity": "block"}, "granularity='block' is not known; expected one of layer, gemm."),
     (
@@ -387,6 +408,12 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ),
     ("decides", None, "decides=None has type NoneType; expected str."),
     ("estimate_memory", "0.5", "estimate_memory='0.5' has type str; expected float."),
+    ("guard", True, "guard=True has type bool; expected str."),
+    ("guard_spike", "6", "guard_spike='6' has type str; expected float."),
+    ("guard_window", 128.0, "guard_window=128.0 has type float; expected int."),
+    ("guard_patience", None, "guard_patience=None has type NoneType; expected int."),
+    ("guard_failures", None, "guard_failures=None has type NoneType; expected int."),
+    ("guard_noise", "sqrt(3)", "guard_noise='sqrt(3)' has type str; expected float | None."),
     (
         "rates",
         {"fp4": 4},
@@ -474,6 +501,8 @@ def test_every_field_survives_to_dict_json_and_from_dict(name: str) -> None:
         needed = {"rates": "ideal"}
     if name == "decides":
         needed = {"granularity": "gemm"}
+    if name == "guard_noise":
+        needed = {"guard": "raise"}
     config = SnipConfig(**{"apply_delay": 1, **needed, name: OTHER[name]})
     assert config != SnipConfig(**needed)
     assert config != SnipConfig()
@@ -669,7 +698,7 @@ def test_the_ends_of_every_range_are_allowed() -> None:
     )
     assert config.apply_delay == config.refresh_every == 1
     for name in INTEGERS:
-        largest = {"probes": 10_000, "timing_tokens": 2**31 - 1}.get(name, 2**63 - 1)
+        largest = {"probes": 10_000, "timing_tokens": 2**31 - 1, "guard_window": 100_000}.get(name, 2**63 - 1)
         needed = {"budget": "measured"} if name == "timing_tokens" else {"refresh_every": 2**63 - 1}
         assert getattr(SnipConfig(**needed | {name: largest}), name) == largest
     SnipConfig(
@@ -719,6 +748,12 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "probes": 1,
         "probe_tokens": 1024,
         "probe_batch_tokens": 4096,
+        "guard": "off",
+        "guard_spike": 6.0,
+        "guard_window": 128,
+        "guard_patience": 50,
+        "guard_failures": 3,
+        "guard_noise": None,
         "probe_memory_mib": None,
         "loss_estimator": "token-fisher",
         "objective": "additive",

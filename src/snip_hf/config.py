@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -18,6 +17,7 @@ from .budget_checks import (
     refuse_speedup,
 )
 from .field_names import FieldNames, current_names
+from .field_ranges import check_least, check_ranges
 from .field_values import (
     FOUND,
     as_names,
@@ -25,7 +25,6 @@ from .field_values import (
     as_ties,
     check_bits,
     check_formats,
-    check_seconds,
     check_stages,
     check_start,
     check_type,
@@ -33,7 +32,7 @@ from .field_values import (
 from .kernels.backend import BACKENDS
 from .numerics.formats import FORMATS
 from .registry import Registry, did_you_mean
-from .schedule_checks import Share, check_drift, largest_share, share_at
+from .schedule_checks import Share, largest_share, share_at
 
 # Who decides. The entries are in `policies`, one file per family; `policies.registry.Policy` says what they are.
 POLICIES: Registry[Any] = Registry("policy", "snip_hf.policies")
@@ -49,6 +48,7 @@ Budget = Literal["flops", "measured"]
 Objective = Literal["additive", "horizon", "paper"]
 LossEstimator = Literal["token-fisher", "taylor", "norm"]
 Solver = Literal["auto", "cbc", "highs", "greedy"]
+Guard = Literal["off", "watch", "raise", "roll-back"]
 _CHOICES = {
     "granularity": Granularity,
     "decides": Decides,
@@ -56,6 +56,7 @@ _CHOICES = {
     "objective": Objective,
     "loss_estimator": LossEstimator,
     "solver": Solver,
+    "guard": Guard,
 }
 # What an error of type says beyond the type.
 _ADVICE = {
@@ -71,33 +72,6 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "layer": {"granularity": "layer"},
     "gemm": {"granularity": "gemm"},
     "hopper": {"granularity": "gemm", "ties": FOUND, "first_refresh": 200, "apply_delay": 20},
-}
-# Seconds: a week. Clocks and timers take more, but nobody waits longer for a plan or a rank.
-LONGEST_WAIT = 7 * 24 * 3600.0
-# Least value, and what an error says was expected.
-_AT_LEAST: dict[str, tuple[int, str]] = {
-    "refresh_every": (1, "at least 1"),
-    "first_refresh": (1, "at least 1"),
-    "apply_delay": (0, "at least 0"),
-    "drift_every": (1, "at least 1"),
-    "probes": (1, "at least 1"),
-    "probe_tokens": (128, "None or at least 128 (one tile)"),
-    "probe_batch_tokens": (128, "None or at least 128 (one tile)"),
-    "probe_memory_mib": (1, "None or at least 1 (MiB)"),
-    "timing_tokens": (1, "None or at least 1"),
-    "stages": (1, "None, a number of at least 1, or lists of names"),
-    "expert_groups": (1, "at least 1"),
-    "seed": (0, "at least 0"),
-}
-_AT_MOST = {
-    "probes": 10_000,
-    # GEMMs of more rows are beyond 32-bit indices, and beyond any GPU's memory.
-    "timing_tokens": 2**31 - 1,
-    # The solver takes costs up to 1e100, which are these times the divergences.
-    "loss_divergence_factor": 1e50,
-    "weight_divergence_factor": 1e50,
-    "switching_cost": 1e50,
-    "solver_gap": 1e50,
 }
 
 
@@ -178,6 +152,25 @@ class SnipConfig(FieldNames):
     """Steps between two checks of the ranking (`refresh_on_drift`), counted from the last probe.
     Each costs one FP32 forward-backward pass. There is none while a plan waits for its application."""
 
+    # Guard: what happens when training goes wrong (docs/reliability.md)
+
+    guard: Guard = "off"
+    """What an alarm does: "off", "watch", "raise", or "roll-back" (ours).
+    "watch" records it. "raise" also gives the layers one format more precise, and asks for a refresh. "roll-back" also
+    stops training after `guard_failures` alarms in a row, to go on from the last good checkpoint."""
+    guard_spike: float = 6.0
+    """Standard deviations above the mean of its last healthy steps at which a loss or a gradient norm is a spike.
+    The default, and that of `guard_window`, are those of OLMo-core's optimizers that skip steps."""
+    guard_window: int = 128
+    """Healthy steps that a spike is told from; from half of them on spikes are looked for."""
+    guard_patience: int = 50
+    """Steps for which raised formats hold: then the plan is refreshed, and spikes are looked for again."""
+    guard_failures: int = 3
+    """Alarms in a row, less than twice `guard_patience` steps apart, after which "roll-back" stops training."""
+    guard_noise: float | None = None
+    """Least ratio of a gradient's norm to its quantization noise; layers below it are raised. E.g. 3**0.5.
+    None: it is not measured. Below sqrt(3), quantized training stalls (arXiv:2505.19115)."""
+
     # Probe: what a refresh measures
 
     probes: int = 1
@@ -256,13 +249,12 @@ class SnipConfig(FieldNames):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not known; expected one of {', '.join(choices)}.{guess}"
                 )
-        for name, (least, expected) in _AT_LEAST.items():
-            if isinstance(getattr(self, name), int) and getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)!r} is too small; expected {expected}.")
+        check_least(self)
         is_default = self.target_fp4_fraction is None
         fraction = fp4_fraction_of(self.target_fp4_fraction, self.target_linear_speedup)
         object.__setattr__(self, "target_fp4_fraction", fraction)
-        self._check_ranges()
+        check_ranges(self)
+        check_timing(self, POLICIES[self.policy])
         self._check_formats()
         POLICIES[self.policy].check(self)
         self._check_share(is_default)
@@ -272,32 +264,6 @@ class SnipConfig(FieldNames):
         if not (self.stages is None or isinstance(self.stages, int)):
             object.__setattr__(self, "stages", tuple(as_names("stages", stage) for stage in self.stages))
         check_stages(self.stages)
-
-    def _check_ranges(self) -> None:
-        if self.refresh_every is not None and self.apply_delay > self.refresh_every:
-            raise ValueError(
-                f"apply_delay={self.apply_delay} is larger than refresh_every={self.refresh_every}; a plan must be "
-                "applied before the next probe. Lower apply_delay or raise refresh_every."
-            )
-        check_drift(self.refresh_on_drift, self.drift_every, self.refresh_every, self.apply_delay)
-        check_timing(self, POLICIES[self.policy])
-        for name in ("loss_divergence_factor", "weight_divergence_factor", "switching_cost", "solver_gap"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not a finite number of at least 0.")
-        if not 0 <= self.estimate_memory < 1:
-            raise ValueError(
-                f"estimate_memory={self.estimate_memory!r} is not from 0 to below 1; expected the weight of "
-                "earlier refreshes, e.g. 0.5, or 0 for none."
-            )
-        for name, most in _AT_MOST.items():
-            if getattr(self, name) is not None and getattr(self, name) > most:
-                raise ValueError(f"{name}={getattr(self, name)!r} is too large; expected at most {most}.")
-        if self.loss_divergence_factor == self.weight_divergence_factor == 0:
-            raise ValueError(
-                "loss_divergence_factor and weight_divergence_factor are both 0; at least one must be above 0."
-            )
-        for name in ("solver_time_limit", "rank_timeout"):
-            check_seconds(name, getattr(self, name), LONGEST_WAIT)
 
     def _check_formats(self) -> None:
         object.__setattr__(self, "formats", as_names("formats", self.formats))

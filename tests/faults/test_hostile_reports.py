@@ -19,7 +19,7 @@ from written_runs import random_assignments, write_checks, write_divergence, wri
 
 from snip_hf import cli
 from snip_hf.cli import main
-from snip_hf.config import LONGEST_WAIT
+from snip_hf.field_ranges import LONGEST_WAIT
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.records import events
 from snip_hf.records import history as history_module

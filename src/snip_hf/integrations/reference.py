@@ -6,6 +6,7 @@ long as they have the same weights. A reference in high precision is compared wi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,8 @@ from ..parallel.sharding import is_fully_sharded
 from ..parallel.wrappers import deepspeed_engine, unwrap
 from ..planning.plan import PrecisionPlan
 from ..training.controller import SnipController
+
+logger = logging.getLogger(__name__)
 
 AS_POLICY, HIGH = "policy", "high"
 _OTHERWISE = f"Use SnipCallback(..., reference={HIGH!r})"
@@ -124,6 +127,18 @@ def find_reference(
             f"formats of the plan. Use reference={AS_POLICY!r}."
         )
     return None
+
+
+def give_back(controller: SnipController, reference: Reference | None) -> None:
+    """Gives the plain models back when training has ended, and says so on the first process."""
+    restore_model(controller.model)
+    if reference is not None:
+        reference.restore()
+    if controller.processes.everyone.is_first:
+        logger.info(
+            "snip-hf: training has ended and the model is as it was without SNIP: evaluation and generation run in "
+            "its own precision from here on. SnipCallback(keep_formats=True) keeps the plan's formats."
+        )
 
 
 def _shape(layers: Any, name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -146,6 +147,18 @@ class StateFiles:
             printable(", ".join(map(str, folders)), 1000),
         )
         return None
+
+
+def load_state(controller: SnipController, saved: Mapping[str, Any], state: TrainerState) -> None:
+    """Lets a run go on from what `StateFiles.read` returned.
+
+    Raises:
+        ValueError: it does not fit; names the file.
+    """
+    try:
+        controller.load_state_dict(saved["state"], state.global_step, controller.weights_fingerprint())
+    except (KeyError, ValueError) as error:
+        raise cannot_resume(saved["path"], error) from error
 
 
 def cannot_resume(path: Path | str, error: Exception) -> ValueError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ..config import SnipConfig
 from ..kernels.backend import BACKENDS
-from ..layers.convert import convert_model, restore_model
+from ..layers.convert import convert_model
 from ..layers.run_hooks import RunMark, marks_on
 from ..parallel.wrappers import unwrap
 from ..records.event_writer import Tracker, check_tracker
@@ -25,9 +25,10 @@ from ..training.counted_passes import TrainingPasses
 from ..training.refresh import Solving
 from .compilation import compile_by_regions, how_compiled
 from .hub import prepare_push, tag_model, write_section
-from .reference import AS_POLICY, Reference, check_reference, find_reference
-from .state_files import StateFiles, cannot_resume
+from .reference import AS_POLICY, Reference, check_reference, find_reference, give_back
+from .state_files import StateFiles, load_state
 from .trackers import Trackers
+from .trainer_guard import StepLosses, end_step, watch_losses
 from .trainer_loss import LossSeam, computes_loss, find_trainer
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class SnipCallback(TrainerCallback):
         self._mark = RunMark()
         self._passes: TrainingPasses | None = None
         self._seam: LossSeam | None = None
+        self._losses: StepLosses | None = None
         self._outer_run: SnipCallback | None = None
         """That of the run inside which this one runs on the same model."""
         self._figures = Trackers()
@@ -135,7 +137,7 @@ class SnipCallback(TrainerCallback):
             # The first process may be the only one that sees the checkpoint.
             saved = self.controller.processes.everyone.by_first(lambda: self._files.read(args, state))
             if saved is not None:
-                self._load_state(saved, state)
+                load_state(self.controller, saved, state)
         except Exception:
             self._release()  # The folder too, for the run that is started next.
             raise
@@ -148,6 +150,7 @@ class SnipCallback(TrainerCallback):
         """Sees to the Trainer's own loss, and to its reference model."""
         assert self.controller is not None and self._passes is not None
         self._reference = find_reference(trainer, self._reference_option, self.config, self.controller)
+        self._losses = watch_losses(trainer, self.controller)
         if trainer is not None and self.controller.needs_probe and computes_loss(trainer):
             self._seam = LossSeam(trainer, self._passes, self._reference)
 
@@ -183,7 +186,7 @@ class SnipCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._is_restored:
             return
-        self._running().after_step(state.global_step)
+        end_step(self._running(), args, state, self._release)
         self._let_reference_follow()
         # Callbacks may exchange weights around saving, before or after this one; the checkpoint gets those of now, or
         # those that are found when it is there.
@@ -226,14 +229,7 @@ class SnipCallback(TrainerCallback):
         if outer_run is not None:  # which goes on in the layers and formats of its own
             outer_run._go_on()
         elif not self._keeps_formats and not self._is_restored:
-            restore_model(controller.model)
-            if reference is not None:
-                reference.restore()
-            if state.is_world_process_zero:
-                logger.info(
-                    "snip-hf: training has ended and the model is as it was without SNIP: evaluation and generation "
-                    "run in its own precision from here on. SnipCallback(keep_formats=True) keeps the plan's formats."
-                )
+            give_back(controller, reference)
 
     def _take_from_others(self, model: nn.Module, state: TrainerState) -> None:
         """Releases what earlier runs left on the model, and suspends one inside which this one runs.
@@ -295,9 +291,10 @@ class SnipCallback(TrainerCallback):
     def _release(self) -> None:
         """Stops the controller of a run that has ended, if there is one."""
         self._figures.close()
-        if self._seam is not None:
-            self._seam.close()
-        self._seam = self._reference = None
+        for seam in (self._seam, self._losses):
+            if seam is not None:
+                seam.close()
+        self._seam = self._reference = self._losses = None
         if self.controller is not None:
             self._mark.remove(self.controller.model)
             self.controller.close()
@@ -325,13 +322,6 @@ class SnipCallback(TrainerCallback):
         if self._is_suspended:  # by a run that an error ended
             self._go_on()
         return self.controller
-
-    def _load_state(self, saved: Mapping[str, Any], state: TrainerState) -> None:
-        controller = self._running()
-        try:
-            controller.load_state_dict(saved["state"], state.global_step, controller.weights_fingerprint())
-        except (KeyError, ValueError) as error:
-            raise cannot_resume(saved["path"], error) from error
 
 
 def _runs_on(model: nn.Module) -> list[SnipCallback]:

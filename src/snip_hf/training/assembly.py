@@ -20,14 +20,14 @@ from ..layers.convert import keep_states_apart
 from ..layers.state import snip_linears
 from ..parallel.pipeline_ranks import ModelParts, parts_of
 from ..parallel.ranks import Processes
-from ..parallel.wrappers import unwrap
+from ..parallel.wrappers import deepspeed_engine, unwrap
 from ..planning.solver.process import check_solver
 from ..policies.notices import notices
 from ..policies.registry import aims_at_share, needs_probe
 from ..policies.setting import Setting
 from ..policies.target import check_attainable
 from ..records.event_writer import EventWriter
-from .checks import check_model, check_parts
+from .checks import check_guard, check_model, check_parts
 from .coverage_check import CoverageCheck
 from .drift_check import DriftDetector
 from .gradient_source import GradientSource, find_source
@@ -84,6 +84,7 @@ def assemble(
         ValueError, TypeError, NotImplementedError, KeyError: anything that cannot work.
     """
     bare = unwrap(model) if isinstance(model, nn.Module) else ModelParts([unwrap(part) for part in model])
+    check_guard(config, is_deepspeed=deepspeed_engine(model, accelerator) is not None)
     source = find_source(needs_probe(config), optimizer, model, accelerator)
     kernels = select_backend(config.backend, next(bare.parameters()).device, config.formats)
     for text in notices(config, kernels.recompiles_for_bf16):

@@ -20,10 +20,13 @@ from ..records.events import RefreshBegun
 from ..records.interventions import TARGETS
 from .checks import check_plans, differences
 from .plans import fitting
+from .spikes import read_guard
 
 SCHEMA_VERSION = 2
 # Fields that decide which layers there are, and nothing else.
 _CHOICE = {"skip_modules", "include_modules", "expert_groups"}
+# Fields that say what happens when training goes wrong, as one may find out when it has.
+GUARD = ("guard", "guard_spike", "guard_window", "guard_patience", "guard_failures", "guard_noise")
 
 
 @dataclass
@@ -86,6 +89,8 @@ class SavedState:
     """None: nothing was counted yet."""
     prices: Prices = field(default_factory=dict)
     """What is remembered of the refreshes so far (`SnipConfig.estimate_memory`)."""
+    guard: dict[str, Any] = field(default_factory=dict)
+    """Of the guard (`spikes.Health`, `guard.after_roll_back`); empty without one."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedState:
@@ -109,6 +114,7 @@ class SavedState:
                 kernels={str(name): dict(entry) for name, entry in dict(state.get("kernels", {})).items()},
                 postponed=None if postponed is None else int(postponed),
                 prices=read_prices(with_plain_names(state.get("prices", {}))),
+                guard=read_guard(state.get("guard", {})),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
@@ -133,6 +139,7 @@ class SavedState:
             **postponed,
             **counted,
             **({"prices": self.prices} if self.prices else {}),
+            **({"guard": self.guard} if self.guard else {}),
         }
 
     def other_targets(self, config: SnipConfig) -> dict[str, tuple[Any, Any]]:
@@ -155,7 +162,7 @@ class SavedState:
             KeyError: the plan is for another model.
         """
         mine = config.to_dict()
-        different = [name for name in differences(config, self.config) if name not in TARGETS]
+        different = [name for name in differences(config, self.config) if name not in (*TARGETS, *GUARD)]
         # What earlier versions left alone, such as experts, has to be named in order to go on without it.
         is_same_choice = _CHOICE.issuperset(different) and self.plan.assignment.keys() == flops.keys()
         if different and not is_same_choice:

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from ..estimation.samples import read
 from ..layers.layer import SnipLayer
-from ..layers.run_hooks import RunHook
 from ..parallel.ranks import Ranks
 from ..parallel.sharding import own_part
+from .backward_end import BackwardEnd
 
 
-class Clipping:
+class Clipping(BackwardEnd):
     """Notes the size of gradients at the end of each backward pass, before anybody clips them.
 
     Args:
@@ -28,18 +28,7 @@ class Clipping:
     ) -> None:
         self._layers, self._others = layers, others
         self._squares: dict[str, Tensor] = {}
-        self._is_queued = False
-        # All parameters, since the last one to get its gradient may be none of the layers'.
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(RunHook(self._queue))
-            for parameter in parameters
-            if parameter.requires_grad
-        ]
-
-    def end(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        super().__init__(parameters)
 
     def factor(self, gradients: Mapping[str, Tensor], everyone: Ranks) -> float:
         """Returns what clipping multiplied the gradients by: their norm after it / before it, over what was noted.
@@ -54,18 +43,7 @@ class Clipping:
         before, after = (sum(parts) for parts in zip(*everyone.gather([unclipped, clipped]), strict=True))
         return (after / before) ** 0.5 if before > 0 else 1.0
 
-    def _queue(self, parameter: Tensor) -> None:
-        """Has the gradients noted at the end of the backward pass.
-
-        DDP reduces them over the ranks in a callback of that end; ours comes after it, queued by a callback itself.
-        """
-        if not self._is_queued:
-            self._is_queued = True
-            queue = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
-            queue(lambda: queue(self._note))
-
-    def _note(self) -> None:
-        self._is_queued = False
+    def note(self) -> None:
         weights = {name: layer.weight for name, layer in self._layers.items()}
         for name, weight in {**weights, **self._others}.items():
             if weight.grad is not None:

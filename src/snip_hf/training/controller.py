@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import SnipConfig
 from ..estimation.coverage import Coverage
@@ -34,6 +34,7 @@ from .checks import check_alike, check_configs, check_launch
 from .chunks import ChunkNumbers
 from .expectation import Expectation, how_compiled, tokens_of
 from .fingerprint import weights_fingerprint
+from .guard import Guard
 from .plans import describe_plan
 from .preparation import find_processes
 from .refresh import Solving
@@ -97,6 +98,7 @@ class SnipController:
         self._calls = CallOrder(self.needs_probe, self._log)
         self._micro_batch = 0
         self._armed: StepWatch | None = None
+        self._guard: Guard | None = None
         self._has_labels = False
         self._started = False
         self._is_new = True
@@ -123,6 +125,8 @@ class SnipController:
         self._layers, self._source, self._probe = run.layers, run.source, run.probe
         self._in_force, self._refresher, self._detector = run.in_force, run.refresher, run.detector
         self._coverage = run.coverage
+        if run.config.guard != "off":
+            self._guard = Guard(run, self._schedule, self.processes, self._events, self._log)
         self._resuming = Resuming(run, self._schedule, self._events, self._log)
         check_alike(self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)
@@ -157,6 +161,11 @@ class SnipController:
         """
         self._source.use_scaler(scaler)
 
+    def note_loss(self, loss: Tensor | float) -> None:
+        """Tells the guard what a micro-batch adds to the loss of its step. Without it, it sees the gradients alone."""
+        if self._guard is not None:
+            self._guard.note_loss(loss)
+
     def add_tracker(self, tracker: Tracker) -> None:
         """Calls `tracker` with each event from now on (`snip_hf.records.events`), on the first process alone.
 
@@ -189,9 +198,7 @@ class SnipController:
         self.keep_weights(everything=self._micro_batch == 0)
         is_probed = self._micro_batch == 0 and (self._refreshes(step) or self._checks(step))
         if is_probed and self._armed is None:
-            layers, parameters = self._layers.present, self._source.unclipped(self.model)
-            others = self._source.beside(self.model, layers)
-            self._armed = StepWatch(self._probe.batch_tokens, layers, parameters, others)
+            self._armed = self._probe.watch()
         is_read = is_probed or (self.needs_probe and not self._has_labels) or not self._expectation.is_said
         is_read = is_read or (self._micro_batch == 0 and self._coverage.is_due)
         return TrainingPass(batch if is_read else {}, RandomState.now() if is_probed else None, objective)
@@ -233,9 +240,14 @@ class SnipController:
     def _before_optimizer_step(self, step: int) -> None:
         self._calls.begin(step)
         self._source.note_step()
+        is_left_out = self._guard is not None and self._guard.leaves_out(step)
         self._schedule.say_if_left_out(step, self._refresher.is_planned(step))
         self._coverage.count_first(step, is_new=self._is_new)
         watch, refreshes = self._disarm(), self._refreshes(step)
+        if is_left_out:  # there are no gradients to probe with
+            if refreshes:
+                self._schedule.postponed = step + 1
+            return
         if refreshes and self._source.leaves_out_step(self.model, self.processes.everyone):
             self._schedule.postpone(step)
             return
@@ -251,7 +263,11 @@ class SnipController:
             self._refresher.begin(step, watch)
 
     def after_step(self, step: int) -> None:
-        """To be called when optimizer step `step` (from 1) is done; applies a plan that is due."""
+        """To be called when optimizer step `step` (from 1) is done; applies a plan that is due.
+
+        Raises:
+            TrainingDiverged: the guard asks to go back to an earlier state (`guard="roll-back"`).
+        """
         self._calls.end(step)
         self._layers.note_micro_batches(self._micro_batch)
         self.step, self._micro_batch = step, 0
@@ -259,6 +275,8 @@ class SnipController:
         self._refresher.end_step(step)
         self._layers.set_step(step + 1, 0)
         self._layers.end_step()
+        if self._guard is not None:
+            self._guard.act(step)
 
     def close(self) -> None:
         """Stops a solver that is still running, and ends the record. The model keeps the plan in force."""
@@ -266,11 +284,10 @@ class SnipController:
         self._layers.release()
         self._chunks.close()
         self._source.close()
+        if self._guard is not None:
+            self._guard.close()
         self._disarm()
-        pending = self._refresher.stop()
-        if pending is not None:
-            reason = f"training ended at step {self.step}, before step {pending.due} at which its plan was due"
-            self._in_force.keep(self.step, pending.begun, reason, "was not applied")
+        self._refresher.drop(self.step, f"training ended at step {self.step}")
         self._schedule.say_if_ended_early(self.step)
         self._folder.release()
 
@@ -283,7 +300,7 @@ class SnipController:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""
-        return self._resuming.state(self.config, self.step)
+        return self._resuming.state(self.config, self.step, self._guard)
 
     def load_state_dict(self, state: Mapping[str, Any], at_step: int | None = None, weights: str | None = None) -> None:
         """Continues from a `state_dict`. Nothing is changed if it does not fit. With several ranks it is collective.
@@ -305,7 +322,7 @@ class SnipController:
         flops = self._in_force.setting.flops
         saved = agreed_state(state, self.config, flops, self.processes.everyone, at_step, weights)
         self._disarm()
-        self._resuming.restore(saved, self.config)
+        self._resuming.restore(saved, self.config, self._guard)
         self._is_new, self._started = False, True
         self.step, self._micro_batch = saved.step, 0
 

@@ -27,13 +27,16 @@ class GradientSource:
 
     Args:
         optimizer: as the controller was given it.
+        accelerator: the Accelerate object of the loop, if there is one.
     """
 
     is_inside_step = False
     """Whether the optimizer's own step tells the controller that its gradients are there (`attach`)."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, accelerator: Any = None) -> None:
         self._optimizer = optimizer
+        self.scaling = LossScaling(optimizer, accelerator)
+        """By what the loss is multiplied."""
 
     def check(self) -> None:
         """Raises TypeError for an optimizer whose updates cannot be differentiated."""
@@ -93,6 +96,7 @@ class GradientSource:
 
     def use_scaler(self, scaler: Any) -> None:
         """Takes the GradScaler that scales the loss in a loop of one's own."""
+        self.scaling.scaler = scaler
 
     def leaves_out_step(self, model: nn.Module, everyone: Ranks) -> bool:
         """Returns True if a GradScaler is about to leave the step out, since gradients are not finite. Collective."""
@@ -112,28 +116,16 @@ class GradientSource:
 
 
 class TorchGradients(GradientSource):
-    """Gradients where torch leaves them, in `weight.grad`.
-
-    Args:
-        optimizer: as the controller was given it.
-        accelerator: the Accelerate object of the loop, if there is one.
-    """
+    """Gradients where torch leaves them, in `weight.grad`."""
 
     _watch: OptimizerWatch
-
-    def __init__(self, optimizer: Any, accelerator: Any = None) -> None:
-        super().__init__(optimizer)
-        self._scaling = LossScaling(optimizer, accelerator)
 
     def check(self) -> None:
         check_optimizer(self._optimizer)
         check_weights(self._optimizer)
 
-    def use_scaler(self, scaler: Any) -> None:
-        self._scaling.scaler = scaler
-
     def leaves_out_step(self, model: nn.Module, everyone: Ranks) -> bool:
-        return self._scaling.leaves_out(model.parameters(), everyone)
+        return self.scaling.leaves_out(model.parameters(), everyone)
 
     def attach(self, model: nn.Module, layers: Mapping[str, SnipLayer], before_step: Callable[[], None]) -> None:
         self._watch = OptimizerWatch(self._optimizer, layers, self.beside(model, layers))
@@ -155,7 +147,7 @@ class TorchGradients(GradientSource):
         answers = responses(self._optimizer, weights)
         check_gradients(gradients, bool(answers), everyone)
         # The gradients were noted in the scale of the loss, and are read without it.
-        factor = watch.clipping.factor(gradients, everyone) * self._scaling.scale
+        factor = watch.clipping.factor(gradients, everyone) * self.scaling.scale
         return OptimizerStep(gradients, answers, factor, watch.micro_batches, counted.others)
 
     def trains(self) -> Callable[[Tensor], bool]:
@@ -218,6 +210,6 @@ def find_source(needs_gradients: bool, optimizer: Any, model: Any, accelerator: 
         ValueError: DeepSpeed is in use in a way that cannot be supported.
     """
     if not needs_gradients:
-        return GradientSource(optimizer)
+        return GradientSource(optimizer, accelerator)
     zero = find_zero(optimizer, model, accelerator)
     return TorchGradients(optimizer, accelerator) if zero is None else ZeroGradients(optimizer, zero)

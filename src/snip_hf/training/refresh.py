@@ -124,6 +124,13 @@ class Refresher:
             pending.stop()
         return pending
 
+    def drop(self, step: int, why: str) -> None:
+        """Ends the refresh whose plan waits for its application, if there is one, and says why."""
+        pending = self.stop()
+        if pending is not None:
+            reason = f"{why}, before step {pending.due} at which its plan was due"
+            self._in_force.keep(step, pending.begun, reason, "was not applied")
+
     def say_if_untrained(self) -> None:
         """Says that there is no weight divergence to measure, if that is so on all ranks. Collective."""
         reasons = self._probe.processes.everyone.gather(self._why_untrained())

@@ -13,6 +13,7 @@ from ..records.event_writer import EventWriter
 from ..records.interventions import Retarget
 from .assembly import RunParts
 from .checkpoint import CountedState, SavedState
+from .guard import Guard
 from .schedule import Schedule
 
 
@@ -25,18 +26,19 @@ class Resuming:
     events: EventWriter
     log: logging.Logger
 
-    def state(self, config: SnipConfig, step: int) -> dict[str, Any]:
+    def state(self, config: SnipConfig, step: int, guard: Guard | None) -> dict[str, Any]:
         """Returns JSON data from which a run under `config` goes on after this step."""
         run, schedule = self.run, self.schedule
         counted = None if run.coverage.is_due else CountedState(run.coverage.found)
         more: dict[str, Any] = {"kernels": run.layers.state_dict(), "counted": counted}
         more |= {"postponed": schedule.postponed, "prices": run.refresher.prices}
+        more["guard"] = {} if guard is None else guard.state(step)
         in_force, pending = run.in_force, run.refresher.pending
         return SavedState(
             config.to_dict(), step, in_force.plan, pending, schedule.last_probe, in_force.ranking, **more
         ).to_dict()
 
-    def restore(self, saved: SavedState, config: SnipConfig) -> None:
+    def restore(self, saved: SavedState, config: SnipConfig, guard: Guard | None) -> None:
         """Puts the parts into a saved state. The record loses what came after it, which is about to happen again."""
         run, folder = self.run, self.events.folder
         run.layers.load_state_dict(saved.kernels)
@@ -54,6 +56,8 @@ class Resuming:
             run.refresher.resume(pending, saved.step)
         if targets:
             self._take_target(targets, saved, config)
+        if guard is not None:
+            guard.restore(saved.guard, saved.step)
 
     def _take_target(self, targets: Mapping[str, tuple[Any, Any]], saved: SavedState, config: SnipConfig) -> None:
         """Goes on under another target: what was measured stays, and the next step refreshes if one before it did."""

@@ -43,8 +43,11 @@ class Schedule:
         return self._is_scheduled(step, is_planned) and not self._is_too_late(step)
 
     def checks(self, step: int) -> bool:
-        """Returns True if this step is one to check if the ranking has moved; if it refreshes, that goes first."""
-        if self.last_probe is None:
+        """Returns True if this step is one to check if the ranking has moved; if it refreshes, that goes first.
+
+        There is no check while a refresh is put off.
+        """
+        if self.last_probe is None or self.postponed is not None:
             return False
         return (step - self.last_probe) % self._config.drift_every == 0 and not self._is_too_late(step)
 

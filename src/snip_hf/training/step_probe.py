@@ -59,6 +59,11 @@ class StepProbe:
         """Returns why no parameter of the model is ever updated; None if some are."""
         return self.source.why_untrained(self._model)
 
+    def watch(self) -> StepWatch:
+        """Returns what the step that begins is noted in."""
+        layers, parameters = self.layers.present, self.source.unclipped(self._model)
+        return StepWatch(self.batch_tokens, layers, parameters, self.source.beside(self._model, layers))
+
     def memory(self, watch: StepWatch) -> float:
         """Returns the MiB that the probe of a step is expected to take beyond the model."""
         tokens = kept_tokens(self._config, watch.batch.tokens, self.processes.data.size)

@@ -12,12 +12,13 @@ another run by `checkpoint`. What goes wrong in mid-run is noticed by `loop_chec
 """
 
 from .agreement import check_alike, check_configs, check_pipeline, check_plans, differences
-from .launch import check_launch, check_trainer
+from .launch import check_guard, check_launch, check_trainer
 from .model import check_model, check_parts, check_sizes, check_weights
 
 __all__ = [
     "check_alike",
     "check_configs",
+    "check_guard",
     "check_launch",
     "check_model",
     "check_parts",

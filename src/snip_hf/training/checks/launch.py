@@ -32,8 +32,9 @@ def check_launch(config: SnipConfig, accelerator: Any) -> None:
     """Refuses what this version cannot run under.
 
     Raises:
-        ValueError: FP8 mixed precision; FSDP version 1, offloading, a stage of DeepSpeed that partitions weights, FP16
-            under FSDP2 or DeepSpeed, tensor or context parallelism, or Megatron-LM with a policy that needs a probe.
+        ValueError: FP8 mixed precision; a guard under DeepSpeed; and with a policy that needs a probe FSDP version 1,
+            offloading, a stage of DeepSpeed that partitions weights, FP16 under FSDP2 or DeepSpeed, tensor or context
+            parallelism, or Megatron-LM.
     """
     if accelerator is None:
         return
@@ -42,9 +43,11 @@ def check_launch(config: SnipConfig, accelerator: Any) -> None:
             "mixed_precision='fp8' would convert the linears a second time; snip-hf does the FP8 itself. Use 'bf16' "
             "or 'no'."
         )
+    plugin = getattr(getattr(accelerator, "state", accelerator), "deepspeed_plugin", None)
+    if plugin is not None:
+        check_guard(config, is_deepspeed=True)
     if not needs_probe(config):
         return
-    plugin = getattr(getattr(accelerator, "state", accelerator), "deepspeed_plugin", None)
     if plugin is not None:
         # Its file may leave the precision to Accelerate ("auto").
         asked = {"fp16": {"enabled": True}} if accelerator.mixed_precision == "fp16" else {}
@@ -53,6 +56,19 @@ def check_launch(config: SnipConfig, accelerator: Any) -> None:
     if reason is not None:
         raise ValueError(
             f"policy={config.policy!r} cannot probe a model under {reason}, or use a plan file or {WITHOUT_PROBE}."
+        )
+
+
+def check_guard(config: SnipConfig, is_deepspeed: bool) -> None:
+    """Refuses a guard under DeepSpeed.
+
+    Raises:
+        ValueError: the guard is on.
+    """
+    if config.guard != "off" and is_deepspeed:
+        raise ValueError(
+            f"guard={config.guard!r} cannot work under DeepSpeed, which clips, steps and zeroes the gradients inside "
+            "the backward pass. Set guard='off', or use FSDP2 (fsdp_version: 2) or DDP."
         )
 
 

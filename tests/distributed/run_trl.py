@@ -26,7 +26,7 @@ STEPS = 8
 def train(folder: Path, case: str, model: str, resume: Path | None = None) -> dict[str, Any]:
     """Trains to the end, from the beginning or from a checkpoint."""
     trainer, has_adapters = CASES[case]
-    callback = SnipCallback(CONFIG)
+    callback = SnipCallback(CONFIG, keep_formats=True)
     how: dict[str, Any] = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED}
     if has_adapters:
         from peft import LoraConfig

@@ -154,7 +154,7 @@ def build(
     from datasets import Dataset
 
     if config is not None:
-        callback = SnipCallback(config)
+        callback = SnipCallback(config, keep_formats=True)
     common: dict[str, Any] = {
         "max_steps": 5,
         "learning_rate": 1e-2,

@@ -1,0 +1,87 @@
+"""Trains under a guard on all ranks; one of them alone sees that something is wrong. Started by the tests.
+
+Argument: a folder, for rank<N>.pt with what `main` notes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from loops import Loop
+from tiny_runs import SCHEDULE, arguments, data, model_with_dropout
+from transformers import Trainer, TrainerCallback
+
+from snip_hf import SnipCallback, SnipConfig
+from snip_hf.layers.state import snip_linears
+from snip_hf.training.guard import TrainingDiverged
+
+OPTIONS: dict[str, Any] = {**SCHEDULE, "guard_window": 8, "guard_patience": 3, "guard_spike": 20.0}
+RAISING = SnipConfig(guard="raise", **OPTIONS)
+ROLLING = SnipConfig(guard="roll-back", guard_failures=2, policy="uniform-fp4", **OPTIONS)
+
+
+class Provoke(TrainerCallback):
+    """Adds to the loss of some steps on the second rank, which leaves the gradients alone; notes the formats."""
+
+    def __init__(self, model: Any, added: dict[int, float]) -> None:
+        self.step, self.added = 0, added if dist.get_rank() == 1 else {}
+        self.formats: dict[int, list[str]] = {}
+        inner = model.loss_function
+        model.loss_function = lambda **kwargs: inner(**kwargs) + self.added.get(self.step, 0.0)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.step = state.global_step + 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        layers = snip_linears(kwargs["model"]).values()
+        self.formats[state.global_step] = sorted({name for layer in layers for name in layer.formats.values()})
+
+
+def trained(folder: Path, config: SnipConfig, added: dict[int, float], **changes: Any) -> dict[str, Any]:
+    """Trains under DDP, once more if the guard asks for it."""
+    model = model_with_dropout()
+    provoke = Provoke(model, added)
+    args = arguments(folder, learning_rate=1e-3, max_steps=8, **changes)
+    trainer = Trainer(model, args, train_dataset=data(), callbacks=[SnipCallback(config), provoke])
+    stopped = None
+    try:
+        trainer.train()
+    except TrainingDiverged as error:
+        stopped = [error.step, error.good_steps, Path(str(error.checkpoint)).name]
+        first, provoke.formats, provoke.added = provoke.formats, {}, {}
+        trainer.train(resume_from_checkpoint=error.checkpoint)
+        provoke.formats = first | provoke.formats
+    weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    return {"formats": provoke.formats, "stopped": stopped, "weights": weights}
+
+
+def norms(folder: Path, wrapper: str) -> list[float]:
+    """Returns the gradient norms of three steps as the guard saw them, under DDP or sharded by FSDP2."""
+    loop = Loop(folder / f"{wrapper}{dist.get_rank()}", SnipConfig(policy="bf16", guard="raise"), wrapper)
+    loop.run(3)
+    found: list[float] = loop.controller.state_dict()["guard"]["recent"]["gradient norm"]
+    loop.close()
+    return found
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    found = {
+        "raised": trained(folder / "raised", RAISING, {6: 1e4}),
+        "rolled back": trained(
+            folder / "rolled", ROLLING, dict.fromkeys((5, 6), float("nan")), save_strategy="steps", save_steps=2
+        ),
+        "norms": {wrapper: norms(folder, wrapper) for wrapper in ("ddp", "fsdp2")},
+    }
+    torch.save(found, folder / f"rank{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -293,6 +293,30 @@ def test_a_guard_may_be_switched_on_at_a_resume(tmp_path: Path, caplog: pytest.L
     assert second.controller is not None
 
 
+def test_layers_whose_gradients_are_lost_in_noise_are_raised_in_each_new_plan(tmp_path: Path) -> None:
+    """The bound lies between the ratios of the layers in FP4, all of which are below those in FP8."""
+    loop = Provoked(config(granularity="gemm", target_fp4_fraction=1.0, guard_noise=6.0), tmp_path).run(2)
+    assert loop.controller is not None
+    state = json.loads(json.dumps(loop.controller.state_dict()))
+    noise = state["pending"]["noise"]
+    low = {layer for layer, row in noise.items() if row["fp4"] < 6.0}
+    assert 0 < len(low) < len(noise) and all(row["fp8"] > 6.0 for row in noise.values())
+    loop.run(4)
+    (alarm,) = alarms(tmp_path)
+    assert (alarm.step, alarm.figure, alarm.action, alarm.failures) == (4, "gradient noise", "raised", 0)
+    assert alarm.value == min(row["fp4"] for row in noise.values()) and alarm.limit == 6.0
+    assert alarm.changes == {f"{layer}:grad_weight": ("fp4", "fp8") for layer in low}
+    assert {layer for layer, row in loop.formats().items() if row["grad_weight"] == "fp8"} == low
+    assert {row["forward"] for row in loop.formats().values()} == {"fp4"}
+    run = load_run(tmp_path)
+    assert run.plans[-1][1].assignment == loop.formats()
+    # A refresh that waits takes its ratios along.
+    loop.controller.close()
+    second = go_on({**state, "weights": []}, loop.controller.config, loop, tmp_path / "again")
+    assert second.controller is not None
+    assert json.loads(json.dumps(second.controller.state_dict()))["pending"]["noise"] == noise
+
+
 class Engine(nn.Module):
     """Stands for DeepSpeed's."""
 

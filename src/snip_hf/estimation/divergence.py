@@ -28,7 +28,7 @@ from ..numerics.random_streams import stream_key
 from ..optimizers.response import AnalyticResponse, responses, trained_by
 from ..parallel.meeting import meeting
 from ..parallel.ranks import Attempt, Processes, describe
-from ..parallel.sharding import is_sharded, whole
+from ..parallel.sharding import is_sharded, squares, whole
 from .batch import Batch
 from .counted import find_counted
 from .criterion import LayerCriterion
@@ -175,12 +175,25 @@ class _Estimate:
                 with self._attempt:  # the others go on gathering what is sharded, and so does this rank
                     figures += self._figures(layer, samples[layer.name])
         rows: list[Divergence] = []
+        squares_of_noise: dict[tuple[str, str], float] = {}
         with self._attempt:
-            rows = _rows(figures, linear_flops(self._model), unit, clip_factor)
+            rows, squares_of_noise = _rows(figures, linear_flops(self._model), unit, clip_factor)
             if self._settings.noise is not None:  # whose response does not tell what comes back at every step
                 rows = [replace(row, weight_bias=None) for row in rows]
         processes.everyone.agree(self._attempt.error)
-        return DivergenceTable(loss, _of_all(rows, self._layers, processes))
+        noise = {} if self._config.guard_noise is None else self._ratios(squares_of_noise, clip_factor)
+        return DivergenceTable(loss, _of_all(rows, self._layers, processes), noise)
+
+    def _ratios(self, noise: Mapping[tuple[str, str], float], clip_factor: float) -> dict[str, dict[str, float]]:
+        """Returns `DivergenceTable.noise`, from squared norms of (layer, format). Collective."""
+        gradients = {name: one for name, one in self._optimizer_step.gradients.items() if name in self._layers}
+        norms = dict(zip(gradients, map(math.sqrt, squares(gradients.values())), strict=True))
+        own: dict[str, dict[str, float]] = {}
+        for (name, fmt), square in noise.items():
+            size = clip_factor * _root(square)
+            if name in norms and size > 0:
+                own.setdefault(name, {})[fmt] = norms[name] / size
+        return {name: row for found in self._processes.everyone.gather(own) for name, row in found.items()}
 
     def _say_others_wait(self) -> None:
         """Says at once what failed on this rank, if others may wait for it longer than they wait to agree."""
@@ -265,7 +278,8 @@ class _Estimate:
         elif self._criterion.noise is not None:
             directions = []
         formats = config.quantized_formats
-        task = Task(self._criterion, config.loss_estimator, formats, step.micro_batches, self._sizes)
+        measures_noise = config.guard_noise is not None and layer.name in step.responses
+        task = Task(self._criterion, config.loss_estimator, formats, step.micro_batches, self._sizes, measures_noise)
         layer_key = zlib.crc32(layer.name.encode(errors="surrogatepass"))
         of_rows, of_columns = (
             stream_key(config.seed, self._settings.step, 0, layer_key, operand) for operand in _OPERANDS
@@ -275,11 +289,17 @@ class _Estimate:
 
 def _rows(
     figures: Sequence[Figures], flops: Mapping[str, Mapping[str, float]], unit: float, clip_factor: float
-) -> list[Divergence]:
-    """Waits for all sums, once, and returns what they mean, with rises of the loss in this unit."""
+) -> tuple[list[Divergence], dict[tuple[str, str], float]]:
+    """Waits for all sums, once, and returns what they mean, with rises of the loss in this unit.
+
+    Beside the rows: (layer, format) -> squared noise of the weight's gradient, where it was asked for.
+    """
     parts = zip(*(read_all(part) for part in zip(*(one[2:] for one in figures), strict=True)), strict=True)
     rows: list[Divergence] = []
-    for (name, fmt, *_), (of_rows, rise, errors, criterion) in zip(figures, parts, strict=True):
+    squares_of_noise = {}
+    for (name, fmt, *_), (of_rows, rise, errors, criterion, noise) in zip(figures, parts, strict=True):
+        if noise is not None:
+            squares_of_noise[name, fmt] = noise
         for gemm in (*flops[name], LAYER):
             rows.append(
                 Divergence(
@@ -295,7 +315,7 @@ def _rows(
                     criterion=criterion[gemm],
                 )
             )
-    return rows
+    return rows, squares_of_noise
 
 
 def _agreed_loss(own: float | None, attempt: Attempt, labelled: Sequence[int], processes: Processes) -> float:

@@ -220,16 +220,18 @@ class LayerSums:
         """Returns what `Sizes.of_pieces` takes, for J (Q(G)^T Q(X) - G^T X), no derivative of the model needed."""
         if self._pushforward is None:
             return self.w.new_zeros(2)
-        g, x = self.rounded("g", name, 0, key), self.rounded("x", name, 0)
-        # One product of twice the length instead of the difference of two.
-        left = torch.cat([self._by_piece(g), self._by_piece(-self.g)], 1)
-        right = torch.cat([self._by_piece(x), self._by_piece(self.x)], 1)
+        left, right = self.gradient_error(name, key)
         if isinstance(self._pushforward, Tensor):
-            sums = []
-            for g_r, factors in zip(left.split(self._rows, 2), self._pushforward.split(self._rows), strict=True):
-                sums.append(scaled_squares(product(g_r.mT, right), factors))  # (R, O, 2 L) x (R, 2 L, I)
-            return reduce(torch.add, sums)
+            parts = zip(left.split(self._rows, 2), self._pushforward.split(self._rows), strict=True)
+            # (R, O, 2 L) x (R, 2 L, I)
+            return reduce(torch.add, [scaled_squares(product(g_r.mT, right), factors) for g_r, factors in parts])
         return self._function_sums(self._pushforward, left, right)
+
+    def gradient_error(self, name: str, key: int | None) -> tuple[Tensor, Tensor]:
+        """Returns operands by piece of Q(G)^T Q(X) - G^T X, one product of twice the length, not two to subtract."""
+        g, x = self.rounded("g", name, 0, key), self.rounded("x", name, 0)
+        left = torch.cat([self._by_piece(g), self._by_piece(-self.g)], 1)
+        return left, torch.cat([self._by_piece(x), self._by_piece(self.x)], 1)
 
     def _function_sums(self, pushforward: Callable[[Tensor], Tensor], left: Tensor, right: Tensor) -> Tensor:
         """As `_grad_weight_sums`, of a function of whole changes, which are products of left and right by piece."""

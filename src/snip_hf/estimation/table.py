@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .layer_sums import LAYER
@@ -46,6 +47,9 @@ class DivergenceTable:
 
     loss: float
     rows: tuple[Divergence, ...]
+    noise: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Layer -> format -> norm of the weight's gradient by that of what quantizing its GEMM adds to it; empty where it
+    was not asked for (`SnipConfig.guard_noise`), and without layers of several matrices."""
 
     def to_records(self) -> list[dict[str, Any]]:
         """Returns the rows as plain dicts; "price" only if a row has one."""

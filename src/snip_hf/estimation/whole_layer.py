@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .criterion import LayerCriterion, Rows
 from .extrapolation import BatchSizes, Squares
+from .gradient_noise import pending_gradient_noise
 from .layer_sums import ROWS, LayerSums, Pending
 from .matrix_sums import MatrixSums
 from .optimizer_step import UpdateChange
@@ -34,6 +35,8 @@ class Figures(NamedTuple):
     loss: Pending[float]
     errors: Pending[dict[str, tuple[float, float]]]
     criterion: Pending[Rows]
+    noise: Pending[float | None]
+    """Squared, of the weight's gradient (`gradient_noise`); None: not asked for, or of experts."""
 
 
 class Task(NamedTuple):
@@ -44,6 +47,7 @@ class Task(NamedTuple):
     formats: Sequence[str]
     micro_batches: int
     batch: BatchSizes
+    measures_noise: bool = False
 
 
 class WholeLayer(NamedTuple):
@@ -84,6 +88,7 @@ class WholeLayer(NamedTuple):
                 sums.pending_loss_divergence(name, task.loss_estimator, self.gradients),
                 sums.pending_errors(name),
                 _added([one.pending_rows(name) for one in of_matrices], sums.x),
+                _nothing(sums.x),
             )
             for name in task.formats
         ]
@@ -107,9 +112,14 @@ class WholeLayer(NamedTuple):
                 criterion.pending_loss_divergence(name, task.loss_estimator, gradient),
                 sums.pending_errors(name),
                 criterion.pending_rows(name),
+                pending_gradient_noise(sums, name, keys[1]) if task.measures_noise else _nothing(sums.x),
             )
             for name in task.formats
         ]
+
+
+def _nothing(like: Tensor) -> Pending[float | None]:
+    return Pending(like.new_zeros(0), lambda figures: None)
 
 
 def _without_derivatives(sample: LayerSample) -> LayerSample:

@@ -40,6 +40,8 @@ class PendingRefresh:
     """What its event will say, so far."""
     ranking: dict[str, float]
     """What later checks compare with once the plan is applied."""
+    noise: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """`DivergenceTable.noise`."""
     process: SolverProcess | None = None
 
     @classmethod
@@ -49,10 +51,12 @@ class PendingRefresh:
         if not begun.seconds:
             raise ValueError("record has no entry 'seconds'")
         problem = dict(with_plain_names(saved["problem"]))
-        return cls(begun.step, int(saved["due"]), problem, begun, _read_ranking(saved["ranking"]))
+        noise = {str(layer): _read_ranking(row) for layer, row in dict(saved.get("noise", {})).items()}
+        return cls(begun.step, int(saved["due"]), problem, begun, _read_ranking(saved["ranking"]), noise)
 
     def to_dict(self) -> dict[str, Any]:
         parts = {"problem": self.problem, "record": self.begun.to_record(), "ranking": self.ranking}
+        parts |= {"noise": {layer: dict(row) for layer, row in self.noise.items()}} if self.noise else {}
         return {"step": self.step, "due": self.due, **parts}
 
     def stop(self) -> None:

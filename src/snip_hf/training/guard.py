@@ -19,14 +19,18 @@ from typing import Any
 
 from torch import Tensor
 
+from ..layers.state import GRAD_WEIGHT
+from ..numerics.gemms import GEMMS
 from ..parallel.ranks import Processes
 from ..planning.forward_shares import forward_shares
+from ..planning.plan import PrecisionPlan
 from ..planning.raised import raised_plan
 from ..policies.registry import needs_probe
 from ..policies.ties import siblings
 from ..records.event_writer import EventWriter
-from ..records.interventions import GRADIENT_NORM, LOSS, NOTED, RAISED, ROLL_BACK, STOPPED, Alarm
+from ..records.interventions import GRADIENT_NOISE, GRADIENT_NORM, LOSS, NOTED, RAISED, ROLL_BACK, STOPPED, Alarm
 from .assembly import RunParts
+from .checkpoint import PendingRefresh
 from .plans import describe_plan
 from .schedule import Schedule
 from .spikes import Finding, Health
@@ -87,6 +91,8 @@ class Guard:
         self._found: tuple[Finding, list[str], bool] | None = None
         """What is wrong with the step that is running, the layers concerned, and whether it is left out."""
         self._good: list[int] = []
+        if run.config.guard_noise is not None:
+            run.refresher.after_plan = self._raise_noisy
 
     def note_loss(self, loss: Tensor | float) -> None:
         """Notes what a micro-batch adds to the loss of its step."""
@@ -165,12 +171,43 @@ class Guard:
     def _concerned(self, broken: Collection[str]) -> list[str]:
         """Returns the layers to raise: those that are broken and what shares their formats, or all."""
         layers = list(self._in_force.plan.assignment)
-        if not broken or len(broken) == len(layers):
-            return layers
-        tied = {
-            name for group in siblings(self._in_force.setting) if not set(broken).isdisjoint(group) for name in group
-        }
-        return [layer for layer in layers if layer in broken or layer in tied]
+        return layers if not broken or len(broken) == len(layers) else self._with_ties(broken)
+
+    def _with_ties(self, chosen: Collection[str]) -> list[str]:
+        """Returns layers, and those that share their formats with one of them."""
+        groups = [group for group in siblings(self._in_force.setting) if not set(chosen).isdisjoint(group)]
+        tied = {name for group in groups for name in group}
+        return [layer for layer in self._in_force.plan.assignment if layer in chosen or layer in tied]
+
+    def _raise_noisy(self, pending: PendingRefresh, step: int) -> None:
+        """Raises the layers of a new plan whose gradients are small against their noise in it."""
+        config, plan = self._config, self._in_force.plan
+        gemms = GEMMS if config.granularity == "layer" else (GRAD_WEIGHT,)
+        least: dict[str, float] = {}
+        for _ in (*config.formats, None):  # as often as there is a more precise one
+            noisy = _noisy(plan, pending.noise, config.guard_noise or 0.0)
+            least = {**noisy, **least}
+            plan = raised_plan(plan, self._with_ties(noisy), config.formats, gemms)
+        changes = self._in_force.plan.changes(plan)
+        if not changes:
+            return
+        layer = min(least, key=lambda name: least[name])
+        reason = (
+            f"The gradients of {len(least)} layers are less than {config.guard_noise:.4g} times the noise of their "
+            f"quantization, at the probe of step {pending.step} (least: {least[layer]:.4g} in {layer})"
+        )
+        self._in_force.put(plan, self._in_force.ranking)
+        self._in_force.save()
+        alarm = Alarm(
+            step=step,
+            figure=GRADIENT_NOISE,
+            value=least[layer],
+            limit=config.guard_noise,
+            action=NOTED,
+            reason=reason,
+            failures=self._health.failures,
+        )
+        self._tell(alarm, RAISED, changes)
 
     def _raise(self, alarm: Alarm, layers: Collection[str], until: int, times: int = 1) -> None:
         """Raises layers by `times` formats, for the steps up to `until`, after which the plan is refreshed."""
@@ -227,3 +264,13 @@ class Guard:
 
 
 _OF_FINDING = ("step", "figure", "value", "limit", "reason", "failures", "left_out")
+
+
+def _noisy(plan: PrecisionPlan, noise: Mapping[str, Mapping[str, float]], limit: float) -> dict[str, float]:
+    """Returns layer -> ratio of gradient to noise in the format of a plan, where that is below a limit."""
+    found = {}
+    for layer, row in plan.assignment.items():
+        ratio = noise.get(layer, {}).get(row.get(GRAD_WEIGHT, ""))
+        if ratio is not None and ratio < limit:
+            found[layer] = ratio
+    return found

@@ -63,6 +63,8 @@ class Refresher:
         """The refresh whose plan is not applied yet."""
         self.prices: Prices = {}
         """What is remembered of earlier refreshes (`SnipConfig.estimate_memory`)."""
+        self.after_plan: Callable[[PendingRefresh, int], None] | None = None
+        """Called when a plan is in force, with its refresh and the step after which it is."""
         self._in_force = in_force
         self._probe = probe
         self._events = events
@@ -159,7 +161,7 @@ class Refresher:
         process = self._start_solver(program)
         self.prices = prices
         self._probe.source.expect_gradients()
-        self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, ranked, process)
+        self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, ranked, table.noise, process)
 
     def _say_no_update(self, step: int) -> None:
         if untrained := self._why_untrained():
@@ -212,3 +214,5 @@ class Refresher:
             describe_plan(plan),
             applied.layers_changed,
         )
+        if self.after_plan is not None:
+            self.after_plan(pending, step)

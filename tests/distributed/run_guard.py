@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from loops import Loop
 from tiny_runs import SCHEDULE, arguments, data, model_with_dropout
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
 
-from snip_hf import SnipCallback, SnipConfig
+from snip_hf import SnipCallback, SnipConfig, restore_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.training.guard import TrainingDiverged
 
@@ -68,6 +69,19 @@ def norms(folder: Path, wrapper: str) -> list[float]:
     return found
 
 
+def plain_again(folder: Path) -> dict[str, Any]:
+    """Restores a model that FSDP2 shards, and runs it: in the formats, and plain."""
+    loop = Loop(folder / f"plain{dist.get_rank()}", SnipConfig(policy="uniform-fp4"), "fsdp2")
+    losses = []
+    for _ in range(2):
+        with torch.no_grad():
+            losses.append(float(loop.model(**loop.batch(1)).loss))
+        restore_model(loop.bare)
+    # What belongs to the root stays gathered after a pass without gradients.
+    sharded = all(isinstance(parameter, DTensor) for parameter in loop.bare.model.layers.parameters())
+    return {"losses": losses, "sharded": sharded, "layers": len(snip_linears(loop.bare))}
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
@@ -76,6 +90,7 @@ def main() -> None:
         "rolled back": trained(
             folder / "rolled", ROLLING, dict.fromkeys((5, 6), float("nan")), save_strategy="steps", save_steps=2
         ),
+        "plain": plain_again(folder),
         "norms": {wrapper: norms(folder, wrapper) for wrapper in ("ddp", "fsdp2")},
     }
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")

@@ -61,3 +61,10 @@ def test_the_norm_is_the_same_on_both_ranks_whether_gradients_are_sharded_or_not
         assert len(two[0]["norms"][wrapper]) == 3
         assert two[0]["norms"][wrapper] == two[1]["norms"][wrapper]
     assert two[0]["norms"]["fsdp2"] == pytest.approx(two[0]["norms"]["ddp"], rel=1e-3)
+
+
+def test_a_model_that_fsdp2_shards_is_plain_again_and_still_sharded(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert found["plain"]["sharded"] and found["plain"]["layers"] == 0
+        low, plain = found["plain"]["losses"]
+        assert low != plain and abs(low - plain) < 0.5

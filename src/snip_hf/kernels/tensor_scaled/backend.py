@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...numerics.formats import NumberFormat
+from ...numerics.formats import NumberFormat, format_of_code
+from ...numerics.gemms import GEMMS
 from ..backend import Layer, register_backend
 from ..tensor_core import Cache, Quantized, TensorCoreBackend
 from . import records
@@ -82,7 +83,13 @@ class TensorScaled(TensorCoreBackend):
 
     def attach(self, layer: Layer) -> None:
         super().attach(layer)
-        layer.snip_cache.own = Records.new(layer.weight.device)
+        layer.snip_cache.own = own = Records.new(layer.weight.device)
+        own.note.take([format_of_code(code) for code in layer.snip_state[: len(GEMMS)].tolist()])
+
+    def note_formats(self, layer: Layer, formats: Sequence[NumberFormat]) -> None:
+        super().note_formats(layer, formats)
+        if layer.snip_cache.own is not None:
+            layer.snip_cache.own.note.take(formats)
 
     def cache_of_copy(self, layer: Layer) -> Cache:
         copied = super().cache_of_copy(layer)

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..tensor_core import Quantized
 from . import reference
 from .folding import PARAMETERS
+from .notes import note_of
 from .records import Records
 
 if TYPE_CHECKING or find_spec("triton") is not None:
@@ -35,6 +36,8 @@ Tile = tuple[int, int, int, int | None]
 TILES: tuple[Tile, Tile, Tile] = ((8, 64, 1, None), (8, 64, 1, None), (8, 64, 1, None))
 # Rows, columns and warps of a program of `scales_kernel`, and the most programs, of all and of those that count.
 _PART = (8, 512, 4, 512, 64)
+# Whether the launch that finds the scales of an operand is left out where they are known.
+SPARES_LAUNCHES = True
 _GRADIENT = 1  # in `gemms.OPERANDS`
 
 # Through `Library` and not `custom_op`, which costs 35 microseconds more per call on the host.
@@ -122,14 +125,28 @@ def fold_into(
     elif x.is_cuda if by_kernel is None else by_kernel:
         x = x if x.stride(1) == 1 else x.contiguous()
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            _find_scales(x, state, (record[operand], table), gemms, counts, outputs)
-            launch_fold(x, state, record[operand], operand, counts, outputs)
+            if needs_scales(record, operand, gemms, counts):
+                _find_scales(x, state, (record[operand], table), gemms, counts, outputs)
+                launch_fold(x, state, record[operand], operand, counts, outputs)
+            else:
+                launch_fold(x, state, record[operand], operand, counts, outputs, known=(table, gemms))
     else:
         found = reference.fold(x, state, record, table, operand, gemms, counts)
         for index, layout in enumerate(found):
             if layout is not None:
                 outputs[2 * index].copy_(reference.padded(layout[0], _MULTIPLE))
                 outputs[2 * index + 1].copy_(layout[1])
+
+
+def needs_scales(record: Tensor, operand: int, gemms: tuple[int, int], counts: bool) -> bool:
+    """Returns True if the scales of an operand need a launch of their own, or its blocks are to be counted in it.
+
+    In a graph that is captured they always have one: it is replayed under other plans too.
+    """
+    note = note_of(record)
+    if not SPARES_LAUNCHES or note is None or not note.is_settled(operand, gemms):
+        return True
+    return (counts and note.looks) or (record.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def folded(
@@ -181,6 +198,7 @@ def launch_fold(
     counts: bool,
     outputs: Sequence[Tensor],
     tile: Tile | None = None,
+    known: tuple[Tensor, tuple[int, int]] | None = None,
 ) -> None:
     """Launches `fold_kernel`, with the parameters of the layouts in `outputs`.
 
@@ -188,15 +206,19 @@ def launch_fold(
         x, state, operand, counts, outputs: as in `fold_into`.
         record: of the operand.
         tile: None: the fastest known.
+        known: the table, and the row and the column GEMM, where the kernel takes the parameters from the exponent in
+            force and writes them; None: `scales_kernel` has written them.
     """
     rows, row_parameters, columns, column_parameters = outputs
     tokens, channels = x.shape
     padded_tokens, padded_channels = _padded(tokens), _padded(channels)
     runs, width, warps, registers = tile or TILES[operand]
+    table, (row_gemm, column_gemm) = known or (row_parameters, (-1, -1))
     fold_kernel[(triton.cdiv(padded_channels, width), triton.cdiv(padded_tokens, 4 * runs))](
         x,
         state,
         record,
+        table,
         row_parameters,
         column_parameters,
         rows,
@@ -208,6 +230,9 @@ def launch_fold(
         x.stride(0),
         HAS_ROWS=rows.shape[0] > 0,
         HAS_COLUMNS=columns.shape[0] > 0,
+        ROW_GEMM=row_gemm,
+        COLUMN_GEMM=column_gemm,
+        FINDS=known is not None,
         IS_GRADIENT=operand == _GRADIENT,
         COUNTS=counts,
         RAGGED=padded_tokens != tokens or padded_channels != channels,

@@ -126,10 +126,10 @@ def products(size: tuple[int, int], fmt: str, data: str, options: argparse.Names
         left, right, shape, dtype = pairs[gemm]
         bf16 = milliseconds(high[gemm], device)
         for fast in (False, True):
-            call = partial(product, *left, *right, *shape, fast, dtype)
+            call = partial(product, [*left, *right], *shape, fast, dtype)
             taken = milliseconds(call, device)
             rates = {"tflops": tera / taken, "bf16_tflops": tera / bf16, "speedup": bf16 / taken}
-            fault = error(product(*left, *right, *shape, fast, torch.float32), left, right)
+            fault = error(product([*left, *right], *shape, fast, torch.float32), left, right)
             yield {"gemm": gemm, "fast": fast, "us": 1e3 * taken, **rates, **fault}
 
 

@@ -189,7 +189,7 @@ def test_the_operators_are_what_torch_demands_of_operators() -> None:
     torch.library.opcheck(operators.fold_operand, arguments, test_utils=tests)
     rows, scale, *_ = operators.fold_operand(*arguments)
     product = torch.ops.snip_hf.tensor_scaled_product
-    arguments = (rows, scale, rows, scale, 40, 40, False, torch.float32)
+    arguments = ([rows, scale, rows, scale], 40, 40, False, torch.float32, found.record, 0)
     torch.library.opcheck(product, arguments, test_utils=tests)
 
 

@@ -148,3 +148,37 @@ def test_the_record_alone_decides_what_the_kernel_writes(layer: SnipLinear) -> N
     own.record[:, records.LARGEST] = records.bits_of(float("inf"))
     follow([own])
     assert torch.equal(own.record[:, EXPONENT], before) and (before != UNSET).all()
+
+
+def fast_sums(layer: SnipLinear) -> list[bool]:
+    """GEMM -> whether its sums are fast."""
+    return [operators.sums_fast(layer.snip_cache.own.record, gemm) for gemm in range(len(GEMMS))]
+
+
+def test_sums_are_fast_where_formats_fold_but_not_those_of_the_weight_s_gradient(layer: SnipLinear) -> None:
+    assert fast_sums(layer) == [True, True, False]
+    layer.set_formats(dict(zip(GEMMS, WITH_FP8, strict=True)))
+    assert fast_sums(layer) == [True, False, False]
+    layer.set_formats(dict.fromkeys(GEMMS, "fp8-tensor"))
+    assert fast_sums(layer) == [False] * 3
+    assert not operators.sums_fast(None, 0)
+
+
+def test_formats_alone_decide_over_sums_so_that_a_resumed_run_has_the_same(layer: SnipLinear) -> None:
+    assert fast_sums(layer_of(linear(), MXFP4, TENSOR_SCALED.name)) == fast_sums(layer)
+    TENSOR_SCALED.load_state_dict({"": layer}, {})
+    assert fast_sums(layer) == fast_sums(copy.deepcopy(layer)) == [True, True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(TENSOR_SCALED.lacks(torch.device("cuda")) is not None, reason="needs a GPU with FP8")
+def test_a_captured_graph_launches_what_any_plan_needs_and_sums_exactly() -> None:
+    layer = layer_of(linear(device="cuda"), MXFP4, TENSOR_SCALED.name)
+    gradients(layer, randn(T, I, device="cuda"))
+    for _ in range(2):
+        TENSOR_SCALED.after_step({"": layer})
+    assert launches(layer, counts=True) == [False] * 3 and fast_sums(layer) == [True, True, False]
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        found = launches(layer), fast_sums(layer)
+        torch.zeros(1, device="cuda")
+    assert found == ([True] * 3, [False] * 3)

@@ -71,7 +71,7 @@ class TensorScaledGemms(torch.autograd.Function):
             by_output = weights[:2] or quantize_weight(weight, state, record, table, (0, -1), counts)[:2]
             # The bias is added to the FP32 sums, as emulated.
             dtype = x.dtype if bias is None else torch.float32
-            y = multiply("forward", rows, by_output, (x.numel() // in_features, out_features), dtype)
+            y = multiply("forward", rows, by_output, (x.numel() // in_features, out_features), dtype, record)
             y = y if bias is None else (y + bias).to(x.dtype)
         # A copy: the next forward pass may write the state before this one's backward pass reads it. A compiled graph
         # would make it in the backward pass, where it is of no use; torch notices there if the state was written.
@@ -98,13 +98,13 @@ class TensorScaledGemms(torch.autograd.Function):
             grad_x = g @ weight.to(g.dtype)
         elif needs_x:
             by_input = by_input or quantize_weight(weight, state, record, table, (-1, 1), ctx.counts)[2:]
-            grad_x = multiply("grad_input", quantized[:2], by_input, (g.shape[0], in_features), g.dtype)
+            grad_x = multiply("grad_input", quantized[:2], by_input, (g.shape[0], in_features), g.dtype, record)
         if needs_weight and high_weight:
             grad_weight = g.t() @ x.reshape(-1, in_features)
         elif needs_weight:
             # In the parameter's own precision: rounding FP32 sums to BF16 first would gain nothing.
             dtype = g.dtype if weight.dtype == g.dtype else torch.float32
-            grad_weight = multiply("grad_weight", quantized[2:], x_columns, (out_features, in_features), dtype)
+            grad_weight = multiply("grad_weight", quantized[2:], x_columns, (out_features, in_features), dtype, record)
         return (
             None if grad_x is None else grad_x.view(ctx.x_shape),
             None if grad_weight is None else grad_weight.to(weight.dtype),

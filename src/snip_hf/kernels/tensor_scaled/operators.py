@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...numerics.gemms import GEMMS
 from ..tensor_core import Quantized
 from . import reference
 from .folding import PARAMETERS
@@ -28,8 +29,10 @@ if TYPE_CHECKING or find_spec("triton") is not None:
     from .tiles import fold_kernel, scales_kernel
 
 _MULTIPLE = 64
-# Whether partial sums stay in the tensor cores' 14 bits over the whole contraction instead of 128 elements of it.
+# Whether partial sums stay in the tensor cores' 14 bits over the whole contraction instead of 128 elements of it: in
+# every format, and where the format is folded (docs/log.md has the errors).
 FAST_SUMS = {"forward": False, "grad_input": False, "grad_weight": False}
+FAST_SUMS_FOLDED = {"forward": True, "grad_input": True, "grad_weight": False}
 Tile = tuple[int, int, int, int | None]
 """Runs of tokens, channels and warps of a program of `fold_kernel`, and the most registers of a thread; None: any."""
 # For activations, gradients and weights: the fastest of those tried on an H200 (docs/log.md), but for weights.
@@ -47,8 +50,8 @@ _library.define(
     "bool counts) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "tensor_scaled_product(Tensor left, Tensor left_parameters, Tensor right, Tensor right_parameters, SymInt rows, "
-    "SymInt columns, bool fast, ScalarType dtype) -> Tensor"
+    "tensor_scaled_product(Tensor[] operands, SymInt rows, SymInt columns, bool fast, ScalarType dtype, "
+    "Tensor? record=None, int gemm=-1) -> Tensor"
 )
 
 
@@ -246,15 +249,15 @@ def launch_fold(
 
 @torch.library.impl(_library, "tensor_scaled_product", "CompositeExplicitAutograd")
 def _product(
-    left: Tensor,
-    left_parameters: Tensor,
-    right: Tensor,
-    right_parameters: Tensor,
+    operands: Sequence[Tensor],
     rows: int,
     columns: int,
     fast: bool,
     dtype: torch.dtype,
+    record: Tensor | None = None,
+    gemm: int = -1,
 ) -> Tensor:
+    left, left_parameters, right, right_parameters = operands
     if left.numel() == 0 or right.numel() == 0:
         return left.new_zeros(rows, columns, dtype=dtype)
     if not left.is_cuda:
@@ -262,27 +265,42 @@ def _product(
             a, b = left.to(torch.float32) * left_parameters[0], right.to(torch.float32) * right_parameters[0]
             return (a @ b.t())[:rows, :columns].to(dtype).contiguous()
     product: Tensor = torch.ops.aten._scaled_mm.default(
-        left, right.t(), left_parameters[:1], right_parameters[:1], None, None, dtype, fast
+        left, right.t(), left_parameters[:1], right_parameters[:1], None, None, dtype, fast or sums_fast(record, gemm)
     )
     return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
 
 
+def sums_fast(record: Tensor | None, gemm: int) -> bool:
+    """Returns True if a layer's GEMM may have fast sums because its format is folded.
+
+    In a graph that is captured sums are exact: it is replayed under other plans too.
+    """
+    note = None if record is None else note_of(record)
+    if record is None or note is None or not (note.folded[gemm] and FAST_SUMS_FOLDED[GEMMS[gemm]]):
+        return False
+    return not (record.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 @torch.library.register_fake("snip_hf::tensor_scaled_product", lib=_library)
 def _(
-    left: Tensor,
-    left_parameters: Tensor,
-    right: Tensor,
-    right_parameters: Tensor,
+    operands: Sequence[Tensor],
     rows: int,
     columns: int,
     fast: bool,
     dtype: torch.dtype,
+    record: Tensor | None = None,
+    gemm: int = -1,
 ) -> Tensor:
-    return left.new_empty(rows, columns, dtype=dtype)
+    return operands[0].new_empty(rows, columns, dtype=dtype)
 
 
 def multiply(
-    gemm: str, left: Sequence[Tensor], right: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype
+    gemm: str,
+    left: Sequence[Tensor],
+    right: Sequence[Tensor],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    record: Tensor | None = None,
 ) -> Tensor:
     """Returns left @ right^T of a GEMM, summed in FP32.
 
@@ -292,6 +310,9 @@ def multiply(
         right: (N', K') and its.
         shape: M and N without the padding.
         dtype: of the result, BF16 or FP32.
+        record: the layer's; None: sums are fast only where they are in every format.
     """
-    product: Tensor = torch.ops.snip_hf.tensor_scaled_product(*left, *right, *shape, FAST_SUMS[gemm], dtype)
+    product: Tensor = torch.ops.snip_hf.tensor_scaled_product(
+        [*left, *right], *shape, FAST_SUMS[gemm], dtype, record, GEMMS.index(gemm)
+    )
     return product

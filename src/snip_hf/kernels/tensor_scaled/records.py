@@ -55,6 +55,11 @@ class Records:
     def __post_init__(self) -> None:
         notes.put(self.note, self.record)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a deep copy."""
+        self.__dict__.update(state)
+        notes.put(self.note, self.record)
+
     @classmethod
     def new(cls, device: torch.device) -> Records:
         record = torch.zeros(len(OPERANDS), FIELDS, dtype=torch.int64)
@@ -69,7 +74,10 @@ class Records:
         """Moves the records to a device, where they are not there, and returns them."""
         if self.record.device != device:
             self.record, self.table, self.everything = self.record.to(device), table_on(device), None
-            self.note.address = 0  # `follow` puts the note there: compiled code may not
+            if torch.compiler.is_compiling():
+                self.note.address = 0  # `follow` puts the note there: code that is traced may not
+            else:
+                notes.put(self.note, self.record)
         return self
 
 

@@ -39,6 +39,9 @@ def quantize_weight(
 class TensorScaledGemms(torch.autograd.Function):
     """Y = X W^T + b of E4M3 operands. Of X, what is saved for backward is quantized, one byte per element.
 
+    Or nothing, where a compiled graph can compute X again from what other operations save anyway: norms, activation
+    functions and attention save what they need of their own. X without columns says so.
+
     Args of forward:
         x: (..., I), BF16.
         weight: (O, I), the parameter itself, FP32 or BF16.
@@ -76,9 +79,11 @@ class TensorScaledGemms(torch.autograd.Function):
         # A copy: the next forward pass may write the state before this one's backward pass reads it. A compiled graph
         # would make it in the backward pass, where it is of no use; torch notices there if the state was written.
         kept_state = state if torch.compiler.is_compiling() else state.clone()
-        kept_x = x if keeps_x and high[2] else None
+        kept_x = x if keeps_x and (high[2] or columns[0].numel() == 0) else None
         ctx.save_for_backward(kept_x, weight, kept_state, record, table, *columns, *weights[2:])
-        ctx.high, ctx.counts, ctx.x_shape = high, counts, x.shape
+        ctx.high, ctx.x_shape = high, x.shape
+        # Of gradients and weights, and of X if it is folded in the backward pass alone.
+        ctx.counts, ctx.counts_x = counts, counts and high[0]
         # A view would be refused by autograd where a model adds to it in place (Falcon: `attention_output += ...`).
         result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], out_features])
         return result
@@ -102,6 +107,11 @@ class TensorScaledGemms(torch.autograd.Function):
         if needs_weight and high_weight:
             grad_weight = g.t() @ x.reshape(-1, in_features)
         elif needs_weight:
+            if x_columns[0].numel() == 0 and g.numel() > 0:
+                # What depends on a gradient stays in the backward pass. Without it, torch.compile would fold X in the
+                # forward pass and save the result, or save X. So it computes X again from what is saved anyway.
+                late = torch.where(g[0, 0] == 0, x, x).reshape(-1, in_features)
+                x_columns = fold_operand(late, state, record, table, _ACTIVATION, -1, 2, ctx.counts_x)[2:]
             # In the parameter's own precision: rounding FP32 sums to BF16 first would gain nothing.
             dtype = g.dtype if weight.dtype == g.dtype else torch.float32
             grad_weight = multiply("grad_weight", quantized[2:], x_columns, (out_features, in_features), dtype, record)

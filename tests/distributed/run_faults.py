@@ -239,7 +239,7 @@ def survive(folder: Path, wanted: str) -> None:
         if not name.startswith(wanted):
             continue
         messages: list[str] = []
-        handler = _Keeping(messages)
+        handler = Keeping(messages)
         logging.getLogger("snip_hf").addHandler(handler)
         own = folder / name.replace(" ", "-").replace("'", "") / f"rank{dist.get_rank()}"
         loop = Loop(own, config, wrapper, solving=_SOLVING)
@@ -255,7 +255,7 @@ def survive(folder: Path, wanted: str) -> None:
     dist.barrier()
 
 
-class _Keeping(logging.Handler):
+class Keeping(logging.Handler):
     def __init__(self, messages: list[str]) -> None:
         super().__init__(logging.WARNING)
         self._messages = messages

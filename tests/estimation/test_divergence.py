@@ -531,6 +531,24 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_refused_by_all() -> None:
     assert on_ranks(2, work) == [f"On rank 1: ValueError: {text_of_it}", text_of_it]
 
 
+def test_a_pass_that_fails_on_one_rank_is_known_to_all_where_other_parameters_move_too() -> None:
+    inputs = text(4, 32)
+    inputs["input_ids"][3, 0] = 10_000  # no such token, on rank 1
+    model = tiny_llama(hidden=32, layers=1)
+    convert_model(model, SnipConfig())
+    others = {"model.embed_tokens.weight": torch.ones_like(model.model.embed_tokens.weight)}
+
+    def work(ranks: Ranks) -> str:
+        part = {name: value[2 * ranks.rank : 2 * ranks.rank + 2] for name, value in inputs.items()}
+        processes, step = Processes(data=ranks, everyone=ranks), OptimizerStep({}, {}, others=others)
+        with pytest.raises((ValueError, IndexError)) as error:
+            divergences_at(copy.deepcopy(model), Batch.of(part), step, SnipConfig(), processes=processes)
+        return f"{type(error.value).__name__}: {error.value}"
+
+    first, second = on_ranks(2, work)
+    assert second.startswith("IndexError: ") and first == f"FailedElsewhere: On rank 1: {second}"
+
+
 # ------------------------------------------------------------------------------------------------ optimizer and scaling
 
 

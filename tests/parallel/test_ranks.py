@@ -9,7 +9,7 @@ import torch
 from small import tiny_lm, tokens
 from torch import Tensor, nn
 
-from snip_hf.parallel.ranks import Attempt, Processes, RankError, Ranks, describe
+from snip_hf.parallel.ranks import Attempt, FailedElsewhere, Processes, RankError, Ranks, describe
 from snip_hf.parallel.sharding import is_sharded, own_part, sharded_as, whole, without_sharding_hooks
 
 
@@ -41,7 +41,7 @@ def test_its_errors_are_its_own() -> None:
     Ranks().agree(None)
 
 
-def test_an_attempt_keeps_the_first_error_and_lets_go_of_those_that_end_the_run() -> None:
+def test_an_attempt_keeps_the_first_error_and_lets_go_of_those_that_all_know_or_that_end_the_run() -> None:
     attempt = Attempt()
     with attempt:
         pass
@@ -51,7 +51,7 @@ def test_an_attempt_keeps_the_first_error_and_lets_go_of_those_that_end_the_run(
         with attempt:
             raise error
     assert attempt.error is first
-    for ending in (RankError("gone"), KeyboardInterrupt(), SystemExit()):
+    for ending in (RankError("gone"), FailedElsewhere("known"), KeyboardInterrupt(), SystemExit()):
         with pytest.raises(type(ending)), attempt:
             raise ending
     assert attempt.error is first

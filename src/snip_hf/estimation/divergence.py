@@ -10,7 +10,7 @@ import logging
 import math
 import zlib
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -26,7 +26,8 @@ from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
 from ..optimizers.response import AnalyticResponse, responses, trained_by
-from ..parallel.ranks import Attempt, Processes
+from ..parallel.meeting import meeting
+from ..parallel.ranks import Attempt, Processes, describe
 from ..parallel.sharding import is_sharded, whole
 from .batch import Batch
 from .counted import find_counted
@@ -144,8 +145,12 @@ class _Estimate:
     def table(self) -> DivergenceTable:
         """Returns the table, the same on all ranks."""
         processes, found = self._processes, None
-        with self._attempt:
+        # A loss of the user's may gather over the ranks.
+        gathers = self._batch.objective is not None
+        with self._attempt, meeting(processes.everyone) if gathers else nullcontext():
             found = self._probe()
+        if found is None and not gathers:
+            self._say_others_wait()
         loss = _agreed_loss(None if found is None else found[1].loss, self._attempt, self._labelled, processes)
         assert found is not None
         updates, probe = found
@@ -172,6 +177,19 @@ class _Estimate:
             rows = _rows(figures, linear_flops(self._model), unit, clip_factor)
         processes.everyone.agree(self._attempt.error)
         return DivergenceTable(loss, _of_all(rows, self._layers, processes))
+
+    def _say_others_wait(self) -> None:
+        """Says at once what failed on this rank, if others may wait for it longer than they wait to agree."""
+        everyone = self._processes.everyone
+        if everyone.size > 1 and any(is_sharded(layer.weight) for layer in self._layers.values()):
+            assert self._attempt.error is not None
+            logger.warning(
+                "snip-hf: rank %d of %d failed in the probe: %s. The others may wait for its shards until the timeout "
+                "of training's process group, which then ends the run.",
+                everyone.rank,
+                everyone.size,
+                describe(self._attempt.error),
+            )
 
     def _probe(self) -> tuple[RelativeUpdates, Probe]:
         updates = RelativeUpdates.of(self._optimizer_step, self._layers)

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 _AT_START = "at the start (every rank needs a SnipCallback, or a SnipController in a loop of one's own)"
+# Where the ranks tell each other what failed.
+_AGREEMENT = "agreement"
 # Characters of an error's text that the log and the history show: errors of libraries may be pages long.
 _LONGEST_REASON = 1000
 
@@ -32,8 +34,15 @@ class RankError(RuntimeError):
     """Other processes did not answer in time, or are gone. Training cannot go on: the ranks no longer agree."""
 
 
+class FailedElsewhere(ValueError):
+    """Another rank failed, and all of them know."""
+
+
 class Attempt:
-    """A context that keeps the first error inside it, until the ranks agree on what to do about it."""
+    """A context that keeps the first error inside it, until the ranks agree on what to do about it.
+
+    What they know already passes.
+    """
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -42,7 +51,7 @@ class Attempt:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, RankError):
+        if not isinstance(error, Exception) or isinstance(error, (RankError, FailedElsewhere)):
             return False
         self.error = self.error or error
         return True
@@ -140,12 +149,23 @@ class Ranks:
             ValueError: names the first rank that has one, and what it is; that rank raises its error itself.
             RankError: one of them did not answer in time.
         """
-        problems = self.gather(None if error is None else describe(error), "agreement")
+        problems = self.gather(None if error is None else describe(error), _AGREEMENT)
         if error is not None:
             raise error
         for rank, problem in enumerate(problems):
             if problem is not None:
                 raise ValueError(f"On rank {rank}: {problem}")
+
+    def meet(self) -> None:
+        """Raises if another rank has come to `agree` with an error; to be called by those that have none.
+
+        Raises:
+            FailedElsewhere: names the first rank that has one, and what it is.
+            RankError: one of them did not answer in time.
+        """
+        for rank, problem in enumerate(self.gather(None, _AGREEMENT)):
+            if problem is not None:
+                raise FailedElsewhere(f"On rank {rank}: {problem}")
 
     def all_to_all(self, make: Callable[[], Sequence[Tensor]], sizes: Sequence[int]) -> list[Tensor]:
         """Sends one flat tensor to each of them and returns what each sent here.

@@ -18,6 +18,7 @@ from ..costs.flops import relative_tokens
 from ..estimation.coverage import LITTLE, CountedPass, Coverage, count_pass
 from ..estimation.objective import Objective
 from ..estimation.passes import forward_inputs
+from ..parallel.meeting import meeting
 from ..parallel.ranks import Attempt, Processes, RankError, describe
 from ..parallel.sharding import is_fully_sharded
 from ..policies.registry import needs_probe
@@ -140,7 +141,8 @@ class CoverageCheck:
         own, attempt = None, Attempt()
         batch: Mapping[str, Any] = {}
         with attempt:
-            batch = forward_inputs(self._model, *inputs)
+            with meeting(self._processes.everyone):
+                batch = forward_inputs(self._model, *inputs)
             own = count_pass(self._model, batch, self._in_force.setting.config)
         self._processes.everyone.agree(attempt.error)
         assert own is not None

@@ -3,6 +3,8 @@
     python benchmarks/probe_cost.py --sizes 1M 3M 10M 30M 100M
     python benchmarks/probe_cost.py --device cuda --sizes 1B --compile --output runs/probe-cost.jsonl
     python benchmarks/probe_cost.py --formats fp4,fp8 mxfp4,nvfp4,fp4,mxfp8,fp8 --sizes 3M --refreshes 5
+    python benchmarks/probe_cost.py --device cuda --sizes 124M 1B --compile --resume --output runs/refresh-steps.jsonl
+    python benchmarks/refresh_steps.py runs/refresh-steps.jsonl
 
 An ordinary step is forward, backward and AdamW of a Llama that snip-hf has not touched, on random tokens (times do not
 depend on them): on CUDA under BF16 autocast over FP32 weights with fused AdamW, in FP32 on a CPU. Then `SnipController`
@@ -27,6 +29,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from shared.json_lines import drop_unfinished_line, read_lines
 from shared.origin import origin_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -41,7 +44,9 @@ HEAD = 64
 SIZES = {
     name: (hidden, 3 * hidden, blocks, 2048, 0.5, 8, 256)
     for name, hidden, blocks in (("1M", 128, 3), ("3M", 256, 3), ("10M", 384, 5), ("30M", 512, 9), ("100M", 768, 14))
-} | {"1B": (2048, 5632, 22, 32000, 0.125, 8, 2048)}
+} | {"124M": (896, 2432, 12, 8192, 1, 32, 512), "1B": (2048, 5632, 22, 32000, 0.125, 8, 2048)}
+# Of the parts of a refresh, what each one took is kept.
+STEPS = ("passes", "sums", "program", "rest", "solver", "waited", "apply", "refresh")
 # JSON field -> head of its column and format of its figures.
 COLUMNS = {
     "size": ("model", "{}"),
@@ -82,11 +87,15 @@ def main() -> None:
     parser.add_argument("--delay", type=int, default=10, help="apply_delay: steps beside the solver (default 10)")
     parser.add_argument("--compile", action="store_true", help="compile the ordinary step (default: eager)")
     parser.add_argument("--output", type=Path, help="JSONL file; lines are added")
+    parser.add_argument("--resume", action="store_true", help="leave out the sizes that the output holds")
     options = parser.parse_args()
     source = origin_of(options.device)
     print(", ".join(f"{name} {value}" for name, value in source.items()))
-    found = []
-    for size in options.sizes:
+    found, done = [], set()
+    if options.resume and options.output:
+        drop_unfinished_line(options.output)
+        done = {line["size"] for line in read_lines(options.output) if line["machine"] == source["machine"]}
+    for size in (size for size in options.sizes if size not in done):
         for figures in measure(size, options):
             found.append(figures)
             print(json.dumps(figures), flush=True)
@@ -149,6 +158,7 @@ def measure(size: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             **figures,
             "of_first": figures["probe"] / first,
             "probes": [round(part["probe"], 4) for part in parts],
+            "each": {name: [round(part[name], 6) for part in parts] for name in STEPS},
             "refresh_steps": figures["refresh"] / step,
             "refreshes": options.refreshes,
             "rows": rows,

@@ -17,6 +17,7 @@ from .field_values import (
     as_ties,
     check_bits,
     check_formats,
+    check_seconds,
     check_stages,
     check_start,
     check_type,
@@ -72,6 +73,7 @@ _AT_LEAST: dict[str, tuple[int, str]] = {
     "probe_memory_mib": (1, "None or at least 1 (MiB)"),
     "timing_tokens": (1, "None or at least 1"),
     "stages": (1, "None, a number of at least 1, or lists of names"),
+    "expert_groups": (1, "at least 1"),
     "seed": (0, "at least 0"),
 }
 _AT_MOST = {
@@ -124,6 +126,9 @@ class SnipConfig(FieldNames):
     """Exact names or globs (`fnmatch`, whole name) of linears that stay as they are."""
     include_modules: tuple[str, ...] = ()
     """As `skip_modules`: linears outside the language model's decoder that are swapped too, e.g. a vision tower's."""
+    expert_groups: int = 1
+    """Groups of experts, as many in each, that have formats of their own in every projection (docs/experts.md).
+    1: all experts of a projection share its formats. It divides the number of experts."""
     budget: Budget = "flops"
     """What `target_fp4_fraction` is a share of: "flops", or "measured", the time of the linears' GEMMs.
     It is measured on this machine, in the most precise quantized one of `formats`. By time, small and inefficient GEMMs
@@ -265,12 +270,7 @@ class SnipConfig(FieldNames):
                 "loss_divergence_factor and weight_divergence_factor are both 0; at least one must be above 0."
             )
         for name in ("solver_time_limit", "rank_timeout"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not a number of seconds above 0.")
-            if getattr(self, name) > LONGEST_WAIT:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is too long; expected at most {LONGEST_WAIT:g} seconds (7 days)."
-                )
+            check_seconds(name, getattr(self, name), LONGEST_WAIT)
 
     def _check_formats(self) -> None:
         object.__setattr__(self, "formats", as_names("formats", self.formats))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -33,6 +34,15 @@ def check_bits(name: str, value: object) -> None:
         # Python refuses to write out integers of thousands of digits.
         shown = str(value) if value.bit_length() < 1000 else f"an integer of {value.bit_length()} bits"
         raise ValueError(f"{name}={shown} is too large; expected less than 2**{_INTEGER_BITS}, in size.")
+
+
+def check_seconds(name: str, value: float, longest: float) -> None:
+    """Raises ValueError unless a number of seconds is above 0 and no longer than so many."""
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name}={value!r} is not a number of seconds above 0.")
+    if value > longest:
+        days = f"{longest:g} seconds ({longest / (24 * 3600):g} days)"
+        raise ValueError(f"{name}={value!r} is too long; expected at most {days}.")
 
 
 def as_ties(ties: object) -> str | tuple[tuple[str, ...], ...]:

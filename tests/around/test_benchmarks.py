@@ -18,6 +18,7 @@ import plan_damage_report
 import probe_aging
 import probe_cost
 import pytest
+import refresh_steps
 import speed
 import torch
 from scipy.stats import kendalltau, spearmanr
@@ -360,6 +361,20 @@ def test_the_cost_of_a_probe_is_measured_in_steps(
     assert figures["predicted_mib"] == pytest.approx(held / 2**20, rel=1e-3) and figures["refresh_peak_mib"] is None
     row = capsys.readouterr().out.splitlines()[-1]
     assert row.startswith("| tiny | fp4,fp8 | 721,280 | 7 | ") and row.endswith(" | - | - |")
+    assert {name: [pytest.approx(figures[name], abs=1e-5)] for name in probe_cost.STEPS} == figures["each"]
+    monkeypatch.setattr(sys, "argv", ["probe_cost.py", "--resume", *options, str(output)])
+    probe_cost.main()
+    assert len(output.read_text().splitlines()) == 1
+
+
+def test_a_refresh_is_shown_by_workflow_step() -> None:
+    each = {name: [0.5, 1.5, 1.0] for name in probe_cost.STEPS} | {"refresh": [4.0, 5.0, 3.0]}
+    line = {"size": "1M", "rows": 2, "length": 256, "machine": "a CPU", "step": 2.0, "each": each}
+    heads, _, *rows = refresh_steps.report([line]).splitlines()
+    assert heads == "| step | 1M, 2 x 256 tokens, a CPU: s | in training steps | of the refresh |"
+    assert len(rows) == len(probe_cost.STEPS) == len(refresh_steps.WORKFLOW)
+    assert rows[0].endswith("| 1 (0.5 to 1.5) | 0.5 | 25.0% |") and rows[4].endswith("| 1 (0.5 to 1.5) | 0.5 |  |")
+    assert rows[-1].endswith("| 4 (3 to 5) | 2 | 100.0% |")
 
 
 @pytest.mark.slow

@@ -12,13 +12,14 @@ from slow_cases import slow
 Runs = dict[str, dict[str, Any]]
 SGD = "sgd-gemm-accumulated-clipped"
 # Compared with the same under DDP. The second one accumulates gradients, which FSDP2 sums up in another order.
-PAIRS = ("fsdp2-adamw", "fsdp2-conv1d", "fsdp2-experts", f"fsdp2-{SGD}")
+PAIRS = ("fsdp2-adamw", "fsdp2-conv1d", "fsdp2-experts", "fsdp2-expert-groups", f"fsdp2-{SGD}")
 pairs = pytest.mark.parametrize(
     ("sharded", "copied"),
     [
         slow("fsdp2-adamw", "ddp-adamw"),
         slow("fsdp2-conv1d", "ddp-conv1d"),
         slow("fsdp2-experts", "ddp-experts"),
+        slow("fsdp2-expert-groups", "ddp-expert-groups"),
         (f"fsdp2-{SGD}", SGD),
     ],
 )

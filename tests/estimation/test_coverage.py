@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from families import (
     with_images,
 )
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from snip_hf import SnipConfig, convert_model, coverage, restore_model
 from snip_hf.estimation.coverage import Coverage, Uncovered, count_pass
@@ -362,3 +364,103 @@ def test_a_model_without_products_is_covered() -> None:
     assert coverage(nn.Sequential(), {"input": torch.ones(2)}) == Coverage(
         0.0, 0.0, [], {"output head": 0.0, "products of activations with each other (attention, scans)": 0.0}
     )
+
+
+BLOCK = "model.layers"
+
+
+def freeze(model: nn.Module, *trained: str) -> nn.Module:
+    """Leaves only parameters trained whose names begin so."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(trained))
+    return model
+
+
+def recompute(model: Any, reentrant: bool) -> None:
+    """Switches gradient checkpointing on."""
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+
+
+def idle(model: nn.Module) -> set[str]:
+    """The layers whose grad_input does not run, after a check that all layers saw all tokens."""
+    convert_model(model, SnipConfig())
+    counted = count_pass(model, text(), None)
+    assert set(counted.tokens.values()) == {TOKENS} and set(counted.returned.values()) <= {0, TOKENS}
+    return {name for name, tokens in counted.returned.items() if not tokens}
+
+
+def test_of_a_model_that_is_trained_as_a_whole_every_grad_input_runs() -> None:
+    assert idle(build("llama")) == set()
+
+
+def test_where_embeddings_are_frozen_no_gradient_flows_through_the_first_layers() -> None:
+    model = build("llama")
+    model.model.embed_tokens.weight.requires_grad_(False)
+    # The input of the first norm needs no gradient, but its weight is trained.
+    assert idle(model) == set()
+    model = build("llama")
+    model.model.embed_tokens.weight.requires_grad_(False)
+    model.model.layers[0].input_layernorm.weight.requires_grad_(False)
+    first = {f"{BLOCK}.0.self_attn.{name}_proj" for name in "qkv"}
+    assert idle(model) == first
+    every = LAYERS * (ATTENTION + MLP)
+    found = coverage(model, text())
+    assert found.covered == found.flops == flops(every) - 2.0 * HIDDEN * (HIDDEN + 2 * HIDDEN // 2) * TOKENS
+
+
+def test_no_gradient_flows_through_frozen_lower_blocks() -> None:
+    model = freeze(build("llama"), f"{BLOCK}.1.", "model.norm", "lm_head")
+    expected = {name for name, _ in model.named_modules() if name.startswith(f"{BLOCK}.0.") and "_proj" in name}
+    assert idle(model) == expected and len(expected) == 7
+    found = coverage(model, text())
+    # The lower block has the forward GEMM alone.
+    assert found.covered == found.flops == flops(ATTENTION + MLP) * (1 + 1 / 3)
+
+
+def test_grad_inputs_of_experts_in_frozen_blocks_do_not_run_nor_do_those_of_routers() -> None:
+    model = freeze(build("mixtral"), f"{BLOCK}.1.mlp.experts", "lm_head")
+    convert_model(model, SnipConfig())
+    counted = count_pass(model, text(), None)
+    down = f"{BLOCK}.1.mlp.experts.down_proj"
+    assert {name for name, tokens in counted.returned.items() if tokens} == {down}
+    found = counted.coverage
+    linears, experts, routers = LAYERS * ATTENTION, LAYERS * CHOSEN * MLP, LAYERS * ROUTER
+    # Forward of all, grad_weight of one block's experts, grad_input of their last third.
+    gemms = linears + experts + routers + experts / 2 + experts / 6
+    assert found.flops == flops(gemms) / 3 and found.flops - found.covered == flops(routers) / 3
+
+
+class Operators(TorchDispatchMode):
+    """Counts calls of operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._schema.name] += 1
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@pytest.mark.parametrize(
+    ("checkpoints", "asks"), [(None, False), (None, True), (False, False), (False, True), (True, True)]
+)
+@pytest.mark.parametrize("trained", [("model", "lm_head"), (f"{BLOCK}.1.mlp", "lm_head"), ("lm_head",)])
+def test_as_many_grad_inputs_run_in_training_as_are_counted(
+    trained: tuple[str, ...], checkpoints: bool | None, asks: bool
+) -> None:
+    model = freeze(build("llama"), *trained)
+    if checkpoints is not None:
+        recompute(model, reentrant=checkpoints)  # which asks for gradients of embeddings, too
+    (model.enable_input_require_grads if asks else model.disable_input_require_grads)()
+    layers = convert_model(model.train(), SnipConfig())
+    counted = count_pass(model, text(), None)
+    with Operators() as operators:
+        model(**text()).loss.backward()
+    run = operators.calls["snip_hf::grad_input_gemm"]
+    assert run == sum(tokens > 0 for tokens in counted.returned.values())
+    assert len(layers) == 14 and {name for name, one in model.named_parameters() if one.requires_grad} == {
+        name for name, _ in model.named_parameters() if name.startswith(trained)
+    }

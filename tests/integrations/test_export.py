@@ -232,6 +232,19 @@ def test_experts_are_refused_where_the_model_is_known(target: str) -> None:
     assert error.value.reasons == dict.fromkeys(experts, "no module there is known for this name")
 
 
+@pytest.mark.parametrize("nearest", [False, True])
+@pytest.mark.parametrize("target", ["torchao", "fouroversix"])
+def test_experts_are_refused_where_the_model_is_not_known(target: str, nearest: bool) -> None:
+    names = ["0.self_attn.q_proj", "0.mlp.experts.gate_up_proj", "0.ffn.experts.mlp.w1", "0.mlp.input_linear.weight"]
+    linears = ["0.mlp.experts.0.down_proj", "0.mlp.gate_up_proj", "0.mlp.shared_experts.up_proj"]
+    flops = {f"{BLOCK}.{name}": dict.fromkeys(GEMMS, 1.0) for name in names + linears}
+    plan = PrecisionPlan.uniform(flops, "nvfp4", [list(flops)], PlanProvenance(step=1, policy="snip"))
+    with pytest.raises(NotExpressible) as error:
+        export_plan(plan, target, nearest=nearest)
+    assert list(error.value.reasons) == [f"{BLOCK}.{name}" for name in names[1:]]
+    assert all("name the model with --model" in why for why in error.value.reasons.values())
+
+
 def test_a_gemm_that_does_not_run_stops_no_export() -> None:
     plan = make_plan(("nvfp4", "nvfp4", "mxfp8"))
     document = plan.to_dict()

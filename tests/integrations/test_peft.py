@@ -381,10 +381,30 @@ def test_the_products_of_weights_that_adapters_change_are_counted() -> None:
     every = sum(one.weight.numel() for name, one in model.named_modules() if name in BARE)
     found = coverage(peft.get_peft_model(model, config), text(2, 24))
     tokens = 48
-    # Forward and grad_input: all weights are frozen.
-    assert found.covered == 2 * 2 * tokens * (every - 2 * up.numel())
+    # Forward and grad_input, as all weights are frozen. In front of the first adapter no gradient is needed.
+    block = model.model.layers[0]
+    before = [getattr(block.self_attn, f"{name}_proj") for name in "qkvo"] + [block.mlp.gate_proj]
+    idle = sum(one.weight.numel() for one in before) + up.numel()
+    assert found.covered == 2 * tokens * (2 * (every - 2 * up.numel()) - (idle - up.numel()))
     (left,) = [one for one in found.uncovered if one.reason.startswith("target_parameters")]
-    assert left.share * found.flops == pytest.approx(2 * 2 * tokens * 2 * up.numel())
+    assert left.share * found.flops == pytest.approx(2 * tokens * (4 * up.numel() - up.numel()))
+
+
+def test_grad_inputs_in_front_of_the_first_adapter_count_nothing(tmp_path: Path) -> None:
+    config = SnipConfig(granularity="gemm", **SCHEDULE)
+    plan = run(tmp_path, adapted(), config, max_steps=4).callback.controller.plan  # type: ignore[union-attr]
+    first = {f"model.layers.0.self_attn.{name}_proj" for name in "qkv"}
+    idle = {"forward": 1.0, "grad_input": 0.0}
+    assert plan.tokens == {name: idle if name in first else 1.0 for name in BARE}
+    assert plan.fp4_fraction >= 0.75
+    work = [
+        (plan.assignment[name][gemm], flops)
+        for name, row in plan.flops.items()
+        for gemm, flops in row.items()
+        if name not in first or gemm == "forward"
+    ]
+    low = sum(flops for format, flops in work if format == "fp4")
+    assert plan.fp4_fraction == pytest.approx(low / sum(flops for _, flops in work))
 
 
 def test_experts_whose_parameters_have_adapters_let_the_other_layers_be_refreshed(tmp_path: Path) -> None:

@@ -22,11 +22,13 @@ from snip_hf.estimation.ground_truth import measure_divergence
 from snip_hf.estimation.layer_sums import LAYER
 from snip_hf.estimation.optimizer_step import OptimizerStep
 from snip_hf.estimation.table import Divergence, DivergenceTable
+from snip_hf.layers.state import without_group
 from snip_hf.optimizers.response import responses
 from snip_hf.parallel.ranks import Processes, Ranks
 
 Rows = dict[tuple[str, str, str], Divergence]
 PROJECTIONS = ("up", "down")
+GROUPED = {"probe_tokens": None, "expert_groups": 2}
 
 
 def config_of(**options: Any) -> SnipConfig:
@@ -77,8 +79,9 @@ SHAPES: dict[str, Callable[[int], PreTrainedModel]] = {"Qwen3-MoE": tiny_qwen3_m
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_weight_divergences_of_trained_experts_are_those_that_happen_at_fixed_choices(shape: str) -> None:
+def test_weight_divergences_of_trained_experts_are_those_that_happen_at_fixed_choices(shape: str, groups: int) -> None:
     """The typical layer to a tenth, the median over five random directions; over 3 models and 2 batches."""
     errors: dict[tuple[str, str, int], list[float]] = {}
     for seed in range(3):
@@ -87,13 +90,17 @@ def test_weight_divergences_of_trained_experts_are_those_that_happen_at_fixed_ch
         for index in (60, 61):
             batch = text(4, 96, index)
             measured = measure_divergence(
-                model, batch, optimizer, config_of(), draws=4, gemms=(LAYER,), fixed_routing=True
+                model, batch, optimizer, config_of(expert_groups=groups), draws=4, gemms=(LAYER,), fixed_routing=True
             )
             truth = rows_of(measured)
             for draw in range(5):
-                estimate = rows_of(estimate_divergence(model, batch, optimizer, config_of(seed=draw)))
+                config = config_of(seed=draw, expert_groups=groups)
+                estimate = rows_of(estimate_divergence(model, batch, optimizer, config))
                 for (name, _, fmt), row in truth.items():
-                    part = name.rpartition(".")[2] if ".mlp." in name else "attention"
+                    part = without_group(name).rpartition(".")[2] if ".mlp." in name else "attention"
+                    if row.weight_divergence == 0:  # no token goes to the group's experts
+                        assert groups > 1 and estimate[name, LAYER, fmt].weight_divergence == 0
+                        continue
                     ratio = estimate[name, LAYER, fmt].weight_divergence / row.weight_divergence
                     errors.setdefault((part, fmt, draw), []).append(abs(ratio - 1))
     assert {part for part, _, _ in errors} == {"gate_up", "down", "attention"}
@@ -139,9 +146,9 @@ def test_experts_that_adam_has_all_but_forgotten_do_not_fill_the_direction() -> 
         assert one.weight_divergence == pytest.approx(other.weight_divergence, rel=1e-2), one
 
 
-def table_on(ranks: Ranks, model: nn.Module, probe_tokens: int | None) -> DivergenceTable:
+def table_on(ranks: Ranks, model: nn.Module, **options: Any) -> DivergenceTable:
     """The table of the whole batch, of which each rank probes its part."""
-    config = SnipConfig(probe_tokens=probe_tokens, probe_batch_tokens=None)
+    config = SnipConfig(probe_batch_tokens=None, **options)
     own, inputs = copy.deepcopy(model), tokens(4, 256)
     count = 4 // ranks.size
     part = {name: value[ranks.rank * count : (ranks.rank + 1) * count] for name, value in inputs.items()}
@@ -152,11 +159,11 @@ def table_on(ranks: Ranks, model: nn.Module, probe_tokens: int | None) -> Diverg
         return divergences_at(own, Batch.of(part), OptimizerStep(gradients, answers), config, processes=processes)
 
 
-@pytest.mark.parametrize("probe_tokens", [None, 512])
-def test_two_ranks_find_what_one_process_finds(probe_tokens: int | None) -> None:
+@pytest.mark.parametrize("options", [{"probe_tokens": None}, {"probe_tokens": 512}, GROUPED], ids=str)
+def test_two_ranks_find_what_one_process_finds(options: dict[str, Any]) -> None:
     model = routed_lm(4, 2, blocks=1)
-    expected = table_on(Ranks(), model, probe_tokens)
-    found = on_ranks(2, lambda ranks: table_on(ranks, model, probe_tokens))
+    expected = table_on(Ranks(), model, **options)
+    found = on_ranks(2, lambda ranks: table_on(ranks, model, **options))
     assert found[0] == found[1]
     for row, other in zip(found[0].rows, expected.rows, strict=True):
         assert (row.layer, row.gemm, row.format) == (other.layer, other.gemm, other.format)
@@ -187,3 +194,36 @@ def test_the_hessian_trace_of_experts_is_the_mean_over_directions_of_all_matrice
 
     # Each of two equal experts has half of the tokens and so, by its own parameters, its part of the trace.
     assert trace_of(2) == pytest.approx(trace_of(0), rel=0.25)
+
+
+def test_groups_of_experts_have_together_what_their_projection_has() -> None:
+    """Where a token goes to one expert, losses and updates that groups move are those that the projection moves. Of the
+    projection's own update each group changes its part."""
+    whole, parts = (rows_with_trained_mixers(routed_lm(4, 1), expert_groups=groups) for groups in (1, 2))
+    compared = 0
+    for (name, gemm, fmt), row in whole.items():
+        if name.endswith(PROJECTIONS) and gemm in ("forward", "grad_input"):
+            own = [parts[f"{name}[{ends}]", gemm, fmt] for ends in ("0:2", "2:4")]
+            assert sum(one.loss_divergence for one in own) == pytest.approx(row.loss_divergence, rel=1e-3)
+            assert sum(one.flops for one in own) == 2 * row.flops, "per token that a layer sees"
+            squares = sum(one.weight_divergence**2 for one in own)
+            assert squares**0.5 == pytest.approx(row.weight_divergence, rel=0.2), row
+            compared += 1
+    assert compared == 2 * 2 * 2 * 2
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "fp8-tensor"])
+def test_a_group_without_tokens_costs_nothing_and_changes_nothing_for_the_others(fmt: str) -> None:
+    model, wider = with_idle_experts()
+    options: dict[str, Any] = {"formats": ("fp4", fmt)}
+    found = rows_with_trained_mixers(wider, expert_groups=2, **options)
+    expected = rows_with_trained_mixers(model, **options)
+    assert len([name for name, *_ in found if name.endswith("[2:4]")]) == 2 * 2 * 4 * 2
+    for (name, gemm, fmt), row in found.items():
+        if name.endswith("[2:4]"):
+            assert row.loss_divergence == row.weight_divergence == row.weight_bias == 0
+            continue
+        other = expected[name.removesuffix("[0:2]"), gemm, fmt]
+        assert row.loss_divergence == pytest.approx(other.loss_divergence, rel=1e-4)
+        # Another group's random numbers, and another direction of each weight.
+        assert row.weight_divergence == pytest.approx(other.weight_divergence, rel=0.2), row

@@ -74,6 +74,26 @@ def grouped(fmt: str, tensors: Sequence[Tensor], transposed: bool = False) -> tu
     )
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_groups_of_matrices_get_the_bits_that_each_gets_as_a_layer_of_its_own(transposed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((150, 72), (6, 40, 72), (6, 40)))
+    grad_output, ends = torch.randn(150, 40, generator=generator), torch.tensor([30, 30, 71, 71, 71, 140])
+    states = torch.stack([state("fp4", 5), state("fp8", 6), state("bf16", 7)])
+    y = grouped_forward_gemm(x, weight, bias, ends, states)
+    grad_input = grouped_grad_input_gemm(grad_output, weight, ends, states)
+    grad_weight = grouped_grad_weight_gemm(grad_output, x, ends, states, transposed)
+    assert not y[140:].any() and not grad_input[140:].any()
+    for index, rows in enumerate((slice(0, 30), slice(30, 71), slice(71, 140))):
+        own, of_group = states[index], slice(2 * index, 2 * index + 2)
+        own_ends, matrices = ends[of_group] - rows.start, weight[of_group]
+        assert torch.equal(y[rows], grouped_forward_gemm(x[rows], matrices, bias[of_group], own_ends, own))
+        assert torch.equal(grad_input[rows], grouped_grad_input_gemm(grad_output[rows], matrices, own_ends, own))
+        expected = grouped_grad_weight_gemm(grad_output[rows], x[rows], own_ends, own, transposed)
+        assert torch.equal(grad_weight[of_group], expected)
+    assert grad_weight.stride() == ((72 * 40, 1, 40) if transposed else (72 * 40, 72, 1))
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("fmt", slow_but(FORMATS, *FEW))
 def test_each_matrix_gets_the_bits_that_it_gets_alone(fmt: str, case: str) -> None:

@@ -41,7 +41,7 @@ def test_in_high_precision_it_gives_what_its_class_gives_and_so_it_does_when_it_
     model, plain = build(family), build(family)
     convert_model(model, HIGH)
     found = experts_of(model)
-    assert set(found) == {name for name, p in plain.named_parameters() if p.dim() == 3}
+    assert set(found) == {name for name, p in plain.named_parameters() if p.dim() == 3 or ".experts.mlp." in name}
     assert list(model.state_dict()) == list(plain.state_dict())
     (loss, gradients), (expected_loss, expected) = loss_and_gradients(model), loss_and_gradients(plain)
     assert loss == pytest.approx(expected_loss, rel=1e-6) and gradients.keys() == expected.keys()
@@ -66,6 +66,17 @@ def test_a_copy_runs_alike_in_low_precision_and_stays_an_instance_of_its_class(f
     for layer in snip_linears(model).values():
         if isinstance(layer, SnipExperts):
             assert type(layer.owner).__mro__[2].__module__.startswith("transformers.models")
+
+
+@each_family
+def test_matrices_are_those_of_the_experts_and_come_back_in_the_parameter_s_layout(family: str) -> None:
+    model = build(family)
+    convert_model(model, HIGH)
+    for layer in (layer for layer in snip_linears(model).values() if isinstance(layer, SnipExperts)):
+        matrices = layer.matrices(layer.weight)
+        assert len(matrices) == layer.num_matrices and torch.equal(layer.laid_out(matrices), layer.weight)
+        assert {tuple(matrix.shape) for matrix in matrices} == {(layer.out_features, layer.in_features)}
+        assert torch.equal(torch.stack(matrices), layer.stacked)
 
 
 @each_family

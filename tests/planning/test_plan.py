@@ -467,6 +467,9 @@ def test_tokens_turn_flops_into_those_that_run_and_come_back_from_the_file(tmp_p
         ({"a": 1.0, "b": -1.0}, "tokens['b'] is -1.0, expected"),
         ({"a": 1.0, "b": math.nan}, "tokens['b'] is nan, expected"),
         ([1.0], "tokens is [1.0], expected a mapping from layer names."),
+        ({"a": {"forward": 1.0}, "b": 1.0}, "tokens['a'] has no entry 'grad_input'"),
+        ({"a": {"forward": 1.0, "grad_input": -1.0}, "b": 1.0}, "tokens['a']['grad_input'] is -1.0, expected"),
+        ({"a": {"forward": 1.0, "grad_input": 2.0}, "b": 1.0}, "tokens['a'] has more tokens of grad_input than of"),
         ({"a": 1.0, "b": 0.0}, "No layer of stages[1], such as 'b', saw a token of the micro-batch"),
     ],
 )
@@ -489,4 +492,28 @@ def test_tokens_that_do_not_fit_are_refused(tokens: Any, message: str) -> None:
 def test_tokens_are_told_only_where_layers_saw_different_numbers(
     seen: dict[str, int], tokens: int | None, expected: dict[str, float] | None
 ) -> None:
-    assert relative_tokens(seen, tokens) == expected
+    assert relative_tokens(seen, seen, tokens) == expected
+
+
+def test_tokens_are_told_where_a_grad_input_did_not_run_for_all_of_them() -> None:
+    found = relative_tokens({"a": 8, "b": 8, "c": 8}, {"a": 0, "b": 8, "c": 4}, 8)
+    assert found == {
+        "a": {"forward": 1.0, "grad_input": 0.0},
+        "b": 1.0,
+        "c": {"forward": 1.0, "grad_input": 0.5},
+    }
+
+
+def test_a_grad_input_that_does_not_run_has_no_share(tmp_path: Path) -> None:
+    formats = {"a": {**dict.fromkeys(GEMMS, "fp8"), "grad_input": "fp4"}, "b": dict.fromkeys(GEMMS, "fp4")}
+    plan = small_plan(stages=[["a", "b"]], assignment=formats)
+    assert plan.fp4_fraction == 5 / 9
+    counted = dataclasses.replace(plan, tokens={"a": {"forward": 1.0, "grad_input": 0.0}, "b": 2.0})
+    assert counted.fp4_fraction == 6 / 10
+    assert counted.executed["a"] == {"forward": 2.0, "grad_input": 0.0, "grad_weight": 2.0}
+    counted.save(tmp_path / "plan.json")
+    assert PrecisionPlan.load(tmp_path / "plan.json") == counted
+    machine = Machine(device="x", torch_version="2", backend="y", dtype="z")
+    seconds = {layer: {gemm: {"fp8": 1.0, "fp4": 1.0} for gemm in GEMMS} for layer in ("a", "b")}
+    timed = dataclasses.replace(counted, measured=MeasuredCost(machine=machine, tokens=8, seconds=seconds))
+    assert timed.fp4_time_fraction == 6 / 8

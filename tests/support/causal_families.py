@@ -114,6 +114,11 @@ EXPERTS: dict[str, dict[str, Any]] = {
     **_alike(_LATENT, "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
     **_alike(_INDEXER, "deepseek_v32", "glm_moe_dsa", "axk2"),
     "aria_text": {"moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 1, "intermediate_size": 64},
+    "dbrx": {
+        # The configuration of files names the base of rotations here, which the class does not know.
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": HIDDEN, "ffn_hidden_size": 64, "moe_num_experts": 8, "moe_top_k": 2},
+    },
     "longcat_flash": {**_LATENT, "moe_topk": 2, "zero_expert_num": 2, "expert_ffn_hidden_size": 64},
 }
 FAMILIES = {family: fields for family, fields in {**DENSE, **HYBRID, **EXPERTS}.items() if family in CONFIG_MAPPING}

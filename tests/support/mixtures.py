@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DbrxConfig,
     DeepseekV3Config,
     GptOssConfig,
     JetMoeConfig,
@@ -70,6 +71,11 @@ OWN_FORWARDS: dict[str, PretrainedConfig] = {
     "jetmoe": JetMoeConfig(  # the attention has experts too
         **{key: value for key, value in _COMMON.items() if key != "num_attention_heads"}, kv_channels=16,
         intermediate_size=INNER, num_local_experts=EXPERTS,
+    ),
+    "dbrx": DbrxConfig(  # parameters of two dimensions, in a child of the experts module
+        d_model=HIDDEN, n_heads=4, n_layers=LAYERS, max_seq_len=64, vocab_size=VOCABULARY,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        ffn_config={"hidden_size": HIDDEN, "ffn_hidden_size": INNER, "moe_num_experts": EXPERTS, "moe_top_k": 2},
     ),
 }  # fmt: skip
 

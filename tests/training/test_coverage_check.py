@@ -159,6 +159,49 @@ def test_each_refresh_counts_again_and_meets_the_target_by_what_runs(tmp_path: P
     assert PrecisionPlan.load(tmp_path / "snip" / "plan.json") == plan
 
 
+def upper_only(model: Any) -> Any:
+    """Freezes all but the second block and the head."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(("model.layers.1.", "model.norm", "lm_head")))
+    return model
+
+
+@pytest.mark.parametrize("policy", ["snip", "layer-position", "backward-first"])
+def test_gemms_that_never_run_do_not_help_to_reach_the_target(policy: str, tmp_path: Path) -> None:
+    config = SnipConfig(target_fp4_fraction=0.5, granularity="gemm", policy=policy, **FAST)
+    loop = Loop(upper_only(build("llama")), config, tmp_path).run(*[text()] * 4)
+    plan = loop.controller.plan
+    idle = {name for name, own in plan.tokens.items() if own == {"forward": 1.0, "grad_input": 0.0}}
+    assert {name for name in plan.tokens if ".layers.0." in name} == idle and len(idle) == 7
+    assert {own for name, own in plan.tokens.items() if name not in idle} == {1.0}
+    work = {
+        (layer, gemm): flops
+        for layer, row in plan.flops.items()
+        for gemm, flops in row.items()
+        if not (gemm == "grad_input" and layer in idle)
+    }
+    low = [flops for (layer, gemm), flops in work.items() if plan.assignment[layer][gemm] == "fp4"]
+    assert plan.fp4_fraction == pytest.approx(sum(low) / sum(work.values())) and plan.fp4_fraction >= 0.5
+    assert load_run(tmp_path).plans[-1][1].fp4_fraction == plan.fp4_fraction
+    assert PrecisionPlan.load(tmp_path / "snip" / "plan.json") == plan
+    assert load_run(tmp_path).counted[-1].tokens == plan.tokens
+
+
+@pytest.mark.slow
+def test_a_resumed_run_with_frozen_lower_blocks_is_the_whole_run() -> None:
+    config = SnipConfig(target_fp4_fraction=0.5, granularity="gemm", **FAST)
+    whole = Loop(upper_only(build("llama")), config).run(*[text()] * 7)
+    first = Loop(upper_only(build("llama")), config).run(*[text()] * 3)
+    second = Loop(first.model, config)
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.controller.load_state_dict(json.loads(json.dumps(first.controller.state_dict())))
+    second.step = 3
+    second.run(*[text()] * 4)
+    assert second.controller.plan.to_dict()["assignment"] == whole.controller.plan.to_dict()["assignment"]
+    assert second.controller.plan.tokens == whole.controller.plan.tokens is not None
+    assert all(torch.equal(*pair) for pair in zip(whole.model.parameters(), second.model.parameters(), strict=True))
+
+
 def test_measured_times_count_by_the_tokens_too() -> None:
     config = SnipConfig(policy="layer-type", target_fp4_fraction=0.6, budget="measured", timing_tokens=16)
     plan = Loop(seeded(SparseLM), config).run(ids(4)).controller.plan
@@ -295,3 +338,20 @@ def test_where_no_pass_can_be_run_apart_nothing_is_counted(
     assert told(parallel) == [message % "under tensor parallelism"]
     monkeypatch.setattr(coverage_check, "is_fully_sharded", lambda model: True)
     assert told(routed) == [message % "under FSDP2 with experts that are layers of their own"]
+
+
+def test_ranks_count_which_grad_inputs_run() -> None:
+    def work(ranks: Ranks) -> Any:
+        loop = Loop(upper_only(build("llama")), SnipConfig(policy="layer-position"))
+        in_force, processes = loop.controller._in_force, Processes(data=ranks, everyone=ranks)
+        check = CoverageCheck(loop.model, in_force, processes, loop.controller._events, logging.getLogger(LOG))
+        check.take(TrainingPass(text(), None))
+        check.count_first(1, is_new=True)
+        return in_force.plan
+
+    plan, other = on_ranks(2, work)
+    assert (
+        plan
+        == other
+        == Loop(upper_only(build("llama")), SnipConfig(policy="layer-position")).run(text()).controller.plan
+    )

@@ -7,31 +7,55 @@ from collections.abc import Mapping
 from torch import nn
 
 from ..layers.state import gemms_of, snip_linears
+from ..numerics.gemms import GEMMS
+
+FORWARD, GRAD_INPUT, _ = GEMMS
 
 Work = Mapping[str, Mapping[str, float]]
 """Layer -> GEMM -> FLOPs per token, or seconds."""
-Tokens = Mapping[str, float]
-"""Layer -> tokens that it saw in all its matrices together, per token of the micro-batch."""
+Tokens = Mapping[str, float | Mapping[str, float]]
+"""Layer -> tokens that it saw in all its matrices together, per token of the micro-batch. Where its grad_input did not
+run for all of them: "forward" and "grad_input" -> the tokens of each."""
 
 
 def executed(work: Work, tokens: Tokens | None) -> Work:
     """Returns the work that runs, per token of the micro-batch; None: every layer saw each token once."""
     if tokens is None:
         return work
-    return {layer: {gemm: value * tokens[layer] for gemm, value in row.items()} for layer, row in work.items()}
+    return {
+        layer: {gemm: value * tokens_of_gemm(tokens, layer, gemm) for gemm, value in row.items()}
+        for layer, row in work.items()
+    }
 
 
-def relative_tokens(seen: Mapping[str, int], tokens: int | None) -> dict[str, float] | None:
-    """Returns what layers saw per token of the micro-batch; None if all of them saw the same number.
+def tokens_of_gemm(tokens: Tokens, layer: str, gemm: str) -> float:
+    """Returns for how many tokens a GEMM of a layer runs, per token of the micro-batch."""
+    own = tokens[layer]
+    return own.get(gemm, own[FORWARD]) if isinstance(own, Mapping) else own
+
+
+def relative_tokens(seen: Mapping[str, int], returned: Mapping[str, int], tokens: int | None) -> Tokens | None:
+    """Returns what layers saw per token of the micro-batch; None if all their GEMMs ran for the same number.
 
     Args:
         seen: layer -> tokens that it saw.
+        returned: layer -> those among them for which grad_input runs.
         tokens: of the micro-batch; None where that cannot be told: the most that a layer saw.
     """
     most = max(seen.values(), default=0)
-    if most == 0 or most == min(seen.values()):
+    if most == 0 or most == min(returned.values()):
         return None
-    return {layer: count / (tokens or most) for layer, count in seen.items()}
+
+    def relative(layer: str) -> float | dict[str, float]:
+        forward, grad_input = (count / (tokens or most) for count in (seen[layer], returned[layer]))
+        return forward if forward == grad_input else {FORWARD: forward, GRAD_INPUT: grad_input}
+
+    return {layer: relative(layer) for layer in seen}
+
+
+def as_json(tokens: Tokens) -> dict[str, float | dict[str, float]]:
+    """Returns JSON data."""
+    return {layer: dict(own) if isinstance(own, Mapping) else own for layer, own in tokens.items()}
 
 
 def linear_flops(model: nn.Module) -> dict[str, dict[str, float]]:

@@ -13,7 +13,7 @@ from ..layers.state import gemms_of, snip_linears
 from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
 from ..text import printable
-from .flops import Tokens, Work
+from .flops import Tokens, Work, tokens_of_gemm
 from .gemm_timing import GemmShape, Machine, Timer, gemm_times, reference_format
 
 
@@ -46,7 +46,10 @@ class MeasuredCost:
         if tokens is None:
             return self
         seconds = {
-            layer: {gemm: {name: value * tokens[layer] for name, value in times.items()} for gemm, times in row.items()}
+            layer: {
+                gemm: {name: value * tokens_of_gemm(tokens, layer, gemm) for name, value in times.items()}
+                for gemm, times in row.items()
+            }
             for layer, row in self.seconds.items()
         }
         return replace(self, seconds=seconds)

@@ -21,7 +21,7 @@ from ..numerics.random_state import RandomState
 from ..parallel.sharding import whole
 from ..parallel.wrappers import unwrap
 from ..text import printable
-from .matrix_products import ProductCounter
+from .matrix_products import ProductCounter, needs_gradient
 from .passes import call, stand_in, traceless
 
 # Coverage below this share is worth a warning.
@@ -58,8 +58,8 @@ class Coverage:
 
     flops: float
     """FLOPs of a forward and a backward pass: those of all matrix products with a parameter, by the tokens that it
-    saw. Each product counts as forward and grad_input, and as grad_weight if the parameter is trained. The output head
-    and products of activations with each other are aside."""
+    saw. Each product counts as forward, as grad_input if its input needs a gradient, and as grad_weight if the
+    parameter is trained. The output head and products of activations with each other are aside."""
     covered: float
     """Those among them that a plan decides on."""
     uncovered: list[Uncovered]
@@ -109,6 +109,8 @@ class CountedPass(NamedTuple):
     aside: dict[str, float]
     tokens: dict[str, int]
     """Swapped layer -> tokens that it saw, in all its matrices together."""
+    returned: dict[str, int]
+    """Swapped layer -> those among them for which its grad_input runs."""
 
     @classmethod
     def sum_of(cls, passes: Sequence[Sequence[Any]]) -> CountedPass:
@@ -116,12 +118,12 @@ class CountedPass(NamedTuple):
         every = [
             cls(one[0], {(name, kind, why): count for name, kind, why, count in one[1]}, *one[2:]) for one in passes
         ]
-        left, aside, tokens = (_summed(part) for part in list(zip(*every, strict=True))[1:])
-        return cls(sum(one.covered for one in every), left, aside, tokens)
+        parts = (_summed(part) for part in list(zip(*every, strict=True))[1:])
+        return cls(sum(one.covered for one in every), *parts)
 
     def parts(self) -> list[Any]:
         """Returns JSON data for `sum_of`."""
-        return [self.covered, [[*key, count] for key, count in self.left.items()], self.aside, self.tokens]
+        return [self.covered, [[*key, count] for key, count in self.left.items()], *self[2:]]
 
     @property
     def coverage(self) -> Coverage:
@@ -164,16 +166,15 @@ def count_pass(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | 
     matrices = weight_matrices(model, config)
     kwargs = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
     layers = snip_linears(model)
-    tokens = dict.fromkeys(layers, 0)
+    tokens, returned = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     # Before stand-ins take the parameters' places.
     holders = [(module, [names[id(weight)] for weight in known_weights(module)]) for module in model.modules()]
     before = RandomState.now()
     try:
-        with traceless(model), torch.no_grad():
-            stand_in(model, {}, in_fp32=False)
+        with traceless(model), _following_gradients(model):
             counter = ProductCounter(dict(model.named_parameters()), kwargs.values())
-            with _counting(layers, tokens, counter), _noting_calls(holders, counter), counter:
+            with _counting(layers, (tokens, returned), counter), _noting_calls(holders, counter), counter:
                 call(model, kwargs)
     finally:
         before.restore()
@@ -181,18 +182,44 @@ def count_pass(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | 
     groups: dict[tuple[str, str, str], float] = {}
     for one in matrices:
         name = names[id(one.parameter)]
-        # Forward and grad_input; grad_weight only of what is trained.
-        times = 2.0 + one.parameter.requires_grad
-        count = times * counter.flops[name]
+        # Forward, and grad_weight only of what is trained; grad_input of what returns.
+        times = 1.0 + one.parameter.requires_grad
+        count = times * counter.flops[name] + counter.returned[name]
         if one.is_aside:
             head += count
             continue
-        in_calls = times * counter.in_calls[name] if one.reason is None else 0.0
+        in_calls = 0.0
+        if one.reason is None:
+            in_calls = times * counter.in_calls[name] + counter.returned_in_calls[name]
         covered += in_calls
         if count > in_calls:
             key = one.name, one.kind, one.reason or _NO_CALL
             groups[key] = groups.get(key, 0.0) + count - in_calls
-    return CountedPass(covered, groups, {_HEAD: head, _ACTIVATIONS: 3.0 * counter.without_parameter}, tokens)
+    return CountedPass(covered, groups, {_HEAD: head, _ACTIVATIONS: 3.0 * counter.without_parameter}, tokens, returned)
+
+
+@contextmanager
+def _following_gradients(model: nn.Module) -> Iterator[None]:
+    """Puts stand-ins in the place of a model's parameters, and tells which products need a gradient of their input.
+
+    Where everything is trained, all of them do, and the pass runs without gradients. Otherwise it runs with them, as in
+    training, and keeps nothing for a backward pass.
+    """
+    asks = {name: one.requires_grad for name, one in model.named_parameters() if one.is_floating_point()}
+    stand_in(model, {}, in_fp32=False)
+    if all(asks.values()):
+        with torch.no_grad():
+            yield
+        return
+    for name, parameter in model.named_parameters():
+        if name in asks:
+            parameter.requires_grad_(asks[name])
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_forgotten, _forgotten):
+        yield
+
+
+def _forgotten(_: Tensor) -> Any:
+    """What is kept of a tensor for a backward pass that never runs."""
 
 
 @contextmanager
@@ -216,8 +243,16 @@ def _noting_calls(holders: Iterable[tuple[nn.Module, list[str]]], counter: Produ
 
 
 @contextmanager
-def _counting(layers: Mapping[str, SnipLayer], tokens: dict[str, int], counter: ProductCounter) -> Iterator[None]:
-    """Lets every swapped layer run in the dtype of its weight, in no format, and counts its tokens."""
+def _counting(
+    layers: Mapping[str, SnipLayer], tokens: tuple[dict[str, int], dict[str, int]], counter: ProductCounter
+) -> Iterator[None]:
+    """Lets every swapped layer run in the dtype of its weight, in no format, and counts its tokens.
+
+    Args:
+        layers: the swapped layers.
+        tokens: layer -> those that it saw so far, and those for which grad_input runs.
+        counter: is told of weights that were made whole.
+    """
     try:
         for name, layer in layers.items():
             layer.snip_recorder = _counted(name, tokens, counter)
@@ -227,19 +262,22 @@ def _counting(layers: Mapping[str, SnipLayer], tokens: dict[str, int], counter: 
             layer.snip_recorder = None
 
 
-def _counted(name: str, tokens: dict[str, int], counter: ProductCounter) -> ForwardRecorder:
+def _counted(name: str, tokens: tuple[dict[str, int], dict[str, int]], counter: ProductCounter) -> ForwardRecorder:
+    seen, returned = tokens
+
     def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
         x = input.reshape(-1, input.shape[-1])
         weight, bias = whole(layer.weight), layer.bias
         if weight is not layer.weight:
             counter.note_parameter(layer.weight_name(name), weight)
         matrices = layer.matrices(weight)
+        rows = x.shape[0] if dispatch is None else int(dispatch.ends[-1])
+        seen[name] += rows
+        returned[name] += rows if needs_gradient(input) else 0
         if dispatch is None:
-            tokens[name] += x.shape[0]
             y = nn.functional.linear(x, matrices[0], bias)
         else:
             ends = dispatch.ends
-            tokens[name] += int(ends[-1])
             *parts, behind = x.tensor_split(ends.cpu())
             products = [part @ matrix.t() for part, matrix in zip(parts, matrices, strict=True)]
             y = torch.cat([*products, behind.new_zeros(len(behind), layer.out_features)])

@@ -152,7 +152,8 @@ class _Measurement:
         self._others = counted.others
         self.loss, base = self._gradients()
         self._base = {}
-        for name in (name for name in self._answers if name in base):
+        counts = {id(gradient): name for name, gradient in base.items()}  # groups of experts share one
+        for name in (name for name in self._answers if name in base and counts[id(base[name])] == name):
             update, meaningful = self._answers[name].update(base[name]), self._answers[name].meaningful(base[name])
             size = counted.weights[name].detach().to(torch.float32) if counted.others is None else update
             norm = size.square().sum().sqrt()

@@ -8,9 +8,10 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,6 +75,11 @@ class ProductCounter(TorchDispatchMode):
         """Name of a parameter -> FLOPs of the products that it is an operand of."""
         self.in_calls: Counter[str] = Counter()
         """Those among them that ran between `enter` and `leave` of the parameter."""
+        self.returned: Counter[str] = Counter()
+        """Name of a parameter -> those of its FLOPs that run again for the gradient of the other operand: all, unless
+        the pass runs with gradients and that operand needs none."""
+        self.returned_in_calls: Counter[str] = Counter()
+        """Those among them that ran between `enter` and `leave`."""
         self.without_parameter = 0
         """FLOPs of products of activations with each other, as in attention."""
         self._sizes: dict[str, int] = {}
@@ -130,16 +136,21 @@ class ProductCounter(TorchDispatchMode):
             self._note(tensor, made)
         return result
 
-    def _count(self, operands: Iterable[Tensor], flops: int) -> None:
+    def _count(self, operands: Sequence[Tensor], flops: int) -> None:
         """Adds a product to its parameter; of two parameters the second operand is the weight."""
-        for operand in reversed(list(operands)):
+        first, second = operands
+        for operand, other in ((second, first), (first, second)):
             parameters = self._origin(operand).parameters
             if parameters:
                 total = sum(self._sizes[name] for name in parameters)
+                returns = needs_gradient(other)
                 for name in sorted(parameters):
                     part = flops * self._sizes[name] // total
+                    in_call = part if self._entered[name] > 0 else 0
                     self.flops[name] += part
-                    self.in_calls[name] += part if self._entered[name] > 0 else 0
+                    self.in_calls[name] += in_call
+                    self.returned[name] += part if returns else 0
+                    self.returned_in_calls[name] += in_call if returns else 0
                 return
         self.without_parameter += flops
 
@@ -160,6 +171,15 @@ class ProductCounter(TorchDispatchMode):
         place = StorageWeakRef(tensor.untyped_storage())
         if place.cdata not in self._homes:
             self._origins[place.cdata] = place, origin
+
+
+def needs_gradient(tensor: Tensor) -> bool:
+    """Returns True if a gradient flows back to a tensor, also where that cannot be told.
+
+    A pass without gradients does not tell, nor does one that is recomputed for its backward pass (reentrant gradient
+    checkpointing).
+    """
+    return tensor.requires_grad or not torch.is_grad_enabled()
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
+from ..layers.state import one_per_weight
 from ..numerics.random_streams import stream_key
 from ..parallel.ranks import Processes
 from ..parallel.sharding import sharded_as, squares, whole
@@ -53,15 +54,20 @@ class MovedWeights:
         self._held: dict[str, Tensor] = {}
         self._remade = [name for name in pullbacks if name in remade and can_be_remade(name, layers)]
 
+        holds = self._first_of_each_weight()
+
         def directions() -> Iterator[Tensor]:
             for name in pullbacks:
                 direction = self._direction(name)
                 if name not in self._remade:
-                    self._held[name] = direction
+                    # Groups of experts each move their part of one parameter.
+                    first = holds[name]
+                    self._held[first] = direction if first == name else self._held[first] + direction
                 yield direction
 
-        weights = list(self._weights.values())
-        measured = weights if others is None else [layer.weight.detach() for layer in layers.values()]
+        weights = [weight for name, weight in self._weights.items() if holds[name] == name]
+        measured = [layer.weight.detach() for layer in one_per_weight(layers).values()]
+        measured = weights if others is None else measured
         counts = [sum(weight.numel() for weight in group) for group in (weights, measured)]
         totals = processes.pipeline.gather([sum(squares(measured)), sum(squares(directions())), *counts])
         size, moves, moved_count, measured_count = (sum(column) for column in zip(*totals, strict=True))
@@ -70,6 +76,12 @@ class MovedWeights:
         self.epsilon = relative_step * (size / moves) ** 0.5 if moves > 0 else 1.0
         for name, direction in self._held.items():
             self._move(name, direction)
+
+    def _first_of_each_weight(self) -> dict[str, str]:
+        """Returns what moves -> the first one of the same parameter."""
+        layers = {name: self._layers[name] for name in self._pullbacks if name in self._layers}
+        firsts = {layer.weight_name(name): name for name, layer in one_per_weight(layers).items()}
+        return {name: firsts[layers[name].weight_name(name)] if name in layers else name for name in self._pullbacks}
 
     def turn(self) -> None:
         """Goes from W + eps * d to W - eps * d, in place."""

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..layers.layer import SnipLayer
 from ..layers.selection import head_of
-from ..layers.state import block_of
+from ..layers.state import block_of, one_per_weight
 from ..parallel.sharding import is_sharded
 from .moved_weights import can_be_remade
 from .recomputation import recomputes_already
@@ -130,7 +130,8 @@ def _blocks_of(layers: Mapping[str, SnipLayer], elementwise: Collection[str], pa
         members.setdefault(block_of(name), []).append(name)
     blocks = []
     for block, names in members.items():
-        sizes = {name: _elements(layers[name].weight, passes.ranks) for name in names} if passes.probes else {}
+        own = one_per_weight({name: layers[name] for name in names}) if passes.probes else {}
+        sizes = {name: _elements(layer.weight, passes.ranks) for name, layer in own.items()}
         remade = sum(size for name, size in sizes.items() if name in elementwise and can_be_remade(name, layers))
         features = sum(_features(layers[name]) for name in names)
         inputs, largest = layers[names[0]].in_features, max(sizes.values(), default=0)

@@ -12,11 +12,19 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from ..layers.experts import looks_like_experts
 from ..layers.selection import modules_of_layers
+from ..layers.state import without_group
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from ..numerics.gemms import CONTRACTIONS, GEMMS, OPERANDS
 from ..planning.plan import PrecisionPlan
 from .export_targets import TARGETS, Setting, Target
+
+# Targets pass over a module that is no linear, so that the file would promise what does not happen.
+_UNKNOWN_CLASS = (
+    "by its name it is a projection of experts, which is no nn.Linear; name the model with --model, so that its class "
+    "is known, and add --nearest to leave experts in high precision"
+)
 
 
 class NotExpressible(ValueError):
@@ -71,11 +79,14 @@ def export_plan(
 
     Raises:
         NotExpressible: without `nearest`, a module has no setting that says what the plan says, or a layer does not fit
-            its setting; with it or without, a layer's name means nothing to the target.
+            its setting; with it or without, a layer's name means nothing to the target, or is that of experts while
+            the model is not known.
         ValueError: an unknown target.
     """
     there = TARGETS[TARGETS.checked(target, "--to")]
     units, reasons = _units(plan, there)
+    if model is None:
+        reasons = {layer: _UNKNOWN_CLASS for layer in plan.assignment if looks_like_experts(layer)} | reasons
     chosen: dict[str, Setting] = {}
     unfit: dict[str, str] = {}
     expected = _expected_parts(units, there)
@@ -111,7 +122,7 @@ def _misfits(
     """Returns which of these layers the target cannot set so, and why; {} where the model's modules are not known."""
     if modules is None:
         return {}
-    found = ((layer, target.unfit(setting, modules.get(layer))) for layer in layers)
+    found = ((layer, target.unfit(setting, modules.get(without_group(layer)))) for layer in layers)
     return {layer: why for layer, why in found if why is not None}
 
 

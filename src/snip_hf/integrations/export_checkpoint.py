@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 
 from ..json_io import open_regular
 from ..layers.selection import modules_of_layers, refuse_quantized
+from ..layers.state import without_group
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..planning.plan import PrecisionPlan
@@ -152,7 +153,7 @@ def _chosen(plan: PrecisionPlan, model: nn.Module) -> tuple[dict[str, WeightKind
         name = formats[GEMMS[0]]
         if not FORMATS[name].is_quantized:
             continue
-        kind, why = WEIGHT_KINDS.get(name), _unfit(modules.get(layer), WEIGHT_KINDS.get(name))
+        kind, why = WEIGHT_KINDS.get(name), _unfit(modules.get(without_group(layer)), WEIGHT_KINDS.get(name))
         if kind is None or why:
             kept[layer] = why or f"torchao stores no weights in {name}"
         else:

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from ..layers.state import without_group
 from ..numerics.formats import UNQUANTIZED, NumberFormat
 from ..numerics.gemms import GEMMS
 from ..registry import Registry
@@ -158,12 +159,14 @@ def _four_over_six_settings() -> tuple[Setting, ...]:
 
 def _write_four_over_six(modules: Mapping[str, Setting], outside: Sequence[str]) -> str:
     overrides = {name: setting.config for name, setting in modules.items() if setting.config is not None}
+    # Groups of experts are no modules there, but their projection is.
+    others = [*outside, *(without_group(name) for name in modules if name not in overrides)]
     document = {
         "quant_method": "fouroversix",
         **_FOUR_OVER_SIX["nvfp4"],
         "keep_master_weights": True,
         "module_config_overrides": overrides,
-        "modules_to_not_convert": [*outside, *(name for name in modules if name not in overrides)],
+        "modules_to_not_convert": list(dict.fromkeys(others)),
     }
     return json.dumps(document, indent=1) + "\n"
 

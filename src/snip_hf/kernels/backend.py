@@ -48,6 +48,10 @@ class GroupedLayer(Protocol):
     """Whether the weight is stored as (E, I, O)."""
 
     @property
+    def states(self) -> Tensor:
+        """`snip_state`, or one row for each group of experts that has formats of its own."""
+
+    @property
     def stacked(self) -> Tensor:
         """The matrices (E, O, I): the weight itself or a view of it."""
 

@@ -7,6 +7,9 @@ belong to none, and their results are zero. A matrix may have no tokens. `state`
 Each matrix gives bit for bit what the operators of `emulated.py` give for it and its tokens alone: blocks begin anew
 at its first token, scales of whole tensors are its own, and so is the key of its random numbers
 (`random_streams.matrix_keys`). The loop over matrices is inside the operators, which wait for the device once.
+
+Matrices may be in groups of formats of their own. `state` then has a row for each group of equally many matrices, and
+each group gives what a layer of these matrices alone gives.
 """
 
 from __future__ import annotations
@@ -37,9 +40,30 @@ class _Part(NamedTuple):
     """Key, rank and ranks of its random numbers."""
 
 
+class _Group(NamedTuple):
+    """Matrices with a state of their own, as a layer of these alone."""
+
+    matrices: slice
+    rows: slice
+    """Their tokens."""
+    ends: Tensor
+    """Matrix -> where its rows end among these; on the host, as the state is."""
+    state: Tensor
+
+
 @torch.library.custom_op("snip_hf::grouped_forward_gemm", mutates_args=(), tags=_TAGS)
 def grouped_forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, state: Tensor) -> Tensor:
     """Returns x @ weight[e]^T + bias[e] for the tokens of each matrix e, (S, O), in x's dtype; bias is (E, O)."""
+    if state.dim() == 1:
+        return _forward(x, weight, bias, ends, state)
+    y = x.new_zeros(x.shape[0], weight.shape[1])
+    for matrices, rows, own_ends, own_state in _groups(state, ends):
+        own_bias = None if bias is None else bias[matrices]
+        y[rows] = _forward(x[rows], weight[matrices], own_bias, own_ends, own_state)
+    return y
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor, state: Tensor) -> Tensor:
     format, parts = _read(state, ends, "forward")
     y = x.new_zeros(x.shape[0], weight.shape[1])
     if not format.is_quantized:
@@ -61,6 +85,15 @@ def grouped_forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, ends: T
 @torch.library.custom_op("snip_hf::grouped_grad_input_gemm", mutates_args=(), tags=_TAGS)
 def grouped_grad_input_gemm(grad_output: Tensor, weight: Tensor, ends: Tensor, state: Tensor) -> Tensor:
     """Returns grad_output @ weight[e] for the tokens of each matrix e, (S, I), in grad_output's dtype."""
+    if state.dim() == 1:
+        return _grad_input(grad_output, weight, ends, state)
+    grad_input = grad_output.new_zeros(grad_output.shape[0], weight.shape[2])
+    for matrices, rows, own_ends, own_state in _groups(state, ends):
+        grad_input[rows] = _grad_input(grad_output[rows], weight[matrices], own_ends, own_state)
+    return grad_input
+
+
+def _grad_input(grad_output: Tensor, weight: Tensor, ends: Tensor, state: Tensor) -> Tensor:
     format, parts = _read(state, ends, "grad_input")
     grad_input = grad_output.new_zeros(grad_output.shape[0], weight.shape[2])
     if not format.is_quantized:
@@ -82,8 +115,17 @@ def grouped_grad_weight_gemm(grad_output: Tensor, x: Tensor, ends: Tensor, state
 
     `transposed`: in memory as (E, I, O).
     """
-    format, parts = _read(state, ends, "grad_weight")
     grad_weight = _empty_weight(grad_output, x, ends, transposed).zero_()
+    if state.dim() == 1:
+        return _grad_weight(grad_output, x, ends, state, grad_weight)
+    for matrices, rows, own_ends, own_state in _groups(state, ends):
+        _grad_weight(grad_output[rows], x[rows], own_ends, own_state, grad_weight[matrices])
+    return grad_weight
+
+
+def _grad_weight(grad_output: Tensor, x: Tensor, ends: Tensor, state: Tensor, grad_weight: Tensor) -> Tensor:
+    """Writes the gradients of the matrices that have tokens into `grad_weight`, and returns it."""
+    format, parts = _read(state, ends, "grad_weight")
     if not format.is_quantized:
         for part in parts:
             grad_weight[part.matrix] = grad_output[part.rows].t().mm(x[part.rows])
@@ -130,6 +172,18 @@ def _empty_weight(grad_output: Tensor, x: Tensor, ends: Tensor, transposed: bool
     if transposed:
         return grad_output.new_empty(matrices, in_features, out_features).transpose(1, 2)
     return grad_output.new_empty(matrices, out_features, in_features)
+
+
+def _groups(state: Tensor, ends: Tensor) -> list[_Group]:
+    """Returns the groups that `state` (G, 6) has rows for; reads both tensors in one go."""
+    states, ends = torch.cat([state.flatten(), ends]).cpu().split([state.numel(), len(ends)])
+    size, starts = len(ends) // len(state), [0, *ends.tolist()]
+    found = []
+    for index, own_state in enumerate(states.view(state.shape)):
+        matrices = slice(index * size, (index + 1) * size)
+        rows = slice(starts[matrices.start], starts[matrices.stop])
+        found.append(_Group(matrices, rows, ends[matrices] - rows.start, own_state))
+    return found
 
 
 def _read(state: Tensor, ends: Tensor, gemm: str) -> tuple[NumberFormat, list[_Part]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +14,11 @@ from ..config import SnipConfig
 from ..kernels.backend import BACKENDS, Backend, select_backend
 from ..numerics.formats import FORMATS, REFERENCE, check_format
 from ..numerics.gemms import GEMMS
-from .kinds import LAYER_KINDS, kind_of
+from .kinds import LAYER_KINDS, LayerKind, kind_of
 from .layer import STATE, SnipLayer
 from .run_hooks import end_runs
 from .selection import LEFT_OUT, check_patterns, known_layers, refuse_quantized, skip_reasons, summary
-from .state import set_step, snip_linears
+from .state import set_step, snip_linears, without_group
 from .weight_matrices import describe_unswapped, weight_matrices
 
 logger = logging.getLogger(__name__)
@@ -83,14 +83,19 @@ def _swap(module: nn.Module, config: SnipLinearConfig) -> nn.Module:
             f"{'; or '.join(kind.accepts for kind in LAYER_KINDS.values())}. Let the filter pass only such modules."
         )
     for layer in kind.swap(module):
-        layer.snip_recorder = None
-        start, device = FORMATS[config.start_format], layer.weight.device
-        state = torch.tensor([*[start.code] * len(GEMMS), 0, 0, 1], device=device)
-        layer.register_buffer(STATE, state, persistent=False)
-        layer.snip_key = 0
-        set_step({"": layer}, config.seed, 0, 0)
-        layer.use_backend(_backend_now(config.backend, device, [start.name, *config.formats]))
+        _begin(layer, config)
     return module
+
+
+def _begin(layer: SnipLayer, config: SnipLinearConfig) -> None:
+    """Gives a new layer its state and its kernels."""
+    layer.snip_recorder = None
+    start, device = FORMATS[config.start_format], layer.weight.device
+    state = torch.tensor([*[start.code] * len(GEMMS), 0, 0, 1], device=device)
+    layer.register_buffer(STATE, state, persistent=False)
+    layer.snip_key = 0
+    set_step({"": layer}, config.seed, 0, 0)
+    layer.use_backend(_backend_now(config.backend, device, [start.name, *config.formats]))
 
 
 def _backend_now(requested: str, device: torch.device, formats: list[str]) -> Backend:
@@ -126,14 +131,12 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     modules = known_layers(model)
     wanted = {id(modules[name][0]) for name in chosen}
     before = snip_linears(model)
-    quantize_(
-        model,
-        SnipLinearConfig(config.format_at_start, config.seed, config.backend, config.formats),
-        filter_fn=lambda module, name: id(module) in wanted,
-    )
+    swapping = SnipLinearConfig(config.format_at_start, config.seed, config.backend, config.formats)
+    quantize_(model, swapping, filter_fn=lambda module, name: id(module) in wanted)
     for name, layer in snip_linears(model).items():
-        if reasons.get(name, LEFT_OUT) is not None:
+        if reasons.get(without_group(name), LEFT_OUT) is not None:
             layer.restore()
+    _divide({id(modules[name][0]): modules[name] for name in chosen}.values(), config.expert_groups, swapping)
     layers = snip_linears(model)
     for name, layer in layers.items():
         # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone.
@@ -146,6 +149,21 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
         if rest := describe_unswapped(weight_matrices(model, config)):
             logger.info("snip-hf: these weights stay in high precision (embeddings and output head aside): %s.", rest)
     return list(layers)
+
+
+def _divide(modules: Iterable[tuple[nn.Module, LayerKind]], groups: int, config: SnipLinearConfig) -> None:
+    """Divides the layers of modules with experts into groups of these."""
+    can = False
+    for module, kind in modules:
+        for layer in kind.divide(module, groups):
+            _begin(layer, config)
+        can |= kind.can_divide
+    if groups > 1 and not can:
+        logger.warning(
+            "snip-hf: expert_groups=%d has no effect: no projection of experts is swapped. Linears that are an expert "
+            "each are layers of their own anyhow.",
+            groups,
+        )
 
 
 def _nothing_left(model: nn.Module, skipped: Mapping[str, str]) -> ValueError:

@@ -7,6 +7,10 @@ and dispatches its forward pass through `ExpertsInterface` by a name in its conf
 `SnipExperts`, one entry of plans whose E matrices are all in the same formats, and lets the module run through
 `experts_forward`. Routers stay what they are.
 
+A projection may be divided into groups of experts (`SnipConfig.expert_groups`). Then each group is a layer, with a
+state, an entry and samples of its own (`expert_groups.py`), and the projection has none. It still runs as one operator
+per GEMM.
+
 The layers are children of the experts module, in a container that plain names leave out (`state.plain_name`), so that
 plans call a projection as checkpoints call its parameter: `model.layers.0.mlp.experts.gate_up_proj`. They hold no
 parameters. These stay with the experts module, where FSDP shards them and optimizers find them.
@@ -14,6 +18,7 @@ parameters. These stay with the experts module, where FSDP shards them and optim
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,35 +27,44 @@ from torch import Tensor, nn
 
 from ..kernels.backend import Backend
 from ..kernels.emulated import EMULATED
-from .experts_interface import register, switch_off, switch_on
+from .experts_interface import LAYERS, Layout, holder_of, register, switch_off, switch_on
 from .kinds import LayerKind, kind_of, register_layer_kind
 from .layer import STATE, Dispatch, SnipLayer
+from .state import without_group
 
-# Where an experts module holds its layers.
-LAYERS = "snip_layers"
 # What transformers' `use_experts_implementation` sets on every experts module.
 _FLAGS = {"has_gate", "has_bias", "is_transposed"}
 # Names of configs for how many experts a token has.
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "moe_k")
+# The name of an experts module and of a parameter in it, or of one that is called as it would be in a linear.
+_PROJECTION = re.compile(r"(^|\.)experts(\.mlp)?\.[^\W\d]\w*$|\.weight$")
+
+
+def looks_like_experts(layer: str) -> bool:
+    """Returns True if the name of a layer in a plan is like those of projections of experts, or of groups of them."""
+    return _PROJECTION.search(without_group(layer)) is not None
 
 
 class SnipExperts(SnipLayer):
     """One projection of an experts module: E matrices, each of which multiplies the tokens of its expert.
 
     Args:
-        owner: the experts module, which holds the parameter.
+        owner: the experts module, which holds the parameter, or whose child does.
         parameter: its name there.
-        is_transposed: whether it is stored as (E, I, O).
+        layout: how it is stored.
     """
 
-    def __init__(self, owner: nn.Module, parameter: str, is_transposed: bool) -> None:
+    def __init__(self, owner: nn.Module, parameter: str, layout: Layout) -> None:
         super().__init__()
         # In a tuple, since a module's attribute that is a module is its child.
         self._owner = (owner,)
+        self.groups: tuple[SnipExperts, ...] = ()
+        """The layers that it is divided into, in the order of the experts; none: it is a layer itself."""
         self.parameter = parameter
-        self.is_transposed = is_transposed
-        self.num_matrices, rows, columns = _shape(owner._parameters[parameter])
-        self.out_features, self.in_features = (columns, rows) if is_transposed else (rows, columns)
+        self.layout, self.is_transposed = layout, layout.is_transposed
+        shape = _shape(self.holder[0]._parameters[self.holder[1]])
+        stacked = layout.stacked(torch.empty(shape, device="meta"))
+        self.num_matrices, self.out_features, self.in_features = stacked.shape
 
     @property
     def owner(self) -> nn.Module:
@@ -59,7 +73,7 @@ class SnipExperts(SnipLayer):
 
     @property
     def holder(self) -> tuple[nn.Module, str]:
-        return self.owner, self.parameter
+        return holder_of(self.owner, self.parameter)
 
     @property
     def rows_per_token(self) -> float:
@@ -70,26 +84,31 @@ class SnipExperts(SnipLayer):
 
     @property
     def weight(self) -> Any:  # type: ignore[override]
-        """The parameter, (E, O, I) or (E, I, O). FSDP replaces it, so that its owner is asked each time."""
-        return getattr(self.owner, self.parameter)
+        """The parameter, as `layout` says. FSDP replaces it, so that its holder is asked each time."""
+        holder, name = self.holder
+        return getattr(holder, name)
 
     @property
     def bias(self) -> Any:  # type: ignore[override]
         """(E, O) or None."""
-        return getattr(self.owner, f"{self.parameter}_bias", None)
+        holder, name = self.holder
+        return getattr(holder, f"{name}_bias", None)
 
     @property
     def stacked(self) -> Tensor:
         """The matrices as one tensor, (E, O, I)."""
-        weight: Tensor = self.weight
-        return weight.transpose(1, 2) if self.is_transposed else weight
+        return self.layout.stacked(self.weight)
 
     def matrices(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return (tensor.transpose(1, 2) if self.is_transposed else tensor).unbind()
+        return self.layout.stacked(tensor).unbind()
 
     def laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
-        stacked = torch.stack(tuple(matrices))
-        return stacked.transpose(1, 2) if self.is_transposed else stacked
+        return self.layout.laid_out(torch.stack(tuple(matrices)))
+
+    @property
+    def states(self) -> Tensor:
+        """The state, or a row for each group."""
+        return torch.stack([group.snip_state for group in self.groups]) if self.groups else self.snip_state
 
     def weight_name(self, name: str) -> str:
         return name
@@ -102,6 +121,8 @@ class SnipExperts(SnipLayer):
             dispatch: which token each row is, and where each expert's rows end.
         """
         assert dispatch is not None
+        if self.groups and self.groups[0].snip_recorder is not None:
+            return self._recorded(input, dispatch)
         if self.snip_recorder is not None:
             return self.snip_recorder(self, input, dispatch)
         is_cast = torch.is_autocast_enabled(input.device.type)
@@ -110,22 +131,41 @@ class SnipExperts(SnipLayer):
         bias = None if bias is None else bias.to(dtype)
         return self.snip_backend.grouped_forward(self, input.to(dtype), bias, dispatch.ends)
 
+    def _recorded(self, input: Tensor, dispatch: Dispatch) -> Tensor:
+        """Lets the recorders of the groups compute their output.
+
+        Also of those without tokens: where weights are sharded, other ranks may have some and wait for this one.
+        """
+        outputs, start, first = [], 0, 0
+        for group in self.groups:
+            ends = dispatch.ends[first : first + group.num_matrices]
+            stop = int(ends[-1])
+            assert group.snip_recorder is not None
+            own = Dispatch(ends - start, dispatch.token[start:stop], dispatch.tokens)
+            outputs.append(group.snip_recorder(group, input[start:stop], own))
+            start, first = stop, first + group.num_matrices
+        return torch.cat([*outputs, outputs[0].new_zeros(len(input) - start, self.out_features)])
+
     def use_backend(self, backend: Backend) -> None:
         """Lets these kernels run the layer from now on, or the emulated ones where they do not run groups."""
         super().use_backend(backend if backend.runs_groups else EMULATED)
 
     def restore(self) -> None:
         """Takes the layer from its module, which runs as before the swap once it has none left."""
-        del self._buffers[STATE]
-        layers = self.owner._modules[LAYERS]
+        self._buffers.pop(STATE, None)
+        kind, (holder, name) = kind_of(self.owner), self.holder
+        assert isinstance(kind, Experts)
+        layers = holder._modules[LAYERS]
         assert isinstance(layers, nn.ModuleDict)
-        del layers[self.parameter]
+        del layers[name]
         if not layers:
-            del self.owner._modules[LAYERS]
-            kind = kind_of(self.owner)
-            assert isinstance(kind, Experts)
+            del holder._modules[LAYERS]
+        if not kind.layers(self.owner):
             kind.switch_off(self.owner)
-        # Whoever still holds it sees that it is no layer any more.
+        self._end()
+
+    def _end(self) -> None:
+        """Lets whoever still holds it see that it is no layer any more."""
         vars(self).clear()
         self.__class__ = nn.Module  # type: ignore[assignment]
         nn.Module.__init__(self)
@@ -136,7 +176,7 @@ class SnipExperts(SnipLayer):
 
     def extra_repr(self) -> str:
         shape = f"{self.num_matrices} x (in_features={self.in_features}, out_features={self.out_features})"
-        return f"{shape}{super().extra_repr()}"
+        return shape if self.groups else f"{shape}{super().extra_repr()}"
 
 
 class Experts(LayerKind):
@@ -144,6 +184,7 @@ class Experts(LayerKind):
 
     name = "experts"
     layer = SnipExperts
+    can_divide = True
     accepts = "an experts module of transformers that runs through its ExpertsInterface"
 
     def knows(self, module: nn.Module) -> bool:
@@ -160,13 +201,15 @@ class Experts(LayerKind):
 
     def lacks_parameters(self, module: nn.Module) -> str | None:
         """Returns why a module's parameters are not those of experts; None if they are."""
-        if any(len(_shape(module._parameters.get(part))) != 3 for part in self.parts(module)):
-            return f"no parameters {' and '.join(self.parts(module))} of three dimensions"
+        parts = self.parts(module)
+        dimensions = {2 if self.layout(module, part).matrices else 3 for part in parts}
+        if len(self.weights(module)) < len(parts) or {len(_shape(one)) for one in self.weights(module)} != dimensions:
+            return f"no parameters {' and '.join(parts)} of {'two' if 2 in dimensions else 'three'} dimensions"
         return None
 
-    def is_transposed(self, module: nn.Module) -> bool:
-        """Returns True if the parameters are (E, I, O)."""
-        return bool(module.is_transposed)
+    def layout(self, module: nn.Module, part: str) -> Layout:
+        """Returns how a parameter is stored."""
+        return Layout(bool(module.is_transposed))
 
     def switch_on(self, module: nn.Module) -> None:
         """Lets the module run its projections through its layers."""
@@ -180,20 +223,42 @@ class Experts(LayerKind):
         return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
 
     def weights(self, module: nn.Module) -> tuple[nn.Parameter, ...]:
-        found = map(module._parameters.get, self.parts(module))
+        holders = (holder_of(module, part) for part in self.parts(module))
+        found = (holder._parameters.get(name) for holder, name in holders)
         return tuple(weight for weight in found if weight is not None)
 
+    def layers(self, module: nn.Module) -> dict[str, SnipExperts]:
+        """Returns part -> its layer, of the parts that are swapped."""
+        found = {}
+        for part in self.parts(module):
+            holder, name = holder_of(module, part)
+            layers = holder._modules.get(LAYERS)
+            if isinstance(layers, nn.ModuleDict) and name in layers:
+                found[part] = layers[name]
+        return found  # type: ignore[return-value]
+
     def swap(self, module: nn.Module) -> tuple[SnipLayer, ...]:
-        layers = module._modules.get(LAYERS)
-        if layers is None:
-            layers = module._modules[LAYERS] = nn.ModuleDict()
+        present = self.layers(module)
+        if not present:
             self.switch_on(module)
-        assert isinstance(layers, nn.ModuleDict)
-        missing = [part for part in self.parts(module) if part not in layers]
+        missing = [part for part in self.parts(module) if part not in present]
         for part in missing:
-            layers[part] = SnipExperts(module, part, self.is_transposed(module))
-        layers.train(module.training)
-        return tuple(layers[part] for part in missing)  # type: ignore[misc]
+            holder, name = holder_of(module, part)
+            layers = holder._modules.setdefault(LAYERS, nn.ModuleDict())
+            assert isinstance(layers, nn.ModuleDict)
+            layers[name] = SnipExperts(module, part, self.layout(module, part))
+            layers.train(module.training)
+        found = self.layers(module)
+        return tuple(found[part] for part in missing)
+
+    def divide(self, module: nn.Module, groups: int) -> tuple[SnipLayer, ...]:
+        from .expert_groups import divide
+
+        found: tuple[SnipLayer, ...] = ()
+        for part, layer in self.layers(module).items():
+            if max(1, len(layer.groups)) != groups:
+                found += divide(layer, part, groups)
+        return found
 
 
 def _shape(weight: nn.Parameter | None) -> tuple[int, ...]:

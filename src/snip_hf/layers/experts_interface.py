@@ -10,15 +10,17 @@ is. The module keeps the original, and gets it back.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels.grouped import unquantized
 from .layer import Dispatch
 
 IMPLEMENTATION = "snip"
+# Where a module that holds experts' parameters holds their layers.
+LAYERS = "snip_layers"
 # Where transformers' configs hold the name of the implementation. The public setter writes it to nested configs too,
 # which the copy shares with the original.
 _CHOICE = "_experts_implementation_internal"
@@ -82,11 +84,48 @@ def weighted_sum(output: Tensor, order: Tensor, top_k_weights: Tensor) -> Tensor
     return weighted[back].view(*top_k_weights.shape, -1).sum(dim=1)
 
 
-def project(self: Any, name: str, x: Tensor, dispatch: Dispatch) -> Tensor:
-    """Returns what a projection makes of x (S, I): by its layer, or in high precision where it is not swapped."""
-    layers = self.snip_layers
-    if name in layers:
-        y: Tensor = layers[name](x, dispatch)
+class Layout(NamedTuple):
+    """How a parameter stores the matrices of a projection: (E, O, I), unless said otherwise."""
+
+    is_transposed: bool = False
+    """As (E, I, O)."""
+    matrices: int | None = None
+    """E, if the parameter has two dimensions: the first two of the three in one."""
+
+    def stacked(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor that is laid out as the parameter, as (E, O, I)."""
+        if self.matrices is not None:
+            tensor = tensor.reshape(self.matrices, -1, tensor.shape[-1])
+        return tensor.transpose(1, 2) if self.is_transposed else tensor
+
+    def laid_out(self, stacked: Tensor) -> Tensor:
+        """The inverse of `stacked`."""
+        tensor = stacked.transpose(1, 2) if self.is_transposed else stacked
+        return tensor if self.matrices is None else tensor.reshape(-1, tensor.shape[-1])
+
+
+def project(self: Any, name: str, x: Tensor, dispatch: Dispatch, layout: Layout | None = None) -> Tensor:
+    """Returns what a projection makes of x (S, I): by its layer, or in high precision where it is not swapped.
+
+    Args:
+        self: the experts module.
+        name: of the projection's parameter, in the module.
+        x: sorted by expert.
+        dispatch: which token each row is.
+        layout: of the parameter; None: one of three dimensions, as the module's `is_transposed` says.
+    """
+    holder, own_name = holder_of(self, name)
+    layers = holder._modules.get(LAYERS)
+    if isinstance(layers, nn.ModuleDict) and own_name in layers:
+        y: Tensor = layers[own_name](x, dispatch)
         return y
-    weight, bias = getattr(self, name), getattr(self, f"{name}_bias", None)
-    return unquantized(x, weight.transpose(1, 2) if self.is_transposed else weight, bias, dispatch.ends)
+    layout = Layout(self.is_transposed) if layout is None else layout
+    weight, bias = getattr(holder, own_name), getattr(holder, f"{own_name}_bias", None)
+    return unquantized(x, layout.stacked(weight), bias, dispatch.ends)
+
+
+def holder_of(module: nn.Module, part: str) -> tuple[nn.Module, str]:
+    """Returns which module holds a projection's parameter, an experts module itself or a child, and its name there."""
+    child, _, name = part.rpartition(".")
+    found = module._modules.get(child) if child else module
+    return module if found is None else found, name

@@ -184,7 +184,8 @@ class SnipLayer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a copy takes over: formats and key, but nothing that it would share with this layer's run."""
         own = {"snip_recorder": None, "snip_cache": self.snip_backend.cache_of_copy(self)}
-        buffers = self._buffers | {STATE: self.snip_state.clone()}
+        own_state = {STATE: self.snip_state.clone()} if STATE in self._buffers else {}
+        buffers = {**self._buffers, **own_state}
         state: dict[str, Any] = super().__getstate__() | own | {"_buffers": buffers}
         return state
 

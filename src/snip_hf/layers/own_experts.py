@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .experts import Experts
-from .experts_interface import dispatched, experts_forward, project, weighted_sum
+from .experts_interface import Layout, dispatched, experts_forward, project, weighted_sum
 from .kinds import register_layer_kind
 from .layer import Dispatch
 
@@ -47,6 +47,24 @@ def _jetmoe(self: Any, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
     return project(self, "weight", inputs, Dispatch(ends, torch.arange(len(inputs), device=ends.device), len(inputs)))
 
 
+def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The parameters are those of a child. Each has the rows of all experts below each other."""
+
+    def run(name: str, x: Tensor) -> Tensor:
+        return project(self, name, x, dispatch, _dbrx_layout(self, name))
+
+    tokens = hidden_states.reshape(-1, self.hidden_size)
+    order, dispatch = dispatched(top_k_index, self.num_experts)
+    x = tokens[dispatch.token]
+    inner = self.mlp.activation_fn(run("mlp.w1", x)) * run("mlp.v1", x)
+    output = weighted_sum(run("mlp.w2", inner), order, top_k_weights).to(hidden_states.dtype)
+    return output.view(hidden_states.shape[0], -1, self.hidden_size)
+
+
+def _dbrx_layout(module: Any, part: str) -> Layout:
+    return Layout(is_transposed=part == "mlp.w2", matrices=module.num_experts)
+
+
 @dataclass(frozen=True)
 class OwnForward:
     """A class of experts modules, and what a swapped one runs."""
@@ -55,6 +73,8 @@ class OwnForward:
     forward: Callable[..., Tensor]
     parts: tuple[str, ...] = ("gate_up_proj", "down_proj")
     is_transposed: bool = False
+    layout: Callable[[Any, str], Layout] | None = None
+    """(module, part) -> how its parameter is stored; None: in three dimensions."""
 
 
 # Of the classes in transformers.models that these forward passes were written after.
@@ -65,6 +85,7 @@ _CLASSES = {
         OwnForward("LongcatFlashExperts", _longcat_flash),
         OwnForward("JetMoeParallelExperts", _jetmoe, parts=("weight",)),
         OwnForward("Step3p7Experts", experts_forward),
+        OwnForward("DbrxExperts", _dbrx, parts=("mlp.w1", "mlp.v1", "mlp.w2"), layout=_dbrx_layout),
     )
 }
 
@@ -105,8 +126,9 @@ class OwnExperts(Experts):
     def parts(self, module: nn.Module) -> tuple[str, ...]:
         return self._own(module).parts
 
-    def is_transposed(self, module: nn.Module) -> bool:
-        return self._own(module).is_transposed
+    def layout(self, module: nn.Module, part: str) -> Layout:
+        own = self._own(module)
+        return Layout(own.is_transposed) if own.layout is None else own.layout(module, part)
 
     def switch_on(self, module: nn.Module) -> None:
         module.__class__, original = _swapped(type(module)), type(module)

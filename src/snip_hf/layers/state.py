@@ -28,6 +28,8 @@ _PEFT = re.compile(
 _WRAPPERS = re.compile(
     r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|snip_layers\.|^snip_part_\d+\."
 )
+# What the names of groups of experts add to that of their projection: which of them.
+_GROUP = re.compile(r"\[\d+:\d+\]$")
 
 
 def snip_linears(model: nn.Module) -> dict[str, SnipLayer]:
@@ -35,15 +37,30 @@ def snip_linears(model: nn.Module) -> dict[str, SnipLayer]:
 
     Names are those of the bare model (`plain_name`), so that plans are the same under every launcher.
     """
-    return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, SnipLayer)}
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, SnipLayer))
+    # A projection of experts whose groups are layers has no state.
+    return {plain_name(name): layer for name, layer in found if STATE in layer._buffers}
+
+
+def without_group(layer: str) -> str:
+    """Returns the name of the projection that a group of experts belongs to; that of another layer as it is."""
+    return _GROUP.sub("", layer)
+
+
+def one_per_weight(layers: Mapping[str, SnipLayer]) -> dict[str, SnipLayer]:
+    """Returns the layers without those whose parameter is one of a layer before: of groups of experts the first."""
+    first: dict[str, str] = {}
+    for name, layer in layers.items():
+        first.setdefault(layer.weight_name(name), name)
+    return {name: layers[name] for name in first.values()}
 
 
 def plain_name(name: str) -> str:
     """Returns the name of a module or parameter without the parts that wrappers inside the model put in.
 
     These are torch.compile's, activation checkpointing's, those of `pipeline.ModelParts`, and PEFT's: a layer is called
-    as it is in the model without adapters. Where modules that have several layers hold them (`experts.LAYERS`) is left
-    out, too.
+    as it is in the model without adapters. Where modules that have several layers hold them
+    (`experts_interface.LAYERS`) is left out, too.
     """
     return _PEFT.sub("", unwrapped_name(name))
 

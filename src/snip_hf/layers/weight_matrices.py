@@ -17,7 +17,7 @@ from .kinds import known_weights
 from .layer import SnipLayer
 from .routers import Routers
 from .selection import ROUTER, head_of, skip_reasons
-from .state import plain_name, snip_linears
+from .state import plain_name, snip_linears, without_group
 
 EXPERTS = "MoE experts"
 # Numbers in names: `layers.0.gate` and `layers.1.gate` are one group, `layers.*.gate`.
@@ -70,6 +70,8 @@ def weight_matrices(model: nn.Module, config: SnipConfig | None) -> list[WeightM
             if any(parameter is weight for weight in known_weights(module)):
                 # A module of several layers has one for each parameter, of its name.
                 reason = reasons[name] if name in reasons else reasons[f"{name}.{own_name}"]
+            elif f"{name}.{own_name}" in reasons:  # of a layer of the module around this one
+                reason = reasons[f"{name}.{own_name}"]
             elif routers.is_of_class(module, (*_shape(parameter), 0)[0]):
                 reason = ROUTER
             place = _NUMBER.sub("*", name if own_name == "weight" else f"{name}.{own_name}")
@@ -84,7 +86,8 @@ def _reasons(model: nn.Module, config: SnipConfig | None) -> Mapping[str, str | 
     reasons, swapped = skip_reasons(model, config or SnipConfig()), snip_linears(model)
     if config is not None or not swapped:
         return reasons
-    return {name: None if name in swapped else reason or "not swapped" for name, reason in reasons.items()}
+    names = set(map(without_group, swapped))
+    return {name: None if name in names else reason or "not swapped" for name, reason in reasons.items()}
 
 
 def _kind(name: str, module: nn.Module, parameter: nn.Parameter) -> str:

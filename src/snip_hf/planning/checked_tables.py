@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from ..costs.flops import Tokens, Work, executed
+from ..costs.flops import FORWARD, GRAD_INPUT, Tokens, Work, executed
 from ..costs.gemm_timing import Machine, check_seconds
 from ..costs.measured_cost import MeasuredCost
 from ..layers.state import GRAD_WEIGHT
@@ -90,7 +90,7 @@ def checked_tokens(tokens: Any, flops: Work, stages: Sequence[Sequence[str]]) ->
     check_type(tokens, Mapping, "tokens", "a mapping from layer names")
     for layer in tokens.keys() ^ flops.keys():
         raise ValueError(f"tokens and flops do not both name layer {short(layer)}; expected the same layers.")
-    checked = {layer: finite(tokens[layer], f"tokens[{layer!r}]", minimum=0.0) for layer in flops}
+    checked = {layer: _checked_tokens(tokens[layer], f"tokens[{layer!r}]") for layer in flops}
     work = executed(flops, checked)
     for index, stage in enumerate(stages):
         if not math.fsum(value for layer in stage for value in work[layer].values()) > 0:
@@ -99,6 +99,16 @@ def checked_tokens(tokens: Any, flops: Work, stages: Sequence[Sequence[str]]) ->
                 "means nothing. Leave its layers out (skip_modules), or let every micro-batch reach them."
             )
     return MappingProxyType(checked)
+
+
+def _checked_tokens(own: Any, where: str) -> float | Mapping[str, float]:
+    if not isinstance(own, Mapping):
+        return finite(own, where, minimum=0.0)
+    check_keys(own, (FORWARD, GRAD_INPUT), where)
+    found = {gemm: finite(own[gemm], f"{where}[{gemm!r}]", minimum=0.0) for gemm in (FORWARD, GRAD_INPUT)}
+    if found[GRAD_INPUT] > found[FORWARD]:
+        raise ValueError(f"{where} has more tokens of {GRAD_INPUT} than of {FORWARD}, expected at most as many.")
+    return MappingProxyType(found)
 
 
 def read_measured(document: Any) -> MeasuredCost:

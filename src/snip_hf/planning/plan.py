@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from ..costs.flops import Tokens, Work, executed
+from ..costs.flops import Tokens, Work, as_json, executed
 from ..costs.measured_cost import MeasuredCost
 from ..costs.rates import GemmTimes, linear_times, speedup
 from ..json_io import read_json, write_json_atomic
@@ -70,8 +70,8 @@ class PrecisionPlan:
     measured: MeasuredCost | None = None
     """The times that the target was met by (`budget="measured"`); None: it was met by FLOPs."""
     tokens: Tokens | None = None
-    """{layer: tokens that it saw in all its matrices together, per token of the micro-batch}, of the last one that was
-    counted; None: every layer saw the same number."""
+    """{layer: tokens that it saw, and its GEMMs ran for}, of the last micro-batch that was counted; None: every layer
+    saw the same number, and so did all its GEMMs."""
 
     def __post_init__(self) -> None:
         flops = checked_table(self.flops, "flops", lambda value, where: finite(value, where, minimum=0.0))
@@ -273,7 +273,7 @@ class PrecisionPlan:
         }
         if self.measured is not None:
             document["measured"] = self.measured.to_dict()
-        return document if self.tokens is None else document | {"tokens": dict(self.tokens)}
+        return document if self.tokens is None else document | {"tokens": as_json(self.tokens)}
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> PrecisionPlan:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ..costs.flops import Tokens
+from ..costs.flops import FORWARD, GRAD_INPUT, Tokens, as_json
 from ..estimation.coverage import Coverage, Uncovered
 from ..text import printable
 from .values import changes_of, check_event, entry_of, list_of, mapping_of, number_of, short, step_of, text_of
@@ -34,7 +34,7 @@ class Counted:
             "event": self.event,
             "step": self.step,
             **self.coverage.to_dict(),
-            "tokens": None if self.tokens is None else dict(self.tokens),
+            "tokens": None if self.tokens is None else as_json(self.tokens),
             "changes": {cell: list(pair) for cell, pair in self.changes.items()},
         }
 
@@ -95,8 +95,15 @@ def _amount(record: Mapping[str, object], name: str) -> float:
     return number
 
 
-def _tokens(found: Mapping[str, Any], layer: str) -> float:
-    number = number_of(found[layer], f"tokens[{printable(layer)!r}]")
+def _tokens(found: Mapping[str, Any], layer: str) -> float | dict[str, float]:
+    own, where = found[layer], f"tokens[{printable(layer)!r}]"
+    if isinstance(own, Mapping):
+        return {gemm: _count(entry_of(own, gemm), f"{where}[{gemm!r}]") for gemm in (FORWARD, GRAD_INPUT)}
+    return _count(own, where)
+
+
+def _count(value: object, where: str) -> float:
+    number = number_of(value, where)
     if number is None or number < 0:
-        raise ValueError(f"tokens[{printable(layer)!r}] is {short(number)}, expected a number of at least 0.")
+        raise ValueError(f"{where} is {short(number)}, expected a number of at least 0.")
     return number

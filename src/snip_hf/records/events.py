@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+from ..costs.flops import as_json
 from ..layers.state import with_plain_names
 from ..planning.plan import PrecisionPlan
 from ..planning.provenance import PlanProvenance
@@ -46,7 +47,7 @@ class Start:
             "flops": {layer: dict(flops) for layer, flops in self.plan.flops.items()},
             "stages": [list(stage) for stage in self.plan.stages],
             "model_name": self.model_name,
-            **({} if self.plan.tokens is None else {"tokens": dict(self.plan.tokens)}),
+            **({} if self.plan.tokens is None else {"tokens": as_json(self.plan.tokens)}),
         }
 
     @classmethod

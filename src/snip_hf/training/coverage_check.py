@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..costs.flops import relative_tokens
+from ..costs.flops import Tokens, relative_tokens
 from ..estimation.coverage import LITTLE, CountedPass, Coverage, count_pass
 from ..estimation.objective import Objective
 from ..estimation.passes import forward_inputs
@@ -125,7 +125,7 @@ class CoverageCheck:
         assert inputs is not None
         try:
             counted, tokens = self._counted(inputs)
-            self._use(step, counted, relative_tokens(counted.tokens, tokens), is_new)
+            self._use(step, counted, relative_tokens(counted.tokens, counted.returned, tokens), is_new)
         except RankError:
             raise
         except Exception as error:  # nothing but figures depends on it; training goes on
@@ -149,7 +149,7 @@ class CoverageCheck:
         parts, tokens = zip(*self._processes.everyone.gather([own.parts(), tokens_of(batch)], "FLOPs"), strict=True)
         return CountedPass.sum_of(parts), None if None in tokens else sum(tokens)
 
-    def _use(self, step: int, counted: CountedPass, tokens: dict[str, float] | None, is_new: bool) -> None:
+    def _use(self, step: int, counted: CountedPass, tokens: Tokens | None, is_new: bool) -> None:
         before, found = self.found, counted.coverage
         old_tokens = self._in_force.setting.tokens
         changes = self._in_force.count_by(tokens, decides=is_new and not needs_probe(self._in_force.setting.config))

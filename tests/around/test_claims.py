@@ -1,0 +1,174 @@
+"""Figures that README.md and docs/ quote in their text are those of the committed lines."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import refresh_steps
+import truth_at_size
+import weight_gradients
+
+from eval.bakeoff.fork_statistics import Difference
+
+ROOT = Path(__file__).resolve().parents[2]
+# (model, share, seed) -> gap to BF16 of the same seed, in percent
+Gaps = dict[tuple[str, float | None, int], float]
+# What a run of SNIP has in the main comparison; other runs vary one of these.
+USUAL = {"start_step": 0, "objective": "additive", "loss_weight": 1.0, "weight_weight": 1.0, "switching_cost": 0.0}
+REFRESHED = 250
+
+
+def text_of(page: str) -> str:
+    """A page, each run of white space as one space."""
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+def lines_of(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (ROOT / path).read_text(encoding="utf-8").splitlines()]
+
+
+@cache
+def runs() -> list[dict[str, Any]]:
+    return lines_of("eval/results/bakeoff.jsonl")
+
+
+def gaps(policy: str, granularity: str | None = None, refresh_every: int | None = REFRESHED) -> Gaps:
+    """The gaps of a policy, with a probe under the usual settings."""
+    where = ("model", "seed", "learning_rate", "steps")
+    bf16 = {tuple(run["spec"][name] for name in where): run for run in runs() if run["spec"]["policy"] == "bf16"}
+    found: Gaps = {}
+    for run in runs():
+        spec = run["spec"]
+        usual = {name: value for name, value in USUAL.items() if spec[name] is not None}
+        usual |= {"refresh_every": refresh_every} if policy == "snip" else {}
+        if spec["policy"] != policy or spec["granularity"] != granularity or any(spec[k] != usual[k] for k in usual):
+            continue
+        reference = bf16.get(tuple(spec[name] for name in where))
+        if reference:
+            place = spec["model"], spec["share"], spec["seed"]
+            assert place not in found, f"two runs of {policy} at {place}"
+            found[place] = 100 * (run["loss"]["plan"] / reference["loss"]["plan"] - 1)
+    return found
+
+
+def per_seed(values: Iterable[tuple[tuple[str, float | None, int], float]]) -> Difference:
+    """The mean over seeds of a model of the means over shares."""
+    seeds: dict[tuple[str, int], list[float]] = {}
+    for (model, _, seed), value in values:
+        seeds.setdefault((model, seed), []).append(value)
+    return Difference.of([statistics.fmean(of_seed) for of_seed in seeds.values()])
+
+
+def paired(other: Gaps, base: Gaps) -> Difference:
+    return Difference.of([gap - base[place] for place, gap in other.items() if place in base])
+
+
+def interval(difference: Difference) -> str:
+    return f"{difference.mean - difference.half_width:.2f} to {difference.mean + difference.half_width:.2f}"
+
+
+def at_75_and_80(found: Gaps) -> Gaps:
+    return {place: gap for place, gap in found.items() if place[1] in (0.75, 0.8)}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md", "docs/config.md"])
+def test_how_far_snip_by_gemm_is_below_all_fp4(page: str) -> None:
+    snip, fp4 = at_75_and_80(gaps("snip", "gemm")), gaps("uniform-fp4")
+    below = per_seed(
+        ((model, share, seed), fp4[model, None, seed] - gap)
+        for (model, share, seed), gap in snip.items()
+        if (model, None, seed) in fp4
+    )
+    assert below.forks == 6
+    quoted = text_of(page).replace("95% interval ", "").replace("the mean of the six seeds is", "")
+    assert f"{below.mean:.2f}" in quoted
+    assert f"({interval(below)}" in quoted
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_how_far_snip_by_gemm_is_above_bf16(page: str) -> None:
+    above = per_seed(at_75_and_80(gaps("snip", "gemm")).items())
+    assert above.forks == 7
+    assert f"{above.mean:.2f}" in text_of(page)
+    assert f"({interval(above)}" in text_of(page)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/config.md"])
+def test_by_layer_and_by_gemm_are_not_told_apart(page: str) -> None:
+    difference = paired(gaps("snip", "layer"), gaps("snip", "gemm"))
+    assert difference.forks == 13
+    assert f"{difference.mean:.2f} points (95% interval {interval(difference)}" in text_of(page)
+    assert difference.p is not None and difference.p > 0.05
+
+
+def test_what_the_paired_tests_of_snip_by_gemm_would_have_found() -> None:
+    base = gaps("snip", "gemm")
+    found = [
+        paired(other, base).detectable()
+        for other in (
+            gaps("snip", "layer"),
+            gaps("backward-first", "gemm"),
+            gaps("fisher", "gemm"),
+            gaps("hessian-trace", "gemm"),
+            gaps("snip", "gemm", refresh_every=None),
+        )
+    ]
+    layer, backward, least, most, static = (f"{value:.2f}" for value in found if value is not None)
+    page = text_of("docs/results.md")
+    assert f"{layer} points to SNIP by layer (13 pairs), {backward} to `backward-first` (18)" in page
+    assert f"{least} to {most} to `fisher`, `greedy` and `hessian-trace` (6) and {static}" in page
+
+
+def test_torchao_s_fp8_is_faster_at_8b_and_slower_at_1_1b() -> None:
+    lines = lines_of("benchmarks/results/speed.jsonl")
+    lines += lines_of("benchmarks/results/speed_trainer.jsonl")
+    ahead: dict[str, list[float]] = {}
+    fp4: dict[str, float] = {}
+    for line in lines:
+        recipe, model = line.get("recipe"), line.get("model")
+        if recipe in ("snip-hf FP4, ties", "snip-hf 100%"):
+            fp4[model] = line["step_ms"]
+        if recipe == "torchao tensorwise" and model in fp4:
+            ahead.setdefault(model, []).append(100 * (fp4.pop(model) / line["step_ms"] - 1))
+    large, small = ahead["8B, 8 layers"], ahead["TinyLlama-1.1B"]
+    # The fourth run at 8B, of 0.5%, is that of docs/hopper.md, whose lines are not kept.
+    assert len(large) == 3 and all(0.85 < value < 1.3 for value in large)
+    assert len(small) == 3 and all(-1.0 < value < -0.3 for value in small)
+    assert "0.5 to 1.3% faster than FP4" in text_of("README.md")
+    assert "0.3 to 0.9% slower at 1.1B" in text_of("README.md")
+
+
+def test_estimates_from_one_micro_batch_are_further_off() -> None:
+    errors: dict[str, list[float]] = {"one": [], "all": []}
+    for line in lines_of("benchmarks/results/format_fidelity.jsonl"):
+        if line["kind"] == "format" and ":adamw:" in line["case"]:
+            truth = np.sqrt(np.square(line["layer"]["truth"]).mean(0))
+            for scope, estimate in zip(errors, line["layer"]["estimate"], strict=True):
+                errors[scope].append(100 * float(np.median(np.abs(np.array(estimate) / truth - 1))))
+    *most, last = sorted(errors["all"])
+    assert f"({len(errors['all'])} cells" in text_of("README.md")
+    assert f"median error {most[0]:.1f} to {most[-1]:.1f}% (one cell {last:.1f}%)" in text_of("README.md")
+    assert f"{min(errors['one']):.1f} to {max(errors['one']):.0f}%" in text_of("README.md")
+
+
+def test_the_table_of_workflow_steps_is_that_of_its_lines() -> None:
+    lines = lines_of("benchmarks/results/refresh_steps.jsonl")
+    assert refresh_steps.report(lines) in (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_weight_gradients_is_that_of_its_lines() -> None:
+    lines = lines_of("benchmarks/results/weight_gradients_small.jsonl")
+    assert weight_gradients.report(lines) in (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_table_of_single_layers_is_that_of_its_lines() -> None:
+    _, table = truth_at_size.report(lines_of("benchmarks/results/truth_at_size_tiny.jsonl")).split("\n\n")
+    assert table in (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")

@@ -44,18 +44,23 @@ from snip_hf.numerics.gemms import GEMMS
 
 
 def estimates(state: small_models.State, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the table's rows with one more column, loss_taylor: the loss divergence with its first-order part."""
-    forms = [
+    """Returns the table's rows with two more columns.
+
+    loss_taylor is the loss divergence with its first-order part, snip_paper Q = dL + dW of the policy "snip-paper".
+    """
+    rows, with_slope, of_paper = (
         estimate_divergence(
             state.model,
             batch,
             state.optimizer,
-            SnipConfig(probe_tokens=None, probe_batch_tokens=None, loss_estimator=form),
-        )
-        for form in ("token-fisher", "taylor")
+            SnipConfig(probe_tokens=None, probe_batch_tokens=None, **options),
+        ).to_records()
+        for options in ({}, {"loss_estimator": "taylor"}, {"policy": "snip-paper"})
+    )
+    return [
+        row | {"loss_taylor": slope["loss_divergence"], "snip_paper": q["loss_divergence"] + q["weight_divergence"]}
+        for row, slope, q in zip(rows, with_slope, of_paper, strict=True)
     ]
-    with_slope = [row.loss_divergence for row in forms[1].rows]
-    return [row | {"loss_taylor": value} for row, value in zip(forms[0].to_records(), with_slope, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------ one worker

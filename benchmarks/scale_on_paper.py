@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scale_lines import PRICE_COLUMNS, PROGRAM_COLUMNS, RESULTS, price_rows, program_rows
 from scale_page import INPUT_COLUMNS, INPUTS, PAGE, filled, table
 from shared.json_lines import read_lines
 from shared.origin import origin_of
@@ -30,7 +31,6 @@ from snip_hf.estimation.pooling import _note
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.numerics.gemms import TILE
 
-RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
 FP32 = 4
 # FP32 weight and gradient, and AdamW's two moments.
@@ -46,6 +46,8 @@ APPLIED = 0.01 / 154
 GATHERS = 4
 # Sequence length, and tokens per GPU and step: as many as in the timed steps.
 LENGTH, TOKENS = 4096, 16384
+# GiB of an H200.
+CAPACITY = 139
 # Part of a BF16 step that waits for communication and does not get faster.
 EXPOSED = (0.0, 0.2)
 
@@ -207,6 +209,18 @@ def parts() -> Parts:
     )
 
 
+def other_mxfp4() -> dict[str, float]:
+    """Returns the speeds by BF16's of 75% in MXFP4 that the arithmetic does not take, by their places in the page."""
+    trainer, folding = (read_lines(RESULTS / f"speed_{name}.jsonl") for name in ("trainer", "folding"))
+    other = {line["model"]: line["speedup"] for line in folding if line.get("recipe") == "snip-hf MXFP4 75%, ties"}
+    [tiny] = [
+        line["speedup"]
+        for line in trainer
+        if (line["model"], line["recipe"]) == (TINY.name, "snip-hf 75%") and line["formats"][0] == "mxfp4"
+    ]
+    return {"mxfp4_other": other[SHAPE_8B.name], "mxfp4_tiny": tiny, "mxfp4_tiny_other": other[TINY.name]}
+
+
 def _probes(lines: list[dict[str, Any]], model: str) -> Iterator[float]:
     """Yields seconds of probes with FP4 and FP8, but for each process's first one, which compiles kernels."""
     for line in lines:
@@ -303,12 +317,17 @@ def page(part: Parts) -> str:
         costs.append([*where, f"{step:.1f}", *seconds, f"{total:.1f}", f"{total / step:.1f}"])
         figures = [f"{speedup(layout, part, *which, every):.2f}" for which in CASES]
         share = total / (every * step / part.speedups["fp4"] + total)
-        gains.append([*where, f"{100 * share:.1f}%", *figures, f"{trained:.1f}", f"{probe:.1f}"])
+        gains.append(
+            [*where, f"{100 * share:.1f}%", *figures, f"{trained:.1f}", f"{probe:.1f}", _fits(trained + probe)]
+        )
     model, measured = part.two_gpus
     values = {
         "teraflops": f"{part.flops / 1e12:.0f}",
         "fp4": f"{part.speedups['fp4']:.3f}",
         "mxfp4": f"{part.speedups['mxfp4']:.3f}",
+        **{name: f"{speed:.3f}" for name, speed in other_mxfp4().items()},
+        "delay": str(SnipConfig().apply_delay),
+        "capacity": str(CAPACITY),
         "linear": f"{1000 * part.per_linear:.1f}",
         "weight": f"{part.per_weight:.2f}",
         "gather": f"{1000 * part.per_gather:.2f}",
@@ -324,7 +343,9 @@ def page(part: Parts) -> str:
             "inputs": table(INPUT_COLUMNS, [[cell.format_map(values) for cell in row] for row in INPUTS]),
             **values,
             "costs": table([*WHERE, "BF16 step, s", *refresh(LAYOUTS[0], part), "refresh, s", "in steps"], costs),
-            "gains": table([*WHERE, "refreshes' share", *map(_head, CASES), "training, GiB", "probe, GiB"], gains),
+            "gains": table(
+                [*WHERE, "refreshes' share", *map(_head, CASES), "training, GiB", "probe, GiB", "fits"], gains
+            ),
             "program": table(PROGRAM_COLUMNS, program_rows()),
             "prices": table(PRICE_COLUMNS, price_rows()),
         },
@@ -333,46 +354,15 @@ def page(part: Parts) -> str:
 
 WHERE = ("model", "GPUs", "layout")
 CASES = tuple((formats, exposed) for formats in ("fp4", "mxfp4") for exposed in EXPOSED)
-PROGRAM_COLUMNS = ("formats", "stages", "solver", "problems", "seconds, median (most)", "largest gap", "objective")
-PRICE_COLUMNS = ("GEMM", "linears with a price", "log of FP4's price", "log of FP8's by FP4's")
 
 
 def _head(case: tuple[str, float]) -> str:
     formats, exposed = case
-    return f"{formats.upper()}, {exposed:.0%} waiting"
+    return f"speed, {formats.upper()}, {exposed:.0%} waiting"
 
 
-def program_rows() -> list[list[str]]:
-    """Rows of what the solvers took."""
-    lines, rows = read_lines(RESULTS / "scale_program.jsonl"), []
-    for key in dict.fromkeys((line["formats"], line["stages"], line["asked"]) for line in lines):
-        of_key = [line for line in lines if (line["formats"], line["stages"], line["asked"]) == key]
-        seconds = [line["seconds"] for line in of_key]
-        objective = statistics.fmean(line["objective"] for line in of_key)
-        answered = sum(line["solver"] == key[2] for line in of_key)
-        rows.append(
-            [
-                *map(str, key),
-                f"{len(of_key)}" + ("" if answered == len(of_key) else f" ({len(of_key) - answered} by greedy)"),
-                f"{statistics.median(seconds):.2f} ({max(seconds):.2f})",
-                f"{max(line['gap'] for line in of_key):.1e}",
-                f"{objective:.4f}",
-            ]
-        )
-    return rows
-
-
-def price_rows() -> list[list[str]]:
-    """Rows of the parameters that prices are drawn with."""
-    return [
-        [
-            line["gemm"],
-            f"{line['above_0']} of {line['linears']}",
-            f"{line['mean']:.2f} ± {line['deviation']:.2f}",
-            f"{line['mean_of_fp8']:.2f} ± {line['deviation_of_fp8']:.2f}",
-        ]
-        for line in read_lines(RESULTS / "scale_prices.jsonl")
-    ]
+def _fits(gib: float) -> str:
+    return "yes" if gib <= CAPACITY else "no"
 
 
 def main() -> None:

@@ -21,8 +21,9 @@ python benchmarks/scale_on_paper.py report --output docs/scale.md
 
 {inputs}
 
-Every GPU trains on 16,384 tokens per step, in sequences of 4,096. A refresh has the default settings (one probe, 4,096
-tokens for passes, 1,024 for sums, two formats).
+Every GPU trains on 16,384 tokens per step, in sequences of 4,096, so a step's tokens grow with the GPUs: 131,072 on 8,
+16.8 million on 1,024. A refresh has the default settings (one probe, 4,096 tokens for passes, 1,024 for sums, two
+formats).
 
 One check is possible: with two GPUs under DDP this arithmetic gives {model} s for a refresh of TinyLlama-1.1B, and
 {measured} s were measured.
@@ -41,7 +42,7 @@ rank has.
   part of a micro-batch does. It keeps at least 128 tokens of every micro-batch on every rank: with many micro-batches
   that is far more than `probe_tokens`, and sums, exchange and memory grow with it. This has to change before SNIP is
   of use in long pipelines.
-- **The solver does not count** where its time is below that of `apply_delay` (10) steps, which it is in all rows.
+- **The solver costs nothing**: it ends within the {delay} steps of `apply_delay`, in all rows.
 
 ## What is gained
 
@@ -49,7 +50,8 @@ Speed of training by BF16's, with a refresh every {every} steps. "Waiting" is th
 communication, which low precision does not shorten; how large it is depends on the machine. Memory is per GPU:
 weights, gradients and moments in FP32, and what a probe holds beyond them without activations, as
 `estimation.memory` counts it, but with the whole tiles of 128 tokens that a rank keeps. Activations of a probe stay
-within what a step takes ([method.md](method.md), section 3).
+within what a step takes ([method.md](method.md), section 3). The last column says whether both fit into an H200's
+{capacity} GiB, without activations.
 
 {gains}
 
@@ -60,7 +62,8 @@ within what a step takes ([method.md](method.md), section 3).
   tokens of all layers, stay.
 - Without SNIP the gain would be nearly the same: on these GPUs it comes from FP8 products, and torchao's tensorwise FP8
   has it too ([hopper.md](hopper.md)). GPUs with FP4 units were not timed.
-- The rows of pipelines say what a refresh costs. There is no gain to be had today: a pipeline with a probe needs FP32
+- **Three of the four rows of pipelines do not fit**: training and probe take more than an H200 has. The rows say what
+  a refresh would cost. There is no gain to be had today: a pipeline with a probe needs FP32
   weights without autocast ([distributed.md](distributed.md)), and the fast kernels need BF16.
 
 ## The program of the 70B model
@@ -95,7 +98,9 @@ INPUTS = (
     (
         "a step at 75% in 4 bits, by BF16's speed",
         "{fp4} (FP4 and FP8), {mxfp4} (MXFP4 and `fp8-tensor`)",
-        "the same lines, one run each; taken for both models, although hidden 8,192 was not timed",
+        "the same lines, one run each; taken for both models, although hidden 8,192 was not timed. Another run of "
+        "MXFP4 and `fp8-tensor`, by GEMM at random, had {mxfp4_other}; at 1.1B the two were {mxfp4_tiny} and "
+        "{mxfp4_tiny_other} ([tensor_scaled.md](tensor_scaled.md))",
     ),
     (
         "a probe, in one process with 4,096 tokens",
@@ -110,7 +115,7 @@ INPUTS = (
         "a refresh under FSDP2 less one under DDP, two GPUs ([lines](../benchmarks/results/multi_gpu_speed.jsonl))",
     ),
     (
-        "a note on a sample, which each rank sends to all",
+        "a note: what a rank tells all others of a layer's sample (numbers of tokens, energies)",
         "{bytes} bytes, {microseconds} µs to read",
         "[line](../benchmarks/results/scale_notes.jsonl), two x86-64 cores busy with other work: an upper bound",
     ),

@@ -28,6 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-fewshot", type=_not_negative, metavar="N", help="examples in the prompt (default: the task's own, 0)")
     add("--arithmetic", choices=("bf16", "plan"), default="bf16", help="bf16: as saved; plan: quantized")
     add("--plan", metavar="PATH", help="plan file for --arithmetic plan (default: MODEL/snip/plan.json)")
+    add("--answers", action="store_true", help="say in the output which documents were right")
     add("--output", metavar="FILE", help="JSON lines; added to the end of an existing file")
     add("--seed", type=_not_negative, default=DEFAULT_SEED, metavar="N")
     add("--device", default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
@@ -75,7 +76,11 @@ def _run(options: argparse.Namespace) -> list[Row]:
         options.tasks.split(","),
         options.data_dir,
         Settings(
-            limit=options.limit, batch_size=options.batch_size, num_fewshot=options.num_fewshot, seed=options.seed
+            limit=options.limit,
+            batch_size=options.batch_size,
+            num_fewshot=options.num_fewshot,
+            seed=options.seed,
+            answers=options.answers,
         ),
         origin={"model": options.model, "arithmetic": options.arithmetic, "plan": plan},
     )

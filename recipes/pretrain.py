@@ -37,6 +37,7 @@ from snip_hf import SnipCallback, SnipConfig, keep_model_card, restore_model
 from snip_hf.config import DoesNotFit
 from snip_hf.policies.registry import aims_at_share
 from snip_hf.reporting.run_report import run_report
+from snip_hf.schedule_checks import shares_text
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -219,7 +220,8 @@ def _describe(snip: SnipConfig | None) -> str:
         return f"policy {snip.policy}"
     if snip.target_linear_speedup is not None:
         return f"policy {snip.policy}, target speed-up of the linears {snip.target_linear_speedup}"
-    return f"policy {snip.policy}, target FP4 share {snip.target_fp4_fraction}"
+    of = " of the forward GEMMs alone" if snip.decides == "forward" else ""
+    return f"policy {snip.policy}, target FP4 share {shares_text(snip.target_fp4_fraction)}{of}"
 
 
 def _origin(recipe: Recipe) -> dict[str, Any]:

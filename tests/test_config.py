@@ -20,6 +20,7 @@ from snip_hf import config as config_module
 from snip_hf.config import POLICIES, SnipConfig
 from snip_hf.field_names import RENAMED, current_names
 from snip_hf.numerics.formats import FORMATS
+from snip_hf.schedule_checks import mean_share, shares_text
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -33,6 +34,7 @@ OTHER: dict[str, Any] = {
     "rates": "ideal",
     "formats": ("fp4", "fp8", "bf16"),
     "granularity": "gemm",
+    "decides": "forward",
     "stages": (("a.0", "a.1"), ("a.2",)),
     "ties": (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
     "skip_modules": ("*.down_proj", "model.layers.0.mlp.up_proj"),
@@ -58,6 +60,7 @@ OTHER: dict[str, Any] = {
     "loss_divergence_factor": 0.0,
     "weight_divergence_factor": 2,
     "switching_cost": 0.25,
+    "estimate_memory": 0.5,
     "solver": "greedy",
     "solver_time_limit": 1,
     "solver_gap": 0.0,
@@ -67,6 +70,9 @@ OTHER: dict[str, Any] = {
 }
 # For all of them at once: a speed-up excludes a share, and a table of rates measured times.
 ONE_BUDGET = {"target_linear_speedup": None, "rates": None}
+
+EXAMPLE = "e.g. 0.75, or ((1, 0.9), (800, 0.5)): 0.9 from step 1 on, 0.5 from step 800 on"
+CHANGING = "Shares that change are pairs of a step and a share, e.g. ((1, 0.9), (800, 0.5))."
 
 BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     *(
@@ -113,14 +119,102 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         "refresh_on_drift=0.8 with policy='hessian-trace' cannot work: a check takes no derivatives, and so knows no "
         "trace. Set refresh_on_drift=None.",
     ),
+    (
+        {"policy": "snip-paper", "granularity": "gemm"},
+        "granularity='gemm' with policy='snip-paper' cannot work: the paper's estimate is one figure per linear. Set "
+        "granularity='layer', or policy='snip'.",
+    ),
+    *(
+        (
+            {"policy": "snip-paper", "granularity": granularity, "decides": "forward"},
+            "decides='forward' with policy='snip-paper' cannot work: the paper's estimate is one figure per linear, "
+            "and does not tell its forward GEMM apart. Set decides='all' and granularity='layer', or policy='snip' "
+            "with granularity='gemm'.",
+        )
+        for granularity in ("layer", "gemm")
+    ),
+    (
+        {"policy": "snip-paper", "refresh_on_drift": 0.8},
+        "refresh_on_drift=0.8 with policy='snip-paper' cannot work: a check adds no noise, and so knows no weight "
+        "divergence. Set refresh_on_drift=None.",
+    ),
+    *(
+        (
+            {"target_fp4_fraction": value},
+            f"target_fp4_fraction={value!r} {what}, {EXAMPLE}.",
+        )
+        for value, what in (
+            ((), "has no entry; expected step 1 first, whose share the run begins with"),
+            (((5, 0.9),), "begins at step 5; expected step 1 first, whose share the run begins with"),
+            (((0, 0.9),), "begins at step 0; expected step 1 first, whose share the run begins with"),
+            (((1, 0.9), (8, 0.5), (8, 0.4)), "names step 8 after step 8; expected steps that increase"),
+            (((1, 0.9), (8, 0.5), (7, 0.4)), "names step 7 after step 8; expected steps that increase"),
+        )
+    ),
+    *(
+        (
+            {"target_fp4_fraction": ((1, 0.5), (8, value))},
+            f"target_fp4_fraction[1]={value!r} is outside 0..1; it is the share of the linear FLOPs that run in FP4, "
+            "e.g. 0.75.",
+        )
+        for value in (-0.01, 1.01, 75, float("nan"), float("inf"))
+    ),
+    (
+        {"target_fp4_fraction": ((1, 0), (8, 0.5)), "formats": ("fp8", "bf16")},
+        "target_fp4_fraction=0.5 cannot be met in the formats ('fp8', 'bf16'): 0 is the largest attainable; expected a "
+        "format of at most 4 bits among them. Without one, set target_linear_speedup with rates, or "
+        "target_fp4_fraction=0.",
+    ),
+    (
+        {"target_fp4_fraction": ((1, 0.9), (8, 0.5)), "target_linear_speedup": 2.0, "rates": "ideal"},
+        "target_fp4_fraction=((1, 0.9), (8, 0.5)) and target_linear_speedup=2.0 are two targets; expected one of them. "
+        "Leave the other one out, or set it to None.",
+    ),
+    ({"decides": "backward"}, "decides='backward' is not known; expected one of all, forward."),
+    (
+        {"decides": "forward"},
+        "decides='forward' with granularity='layer' cannot work: it decides the forward GEMM of a linear apart from "
+        "the others. Set granularity='gemm'.",
+    ),
+    *(
+        (
+            {"decides": "forward", "granularity": "gemm", "policy": policy, "formats": ("fp4", "bf16")},
+            f"decides='forward' with policy={policy!r} has no effect: that policy meets no target. Leave it out, or "
+            "take a policy that meets one (docs/policies.md).",
+        )
+        for policy in ("uniform-fp8", "uniform-fp4", "bf16", "first2-last8-bf16", "last-15-percent-bf16")
+    ),
+    (
+        {"decides": "forward", "granularity": "gemm", "policy": "backward-first"},
+        "policy='backward-first' with decides='forward' has no order of its own: all backward GEMMs are in the least "
+        "precise format anyway. Take policy='layer-position', which orders the forward GEMMs alike.",
+    ),
+    (
+        {"decides": "forward", "granularity": "gemm", "target_linear_speedup": 2.0, "rates": "ideal"},
+        "decides='forward' with target_linear_speedup=2.0 cannot work: a speed-up counts all GEMMs of the linears. Set "
+        "target_fp4_fraction, a share of the forward GEMMs, in its place.",
+    ),
+    *(
+        (
+            {"estimate_memory": value},
+            f"estimate_memory={value!r} is not from 0 to below 1; expected the weight of earlier refreshes, e.g. 0.5, "
+            "or 0 for none.",
+        )
+        for value in (-0.1, 1, 1.5, float("nan"), float("inf"))
+    ),
     ({"granularity": "block"}, "granularity='block' is not known; expected one of layer, gemm."),
     (
         {"policy": "snap"},
-        "policy='snap' is not known; expected one of snip, bf16, uniform-fp8, uniform-fp4, "
+        "policy='snap' is not known; expected one of snip, snip-paper, bf16, uniform-fp8, uniform-fp4, "
         + "".join(f"uniform-{name}, " for name in list(FORMATS)[3:])
         + "random, layer-type, layer-position, first2-last8, last-15-percent, backward-first, first2-last8-bf16, "
         "last-15-percent-bf16, first-last-bf16, min-abs-err, min-rel-err, fisher, hessian-trace, greedy, kl. Did "
         "you mean 'snip'?",
+    ),
+    (
+        {"policy": "paper"},
+        f"policy='paper' is not known; expected one of {', '.join(POLICIES)}. 'paper' is a preset: "
+        "SnipConfig.preset('paper').",
     ),
     ({"policy": "SNIP"}, f"policy='SNIP' is not known; expected one of {', '.join(POLICIES)}. Did you mean 'snip'?"),
     (
@@ -265,9 +359,34 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
 ]
 
 BAD_TYPES: list[tuple[str, Any, str]] = [
-    ("target_fp4_fraction", "0.75", "target_fp4_fraction='0.75' has type str; expected float | None."),
-    ("target_fp4_fraction", True, "target_fp4_fraction=True has type bool; expected float | None."),
-    ("target_linear_speedup", "2", "target_linear_speedup='2' has type str; expected float | None."),
+    *(
+        (
+            "target_fp4_fraction",
+            value,
+            f"target_fp4_fraction={value!r} has type {type(value).__name__}; expected float | tuple[Share, ...] | "
+            f"None. {CHANGING}",
+        )
+        for value in ("0.75", True, {1: 0.9})
+    ),
+    *(
+        (
+            "target_fp4_fraction",
+            [[1, 0.9], pair],
+            f"target_fp4_fraction[1]={pair!r} is no pair of a step and a share; expected {EXAMPLE}.",
+        )
+        for pair in (0.5, [8], [8, 0.5, 0.4], [8.0, 0.5], [True, 0.5], ["8", 0.5], [8, "0.5"], [8, None], [2**63, 0.5])
+    ),
+    *(
+        (
+            "target_linear_speedup",
+            value,
+            f"target_linear_speedup={value!r} has type {type(value).__name__}; expected float | None. Targets that "
+            "change during a run are for target_fp4_fraction.",
+        )
+        for value in ("2", [[1, 2.0], [800, 1.5]])
+    ),
+    ("decides", None, "decides=None has type NoneType; expected str."),
+    ("estimate_memory", "0.5", "estimate_memory='0.5' has type str; expected float."),
     (
         "rates",
         {"fp4": 4},
@@ -353,6 +472,8 @@ def test_every_field_survives_to_dict_json_and_from_dict(name: str) -> None:
     needed = {"budget": "measured"} if name.startswith("timing_") else {}
     if name == "target_linear_speedup":
         needed = {"rates": "ideal"}
+    if name == "decides":
+        needed = {"granularity": "gemm"}
     config = SnipConfig(**{"apply_delay": 1, **needed, name: OTHER[name]})
     assert config != SnipConfig(**needed)
     assert config != SnipConfig()
@@ -360,6 +481,31 @@ def test_every_field_survives_to_dict_json_and_from_dict(name: str) -> None:
     restored = SnipConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     assert restored == config
     assert hash(restored) == hash(config)
+
+
+def test_shares_that_change_survive_yaml_and_json_as_lists_and_are_looked_up_by_step() -> None:
+    shares = ((1, 0.9), (800, 0.5), (1000, 0))
+    config = SnipConfig(target_fp4_fraction=shares)
+    read = yaml.safe_load("target_fp4_fraction: [[1, 0.9], [800, 0.5], [1000, 0]]")
+    assert SnipConfig.from_dict(read) == config
+    assert config.to_dict()["target_fp4_fraction"] == [[1, 0.9], [800, 0.5], [1000, 0]]
+    assert SnipConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    steps = (0, 1, 799, 800, 999, 1000, 10**9)
+    assert [config.target_at(step) for step in steps] == [0.9, 0.9, 0.9, 0.5, 0.5, 0, 0]
+    assert config.at_step(800) == SnipConfig(target_fp4_fraction=0.5)
+    plain = SnipConfig(target_fp4_fraction=0.5)
+    assert (plain.target_at(7), plain.at_step(7)) == (0.5, plain)
+    by_speed = SnipConfig(target_linear_speedup=2.0, rates="ideal")
+    assert (by_speed.target_at(7), by_speed.at_step(7)) == (None, by_speed)
+
+
+def test_the_mean_share_is_that_over_the_steps_of_a_run() -> None:
+    shares = ((1, 0.9), (9, 0.5), (13, 0.1))
+    for steps in (1, 8, 9, 12, 13, 20):
+        each = [SnipConfig(target_fp4_fraction=shares).target_at(step) for step in range(1, steps + 1)]
+        assert mean_share(shares, steps) == pytest.approx(sum(each) / steps)
+    assert (mean_share(0.75, 3), mean_share(None, 3)) == (0.75, 0.0)
+    assert (shares_text(shares), shares_text(0.75)) == ("0.9 from step 1, 0.5 from step 9, 0.1 from step 13", "0.75")
 
 
 def test_to_dict_has_every_field_in_order_and_no_tuple() -> None:
@@ -560,6 +706,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "timing_file": None,
         "timing_tokens": None,
         "granularity": "layer",
+        "decides": "all",
         "policy": "snip",
         "fixed_plan": None,
         "refresh_every": 500,
@@ -583,6 +730,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "ties": [],
         "stages": None,
         "switching_cost": 0.0,
+        "estimate_memory": 0.0,
         "solver": "auto",
         "solver_time_limit": 60.0,
         "solver_gap": 1e-4,

@@ -40,7 +40,7 @@ def loss_estimates(point: Point, tokens: tuple[int, ...], sequence: int) -> dict
         momentum+token        <M, eW> + token-fisher, M the optimizer's running mean of W's gradient, if it keeps one
         kl-token, kl-sequence as the Fisher forms, but labels drawn from the model: the true Fisher, so that the second
                               half of the Kullback-Leibler divergence's expansion is what they estimate
-        norm                  docs/method.md, section 2
+        norm                  docs/method.md, section 2: also that of the policy "snip-paper"
         fisher-error          half of it, for tokens of S; hessian-error likewise, all tokens only
         absolute-error, relative-error, fisher-trace
 

@@ -12,6 +12,7 @@ derivative of the optimizer's update divided by |W|; sums of squares unless a fo
     product-norms   |Gdot|^2 |E|^2 / (T O) + |Xdot|^2 |eG W|^2 / (T I) + |J|^2 |eD|^2 / (O I), E the error of X W^T
     fisher-trace    T sum_t |G_t|^2 |X_t|^2: the trace of the empirical Fisher of W, tokens taken as independent
     hessian-trace   z^T H z, z Rademacher: the trace of W's block of the Hessian (Hutchinson), 4 probes
+    snip-paper      the estimate of the policy of this name, whole layers only
     *-error         that trace / (O I) * |eW|^2 (with the Hessian: HAWQ-V2, arXiv:1911.03852)
 
 The loss divergence's estimators are those of `loss_estimators`.
@@ -156,6 +157,10 @@ def weight_estimates(point: Point) -> dict[str, Table]:
         if name == "adjoint":
             for column in ("absolute_error", "relative_error"):
                 tables[column.replace("_", "-")] = _column(found, column)
+    paper = estimate_divergence(point.model, point.inputs, point.optimizer, replace(point.config, policy="snip-paper"))
+    tables["snip-paper"] = {
+        cell: value for cell, value in _column(paper, "weight_divergence").items() if cell[1] == LAYER
+    }
     for name, (autocast, relative_step) in STEPS.items():
         tables[name] = _adjoint(point, point.probe(point.pullback, 1, autocast, relative_step)[0])
     probe, directions = point.probe(point.pullback, PROBES)

@@ -18,10 +18,15 @@
 
 `python -m eval.bakeoff.forks text | run | report` compares contenders that train on from one checkpoint:
 
-    fork_recipe    which contenders and forks there are: a YAML file, checked
+    fork_cells     contenders, forks, and how long they train
+    fork_recipe    which of them there are: a YAML file, checked
     fork_text      the tokens that they see, in one file
     fork_base      a model in training, and the base up to its checkpoints
     fork_run       one fork of one contender
+    weight_means   the mean of the weights over some steps
     fork_workers   the forks that have no line yet, shared out among worker processes
-    fork_report    paired differences with their intervals
+    fork_pace      how many they are, and how long they take
+    fork_lines     what a file of lines holds: pairs and differences
+    fork_statistics, mixed_model   intervals, tests and their power
+    fork_tables, fork_figures, fork_report   what people look at
 """

@@ -18,9 +18,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
 
 from snip_hf import SnipConfig, SnipController
+from snip_hf.kernels.emulated import Emulated
+from snip_hf.layers.state import pack_states, snip_linears
 from snip_hf.numerics.formats import FORMATS
 
-from .fork_recipe import Fork, ForkRecipe, uniform_policy
+from .fork_cells import Fork, uniform_policy
+from .fork_recipe import ForkRecipe
+from .fork_shifts import Shift, batches, sequences_needed
 from .fork_text import ForkText
 from .training import adamw
 
@@ -39,7 +43,8 @@ class Trainee:
 
     def __init__(self, recipe: ForkRecipe, text: ForkText, device: torch.device, seed: int) -> None:
         self.device = device
-        self._training, self._text = recipe.base, text
+        self._training, self._held_out = recipe.base, text.held_out
+        self._other_held_out = text.other_held_out
         torch.manual_seed(seed)
         vocabulary = {"vocab_size": text.vocab_size, "bos_token_id": None, "eos_token_id": text.eos_token_id}
         config = AutoConfig.for_model(recipe.model.model_type, **(vocabulary | recipe.model.config))
@@ -86,11 +91,19 @@ class Trainee:
         result: Tensor = loss.detach()
         return result
 
+    def shift(self, shift: Shift) -> None:
+        """Changes learning rate and held-out text for the steps to come."""
+        for group in self.optimizer.param_groups:
+            group["lr"] *= shift.learning_rate
+        self.schedule.base_lrs = [rate * shift.learning_rate for rate in self.schedule.base_lrs]
+        if shift.other_text:
+            self._held_out = self._other_held_out
+
     @torch.no_grad()
     def evaluate(self) -> float:
         """Returns the mean loss on the held-out text under the arithmetic in force."""
         self.model.eval()
-        held_out = self._text.held_out
+        held_out = self._held_out
         parts = np.array_split(held_out, math.ceil(len(held_out) / _SEQUENCES_PER_EVALUATION))
         with self._autocast():
             losses = [self.model(**self._batch(part)).loss.double() * len(part) for part in parts]
@@ -105,28 +118,45 @@ class Trainee:
 
 
 def train_base(recipe: ForkRecipe, text: ForkText, seed: int, device: torch.device, folder: Path) -> None:
-    """Trains a base to its last point and writes its state at each of them.
+    """Trains a base to its last point and writes its state at each of them; goes on from the last one that is there.
 
     Raises:
         ValueError: the text is too short, or the loss is not finite at a point.
     """
     training = recipe.base
-    points = {fork.point for fork in recipe.forks if fork.base_seed == seed}
+    paths = {fork.point: state_path(recipe, text, fork, folder) for fork in recipe.forks if fork.base_seed == seed}
+    start = max((point for point, path in paths.items() if path.exists()), default=0)
     trainee = Trainee(recipe, text, device, seed)
+    if start:
+        trainee.load(paths[start])
     controller = None
     if FORMATS[training.format].is_quantized:
         config = SnipConfig(policy=uniform_policy(training.format), backend=recipe.backend, seed=seed)
         controller = SnipController(trainee.model, trainee.optimizer, config)
+        controller.step = start
+        if controller.backend == Emulated.name:
+            keep_state_on_host(trainee.model)
     order = _order(text, seed)
-    for step in range(1, max(points) + 1):
+    for step in range(start + 1, max(paths) + 1):
         rows = order[(step - 1) * training.sequences : step * training.sequences]
         loss = trainee.step(step, text.train[rows], controller)
-        if step in points:
+        if step in paths:
             if not math.isfinite(float(loss)):
                 raise ValueError(f"The loss of the base of seed {seed} is {float(loss)} at step {step}; nothing forks.")
-            trainee.save(state_path(recipe, text, Fork(base_seed=seed, point=step, data_seed=0), folder))
+            trainee.save(paths[step])
     if controller is not None:
         controller.close()
+
+
+def keep_state_on_host(model: nn.Module) -> None:
+    """Keeps the formats of the GEMMs, and the keys of their random numbers, in the host's memory.
+
+    The emulated kernels read them there. From a GPU's memory each GEMM would wait for its turn on the GPU to read them.
+    """
+    layers = snip_linears(model)
+    for layer in layers.values():
+        layer.snip_state = layer.snip_state.cpu()
+    pack_states(layers)
 
 
 def state_path(recipe: ForkRecipe, text: ForkText, fork: Fork, folder: Path) -> Path:
@@ -134,23 +164,32 @@ def state_path(recipe: ForkRecipe, text: ForkText, fork: Fork, folder: Path) -> 
     return folder / f"base-{recipe.base_id(text.digest, fork.base_seed)}-{fork.point}.pt"
 
 
-def sequences_of(recipe: ForkRecipe, text: ForkText, fork: Fork) -> np.ndarray[Any, Any]:
-    """Returns the sequences of a fork's steps, (steps, B, L): those that its base has not seen, in its own order."""
+def sequences_of(recipe: ForkRecipe, text: ForkText, fork: Fork, steps: int) -> list[np.ndarray[Any, Any]]:
+    """Returns the sequences of each of a fork's first steps, (B, L): in its own order, what its base has not seen.
+
+    A shorter fork sees the same as a longer one sees first.
+    """
     count = recipe.base.sequences
     unseen = _order(text, fork.base_seed)[fork.point * count :]
-    drawn = np.random.default_rng(fork.seed).permutation(unseen)[: recipe.steps * count]
-    return text.train[drawn].reshape(recipe.steps, count, -1)
+    drawn = np.random.default_rng(fork.seed).permutation(unseen)[: sequences_needed(fork.shift, count, steps)]
+    other = np.random.default_rng(fork.seed).permutation(text.other)
+    return list(batches(fork.shift, text.train[drawn], other, count, steps))
 
 
 def check_length(recipe: ForkRecipe, text: ForkText) -> None:
     """Raises ValueError unless the text lasts for the bases and the forks."""
-    last = max(fork.point for fork in recipe.forks)
-    needed = (last + recipe.steps) * recipe.base.sequences
+    count = recipe.base.sequences
+    needed = max(
+        run.fork.point * count + sequences_needed(run.fork.shift, count, run.lengths[-1])
+        for run in recipe.runs(text.digest)
+    )
     if len(text.train) < needed:
         raise ValueError(
-            f"The text has {len(text.train)} sequences; expected {needed} for {last} + {recipe.steps} steps of "
-            f"{recipe.base.sequences}. Raise train_sequences, or lower forks.points or forks.steps."
+            f"The text has {len(text.train)} sequences; expected {needed} for bases and forks, {count} a step. Raise "
+            "train_sequences, or lower forks.points or forks.steps."
         )
+    if any(fork.shift is not None and fork.shift.other_text for fork in recipe.forks) and not len(text.other):
+        raise ValueError("The text holds no other text, which forks.shifts name; run `text` with this recipe.")
 
 
 def _digest(model: nn.Module) -> str:

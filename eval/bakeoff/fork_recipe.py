@@ -7,27 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from recipes.parts.recipe import DataSection, ModelSection, TokenizerSection, build, read_values
-from snip_hf.config import POLICIES, SnipConfig
-from snip_hf.numerics.formats import FORMATS, UNQUANTIZED, check_format
-from snip_hf.numerics.gemms import GEMMS
-from snip_hf.policies.registry import register_policy
-from snip_hf.policies.uniform import uniform
+from snip_hf.numerics.formats import UNQUANTIZED, check_format
 
-from .grid import combinations
+from .fork_cells import Cell, Contender, Fork, as_lengths, cells_of, impossible_cells
+from .fork_lines import LOSSES
+from .fork_shifts import Shift
 
 _KEYS = ("data", "tokenizer", "train_sequences", "model", "training", "forks", "snip", "cells")
-_OPTIONAL_KEYS = ("comparisons",)
+_OPTIONAL_KEYS = ("impossible", "comparisons", "readme", "outcome", "benchmarks", "other_data", "other_sequences")
 _FORK_KEYS = ("base_seeds", "points", "data_seeds", "steps")
-# Which GEMMs run in a cell's format; the others run in BF16.
-GEMM_SETS = {"all": GEMMS, "forward": ("forward",), "backward": ("grad_input", "grad_weight")}
-_FORK_DECIDES = ("seed", "fixed_plan", "first_refresh", "refresh_every", "apply_delay", "start_format")
+_OPTIONAL_FORK_KEYS = ("shifts",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,62 +43,29 @@ class BaseSection:
     """Of all GEMMs."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fork:
-    """Where a contender starts: the unit of the comparison."""
-
-    base_seed: int
-    point: int
-    """Steps that the base has done."""
-    data_seed: int
-
-    @property
-    def name(self) -> str:
-        return f"s{self.base_seed}-p{self.point}-d{self.data_seed}"
-
-    @property
-    def seed(self) -> int:
-        """Seed of all random numbers of the fork: the same for every contender."""
-        return zlib.crc32(self.name.encode())
-
-
 @dataclass(frozen=True)
-class Contender:
-    """What runs in a fork: one format for some of the GEMMs, or the plan of a policy."""
+class ForkRun:
+    """One contender in one fork."""
 
-    format: str | None
-    gemms: str
-    """Key of `GEMM_SETS`."""
-    settings: Mapping[str, Any]
-    """Fields of SnipConfig for a policy; {} with a format."""
+    contender: Contender
+    fork: Fork
+    ids: Mapping[int, str]
+    """Steps after which it is measured, in rising order -> id of that line."""
+    benchmarked: bool = False
+    """Whether it answers the recipe's benchmarks then."""
 
     @property
     def name(self) -> str:
-        if self.format is not None:
-            return self.format if self.gemms == "all" else f"{self.format}, {self.gemms} GEMMs"
-        config = SnipConfig.from_dict(self.settings)
-        known = ("policy", "formats", "granularity", "backend", "solver")
-        known += ("target_fp4_fraction", "target_linear_speedup", "rates")
-        parts = [f"{key} {value}" for key, value in self.settings.items() if key not in known]
-        first = f"{config.policy} {{{', '.join(config.formats)}}}"
-        target = f"{config.target_fp4_fraction or 0:.0%}"
-        if config.target_linear_speedup is not None:
-            target = f"{config.target_linear_speedup:g} times BF16 ({config.rates or 'measured'})"
-        return ", ".join([first, f"{target} by {config.granularity}", *parts])
+        return f"{self.contender.name}, {self.fork.name}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns what tells contenders apart, for JSON."""
-        if self.format is not None:
-            return {"format": self.format, "gemms": self.gemms}
-        return dict(self.settings)
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Steps after which it is measured; it trains to the last of them."""
+        return tuple(self.ids)
 
-    def config(self, fork: Fork, backend: str) -> SnipConfig:
-        """Returns the configuration that makes the contender's plan at the first step of a fork."""
-        own = dict(self.settings)
-        if self.format is not None:
-            own = {"policy": uniform_policy(self.format), "backend": backend}
-        when = {"first_refresh": fork.point + 1, "refresh_every": None, "apply_delay": 0}
-        return SnipConfig.from_dict(own | when | {"seed": fork.seed})
+    def without(self, done: Collection[str]) -> ForkRun:
+        """Returns the run of the lines that are not done."""
+        return replace(self, ids={steps: name for steps, name in self.ids.items() if name not in done})
 
 
 @dataclass(frozen=True)
@@ -116,45 +78,87 @@ class ForkRecipe:
     """Training sequences that the text holds."""
     model: ModelSection
     base: BaseSection
-    steps: int
-    """Of a fork."""
     backend: str
     """Of every contender and of the base."""
     blocks: tuple[tuple[Fork, ...], ...]
-    """All contenders run in the forks of the first block, then in those of the second, ..."""
-    contenders: tuple[Contender, ...]
+    """All cells run in the forks of the first block, then in those of the second, ..."""
+    cells: tuple[Cell, ...]
     """The most important first."""
+    impossible: Mapping[str, str]
+    """What cannot be a cell -> why."""
     comparisons: Mapping[str, tuple[tuple[str, str], ...]]
     """Family -> pairs of contenders' names; the report corrects for the number of tests within a family."""
+    readme: tuple[str, ...]
+    """Names of the contenders of the short table, in its order."""
+    outcome: str
+    """The loss that the report tests."""
+    other: DataSection | None
+    """Text of shifts to another one; None: there is none."""
+    other_sequences: int
+    """Sequences of it; the held-out ones come from their end."""
+    benchmarks: tuple[str, ...]
+    """Tasks of eval/run.py for cells that are benchmarked."""
 
     @property
     def forks(self) -> tuple[Fork, ...]:
         """Those of all blocks."""
         return tuple(fork for block in self.blocks for fork in block)
 
-    def setting(self, text: str) -> str:
-        """Returns what tells forks from those of another text, model, base or length."""
-        return _hash([text, _model_parts(self.model), asdict(self.base), self.steps, self.backend])
+    @property
+    def contenders(self) -> tuple[Contender, ...]:
+        """Those of all cells, each once."""
+        return tuple({cell.contender.name: cell.contender for cell in self.cells}.values())
+
+    def comparisons_after(self, steps: int) -> dict[str, tuple[tuple[str, str], ...]]:
+        """Returns the comparisons of forks of so many steps: both contenders have them, and differ by then."""
+        cells = {cell.contender.name: cell.contender for cell in self.cells if steps in cell.lengths}
+        found = {
+            family: tuple(
+                (one, other)
+                for one, other in pairs
+                if one in cells and other in cells and cells[one].within(steps) != cells[other].within(steps)
+            )
+            for family, pairs in self.comparisons.items()
+        }
+        return {family: pairs for family, pairs in found.items() if pairs}
+
+    def setting(self, text: str, steps: int, fork: Fork) -> str:
+        """Returns what tells forks from those of another text, model, base, length or shift."""
+        shift = [] if fork.shift is None else [fork.shift.to_dict()]
+        return _hash([text, _model_parts(self.model), asdict(self.base), steps, self.backend, *shift])
 
     def base_id(self, text: str, seed: int) -> str:
         """Returns what tells a base from others."""
         return _hash([text, _model_parts(self.model), asdict(self.base), self.backend, seed])
 
-    def runs(self, text: str) -> dict[str, tuple[Contender, Fork]]:
-        """Returns id -> contender and fork, in the order in which they run.
+    def fits(self, fork: Fork, steps: int) -> bool:
+        """Returns True if so many steps follow a fork's point within the schedule."""
+        return fork.point + steps <= self.base.steps
 
-        Within a block these are all forks of the first contender, then of the second, ...
+    def runs(self, text: str) -> list[ForkRun]:
+        """Returns who trains on where, in this order: within a block all forks of the first cell, then of the second.
+
+        A length that an earlier cell has for the same contender, or that does not fit into the schedule after a point,
+        is left out.
 
         Args:
             text: `ForkText.digest`.
         """
-        setting = self.setting(text)
-        return {
-            _hash([setting, contender.to_dict(), asdict(fork)]): (contender, fork)
-            for block in self.blocks
-            for contender in self.contenders
-            for fork in block
-        }
+        seen: set[str] = set()
+        found = []
+        for block in self.blocks:
+            for cell in self.cells:
+                for fork in block:
+                    ids = self._ids(text, cell, fork)
+                    run = ForkRun(cell.contender, fork, ids, cell.benchmarked).without(seen)
+                    seen |= set(run.ids.values())
+                    found += [run] * bool(run.ids)
+        return found
+
+    def _ids(self, text: str, cell: Cell, fork: Fork) -> dict[int, str]:
+        """Returns number of steps -> id of the line."""
+        what = [cell.contender.to_dict(), fork.to_dict(), *([self.benchmarks] if cell.benchmarked else [])]
+        return {n: _hash([self.setting(text, n, fork), *what]) for n in cell.lengths if self.fits(fork, n)}
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ForkRecipe:
@@ -171,36 +175,64 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ForkRecipe:
     _check_keys(str(path), values, _KEYS, _OPTIONAL_KEYS)
     base = build(BaseSection, "training", values["training"])
     check_format(base.format, "training.format")
-    forks = values["forks"]
-    _check_keys("forks", forks, _FORK_KEYS)
-    steps, points = forks["steps"], forks["points"]
-    if not points or min(points) < 1 or max(points) + steps > base.steps:
-        raise ValueError(
-            f"forks.points={points} with forks.steps={steps}; expected points from 1 to {base.steps - steps}, so that "
-            f"forks end within the schedule (training.steps={base.steps})."
-        )
-    cells = [contender for cell in values["cells"] for contender in _contenders(cell, values["snip"])]
-    contenders = tuple({json.dumps(one.to_dict(), sort_keys=True): one for one in cells}.values())
+    forks, common = values["forks"], values["snip"]
+    _check_keys("forks", forks, _FORK_KEYS, _OPTIONAL_FORK_KEYS)
+    lengths = as_lengths(forks["steps"], "forks.steps")
+    cells = tuple(cell for entry in values["cells"] for cell in cells_of(entry, common, lengths))
+    _check_points(forks["points"], {steps for cell in cells for steps in cell.lengths} or set(lengths), base.steps)
+    names = list(dict.fromkeys(cell.contender.name for cell in cells))
+    readme = tuple(values.get("readme") or ())
+    _check_names("readme", readme, names)
+    outcome = values.get("outcome", "held_out_plan")
+    if outcome not in LOSSES:
+        raise ValueError(f"outcome: got {outcome!r}; expected one of {', '.join(LOSSES)}.")
     return ForkRecipe(
         data=build(DataSection, "data", values["data"]),
         tokenizer=build(TokenizerSection, "tokenizer", values["tokenizer"]),
         train_sequences=values["train_sequences"],
         model=build(ModelSection, "model", values["model"]),
         base=base,
-        steps=steps,
-        backend=values["snip"].get("backend", "auto"),
+        backend=common.get("backend", "auto"),
         blocks=tuple(_blocks(forks)),
-        contenders=contenders,
-        comparisons=_comparisons(values.get("comparisons") or {}, [one.name for one in contenders]),
+        cells=cells,
+        impossible=impossible_cells(values.get("impossible") or [], common),
+        comparisons=_comparisons(values.get("comparisons") or {}, names),
+        readme=readme,
+        outcome=outcome,
+        other=_other(values),
+        other_sequences=values.get("other_sequences", 0),
+        benchmarks=_benchmarks(values, cells),
     )
 
 
-def uniform_policy(format: str) -> str:
-    """Returns the name of the policy that puts every GEMM into a format, after registering it for one's own format."""
-    name = f"uniform-{format}" if FORMATS[format].is_quantized else format
-    if name not in POLICIES:
-        register_policy(uniform(name, format))
-    return name
+def _benchmarks(values: Mapping[str, Any], cells: Sequence[Cell]) -> tuple[str, ...]:
+    tasks = tuple(values.get("benchmarks") or ())
+    if any(cell.benchmarked for cell in cells) and not tasks:
+        raise ValueError("benchmarks: a cell is benchmarked, but the recipe names no task; expected e.g. [arc_easy].")
+    return tasks
+
+
+def _other(values: Mapping[str, Any]) -> DataSection | None:
+    """Returns the other text; raises ValueError for a shift to one that is not there."""
+    given = values.get("other_data")
+    shifted = [entry["name"] for entry in values["forks"].get("shifts", ()) if entry and entry.get("other_text")]
+    if shifted and (given is None or values.get("other_sequences", 0) <= values["data"]["validation_sequences"]):
+        raise ValueError(
+            f"forks.shifts: {shifted[0]}: other_text needs other_data, as data, and other_sequences above "
+            "data.validation_sequences, as many of which are held out."
+        )
+    return None if given is None else build(DataSection, "other_data", given)
+
+
+def _check_points(points: Sequence[int], lengths: Collection[int], steps: int) -> None:
+    """Raises ValueError unless every point has a length that ends within the schedule, and every length a point."""
+    first, shortest, longest = min(points, default=0), min(lengths), max(lengths)
+    if first < 1 or max(points) + shortest > steps or first + longest > steps:
+        raise ValueError(
+            f"forks.points={points} with forks of {', '.join(map(str, sorted(lengths)))} steps; expected points from 1 "
+            f"to {steps - shortest}, the first one at most {steps - longest}, so that forks end within the schedule "
+            f"(training.steps={steps})."
+        )
 
 
 def _blocks(forks: Mapping[str, Any]) -> Iterator[tuple[Fork, ...]]:
@@ -212,9 +244,11 @@ def _blocks(forks: Mapping[str, Any]) -> Iterator[tuple[Fork, ...]]:
         raise ValueError(
             f"forks.base_seeds={seeds}; expected different seeds, [0, 1, 2, 3], or blocks of them, [[0, 1], [2, 3]]."
         )
+    shifts = [None if entry is None else build(Shift, "forks.shifts", entry) for entry in forks.get("shifts", [None])]
     for block in seeds if all(nested) else [seeds]:
         yield tuple(
-            Fork(base_seed=seed, point=point, data_seed=data)
+            Fork(base_seed=seed, point=point, data_seed=data, shift=shift)
+            for shift in shifts
             for seed in block
             for point in forks["points"]
             for data in forks["data_seeds"]
@@ -231,14 +265,16 @@ def _comparisons(families: Mapping[str, Any], names: Sequence[str]) -> dict[str,
                 raise ValueError(f"comparisons: {family}: got {entry!r}; expected a pair, [one, other].")
             ones, other = entry
             pairs += [(one, other) for one in (ones if isinstance(ones, list) else [ones])]
-        for name in dict.fromkeys(name for pair in pairs for name in pair):
-            if name not in names:
-                raise ValueError(
-                    f"comparisons: {family}: {name!r} is no contender of the cells; these are {'; '.join(names)}."
-                )
+        _check_names(f"comparisons: {family}", [name for pair in pairs for name in pair], names)
         _refuse_repeated(family, pairs)
         found[family] = tuple(pairs)
     return found
+
+
+def _check_names(where: str, given: Sequence[str], names: Sequence[str]) -> None:
+    for name in given:
+        if name not in names:
+            raise ValueError(f"{where}: {name!r} is no contender of the cells; these are {'; '.join(names)}.")
 
 
 def _refuse_repeated(family: str, pairs: Sequence[tuple[str, str]]) -> None:
@@ -254,33 +290,6 @@ def _refuse_repeated(family: str, pairs: Sequence[tuple[str, str]]) -> None:
                 "expected each pair once, in one order. Remove one."
             )
         seen.add(pair)
-
-
-def _contenders(cell: Mapping[str, Any], common: Mapping[str, Any]) -> Iterator[Contender]:
-    """Yields the contenders of a cell, which stands for all combinations of its lists."""
-    for point in combinations(cell):
-        if "format" not in point:
-            yield _of_policy(point, common)
-            continue
-        gemms = point.pop("gemms", "all")
-        name = check_format(point.pop("format"), "cells: format")
-        if point or gemms not in GEMM_SETS:
-            raise ValueError(f"cells: got {cell}; beside format, expected gemms as one of {', '.join(GEMM_SETS)}.")
-        yield Contender(name, gemms, {})
-
-
-def _of_policy(point: Mapping[str, Any], common: Mapping[str, Any]) -> Contender:
-    for name in _FORK_DECIDES:
-        if name in point or name in common:
-            raise ValueError(f"cells: {name} is given, but the fork decides it: plans are made once, at its start.")
-    if "policy" not in point:
-        raise ValueError(f"cells: got {dict(point)}; expected format, or policy and other fields of SnipConfig.")
-    config = SnipConfig.from_dict(dict(common) | dict(point)).to_dict()
-    plain = SnipConfig().to_dict()
-    always = ("policy", "formats", "granularity", "target_fp4_fraction")
-    settings = {name: value for name, value in config.items() if name in always or value != plain[name]}
-    settings.pop("start_format", None)  # follows from the formats
-    return Contender(None, "all", settings)
 
 
 def _check_keys(where: str, values: Mapping[str, Any], known: Sequence[str], optional: Sequence[str] = ()) -> None:

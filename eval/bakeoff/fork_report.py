@@ -1,225 +1,130 @@
-"""The tables of files of forks: mean differences of contenders on the same forks, with their intervals and tests.
-
-A difference is 100 * (loss / loss of the other - 1), in percent. The unit is the fork.
-"""
+"""The report of files of forks: tables and figures per length of forks, also in the documents that quote them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+from .documents import marked_names, replace_between, wrapped
+from .fork_figures import write_family_figure
+from .fork_lines import Row, read_forks
+from .fork_recipe import ForkRecipe
+from .fork_score_table import has_scores, score_table
+from .fork_tables import family_table, short_table, table, tests_of
 
-from benchmarks.shared.json_lines import read_lines
-
-from .documents import markdown, marked_names, replace_between, wrapped
-from .fork_statistics import DETECTION, Difference, holm
-from .fork_workers import SCHEMA_VERSION
-from .significance import SIGNIFICANCE
-
-Row = dict[str, Any]
-
-LOSSES = {"held_out_plan": "held out, plan", "held_out_high_precision": "held out, BF16", "train": "training"}
-# Percent of the loss: the power of a test is given for this.
-EFFECT = 0.1
 # Family -> pairs of contenders' names.
 Families = Mapping[str, Sequence[tuple[str, str]]]
 
 
-def read_forks(paths: Iterable[Path]) -> list[Row]:
-    """Returns the lines of files, the last one of each id.
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a report shows."""
 
-    Raises:
-        FileNotFoundError: a file that is not there.
-        ValueError: a line of another schema version.
-    """
-    found: dict[str, Row] = {}
-    for path in paths:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist; expected the lines that `run` wrote.")
-        for line in read_lines(path):
-            if line.get("schema_version") != SCHEMA_VERSION:
-                raise ValueError(
-                    f"{path}: the line {line.get('id')!r} has schema_version {line.get('schema_version')!r}, expected "
-                    f"{SCHEMA_VERSION}. Use the report of the commit that wrote it ({line.get('commit')!r})."
-                )
-            found[line["id"]] = line
-    return list(found.values())
+    against: str = "bf16"
+    """Name of the contender that differences are taken to in the first and in the short table."""
+    families: Families = field(default_factory=dict)
+    """Comparisons to test; those of contenders without a line are left out and named."""
+    families_after: Callable[[int], Families] | None = None
+    """Number of steps -> comparisons of forks of that length; None: all of `families`."""
+    readme: Sequence[str] = ()
+    """Contenders of the short table; none: no such table."""
+    outcome: str = "held_out_plan"
+    """The loss that is tested."""
+    prefix: str = "forks"
+    """Of the markers in documents, and of the names of figures."""
+    command: str = ""
+    """What to type for the tables again, as the short one says."""
 
+    @classmethod
+    def by(cls, recipe: ForkRecipe, path: Path, **others: str) -> Asked:
+        """Returns what the recipe in a file asks for."""
+        named = {"families": recipe.comparisons, "readme": recipe.readme, "outcome": recipe.outcome}
+        lengths = {steps for cell in recipe.cells for steps in cell.lengths}
 
-def differences(lines: Iterable[Row], others: Iterable[Row], loss: str) -> list[float]:
-    """Returns the paired differences of two contenders, in percent, over the forks that ended well for both."""
-    theirs = {_fork_key(line): line["loss"][loss] for line in others if not line["diverged"]}
-    pairs = ((line["loss"][loss], theirs.get(_fork_key(line))) for line in lines if not line["diverged"])
-    return [100 * (own / other - 1) for own, other in pairs if other is not None]
+        def families_after(steps: int) -> Families:
+            # Lines of a length that the recipe no longer has are of another version of it.
+            return recipe.comparisons_after(steps) if steps in lengths else recipe.comparisons
+
+        return cls(prefix=path.stem, families_after=families_after, **named, **others)
+
+    def families_of(self, lines: Sequence[Row]) -> Families:
+        """Returns the comparisons to test in one setting's lines."""
+        return self.families if self.families_after is None else self.families_after(lines[0]["steps"])
 
 
 def write_report(
     paths: Sequence[Path],
     output: Path | None,
-    against: str = "bf16",
-    families: Families | None = None,
+    asked: Asked | None = None,
     docs: Sequence[Path] = (),
+    figures: Path | None = None,
 ) -> str:
-    """Writes the tables of each setting (text, model, base, length of forks) and returns the text, in Markdown.
+    """Writes the tables of each setting (text, model, base, length and shift of forks) and returns them, in Markdown.
 
     Args:
         paths: files of lines.
         output: the file to write the text into; None: none.
-        against: name of the contender that differences are taken to in the first table.
-        families: comparisons to test; those of contenders without a line are left out and named.
-        docs: Markdown files whose tables between `<!-- forks:NAME -->` and `<!-- /forks:NAME -->` are renewed; NAME
-            is "all" (the first table) or a family's.
+        asked: what it shows; None: the first table.
+        docs: Markdown files whose tables between `<!-- PREFIX:NAME -->` and `<!-- /PREFIX:NAME -->` are renewed; NAME
+            is "all" (the first table), "readme" (the short one), "scores" or a family's. With forks of several lengths,
+            "-" and the length follow, and with a shift "-" and its name.
+        figures: folder for a figure of each family; None: none.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_forks`; no line is of `against`; `docs` with lines of several settings,
-            or with markers of other names.
+        FileNotFoundError, ValueError: as `read_forks`; no line is of `against`; `docs` or `figures` with lines of
+            several settings of one length; `docs` with markers of other names.
     """
+    asked = asked or Asked()
     settings: dict[str, list[Row]] = {}
-    for line in read_forks(paths):
+    for line in sorted(read_forks(paths), key=lambda line: line["steps"]):
         settings.setdefault(line["setting"], []).append(line)
-    if docs and len(settings) != 1:
-        raise ValueError(f"--docs: the lines are of {len(settings)} settings; expected one, so give their files apart.")
-    found = [_sections(lines, against, families or {}) for lines in settings.values()]
-    text = "\n\n".join(body for sections in found for body in sections.values()) + "\n"
-    marked = {path: marked_names(path, "forks", found[0]) for path in docs}
+    ends = _ends([lines[0] for lines in settings.values()])
+    if (docs or figures) and len(set(ends)) < len(ends):
+        raise ValueError(
+            f"--docs, --figures: the lines are of {len(ends)} settings, several of them of the same length and shift; "
+            "expected one of each, so give their files apart."
+        )
+    sections: dict[str, str] = {}
+    bodies: list[str] = []
+    for end, lines in zip(ends, settings.values(), strict=True):
+        found = _sections(lines, asked)
+        bodies += found.values()
+        sections |= {f"{name}{end}": body for name, body in found.items()}
+        if figures is not None:
+            for family, pairs in asked.families_of(lines).items():
+                path = figures / f"{asked.prefix}-{family}{end}.png"
+                write_family_figure(tests_of(lines, pairs, asked.outcome), lines[0]["steps"], path)
+    text = "\n\n".join(bodies) + "\n"
+    marked = {path: marked_names(path, asked.prefix, sections) for path in docs}
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text, encoding="utf-8")
     for path, names in marked.items():
         for name in names:
-            replace_between(path, f"forks:{name}", found[0][name])
+            replace_between(path, f"{asked.prefix}:{name}", sections[name])
     return text
 
 
-def _sections(lines: Sequence[Row], against: str, families: Families) -> dict[str, str]:
-    """Returns name -> Markdown of one setting's lines."""
-    tables = {family: family_table(lines, family, pairs) for family, pairs in families.items()}
-    return {name: wrapped(text) for name, text in ({"all": table(lines, against)} | tables).items()}
-
-
-def family_table(lines: Sequence[Row], family: str, pairs: Sequence[tuple[str, str]]) -> str:
-    """Returns the table of one family of comparisons, with Holm's correction over those that can be tested."""
-    of = _by_contender(lines)
-    missing = [f"{one} against {other}" for one, other in pairs if one not in of or other not in of]
-    if len(missing) == len(pairs):
-        return "No lines yet."
-    tested = [(one, other) for one, other in pairs if one in of and other in of]
-    found = [{loss: Difference.of(differences(of[one], of[other], loss)) for loss in LOSSES} for one, other in tested]
-    ps = [own["held_out_plan"].p for own in found]
-    corrected = holm(ps)
-    tests = len(ps) - ps.count(None)
-    level = SIGNIFICANCE / max(tests, 1)
-    rows = [
-        [
-            f"{one} against {other}",
-            str(own["held_out_plan"].forks),
-            *(str(difference) for difference in own.values()),
-            _figure(own["held_out_plan"].deviation),
-            _figure(own["held_out_plan"].error),
-            _figure(own["held_out_plan"].detectable(level)),
-            _figure(p),
-            _figure(p_holm),
-            _reading(own["held_out_plan"], p_holm, level),
-        ]
-        for (one, other), own, p, p_holm in zip(tested, found, ps, corrected, strict=True)
-    ]
-    losses = [f"{label} (%)" for label in LOSSES.values()]
-    heads = ["comparison", "forks", *losses, "paired sd", "standard error", "detectable (%)"]
-    heads += ["p", "p, Holm", "held out, plan"]
-    note = (
-        f"**{family.replace('-', ' ').capitalize()}.** Differences in percent, mean ± half of the 95% interval "
-        "(uncorrected). Paired t-tests of the held-out loss under the plan; Holm's correction over the "
-        f"{tests} tests of this table. Detectable: the smallest true difference that the test would find with power "
-        f"{DETECTION}, with these forks and this paired standard deviation, at p < {SIGNIFICANCE} / {tests}, Holm's "
-        f"first step. Smaller differences may well be there where two are not told apart. The power for {EFFECT}% is "
-        "that of the same test."
-    )
-    parts = [note, markdown(heads, rows)]
-    parts += [f"Without lines: {'; '.join(missing)}."] * bool(missing)
-    return "\n\n".join(parts)
-
-
-def _figure(value: float | None) -> str:
-    if value is None or math.isnan(value):
-        return "-"
-    return f"{value:.3f}"
-
-
-def _reading(difference: Difference, p: float | None, level: float) -> str:
-    """Returns what the test says, and where it finds nothing, how often it would find a true difference of `EFFECT`."""
-    power = difference.power(EFFECT, level)
-    if p is None or power is None:
-        return "not tested"
-    if p < SIGNIFICANCE:
-        return "higher" if difference.mean > 0 else "lower"
-    return f"not told apart (power for {EFFECT}%: {power:.2f})"
-
-
-def _by_contender(lines: Iterable[Row]) -> dict[str, list[Row]]:
-    """Groups lines by contender, in the order in which they come first."""
-    contenders: dict[str, list[Row]] = {}
-    for line in lines:
-        contenders.setdefault(line["contender"], []).append(line)
-    return contenders
-
-
-def table(lines: Sequence[Row], against: str) -> str:
-    """Returns the table of one setting's lines, contenders in the order in which they come first."""
-    contenders = _by_contender(lines)
-    if against not in contenders:
-        raise ValueError(f"No line is of the contender {against!r}; there are {', '.join(contenders)}.")
-    losses = [f"{label} (%)" for label in LOSSES.values()]
-    heads = ["contender", "share in 4 bits", "shares of FLOPs", "forks", *losses, "paired sd", "standard error"]
-    heads += ["ms per step"]
-    rows = [_cells(name, own, contenders[against]) for name, own in contenders.items()]
-    note = (
-        f"Difference to `{against}` on the same fork: loss after {lines[0]['steps']} steps, mean ± half of the 95% "
-        "interval (Student's t, uncorrected). Paired standard deviation and standard error are those of the held-out "
-        f"loss under the plan, in percentage points.\n\n{_origin(lines)}"
-    )
-    return f"{note}\n\n{markdown(heads, rows)}"
-
-
-def _cells(name: str, lines: Sequence[Row], others: Sequence[Row]) -> list[str]:
-    found = {loss: Difference.of(differences(lines, others, loss)) for loss in LOSSES}
-    main = found["held_out_plan"]
-    diverged = sum(line["diverged"] for line in lines)
-    unpaired = 0 if lines is others else len(lines) - diverged - main.forks
-    notes = [f"{count} {what}" for count, what in ((diverged, "diverged"), (unpaired, "unpaired")) if count]
-    share = float(np.mean([line["fp4_fraction"] for line in lines]))
-    step_ms = float(np.median([1e3 * line["seconds"]["training"] / line["steps"] for line in lines]))
-    is_self = lines is others
+def _ends(lines: Sequence[Row]) -> list[str]:
+    """Returns what follows the names of each setting's tables: length and shift, where there are several."""
+    steps = [f"-{line['steps']}" for line in lines]
+    shifts = [line["fork"].get("shift") for line in lines]
+    several = len(set(steps)) > 1
     return [
-        name,
-        f"{share:.1%}",
-        _shares(lines),
-        str(len(lines) if is_self else main.forks) + (f" ({', '.join(notes)})" if notes else ""),
-        *("0" if is_self else str(difference) for difference in found.values()),
-        *("-" if is_self else _figure(figure) for figure in (main.deviation, main.error)),
-        f"{step_ms:.0f}",
+        (length if several else "") + (f"-{shift['name']}" if shift else "")
+        for length, shift in zip(steps, shifts, strict=True)
     ]
 
 
-def _shares(lines: Sequence[Row]) -> str:
-    """Returns each format's share of the linears' FLOPs, mean over forks; "-" where all GEMMs have the same format."""
-    names = dict.fromkeys(name for line in lines for name in line["shares"])
-    if len(names) < 2:
-        return "-"
-    return ", ".join(f"{name} {np.mean([line['shares'].get(name, 0.0) for line in lines]):.1%}" for name in names)
-
-
-def _origin(lines: Sequence[Row]) -> str:
-    """Says how many forks there are, and where they ran."""
-    forks = {_fork_key(line) for line in lines}
-    bases = {line["fork"]["base_seed"] for line in lines}
-    machines, commits = (sorted({str(line[key]) for line in lines}) for key in ("machine", "commit"))
-    return f"{len(forks)} forks of {len(bases)} bases; {', '.join(machines)}; commit {', '.join(commits)}."
-
-
-def _fork_key(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns what two lines have in common if they are of one fork: the very weights of its start, and the code."""
-    fork = line["fork"]
-    return fork["base_seed"], fork["point"], fork["data_seed"], line["state"], line["commit"]
+def _sections(lines: Sequence[Row], asked: Asked) -> dict[str, str]:
+    """Returns name -> Markdown of one setting's lines."""
+    found = {"all": table(lines, asked.against)}
+    families = asked.families_of(lines)
+    found |= {family: family_table(lines, family, pairs, asked.outcome) for family, pairs in families.items()}
+    if asked.readme:
+        found["readme"] = short_table(lines, asked.readme, asked.against, asked.outcome, asked.command)
+    if has_scores(lines):
+        pairs = dict.fromkeys(pair for pairs in families.values() for pair in pairs)
+        found["scores"] = score_table(lines, list(pairs))
+    return {name: wrapped(text) for name, text in found.items()}

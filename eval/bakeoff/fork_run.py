@@ -1,4 +1,4 @@
-"""One fork of one contender: its plan, its training from the base's state, and what came of it."""
+"""One fork of one contender: its plans, its training from the base's state, and what came of it."""
 
 from __future__ import annotations
 
@@ -8,113 +8,214 @@ import statistics
 import string
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from snip_hf import SnipConfig, SnipController, restore_model
 from snip_hf.kernels.emulated import Emulated
-from snip_hf.layers.state import pack_states, snip_linears
 from snip_hf.numerics.formats import UNQUANTIZED
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PrecisionPlan
 
-from .fork_base import Trainee, sequences_of, state_path
-from .fork_recipe import GEMM_SETS, Contender, Fork, ForkRecipe
+from .fork_base import Trainee, keep_state_on_host, sequences_of, state_path
+from .fork_cells import GEMM_SETS, Contender, Fork
+from .fork_recipe import ForkRecipe, ForkRun
 from .fork_text import ForkText
-from .training import flop_shares
+from .training import ends_above_its_lowest, flop_shares
+from .weight_means import WeightMeans
 
-# The training loss of a fork is the mean over so many of its last steps.
+# The training loss of a fork is the mean over so many of its last steps, and so are the averaged weights.
 LAST_STEPS = 25
 # How a line's plan writes places in its `shares`.
 _PLACES = string.digits + string.ascii_letters
 
 
-def run_fork(
-    recipe: ForkRecipe, text: ForkText, contender: Contender, fork: Fork, device: torch.device, folder: Path
-) -> dict[str, Any]:
-    """Trains a contender from the start of a fork and returns losses, shares and times.
+@dataclass(frozen=True)
+class Planned:
+    """What a contender starts with."""
 
-    Every contender has its plan before the first step and keeps it. A policy that needs a probe gets it in a rehearsal
-    of that step, after which the base's state is loaded again.
+    plan: PrecisionPlan | None
+    """None: nothing is quantized."""
+    state: Mapping[str, Any] | None
+    """Of the controller that made the plan, for one that goes on refreshing it; None: the plan is held."""
+
+
+def run_fork(
+    recipe: ForkRecipe,
+    text: ForkText,
+    run: ForkRun,
+    device: torch.device,
+    folder: Path,
+    score: Callable[[Trainee], dict[str, Any]] | None = None,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Trains a contender from the start of a fork and yields losses, shares and times after each of its lengths.
+
+    Every contender has its plan before the first step and keeps it, unless it refreshes. A policy that needs a probe
+    gets it in a rehearsal of that step, after which the base's state is loaded again.
 
     Args:
-        recipe: model, training and steps.
+        recipe: model and training.
         text: what is trained and evaluated on.
-        contender: who decides on the precisions.
-        fork: where it starts.
+        run: who decides on the precisions, where it starts, and for how long it trains.
         device: where it runs.
         folder: of the base's states.
+        score: says more of the trained model, for a line.
+
+    Yields: number of steps, and what a line says of them.
     """
     began = time.perf_counter()
-    state, sequences = state_path(recipe, text, fork, folder), sequences_of(recipe, text, fork)
+    fork, contender = run.fork, run.contender
+    state, sequences = state_path(recipe, text, fork, folder), sequences_of(recipe, text, fork, run.lengths[-1])
     trainee = Trainee(recipe, text, device, fork.base_seed)
     digest = trainee.load(state)
-    plan = make_plan(trainee, contender.config(fork, recipe.backend), fork, sequences[0])
-    if plan is not None:
-        plan = _only(plan, GEMM_SETS[contender.gemms])
+    planned = make_plan(trainee, contender, fork, recipe.backend, sequences[0])
+    if planned.plan is not None:
         trainee.load(state)
-    planned = time.perf_counter()
-    with _held(trainee, plan, recipe.backend, fork) as controller:
-        losses = _train(trainee, sequences, fork, controller)
-        trained = time.perf_counter()
-        under_plan = trainee.evaluate()
-    high_precision = under_plan if plan is None else trainee.evaluate()
-    ended = time.perf_counter()
-    curve = [statistics.fmean(losses[i : i + LAST_STEPS]) for i in range(0, len(losses), LAST_STEPS)]
-    found = {
-        "train": statistics.fmean(losses[-LAST_STEPS:]),
-        "held_out_plan": under_plan,
-        "held_out_high_precision": high_precision,
-    }
-    return {
-        "state": digest,
-        "loss": {name: _finite(loss) for name, loss in found.items()},
-        "training_curve": [_finite(loss) for loss in curve],
-        "diverged": len(losses) < recipe.steps or not all(map(math.isfinite, (*losses, *found.values()))),
-        **_of_plan(plan),
-        "seconds": {
-            "plan": round(planned - began, 3),
-            "training": round(trained - planned, 3),
-            "evaluation": round(ended - trained, 3),
-        },
-    }
+    seconds = {"plan": time.perf_counter() - began, "training": 0.0, "evaluation": 0.0}
+    with _in_force(trainee, planned, contender.config(fork, recipe.backend), fork) as controller:
+        training = _Training(trainee, fork, controller, run.lengths)
+        for steps in run.lengths:
+            began = time.perf_counter()
+            training.advance(sequences, steps)
+            trained = time.perf_counter()
+            found = training.found(steps) | ({} if score is None else score(trainee))
+            seconds["training"] += trained - began
+            seconds["evaluation"] += time.perf_counter() - trained
+            times = {"seconds": {name: round(value, 3) for name, value in seconds.items()}}
+            yield steps, {"state": digest} | found | _of_plan(training.plan) | times
+
+
+class _Training:
+    """The training of a fork.
+
+    Args:
+        trainee: in the state of the fork's start, under the contender's plan.
+        fork: where it starts.
+        controller: has the plan in force; None: nothing is quantized.
+        lengths: after which it is measured.
+    """
+
+    def __init__(self, trainee: Trainee, fork: Fork, controller: SnipController | None, lengths: Sequence[int]) -> None:
+        self._trainee, self._fork, self._controller = trainee, fork, controller
+        self._losses: list[float] = []
+        self._done = 0
+        self._means = {length: WeightMeans(trainee.model) for length in lengths}
+        self._plans = [] if controller is None else [(0, controller.plan)]
+        torch.manual_seed(fork.seed)
+
+    @property
+    def plan(self) -> PrecisionPlan | None:
+        """That is in force."""
+        return None if self._controller is None else self._controller.plan
+
+    def advance(self, sequences: Sequence[np.ndarray[Any, Any]], end: int) -> None:
+        """Trains to step `end`, or until the loss is not finite."""
+        pending: list[Tensor] = []
+        while self._done < end and all(map(math.isfinite, self._losses[-1:])):
+            step, shift = self._done + 1, self._fork.shift
+            if shift is not None and step == shift.after + 1:
+                self._trainee.shift(shift)
+            pending.append(self._trainee.step(self._fork.point + step, sequences[self._done], self._controller))
+            self._done = step
+            self._note(step)
+            if step % LAST_STEPS == 0 or step == end:  # seldom, since reading waits for the GPU
+                self._losses += torch.stack(pending).tolist()
+                pending.clear()
+
+    def _note(self, step: int) -> None:
+        """Adds the weights to the means that lengths to come ask for, and keeps a plan that is new."""
+        for length, means in self._means.items():
+            if length - LAST_STEPS < step <= length:
+                means.add()
+        if self._controller is not None:
+            plan, last = self._controller.plan, self._plans[-1][1]
+            if plan.provenance.step != last.provenance.step:  # the step of the refresh that made it
+                self._plans.append((step, plan))
+
+    def found(self, length: int) -> dict[str, Any]:
+        """Returns losses, as far as the training has come: to this length, unless it diverged before."""
+        losses, means = self._losses, self._means.pop(length)
+        under_plan = self._trainee.evaluate()
+        averaged = math.nan  # of a training that ended before the steps to average
+        if means.steps == min(LAST_STEPS, length):
+            with means.in_place():
+                averaged = self._trainee.evaluate()
+        with self._unquantized():
+            high_precision = self._trainee.evaluate()
+        loss = {
+            "train": statistics.fmean(losses[-LAST_STEPS:]),
+            "held_out_plan": under_plan,
+            "held_out_high_precision": high_precision,
+            "held_out_averaged": averaged,
+        }
+        curve = [statistics.fmean(losses[i : i + LAST_STEPS]) for i in range(0, len(losses), LAST_STEPS)]
+        return {
+            "loss": {name: _finite(value) for name, value in loss.items()},
+            "training_curve": [_finite(value) for value in curve],
+            "diverged": not all(map(math.isfinite, (*losses, *loss.values()))),
+            "blew_up": ends_above_its_lowest(list(enumerate(curve))),
+            "plans": [{"step": step} | _of_plan(plan) for step, plan in self._plans[1:]],
+        }
+
+    @contextlib.contextmanager
+    def _unquantized(self) -> Iterator[None]:
+        """Runs the model in high precision inside."""
+        plan = self.plan
+        if plan is None:
+            yield
+            return
+        only = replace(plan, assignment={name: dict.fromkeys(GEMMS, UNQUANTIZED.name) for name in plan.assignment})
+        only.apply(self._trainee.model)
+        try:
+            yield
+        finally:
+            plan.apply(self._trainee.model)
 
 
 def make_plan(
-    trainee: Trainee, config: SnipConfig, fork: Fork, sequences: np.ndarray[Any, Any]
-) -> PrecisionPlan | None:
-    """Returns the plan with which a fork starts, None for BF16. The trainee may have gone on by one step.
+    trainee: Trainee, contender: Contender, fork: Fork, backend: str, sequences: np.ndarray[Any, Any]
+) -> Planned:
+    """Returns the plan with which a fork starts. The trainee may have gone on by one step.
 
     Args:
         trainee: in the state of the fork's start.
-        config: who decides.
+        contender: who decides.
         fork: where it starts.
+        backend: of contenders that are one format.
         sequences: of its first step.
 
     Raises:
         RuntimeError: the probe, or the solver, came to nothing.
     """
+    config = contender.config(fork, backend)
     if config.policy == UNQUANTIZED.name:
-        return None
+        return Planned(None, None)
     first = fork.point + 1
-    controller = SnipController(trainee.model, trainee.optimizer, config)
+    controller = SnipController(trainee.model, trainee.optimizer, replace(config, apply_delay=0))
     try:
         controller.step = fork.point
         if controller.needs_probe:
             trainee.step(first, sequences, controller)
-        plan = controller.plan
+        plan, state = controller.plan, controller.state_dict() if contender.refreshes else None
     finally:
         controller.close()
         restore_model(trainee.model)
     if controller.needs_probe and plan.provenance.step != first:
         raise RuntimeError(f"The refresh of step {first} came to nothing (the log says why), so there is no plan.")
-    return plan
+    if state is not None:  # The step was a rehearsal: training begins before it, with its plan.
+        state = state | {"step": fork.point, "config": going_on(config).to_dict()}
+    return Planned(_only(plan, GEMM_SETS[contender.gemms]), state)
+
+
+def going_on(config: SnipConfig) -> SnipConfig:
+    """Returns the configuration that refreshes from the second time on."""
+    return replace(config, first_refresh=config.first_refresh + (config.refresh_every or 1))
 
 
 def _only(plan: PrecisionPlan, gemms: Sequence[str]) -> PrecisionPlan:
@@ -127,16 +228,19 @@ def _only(plan: PrecisionPlan, gemms: Sequence[str]) -> PrecisionPlan:
 
 
 @contextlib.contextmanager
-def _held(trainee: Trainee, plan: PrecisionPlan | None, backend: str, fork: Fork) -> Iterator[SnipController | None]:
+def _in_force(trainee: Trainee, planned: Planned, config: SnipConfig, fork: Fork) -> Iterator[SnipController | None]:
     """Runs the model in a plan inside, with the fork's random numbers; outside it is unquantized."""
-    if plan is None:
+    if planned.plan is None:
         yield None
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "plan.json")
-        plan.save(path)
-        config = SnipConfig(fixed_plan=str(path), backend=backend, seed=fork.seed)
-        controller = SnipController(trainee.model, trainee.optimizer, config)
+        planned.plan.save(path)
+        if planned.state is None:
+            config = SnipConfig(fixed_plan=str(path), backend=config.backend, seed=fork.seed)
+        controller = SnipController(trainee.model, trainee.optimizer, going_on(config))
+    if planned.state is not None:
+        controller.load_state_dict(planned.state)
     controller.step = fork.point
     if controller.backend == Emulated.name:
         keep_state_on_host(trainee.model)
@@ -145,34 +249,6 @@ def _held(trainee: Trainee, plan: PrecisionPlan | None, backend: str, fork: Fork
     finally:
         controller.close()
         restore_model(trainee.model)
-
-
-def keep_state_on_host(model: nn.Module) -> None:
-    """Keeps the formats of the GEMMs, and the keys of their random numbers, in the host's memory.
-
-    The emulated kernels read them there. From a GPU's memory each GEMM would wait for its turn on the GPU to read them.
-    """
-    layers = snip_linears(model)
-    for layer in layers.values():
-        layer.snip_state = layer.snip_state.cpu()
-    pack_states(layers)
-
-
-def _train(
-    trainee: Trainee, sequences: np.ndarray[Any, Any], fork: Fork, controller: SnipController | None
-) -> list[float]:
-    """Trains the fork's steps, or until the loss is not finite, and returns the losses."""
-    torch.manual_seed(fork.seed)
-    losses: list[float] = []
-    pending: list[Tensor] = []
-    for index, rows in enumerate(sequences, 1):
-        pending.append(trainee.step(fork.point + index, rows, controller))
-        if index % LAST_STEPS == 0 or index == len(sequences):  # seldom, since reading waits for the GPU
-            losses += torch.stack(pending).tolist()
-            pending.clear()
-            if not math.isfinite(losses[-1]):
-                break
-    return losses
 
 
 def _of_plan(plan: PrecisionPlan | None) -> dict[str, Any]:

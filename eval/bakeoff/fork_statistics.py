@@ -1,19 +1,21 @@
-"""Statistics of paired differences: the interval of a mean, its t-test, Holm's correction, and the power of the test.
+"""Statistics of paired differences: the interval of a mean, its test, Holm's correction, and the power of the test.
 
-The unit is the fork. Differences are in percent of the loss.
+The unit is the fork; forks of one base count as what they have in common lets them (`mixed_model`). Differences are in
+percent of the loss.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import brentq
 from scipy.stats import chi2, norm
 from scipy.stats import t as student_t
 
+from .mixed_model import mixed_mean
 from .significance import SIGNIFICANCE, TINY
 
 _CONFIDENCE = 0.95
@@ -21,6 +23,8 @@ _CONFIDENCE = 0.95
 _DEVIATIONS = 20_000
 # A difference that a test finds with this probability is called detectable, as is usual.
 DETECTION = 0.8
+# More forks than anybody will run.
+_MOST_FORKS = 10_000
 
 
 @dataclass(frozen=True)
@@ -31,33 +35,48 @@ class Difference:
     deviation: float
     """Standard deviation of the paired differences (n - 1); NaN for fewer than two."""
     forks: int
+    error: float
+    """Standard error of the mean."""
+    freedom: float
+    """Degrees of freedom of the standard error."""
+    between: float = math.nan
+    """Standard deviation of what forks of one base have in common; NaN where that cannot be told."""
 
     @classmethod
-    def of(cls, differences: Sequence[float]) -> Difference:
-        values, count = np.array(differences), len(differences)
-        mean = float(values.mean()) if count else math.nan
-        return cls(mean, float(values.std(ddof=1)) if count > 1 else math.nan, count)
+    def of(cls, differences: Sequence[float], bases: Sequence[Hashable] | None = None) -> Difference:
+        """Returns the mean of differences.
 
-    @property
-    def error(self) -> float:
-        """Standard error of the mean."""
-        return self.deviation / math.sqrt(self.forks) if self.forks else math.nan
+        Args:
+            differences: one per fork.
+            bases: that of each fork; None: they have nothing in common.
+        """
+        count = len(differences)
+        if count < 2:
+            return cls.independent(float(differences[0]) if count else math.nan, math.nan, count)
+        found = mixed_mean(differences, range(count) if bases is None else bases)
+        deviation = float(np.std(differences, ddof=1))
+        return cls(found.mean, deviation, count, found.error, found.freedom, found.between)
+
+    @classmethod
+    def independent(cls, mean: float, deviation: float, forks: int) -> Difference:
+        """Returns the mean of forks that have nothing in common."""
+        return cls(mean, deviation, forks, deviation / math.sqrt(forks) if forks else math.nan, forks - 1)
 
     @property
     def half_width(self) -> float:
         """Of the 95% interval of the mean, by Student's t."""
         if self.forks < 2:
             return math.nan
-        return float(student_t.ppf((1 + _CONFIDENCE) / 2, self.forks - 1)) * self.error
+        return float(student_t.ppf((1 + _CONFIDENCE) / 2, self.freedom)) * self.error
 
     @property
     def p(self) -> float | None:
-        """Two-sided paired t-test that the mean is 0, uncorrected; None for fewer than two forks."""
+        """Two-sided test that the mean is 0, uncorrected; None for fewer than two forks."""
         if self.forks < 2:
             return None
-        if self.deviation < TINY:  # The t statistic would be 0 / 0 or infinite.
+        if self.error < TINY:  # The t statistic would be 0 / 0 or infinite.
             return float(abs(self.mean) < TINY)
-        return float(2 * student_t.sf(abs(self.mean) / self.error, self.forks - 1))
+        return float(2 * student_t.sf(abs(self.mean) / self.error, self.freedom))
 
     def power(self, effect: float, level: float = SIGNIFICANCE) -> float | None:
         """Returns the probability that the test at this level rejects 0 if `effect` is true.
@@ -66,9 +85,9 @@ class Difference:
         """
         if self.forks < 2:
             return None
-        if self.deviation < TINY:
+        if self.error < TINY:
             return 1.0
-        freedom = self.forks - 1
+        freedom = self.freedom
         bound, shift = student_t.isf(level / 2, freedom), abs(effect) / self.error
         # Given the deviation that an experiment finds, relative to the true one, t is normal: the mean over deviations.
         # scipy's noncentral t is NaN for large shifts.
@@ -82,7 +101,7 @@ class Difference:
         """
         if self.forks < 2:
             return None
-        if self.deviation < TINY:
+        if self.error < TINY:
             return 0.0
 
         def excess(effect: float) -> float:
@@ -95,6 +114,29 @@ class Difference:
         while excess(above) < 0:
             above *= 2
         return float(brentq(excess, 0.0, above, rtol=1e-6))
+
+    def forks_for(self, effect: float, level: float = SIGNIFICANCE) -> int | None:
+        """Returns how many forks, of as many bases in proportion, find `effect` with the power `DETECTION`.
+
+        The error shrinks with the root of their number. None for fewer than two forks, or above 10,000.
+        """
+        if self.forks < 2:
+            return None
+        few, many = 2, _MOST_FORKS
+        if not self._finds(effect, level, many):
+            return None
+        while few < many:
+            middle = (few + many) // 2
+            few, many = (few, middle) if self._finds(effect, level, middle) else (middle + 1, many)
+        return few
+
+    def _finds(self, effect: float, level: float, forks: int) -> bool:
+        """Returns True if so many forks find `effect` with the power `DETECTION`."""
+        factor = forks / self.forks
+        # n forks of one kind have n - 1 degrees of freedom; those of a mixed model grow as the forks do.
+        freedom = max(1.0, (self.freedom + 1) * factor - 1)
+        power = replace(self, forks=forks, error=self.error / math.sqrt(factor), freedom=freedom).power(effect, level)
+        return power is not None and power >= DETECTION
 
     def __str__(self) -> str:
         if not self.forks:

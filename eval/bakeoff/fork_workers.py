@@ -17,24 +17,28 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 
 from benchmarks.shared.json_lines import drop_unfinished_line, read_lines
+from eval.scoring.evaluate import set_environment
 from eval.scoring.rows import git_commit
 from snip_hf.cli import import_modules
 
-from .fork_base import check_length, state_path, train_base
-from .fork_recipe import Contender, Fork, ForkRecipe
+from .fork_base import Trainee, check_length, state_path, train_base
+from .fork_cells import Fork
+from .fork_lines import SCHEMA_VERSION
+from .fork_pace import Pace, overview
+from .fork_recipe import ForkRecipe, ForkRun
 from .fork_run import run_fork
 from .fork_text import ForkText, read_text
 
-SCHEMA_VERSION = 1
 # Between two looks whether a base is there.
 _WAIT_SECONDS = 0.2
 # Of a base without a state.
@@ -46,7 +50,8 @@ class Job:
     """What every worker is told."""
 
     recipe: ForkRecipe
-    todo: dict[str, tuple[Contender, Fork]]
+    todo: list[ForkRun]
+    """Who trains on where, as far as there is no line yet."""
     options: argparse.Namespace
     deadline: float
     """Seconds since the epoch."""
@@ -68,29 +73,38 @@ class Shared:
 def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     """Runs what has no line yet; returns 1 if something failed."""
     began = time.time()
+    lines = read_lines(options.output)
+    if options.list and not options.text.is_file():
+        runs = recipe.runs("")
+        print(overview(recipe, runs, runs, _pace_of(lines, options), in_full=True))
+        print(f"{options.text} does not exist, and says which lines are done: all are taken as left.")
+        return 0
     text = read_text(options.text)
     check_length(recipe, text)
     runs = recipe.runs(text.digest)
-    done = {line["id"] for line in read_lines(options.output)}
-    todo = {name: run for name, run in runs.items() if name not in done}
-    print(f"{len(runs)} forks, {len(runs) - len(todo)} of them done, {len(todo)} to do", flush=True)
+    done = {line["id"] for line in lines}
+    todo = [left for run in runs if (left := run.without(done)).ids]
+    print(overview(recipe, runs, todo, _pace_of(lines, options), options.list), flush=True)
     if options.list or not todo:
-        for name, (contender, fork) in todo.items():
-            print(name, contender.name, fork.name)
         return 0
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.cache.mkdir(parents=True, exist_ok=True)
     drop_unfinished_line(options.output)
     deadline = math.inf if options.minutes is None else began + 60 * options.minutes
     job = Job(recipe, todo, options, deadline, os.getpid())
-    shared = Shared({fork.base_seed for _, fork in todo.values()})
+    shared = Shared({run.fork.base_seed for run in todo})
     # Workers end with this process, also when it is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     count = min(options.workers, len(todo))
     mp.start_processes(work, (job, shared), nprocs=count, daemon=True, start_method="spawn")
-    left = len(todo.keys() - {line["id"] for line in read_lines(options.output)})
-    print(f"{shared.failed.value} failed, {left} forks have no line yet, {time.time() - began:.0f} s")
+    done = {line["id"] for line in read_lines(options.output)}
+    left = sum(len(run.without(done).ids) for run in runs)
+    print(f"{shared.failed.value} failed, {left} lines are missing, {time.time() - began:.0f} s")
     return 1 if shared.failed.value else 0
+
+
+def _pace_of(lines: list[dict[str, Any]], options: argparse.Namespace) -> Pace | None:
+    return Pace.of([*lines, *(line for path in options.pace for line in read_lines(path))])
 
 
 def work(index: int, job: Job, shared: Shared) -> None:
@@ -99,26 +113,58 @@ def work(index: int, job: Job, shared: Shared) -> None:
     device = _device(index, job.options.device)
     logging.getLogger("snip_hf").setLevel(logging.WARNING)
     text = read_text(job.options.text)
-    longest = 0.0
+    pace = _OwnPace()
     while (position := _next(shared.forks)) < len(job.todo) and os.getppid() == job.parent:
-        name, (contender, fork) = list(job.todo.items())[position]
-        if _is_late(job, longest) or not _has_base(job, shared, text, fork, device) or _is_late(job, longest):
-            if shared.bases[fork.base_seed].value == _FAILED and not _is_usable(device):
+        run = job.todo[position]
+        seconds = pace.seconds(run)
+        has_base = not _is_late(job, seconds) and _has_base(job, shared, text, run.fork, device)
+        if not has_base or _is_late(job, seconds):
+            if shared.bases[run.fork.base_seed].value == _FAILED and not _is_usable(device):
                 return
             continue
         began = time.time()
         try:
-            found = run_fork(job.recipe, text, contender, fork, device, job.options.cache)
+            for steps, found in run_fork(job.recipe, text, run, device, job.options.cache, _score_of(job, run)):
+                _write(job, shared, _signed(job, run, steps, text, device) | found)
         except Exception:
-            _report_failure(f"{contender.name}, {fork.name}", shared)
+            _report_failure(run.name, shared)
             if not _is_usable(device):
                 return
             continue
-        longest = max(longest, time.time() - began)
-        line = _signed(job, name, text, device) | found
-        with shared.lock, job.options.output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
-        print(f"{contender.name}, {fork.name}: {found['loss']}, {time.time() - began:.1f} s", flush=True)
+        pace.note(run, time.time() - began)
+
+
+def _score_of(job: Job, run: ForkRun) -> Callable[[Trainee], dict[str, Any]] | None:
+    """Returns what scores the model of a fork; None if it is not benchmarked."""
+    if not run.benchmarked:
+        return None
+    set_environment(job.options.data_dir, model_is_local=True)
+    # lm-eval is needed here alone, and not there on every machine that runs forks.
+    from .fork_scores import scores
+
+    given = {"tasks": job.recipe.benchmarks, "text": job.options.text, "data_dir": job.options.data_dir}
+    return partial(scores, **given)
+
+
+class _OwnPace:
+    """How long the forks of one worker take: seconds per step of the slowest."""
+
+    def __init__(self) -> None:
+        self._slowest = 0.0
+
+    def note(self, run: ForkRun, seconds: float) -> None:
+        self._slowest = max(self._slowest, seconds / run.lengths[-1])
+
+    def seconds(self, run: ForkRun) -> float:
+        return self._slowest * run.lengths[-1]
+
+
+def _write(job: Job, shared: Shared, line: dict[str, Any]) -> None:
+    """Adds a line to the output, at once, so that a run that is cut off keeps it."""
+    with shared.lock, job.options.output.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, allow_nan=False) + "\n")
+    fork = Fork.of_dict(line["fork"])
+    print(f"{line['contender']}, {fork.name}, {line['steps']} steps: {line['loss']}", flush=True)
 
 
 def _device(index: int, kind: str) -> torch.device:
@@ -190,21 +236,20 @@ def _command(options: argparse.Namespace) -> str:
     return shlex.join(["python", "-m", "eval.bakeoff.forks", "run", str(options.recipe), *overrides, *imports])
 
 
-def _signed(job: Job, name: str, text: ForkText, device: torch.device) -> dict[str, Any]:
+def _signed(job: Job, run: ForkRun, steps: int, text: ForkText, device: torch.device) -> dict[str, Any]:
     """Returns what a line says of its origin."""
-    contender, fork = job.todo[name]
     is_cuda = device.type == "cuda"
     per_device = math.ceil(job.options.workers / torch.cuda.device_count()) if is_cuda else job.options.workers
     cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
     return {
         "schema_version": SCHEMA_VERSION,
-        "id": name,
-        "setting": job.recipe.setting(text.digest),
-        "contender": contender.name,
-        "spec": contender.to_dict(),
-        "fork": asdict(fork),
-        "seed": fork.seed,
-        "steps": job.recipe.steps,
+        "id": run.ids[steps],
+        "setting": job.recipe.setting(text.digest, steps, run.fork),
+        "contender": run.contender.name,
+        "spec": run.contender.to_dict(),
+        "fork": run.fork.to_dict(),
+        "seed": run.fork.seed,
+        "steps": steps,
         "machine": torch.cuda.get_device_name(device) if is_cuda else cpu,
         "processes_per_device": per_device,
         "torch": torch.__version__,

@@ -11,6 +11,7 @@ numbers. A fork whose line is there already is not run again.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,14 +21,16 @@ import torch
 from snip_hf.cli import import_modules
 
 from .fork_recipe import load_recipe
-from .fork_report import write_report
+from .fork_report import Asked, write_report
 from .fork_text import write_text
 from .fork_workers import run_forks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, or 1 if a fork failed or the recipe is wrong."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
+    options.typed = shlex.join(["python", "-m", "eval.bakeoff.forks", *arguments])
     try:
         import_modules(options.modules)
         result: int = options.command(options)
@@ -52,8 +55,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    families = load_recipe(options.recipe).comparisons if options.recipe else {}
-    print(write_report(options.lines, options.output, options.against, families, options.docs))
+    others = {"against": options.against, "command": options.typed}
+    asked = Asked.by(load_recipe(options.recipe), options.recipe, **others) if options.recipe else Asked(**others)
+    print(write_report(options.lines, options.output, asked, options.docs, options.figures))
     return 0
 
 
@@ -77,15 +81,18 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--minutes", type=float, metavar="M", help="start no fork that would end later than this")
     run.add_argument("--cache", type=Path, default=Path("runs/forks-cache"), metavar="DIR", help="states of the bases")
     run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    run.add_argument("--data-dir", type=Path, metavar="DIR", help="benchmark files, for cells that are benchmarked")
     run.add_argument("--commit", metavar="ID", help="the lines' commit, for code that lies without its .git folder")
-    run.add_argument("--list", action="store_true", help="only say what would be run")
+    run.add_argument("--list", action="store_true", help="only say what would be run, and how long it takes")
+    run.add_argument("--pace", type=Path, nargs="+", default=[], metavar="FILE", help="lines to go by for that")
     report = commands.add_parser("report", help="make tables of the lines")
     report.set_defaults(command=_report)
     report.add_argument("lines", type=Path, nargs="+", metavar="FILE")
     report.add_argument("--output", type=Path, metavar="FILE", help="Markdown (default: printed alone)")
     report.add_argument("--against", default="bf16", metavar="NAME", help="contender to take differences to")
-    report.add_argument("--recipe", type=Path, metavar="FILE", help="YAML file whose comparisons are tested")
+    report.add_argument("--recipe", type=Path, metavar="FILE", help="YAML file: what is tested and shown")
     report.add_argument("--docs", type=Path, nargs="+", default=[], metavar="FILE", help="Markdown, renewed")
+    report.add_argument("--figures", type=Path, metavar="DIR", help="a figure of each family of comparisons")
     for command in (text, run, report):
         command.add_argument(
             "--import",

@@ -19,6 +19,7 @@ from recipes.parts.recipe import DataSection, ModelSection, TokenizerSection, bu
 from snip_hf.config import POLICIES, SnipConfig
 from snip_hf.field_names import RENAMED
 from snip_hf.policies.registry import aims_at_share, needs_probe
+from snip_hf.schedule_checks import mean_share, shares_text
 
 # Not settings of SnipConfig but of the run itself.
 _OWN_KEYS = ("model", "seed", "steps", "learning_rate_factor", "start_step", "benchmarks")
@@ -26,11 +27,11 @@ _OWN_KEYS = ("model", "seed", "steps", "learning_rate_factor", "start_step", "be
 _SHARE_KEYS = ("target_fp4_fraction", "granularity")
 _REFRESH_KEYS = ("refresh_every", "switching_cost", "first_refresh", "apply_delay", "probes")
 _OBJECTIVE_KEYS = ("objective", "loss_divergence_factor", "weight_divergence_factor")
-_OPTION_KEYS = ("formats", "target_linear_speedup", "rates")
+_OPTION_KEYS = ("formats", "target_linear_speedup", "rates", "decides", "estimate_memory")
 _BUDGET_KEYS = ("budget", "target_linear_speedup", "rates", "timing_file", "timing_tokens")
 _NAMES = {"target_fp4_fraction": "share"}
 # Fields of SnipConfig whose value is a list, and how deep it is nested.
-_LIST_FIELDS = {"formats": 1, "skip_modules": 1, "ties": 2, "stages": 2}
+_LIST_FIELDS = {"formats": 1, "skip_modules": 1, "ties": 2, "stages": 2, "share": 2, "target_fp4_fraction": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +77,8 @@ class Spec:
     def to_dict(self) -> dict[str, Any]:
         """Returns what distinguishes runs; None stands where a setting has no bearing on the policy.
 
-        Formats and a target speed are named only where they are not the defaults, as in lines of before there was a
-        choice.
+        Formats, a target speed and what plans decide on are named only where they are not the defaults, as in lines of
+        before there was a choice. A share that changes is named beside its mean over the run.
         """
         config = self.snip
         known = [*_SHARE_KEYS] if aims_at_share(config) else []
@@ -86,22 +87,30 @@ class Spec:
         every = (*_SHARE_KEYS, *_REFRESH_KEYS, *_OBJECTIVE_KEYS)
         own = {name: getattr(self, name) for name in ("model", "seed", "steps", "learning_rate", "start_step")}
         settings = {_NAMES.get(name, name): getattr(config, name) if name in known else None for name in every}
+        if self._changes_share:
+            settings["share"] = round(mean_share(config.target_fp4_fraction, self.steps), 6)
         return own | {"policy": config.policy} | settings | self._options()
 
+    @property
+    def _changes_share(self) -> bool:
+        return aims_at_share(self.snip) and isinstance(self.snip.target_fp4_fraction, tuple)
+
     def _options(self) -> dict[str, Any]:
-        """Returns formats and target speed, as far as they bear on the policy and are not the defaults."""
+        """Returns what bears on the policy and is not the default: formats, target speed, shares that change, ..."""
         config, plain = self.snip, SnipConfig()
         if not aims_at_share(config):
             return {}
         found = {name: getattr(config, name) for name in _OPTION_KEYS}
         chosen = {name: value for name, value in found.items() if value != getattr(plain, name)}
+        if self._changes_share:
+            chosen["target_fp4_fraction"] = config.to_dict()["target_fp4_fraction"]
         return chosen | ({"formats": list(config.formats)} if "formats" in chosen else {})
 
     def describe(self) -> str:
         """Returns the run in words, for the log."""
         plain = self.to_dict()
         share = "" if plain["share"] is None else f" at {plain['share']:.0%}"
-        hidden = ("model", "policy", "granularity", "share", "seed", "steps", *_OPTION_KEYS)
+        hidden = ("model", "policy", "granularity", "share", "seed", "steps", "target_fp4_fraction", *_OPTION_KEYS)
         other = ", ".join(f"{name} {value}" for name, value in plain.items() if name not in hidden and value)
         return f"{self.model}, {self.label}{share}, seed {self.seed} ({other})"
 
@@ -115,6 +124,8 @@ class Spec:
         speed = config.target_linear_speedup
         parts = [f"{{{', '.join(config.formats)}}}"] * ("formats" in options)
         parts += [] if speed is None else [f"{speed:g} times BF16 ({config.rates or 'measured'})"]
+        parts += ["forward GEMMs alone"] if "decides" in options else []
+        parts += [shares_text(config.target_fp4_fraction, ".0%")] if self._changes_share else []
         return ", ".join([f"{static}{config.policy}", config.granularity, *parts])
 
 
@@ -279,15 +290,16 @@ def _spec(
     # Where a policy has no use for a setting, runs that differ in nothing else are the same run.
     policy = POLICIES.get(settings.get("policy", ""))
     if policy is not None and not policy.aims_at_share:
-        settings.pop("target_linear_speedup", None)
+        for name in ("target_linear_speedup", "decides"):
+            settings.pop(name, None)
     config = SnipConfig.from_dict(settings)
     plain = SnipConfig()
     if not aims_at_share(config):
-        unused = (*_SHARE_KEYS, *_BUDGET_KEYS, "ties", "stages", "formats", "start_format")
+        unused = (*_SHARE_KEYS, *_BUDGET_KEYS, "decides", "ties", "stages", "formats", "start_format")
         config = replace(config, **{name: getattr(plain, name) for name in unused})
     if not needs_probe(config):
-        kept = ("policy", "seed", "formats", "ties", "stages", "skip_modules", "backend", *_SHARE_KEYS, *_BUDGET_KEYS)
-        config = SnipConfig(**{name: getattr(config, name) for name in kept})
+        kept = ("policy", "seed", "formats", "ties", "stages", "skip_modules", "backend", "decides")
+        config = SnipConfig(**{name: getattr(config, name) for name in (*kept, *_SHARE_KEYS, *_BUDGET_KEYS)})
     rate = models[model].learning_rate * float(point.get("learning_rate_factor", 1.0))
     if config.policy == "bf16":
         start = 0

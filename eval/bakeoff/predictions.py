@@ -24,7 +24,7 @@ from snip_hf.numerics.formats import FORMATS, UNQUANTIZED, NumberFormat
 from snip_hf.numerics.gemms import CONTRACTIONS, OPERANDS
 
 from .float_scaling import added_loss_of
-from .fork_report import read_forks
+from .fork_lines import read_forks
 from .format_noise import decibels, gaussian_noise, is_predicted, published_qsnr
 from .prediction_ranks import Agreement, agreement, paired_differences
 from .recorded_noise import SCHEMA_VERSION, relative_noise, rounds_all

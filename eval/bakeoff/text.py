@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from recipes.parts.data import load_documents, load_tokenizer, pack
 from recipes.parts.recipe import DataSection
 
 from .grid import Grid
+from .paths import expanded
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def load_text(grid: Grid, cache: Path) -> Text:
 
 def _here(section: DataSection) -> DataSection:
     """Returns where the text lies on this machine: $NAME in a path is the environment's."""
-    paths = {name: tuple(map(os.path.expandvars, getattr(section, name))) for name in ("files", "validation_files")}
+    paths = {name: expanded(getattr(section, name)) for name in ("files", "validation_files")}
     return replace(section, **paths)
 
 

@@ -110,7 +110,7 @@ class Run:
             high_precision = self.evaluate()
         curve = self._curve()
         finished = len(self.losses) == self.spec.steps - self.spec.start_step
-        blew_up = any(_ends_above_its_lowest(points) for points in (curve, [*self.validation, (0, as_trained)]))
+        blew_up = any(ends_above_its_lowest(points) for points in (curve, [*self.validation, (0, as_trained)]))
         return {
             "parameters": self.model.num_parameters(),
             "tokens": self._tokens * self.spec.steps,
@@ -285,7 +285,7 @@ def count_spikes(losses: list[float]) -> int:
     return spikes
 
 
-def _ends_above_its_lowest(curve: Sequence[tuple[int, float]]) -> bool:
+def ends_above_its_lowest(curve: Sequence[tuple[int, float]]) -> bool:
     """Returns True if a loss diverged; NaN did."""
     losses = [loss for _, loss in curve]
     return bool(losses) and not losses[-1] <= min(losses) + _DIVERGED_BY

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .local_tasks import EvaluationError, known_tasks, local_tasks, stock_tasks
+from .questions import answers_of
 from .rows import Row, git_commit, rows_of, versions
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class Settings:
     """Examples in the prompt; None for the stock task's own default (0 for all tasks here)."""
     seed: int = DEFAULT_SEED
     """Of few-shot sampling and of python's, numpy's and torch's generators, which are all set to it."""
+    answers: bool = False
+    """Whether rows say which documents were right (`questions.answers_of`)."""
 
 
 def evaluate(
@@ -80,11 +83,13 @@ def evaluate(
         num_fewshot=settings.num_fewshot,
         limit=settings.limit,
         bootstrap_iters=_BOOTSTRAP_DRAWS,
-        log_samples=False,
+        log_samples=settings.answers,
         **dict.fromkeys(seeds, settings.seed),
     )
     common = _common_fields(settings, "hub" if data_dir is None else str(data_dir), model)
-    return rows_of(results, loaded, names, dict(origin or {}) | common)
+    rows = rows_of(results, loaded, names, dict(origin or {}) | common)
+    answers = answers_of(results) if settings.answers else {}
+    return [row | ({"answers": answers[row["task"]]} if row["task"] in answers else {}) for row in rows]
 
 
 def _common_fields(settings: Settings, data: str, model: PreTrainedModel) -> Row:

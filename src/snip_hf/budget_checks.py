@@ -8,24 +8,26 @@ from typing import Any
 
 from .numerics.formats import FORMATS
 from .registry import Registry
+from .schedule_checks import Share, as_shares
 
 # How fast hardware runs each format. The entries are in `costs.rates`; users may add their own.
 RATES: Registry[Any] = Registry("table of rates", "snip_hf.costs.rates")
 # What `target_fp4_fraction` is where neither budget is given.
 DEFAULT_FP4_FRACTION = 0.75
+# What `decides` is where the plan decides on every GEMM, and on the forward ones alone.
+ALL, FORWARD = "all", "forward"
 
 
-def fp4_fraction_of(fraction: float | None, speedup: float | None) -> float | None:
-    """Returns the share of FP4 that a config asks for: None where it asks for a speed-up.
+def fp4_fraction_of(
+    fraction: float | tuple[Share, ...] | None, speedup: float | None
+) -> float | tuple[Share, ...] | None:
+    """Returns the share of FP4 that a config asks for, or its shares: None where it asks for a speed-up.
 
     Raises:
-        ValueError: it asks for both, or for a share outside 0..1.
+        ValueError: it asks for both, or as `as_shares`.
+        TypeError: as `as_shares`.
     """
-    if fraction is not None and not 0 <= fraction <= 1:
-        raise ValueError(
-            f"target_fp4_fraction={fraction!r} is outside 0..1; it is the share of the linear FLOPs that run in FP4, "
-            "e.g. 0.75."
-        )
+    fraction = as_shares(fraction)
     if fraction is not None and speedup is not None:
         raise ValueError(
             f"target_fp4_fraction={fraction!r} and target_linear_speedup={speedup!r} are two targets; expected one of "
@@ -85,6 +87,58 @@ def refuse_speedup(speedup: float | None, policy: str) -> None:
         raise ValueError(
             f"target_linear_speedup={speedup!r} with policy={policy!r} has no effect: that policy meets no target. "
             "Leave it out, or take a policy that meets one (docs/policies.md)."
+        )
+
+
+def check_decided(config: Any, meets_target: bool) -> None:
+    """Refuses a budget over the forward GEMMs alone (`decides`) where it cannot be kept.
+
+    Args:
+        config: the SnipConfig.
+        meets_target: whether its policy meets a target.
+
+    Raises:
+        ValueError: says which other field does not fit.
+    """
+    if config.decides == ALL:
+        return
+    what = f"decides={config.decides!r}"
+    if not meets_target:
+        raise ValueError(
+            f"{what} with policy={config.policy!r} has no effect: that policy meets no target. Leave it out, or take a "
+            "policy that meets one (docs/policies.md)."
+        )
+    if config.granularity == "layer":
+        raise ValueError(
+            f"{what} with granularity='layer' cannot work: it decides the forward GEMM of a linear apart from the "
+            "others. Set granularity='gemm'."
+        )
+    if config.target_linear_speedup is not None:
+        raise ValueError(
+            f"{what} with target_linear_speedup={config.target_linear_speedup!r} cannot work: a speed-up counts all "
+            "GEMMs of the linears. Set target_fp4_fraction, a share of the forward GEMMs, in its place."
+        )
+
+
+def check_timing(config: Any, policy: Any) -> None:
+    """Refuses fields about measured times without them, and a rule that does not know how many tokens to measure.
+
+    Args:
+        config: the SnipConfig.
+        policy: the one that it names.
+
+    Raises:
+        ValueError: names the field.
+    """
+    if config.budget == "flops":
+        for name in ("timing_file", "timing_tokens"):
+            if getattr(config, name) is not None:
+                raise ValueError(f"{name}={getattr(config, name)!r} is for budget='measured'; set that too.")
+    by_rule = config.fixed_plan is None and policy.aims_at_share and not policy.needs_probe
+    if config.budget == "measured" and config.timing_tokens is None and by_rule:
+        raise ValueError(
+            f"budget='measured' with policy={config.policy!r} needs timing_tokens, the tokens of a micro-batch: its "
+            "plan is made before the first one is there. Set it to batch size times sequence length, e.g. 16384."
         )
 
 

@@ -161,11 +161,11 @@ def _solve(arguments: argparse.Namespace) -> int:
 def _inspect(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from .reporting.tables import listed, plan_table, print_cost, say
+    from .reporting.tables import listed, print_cost, print_plan, say
 
     plan = _load_plan(arguments.plan)
     console = Console()
-    console.print(plan_table(plan))
+    print_plan(plan, console)
     _inspect_stages(plan, arguments, console)
     if plan.measured is not None:
         print_cost(plan, console)

@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from .budget_checks import check_fraction, check_rates, check_speedup, fp4_fraction_of, refuse_speedup
+from .budget_checks import (
+    check_decided,
+    check_fraction,
+    check_rates,
+    check_speedup,
+    check_timing,
+    fp4_fraction_of,
+    refuse_speedup,
+)
 from .field_names import FieldNames, current_names
 from .field_values import (
     FOUND,
@@ -25,6 +33,7 @@ from .field_values import (
 from .kernels.backend import BACKENDS
 from .numerics.formats import FORMATS
 from .registry import Registry, did_you_mean
+from .schedule_checks import Share, check_drift, largest_share, share_at
 
 # Who decides. The entries are in `policies`, one file per family; `policies.registry.Policy` says what they are.
 POLICIES: Registry[Any] = Registry("policy", "snip_hf.policies")
@@ -35,12 +44,14 @@ class DoesNotFit(ValueError):
 
 
 Granularity = Literal["layer", "gemm"]
+Decides = Literal["all", "forward"]
 Budget = Literal["flops", "measured"]
 Objective = Literal["additive", "horizon", "paper"]
 LossEstimator = Literal["token-fisher", "taylor", "norm"]
 Solver = Literal["auto", "cbc", "highs", "greedy"]
 _CHOICES = {
     "granularity": Granularity,
+    "decides": Decides,
     "budget": Budget,
     "objective": Objective,
     "loss_estimator": LossEstimator,
@@ -48,6 +59,8 @@ _CHOICES = {
 }
 # What an error of type says beyond the type.
 _ADVICE = {
+    "target_fp4_fraction": " Shares that change are pairs of a step and a share, e.g. ((1, 0.9), (800, 0.5)).",
+    "target_linear_speedup": " Targets that change during a run are for target_fp4_fraction.",
     "rates": " It is a name: register a table of your own with `snip_hf.costs.rates.register_rates`.",
     "skip_modules": " For example skip_modules=('*.q_proj',), with the comma, or ['*.q_proj'].",
     "include_modules": " For example include_modules=('model.vision_tower.*',), with the comma, or a list.",
@@ -101,10 +114,10 @@ class SnipConfig(FieldNames):
 
     # Target: what the plan must reach
 
-    target_fp4_fraction: float | None = None
+    target_fp4_fraction: float | tuple[Share, ...] | None = None
     """Least share of the linear FLOPs that runs in formats of at most 4 bits, 0..1, in every stage.
     With `budget="measured"` it is a share of their time. It is not a reduction of FLOPs. None: 0.75, unless
-    `target_linear_speedup` is given."""
+    `target_linear_speedup` is given. Pairs of a step and a share change it: ((1, 0.9), (800, 0.5)) (ours)."""
     target_linear_speedup: float | None = None
     """Least speed-up of the linears' GEMMs over BF16, in every stage, in place of `target_fp4_fraction` (ours).
     It is their time in BF16 divided by that under the plan: FLOPs by `rates`, or measured with `budget="measured"`."""
@@ -116,6 +129,9 @@ class SnipConfig(FieldNames):
     """Formats that the plan chooses from for each GEMM, the least precise first (`snip_hf.formats`)."""
     granularity: Granularity = "layer"
     """What shares a format: "layer", the GEMMs of a linear (the paper); "gemm", each is decided by itself (ours)."""
+    decides: Decides = "all"
+    """GEMMs that the plan decides on and the target is a share of: "all", or "forward", those alone (ours).
+    "forward" needs `granularity="gemm"`. Every plan then runs all other GEMMs in the least precise of `formats`."""
     stages: int | tuple[tuple[str, ...], ...] | None = None
     """Pipeline stages, each of which attains `target_fp4_fraction` by itself.
     None: the whole model is one. A number: so many contiguous, equal runs of blocks. Or the layer names of each."""
@@ -128,7 +144,7 @@ class SnipConfig(FieldNames):
     """As `skip_modules`: linears outside the language model's decoder that are swapped too, e.g. a vision tower's."""
     expert_groups: int = 1
     """Groups of experts, as many in each, that have formats of their own in every projection (docs/experts.md).
-    1: all experts of a projection share its formats. It divides the number of experts."""
+    1: all experts of a projection share its formats. The number of experts must be a multiple of it."""
     budget: Budget = "flops"
     """What `target_fp4_fraction` is a share of: "flops", or "measured", the time of the linears' GEMMs.
     It is measured on this machine, in the most precise quantized one of `formats`. By time, small and inefficient GEMMs
@@ -187,7 +203,7 @@ class SnipConfig(FieldNames):
     policy: str = "snip"
     """Who decides: "snip", or another registered policy (docs/policies.md)."""
     fixed_plan: str | None = None
-    """Path of a plan file to apply before the first step and hold fixed; `policy` is then not asked."""
+    """Path of a plan file to apply before the first step and hold fixed; `policy` and `decides` are then not asked."""
     objective: Objective = "additive"
     """What the program minimises: "additive", "horizon" or "paper".
     Both divergences are divided by their totals with everything in the least precise format. "additive" (ours):
@@ -199,6 +215,10 @@ class SnipConfig(FieldNames):
     """Multiplies the weight divergence's part of the objective."""
     switching_cost: float = 0.0
     """Added to the objective for the share of groups that change format against the plan in force."""
+    estimate_memory: float = 0.0
+    """Weight of earlier refreshes in the prices of a new one, from 0 to below 1 (ours).
+    A price's share of the total is then a running mean, s = m s + (1 - m) s_new. Plans change less by noise, and follow
+    later what really changes (docs/method.md, section 4)."""
 
     # Solver
 
@@ -231,6 +251,8 @@ class SnipConfig(FieldNames):
         for name, choices in (closed | registered).items():
             if getattr(self, name) not in choices:
                 guess = did_you_mean(getattr(self, name), choices)
+                if name == "policy" and self.policy in _PRESETS:
+                    guess = f" {self.policy!r} is a preset: SnipConfig.preset({self.policy!r})."
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not known; expected one of {', '.join(choices)}.{guess}"
                 )
@@ -242,8 +264,8 @@ class SnipConfig(FieldNames):
         object.__setattr__(self, "target_fp4_fraction", fraction)
         self._check_ranges()
         self._check_formats()
-        self._check_share(is_default)
         POLICIES[self.policy].check(self)
+        self._check_share(is_default)
         for name in ("skip_modules", "include_modules"):
             object.__setattr__(self, name, as_names(name, getattr(self, name)))
         object.__setattr__(self, "ties", as_ties(self.ties))
@@ -257,11 +279,16 @@ class SnipConfig(FieldNames):
                 f"apply_delay={self.apply_delay} is larger than refresh_every={self.refresh_every}; a plan must be "
                 "applied before the next probe. Lower apply_delay or raise refresh_every."
             )
-        self._check_drift()
-        self._check_budget()
+        check_drift(self.refresh_on_drift, self.drift_every, self.refresh_every, self.apply_delay)
+        check_timing(self, POLICIES[self.policy])
         for name in ("loss_divergence_factor", "weight_divergence_factor", "switching_cost", "solver_gap"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a finite number of at least 0.")
+        if not 0 <= self.estimate_memory < 1:
+            raise ValueError(
+                f"estimate_memory={self.estimate_memory!r} is not from 0 to below 1; expected the weight of "
+                "earlier refreshes, e.g. 0.5, or 0 for none."
+            )
         for name, most in _AT_MOST.items():
             if getattr(self, name) is not None and getattr(self, name) > most:
                 raise ValueError(f"{name}={getattr(self, name)!r} is too large; expected at most {most}.")
@@ -284,6 +311,7 @@ class SnipConfig(FieldNames):
         check_rates(self.rates, self.formats, self.budget == "measured")
         if self.fixed_plan is not None:
             return
+        check_decided(self, policy.aims_at_share)
         if not policy.aims_at_share:
             refuse_speedup(self.target_linear_speedup, self.policy)
             return
@@ -296,7 +324,16 @@ class SnipConfig(FieldNames):
         if self.target_linear_speedup is not None:
             check_speedup(self.target_linear_speedup, self.rates, chosen, self.budget == "measured")
         else:
-            check_fraction(self.target_fp4_fraction or 0.0, " (the default)" if is_default else "", chosen)
+            check_fraction(largest_share(self.target_fp4_fraction), " (the default)" if is_default else "", chosen)
+
+    def target_at(self, step: int) -> float | None:
+        """Returns the share of FP4 that a plan made at an optimizer step aims at; None: it aims at a speed-up."""
+        return share_at(self.target_fp4_fraction, step)
+
+    def at_step(self, step: int) -> SnipConfig:
+        """Returns the config of a plan made at an optimizer step: with the share of that step alone."""
+        share = self.target_at(step)
+        return self if share == self.target_fp4_fraction else dataclasses.replace(self, target_fp4_fraction=share)
 
     @property
     def format_at_start(self) -> str:
@@ -317,37 +354,6 @@ class SnipConfig(FieldNames):
     def most_precise(self) -> str:
         """The last of `formats`."""
         return self.formats[-1]
-
-    def _check_drift(self) -> None:
-        if self.refresh_on_drift is None:
-            return
-        if not 0 <= self.refresh_on_drift <= 1:
-            raise ValueError(
-                f"refresh_on_drift={self.refresh_on_drift!r} is outside 0..1; it is the rank correlation below which "
-                "the plan is refreshed early, e.g. 0.8, or None."
-            )
-        if self.refresh_every is None:
-            return
-        last_check = (self.refresh_every - 1) // self.drift_every * self.drift_every
-        if last_check <= self.apply_delay:
-            raise ValueError(
-                f"refresh_on_drift={self.refresh_on_drift!r} with drift_every={self.drift_every} leaves no step for a "
-                f"check between the application of a plan (apply_delay={self.apply_delay}) and the next probe "
-                f"(refresh_every={self.refresh_every}). Lower drift_every."
-            )
-
-    def _check_budget(self) -> None:
-        if self.budget == "flops":
-            for name in ("timing_file", "timing_tokens"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name}={getattr(self, name)!r} is for budget='measured'; set that too.")
-        policy = POLICIES[self.policy]
-        by_rule = self.fixed_plan is None and policy.aims_at_share and not policy.needs_probe
-        if self.budget == "measured" and self.timing_tokens is None and by_rule:
-            raise ValueError(
-                f"budget='measured' with policy={self.policy!r} needs timing_tokens, the tokens of a micro-batch: its "
-                "plan is made before the first one is there. Set it to batch size times sequence length, e.g. 16384."
-            )
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> SnipConfig:

@@ -26,7 +26,7 @@ from eval.bakeoff.__main__ import _parser, main
 from eval.bakeoff.grid import Grid, Spec, load_grid
 from eval.bakeoff.lines import read_runs
 from eval.bakeoff.text import Text, load_text, prepare_text
-from eval.bakeoff.training import Run, _ends_above_its_lowest, count_spikes
+from eval.bakeoff.training import Run, count_spikes, ends_above_its_lowest
 from snip_hf import SnipConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +106,26 @@ def test_runs_at_another_speed_are_named_so(tmp_path: Path) -> None:
         f"snip, layer, {{nvfp4, mxfp8}}, {t} times BF16 (b200)" for t in ("2.5", "3")
     )
     assert slow.to_dict() | {"target_linear_speedup": 3.0} == fast.to_dict()
+
+
+def test_shares_that_change_are_one_value_and_their_runs_have_the_mean_share(tmp_path: Path) -> None:
+    """So that tables put them beside constant shares of the same mean."""
+    half = STEPS // 2 + 1
+    shares = [[1, 0.5], [half, 1.0]]
+    mean = (0.5 * (half - 1) + 1.0 * (STEPS - half + 1)) / STEPS
+    plain, changing = specs(tmp_path, {"model": "tiny", "policy": "snip", "share": [mean, shares]})
+    assert changing.snip.target_fp4_fraction == ((1, 0.5), (half, 1.0))
+    assert changing.to_dict() == plain.to_dict() | {"target_fp4_fraction": shares}
+    assert changing.label == f"snip, layer, 50% from step 1, 100% from step {half}"
+    assert specs(tmp_path, {"model": "tiny", "policy": "snip", "share": shares}) == [changing]
+
+
+def test_runs_that_decide_on_forward_gemms_alone_are_named_so(tmp_path: Path) -> None:
+    entry = {"model": "tiny", "policy": ["snip", "random", "uniform-fp4"], "granularity": "gemm", "decides": "forward"}
+    snip, random, uniform = specs(tmp_path, entry)
+    assert (snip.label, random.label) == ("snip, gemm, forward GEMMs alone", "random, gemm, forward GEMMs alone")
+    assert snip.to_dict()["decides"] == random.to_dict()["decides"] == "forward"
+    assert "decides" not in uniform.to_dict()
 
 
 def test_formats_have_no_bearing_on_a_uniform_policy(tmp_path: Path) -> None:
@@ -360,10 +380,10 @@ def test_a_run_whose_loss_is_no_longer_finite_ends_there_as_diverged(tiny: tuple
 
 
 def test_a_loss_that_ends_far_above_its_lowest_has_diverged() -> None:
-    assert not _ends_above_its_lowest([(1, 9.0), (2, 5.0), (3, 5.4)])
-    assert _ends_above_its_lowest([(1, 9.0), (2, 5.0), (3, 5.6)])
-    assert _ends_above_its_lowest([(1, 9.0), (2, 5.0), (3, math.nan)])
-    assert not _ends_above_its_lowest([])
+    assert not ends_above_its_lowest([(1, 9.0), (2, 5.0), (3, 5.4)])
+    assert ends_above_its_lowest([(1, 9.0), (2, 5.0), (3, 5.6)])
+    assert ends_above_its_lowest([(1, 9.0), (2, 5.0), (3, math.nan)])
+    assert not ends_above_its_lowest([])
 
 
 def test_spikes_are_jumps_far_above_the_steps_before() -> None:

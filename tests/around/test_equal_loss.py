@@ -22,7 +22,7 @@ def test_the_readme_quotes_the_runs_at_124m() -> None:
     readme = " ".join((equal_loss.ROOT / "README.md").read_text(encoding="utf-8").split())
     speeds = equal_loss.measured_speeds()
     for gap in equal_loss.full_runs(speeds):
-        if gap.source.startswith("120M"):
+        if gap.source.startswith("124M"):
             factors = equal_loss.more_steps(gap.gap, gap.slope)
             more, low, high = (f"{100 * (factor - 1):.0f}" for factor in factors)
             assert (
@@ -34,13 +34,13 @@ def test_the_readme_quotes_the_runs_at_124m() -> None:
 
 def test_a_gap_is_made_good_by_the_steps_in_which_the_loss_falls_by_it() -> None:
     # A loss proportional to steps^-0.1 is 1% lower after 1 / 0.99^10 times the steps.
-    exact = Difference(math.log(1 / 0.99), 0.0, 2)
-    factor, low, high = equal_loss.more_steps(exact, Difference(0.1, 0.0, 2))
+    exact = Difference.independent(math.log(1 / 0.99), 0.0, 2)
+    factor, low, high = equal_loss.more_steps(exact, Difference.independent(0.1, 0.0, 2))
     assert factor == pytest.approx(1 / 0.99**10) == pytest.approx(low) == pytest.approx(high)
 
 
 def test_the_interval_has_the_errors_of_gap_and_slope() -> None:
-    gap, slope = Difference(0.01, 0.002, 9), Difference(0.1, 0.01, 5)
+    gap, slope = Difference.independent(0.01, 0.002, 9), Difference.independent(0.1, 0.01, 5)
     factor, low, high = map(math.log, equal_loss.more_steps(gap, slope))
     half = math.hypot(gap.half_width / 0.1, 0.1 * slope.half_width / 0.1)
     assert (factor, low, high) == pytest.approx((0.1, 0.1 - half, 0.1 + half))

@@ -301,6 +301,18 @@ def test_the_recipe_of_adapters_trains_them_on_the_model_of_the_quickstart() -> 
     assert recipe.data == base.data
 
 
+def test_the_recipe_of_the_paper_goes_on_from_the_quickstart_in_the_paper_s_setting() -> None:
+    recipe, base = load_recipe(RECIPES / "snip-paper.yaml"), load_recipe(QUICKSTART)
+    assert recipe.model.name_or_path == base.training["output_dir"] and recipe.data == base.data
+    snip = recipe.snip
+    assert snip is not None
+    assert (snip.policy, snip.granularity, snip.target_fp4_fraction, snip.stages) == ("snip-paper", "layer", 0.75, None)
+    assert snip.formats == ("fp4", "fp8") and snip.refresh_every == 100_000
+    for policy in ("min-abs-err", "min-rel-err", "layer-type", "layer-position", "random", "uniform-fp8"):
+        baseline = load_recipe(RECIPES / "snip-paper.yaml", [f"snip.policy={policy}", "snip.target_fp4_fraction=0.5"])
+        assert baseline.snip is not None and baseline.snip.policy == policy
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")
 def test_a_recipe_with_adapters_builds_a_model_of_which_they_alone_are_trained(texts: list[str]) -> None:
@@ -318,6 +330,16 @@ def test_other_formats_are_one_override() -> None:
     for name in (name for name in NAMES if name != "bf16"):
         snip = load_recipe(RECIPES / f"{name}.yaml", ["snip.formats=[nvfp4,mxfp8,bf16]"]).snip
         assert snip is not None and snip.start_format == "bf16"
+
+
+def test_a_share_that_changes_and_a_budget_over_forward_gemms_are_overrides() -> None:
+    changing = "snip.target_fp4_fraction=[[1, 0.9], [8, 0.5]]"
+    snip = load_recipe(QUICKSTART, [changing, "snip.granularity=gemm", "snip.decides=forward"]).snip
+    assert snip is not None and snip.target_fp4_fraction == ((1, 0.9), (8, 0.5))
+    said = "policy snip, target FP4 share 0.9 from step 1, 0.5 from step 8 of the forward GEMMs alone"
+    assert pretrain._describe(snip) == said
+    assert load_recipe(QUICKSTART).snip is not None
+    assert pretrain._describe(load_recipe(QUICKSTART).snip) == "policy snip, target FP4 share 0.75"
 
 
 def test_the_hopper_recipe_ties_what_takes_the_same_input_and_computes_in_bf16() -> None:
@@ -383,6 +405,8 @@ def test_overrides_are_dotted_keys_with_yaml_values() -> None:
         ("tokenizer.name_or_path=gpt2", "the first takes a tokenizer, the second trains one"),
         ("data.streaming=true", "tokenizer.train_documents is null"),
         ("snip.target_fp4_fraction=2", "target_fp4_fraction=2 is outside 0..1"),
+        ("snip.target_fp4_fraction=[[1, 0.9], [1, 0.5]]", "names step 1 after step 1; expected steps that increase"),
+        ("snip.target_fp4_fraction='1:0.9'", "has type str"),
     ],
 )
 def test_a_bad_override_is_an_error_that_says_what_is_wrong(override: str, message: str) -> None:

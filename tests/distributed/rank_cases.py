@@ -58,7 +58,7 @@ JUDGED = {
     f"{wrapper}-{policy}": Training(
         SCHEDULE | {"policy": policy, "start_format": "bf16"}, "sgd", wrapper=wrapper, steps=2
     )
-    for policy in ("fisher", "hessian-trace", "greedy", "kl")
+    for policy in ("fisher", "hessian-trace", "greedy", "kl", "snip-paper")
     for wrapper in ("ddp", "fsdp2")
 }
 _OF_TWO = SHARED | SHARDED | TRACELESS

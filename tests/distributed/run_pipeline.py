@@ -85,6 +85,10 @@ def main() -> None:
         _, losses, tables = read_run(folder / "plan" / "snip")
         found["probe_loss"], found["table"] = losses[1], tables[1]
     found["chunks"] = {fmt: chunk_gradients(training, fmt) for fmt in ("fp8", "fp4")}
+    controller, _ = train(training, SnipConfig(**CONFIG, policy="snip-paper"), folder / "noise", 2)
+    found["noise plan"] = {name: dict(row) for name, row in controller.plan.assignment.items()}
+    if dist.get_rank() == 0:
+        found["noise table"] = read_run(folder / "noise" / "snip")[2][1]
     # Names of one block, which one process has alone.
     skipping = SnipConfig(**CONFIG, skip_modules=("model.layers.7.*",), rank_timeout=5, solver_time_limit=5)
     try:

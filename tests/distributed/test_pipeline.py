@@ -63,6 +63,15 @@ def test_the_plan_is_that_of_one_process_and_every_process_has_its_layers_part_i
     assert {"fp4", "fp8"} == {fmt for row in in_force.values() for fmt in row.values()}
 
 
+def test_noise_goes_through_all_stages(pipeline: Ranks) -> None:
+    table = pipeline[0]["noise table"]
+    whole = [row for key, row in table.items() if key.split()[1] == "layer"]
+    assert len(whole) == 56 * 2 and all(row[LOSS] > 0 < row[WEIGHT] for row in whole)
+    plans = [found["noise plan"] for found in pipeline]
+    assert plans[0] == plans[1] and len(plans[0]) == 56
+    assert {name for row in plans[0].values() for name in row.values()} == {"fp8", "fp4"}
+
+
 def test_losses_are_those_of_one_process(pipeline: Ranks, one: dict[str, Any]) -> None:
     assert pipeline[0]["losses"] == [None] * STEPS  # only the last stage knows them
     ours = pipeline[1]["losses"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from comparing import CRITERION, errors
+from comparing import CRITERION, LOSS, WEIGHT, errors
 from rank_cases import JUDGED
 from rank_processes import launch_ranks
 from trainings import train
@@ -38,3 +38,20 @@ def test_criteria_and_plans_are_those_of_one_process(
     for found in judged:
         assert found[name]["plans"] == one.plans
         assert found[name]["plans"][-1] != found[name]["plans"][0]
+
+
+def test_estimates_from_noise_are_the_same_on_all_ranks_and_whether_weights_are_sharded_or_not(
+    judged: list[Runs], tmp_path: Path
+) -> None:
+    """Ranks draw noise of their own, so that one process finds other figures, but not by much."""
+    one = train(JUDGED["ddp-snip-paper"], tmp_path).tables[1]
+    names = ("ddp-snip-paper", "fsdp2-snip-paper")
+    tables = [judged[0][name]["tables"][1] for name in names]
+    for table in tables:
+        ratios = [row[WEIGHT] / one[key][WEIGHT] for key, row in table.items() if one[key][WEIGHT]]
+        assert min(ratios) > 0.6 and max(ratios) < 1.6
+        assert max(errors(table, one, LOSS)) < 1e-3
+    assert max(errors(*tables, WEIGHT)) < 1e-3
+    for found in judged:
+        for name in names:
+            assert found[name]["plans"] == judged[0][names[0]]["plans"]

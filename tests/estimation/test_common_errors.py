@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from pairs_of_tokens import across_channels as written_out
@@ -10,7 +12,7 @@ from sums_of_layer import LayerSums
 from torch import Tensor
 
 from snip_hf.estimation import common_errors
-from snip_hf.estimation.common_errors import across_channels
+from snip_hf.estimation.common_errors import MetByChannels, MetByTokens, across_channels, met_by
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.rounding import round_operand
@@ -57,7 +59,7 @@ def test_it_is_the_sum_over_pairs_of_tokens_and_of_channels_in_the_product_form(
 def test_products_of_channels_and_products_of_tokens_give_the_same(shape: tuple[int, int, int]) -> None:
     meets, errors = drawn(*shape, seed=1) + 0.5, drawn(*shape, seed=2) + 0.5
     m, e = meets.flatten(0, 1), errors.flatten(0, 1)
-    one, other = (form(meets, errors) for form in (common_errors._by_channels, common_errors._by_tokens))
+    one, other = (form(meets).product_form(errors) for form in (MetByChannels, MetByTokens))
     size = float(m.square().sum() * e.square().sum())
     for found, wanted in zip(one, other, strict=True):
         assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-6 * size)
@@ -137,3 +139,21 @@ def test_where_rows_repeat_the_forward_s_figure_is_the_mean_square_over_directio
         without += (step - written_out(g_dot @ weight, e, whole(n))[1]) / draws
     assert found == pytest.approx(exact, rel=0.15)
     assert without < 0.5 * exact
+
+
+@pytest.mark.parametrize(
+    ("shape", "once", "each"), [((2, 30, 12), 1, 3), ((2, 5, 12), 1, 3)], ids=["channels", "tokens"]
+)
+def test_what_errors_meet_is_multiplied_with_itself_once_for_all_formats(
+    shape: tuple[int, int, int], once: int, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meets, errors = drawn(*shape, seed=1) + 0.5, [drawn(*shape, seed=seed) for seed in (2, 3)]
+    expected = [across_channels(meets, one) for one in errors]
+    calls: list[Any] = []
+    multiply = common_errors.product
+    monkeypatch.setattr(common_errors, "product", lambda *operands: calls.append(operands) or multiply(*operands))
+    met = met_by(meets)
+    assert len(calls) == once
+    found = [met.across_channels(one) for one in errors]
+    assert len(calls) == once + each * len(errors)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import json
 import re
@@ -227,6 +228,14 @@ def test_experts_are_refused_where_the_model_is_known(target: str) -> None:
     experts = {layer: reasons[layer] for layer in assignment if "experts" in layer}
     assert len(experts) == 2 * mixtures.LAYERS
     assert set(experts.values()) == {"its class is MixtralExperts, expected nn.Linear itself"}
+    in_fp4 = dataclasses.replace(plan, assignment={layer: dict.fromkeys(GEMMS, "fp4") for layer in assignment})
+    with pytest.raises(NotExpressible) as error:
+        export_plan(in_fp4, target, model=model)
+    assert all(
+        error.value.reasons[layer].startswith("fp4 is no format there")
+        and error.value.reasons[layer].endswith("; its class is MixtralExperts, expected nn.Linear itself")
+        for layer in experts
+    )
     with pytest.raises(NotExpressible) as error:
         export_plan(plan, "megatron", nearest=True, model=model)
     assert error.value.reasons == dict.fromkeys(experts, "no module there is known for this name")
@@ -253,6 +262,21 @@ def test_a_gemm_that_does_not_run_stops_no_export() -> None:
     export = export_plan(PrecisionPlan.from_dict(document), "megatron")
     assert export.changes == {}
     assert megatron_recipe(export.text, "decoder.layers.0.mlp.linear_fc1") == {"fp4_quantization_recipe": "nvfp4"}
+
+
+def test_a_layer_without_tokens_is_refused_like_others() -> None:
+    config = llama(mlp_bias=True)
+    model = AutoModelForCausalLM.from_config(config)
+    plan = make_plan("bf16", config, b0_up_proj="mxfp8", b1_up_proj="mxfp8", b1_o_proj="fp4")
+    idle = {f"{BLOCK}.1.mlp.up_proj", f"{BLOCK}.1.self_attn.o_proj"}
+    plan = dataclasses.replace(plan, tokens={layer: float(layer not in idle) for layer in plan.assignment})
+    with pytest.raises(NotExpressible) as error:
+        export_plan(plan, "torchao", model=model)
+    assert error.value.reasons.keys() == {f"{BLOCK}.0.mlp.up_proj", *idle}
+    assert error.value.reasons[f"{BLOCK}.1.self_attn.o_proj"].startswith("fp4 is no format there")
+    kept = export_plan(plan, "torchao", nearest=True, model=model)
+    assert list(kept.unfit) == [f"{BLOCK}.0.mlp.up_proj", f"{BLOCK}.1.mlp.up_proj"]
+    assert set(kept.plan.assignment[f"{BLOCK}.1.self_attn.o_proj"].values()) == {"nvfp4"}
 
 
 @pytest.mark.parametrize("target", list(TARGETS))

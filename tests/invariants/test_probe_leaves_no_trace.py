@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -146,6 +147,13 @@ def refresh(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer |
     divergences_at(model, Batch.of(inputs), optimizer_step, CONFIG, step=3)
 
 
+def refresh_with_noise(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:
+    weights = {name: layer.weight for name, layer in snip_linears(model).items()}
+    gradients = {name: torch.ones_like(weight) for name, weight in weights.items()}
+    config = replace(CONFIG, policy="snip-paper", probes=2)
+    divergences_at(model, Batch.of(inputs), OptimizerStep(gradients, responses(optimizer, weights)), config, step=3)
+
+
 def estimate(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:
     estimate_divergence(model, inputs, optimizer, CONFIG)
 
@@ -178,13 +186,14 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "probe without directions": partial(probe_alone, probes=0),
     "forward": forward_alone,
     "refresh": refresh,
+    "refresh with noise": refresh_with_noise,
     "estimate": estimate,
     "measure": measure,
     "measure plans": measure_plans,
     "measure losses": measure_losses,
 }
 # These take a converted model only.
-CONVERTED = ("probe", "probe under autocast", "probe without directions", "forward", "refresh")
+CONVERTED = ("probe", "probe under autocast", "probe without directions", "forward", "refresh", "refresh with noise")
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
     "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),

@@ -36,7 +36,7 @@ from snip_hf.planning.solver import process as process_module
 CONFIG = SnipConfig(stages=2, **SCHEDULE)
 OTHER = SnipConfig(stages=2, granularity="gemm", target_fp4_fraction=0.5, probes=2, **(SCHEDULE | {"apply_delay": 4}))
 # A check at every step without a plan under way; some of them refresh early.
-DRIFT = SnipConfig(**SCHEDULE | {"refresh_every": 6, "apply_delay": 1, "refresh_on_drift": 0.7, "drift_every": 1})
+DRIFT = SnipConfig(**SCHEDULE | {"refresh_every": 6, "apply_delay": 1, "refresh_on_drift": 0.8, "drift_every": 1})
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 
 

@@ -139,14 +139,17 @@ def test_another_number_of_groups_divides_anew_and_the_same_one_changes_nothing(
 
 def test_what_does_not_divide_the_experts_is_refused() -> None:
     message = "^expert_groups=3 does not divide the 4 experts of 'gate_up_proj' in a MixtralExperts; expected one of "
+    model = build("mixtral")
     with pytest.raises(ValueError, match=f"{message}1, 2, 4\\.$"):
-        convert_model(build("mixtral"), SnipConfig(expert_groups=3))
+        convert_model(model, SnipConfig(expert_groups=3))
+    assert not snip_linears(model)
 
 
 def test_without_experts_the_log_says_that_groups_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_llama(hidden=32)
     with caplog.at_level(logging.WARNING):
         names = convert_model(model, HIGH)
+        assert convert_model(model, HIGH) == names  # as a run converts again what is converted: said once
     assert len(names) == 14
     (message,) = [record.getMessage() for record in caplog.records if "expert_groups" in record.getMessage()]
     assert message.startswith("snip-hf: expert_groups=2 has no effect: no projection of experts is swapped.")

@@ -30,6 +30,10 @@ THREE = ("fp4", "fp8", "bf16")
             ["target_fp4_fraction=0.9 has no effect with policy='first-last-bf16', which meets no target."],
         ),
         ({"formats": THREE, "fixed_plan": "plan.json"}, []),
+        (
+            {"fixed_plan": "plan.json", "granularity": "gemm", "decides": "forward"},
+            ["decides='forward' has no effect with fixed_plan='plan.json': no policy is asked, and the plan"],
+        ),
     ],
 )
 def test_formats_and_targets_without_effect_are_named(values: dict[str, Any], beginnings: list[str]) -> None:

@@ -32,10 +32,12 @@ from snip_hf.policies.stages import find_stages
 
 RULES = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
 SCORED = ("fisher", "hessian-trace", "greedy", "kl")
-PROBED = ("snip", "min-abs-err", "min-rel-err", *SCORED)
+PROBED = ("snip", "snip-paper", "min-abs-err", "min-rel-err", *SCORED)
 # Policy, granularity.
+ONE_FIGURE = ("snip-paper", "gemm")
 RULES_AT = [*((policy, unit) for policy in RULES for unit in ("layer", "gemm")), ("backward-first", "gemm")]
-SHARING_AT = [*RULES_AT, *((policy, unit) for policy in PROBED for unit in ("layer", "gemm"))]
+PROBED_AT = [(policy, unit) for policy in PROBED for unit in ("layer", "gemm") if (policy, unit) != ONE_FIGURE]
+SHARING_AT = [*RULES_AT, *PROBED_AT]
 TARGETS = (0.0, 0.25, 0.5, 0.75, 0.8, 1.0)
 
 
@@ -613,8 +615,7 @@ def test_ties_join_siblings_of_one_block_and_single_gemms_of_the_same_kind() -> 
     assert alone == []
 
 
-@pytest.mark.parametrize("policy", PROBED)
-@pytest.mark.parametrize("granularity", ["layer", "gemm"])
+@pytest.mark.parametrize(("policy", "granularity"), PROBED_AT)
 @pytest.mark.parametrize("ties", [(), (("q", "k"),)], ids=["free", "tied"])
 def test_the_solution_is_the_best_of_all_assignments(policy: str, granularity: str, ties: Any) -> None:
     # 3 layers of 9 GEMMs whose shares are eighths of their stage's, so that sums are exact.
@@ -728,16 +729,20 @@ def test_a_frozen_weight_s_gradient_weighs_nothing_by_time_either() -> None:
 # -------------------------------------------------------------------------------------------------------- needs a probe
 
 
+def accepted(policy: str) -> SnipConfig:
+    """A configuration that the policy can work under."""
+    granularity = "layer" if policy == "snip-paper" else "gemm"
+    return SnipConfig(policy=policy, granularity=granularity, formats=("fp4", "bf16"))
+
+
 def test_uniform_policies_published_rules_and_plan_files_aim_at_no_share() -> None:
-    options: dict[str, Any] = {"granularity": "gemm", "formats": ("fp4", "bf16")}
-    found = {policy for policy in POLICIES if aims_at_share(SnipConfig(policy=policy, **options))}
+    found = {policy for policy in POLICIES if aims_at_share(accepted(policy))}
     assert found == {*RULES, "backward-first", *PROBED}
     assert not any(aims_at_share(SnipConfig(policy=policy, fixed_plan="plan.json")) for policy in POLICIES)
 
 
 def test_only_the_measuring_policies_need_a_probe_and_a_plan_file_needs_none() -> None:
-    options: dict[str, Any] = {"granularity": "gemm", "formats": ("fp4", "bf16")}
-    found = {policy for policy in POLICIES if needs_probe(SnipConfig(policy=policy, **options))}
+    found = {policy for policy in POLICIES if needs_probe(accepted(policy))}
     assert found == set(PROBED)
     assert not any(needs_probe(SnipConfig(policy=policy, fixed_plan="plan.json")) for policy in POLICIES)
 

@@ -598,3 +598,20 @@ def test_plans_count_by_the_tokens_that_were_counted_for_them(tmp_path: Path) ->
     plans = [plan for _, plan in load_run(tmp_path).plans]
     assert [dict(plan.tokens) for plan in plans] == [early, early, late]
     assert plans[0].assignment[changed]["forward"] == "bf16"
+
+
+def test_what_does_not_run_has_no_price_and_a_dash_in_the_plan(tmp_path: Path) -> None:
+    fp8, fp4 = (dict.fromkeys(GEMMS, name) for name in ("fp8", "fp4"))
+    layers = [f"model.layers.{block}.{kind}" for block in range(3) for kind in KINDS]
+    write_run(tmp_path, [dict.fromkeys(layers, fp8), dict.fromkeys(layers, fp4)])
+    write_divergence(tmp_path, 100, {(layer, gemm): (0.1, 0.2) for layer in layers[1:] for gemm in GEMMS})
+    path = tmp_path / "snip" / "history.jsonl"
+    start, *rest = path.read_text().splitlines()
+    tokens = {layers[0]: 0.0, layers[1]: {"forward": 1.0, "grad_input": 0.0}, **dict.fromkeys(layers[2:], 1.0)}
+    path.write_text("\n".join([start, json.dumps(counted_event(1, tokens=tokens).to_record()), *rest]) + "\n")
+    text = printed(tmp_path)
+    assert ["0", "-", "4/-/4"] in rows(text) and ["1", "fp4", "fp4"] in rows(text)
+    assert "-: does not run" in joined(text)
+    priced = {line[2] for line in rows(text) if len(line) == 7 and line[1] == "0" and line[-1] == "fp4"}
+    assert priced == {"down_proj:forward", "down_proj:grad_weight"}
+    assert "4 rows are left out: layers that saw no token, and GEMMs that do not run." in joined(text)

@@ -17,7 +17,7 @@ from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning import pipeline_model as stages
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.planning.solver.process import SolverProcess
-from snip_hf.reporting.tables import plan_table, print_stages
+from snip_hf.reporting.tables import plan_table, print_plan, print_stages
 
 
 def printed(made: PrecisionPlan, **arguments: Any) -> str:
@@ -50,6 +50,34 @@ def test_the_gemms_of_a_layer_are_shown_by_bits_where_these_differ() -> None:
     text = printed_plan("fp4", "fp8", "bf16", "fp8", "fp8", "fp8")
     assert ["0", "4/8/16", "fp8"] in rows(text)
     assert "grad_weight,4:fp4,8:fp8,16:bf16)" in "".join(text.split())  # the title is wrapped to the table's width
+
+
+def plan_in_80_characters(layers: list[str]) -> str:
+    assignment = {layer: dict(zip(GEMMS, ("fp4", "fp8", "fp8"), strict=True)) for layer in layers}
+    flops = {layer: dict.fromkeys(GEMMS, 1) for layer in layers}
+    made = PrecisionPlan(assignment, flops, (tuple(layers),), PlanProvenance(step=0, policy="snip"))
+    text = io.StringIO()
+    print_plan(made, Console(file=text, width=80))
+    return text.getvalue()
+
+
+def test_groups_of_experts_are_rows_and_fit_into_80_characters() -> None:
+    groups = [
+        f"h.0.mlp.experts.{name}[{at}:{at + 2}]" for name in ("gate_up_proj", "down_proj") for at in range(0, 64, 2)
+    ]
+    text = plan_in_80_characters(["h.0.attn.q_proj", *groups])
+    assert ["block", "q_proj"] in rows(text) and ["0", "4/8/8"] in rows(text)
+    assert ["block", "experts", "gate_up_proj", "down_proj"] in rows(text)
+    assert [row for row in rows(text) if row[2:] == ["4/8/8", "4/8/8"]] == [
+        ["0", f"{at}:{at + 2}", "4/8/8", "4/8/8"] for at in range(0, 64, 2)
+    ]
+    assert "…" not in text
+
+
+def test_a_plan_of_groups_alone_has_no_empty_table() -> None:
+    text = plan_in_80_characters(["h.0.experts.up[0:2]", "h.0.experts.up[2:4]"])
+    assert joined(text).startswith("Plan of groups of experts (one format: all three GEMMs;")
+    assert text.count("block") == 1
 
 
 def test_the_legend_names_the_gemms_that_frozen_layers_have() -> None:

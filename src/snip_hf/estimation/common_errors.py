@@ -18,6 +18,8 @@ where the sum without it is known as well: no more than that share of it is take
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -31,43 +33,75 @@ def across_channels(meets: Tensor, errors: Tensor) -> Tensor:
         meets: (R, L, C), FP32; pieces that are shorter have zeros at the end.
         errors: as meets.
     """
+    return met_by(meets).across_channels(errors)
+
+
+def met_by(meets: Tensor) -> MetByChannels | MetByTokens:
+    """Returns what the sums need of `meets` (R, L, C), for the errors of any number of formats."""
     tokens, channels = meets.shape[0] * meets.shape[1], meets.shape[2]
     # Both give the same; one multiplies (C, C), the other (n, n) matrices.
-    every, in_channel = (_by_channels if channels < tokens else _by_tokens)(meets, errors)
-    products = (meets * errors).flatten(0, 1)
-    found_in_channel = products.sum(0).square().sum() - products.square().sum()
-    share = torch.where(in_channel[1] > 0, found_in_channel / in_channel[1], 0.0).clamp(0.0, 1.0)
-    return share * (every - in_channel)
+    return MetByChannels(meets) if channels < tokens else MetByTokens(meets)
 
 
-def _by_channels(meets: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns, in the product form, the sums over all i and j, and over i = j, of t != s; (2,) each."""
-    m, e = meets.flatten(0, 1), errors.flatten(0, 1)
-    unit = _of_norm_1(m)
-    moments = product(unit.t(), unit)  # (C, n) x (n, C)
-    spread = product(e, moments)  # (n, C) x (C, C)
-    first = product(meets.mT, errors)  # (R, C, L) x (R, L, C)
-    second = product(meets.mT, spread.view_as(errors))
-    of_tokens = m.square().sum(1)
-    found = []
-    for other, spread_e in ((second, spread), (first * moments.diagonal(), e * moments.diagonal())):
-        own, total = (first * other).sum(), (first.sum(0) * other.sum(0)).sum()
-        found.append(torch.stack([own, total]) - (of_tokens * (spread_e * e).sum(1)).sum())
-    return found[0], found[1]
+class _Met(ABC):
+    """What errors meet, (R, L, C), with what is the same for the errors of all formats."""
+
+    def __init__(self, meets: Tensor) -> None:
+        self.meets = meets
+
+    def across_channels(self, errors: Tensor) -> Tensor:
+        """As the function of this name."""
+        every, in_channel = self.product_form(errors)
+        products = (self.meets * errors).flatten(0, 1)
+        found_in_channel = products.sum(0).square().sum() - products.square().sum()
+        share = torch.where(in_channel[1] > 0, found_in_channel / in_channel[1], 0.0).clamp(0.0, 1.0)
+        return share * (every - in_channel)
+
+    @abstractmethod
+    def product_form(self, errors: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns, in the product form, the sums over all i and j, and over i = j, of t != s; (2,) each."""
 
 
-def _by_tokens(meets: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_by_channels`."""
-    m, e = meets.flatten(0, 1), errors.flatten(0, 1)
-    unit = _of_norm_1(m)
-    weights = product(m, m.t())  # (n, C) x (C, n)
-    weights.diagonal().zero_()
-    along = product(e, unit.t())  # (n, C) x (C, n)
-    found = []
-    for left, right in ((along, along), (e * unit.square().sum(0), e)):
-        pairs = (weights * product(left, right.t())).view(*meets.shape[:2], *meets.shape[:2])
-        found.append(torch.stack([pairs.diagonal(dim1=0, dim2=2).sum(), pairs.sum()]))
-    return found[0], found[1]
+class MetByChannels(_Met):
+    """Holds (m^T m) / |m|^2, (C, C)."""
+
+    def __init__(self, meets: Tensor) -> None:
+        super().__init__(meets)
+        m = meets.flatten(0, 1)
+        unit = _of_norm_1(m)
+        self._moments = product(unit.t(), unit)  # (C, n) x (n, C)
+        self._of_tokens = m.square().sum(1)
+
+    def product_form(self, errors: Tensor) -> tuple[Tensor, Tensor]:
+        e, diagonal = errors.flatten(0, 1), self._moments.diagonal()
+        spread = product(e, self._moments)  # (n, C) x (C, C)
+        first = product(self.meets.mT, errors)  # (R, C, L) x (R, L, C)
+        second = product(self.meets.mT, spread.view_as(errors))
+        found = []
+        for other, spread_e in ((second, spread), (first * diagonal, e * diagonal)):
+            own, total = (first * other).sum(), (first.sum(0) * other.sum(0)).sum()
+            found.append(torch.stack([own, total]) - (self._of_tokens * (spread_e * e).sum(1)).sum())
+        return found[0], found[1]
+
+
+class MetByTokens(_Met):
+    """Holds m m^T without its diagonal, (n, n), and m / |m|."""
+
+    def __init__(self, meets: Tensor) -> None:
+        super().__init__(meets)
+        m = meets.flatten(0, 1)
+        self._unit = _of_norm_1(m)
+        self._weights = product(m, m.t())  # (n, C) x (C, n)
+        self._weights.diagonal().zero_()
+
+    def product_form(self, errors: Tensor) -> tuple[Tensor, Tensor]:
+        e, sizes = errors.flatten(0, 1), self.meets.shape[:2]
+        along = product(e, self._unit.t())  # (n, C) x (C, n)
+        found = []
+        for left, right in ((along, along), (e * self._unit.square().sum(0), e)):
+            pairs = (self._weights * product(left, right.t())).view(*sizes, *sizes)
+            found.append(torch.stack([pairs.diagonal(dim1=0, dim2=2).sum(), pairs.sum()]))
+        return found[0], found[1]
 
 
 def _of_norm_1(m: Tensor) -> Tensor:

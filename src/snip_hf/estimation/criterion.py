@@ -6,12 +6,14 @@ policies define are in their files under `policies`; the estimate takes one as a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
 
+from ..layers.layer import SnipLayer
 from ..numerics.gemms import GEMMS
+from .extrapolation import Squares
 from .layer_sums import LAYER, ROWS, LayerSums, Pending, read_all
 from .samples import LayerSample
 
@@ -29,9 +31,24 @@ class LayerCriterion:
     along_noise: ClassVar[bool] = False
     """Whether the probe moves all weights, also frozen ones, along random noise z itself. The optimizer then has no
     part in the derivatives, and `trace_of` gets them."""
+    noise: ClassVar[float | None] = None
+    """Relative size of the noise that the probe's passes add in place of moving weights (`noise`). The criterion then
+    gives both divergences itself, and `trace_of` gets what the noise changed, without directions."""
 
     def __init__(self, sums: LayerSums, trace: Tensor | None = None) -> None:
         self.sums, self.trace = sums, trace
+
+    @classmethod
+    def check_layers(cls, layers: Mapping[str, SnipLayer], is_trained: Callable[[Tensor], bool]) -> None:
+        """Refuses layers that the criterion cannot judge. This class: none.
+
+        Args:
+            layers: the swapped ones.
+            is_trained: returns True for a parameter that the optimizer updates.
+
+        Raises:
+            ValueError: names the layer.
+        """
 
     @classmethod
     def trace_of(cls, layer: str, sample: LayerSample, directions: Sequence[Tensor]) -> Tensor | None:
@@ -45,6 +62,14 @@ class LayerCriterion:
     def pending_rows(self, name: str) -> Pending[Rows]:
         """As `rows`, not waiting for the device where that can be avoided."""
         return Pending(self.sums.w.new_zeros(0), lambda figures: dict.fromkeys(ROWS))
+
+    def pending_weight_divergences(self, name: str, keys: tuple[int, int]) -> Pending[dict[str, Squares]]:
+        """Returns row -> squared weight divergence, as `LayerSums.weight_divergences`; by default that of the sums."""
+        return self.sums.pending_weight_divergences(name, keys)
+
+    def pending_loss_divergence(self, name: str, form: str, gradient: Tensor | None) -> Pending[float]:
+        """Returns the rise of the loss, as `LayerSums.loss_divergence`; by default that of the sums."""
+        return self.sums.pending_loss_divergence(name, form, gradient)
 
 
 def forward_only(figures: list[float]) -> Rows:

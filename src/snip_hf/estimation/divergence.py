@@ -77,6 +77,7 @@ def estimate_divergence(
     with converted(model, config) as layers:
         captured = Batch.of(batch, objective_of(compute_loss, terms))
         counted = find_counted(model, layers, trained_by(optimizer))
+        POLICIES[config.policy].criterion.check_layers(layers, trained_by(optimizer))
         answers = responses(optimizer, counted.parameters)
         _, gradients = gradients_of(model, captured, layers, counted.others)
         part = captured.part(config.probe_batch_tokens)
@@ -96,7 +97,7 @@ def divergences_at(
 
     Where the policy's criterion asks for it (`LayerCriterion.along_noise`), all weights, also frozen ones, move along z
     itself: the optimizer has no part in the derivatives, and of the weight divergence only the part of grad_weight is
-    known.
+    known. Where it asks for noise (`LayerCriterion.noise`), no weight moves, and the criterion gives both divergences.
 
     With several processes it is collective: data ranks each probe a batch of their own, and all get the same table,
     which is that of one process with all their tokens.
@@ -117,7 +118,8 @@ def divergences_at(
     """
     count = config.probes if probes is None else probes
     whole_amax = any(FORMATS[name].has_tensor_scale for name in config.quantized_formats)
-    settings = ProbeSettings(count, config.probe_tokens, config.seed, step, whole_amax=whole_amax)
+    noise = POLICIES[config.policy].criterion.noise
+    settings = ProbeSettings(count, config.probe_tokens, config.seed, step, whole_amax=whole_amax, noise=noise)
     return _Estimate(model, batch, optimizer_step, config, settings, processes or Processes()).table()
 
 
@@ -175,6 +177,8 @@ class _Estimate:
         rows: list[Divergence] = []
         with self._attempt:
             rows = _rows(figures, linear_flops(self._model), unit, clip_factor)
+            if self._settings.noise is not None:  # whose response does not tell what comes back at every step
+                rows = [replace(row, weight_bias=None) for row in rows]
         processes.everyone.agree(self._attempt.error)
         return DivergenceTable(loss, _of_all(rows, self._layers, processes))
 
@@ -195,8 +199,10 @@ class _Estimate:
         updates = RelativeUpdates.of(self._optimizer_step, self._layers)
         along_noise = self._criterion.along_noise
         pullbacks = dict.fromkeys(self._layers, _same) if along_noise else updates.pullbacks()
+        moves = self._settings.noise is None
+        pullbacks = pullbacks if moves else {}
         settings = replace(self._settings, thrift=self._thrift(self._settings.probes if pullbacks else 0))
-        others = None if along_noise else self._optimizer_step.others
+        others = self._optimizer_step.others if moves and not along_noise else None
         return updates, run_probe(self._model, self._batch, pullbacks, settings, self._processes, self._tokens, others)
 
     def _thrift(self, probes: int) -> Thrift:
@@ -213,7 +219,8 @@ class _Estimate:
         bound = config.probe_memory_mib
         ranks = self._processes.data.size
         room = default_room(self._model, layers, self._step_tokens, ranks) if bound is None else bound * MIB
-        passes = Passes(tokens, kept_tokens(config, tokens, ranks), probes, ranks)
+        noisy = 0 if self._settings.noise is None else 2 * self._settings.probes
+        passes = Passes(tokens, kept_tokens(config, tokens, ranks), probes, ranks, noisy)
         thrift = find_thrift(self._model, layers, elementwise, room, passes)
         if thrift != NO_THRIFT and self._processes.everyone.is_first:
             logger.info(
@@ -255,6 +262,8 @@ class _Estimate:
         if self._criterion.along_noise:
             of_model = self._layers[layer.name]
             directions = [random_directions(layer.name, of_model, draw) for draw in self._settings.draws]
+        elif self._criterion.noise is not None:
+            directions = []
         formats = config.quantized_formats
         task = Task(self._criterion, config.loss_estimator, formats, step.micro_batches, self._sizes)
         layer_key = zlib.crc32(layer.name.encode(errors="surrogatepass"))

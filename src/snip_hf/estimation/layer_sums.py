@@ -28,7 +28,8 @@ from ..kernels.rounding import fake_quantize
 from ..kernels.sums import error_squares, norms, scaled_squares
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS, TILE
-from .common_errors import across_channels
+from ..numerics.random_streams import normal
+from .common_errors import MetByChannels, MetByTokens, met_by
 from .extrapolation import BatchSizes as BatchSizes
 from .extrapolation import Sizes
 from .extrapolation import Squares as Squares
@@ -195,15 +196,20 @@ class LayerSums:
             [self.x, self.g],
         )
         figures, shared = [], []
-        for _, *meets in self._probes:
+        for (_, *meets), met in zip(self._probes, self._met_by_x, strict=True):
             of_x, of_g = torch._foreach_mul(meets, errors)
             figures += self._token_figures(of_x)
             figures += [of_g] if is_random else self._token_figures(of_g)
-            shared.append(across_channels(self._by_piece(meets[0]), self._by_piece(errors[0])))
+            shared.append(met.across_channels(self._by_piece(errors[0])))
         on_tokens = [norms(figures).square_()] if figures else []
         on_update = self._grad_weight_sums(name, keys[1] if is_random else None)
         sums = torch.cat([*(found.flatten() for found in on_weight), *shared, *on_tokens, on_update])
         return Pending(sums, partial(squares_of, self.sizes, len(self._probes), is_random))
+
+    @cached_property
+    def _met_by_x(self) -> list[MetByChannels | MetByTokens]:
+        """What eX meets along each probe's direction, with what all formats need of it."""
+        return [met_by(self._by_piece(meets_x)) for _, meets_x, _ in self._probes]
 
     def _token_figures(self, products: Tensor) -> list[Tensor]:
         """Returns what `Sizes.of_tokens` takes the squares of, from errors times what they meet, (n, channels)."""
@@ -300,6 +306,17 @@ class LayerSums:
         """Returns |eW|^2, of the weight as the GEMM sees it that contracts this dimension of it."""
         kinds = self._kinds_of_weight_errors(name)
         return self._weight_errors[kinds[1 if contracts == 0 and len(kinds) > 1 else 0]].sum()
+
+    def mean_square_of_update(self) -> Tensor:
+        """Returns |J|^2 / (O I), (): the mean square of the elements of the update's derivative, relative to |W|.
+
+        Where J is not elementwise, from one random direction, whose mean over directions it is. 0 without an update.
+        """
+        if self._pushforward is None:
+            return self.w.new_zeros(())
+        if isinstance(self._pushforward, Tensor):
+            return self._pushforward.square().mean()
+        return self._pushforward(normal(0, self.w.shape, self.w.device)).square().mean()
 
     def rounded(self, operand: str, name: str, contracts: int, key: int | None = None) -> Tensor:
         """Returns "x", "g" or "w" as a GEMM sees it that contracts this dimension of it; each is rounded once."""

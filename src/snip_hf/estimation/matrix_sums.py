@@ -24,7 +24,7 @@ from ..kernels.rounding import fake_quantize
 from ..kernels.sums import norms, scaled_squares
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import TILE
-from .common_errors import across_channels
+from .common_errors import MetByChannels, MetByTokens, met_by
 from .extrapolation import BatchSizes, Sizes, Squares
 from .layer_sums import AT_ONCE, MOST_PIECES, OPERANDS, LayerSums, Pending, bend, errors_of, squares_of
 from .optimizer_step import UpdateChange
@@ -156,7 +156,7 @@ class MatrixSums:
             figures += self._token_figures(self._meets_x[probe] * error_x)
             of_g = self._meets_g[probe] * error_g
             figures += [of_g] if is_random else self._token_figures(of_g)
-            shared.append(self._across(self._meets_x[probe], error_x))
+            shared.append(self._across(probe, error_x))
         on_tokens = [norms(figures).square_()] if figures else []
         on_weight = [self._on_weight[probe, name].flatten() for probe in probes]
         on_update = self._grad_weight_sums(name, keys[1] if is_random else None)
@@ -169,12 +169,18 @@ class MatrixSums:
         channels = self._by_token.by_piece(products).sum(1)
         return [products, products.sum(1), channels, channels.sum(0)]
 
-    def _across(self, meets: Tensor, errors: Tensor) -> Tensor:
-        """Returns what tokens share across channels; rows of one token that are equal count as one."""
+    @cached_property
+    def _met_by_x(self) -> list[MetByChannels | MetByTokens]:
+        """What eX meets along each probe's direction; rows of one token that are equal count as one."""
         if self._has_equal_rows:
-            meets, errors = self._by_token.sums(meets), self._by_token.first(errors)
-            return across_channels(self._by_token.by_piece(meets), self._by_token.by_piece(errors))
-        return across_channels(self._by_token.rows_by_piece(meets), self._by_token.rows_by_piece(errors))
+            return [met_by(self._by_token.by_piece(self._by_token.sums(meets))) for meets in self._meets_x]
+        return [met_by(self._by_token.rows_by_piece(meets)) for meets in self._meets_x]
+
+    def _across(self, probe: int, errors: Tensor) -> Tensor:
+        """Returns what tokens share across channels."""
+        if self._has_equal_rows:
+            return self._met_by_x[probe].across_channels(self._by_token.by_piece(self._by_token.first(errors)))
+        return self._met_by_x[probe].across_channels(self._by_token.rows_by_piece(errors))
 
     @cached_property
     def _has_equal_rows(self) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..config import SnipConfig
+from ..config import POLICIES, SnipConfig
 from ..layers.state import snip_linears
 from ..numerics.gemms import TILE
 from ..parallel.sharding import own_part
@@ -30,14 +30,16 @@ _MIB = 2**20
 _FP32 = 4  # bytes
 
 
-def probe_memory(model: nn.Module, probes: int, tokens: int) -> float:
+def probe_memory(model: nn.Module, probes: int, tokens: int, is_noisy: bool = False) -> float:
     """Returns the MiB that `probe.run_probe` holds beyond the model at most, activations not counted.
 
     Args:
         model: a converted model, without wrappers. Every layer is taken to run once per pass.
         probes: number of probes, as in `ProbeSettings`.
         tokens: tokens kept per layer, with all rows that they have there.
+        is_noisy: whether passes add noise in place of moving weights, as `ProbeSettings.noise` says.
     """
+    noisy, probes = (2 * probes, 0) if is_noisy else (0, probes)
     layers = snip_linears(model)
     moved = {id(layer.weight) for layer in layers.values() if layer.weight.requires_grad and probes > 0}
     # As in `counted`; which of them the optimizer holds is not known here.
@@ -55,9 +57,15 @@ def probe_memory(model: nn.Module, probes: int, tokens: int) -> float:
     for buffer in model.buffers():
         total += buffer.numel() * (_FP32 if buffer.is_floating_point() else buffer.element_size())
     # At the end of a probe's second pass: X and G of both its sides; X, G and the derivatives of the probes before.
-    held = {0: 1, 1: 2}.get(probes, probes + 2)
+    # Of passes with noise: X and G of the last one, and without noise; the differences of those between.
+    held = {0: 1, 1: 2}.get(probes, probes + 2) + noisy
     features = sum((layer.in_features + layer.out_features) * layer.rows_per_token for layer in layers.values())
     return (total + _FP32 * tokens * features * held) / _MIB
+
+
+def adds_noise(config: SnipConfig) -> bool:
+    """Returns True if the policy's probe adds noise in place of moving weights."""
+    return POLICIES[config.policy].criterion.noise is not None
 
 
 def bounded(config: SnipConfig, model: nn.Module) -> SnipConfig:
@@ -69,7 +77,8 @@ def bounded(config: SnipConfig, model: nn.Module) -> SnipConfig:
     bound = config.probe_memory_mib
     if bound is None:
         return config
-    fixed, least = (probe_memory(model, config.probes, tokens) for tokens in (0, TILE))
+    is_noisy = adds_noise(config)
+    fixed, least = (probe_memory(model, config.probes, tokens, is_noisy) for tokens in (0, TILE))
     if least > bound:
         raise ValueError(
             f"probe_memory_mib={bound} is too small: 128 tokens per layer and the FP32 copies of this model's weights "

@@ -27,6 +27,7 @@ from ..parallel.ranks import Processes
 from .batch import Batch
 from .kinks import smooth_kinks
 from .moved_weights import Draw, MovedWeights
+from .noise import PLACES, Noise
 from .passes import run_pass
 from .recomputation import recomputing, without_cache
 from .room import NO_THRIFT, Thrift
@@ -62,6 +63,10 @@ class ProbeSettings:
     """Dtype of the passes' products, None for FP32. Rounding noise then needs a larger relative step."""
     whole_amax: bool = False
     """Measure the largest magnitudes of all tokens too, which scales of whole tensors follow."""
+    noise: float | None = None
+    """Relative size of noise (`noise`). With it no weight moves: a probe is one pass with noise on the inputs of all
+    layers and one with noise on their output gradients. Differences to a pass without noise, divided by this size, take
+    the place of the derivatives, in this order."""
     thrift: Thrift = NO_THRIFT
     """What the passes do twice in order to hold less; it changes no number."""
 
@@ -112,7 +117,7 @@ def run_probe(
     )
     samples: dict[str, LayerSample] = {}
     passes = _Passes(model, batch, plan, settings, processes)
-    draws = settings.draws if pullbacks or others is not None else []
+    draws = settings.draws if (pullbacks or others is not None) and settings.noise is None else []
     if not draws:
         recorder = passes.record()
         energies = recorder.energies()
@@ -121,9 +126,19 @@ def run_probe(
             samples[name] = LayerSample(
                 one.tokens, one.x, one.grad_output, energies=energies[name], amaxes=amaxes, rows=one.rows
             )
+    for noise in _noises(settings, processes.data.rank):
+        _add_differences(samples, passes.record(noise=noise), noise.relative)
     for sides in passes.sides_of(draws, pullbacks, others):
         _warn_of_routers(_combine(samples, *sides))
     return Probe(sum(passes.losses) / len(passes.losses), samples)
+
+
+def _noises(settings: ProbeSettings, rank: int) -> list[Noise]:
+    """Returns the noise of each pass that has some; none where weights move."""
+    relative = settings.noise
+    if relative is None:
+        return []
+    return [Noise(place, draw, relative, rank) for draw in settings.draws for place in PLACES]
 
 
 class _Sides(NamedTuple):
@@ -162,15 +177,16 @@ class _Passes:
         self._layers = snip_linears(model)
         self._routing = FixedRouting()
 
-    def record(self, moved: MovedWeights | None = None) -> Recorder:
-        """Runs forward and backward once, on moved weights if there are any."""
+    def record(self, moved: MovedWeights | None = None, noise: Noise | None = None) -> Recorder:
+        """Runs forward and backward once, on moved weights or with noise if there are any."""
         model, settings, recorder = self._model, self._settings, Recorder(self._plan)
         moving = nullcontext() if moved is None else _moving(model, moved)
         weights = {} if moved is None else moved.by_parameter()
-        recorded = recording(self._layers, recorder, settings.autocast is not None)
+        recorded = recording(self._layers, recorder, settings.autocast is not None, noise)
         with self._routing.one_pass(), recorded, moving, recomputing(model, settings.thrift.recomputed):
             loss = run_pass(model, self._inputs, weights, settings.autocast, True, self._processes.run)
-        self.losses.append(float(loss))
+        if noise is None:
+            self.losses.append(float(loss))
         return recorder
 
     def sides_of(
@@ -239,6 +255,23 @@ def _combine(
         samples[name].x_dot.append(x_dot)
         samples[name].grad_output_dot.append(grad_dot)
     return left
+
+
+def _add_differences(samples: dict[str, LayerSample], noisy: Recorder, relative: float) -> None:
+    """Adds what a pass with noise of this size changed, per unit of it, to the samples of the pass without noise.
+
+    Raises:
+        ValueError: a layer saw other tokens in it.
+    """
+    for name, sample in samples.items():
+        one = noisy.records.pop(name, None)
+        if one is None or (one.tokens, one.x.shape) != (sample.tokens, sample.x.shape):
+            raise ValueError(
+                f"Layer {name!r} saw other tokens in a pass with noise than without it (a router chooses them), so "
+                "that its response is not known. Leave it out with skip_modules, or take a policy that adds no noise."
+            )
+        sample.x_dot.append(one.x.sub_(sample.x).div_(relative))
+        sample.grad_output_dot.append(one.grad_output.sub_(sample.grad_output).div_(relative))
 
 
 def _warn_of_routers(left: Sequence[str]) -> None:

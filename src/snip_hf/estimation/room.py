@@ -103,6 +103,8 @@ class Passes:
     """Number of random directions; 0: a single pass."""
     ranks: int = 1
     """That share what is sharded."""
+    noisy: int = 0
+    """Passes with noise, each of whose differences is kept."""
 
 
 def find_thrift(
@@ -152,7 +154,7 @@ class _Demand:
     def __init__(self, blocks: Sequence[_Block], passes: Passes, words: float, is_checkpointed: bool) -> None:
         self._count, self._is_checkpointed, self._words = len(blocks), is_checkpointed, words
         # Of the pass before, and of the directions before: X, G and their derivatives.
-        self._sides = passes.probes + (passes.probes > 1)
+        self._sides = passes.probes + (passes.probes > 1) + passes.noisy
         self._samples = _FP32 * passes.kept * sum(block.features for block in blocks)
         self._held = _FP32 * sum(block.held for block in blocks)
         inputs = [_FP32 * passes.tokens * block.inputs for block in blocks]

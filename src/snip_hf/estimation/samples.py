@@ -16,6 +16,7 @@ from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..numerics.gemms import TILE
 from ..numerics.random_streams import stream_key
 from ..parallel.sharding import whole
+from .noise import Noise
 from .products import is_split, product
 
 
@@ -274,8 +275,17 @@ def _matrices_recorded(layer: SnipLayer, input: Tensor, dispatch: Dispatch, name
 
 
 @contextmanager
-def recording(layers: Mapping[str, SnipLayer], recorder: Recorder, autocast: bool) -> Iterator[None]:
-    """Lets every layer compute through `_RecordedLinear` for the time of the context."""
+def recording(
+    layers: Mapping[str, SnipLayer], recorder: Recorder, autocast: bool, noise: Noise | None = None
+) -> Iterator[None]:
+    """Lets every layer compute through `_RecordedLinear` for the time of the context.
+
+    Args:
+        layers: the swapped ones.
+        recorder: keeps what they see, with its noise.
+        autocast: whether the pass may run under autocast.
+        noise: added to what they read; they have one matrix each.
+    """
 
     def recorded(name: str) -> ForwardRecorder:
         def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
@@ -284,7 +294,9 @@ def recording(layers: Mapping[str, SnipLayer], recorder: Recorder, autocast: boo
             if dispatch is not None:
                 return _matrices_recorded(layer, input, dispatch, name, recorder)
             x = input.reshape(-1, input.shape[-1])
+            x = x if noise is None else noise.on_input(name, x)
             y: Tensor = _RecordedLinear.apply(x, layer.matrix, layer.bias, name, recorder)
+            y = y if noise is None else noise.on_output(name, y)
             return y.view(*input.shape[:-1], layer.out_features)
 
         return forward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .layer_sums import LAYER
@@ -31,6 +31,13 @@ class Divergence:
     """The same, each error divided by its operand's Frobenius norm."""
     criterion: float | None = None
     """What the policy's own criterion gives (`criterion`); None where the policy has none."""
+    price: float | None = None
+    """What the row costs in the integer program, where that is a mean over refreshes (`SnipConfig.estimate_memory`);
+    None: what the policy makes of this row."""
+
+    def with_price(self, price: float) -> Divergence:
+        """Returns the row with a price."""
+        return replace(self, price=price)
 
 
 @dataclass(frozen=True)
@@ -41,8 +48,12 @@ class DivergenceTable:
     rows: tuple[Divergence, ...]
 
     def to_records(self) -> list[dict[str, Any]]:
-        """Returns the rows as plain dicts."""
-        return [asdict(row) for row in self.rows]
+        """Returns the rows as plain dicts; "price" only if a row has one."""
+        records = [asdict(row) for row in self.rows]
+        if all(row.price is None for row in self.rows):
+            for record in records:
+                del record["price"]
+        return records
 
     def totals(self, fmt: str) -> dict[str, float]:
         """Returns the sums of the loss and weight divergence over all layers, each wholly in `fmt`."""

@@ -103,8 +103,8 @@ class WholeLayer(NamedTuple):
             Figures(
                 self.name,
                 name,
-                sums.pending_weight_divergences(name, keys),
-                sums.pending_loss_divergence(name, task.loss_estimator, gradient),
+                criterion.pending_weight_divergences(name, keys),
+                criterion.pending_loss_divergence(name, task.loss_estimator, gradient),
                 sums.pending_errors(name),
                 criterion.pending_rows(name),
             )

@@ -93,9 +93,12 @@ def export_plan(
     modules = None if model is None else modules_of_layers(model)
     for module, layers in units.items():
         missing = sorted(expected[_kind(module)] - _parts(layers))
-        cost, setting = _nearest_setting(plan, there, layers, nearest, bool(missing))
-        if not nearest and (cost or missing):
-            reasons[module] = _reason(plan, there, layers, missing)
+        agrees, setting = _nearest_setting(plan, there, layers, nearest, bool(missing))
+        if not nearest and (missing or not agrees):
+            # What rounding would not mend, such as a layer's class, is said with it.
+            rounded = _nearest_setting(plan, there, layers, True, bool(missing))[1]
+            obstacles = _misfits(there, rounded, layers, modules).values()
+            reasons[module] = "; ".join([_reason(plan, there, layers, missing), *dict.fromkeys(obstacles)])
         misfits = _misfits(there, setting, layers, modules)
         unfit |= misfits
         chosen[module] = _unquantized_setting(there) if misfits else setting
@@ -164,8 +167,8 @@ def _expected_parts(units: Mapping[str, Sequence[str]], target: Target) -> dict[
 
 def _nearest_setting(
     plan: PrecisionPlan, target: Target, layers: Sequence[str], nearest: bool, is_partial: bool
-) -> tuple[float, Setting]:
-    """Returns the setting that agrees with the plan in most FLOPs, and the FLOPs in which it does not."""
+) -> tuple[bool, Setting]:
+    """Returns whether a setting says all that the plan says, and the one that agrees with it in most FLOPs."""
     offered = list(dict.fromkeys(name for setting in target.settings for name in setting.formats))
 
     def wanted(layer: str, gemm: str) -> str:
@@ -173,17 +176,24 @@ def _nearest_setting(
         name = UNQUANTIZED.name if is_partial else plan.assignment[layer][gemm]
         return _stand_in(name, offered) if nearest else name
 
-    flops = [
-        (GEMMS.index(gemm), wanted(layer, gemm), number)
-        for layer in layers
-        for gemm, number in plan.executed[layer].items()
-    ]
+    seen: list[tuple[int, str, float]] = []
+    unseen: list[tuple[int, str, float]] = []
+    for layer in layers:
+        # What a setting can say does not depend on tokens: a layer that saw none counts with its FLOPs per token, where
+        # layers that saw some agree equally.
+        is_seen = any(number > 0 for number in plan.executed[layer].values())
+        rows, work = (seen, plan.executed[layer]) if is_seen else (unseen, plan.flops[layer])
+        rows += [(GEMMS.index(gemm), wanted(layer, gemm), number) for gemm, number in work.items()]
 
-    def cost(setting: Setting) -> float:
-        return math.fsum(number for column, name, number in flops if setting.formats[column] != name)
+    def cost(setting: Setting) -> tuple[float, float]:
+        by_tokens, without = (
+            math.fsum(number for column, name, number in rows if setting.formats[column] != name)
+            for rows in (seen, unseen)
+        )
+        return by_tokens, without
 
     best = min(target.settings, key=lambda setting: (cost(setting), -sum(sum(_bits(x)) for x in setting.formats)))
-    return cost(best), best
+    return not any(cost(best)), best
 
 
 def _stand_in(name: str, offered: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..json_io import write_atomic
 from ..numerics.formats import UNQUANTIZED
+from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
 from ..text import printable
 from .export import Export, export_plan
@@ -65,20 +66,27 @@ def _print_changes(plan: PrecisionPlan, export: Export, arguments: argparse.Name
         for layer, why in export.unfit.items():
             print(f"  {printable(layer)}: {printable(why)}", file=stream)
     if not export.changes:
-        print(f"The file gives every GEMM the format of the plan: FP4 share {plan.fp4_fraction:.4f}.", file=stream)
+        print(f"The file gives every GEMM the format of the plan: FP4 share {_share(plan)}.", file=stream)
         return
     layers: dict[str, list[str]] = {}
     for place, (old, new) in export.changes.items():
         layer, gemm = place.rsplit(":", 1)
         layers.setdefault(layer, []).append(f"{gemm} {old} -> {new}")
     print(
-        f"FP4 share {plan.fp4_fraction:.4f} in the plan, {export.plan.fp4_fraction:.4f} in the file. "
+        f"FP4 share {_share(plan)} in the plan, {_share(export.plan)} in the file. "
         f"{len(layers)} of {len(plan.assignment)} layers were changed; {export.coarser:.4f} of the FLOPs have an "
         "operand of fewer bits than in the plan:",
         file=stream,
     )
     for layer, changes in layers.items():
         print(f"  {printable(layer)}: {', '.join(changes)}", file=stream)
+
+
+def _share(plan: PrecisionPlan) -> str:
+    """Returns a plan's FP4 share and, if it decides on forward GEMMs alone, that of these."""
+    forward = forward_shares(plan)
+    of_forward = "" if forward is None else f" (of the forward GEMMs {forward.fp4_fraction:.4f})"
+    return f"{plan.fp4_fraction:.4f}{of_forward}"
 
 
 def report_checkpoint(plan: PrecisionPlan, arguments: argparse.Namespace) -> int:

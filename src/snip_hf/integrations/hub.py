@@ -38,11 +38,13 @@ from ..config import POLICIES
 from ..estimation.coverage import Coverage
 from ..json_io import open_regular
 from ..numerics.formats import FORMATS
+from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
 from ..records.coverage import Counted
 from ..records.events import Event, Refresh
 from ..records.history import read_history
 from ..records.run_folder import FOLDER
+from ..schedule_checks import read_shares, shares_text
 from ..text import printable
 
 logger = logging.getLogger(__name__)
@@ -193,8 +195,8 @@ def _as_text(name: str) -> str:
 
 
 def _target(plan: PrecisionPlan) -> str:
-    fraction = plan.provenance.target_fp4_fraction
-    speedup = (plan.provenance.config or {}).get("target_linear_speedup")
+    fraction, config = plan.provenance.target_fp4_fraction, plan.provenance.config or {}
+    speedup = config.get("target_linear_speedup")
     policy = POLICIES.get(plan.provenance.policy)
     if policy is not None and not policy.aims_at_share:
         return "none"
@@ -202,7 +204,9 @@ def _target(plan: PrecisionPlan) -> str:
         return f"linears at {speedup:g} times BF16's speed or more"
     if fraction is None:
         return "none"
-    return f"at least {fraction:.1%} of the linear FLOPs in FP4"
+    of = "the linear FLOPs" if forward_shares(plan) is None else "the forward GEMMs' FLOPs"
+    text = shares_text(read_shares(config.get("target_fp4_fraction")) or fraction, ".1%")
+    return f"at least {text} of {of} in FP4"
 
 
 def _covered(found: Coverage, plan: PrecisionPlan) -> dict[str, str]:
@@ -217,6 +221,9 @@ def _covered(found: Coverage, plan: PrecisionPlan) -> dict[str, str]:
 
 def _attained(plan: PrecisionPlan) -> str:
     text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (not a reduction of FLOPs)"
+    forward = forward_shares(plan)
+    if forward is not None:
+        text = f"{text}, {forward.fp4_fraction:.1%} of the forward GEMMs alone"
     speedup = plan.linear_speedup()
     if speedup is not None:
         text = f"{text}, linears at {speedup:.2f} times BF16's speed"

@@ -12,6 +12,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback, rewrite_logs
 
 from ..estimation.coverage import Coverage
+from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
 
 logger = logging.getLogger(__name__)
@@ -36,11 +37,15 @@ class Trackers:
     ) -> None:
         """Adds the FP4 share to logs with a loss, to the last entry of `state.log_history`, and to the trackers.
 
-        Beside it stand, where it is known, the coverage, and their product, the FP4 share of the whole model.
+        Beside it stand the share of the forward GEMMs, if plans decide on these alone, and, where it is known, the
+        coverage, and its product with the FP4 share, the one of the whole model.
         """
         if logs is None or "loss" not in logs:
             return
         figures = {"fp4_share": round(plan.fp4_fraction, 4)}
+        forward = forward_shares(plan)
+        if forward is not None:
+            figures["fp4_share_of_forward"] = round(forward.fp4_fraction, 4)
         if coverage is not None:
             figures["fp4_coverage"] = round(coverage.share, 4)
             figures["fp4_share_of_model"] = round(coverage.share * plan.fp4_fraction, 4)

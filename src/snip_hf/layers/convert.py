@@ -118,8 +118,9 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     Returns: the exact names of all swapped layers, in the model's order.
 
     Raises:
-        ValueError: no layer is left to swap, a name in `skip_modules` or `include_modules` matches nothing, or the
-            model is already quantized by another method.
+        ValueError: no layer is left to swap, a name in `skip_modules` or `include_modules` matches nothing, the model
+            is already quantized by another method, or `expert_groups` does not divide a number of experts. The model
+            is as before.
     """
     refuse_quantized(model)
     reasons = skip_reasons(model, config)
@@ -136,7 +137,15 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     for name, layer in snip_linears(model).items():
         if reasons.get(without_group(name), LEFT_OUT) is not None:
             layer.restore()
-    _divide({id(modules[name][0]): modules[name] for name in chosen}.values(), config.expert_groups, swapping)
+    try:
+        divided = _divide(
+            {id(modules[name][0]): modules[name] for name in chosen}.values(), config.expert_groups, swapping
+        )
+    except ValueError:
+        for name, layer in snip_linears(model).items():
+            if name not in before:
+                layer.restore()
+        raise
     layers = snip_linears(model)
     for name, layer in layers.items():
         # Keyed by name, not by position, so that skipping one layer leaves the random numbers of the others alone.
@@ -145,20 +154,27 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     _warn_of_backend(config.backend, layers)
     _keep_ddp_out(model)
     if before.keys() != layers.keys():
+        if not divided:
+            _warn_of_groups(config.expert_groups)
         logger.info("snip-hf swapped %d layers; skipped %d (%s).", len(layers), len(skipped), summary(skipped))
         if rest := describe_unswapped(weight_matrices(model, config)):
             logger.info("snip-hf: these weights stay in high precision (embeddings and output head aside): %s.", rest)
     return list(layers)
 
 
-def _divide(modules: Iterable[tuple[nn.Module, LayerKind]], groups: int, config: SnipLinearConfig) -> None:
-    """Divides the layers of modules with experts into groups of these."""
+def _divide(modules: Iterable[tuple[nn.Module, LayerKind]], groups: int, config: SnipLinearConfig) -> bool:
+    """Divides the layers of modules with experts into groups of these; returns whether there are such modules."""
     can = False
     for module, kind in modules:
         for layer in kind.divide(module, groups):
             _begin(layer, config)
         can |= kind.can_divide
-    if groups > 1 and not can:
+    return can
+
+
+def _warn_of_groups(groups: int) -> None:
+    """Says that groups have no effect on a model whose swapped layers cannot be divided."""
+    if groups > 1:
         logger.warning(
             "snip-hf: expert_groups=%d has no effect: no projection of experts is swapped. Linears that are an expert "
             "each are layers of their own anyhow.",

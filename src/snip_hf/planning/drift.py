@@ -13,8 +13,10 @@ from dataclasses import replace
 import numpy as np
 from scipy.stats import rankdata
 
+from ..budget_checks import FORWARD
 from ..estimation.layer_sums import LAYER
 from ..estimation.table import DivergenceTable
+from ..numerics.gemms import GEMMS
 from ..policies.registry import cost_of
 from ..policies.setting import Setting
 
@@ -22,11 +24,15 @@ from ..policies.setting import Setting
 def ranking(setting: Setting, table: DivergenceTable) -> dict[str, float]:
     """Returns layer -> its cost in the least precise format by the policy's objective, as far as one pass knows it.
 
+    It is the cost of what plans decide on: of all GEMMs, or of the forward ones.
+
     Args:
         setting: the run's setting, with a policy that needs a probe. Its granularity and switching cost do not count.
         table: what `divergences_at` returned, with any number of probes.
     """
     low = setting.config.least_precise
+    if setting.config.decides == FORWARD:
+        return _ranking_of_forward(setting, table)
     grad_weight = {row.layer: row for row in table.rows if (row.gemm, row.format) == ("grad_weight", low)}
     rows = []
     for row in (row for row in table.rows if (row.gemm, row.format) == (LAYER, low)):
@@ -34,6 +40,16 @@ def ranking(setting: Setting, table: DivergenceTable) -> dict[str, float]:
         divergence, bias = (0.0, 0.0) if part is None else (part.weight_divergence, part.weight_bias)
         rows.append(replace(row, weight_divergence=divergence, weight_bias=bias))
     cost = cost_of(setting.config, replace(table, rows=tuple(rows)))
+    costs = {row.layer: cost(row) for row in rows}
+    return {layer: costs.get(layer, 0.0) for layer in setting.flops}
+
+
+def _ranking_of_forward(setting: Setting, table: DivergenceTable) -> dict[str, float]:
+    low = setting.config.least_precise
+    found = (row for row in table.rows if (row.gemm, row.format) == (GEMMS[0], low))
+    # Their weight divergence takes a derivative of the model. As rows of layers, they are what totals are made of.
+    rows = tuple(replace(row, gemm=LAYER, weight_divergence=0.0, weight_bias=0.0) for row in found)
+    cost = cost_of(setting.config, replace(table, rows=rows))
     costs = {row.layer: cost(row) for row in rows}
     return {layer: costs.get(layer, 0.0) for layer in setting.flops}
 

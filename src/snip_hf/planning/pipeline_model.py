@@ -167,7 +167,7 @@ def compare_constraints(
     check_ties_are_few(config, len(plan.assignment))
     everything = tuple(layer for stage in plan.stages for layer in stage)
     setting = Setting(config, plan.flops, (everything,), plan.measured, plan.tokens)
-    program = problem(setting, table, before or plan.assignment)
+    program = problem(setting.at_step(plan.provenance.step), table, before or plan.assignment)
     program["time_limit"] = min(program["time_limit"], _TIME_LIMIT)
     decided = {}
     for group in setting.groups(everything):

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config import POLICIES
+from ..config import POLICIES, SnipConfig
 from ..estimation.layer_sums import LAYER
 from ..estimation.table import DivergenceTable
-from ..policies.registry import Policy, cost_of
+from ..policies.registry import Cost, Policy, cost_of
 from ..policies.setting import Assignment, Setting
 from ..policies.target import check_attainable, contributions, least_sum
 from ..policies.ties import tied_groups
+
+
+def _price_of(config: SnipConfig, table: DivergenceTable) -> Cost:
+    """Returns what rows cost: the prices that they have, or what the policy makes of them."""
+    if any(row.price is None for row in table.rows):
+        return cost_of(config, table)
+    return lambda row: row.price or 0.0
 
 
 def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> dict[str, Any]:
@@ -26,7 +33,7 @@ def problem(setting: Setting, table: DivergenceTable, in_force: Assignment) -> d
     """
     config = setting.config
     check_attainable(setting, config.formats)
-    cost = cost_of(config, table)
+    cost = _price_of(config, table)
     rows = {(row.layer, row.gemm, row.format): row for row in table.rows}
     groups, constraints = [], []
     count = sum(len(setting.groups(stage)) for stage in setting.stages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..budget_checks import DEFAULT_FP4_FRACTION
+from ..budget_checks import ALL, DEFAULT_FP4_FRACTION
 from ..config import SnipConfig
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from .registry import policy_of
@@ -17,7 +17,7 @@ def notices(config: SnipConfig, recompiles_for_bf16: bool) -> list[str]:
     """
     policy = policy_of(config)
     if policy is None:
-        return []
+        return _notices_of_file(config)
     said = []
     if not policy.aims_at_share and config.target_fp4_fraction not in (None, DEFAULT_FP4_FRACTION):
         said.append(
@@ -45,6 +45,15 @@ def notices(config: SnipConfig, recompiles_for_bf16: bool) -> list[str]:
             "(docs/hopper.md)."
         )
     return said
+
+
+def _notices_of_file(config: SnipConfig) -> list[str]:
+    if config.decides == ALL:
+        return []
+    return [
+        f"decides={config.decides!r} has no effect with fixed_plan={config.fixed_plan!r}: no policy is asked, and the "
+        "plan in the file is held as it is, in all GEMMs. Shares are those of the file's plan."
+    ]
 
 
 def _listed(formats: list[str] | tuple[str, ...]) -> str:

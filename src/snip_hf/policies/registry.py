@@ -92,8 +92,22 @@ def cost_of(config: SnipConfig, table: DivergenceTable) -> Cost:
 
 
 def rule_assignment(setting: Setting) -> dict[str, dict[str, str]]:
-    """Returns the assignment of a policy that needs no probe."""
+    """Returns the assignment of a policy that needs no probe.
+
+    Raises:
+        ValueError: the policy measures, or gives another format to what it does not decide on (`SnipConfig.decides`).
+    """
     policy: Policy = POLICIES[setting.config.policy]
     if policy.assign is None:
         raise ValueError(f"policy={setting.config.policy!r} needs measurements; it assigns nothing without them.")
-    return policy.assign(setting)
+    assignment = policy.assign(setting)
+    low = setting.config.least_precise
+    for layer in setting.flops if policy.aims_at_share else ():
+        for gemm, name in assignment[layer].items():
+            if gemm not in setting.decided(layer) and name != low:
+                raise ValueError(
+                    f"policy={policy.name!r} with decides={setting.config.decides!r} put the {gemm} of layer {layer!r} "
+                    f"into {name}; expected {low}. Decide on `setting.groups(stage)`, and return "
+                    "`setting.assignment(choices)`."
+                )
+    return assignment

@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..budget_checks import ALL
 from ..config import SnipConfig
 from ..layers.state import block_of
 from .registry import Policy, register_policy
@@ -92,11 +93,16 @@ def _backward_order(setting: Setting, stage: Sequence[str]) -> list[str]:
     return sorted(_position_order(setting, stage), key=lambda group: setting.members(group)[0][1] == "forward")
 
 
-def _refuse_by_layer(config: SnipConfig) -> None:
+def _refuse_without_choice(config: SnipConfig) -> None:
     if config.granularity == "layer" and config.fixed_plan is None:
         raise ValueError(
             f"policy={config.policy!r} with granularity='layer' cannot work: it decides the GEMMs of a linear apart. "
             "Set granularity='gemm'."
+        )
+    if config.decides != ALL and config.fixed_plan is None:
+        raise ValueError(
+            f"policy={config.policy!r} with decides={config.decides!r} has no order of its own: all backward GEMMs are "
+            "in the least precise format anyway. Take policy='layer-position', which orders the forward GEMMs alike."
         )
 
 
@@ -118,4 +124,4 @@ register_policy(rule("layer-type", _type_order))
 register_policy(rule("layer-position", _position_order))
 register_policy(rule("first2-last8", _nvfp4_order))
 register_policy(rule("last-15-percent", _front_order))
-register_policy(rule("backward-first", _backward_order, check=_refuse_by_layer))
+register_policy(rule("backward-first", _backward_order, check=_refuse_without_choice))

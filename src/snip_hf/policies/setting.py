@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ..budget_checks import ALL
 from ..config import SnipConfig
 from ..costs.flops import Tokens, Work, executed
 from ..costs.measured_cost import MeasuredCost
+from ..numerics.gemms import GEMMS
 
 Assignment = Mapping[str, Mapping[str, str]]
 
@@ -40,11 +42,19 @@ class Setting:
         times = self.times
         return self.executed if times is None else times.work
 
+    def at_step(self, step: int) -> Setting:
+        """Returns the setting of a plan made at an optimizer step, with the target of that step."""
+        return replace(self, config=self.config.at_step(step))
+
+    def decided(self, layer: str) -> tuple[str, ...]:
+        """Returns the GEMMs of a layer that the plan decides on (`SnipConfig.decides`)."""
+        return tuple(gemm for gemm in self.flops[layer] if self.config.decides == ALL or gemm == GEMMS[0])
+
     def groups(self, layers: Sequence[str]) -> list[str]:
         """Returns the names of the groups of these layers: "layer", or "layer:gemm" at granularity "gemm"."""
         if self.config.granularity == "layer":
             return list(layers)
-        return [f"{layer}:{gemm}" for layer in layers for gemm in self.flops[layer]]
+        return [f"{layer}:{gemm}" for layer in layers for gemm in self.decided(layer)]
 
     def members(self, group: str) -> list[tuple[str, str]]:
         """Returns the (layer, GEMM) pairs of a group."""
@@ -52,16 +62,20 @@ class Setting:
         return [(layer, gemm)] if self.config.granularity == "gemm" else [(group, gemm) for gemm in self.flops[group]]
 
     def shares(self, stage: Sequence[str]) -> dict[str, float]:
-        """Returns each group's share of the stage's work: of its linear FLOPs, or of its linears' measured time."""
+        """Returns each group's share of what the stage's decided GEMMs work: FLOPs, or measured time."""
         work = self.work
-        total = sum(sum(work[layer].values()) for layer in stage)
+        decided = {layer: self.decided(layer) for layer in stage}
+        total = sum(sum(number for gemm, number in work[layer].items() if gemm in decided[layer]) for layer in stage)
         return {
             group: sum(work[layer][gemm] for layer, gemm in self.members(group)) / total for group in self.groups(stage)
         }
 
     def assignment(self, choices: Mapping[str, str]) -> dict[str, dict[str, str]]:
-        """Returns layer -> GEMM -> format for a format per group."""
-        result: dict[str, dict[str, str]] = {layer: {} for layer in self.flops}
+        """Returns layer -> GEMM -> format for a format per group; what is not decided is in the least precise one."""
+        low = self.config.least_precise
+        result = {
+            layer: {gemm: low for gemm in row if gemm not in self.decided(layer)} for layer, row in self.flops.items()
+        }
         for group, fmt in choices.items():
             for layer, gemm in self.members(group):
                 result[layer][gemm] = fmt

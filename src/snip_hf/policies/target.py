@@ -18,12 +18,20 @@ def least_sum(setting: Setting) -> float:
     """Returns what the chosen options of a stage add up to at least (`contributions`).
 
     A speed-up of s is a saving of 1 - 1/s.
+
+    Raises:
+        ValueError: the setting is not that of a step (`Setting.at_step`), and its target changes with the step.
     """
     config = setting.config
     if config.target_linear_speedup is not None:
         return 1 - 1 / config.target_linear_speedup
-    assert config.target_fp4_fraction is not None
-    return config.target_fp4_fraction
+    share = config.target_fp4_fraction
+    if share is None or isinstance(share, tuple):
+        raise ValueError(
+            f"target_fp4_fraction={share!r} is not the target of one plan; expected `setting.at_step(step)`, the "
+            "setting at the step that the plan is made at."
+        )
+    return share
 
 
 def contributions(setting: Setting, stage: Sequence[str]) -> dict[str, dict[str, float]]:

@@ -66,7 +66,7 @@ def tied_groups(setting: Setting) -> list[list[str]]:
         return siblings(setting)
     # A sibling whose weight is frozen has one GEMM less than the others.
     tied = [
-        [f"{layer}:{gemm}" for layer in layers if gemm in setting.flops[layer]]
+        [f"{layer}:{gemm}" for layer in layers if gemm in setting.decided(layer)]
         for layers in siblings(setting)
         for gemm in GEMMS
     ]

@@ -75,4 +75,6 @@ def _row(value: object, where: str) -> dict[str, Any]:
             raise ValueError(f"{where}.{key} is None, expected a number.")
     for key in ("flops", "weight_bias", "absolute_error", "relative_error"):
         record[key] = number_of(row.get(key), f"{where}.{key}") or 0.0
-    return record | {"criterion": number_of(row.get("criterion"), f"{where}.criterion")}
+    record["criterion"] = number_of(row.get("criterion"), f"{where}.criterion")
+    price = number_of(row.get("price"), f"{where}.price")  # which earlier versions do not have
+    return record if price is None else record | {"price": price}

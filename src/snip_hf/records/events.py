@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from ..costs.flops import as_json
 from ..layers.state import with_plain_names
+from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
 from ..planning.provenance import PlanProvenance
 from ..planning.solver.solution import SolverResult
@@ -21,7 +22,7 @@ from .values import changes_of, check_event, entry_of, list_of, mapping_of, numb
 
 _MOST_LAYERS = 100_000
 # Of a refresh, which may be absent.
-_NUMBERS = ("fp4_time_fraction", "linear_speedup", "objective", "bound", "gap")
+_NUMBERS = ("forward_fp4_fraction", "fp4_time_fraction", "linear_speedup", "objective", "bound", "gap")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +84,9 @@ class RefreshBegun:
     event: ClassVar[str] = "refresh"
 
     step: int
-    """Optimizer step that was probed."""
+    """Optimizer step that was probed; of a policy without a probe, the one at which its target changed."""
+    target_fp4_fraction: float | None = None
+    """That the refresh aims at, where a run has several; None: that of the config, or the refresh failed before."""
     loss: float | None = None
     """Of the probed micro-batch; None, as all that follows is empty: the refresh failed before."""
     divergence: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
@@ -95,8 +98,9 @@ class RefreshBegun:
 
     def to_record(self) -> dict[str, Any]:
         record: dict[str, Any] = {"event": self.event, "step": self.step}
-        if self.loss is not None:
-            record["loss"] = self.loss
+        for name in ("target_fp4_fraction", "loss"):
+            if getattr(self, name) is not None:
+                record[name] = getattr(self, name)
         if self.divergence:
             record["divergence"] = {name: dict(totals) for name, totals in self.divergence.items()}
         for name in ("memory_mib", "seconds"):
@@ -117,15 +121,18 @@ class RefreshBegun:
         """Returns the same with further times."""
         return replace(self, seconds={**self.seconds, **seconds})
 
-    def applied(self, step: int, plan: PrecisionPlan, changes: Mapping[str, Any], result: SolverResult) -> Refresh:
+    def applied(
+        self, step: int, plan: PrecisionPlan, changes: Mapping[str, Any], result: SolverResult | None
+    ) -> Refresh:
         """Returns the event of its end: its plan is in force.
 
         Args:
             step: the optimizer step after which it was applied.
             plan: the new one.
             changes: as `PrecisionPlan.changes` tells them from the plan before.
-            result: the solver's.
+            result: the solver's; None: nothing was solved.
         """
+        found = ("objective", "bound", "gap", "solver", "solver_version")
         return Refresh(
             **_values(self),
             applied_step=step,
@@ -134,11 +141,7 @@ class RefreshBegun:
             **_shares(plan),
             changes={cell: (old, new) for cell, (old, new) in changes.items()},
             layers_changed=len({cell.rpartition(":")[0] for cell in changes}),
-            objective=result.objective,
-            bound=result.bound,
-            gap=result.gap,
-            solver=result.solver,
-            solver_version=result.solver_version,
+            **({} if result is None else {name: getattr(result, name) for name in found}),
         )
 
     def kept(self, step: int, plan: PrecisionPlan, reason: str) -> Refresh:
@@ -163,6 +166,9 @@ class Refresh(RefreshBegun):
     fp4_fraction: float | None
     """Of the plan that is in force now, as the fractions that follow."""
     stage_fp4_fractions: tuple[float | None, ...] = ()
+    forward_fp4_fraction: float | None = None
+    """Of the forward GEMMs alone, where plans decide on these alone; None: they decide on all."""
+    stage_forward_fp4_fractions: tuple[float | None, ...] = ()
     fp4_time_fraction: float | None = None
     """None: nothing was measured."""
     stage_fp4_time_fractions: tuple[float | None, ...] = ()
@@ -173,7 +179,7 @@ class Refresh(RefreshBegun):
     """"layer:gemm" -> (old format, new format)."""
     layers_changed: int = 0
     objective: float | None = None
-    """None, as what follows: the plan was kept."""
+    """None, as what follows: the plan was kept, or nothing was solved."""
     bound: float | None = None
     gap: float | None = None
     solver: str | None = None
@@ -193,6 +199,9 @@ class Refresh(RefreshBegun):
             "fp4_fraction": self.fp4_fraction,
             "stage_fp4_fractions": list(self.stage_fp4_fractions),
         }
+        if self.forward_fp4_fraction is not None:
+            record["forward_fp4_fraction"] = self.forward_fp4_fraction
+            record["stage_forward_fp4_fractions"] = list(self.stage_forward_fp4_fractions)
         if self.fp4_time_fraction is not None:
             record["fp4_time_fraction"] = self.fp4_time_fraction
             record["stage_fp4_time_fractions"] = list(self.stage_fp4_time_fractions)
@@ -232,6 +241,7 @@ class Refresh(RefreshBegun):
             layers_changed=step_of(entry_of(record, "layers_changed"), "layers_changed"),
             changes=changes_of(entry_of(record, "changes"), cells or {}),
             stage_fp4_fractions=_numbers(record, "stage_fp4_fractions"),
+            stage_forward_fp4_fractions=_numbers(record, "stage_forward_fp4_fractions"),
             stage_fp4_time_fractions=_numbers(record, "stage_fp4_time_fractions"),
             stage_linear_speedups=_numbers(record, "stage_linear_speedups"),
             **numbers,
@@ -304,7 +314,7 @@ def _begun(record: Mapping[str, Any]) -> dict[str, Any]:
     totals = mapping_of(record.get("divergence", {}), "divergence")
     return {
         "step": step_of(entry_of(record, "step"), "step"),
-        "loss": number_of(record.get("loss"), "loss"),
+        **{name: number_of(record.get(name), name) for name in ("target_fp4_fraction", "loss")},
         "divergence": {name: _parts(totals, name, ("loss", "weight"), "divergence.") for name in totals},
         "memory_mib": _parts(record, "memory_mib", ("predicted", "measured")),
         "seconds": _parts(record, "seconds", ("probe", "solver", "waited")),
@@ -325,9 +335,12 @@ def _numbers(record: Mapping[str, Any], name: str) -> tuple[float | None, ...]:
 
 
 def _shares(plan: PrecisionPlan) -> dict[str, Any]:
+    forward = forward_shares(plan)
     return {
         "fp4_fraction": plan.fp4_fraction,
         "stage_fp4_fractions": plan.stage_fp4_fractions,
+        "forward_fp4_fraction": None if forward is None else forward.fp4_fraction,
+        "stage_forward_fp4_fractions": () if forward is None else forward.stage_fp4_fractions,
         "fp4_time_fraction": plan.fp4_time_fraction,
         "stage_fp4_time_fractions": plan.stage_fp4_time_fractions or (),
         "linear_speedup": plan.linear_speedup(),

@@ -8,6 +8,7 @@ sizes and counts are bounded, and every value is checked before it is used.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from ..config import SnipConfig
 from ..costs.flops import Tokens
 from ..costs.measured_cost import MeasuredCost
 from ..field_names import current_names
+from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
 from .coverage import Counted
 from .divergences import read_divergence
@@ -74,6 +76,25 @@ class Run:
         steps = [*self.losses, *(refresh.applied_step or refresh.step for refresh in self.refreshes)]
         return max(steps, default=0)
 
+    @property
+    def mean_fp4_fraction(self) -> float | None:
+        """Share in FP4, mean over the steps up to the last one that is known; None: there are none.
+
+        It is of the GEMMs that plans decide on: of all FLOPs, or of those of the forward GEMMs.
+        """
+        begin, plan = self.plans[0]
+        forward = forward_shares(plan)
+        points = [(begin, plan.fp4_fraction if forward is None else forward.fp4_fraction)]
+        for refresh in self.refreshes:
+            share = refresh.fp4_fraction if forward is None else refresh.forward_fp4_fraction
+            if refresh.applied_step is not None and share is not None:
+                points.append((refresh.applied_step, share))
+        steps, shares = zip(*points, strict=True)
+        known = list(itertools.accumulate([*steps, self.last_step], max))  # a history may go back
+        spans = [end - start for start, end in itertools.pairwise(known)]
+        whole = sum(spans)
+        return sum(share * span for share, span in zip(shares, spans, strict=True)) / whole if whole > 0 else None
+
 
 def load_run(run_dir: str | os.PathLike[str]) -> Run:
     """Reads a run folder (the Trainer's output_dir).
@@ -128,7 +149,8 @@ def _plans(
 ) -> list[tuple[int, PrecisionPlan]]:
     """Returns the start's plan and those that refreshes put in force; of very many some, and the last two.
 
-    Each has the tokens that were counted for it, the start's those of the first count, which may have changed it too.
+    Each has the step that it was made at and the tokens that were counted for it, the start's those of the first count,
+    which may have changed it too.
     """
     applied = [refresh for refresh in refreshes if refresh.applied_step is not None]
     most = max(4, min(_MOST_PLANS, _MOST_PLANNED_LAYERS // len(start.assignment)))
@@ -148,7 +170,9 @@ def _plans(
             assignment[layer][gemm] = new
         if number in shown and refresh.applied_step is not None:
             tokens = _tokens_at(counted, refresh.step, start)
-            plans.append((refresh.applied_step, dataclasses.replace(start, assignment=assignment, tokens=tokens)))
+            provenance = dataclasses.replace(start.provenance, step=refresh.step)
+            plan = dataclasses.replace(start, assignment=assignment, provenance=provenance, tokens=tokens)
+            plans.append((refresh.applied_step, plan))
     return plans
 
 

@@ -23,6 +23,7 @@ from matplotlib.ticker import MaxNLocator
 from ..json_io import write_atomic
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
+from ..planning.forward_shares import forward_shares
 from ..policies.stages import split_layer
 from ..records.load import Run, thinned
 from ..records.run_folder import FOLDER
@@ -90,7 +91,9 @@ def plan_figure(run: Run) -> Figure:
     handles: list[Artist] = [Patch(facecolor=x.colour, edgecolor="0.4", label=x.label) for x in entries]
     figure.legend(handles=[*handles, *marks], loc="outside lower center", ncols=4, frameon=False)
     plan = run.plans[-1][1]
-    _title(figure, f"Precision plan: {plan.fp4_fraction:.1%} of the linear FLOPs in FP4 at the end", run)
+    forward = forward_shares(plan)
+    of_forward = "" if forward is None else f" ({forward.fp4_fraction:.1%} of the forward ones)"
+    _title(figure, f"Precision plan: {plan.fp4_fraction:.1%} of the linear FLOPs in FP4{of_forward} at the end", run)
     return figure
 
 

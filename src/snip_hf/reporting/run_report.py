@@ -12,11 +12,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..budget_checks import FORWARD
 from ..config import POLICIES, SnipConfig
 from ..estimation.coverage import Coverage
 from ..estimation.layer_sums import LAYER
 from ..estimation.table import Divergence, DivergenceTable
 from ..numerics.formats import FORMATS
+from ..planning.forward_shares import forward_shares
 from ..planning.pipeline_model import check_ties_are_few
 from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.program import problem
@@ -24,8 +26,9 @@ from ..policies.setting import Setting
 from ..policies.stages import split_layer
 from ..records.load import Run, load_run, thinned
 from ..records.values import short
+from ..schedule_checks import mean_share, read_shares, shares_text
 from .figures import write_figures
-from .tables import listed, name_text, new_table, number, plan_table, print_cost, print_stages, say
+from .tables import listed, name_text, new_table, number, print_cost, print_plan, print_stages, say
 
 _MOST_ROWS = 20
 _MOST_REFRESHES = 200
@@ -54,17 +57,19 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
         policy = f"plan file {_shown(config['fixed_plan'])}, held fixed"
     plan = _in_force(run)
     by_time = config.get("budget") == "measured"
-    time = "" if plan.measured is None else f" and {plan.fp4_time_fraction:.4f} of their measured time"
     speedup = plan.linear_speedup()
+    speed = ""
     if speedup is not None:
         source = "measured" if plan.measured is not None else f"{_shown(config.get('rates'))} rates"
-        time += f". The linears run at {speedup:.4f} times BF16's speed ({source})"
+        speed = f". The linears run at {speedup:.4f} times BF16's speed ({source})"
     say(
         console,
         f"{policy[0].upper()}{policy[1:]}, granularity {_shown(config.get('granularity'))}, {_target(config)}, "
-        f"attained {plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}. Model: "
+        f"attained {_attained(plan)}{speed}. Model: "
         f"{_shown(plan.provenance.model_name or 'not named')}.",
     )
+    if _has_target(config) and isinstance(config.get("target_fp4_fraction"), list):
+        _say_some(console, _mean_shares(run))
     if run.counted:
         say(console, _coverage(run.counted[-1].coverage, plan))
     if run.refreshes:
@@ -85,7 +90,7 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
     _say_some(console, [f"Step {check.step}: check failed. {check.reason}" for check in failed])
     if run.losses:
         console.print(loss_table(run))
-    console.print(plan_table(plan))
+    print_plan(plan, console)
     _print_run_stages(run, plan, console, micro_batches)
     if plan.measured is not None:
         print_cost(plan, console)
@@ -102,20 +107,54 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
     _say_some(console, [f"Note: {note}" for note in notes])
 
 
+def _attained(plan: PrecisionPlan) -> str:
+    """Returns the FP4 share of a plan, of what it decides on first."""
+    forward = forward_shares(plan)
+    if forward is not None:
+        time = "" if forward.fp4_time_fraction is None else f", {forward.fp4_time_fraction:.4f} of their measured time"
+        return f"{forward.fp4_fraction:.4f} of the forward GEMMs{time} ({plan.fp4_fraction:.4f} of all linear FLOPs)"
+    time = "" if plan.measured is None else f" and {plan.fp4_time_fraction:.4f} of their measured time"
+    return f"{plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}"
+
+
 def _coverage(found: Coverage, plan: PrecisionPlan) -> str:
     """Returns what the plan covers of the model, and the FP4 share of all of it."""
     return f"The plan decides on {found.describe()}. FP4 share of all of them: {found.share * plan.fp4_fraction:.4f}."
 
 
 def _target(config: Mapping[str, Any]) -> str:
-    """Returns what the plan was to reach; a policy that this version does not know has a target."""
-    policy = POLICIES.get(config.get("policy", ""))
-    if config.get("fixed_plan") or (policy is not None and not policy.aims_at_share):
+    """Returns what the plan was to reach."""
+    if not _has_target(config):
         return "no target"
     if config.get("target_linear_speedup") is not None:
         return f"target speed-up of the linears {_shown(config['target_linear_speedup'])}"
     of = " of the measured time" if config.get("budget") == "measured" else ""
-    return f"target FP4 share {_shown(config.get('target_fp4_fraction'))}{of}"
+    if config.get("decides") == FORWARD:
+        of = f"{of} of the forward GEMMs alone"
+    share = config.get("target_fp4_fraction")
+    shares = read_shares(share)
+    text = _shown(share) if shares is None else shares_text(shares)
+    return f"target FP4 share {text}{of}"
+
+
+def _has_target(config: Mapping[str, Any]) -> bool:
+    """Returns True if plans were to reach something; those of a policy that this version does not know were."""
+    policy = POLICIES.get(config.get("policy", ""))
+    return not config.get("fixed_plan") and (policy is None or policy.aims_at_share)
+
+
+def _mean_shares(run: Run) -> list[str]:
+    """Returns the sentence on the mean share of a run whose target changes, if its steps are known."""
+    mean, shares = run.mean_fp4_fraction, read_shares(run.config.get("target_fp4_fraction"))
+    if mean is None or shares is None:
+        return []
+    steps = run.last_step
+    of = "forward" if run.config.get("decides") == FORWARD else "linear"
+    target = mean_share(shares, steps)
+    return [
+        f"Mean over the steps up to {steps:,}, the last in the run's files: {mean:.4f} of the {of} FLOPs in FP4, and a "
+        f"target of {target:.4f}."
+    ]
 
 
 def _say_some(console: Console, sentences: list[str]) -> None:
@@ -146,7 +185,10 @@ def _print_run_stages(run: Run, plan: PrecisionPlan, console: Console, micro_bat
 
 def refresh_table(run: Run) -> Table:
     table = new_table("Refreshes")
-    for heading in ("probe\nstep", "applied\nafter", "FP4\nshare", "layers\nchanged", "objective", "gap"):
+    has_forward = any(refresh.forward_fp4_fraction is not None for refresh in run.refreshes)
+    # One share, that which the plans aim at: two would not fit into 80 characters.
+    share = "FP4 of\nforward" if has_forward else "FP4\nshare"
+    for heading in ("probe\nstep", "applied\nafter", share, "layers\nchanged", "objective", "gap"):
         table.add_column(heading, justify="right")
     for part in ("probe", "solver", "waited"):
         table.add_column(f"{part}\n[s]".replace("[", "\\["), justify="right")
@@ -154,7 +196,7 @@ def refresh_table(run: Run) -> Table:
         table.add_row(
             str(refresh.step),
             "kept" if refresh.applied_step is None else str(refresh.applied_step),
-            number(refresh.fp4_fraction, ".4f"),
+            number(refresh.forward_fp4_fraction if has_forward else refresh.fp4_fraction, ".4f"),
             str(refresh.layers_changed),
             number(refresh.objective, ".4g"),
             number(refresh.gap, ".1e"),
@@ -218,16 +260,20 @@ def reason_table(run: Run) -> Table | None:
     setting = Setting(config, plan.flops, plan.stages, plan.measured, plan.tokens)
     rows = tuple(Divergence(**record) for record in run.divergences[step])
     divergences = {(row.layer, row.gemm): row for row in rows if row.format == run.formats[0]}
-    program = problem(setting, DivergenceTable(0.0, rows), before)
+    program = problem(setting.at_step(step), DivergenceTable(0.0, rows), before)
     stage_of = {group: row["name"] for row in program["constraints"] for group in row["groups"]}
-    prices = {}
+    prices, work = {}, setting.executed
     for group in program["groups"]:
+        if not any(work[layer][gemm] > 0 for layer, gemm in setting.members(group["name"])):
+            continue  # What does not run has no price.
         high, *_, low = group["options"]  # the most precise first
         gain = low["weight"] - high["weight"]
         prices[group["name"]] = (low["cost"] - high["cost"]) / gain if gain > 0 else 0.0
     weight = "FLOPs" if plan.measured is None else "measured time"
     if config.target_linear_speedup is not None:
         weight = "time in BF16 that it saves"
+    if config.decides == FORWARD:
+        weight = f"forward {weight}"
     label = FORMATS[config.least_precise].label
     table = new_table(f"Why (probe of step {step}; price: extra cost of {label} per share of the stage's {weight})")
     for heading in ("stage", "layer", "loss\ndivergence", "weight\ndivergence", "price", "format"):
@@ -240,9 +286,11 @@ def reason_table(run: Run) -> Table | None:
         # None for a layer that took no part in the probe (an expert without tokens).
         row = divergences.get((layer, gemm if setting.config.granularity == "gemm" else LAYER))
         damages = (None, None) if row is None else (row.loss_divergence, row.weight_divergence)
-        numbers = (*(number(damage, ".1e") for damage in damages), _fixed(prices[group], 3))
+        numbers = (*(number(damage, ".1e") for damage in damages), _fixed(None if row is None else prices[group], 3))
         formats = Text(plan.assignment[layer][gemm], style=FORMATS[plan.assignment[layer][gemm]].style)
         table.add_row(stage_of[group].removeprefix("stage "), name_text(_short_name(group)), *numbers, formats)
+    if idle := len(program["groups"]) - len(prices):
+        table.caption = f"{idle:,} rows are left out: layers that saw no token, and GEMMs that do not run."
     return table
 
 

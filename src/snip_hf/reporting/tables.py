@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.text import Text
 from ..costs.measured_cost import cost_shares, describe_cost
 from ..estimation.table import Divergence, DivergenceTable
 from ..numerics.formats import FORMATS, REFERENCE
+from ..planning.forward_shares import forward_shares
 from ..planning.pipeline_model import ConstraintComparison, PipelineTimes, compare_constraints, pipeline_times
 from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.solver.solution import SolverError
@@ -25,17 +27,61 @@ _MOST_BLOCKS, _MOST_KINDS = 200, 32
 _MOST_ROWS = 64
 # Characters of a name in a table, and of a sentence.
 _NAME, _SENTENCE = 60, 2000
+# A group of experts: its projection, and which experts it has.
+_GROUP = re.compile(r"(.+)\[(\d+:\d+)\]")
+
+
+def print_plan(plan: PrecisionPlan, console: Console) -> None:
+    """Prints the formats of all layers; groups of experts, which would be columns without end, as rows."""
+    grouped = group_table(plan)
+    if grouped is None or not all(map(_GROUP.fullmatch, plan.assignment)):
+        console.print(plan_table(plan))
+    if grouped is not None:
+        console.print(grouped)
+
+
+def group_table(plan: PrecisionPlan) -> Table | None:
+    """One row per block and group of experts, one column per projection; None without groups."""
+    cells: dict[tuple[str, str], dict[str, Mapping[str, str | None]]] = {}
+    for layer, formats in _running(plan).items():
+        block, kind = split_layer(layer)
+        if group := _GROUP.fullmatch(kind):
+            cells.setdefault((block, group[2]), {})[group[1]] = formats
+    if not cells:
+        return None
+    kinds = list(dict.fromkeys(kind for row in cells.values() for kind in row))[:_MOST_KINDS]
+    table, marks = _formats_table("Plan of groups of experts", plan)
+    table.add_column("block", justify="right")
+    for heading in ("experts", *kinds):
+        table.add_column(name_text(heading.rpartition(".")[2]))
+    for (block, experts), row in list(cells.items())[:_MOST_BLOCKS]:
+        shown = [_plan_cell(row[kind], marks) if kind in row else Text("") for kind in kinds]
+        table.add_row(name_text(block.rpartition(".")[2] or block), experts, *shown)
+    if len(cells) > _MOST_BLOCKS:
+        table.caption = f"The first {_MOST_BLOCKS:,} of {len(cells):,} groups."
+    return table
+
+
+def _formats_table(name: str, plan: PrecisionPlan) -> tuple[Table, dict[str, str]]:
+    """Returns an empty table whose title explains its cells, and what stands for formats in these."""
+    marks = _marks(dict.fromkeys(name for formats in plan.assignment.values() for name in formats.values()))
+    legend = ", ".join(f"{mark}: {name}" for name, mark in marks.items())
+    if any(name is None for formats in _running(plan).values() for name in formats.values()):
+        legend += ", -: does not run"
+    return new_table(f"{name} ({_gemms_legend(plan)}, {legend})"), marks
 
 
 def plan_table(plan: PrecisionPlan) -> Table:
-    """One row per block, one column per kind of linear; in a cell, one format or those of the three GEMMs."""
-    cells = {split_layer(layer): formats for layer, formats in plan.assignment.items()}
+    """One row per block, one column per kind of linear; in a cell, one format or those of the three GEMMs.
+
+    Groups of experts are left to `group_table`.
+    """
+    layers = {layer: formats for layer, formats in _running(plan).items() if not _GROUP.fullmatch(layer)}
+    cells = {split_layer(layer): formats for layer, formats in layers.items()}
     all_kinds = list(dict.fromkeys(kind for _, kind in cells))
     all_blocks = list(dict.fromkeys(block for block, _ in cells))
     kinds, blocks = all_kinds[:_MOST_KINDS], all_blocks[:_MOST_BLOCKS]
-    marks = _marks(dict.fromkeys(name for formats in plan.assignment.values() for name in formats.values()))
-    legend = ", ".join(f"{mark}: {name}" for name, mark in marks.items())
-    table = new_table(f"Plan ({_gemms_legend(plan)}, {legend})")
+    table, marks = _formats_table("Plan", plan)
     table.add_column("block", justify="right")
     for kind in kinds:
         table.add_column(name_text(kind.rpartition(".")[2]))
@@ -70,11 +116,21 @@ def _marks(formats: Iterable[str]) -> dict[str, str]:
     return marks  # names at the latest, which differ
 
 
-def _plan_cell(formats: Mapping[str, str], marks: Mapping[str, str]) -> Text:
+def _running(plan: PrecisionPlan) -> dict[str, dict[str, str | None]]:
+    """Returns layer -> GEMM -> format; None for a GEMM that does not run."""
+    work = plan.executed
+    return {
+        layer: {gemm: name if work[layer][gemm] > 0 else None for gemm, name in formats.items()}
+        for layer, formats in plan.assignment.items()
+    }
+
+
+def _plan_cell(formats: Mapping[str, str | None], marks: Mapping[str, str]) -> Text:
+    """Returns the formats of a layer's GEMMs; a dash for one that does not run, and for a layer none of which does."""
     names = list(formats.values())
     if len(set(names)) == 1:
-        return Text(names[0], style=FORMATS[names[0]].style)
-    return Text("/").join(Text(marks[name], style=FORMATS[name].style) for name in names)
+        return Text("-") if names[0] is None else Text(names[0], style=FORMATS[names[0]].style)
+    return Text("/").join(Text("-") if x is None else Text(marks[x], style=FORMATS[x].style) for x in names)
 
 
 def print_cost(plan: PrecisionPlan, console: Console) -> None:
@@ -121,11 +177,11 @@ def print_stages(
         micro_batches, before: as in `pipeline_model.compare_constraints`.
         records: None means that there are none: no comparison.
     """
-    times = pipeline_times(plan, micro_batches)
+    times, forward = pipeline_times(plan, micro_batches), forward_shares(plan)
     if len(plan.stages) == 1:
-        say(
-            console, f"One stage, so no pipeline and no bubble: {plan.fp4_fraction:.4f} of its linear FLOPs are in FP4."
-        )
+        of_forward = "" if forward is None else f", and {forward.fp4_fraction:.4f} of its forward ones"
+        share = f"{plan.fp4_fraction:.4f} of its linear FLOPs are in FP4{of_forward}"
+        say(console, f"One stage, so no pipeline and no bubble: {share}.")
         return
     console.print(stage_table(plan))
     missing, comparison = "there are no divergences of its refresh", None
@@ -162,6 +218,9 @@ def stage_table(plan: PrecisionPlan) -> Table:
     table = new_table(f"Stages ({basis})")
     unit, scale = _time_unit(times)
     columns = {"FP4 share\nof FLOPs": [*plan.stage_fp4_fractions, plan.fp4_fraction]}
+    forward = forward_shares(plan)
+    if forward is not None:
+        columns["of forward\nFLOPs"] = [*forward.stage_fp4_fractions, forward.fp4_fraction]
     if plan.stage_fp4_time_fractions is not None and plan.fp4_time_fraction is not None:
         columns["of measured\ntime"] = [*plan.stage_fp4_time_fractions, plan.fp4_time_fraction]
     relative = [*(x.relative_time for x in times.stages), times.work / times.reference_work]

@@ -11,12 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from ..config import SnipConfig
+from ..config import POLICIES, SnipConfig
 from ..estimation.memory import bounded
 from ..estimation.shared_inputs import find_ties
 from ..field_values import FOUND
 from ..kernels.backend import select_backend
 from ..layers.convert import keep_states_apart
+from ..layers.state import snip_linears
 from ..parallel.pipeline_ranks import ModelParts, parts_of
 from ..parallel.ranks import Processes
 from ..parallel.wrappers import unwrap
@@ -120,6 +121,7 @@ def _checked_for_probe(model: nn.Module, config: SnipConfig, source: GradientSou
     source.check()
     check_model(model)
     check_parts(parts_of(model))
+    POLICIES[config.policy].criterion.check_layers(snip_linears(model), source.trains())
     return bounded(config, model)
 
 

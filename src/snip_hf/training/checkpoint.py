@@ -13,6 +13,7 @@ from ..field_names import current_names
 from ..layers.state import plain_name, with_plain_names
 from ..parallel.ranks import Attempt, Ranks
 from ..planning.plan import PrecisionPlan
+from ..planning.price_memory import Prices, read_prices
 from ..planning.solver.process import SolverProcess
 from ..records.coverage import read_coverage
 from ..records.events import RefreshBegun
@@ -20,8 +21,8 @@ from .checks import check_plans, differences
 from .plans import fitting
 
 SCHEMA_VERSION = 2
-# Fields that decide which layers are swapped, and nothing else.
-_CHOICE = {"skip_modules", "include_modules"}
+# Fields that decide which layers there are, and nothing else.
+_CHOICE = {"skip_modules", "include_modules", "expert_groups"}
 
 
 @dataclass
@@ -82,6 +83,8 @@ class SavedState:
     """The step to which a refresh was put off."""
     counted: CountedState | None = None
     """None: nothing was counted yet."""
+    prices: Prices = field(default_factory=dict)
+    """What is remembered of the refreshes so far (`SnipConfig.estimate_memory`)."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> SavedState:
@@ -104,8 +107,9 @@ class SavedState:
                 counted=_read_counted(state),
                 kernels={str(name): dict(entry) for name, entry in dict(state.get("kernels", {})).items()},
                 postponed=None if postponed is None else int(postponed),
+                prices=read_prices(with_plain_names(state.get("prices", {}))),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"The SNIP state is not complete or damaged ({error!r}); restore the file from another checkpoint."
             ) from error
@@ -127,6 +131,7 @@ class SavedState:
             **kernels,
             **postponed,
             **counted,
+            **({"prices": self.prices} if self.prices else {}),
         }
 
     def fitted(self, config: SnipConfig, flops: Work, at_step: int | None, weights: str | None) -> SavedState:

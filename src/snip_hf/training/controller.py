@@ -231,7 +231,7 @@ class SnipController:
     def _before_optimizer_step(self, step: int) -> None:
         self._calls.begin(step)
         self._source.note_step()
-        self._schedule.say_if_left_out(step, self._refresher.is_planned)
+        self._schedule.say_if_left_out(step, self._refresher.is_planned(step))
         self._coverage.count_first(step, is_new=self._is_new)
         watch, refreshes = self._disarm(), self._refreshes(step)
         if refreshes and self._source.leaves_out_step(self.model, self.processes.everyone):
@@ -254,7 +254,7 @@ class SnipController:
         self._layers.note_micro_batches(self._micro_batch)
         self.step, self._micro_batch = step, 0
         self._chunks.end_step()
-        self._refresher.apply_due(step)
+        self._refresher.end_step(step)
         self._layers.set_step(step + 1, 0)
         self._layers.end_step()
 
@@ -283,11 +283,8 @@ class SnipController:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""
         config, pending, ranking = self.config.to_dict(), self._refresher.pending, self._in_force.ranking
         schedule, counted = self._schedule, None if self._coverage.is_due else CountedState(self._coverage.found)
-        more: dict[str, Any] = {
-            "kernels": self._layers.state_dict(),
-            "counted": counted,
-            "postponed": schedule.postponed,
-        }
+        more: dict[str, Any] = {"kernels": self._layers.state_dict(), "counted": counted}
+        more |= {"postponed": schedule.postponed, "prices": self._refresher.prices}
         return SavedState(config, self.step, self.plan, pending, schedule.last_probe, ranking, **more).to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], at_step: int | None = None, weights: str | None = None) -> None:
@@ -313,7 +310,7 @@ class SnipController:
         if saved.counted is not None:
             self._coverage.restore(saved.counted.coverage)
         self._disarm()
-        self._refresher.stop()
+        self._refresher.restart(saved.prices)
         self.step, self._micro_batch = saved.step, 0
         self._schedule.last_probe, self._schedule.postponed = saved.last_probe, saved.postponed
         self._layers.set_step(saved.step + 1, 0)
@@ -333,7 +330,7 @@ class SnipController:
         return weights_fingerprint(self.model) if is_whole and self.processes.everyone.is_first else None
 
     def _refreshes(self, step: int) -> bool:
-        return self._schedule.refreshes(step, self._refresher.is_planned)
+        return self._schedule.refreshes(step, self._refresher.is_planned(step))
 
     def _checks(self, step: int) -> bool:
         return self._refresher.is_idle and bool(self._in_force.ranking) and self._schedule.checks(step)

@@ -14,10 +14,11 @@ from ..config import SnipConfig
 from ..costs.flops import Tokens, Work
 from ..costs.measured_cost import MeasuredCost
 from ..parallel.ranks import RankError, describe
+from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
 from ..planning.provenance import PlanProvenance
 from ..planning.solver.solution import SolverResult
-from ..policies.registry import needs_probe, rule_assignment
+from ..policies.registry import aims_at_share, needs_probe, rule_assignment
 from ..policies.setting import Assignment, Setting
 from ..records.event_writer import EventWriter
 from ..records.events import RefreshBegun, Start
@@ -39,11 +40,23 @@ def first_plan(setting: Setting, model_name: str) -> PrecisionPlan:
     config = setting.config
     if config.fixed_plan is not None:
         return _loaded(config.fixed_plan, setting.flops)
-    provenance = PlanProvenance(step=0, **_origin(config, model_name))
+    provenance = PlanProvenance(step=0, **_origin(config, model_name, 0))
     if needs_probe(config):
         plan = PrecisionPlan.uniform(setting.flops, config.format_at_start, setting.stages, provenance)
         return replace(plan, measured=setting.measured, tokens=setting.tokens)
-    return _planned(setting, rule_assignment(setting), provenance)
+    return rule_plan(setting, model_name, 0)
+
+
+def rule_plan(setting: Setting, model_name: str, step: int) -> PrecisionPlan:
+    """Returns the plan of a policy without a probe.
+
+    Args:
+        setting: what the policy is told.
+        model_name: for the plan's provenance.
+        step: the optimizer step at which it is made, whose target it meets; 0: before training.
+    """
+    provenance = PlanProvenance(step=step, **_origin(setting.config, model_name, step))
+    return _planned(setting, rule_assignment(setting.at_step(step)), provenance)
 
 
 def solved_plan(setting: Setting, model_name: str, step: int, result: SolverResult) -> PrecisionPlan:
@@ -63,7 +76,7 @@ def solved_plan(setting: Setting, model_name: str, step: int, result: SolverResu
         solver=result.solver,
         solver_version=result.solver_version,
         seconds=result.seconds,
-        **_origin(setting.config, model_name),
+        **_origin(setting.config, model_name, step),
     )
     return _planned(setting, setting.assignment(result.choices), provenance)
 
@@ -72,6 +85,9 @@ def describe_plan(plan: PrecisionPlan) -> str:
     """Returns a plan's FP4 shares, and its speed where that is known, as the log shows them."""
     stages = ", ".join(f"{share:.1%}" for share in plan.stage_fp4_fractions)
     text = f"{plan.fp4_fraction:.1%} of the linear FLOPs in FP4 (per stage: {stages})"
+    forward = forward_shares(plan)
+    if forward is not None:
+        text = f"{text}, {forward.describe()}"
     speedup = plan.linear_speedup()
     if speedup is not None:
         text = f"{text}, linears at {speedup:.3f} times BF16's speed ({plan.speed_source})"
@@ -109,6 +125,8 @@ class PlanInForce:
         self.model_name = model_name
         self.ranking: dict[str, float] = {}
         """Of the probe that the plan was made from; empty without such a probe, or if nothing is checked."""
+        self._gave_up: float | None = None
+        """The target that no plan could be made for."""
         self._model = model
         self._events = events
         self._measure = measure
@@ -171,6 +189,32 @@ class PlanInForce:
         """Returns the first event of a run that begins at a step."""
         return Start(step=step, config=self.setting.config.to_dict(), plan=self.plan, model_name=self.model_name)
 
+    def begun(self, step: int) -> RefreshBegun:
+        """Returns the event of a refresh that begins at a step, so far."""
+        config = self.setting.config
+        changes = config.at_step(step) is not config
+        return RefreshBegun(step=step, target_fp4_fraction=config.target_at(step) if changes else None)
+
+    def follow_target(self, step: int) -> None:
+        """Makes the plan of a policy without a probe once more, after a step that has another target than the plan's.
+
+        Policies with a probe refresh at such a step.
+        """
+        config, made = self.setting.config, self.plan.provenance.step
+        target = config.target_at(step)
+        is_rule = aims_at_share(config) and not needs_probe(config)
+        if not is_rule or target in (config.target_at(made), self._gave_up):
+            return
+        self._gave_up = target  # unless it works
+        with self.keeping(step):
+            plan = rule_plan(self.setting, self.model_name, step)
+            changes = self.plan.changes(plan)
+            self.put(plan, {})
+            self.save()
+            self._events.add(self.begun(step).applied(step, plan, changes, None))
+            self._gave_up = None
+            self._log.info("snip-hf: plan for the share of step %d applied: %s.", step, describe_plan(plan))
+
     @contextlib.contextmanager
     def keeping(self, step: int, begun: Callable[[], RefreshBegun] | None = None) -> Iterator[None]:
         """Turns any failure inside into a warning and an event; the plan stays.
@@ -184,7 +228,7 @@ class PlanInForce:
         except RankError:  # who does not hear of the others cannot train with them either
             raise
         except Exception as error:  # the planner may fail; training may not
-            self.keep(step, RefreshBegun(step=step) if begun is None else begun(), describe(error))
+            self.keep(step, self.begun(step) if begun is None else begun(), describe(error))
 
     def keep(self, step: int, begun: RefreshBegun, reason: str, what: str = "failed") -> None:
         """Says that a refresh came to nothing.
@@ -214,12 +258,12 @@ def _loaded(path: str, flops: Work) -> PrecisionPlan:
         raise ValueError(f"fixed_plan={path!r} does not fit the model: {error.args[0]}") from error
 
 
-def _origin(config: SnipConfig, model_name: str) -> dict[str, Any]:
-    """Returns what the provenance of all plans of a run has in common."""
+def _origin(config: SnipConfig, model_name: str, step: int) -> dict[str, Any]:
+    """Returns the part of a plan's provenance that does not come from a solver."""
     return {
         "policy": config.policy,
         "granularity": config.granularity,
-        "target_fp4_fraction": config.target_fp4_fraction,
+        "target_fp4_fraction": config.target_at(step),
         "config": config.to_dict(),
         "model_name": model_name,
     }

@@ -151,9 +151,11 @@ def use_backend(
         log.info("snip-hf: backend %s: %s", backend.name, text)
     if left:
         log.warning(
-            "snip-hf: backend %s runs no grouped products: %d layers of experts, such as %s, run emulated, slower than "
-            "BF16. Name them in skip_modules to keep them in high precision.",
-            backend.name,
+            "snip-hf: %s: %d layers of experts, such as %s, run emulated, slower than BF16. Name them in skip_modules "
+            "to keep them in high precision.",
+            "groups of experts (expert_groups) run emulated"
+            if backend.runs_groups
+            else f"backend {backend.name} runs no grouped products",
             len(left),
             left[0],
         )

@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..estimation.memory import measured_peak
 from ..planning.drift import ranking
+from ..planning.price_memory import Prices, with_memory
 from ..planning.program import problem
 from ..planning.solver.process import SolverProcess
 from ..planning.solver.solution import SolverResult
 from ..policies.registry import weighs_updates
 from ..records.event_writer import EventWriter
-from ..records.events import RefreshBegun
 from .captured_step import StepWatch
 from .checkpoint import PendingRefresh
 from .plans import PlanInForce, describe_plan, solved_plan
@@ -61,6 +61,8 @@ class Refresher:
     ) -> None:
         self.pending: PendingRefresh | None = None
         """The refresh whose plan is not applied yet."""
+        self.prices: Prices = {}
+        """What is remembered of earlier refreshes (`SnipConfig.estimate_memory`)."""
         self._in_force = in_force
         self._probe = probe
         self._events = events
@@ -74,10 +76,10 @@ class Refresher:
         """Whether no refresh is under way."""
         return self.pending is None
 
-    @property
-    def is_planned(self) -> bool:
-        """Whether a plan was made from a probe, or is about to be."""
-        return self._in_force.plan.provenance.step > 0 or not self.is_idle
+    def is_planned(self, step: int) -> bool:
+        """Returns True if a plan for the target of a step was made from a probe, or is about to be made."""
+        made = self._in_force.plan.provenance.step
+        return not self.is_idle or (made > 0 and self._config.target_at(made) == self._config.target_at(step))
 
     def begin(self, step: int, watch: StepWatch | None) -> None:
         """Probes the step and starts the solver.
@@ -89,6 +91,11 @@ class Refresher:
         self._probe.note(f"at the refresh of step {step}")
         with self._in_force.keeping(step):
             self._begin(step, self._probe.ready(watch))
+
+    def end_step(self, step: int) -> None:
+        """Does what is due after an optimizer step: applies a plan, or lets a policy without a probe make its own."""
+        self.apply_due(step)
+        self._in_force.follow_target(step)
 
     def apply_due(self, step: int) -> None:
         """Applies the plan of the pending refresh if it is due at this step; waits for the solver if it must."""
@@ -104,6 +111,11 @@ class Refresher:
         with self._in_force.keeping(step, lambda: pending.begun):
             pending.process = self._start_solver(pending.problem)
             self.pending = pending
+
+    def restart(self, prices: Prices) -> None:
+        """Ends the solver that still runs, and remembers what a checkpoint does."""
+        self.stop()
+        self.prices = prices
 
     def stop(self) -> PendingRefresh | None:
         """Ends the solver that still runs; returns the refresh that comes to nothing by it."""
@@ -128,14 +140,17 @@ class Refresher:
             table = self._probe.divergences(step, watch)
         if not any(table.totals(fmt)["weight"] for fmt in config.quantized_formats) and weighs_updates(config):
             self._say_no_update(step)
-        program = problem(setting, table, self._in_force.plan.assignment)
+        priced, prices = with_memory(setting, table, self.prices)
+        program = problem(setting.at_step(step), priced, self._in_force.plan.assignment)
         memory = {"predicted": self._probe.memory(watch), "measured": peak[0]}
         seconds = {"probe": self._solving.clock() - began, "solver": None, "waited": None}
-        self._events.folder.write_divergences(step, table)
+        self._events.folder.write_divergences(step, priced)
         divergence = {fmt: table.totals(fmt) for fmt in reversed(config.formats)}
-        begun = RefreshBegun(step=step, loss=table.loss, divergence=divergence, memory_mib=memory, seconds=seconds)
+        begun = self._in_force.begun(step)
+        begun = replace(begun, loss=table.loss, divergence=divergence, memory_mib=memory, seconds=seconds)
         ranked = {} if config.refresh_on_drift is None else ranking(setting, table)
         process = self._start_solver(program)
+        self.prices = prices
         self._probe.source.expect_gradients()
         self.pending = PendingRefresh(step, step + config.apply_delay, program, begun, ranked, process)
 

@@ -38,7 +38,7 @@ class Schedule:
 
         Args:
             step: the optimizer step, from 1.
-            is_planned: whether a plan was made from a probe, or is about to be.
+            is_planned: whether a plan for this step's target was made from a probe, or is about to be.
         """
         return self._is_scheduled(step, is_planned) and not self._is_too_late(step)
 
@@ -113,12 +113,21 @@ class Schedule:
         first, every = self._config.first_refresh, self._config.refresh_every
         if self.postponed is not None:
             return step >= self.postponed
+        if self._target_has_changed(step):
+            return True
         if every is None:
             if is_planned:
                 return False
             every = first
         last = first if self.last_probe is None else self.last_probe
         return self._needs_probe and step >= first and (step - last) % every == 0
+
+    def _target_has_changed(self, step: int) -> bool:
+        """Returns True if a step aims at another share than the last probe, whose plan does not wait any more."""
+        last = self.last_probe
+        if last is None or step < last + self._config.apply_delay:
+            return False
+        return self._config.target_at(step) != self._config.target_at(last)
 
     def _is_too_late(self, step: int) -> bool:
         """Returns True if training ends before the plan of a refresh at this step could be applied."""

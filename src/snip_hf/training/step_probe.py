@@ -10,7 +10,7 @@ from torch import nn
 from ..config import SnipConfig
 from ..costs.flops import Work
 from ..estimation.divergence import divergences_at
-from ..estimation.memory import kept_tokens, probe_memory
+from ..estimation.memory import adds_noise, kept_tokens, probe_memory
 from ..estimation.table import DivergenceTable
 from ..parallel.ranks import Attempt, Processes
 from .captured_step import NOT_CAPTURED, StepWatch
@@ -62,7 +62,7 @@ class StepProbe:
     def memory(self, watch: StepWatch) -> float:
         """Returns the MiB that the probe of a step is expected to take beyond the model."""
         tokens = kept_tokens(self._config, watch.batch.tokens, self.processes.data.size)
-        return probe_memory(self._model, self._config.probes, tokens)
+        return probe_memory(self._model, self._config.probes, tokens, adds_noise(self._config))
 
     def note(self, place: str) -> None:
         """Says where in training the ranks meet next."""

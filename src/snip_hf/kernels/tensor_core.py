@@ -84,7 +84,7 @@ class TensorCoreBackend(Backend):
     """Computes in BF16; layers whose compute dtype is another one run emulated."""
 
     recompiles_for_bf16 = True
-    quantizes_late = False
+    late_from = float("inf")
     """Whether the input of a compiled linear that shares it with no other is quantized for grad_weight in the backward
     pass. torch.compile then computes the input again from what norms, activations and attention save anyway."""
 
@@ -124,7 +124,8 @@ class TensorCoreBackend(Backend):
             return torch.nn.functional.linear(x, layer.matrix.to(x.dtype), bias)
         keeps_x = torch.is_grad_enabled() and layer.weight.requires_grad
         # Tied layers save one layout for all of them, and would each quantize it in the backward pass.
-        is_late = self.quantizes_late and cache.tied is None and torch.compiler.is_compiling()
+        in_features, out_features = layer.matrix.shape[1], layer.matrix.shape[0]
+        is_late = in_features >= self.late_from * out_features and cache.tied is None and torch.compiler.is_compiling()
         gemms = -1 if high[0] else 0, 2 if keeps_x and not high[2] and not is_late else -1
         quantize = partial(self.quantize_input, layer, x, *gemms)
         if cache.tied is None or cache.tied.parted:

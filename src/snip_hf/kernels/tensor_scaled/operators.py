@@ -47,7 +47,7 @@ _GRADIENT = 1  # in `gemms.OPERANDS`
 _library = torch.library.Library("snip_hf", "FRAGMENT")
 _library.define(
     "fold_operand(Tensor x, Tensor state, Tensor record, Tensor table, int operand, int row_gemm, int column_gemm, "
-    "bool counts) -> (Tensor, Tensor, Tensor, Tensor)"
+    "bool counts, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
     "tensor_scaled_product(Tensor[] operands, SymInt rows, SymInt columns, bool fast, ScalarType dtype, "
@@ -73,7 +73,15 @@ def _outputs(x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
 
 @torch.library.impl(_library, "fold_operand", "CompositeExplicitAutograd")
 def _fold(
-    x: Tensor, state: Tensor, record: Tensor, table: Tensor, operand: int, row_gemm: int, column_gemm: int, counts: bool
+    x: Tensor,
+    state: Tensor,
+    record: Tensor,
+    table: Tensor,
+    operand: int,
+    row_gemm: int,
+    column_gemm: int,
+    counts: bool,
+    after: Tensor | None = None,
 ) -> Quantized:
     outputs = _outputs(x, row_gemm, column_gemm)
     fold_into(x, state, (record, table), operand, (row_gemm, column_gemm), counts, outputs)
@@ -82,7 +90,15 @@ def _fold(
 
 @torch.library.register_fake("snip_hf::fold_operand", lib=_library)
 def _(
-    x: Tensor, state: Tensor, record: Tensor, table: Tensor, operand: int, row_gemm: int, column_gemm: int, counts: bool
+    x: Tensor,
+    state: Tensor,
+    record: Tensor,
+    table: Tensor,
+    operand: int,
+    row_gemm: int,
+    column_gemm: int,
+    counts: bool,
+    after: Tensor | None = None,
 ) -> Quantized:
     return _outputs(x, row_gemm, column_gemm)
 

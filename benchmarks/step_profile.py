@@ -9,8 +9,11 @@ milliseconds per step of each kind of kernel, how many it launches, and the time
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import re
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -42,6 +45,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--host", type=int, default=0, help="print so many functions that take the host longest")
     parser.add_argument("--output", type=Path, help="gets a line per recipe")
     options = parser.parse_args()
     for recipe in options.recipes:
@@ -65,6 +69,8 @@ def measure(recipe: str, options: argparse.Namespace) -> dict[str, object]:
         for _ in range(options.steps):
             training.step()
         torch.cuda.synchronize()
+    if options.host:
+        show_host(training, options)
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events()
@@ -90,6 +96,21 @@ def measure(recipe: str, options: argparse.Namespace) -> dict[str, object]:
         "launches": {kind: count / options.steps for kind, count in launches.items()},
         "longest": {name: round(time * scale, 3) for name, time in longest},
     }
+
+
+def show_host(training: Training, options: argparse.Namespace) -> None:
+    """Prints where Python spends its time in the steps, and how long the host takes to launch one."""
+    began = time.perf_counter()
+    for _ in range(options.steps):
+        training.step()
+    seconds = (time.perf_counter() - began) / options.steps
+    torch.cuda.synchronize()
+    print(f"host: {1e3 * seconds:.1f} ms per step, with waiting for a full queue")
+    profiler = cProfile.Profile()
+    with profiler:
+        for _ in range(options.steps):
+            training.step()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(options.host)
 
 
 if __name__ == "__main__":

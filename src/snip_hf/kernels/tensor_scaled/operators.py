@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...numerics.gemms import GEMMS
+from ..launching import launch
 from ..tensor_core import Quantized
 from . import reference
 from .folding import PARAMETERS
@@ -189,22 +190,12 @@ def _find_scales(
     (tokens, channels), (row_gemm, column_gemm) = x.shape, gemms
     height, width, warps, programs, counting = _PART
     parts = triton.cdiv(tokens, height) * triton.cdiv(channels, width)
-    scales_kernel[(min(parts, programs),)](
-        x,
-        state,
-        *tensors,
-        outputs[1],
-        outputs[3],
-        tokens,
-        channels,
-        x.stride(0),
-        parts,
-        ROW_GEMM=row_gemm,
-        COLUMN_GEMM=column_gemm,
-        COUNTS=counts,
-        COUNTING=counting,
-        HEIGHT=height,
-        WIDTH=width,
+    launch(
+        scales_kernel,
+        (min(parts, programs),),
+        (x, state, *tensors, outputs[1], outputs[3]),
+        (tokens, channels, x.stride(0), parts),
+        (row_gemm, column_gemm, counts, counting, height, width),
         num_warps=warps,
     )
 
@@ -233,30 +224,24 @@ def launch_fold(
     padded_tokens, padded_channels = _padded(tokens), _padded(channels)
     runs, width, warps, registers = tile or TILES[operand]
     table, (row_gemm, column_gemm) = known or (row_parameters, (-1, -1))
-    fold_kernel[(triton.cdiv(padded_channels, width), triton.cdiv(padded_tokens, 4 * runs))](
-        x,
-        state,
-        record,
-        table,
-        row_parameters,
-        column_parameters,
-        rows,
-        columns,
-        tokens,
-        channels,
-        padded_tokens,
-        padded_channels,
-        x.stride(0),
-        HAS_ROWS=rows.shape[0] > 0,
-        HAS_COLUMNS=columns.shape[0] > 0,
-        ROW_GEMM=row_gemm,
-        COLUMN_GEMM=column_gemm,
-        FINDS=known is not None,
-        IS_GRADIENT=operand == _GRADIENT,
-        COUNTS=counts,
-        RAGGED=padded_tokens != tokens or padded_channels != channels,
-        RUNS=runs,
-        CHANNELS=width,
+    is_ragged = padded_tokens != tokens or padded_channels != channels
+    launch(
+        fold_kernel,
+        (triton.cdiv(padded_channels, width), triton.cdiv(padded_tokens, 4 * runs)),
+        (x, state, record, table, row_parameters, column_parameters, rows, columns),
+        (tokens, channels, padded_tokens, padded_channels, x.stride(0)),
+        (
+            rows.shape[0] > 0,
+            columns.shape[0] > 0,
+            row_gemm,
+            column_gemm,
+            known is not None,
+            operand == _GRADIENT,
+            counts,
+            is_ragged,
+            runs,
+            width,
+        ),
         num_warps=warps,
         maxnreg=registers,
         enable_fp_fusion=True,  # products with powers of two are exact

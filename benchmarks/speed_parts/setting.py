@@ -47,18 +47,7 @@ WITH_CHANGES: dict[str, tuple[str, ...]] = {
     "snip-hf MXFP4, ties, + launches": ("spared launches",),
     "snip-hf MXFP4, ties, + sums": ("spared launches", "fast sums"),
 }
-_S = ("spared launches", "fast sums")
-WITH_CHANGES |= {
-    "L none": _S,
-    "L wide": (*_S, "late wide"),
-    "L all": (*_S, "late square"),
-    "L after": (*_S, "late square", "after"),
-}
 OURS |= dict.fromkeys(WITH_CHANGES, OURS["snip-hf MXFP4, ties"])
-WITH_CHANGES["75 wide"] = (*_S, "late wide")
-WITH_CHANGES["75 none"] = _S
-WITH_CHANGES["75 after"] = (*_S, "late square", "after")
-OURS["75 wide"] = OURS["75 after"] = OURS["75 none"] = OURS["snip-hf MXFP4 75%, ties"]
 # Those in which the tensor cores keep partial sums in 14 bits, in every GEMM.
 FAST_SUMS = ("snip-hf MXFP4, ties, fast sums",)
 OURS_ALONE = {"snip-hf FP4": "fp4", "snip-hf FP8": "fp8"}

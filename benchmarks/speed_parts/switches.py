@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from snip_hf.kernels.tensor_scaled import linear, operators
+from snip_hf.kernels.tensor_scaled import operators
 from snip_hf.kernels.tensor_scaled.backend import TensorScaled
 
-CHANGES = ("spared launches", "fast sums", "late wide", "late square", "after")
+CHANGES = ("spared launches", "fast sums", "late columns")
 _FAST_SUMS_FOLDED = dict(operators.FAST_SUMS_FOLDED)
 
 
@@ -20,5 +20,4 @@ def turn_on(changes: Iterable[str]) -> None:
     operators.FAST_SUMS_FOLDED.update(
         {gemm: fast and "fast sums" in chosen for gemm, fast in _FAST_SUMS_FOLDED.items()}
     )
-    TensorScaled.late_from = 1.0 if "late square" in chosen else 1.01 if "late wide" in chosen else float("inf")
-    linear.AFTER = "after" in chosen
+    TensorScaled.quantizes_late = "late columns" in chosen

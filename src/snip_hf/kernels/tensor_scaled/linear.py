@@ -14,7 +14,6 @@ from torch import Tensor
 from ..tensor_core import Quantized
 from .operators import fold_operand, multiply
 
-AFTER = True
 _ACTIVATION, _GRADIENT, _WEIGHT = range(3)  # as in `gemms.OPERANDS`
 
 
@@ -110,9 +109,10 @@ class TensorScaledGemms(torch.autograd.Function):
         elif needs_weight:
             if x_columns[0].numel() == 0 and g.numel() > 0:
                 # What depends on a gradient stays in the backward pass. Without it, torch.compile would fold X in the
-                # forward pass and save the result, or save X. So it computes X again from what is saved anyway.
-                late = torch.where(g[0, 0] == 0, x, x) if in_features > out_features or not AFTER else x
-                late = late.reshape(-1, in_features)
+                # forward pass and save the result, or save X. So it computes X again from what is saved anyway. The
+                # input of a square linear is attention's output as a rule, which is saved as it is: no copy then.
+                is_saved = in_features == out_features
+                late = (x if is_saved else torch.where(g[0, 0] == 0, x, x)).reshape(-1, in_features)
                 x_columns = fold_operand(late, state, record, table, _ACTIVATION, -1, 2, ctx.counts_x, g)[2:]
             # In the parameter's own precision: rounding FP32 sums to BF16 first would gain nothing.
             dtype = g.dtype if weight.dtype == g.dtype else torch.float32

@@ -115,6 +115,7 @@ Args:
     row_gemm: the GEMM that contracts C, numbered as in `gemms.GEMMS`; -1: rows are left out, and come back empty.
     column_gemm: the GEMM that contracts R; likewise.
     counts: whether the pass is trained on, so that the record takes note of it.
+    after: not read; a compiled graph runs the operator where this is known.
 
 Returns: rows (R', C') E4M3 and their parameters (`folding`), columns (C', R') and theirs.
 """

@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -121,9 +122,15 @@ def _learn(records: Sequence[Records]) -> None:
 def _follow(records: Tensor) -> None:
     exponent, largest = records[..., EXPONENT], records[..., LARGEST]
     records[..., CLIPPED] += saturates(exponent, largest)
-    headrooms = [GRADIENT_HEADROOM if name == "gradient" else HEADROOM for name in OPERANDS]
-    exponent.copy_(next_exponents(exponent, largest, torch.tensor(headrooms, device=records.device)))
+    headrooms = tuple(GRADIENT_HEADROOM if name == "gradient" else HEADROOM for name in OPERANDS)
+    exponent.copy_(next_exponents(exponent, largest, _on_device(headrooms, records.device)))
     largest.zero_()
+
+
+@cache
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept from step to step: to bring them to the device, the host would wait for the whole step."""
+    return torch.tensor(numbers, device=device)
 
 
 def saturates(exponent: Tensor, largest: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
-"""Where does a training step's time on the device go, by kind of kernel?
+"""Where does the time of a training step, or of a refresh, go: which kernels, and which functions of the host?
 
+    python benchmarks/step_profile.py --refresh --host 40
     python benchmarks/step_profile.py --model TinyLlama-1.1B --recipes BF16 "snip-hf MXFP4, ties" "torchao tensorwise"
 
 Trains a few steps of a shape of `speed.py` under each recipe with torch's profiler and prints, per recipe, the
@@ -13,7 +14,6 @@ import cProfile
 import json
 import pstats
 import re
-import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -23,12 +23,23 @@ from speed_parts.setting import MODELS
 from speed_parts.training_steps import Training
 from torch.profiler import ProfilerActivity, profile
 
-WARM_UP = 4
+from snip_hf import SnipConfig
+
+WARM_UP, FIRST, EVERY = 4, 4, 6
+REFRESHING = SnipConfig.preset(
+    "hopper",
+    formats=("mxfp4", "fp8-tensor"),
+    backend="tensor-scaled" if torch.cuda.is_available() else "emulated",
+    target_fp4_fraction=0.75,
+    first_refresh=FIRST,
+    refresh_every=EVERY,
+    apply_delay=2,
+)
 # Kind -> what the names of its kernels hold; the first that fits.
 KINDS = {
     "fold an operand": r"fold_kernel",
     "find its scales": r"scales_kernel",
-    "FP8 product": r"e4m3|fp8|f8f8|Float8|float8",
+    "FP8 product": r"nvjet_sm90_qq|e4m3|fp8",
     "attention": r"flash|fmha|attention",
     "BF16 product": r"gemm|nvjet|cutlass|xmma|cublas",
     "optimizer": r"multi_tensor|adam",
@@ -44,33 +55,44 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--refresh", action="store_true", help="a step that probes, of the preset for Hopper in MXFP4")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--host", type=int, default=0, help="print so many functions that take the host longest")
     parser.add_argument("--output", type=Path, help="gets a line per recipe")
     options = parser.parse_args()
-    for recipe in options.recipes:
-        line = {"model": options.model, "recipe": recipe, **measure(recipe, options)}
+    recipes: list[str | SnipConfig] = [REFRESHING] if options.refresh else options.recipes
+    for recipe in recipes:
+        name = recipe if isinstance(recipe, str) else "refresh"
+        line = {"model": options.model, "recipe": name, **measure(recipe, options)}
         print(json.dumps(line), flush=True)
         if options.output:
             with options.output.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
 
-def measure(recipe: str, options: argparse.Namespace) -> dict[str, object]:
+def measure(recipe: str | SnipConfig, options: argparse.Namespace) -> dict[str, object]:
     """Returns milliseconds and launches per step by kind, the device's idle milliseconds, and the longest kernels."""
     device = torch.device("cuda")
     release(device)
     batch = (options.rows, options.length)
     training = Training(MODELS[options.model], batch, recipe, options.seed, device, **compiler("default"))
-    for _ in range(WARM_UP):
+    steps = 1 if options.refresh else options.steps
+    for _ in range(FIRST + EVERY - 1 if options.refresh else WARM_UP):
         training.step()
     torch.cuda.synchronize()
+    host = cProfile.Profile()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(options.steps):
+        for _ in range(steps):
             training.step()
         torch.cuda.synchronize()
-    if options.host:
-        show_host(training, options)
+    if options.host:  # of the steps that follow, since one profiler takes the other's time
+        for _ in range(EVERY - 1 if options.refresh else 0):
+            training.step()
+        torch.cuda.synchronize()
+        with host:
+            for _ in range(steps):
+                training.step()
+        pstats.Stats(host).sort_stats("tottime").print_stats(options.host)
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events()
@@ -87,30 +109,15 @@ def measure(recipe: str, options: argparse.Namespace) -> dict[str, object]:
         names[name[:80]] += end - start
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    whole, scale = spans[-1][1] - spans[0][0], 1e-3 / options.steps
-    longest = sorted(names.items(), key=lambda pair: -pair[1])[:12]
+    whole, scale = spans[-1][1] - spans[0][0], 1e-3 / steps
+    longest = sorted(names.items(), key=lambda pair: -pair[1])[:16]
     return {
         "step_ms": whole * scale,
         "idle_ms": (whole - busy) * scale,
         "ms": {kind: round(time * scale, 3) for kind, time in times.items()},
-        "launches": {kind: count / options.steps for kind, count in launches.items()},
+        "launches": {kind: count / steps for kind, count in launches.items()},
         "longest": {name: round(time * scale, 3) for name, time in longest},
     }
-
-
-def show_host(training: Training, options: argparse.Namespace) -> None:
-    """Prints where Python spends its time in the steps, and how long the host takes to launch one."""
-    began = time.perf_counter()
-    for _ in range(options.steps):
-        training.step()
-    seconds = (time.perf_counter() - began) / options.steps
-    torch.cuda.synchronize()
-    print(f"host: {1e3 * seconds:.1f} ms per step, with waiting for a full queue")
-    profiler = cProfile.Profile()
-    with profiler:
-        for _ in range(options.steps):
-            training.step()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(options.host)
 
 
 if __name__ == "__main__":

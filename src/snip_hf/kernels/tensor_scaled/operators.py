@@ -37,9 +37,9 @@ FAST_SUMS_FOLDED = {"forward": True, "grad_input": True, "grad_weight": False}
 Tile = tuple[int, int, int, int | None]
 """Runs of tokens, channels and warps of a program of `fold_kernel`, and the most registers of a thread; None: any."""
 # For activations, gradients and weights: the fastest of those tried on an H200 (docs/log.md), but for weights.
-TILES: tuple[Tile, Tile, Tile] = ((8, 64, 1, None), (8, 64, 1, None), (8, 64, 1, None))
+TILES: tuple[Tile, Tile, Tile] = ((8, 64, 1, None), (8, 32, 1, None), (8, 64, 1, None))
 # Rows, columns and warps of a program of `scales_kernel`, and the most programs, of all and of those that count.
-_PART = (8, 512, 4, 512, 64)
+_PART = (8, 512, 4, 1056, 64)
 # Whether the launch that finds the scales of an operand is left out where they are known.
 SPARES_LAUNCHES = True
 _GRADIENT = 1  # in `gemms.OPERANDS`

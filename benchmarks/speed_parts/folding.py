@@ -81,7 +81,7 @@ def layouts(rate: float, identity: Row, options: argparse.Namespace) -> Iterator
     row_gemm, column_gemm = _GEMMS_OF[identity["operand"]]
     figures = {}
     for name, gemms in {"both": (row_gemm, column_gemm), "rows": (row_gemm, -1), "columns": (-1, column_gemm)}.items():
-        fold = partial(operators.fold_operand, x, state, records.record, records.table, number, *gemms, True)
+        fold = partial(operators.fold_operand, x, state, records.record, records.table, number, gemms, True)
         bound = (x.nbytes + sum(output.nbytes for output in fold())) / rate
         figures |= timed_against(bound, milliseconds(replayed(fold), device), name)
     yield figures

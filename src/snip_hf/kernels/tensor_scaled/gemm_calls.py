@@ -22,7 +22,7 @@ def gemm_call(gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: 
     records.note.take([format_of_code(code) for code in state[: len(GEMMS)].tolist()])
 
     def fold(operand: Tensor, number: int, row_gemm: int, column_gemm: int) -> tuple[Tensor, ...]:
-        layouts: tuple[Tensor, ...] = fold_operand(operand, state, record, table, number, row_gemm, column_gemm, True)
+        layouts: tuple[Tensor, ...] = fold_operand(operand, state, record, table, number, (row_gemm, column_gemm), True)
         return layouts[:2] if row_gemm >= 0 else layouts[2:]
 
     by_output, by_input = fold(weight, 2, 0, -1), fold(weight, 2, -1, 1)

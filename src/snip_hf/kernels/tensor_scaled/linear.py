@@ -23,7 +23,7 @@ def quantize_input(
     """Returns `operators.fold_operand` of x (..., I) for the forward and the grad_weight GEMM."""
     with torch.no_grad():
         quantized: Quantized = fold_operand(
-            x.reshape(-1, x.shape[-1]), state, record, table, _ACTIVATION, *gemms, counts
+            x.reshape(-1, x.shape[-1]), state, record, table, _ACTIVATION, gemms, counts
         )
     return quantized
 
@@ -32,7 +32,7 @@ def quantize_weight(
     weight: Tensor, state: Tensor, record: Tensor, table: Tensor, gemms: tuple[int, int], counts: bool
 ) -> Quantized:
     """Returns `operators.fold_operand` of a weight (O, I) for the forward and the grad_input GEMM."""
-    quantized: Quantized = fold_operand(weight.detach(), state, record, table, _WEIGHT, *gemms, counts)
+    quantized: Quantized = fold_operand(weight.detach(), state, record, table, _WEIGHT, gemms, counts)
     return quantized
 
 
@@ -97,7 +97,7 @@ class TensorScaledGemms(torch.autograd.Function):
         out_features, in_features = weight.shape
         g = grad_output.reshape(-1, out_features)
         gemms = 1 if needs_x and not high_input else -1, 2 if needs_weight and not high_weight else -1
-        quantized = fold_operand(g, state, record, table, _GRADIENT, *gemms, ctx.counts)
+        quantized = fold_operand(g, state, record, table, _GRADIENT, gemms, ctx.counts)
         grad_x = grad_weight = None
         if needs_x and high_input:
             grad_x = g @ weight.to(g.dtype)
@@ -113,7 +113,7 @@ class TensorScaledGemms(torch.autograd.Function):
                 # input of a square linear is attention's output as a rule, which is saved as it is: no copy then.
                 is_saved = in_features == out_features
                 late = (x if is_saved else torch.where(g[0, 0] == 0, x, x)).reshape(-1, in_features)
-                x_columns = fold_operand(late, state, record, table, _ACTIVATION, -1, 2, ctx.counts_x, g)[2:]
+                x_columns = fold_operand(late, state, record, table, _ACTIVATION, (-1, 2), ctx.counts_x, g)[2:]
             # In the parameter's own precision: rounding FP32 sums to BF16 first would gain nothing.
             dtype = g.dtype if weight.dtype == g.dtype else torch.float32
             grad_weight = multiply("grad_weight", quantized[2:], x_columns, (out_features, in_features), dtype, record)

@@ -47,8 +47,8 @@ _GRADIENT = 1  # in `gemms.OPERANDS`
 # Through `Library` and not `custom_op`, which costs 35 microseconds more per call on the host.
 _library = torch.library.Library("snip_hf", "FRAGMENT")
 _library.define(
-    "fold_operand(Tensor x, Tensor state, Tensor record, Tensor table, int operand, int row_gemm, int column_gemm, "
-    "bool counts, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)"
+    "fold_operand(Tensor x, Tensor state, Tensor record, Tensor table, int operand, int[] gemms, bool counts, "
+    "Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
     "tensor_scaled_product(Tensor[] operands, SymInt rows, SymInt columns, bool fast, ScalarType dtype, "
@@ -79,11 +79,11 @@ def _fold(
     record: Tensor,
     table: Tensor,
     operand: int,
-    row_gemm: int,
-    column_gemm: int,
+    gemms: Sequence[int],
     counts: bool,
     after: Tensor | None = None,
 ) -> Quantized:
+    row_gemm, column_gemm = gemms
     outputs = _outputs(x, row_gemm, column_gemm)
     fold_into(x, state, (record, table), operand, (row_gemm, column_gemm), counts, outputs)
     return outputs
@@ -96,12 +96,11 @@ def _(
     record: Tensor,
     table: Tensor,
     operand: int,
-    row_gemm: int,
-    column_gemm: int,
+    gemms: Sequence[int],
     counts: bool,
     after: Tensor | None = None,
 ) -> Quantized:
-    return _outputs(x, row_gemm, column_gemm)
+    return _outputs(x, *gemms)
 
 
 fold_operand = torch.ops.snip_hf.fold_operand
@@ -112,8 +111,8 @@ Args:
     state: the layer's, on x's device.
     record, table: the layer's (`records.Records`).
     operand: which of `gemms.OPERANDS` x is. A gradient is rounded stochastically in folded formats.
-    row_gemm: the GEMM that contracts C, numbered as in `gemms.GEMMS`; -1: rows are left out, and come back empty.
-    column_gemm: the GEMM that contracts R; likewise.
+    gemms: the GEMM that contracts C, numbered as in `gemms.GEMMS`, or -1: rows are left out, and come back empty; and
+        the one that contracts R, likewise.
     counts: whether the pass is trained on, so that the record takes note of it.
     after: not read; a compiled graph runs the operator where this is known.
 

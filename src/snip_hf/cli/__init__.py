@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Sequence
 from importlib import metadata
 
+from ..extras import MissingExtra, needed_by
 from . import export, inspect, report, solve
 from .messages import fail
 from .own_modules import import_modules as import_modules
@@ -20,8 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         import_modules(getattr(arguments, "modules", ()))
-        return int(arguments.run(arguments))
-    except (OSError, ValueError, TypeError) as error:
+        with needed_by(f"The command {arguments.command!r}"):
+            return int(arguments.run(arguments))
+    except (OSError, ValueError, TypeError, MissingExtra) as error:
         return fail(error, 2)
     except ArithmeticError as error:
         return fail(
@@ -32,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="snip-hf", description="Plans of FP4/FP8 training: solve, inspect, report.")
     parser.add_argument("--version", action="version", version=f"snip-hf {_version()}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (solve, inspect, report, export):
         command.add(commands)
     return parser

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -392,6 +393,28 @@ def test_usage_exits_with_argparses_codes(arguments: list[str], code: int, capsy
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == code
+
+
+def test_the_help_has_examples_of_commands_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    shown = re.findall(r"snip-hf (\w+) .*  \w", text.partition("examples:\n")[2])
+    assert len(shown) >= 5
+    assert all(re.search(rf"^    {command}\b", text, re.MULTILINE) for command in shown)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["report"], "snip-hf report: the following arguments are required: RUN_DIR. See snip-hf report --help.\n"),
+        (["solve", "a", "-q"], "snip-hf: unrecognized arguments: -q. See snip-hf --help.\n"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert capsys.readouterr().err == sentence
 
 
 QUICK = """

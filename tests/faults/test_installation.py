@@ -129,9 +129,9 @@ def test_the_reason_why_cbc_does_not_load_is_told(tmp_path: Path, monkeypatch: p
 @pytest.fixture
 def with_command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], None]]:
     """Sets the command that solver processes are started with."""
-    solver._try_out.cache_clear()
+    solver.try_out.cache_clear()
     yield lambda words: monkeypatch.setattr(solver, "own_command", lambda: words)
-    solver._try_out.cache_clear()
+    solver.try_out.cache_clear()
 
 
 def notes(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:

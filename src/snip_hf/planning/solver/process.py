@@ -292,7 +292,7 @@ def check_solver(config: SnipConfig, log: logging.Logger) -> None:
     missing: list[str] = []
     for name in ("cbc", "highs") if wanted == "auto" else (wanted,):
         try:
-            version = _try_out(name, tuple(sys.path))
+            version = try_out(name, tuple(sys.path))
         except SolverError as error:
             if error.reason != "missing":
                 log.warning("snip-hf: trying out the solver %r failed, and refreshes may fail so too: %s", name, error)
@@ -308,7 +308,7 @@ def check_solver(config: SnipConfig, log: logging.Logger) -> None:
 
 
 @functools.cache
-def _try_out(solver: str, paths: tuple[str, ...]) -> str:
+def try_out(solver: str, paths: tuple[str, ...]) -> str:
     """Solves a small problem and returns the solver's version; raises what `SolverProcess` does.
 
     A success is remembered as long as `paths` stays.

@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from ..reporting.comparison import print_comparison, read_compared
+    from ..reporting.differences import print_differences, read_compared
 
-    print_comparison(read_compared(arguments.paths), Console())
+    print_differences(read_compared(arguments.paths), Console())
     return 0

@@ -1,4 +1,4 @@
-"""Two or more runs or plans beside each other: their shares, what differs between their plans, and their losses."""
+"""What differs between runs or plans, as tables: shares, settings, formats of layers, losses."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _read(letter: str, path: Path) -> Compared:
     return Compared(letter, path, run.plans[-1][1], run, run.losses)
 
 
-def print_comparison(compared: Sequence[Compared], console: Console) -> None:
+def print_differences(compared: Sequence[Compared], console: Console) -> None:
     """Prints the shares, the settings that differ, what differs between the plans, and the losses."""
     for one in compared:
         say(console, f"{one.letter}: {one.path}{_origin(one)}")

@@ -106,6 +106,12 @@ def reached(module: str) -> set[str]:
     return found
 
 
+def test_importing_the_callback_loads_no_scipy() -> None:
+    # It takes 0.2 s of the import, and only solving and checking the ranking need it.
+    found = reached("snip_hf.integrations.trainer") | reached("snip_hf.config")
+    assert "torch" in found and not any(name.partition(".")[0] == "scipy" for name in found)
+
+
 def test_nothing_that_training_imports_needs_an_extra() -> None:
     extra = {module for extra in EXTRAS.values() for module in extra.packages} - {"yaml"}  # which the core has too
     homes = {name: home for name, (home, _) in snip_hf._HOMES.items() if name != "run_report"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 
 import pytest
 import torch
@@ -42,6 +43,31 @@ def test_a_missing_extra_is_no_error_and_comes_with_its_command(monkeypatch: pyt
     assert found == [
         "eval: lm-eval not installed, for scores of benchmarks and comparisons of policies, in eval/. "
         'pip install "snip-hf[eval]"'
+    ]
+
+
+def test_a_version_that_was_not_tested_is_told_and_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda name: ["torch<1", "numpy>=1", 'mip>=9; extra == "cbc"'])
+    problems: list[str] = []
+    found = list(doctor._packages(problems))
+    assert problems == []
+    assert found[0] == f"torch {torch.__version__}, which is untested: expected <1"
+    assert f"numpy {metadata.version('numpy')}" in found
+
+
+def test_a_package_that_is_imported_and_not_installed_expects_no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", not_installed)
+    assert doctor._expected_versions() == {}
+
+
+def test_packages_that_it_works_with_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_OTHERS", {"numpy": "numbers", "no-such-package-anywhere": "nothing"})
+    assert list(doctor._others([])) == [
+        f"numpy {metadata.version('numpy')}",
+        "no-such-package-anywhere: not installed, for nothing",
     ]
 
 

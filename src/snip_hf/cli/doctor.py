@@ -20,6 +20,7 @@ from .messages import fail
 
 if TYPE_CHECKING:
     import torch
+    from packaging.specifiers import SpecifierSet
 
 # Packages of the core -> the module whose import shows that they load.
 _CORE = {
@@ -31,6 +32,14 @@ _CORE = {
     "numpy": "numpy",
     "scipy": "scipy",
     "pyyaml": "yaml",
+}
+# Packages that training works with where they are installed -> for what.
+_OTHERS = {
+    "triton": "kernels on a GPU",
+    "peft": "adapters",
+    "trl": "TRL's trainers",
+    "deepspeed": "ZeRO",
+    "bitsandbytes": "8-bit optimizers",
 }
 _SOLVERS = ("cbc", "highs")
 _MOST_SHOWN = 400
@@ -75,13 +84,36 @@ def _told(section: Section, problems: list[str]) -> Iterator[str]:
 
 
 def _packages(problems: list[str]) -> Iterator[str]:
+    expected = _expected_versions()
     for package, module in _CORE.items():
         try:
             importlib.import_module(module)
-            yield f"{package} {metadata.version(package)}"
+            version, versions = metadata.version(package), expected.get(package)
+            fits = versions is None or versions.contains(version, prereleases=True)
+            yield f"{package} {version}{'' if fits else f', which is untested: expected {versions}'}"
         except Exception as error:  # A package that is broken raises anything.
             problems.append(f"{package} does not load ({type(error).__name__}: {error}).")
             yield problems[-1]
+
+
+def _expected_versions() -> dict[str, SpecifierSet]:
+    """Returns package -> the versions that snip-hf asks for; {} if it is not installed, only imported."""
+    from packaging.requirements import Requirement  # which transformers and accelerate need
+
+    try:
+        lines = metadata.requires("snip-hf") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    requirements = [Requirement(line) for line in lines]
+    return {one.name.lower(): one.specifier for one in requirements if one.marker is None}
+
+
+def _others(problems: list[str]) -> Iterator[str]:
+    for package, purpose in _OTHERS.items():
+        try:
+            yield f"{package} {metadata.version(package)}"
+        except metadata.PackageNotFoundError:
+            yield f"{package}: not installed, for {purpose}"
 
 
 def _extras(problems: list[str]) -> Iterator[str]:
@@ -176,6 +208,7 @@ def _tiny_model(problems: list[str]) -> Iterator[str]:
 _SECTIONS: dict[str, Section] = {
     "Packages": _packages,
     "Extras": _extras,
+    "Others that it works with": _others,
     "Devices and backends": _backends,
     "Formats": _formats,
     "Solvers (solver='auto' takes the first that works)": _solvers,

@@ -40,6 +40,9 @@ def check_commands(folder: Path) -> None:
     run = [sys.executable, "-m", "snip_hf"]
     done = subprocess.run([*run, "--version"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == f"snip-hf {snip_hf.__version__}\n", done
+    done = subprocess.run([*run, "doctor"], capture_output=True, text=True)
+    assert done.returncode == 0, done
+    assert 'pip install "snip-hf[cbc]"' in done.stdout and "by highs (scipy " in done.stdout, done
     done = subprocess.run([*run, "report", str(folder)], capture_output=True, text=True)
     sentence = 'which is not installed. Install it: pip install "snip-hf[report]"\n'
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done

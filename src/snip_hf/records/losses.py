@@ -48,7 +48,9 @@ def _log_history(folder: Path, notes: list[str]) -> list[Any]:
     ]
     late = [path for _, path in sorted(checkpoints, reverse=True)]
     states: list[tuple[int, list[Any]]] = []
-    for paths in ([folder / "trainer_state.json"], late[:_MOST_CHECKPOINTS]):
+    # The second one is what `hub_strategy="checkpoint"` pushes.
+    own = [folder / "trainer_state.json", folder / "last-checkpoint" / "trainer_state.json"]
+    for paths in (own[:1], own[1:], late[:_MOST_CHECKPOINTS]):
         for path in paths:
             if not path.exists():
                 continue

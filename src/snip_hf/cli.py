@@ -73,9 +73,19 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--model", metavar="NAME_OR_DIR", help="a causal LM; only its config is read")
     inspect.set_defaults(run=_inspect)
 
-    report = commands.add_parser("report", help="tables and figures of a run")
-    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the Trainer's output_dir")
-    report.add_argument("--out", type=Path, metavar="DIR", help="folder for the figures (default: RUN_DIR/snip)")
+    report = commands.add_parser("report", help="tables, figures and a page of one run or several")
+    report.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="the Trainer's output_dir, one of its checkpoints, or a repository of the Hub (USER/NAME[@REVISION])",
+    )
+    report.add_argument("--html", action="store_true", help="also write report.html, one page of all runs")
+    report.add_argument("--csv", action="store_true", help="also write the figures' data as CSV files")
+    report.add_argument("--bf16", metavar="RUN", help="a run in BF16, with or without SNIP, whose losses the page adds")
+    report.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for the files (default: RUN/snip; of the Hub: ./snip-report)"
+    )
     report.set_defaults(run=_report)
 
     export = commands.add_parser("export", help="write a plan for another library, or a checkpoint for inference")
@@ -339,9 +349,9 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from .reporting.run_report import run_report
+    from .integrations.report_command import report
 
-    for path in run_report(arguments.run_dir, arguments.out, arguments.micro_batches):
+    for path in report(arguments):
         print(_path(path))
     return 0
 

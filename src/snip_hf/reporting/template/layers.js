@@ -103,9 +103,9 @@ class Layers {
     if (!width) return;
     const ctx = context(this.canvas, width, height);
     this.image ??= this.paint();
-    const { starts, last } = this.panel;
-    const span = Math.max(last - starts[0], 1);
-    const px = (step) => this.left + ((step - starts[0]) / span) * this.plotWidth - this.box.scrollLeft;
+    const { starts, begin, last } = this.panel;
+    const span = Math.max(last - begin, 1);
+    const px = (step) => this.left + ((step - begin) / span) * this.plotWidth - this.box.scrollLeft;
     const [top, bottom] = [this.box.scrollTop, Math.min(height - AXIS, this.rows.length * this.rowHeight - this.box.scrollTop)];
     const first = Math.floor(top / this.rowHeight);
     const count = Math.min(this.rows.length, Math.ceil((top + height - AXIS) / this.rowHeight)) - first;
@@ -122,8 +122,8 @@ class Layers {
     });
     ctx.restore();
     this.labels(ctx, first, count, top, bottom);
-    const view = [starts[0] + (this.box.scrollLeft / this.plotWidth) * span,
-      starts[0] + ((this.box.scrollLeft + width - this.left - 8) / this.plotWidth) * span];
+    const view = [begin + (this.box.scrollLeft / this.plotWidth) * span,
+      begin + ((this.box.scrollLeft + width - this.left - 8) / this.plotWidth) * span];
     stepAxis(ctx, view, px, bottom, width - this.left, width);
     Object.assign(this, { px, top, bottom });
   }
@@ -133,14 +133,22 @@ class Layers {
     ctx.textAlign = "right";
     ctx.textBaseline = "middle";
     // Of low rows those names that have room: of the first row of a block, as far as blocks have room.
-    const firsts = this.rows.map((row, index) => index).filter((index) => !index || blockOf(this.names[index]) !== blockOf(this.names[index - 1]));
-    const candidates = this.rowHeight >= 11 ? this.rows.map((row, index) => index) : firsts;
+    const firsts = this.rows.map((row, index) => index).filter((index) => !index || blockOf(this.rows[index].name) !== blockOf(this.rows[index - 1].name));
+    const areNamed = this.rowHeight >= 11;
+    const candidates = areNamed ? this.rows.map((row, index) => index) : firsts;
     let free = -Infinity;
     for (const index of candidates) {
       const y = (index + 0.5) * this.rowHeight - top;
-      if (index < first - 1 || index > first + count || y < 5 || y > bottom - 4 || y < free) continue;
-      ctx.fillText(fitted(ctx, this.names[index], this.left - 8), this.left - 6, y);
-      free = y + 12;
+      if (index < first - 1 || index > first + count || y < -1 || y > bottom - 4 || y < free) continue;
+      const text = areNamed ? this.names[index] : blockOf(this.rows[index].name);
+      const at = Math.max(y, 6);
+      const cut = this.rowHeight >= 24 && ctx.measureText(text).width > this.left - 8 ? text.lastIndexOf(" ") : -1;
+      // The GEMM goes into a second line where there is no room beside the layer.
+      const lines = cut < 0 ? [text] : [text.slice(0, cut), text.slice(cut + 1)];
+      lines.forEach((one, number) => {
+        ctx.fillText(fitted(ctx, one, this.left - 8), this.left - 6, at + 11 * (number - (lines.length - 1) / 2));
+      });
+      free = at + 12;
     }
   }
 
@@ -168,13 +176,15 @@ function commonPrefix(names) {
   return first.slice(0, first.lastIndexOf(".", length - 1) + 1);
 }
 
-function blockOf(name) { return (/^(.*?\d+)\./.exec(name) ?? [name])[0]; }
+function blockOf(name) { return (/^(.*?\.\d+)\./.exec(name) ?? [name, name])[1]; }
 
+// Leaves out the middle of a text that is too wide: blocks differ at the front of names, GEMMs at their end.
 function fitted(ctx, text, width) {
-  if (ctx.measureText(text).width <= width) return text;
-  let length = text.length - 1;
-  while (length > 1 && ctx.measureText(`…${text.slice(-length)}`).width > width) length -= 1;
-  return `…${text.slice(-length)}`;
+  let shownText = text;
+  for (let length = text.length - 1; length > 3 && ctx.measureText(shownText).width > width; length -= 1) {
+    shownText = `${text.slice(0, Math.ceil(length / 2))}…${text.slice(-Math.floor(length / 2))}`;
+  }
+  return shownText;
 }
 
 function rgb(hex) { return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)); }
@@ -193,7 +203,7 @@ function plan(run) {
     name: indices.length > 1 ? `${layer} ${gemms[gemm]}` : layer, layer, gemm, cell: index * gemms.length + gemm,
   })));
   const panel = (name, indices) => ({
-    name, key, rows: rows(indices), starts: steps, last: run.last,
+    name, key, rows: rows(indices), starts: steps, begin: steps[0], last: run.last,
     colour: (row, column) => colours[at(row, column)],
     text: (row, column) => known[at(row, column)]?.label ?? "has no such GEMM",
   });
@@ -231,7 +241,7 @@ function divergence(run) {
   };
   const rows = run.layers.map((name, index) => ({ name, index }));
   const shownPanels = panels.map((panel) => ({
-    name: panel.name, rows, starts: steps, last,
+    name: panel.name, rows, starts: steps, begin: Math.min(run.plan.steps[0], steps[0]), last: Math.max(run.last, last),
     key: (parent) => scale(parent, panel),
     colour: (row, x) => { const at = part(panel, row, x); return at === null ? null : viridis(at); },
     text: (row, x) => { const own = value(panel, row, x); return `${panel.name}: ${own === null ? "zero or not measured" : own.toExponential(2)}`; },

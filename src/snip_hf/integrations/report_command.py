@@ -1,0 +1,87 @@
+"""`snip-hf report`: the tables and files of one run or several, wherever their records are."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from ..records.load import load_recorded
+from ..records.losses import read_losses
+from ..records.run_folder import FOLDER
+from ..reporting.csv_files import write_csv
+from ..reporting.figures import write_figures
+from ..reporting.page import write_page
+from ..reporting.run_report import print_run
+from ..reporting.tables import say
+from .hub_runs import RunSource, run_source
+
+# Runs that one page shows.
+_MOST_RUNS = 8
+# In the working directory, for runs of the Hub.
+_FOLDER = Path("snip-report")
+
+
+def report(arguments: argparse.Namespace, console: Console | None = None) -> list[Path]:
+    """Prints the tables of the runs and writes what was asked for; returns the files written.
+
+    Raises:
+        OSError, ValueError: a run cannot be found or read, or the arguments do not fit together.
+    """
+    console = console or Console()
+    if arguments.bf16 is not None and not arguments.html:
+        raise ValueError("--bf16 adds a run to the page; expected --html with it.")
+    if len(arguments.runs) > _MOST_RUNS:
+        raise ValueError(f"Got {len(arguments.runs)} runs, expected at most {_MOST_RUNS} in one report.")
+    sources = [run_source(str(name)) for name in arguments.runs]
+    names = short_names([source.name for source in sources])
+    runs = {name: load_recorded(source.folder) for name, source in zip(names, sources, strict=True)}
+    bf16 = None if arguments.bf16 is None else _bf16(str(arguments.bf16), names)
+    files: list[Path] = []
+    for (name, run), source in zip(runs.items(), sources, strict=True):
+        if len(runs) > 1:
+            say(console, f"Run {name}")
+        print_run(run, console, arguments.micro_batches)
+        folder = _folder(source, name, arguments.out, len(runs))
+        files += write_figures(run, folder)
+        if arguments.csv:
+            files += write_csv(run, folder)
+    if arguments.html:
+        folder = _folder(sources[0], names[0], arguments.out, 1)
+        files.append(write_page(folder / "report.html", runs, bf16, arguments.micro_batches))
+    return files
+
+
+def _folder(source: RunSource, name: str, out: Path | None, count: int) -> Path:
+    """Returns the folder that a run's files go to."""
+    if out is None and source.is_local:
+        return source.folder / FOLDER
+    base = _FOLDER if out is None else out
+    return base / name.replace("/", "-").replace(os.sep, "-") if count > 1 else base
+
+
+def _bf16(name: str, names: Sequence[str]) -> tuple[str, dict[int, dict[str, float]]]:
+    """Returns name and losses of the run in BF16, which may be of a Trainer without SNIP.
+
+    Raises:
+        ValueError: there are no losses.
+    """
+    notes: list[str] = []
+    source = run_source(name)
+    losses = read_losses(source.folder, notes)
+    if not losses:
+        raise ValueError(f"--bf16 {name} has no losses: {' '.join(notes)}")
+    return short_names([*names, f"{source.name} (BF16)"])[-1], losses
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Returns the last parts of paths, as many as tell them apart; equal paths get a number."""
+    parts = [[part for part in Path(os.path.normpath(name)).parts if part != os.sep] or [name] for name in names]
+    count = next(
+        (n for n in range(1, 1 + max(map(len, parts))) if len({tuple(own[-n:]) for own in parts}) == len(parts)), 0
+    )
+    shown = ["/".join(own[-count:] if count else own) for own in parts]
+    return [name if count else f"{name} #{number}" for number, name in enumerate(shown, 1)]

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -404,7 +405,7 @@ def test_every_layer_of_eighty_blocks_has_a_name_that_can_be_read(tmp_path: Path
     boxes = [label.get_window_extent() for label in labels]
     # Pixels of the letters, none of which cover those of the next name.
     assert all(box.height >= 9 for box in boxes)
-    assert all(above.y0 >= below.y1 for above, below in zip(boxes, boxes[1:], strict=False))
+    assert all(above.y0 >= below.y1 for above, below in pairwise(boxes))
 
 
 def test_run_report_prints_and_writes_every_figure_where_it_is_told(

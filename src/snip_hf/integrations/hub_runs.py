@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from ..records.run_folder import FOLDER
 from ..text import printable
@@ -29,8 +29,6 @@ _RECORD = (
 _TABLES = f"{FOLDER}/divergence-*.json"
 # Tables of divergences that are downloaded, evenly spaced; a report shows no more.
 _MOST_TABLES = 128
-
-Snapshot = Callable[..., str]
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def run_source(name: str, snapshot: Callable[[str, str | None], Path] | None = N
         return RunSource(name, Path(name), is_local=True)
     try:
         folder = (snapshot or download_record)(match[1], match[2])
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, HFValidationError, OSError) as error:
+    except Exception as error:  # whatever the client of the Hub raises
         raise FileNotFoundError(
             f"There is no folder {printable(name)} here, and no run can be read from a Hub repository of this name: "
             f"{printable(error, 600)}"
@@ -69,14 +67,19 @@ def run_source(name: str, snapshot: Callable[[str, str | None], Path] | None = N
 def download_record(repository: str, revision: str | None) -> Path:
     """Downloads what tells of the run into the cache of the Hub, and returns the folder of the snapshot.
 
+    In offline mode it is the snapshot that the cache has.
+
     Raises:
         FileNotFoundError: the repository has no history of a run.
-        OSError, HfHubHTTPError: it cannot be downloaded.
+        Exception: whatever the client of the Hub raises where it cannot be downloaded.
     """
-    files = HfApi().list_repo_files(repository, revision=revision)
+    try:
+        files = HfApi().list_repo_files(repository, revision=revision)
+    except OfflineModeIsEnabled:
+        return Path(snapshot_download(repository, revision=revision, local_files_only=True))
     wanted = record_files(files)
     if _RECORD[0] not in wanted:
-        raise FileNotFoundError(f"{repository} has no {_RECORD[0]}; expected a model that was pushed with SnipCallback.")
+        raise FileNotFoundError(f"it has no {_RECORD[0]}; expected a model that was pushed with SnipCallback.")
     return Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..records.load import load_recorded
-from ..records.losses import read_losses
+from ..records.losses import read_log
 from ..records.run_folder import FOLDER
 from ..reporting.csv_files import write_csv
 from ..reporting.figures import write_figures
@@ -71,7 +71,7 @@ def _bf16(name: str, names: Sequence[str]) -> tuple[str, dict[int, dict[str, flo
     """
     notes: list[str] = []
     source = run_source(name)
-    losses = read_losses(source.folder, notes)
+    losses = read_log(source.folder, notes).losses
     if not losses:
         raise ValueError(f"--bf16 {name} has no losses: {' '.join(notes)}")
     return short_names([*names, f"{source.name} (BF16)"])[-1], losses

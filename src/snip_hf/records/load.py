@@ -28,7 +28,7 @@ from .coverage import Counted
 from .divergences import read_divergence
 from .events import DriftCheck, Refresh, Start
 from .history import read_history
-from .losses import read_losses
+from .losses import read_log
 from .run_folder import FOLDER
 from .values import short
 
@@ -60,6 +60,8 @@ class Run:
     """Probe step -> records, whose keys are the fields of `Divergence`."""
     losses: dict[int, dict[str, float]]
     """Step -> {"loss": training loss, "eval_loss": validation loss}, either may be absent; in order of the steps."""
+    facts: Mapping[str, str]
+    """What the files say of how it was run: name -> value, such as versions and the Trainer's number of steps."""
     notes: list[str]
     """What is missing or cannot be read, one sentence each."""
 
@@ -119,13 +121,15 @@ def load_run(run_dir: str | os.PathLike[str], checkpoint: Checkpoint | None = No
     notes: list[str] = []
     until = math.inf if checkpoint is None else checkpoint.step
     start, refreshes, checks, counted = _read_events(folder / FOLDER / "history.jsonl", notes, until)
-    plans = _plans(start, refreshes, counted, notes)
+    plans = _plans(start.plan, refreshes, counted, notes)
     source = folder / FOLDER / "plan.json" if checkpoint is None else checkpoint.plan
     measured = _measured(source, plans[-1][1], notes)
     applied = [refresh.step for refresh in refreshes if refresh.applied_step is not None]
-    divergences = _read_divergences(folder / FOLDER, set(start.assignment), applied[-1:], notes, until)
+    divergences = _read_divergences(folder / FOLDER, set(start.plan.assignment), applied[-1:], notes, until)
     own = folder if checkpoint is None else checkpoint.folder
-    return Run(own, plans, measured, refreshes, checks, counted, divergences, read_losses(own, notes), notes)
+    log = read_log(own, notes)
+    facts = {**start.versions, **log.facts}
+    return Run(own, plans, measured, refreshes, checks, counted, divergences, log.losses, facts, notes)
 
 
 def load_recorded(path: str | os.PathLike[str]) -> Run:
@@ -143,9 +147,8 @@ def load_recorded(path: str | os.PathLike[str]) -> Run:
     if (around / FOLDER / "history.jsonl").exists():
         return load_run(around, checkpoint)
     notes = ["There is no history around the checkpoint: its plan is all that is known of the run."]
-    losses = read_losses(folder, notes)
-    plans = [(checkpoint.step, checkpoint.plan)]
-    return Run(folder, plans, checkpoint.plan.measured, [], [], checkpoint.counted, {}, losses, notes)
+    log, plans = read_log(folder, notes), [(checkpoint.step, checkpoint.plan)]
+    return Run(folder, plans, checkpoint.plan.measured, [], [], checkpoint.counted, {}, log.losses, log.facts, notes)
 
 
 def thinned(items: Sequence[T], count: int) -> list[T]:
@@ -158,8 +161,8 @@ def thinned(items: Sequence[T], count: int) -> list[T]:
 
 def _read_events(
     path: Path, notes: list[str], until: float
-) -> tuple[PrecisionPlan, list[Refresh], list[DriftCheck], list[Counted]]:
-    """Returns the plan of the start, and the refreshes, checks and counts up to a step; notes what is odd about them."""
+) -> tuple[Start, list[Refresh], list[DriftCheck], list[Counted]]:
+    """Returns the start, and the refreshes, checks and counts up to a step; notes what is odd about them."""
     if not path.exists():
         run = path.parent.parent
         is_inside = run.name == FOLDER and (run / path.name).exists()
@@ -179,7 +182,7 @@ def _read_events(
         latest = event.step
     refreshes = [event for event in events if isinstance(event, Refresh)]
     checks = [event for event in events if isinstance(event, DriftCheck)]
-    return start.plan, refreshes, checks, [event for event in events if isinstance(event, Counted)]
+    return start, refreshes, checks, [event for event in events if isinstance(event, Counted)]
 
 
 def _plans(

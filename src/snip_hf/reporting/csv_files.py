@@ -52,7 +52,11 @@ _PARTS = {"seconds": ("probe", "solver", "waited"), "memory_mib": ("predicted", 
 
 
 def write_csv(run: Run, out_dir: str | os.PathLike[str] | None = None) -> list[Path]:
-    """Writes plan.csv, refreshes.csv, divergence.csv and losses.csv, as far as there is data; by default to RUN_DIR/snip.
+    """Writes plan.csv, refreshes.csv, divergence.csv and losses.csv, as far as there is data for them.
+
+    Args:
+        run: the run.
+        out_dir: the folder. None: RUN_DIR/snip.
 
     Returns: the files written.
     """
@@ -65,8 +69,7 @@ def write_csv(run: Run, out_dir: str | os.PathLike[str] | None = None) -> list[P
         names = [f"{name}_{part}" for name, parts in _PARTS.items() for part in parts]
         tables["refreshes.csv"] = ((*_OF_REFRESH, *names), _refresh_rows(run))
     if run.divergences:
-        rows = ([step, *(record.get(name) for name in _DIVERGENCE)] for step in run.divergences for record in run.divergences[step])
-        tables["divergence.csv"] = (("step", *_DIVERGENCE), rows)
+        tables["divergence.csv"] = (("step", *_DIVERGENCE), _divergence_rows(run))
     if run.losses:
         losses = ([step, row.get("loss"), row.get("eval_loss")] for step, row in run.losses.items())
         tables["losses.csv"] = (("step", "loss", "eval_loss"), losses)
@@ -89,6 +92,12 @@ def _plan_rows(run: Run) -> Iterator[Sequence[Any]]:
                     yield layer, gemm, begin, step, format
                     begin, format = step, plan.assignment[layer][gemm]
             yield layer, gemm, begin, None, format
+
+
+def _divergence_rows(run: Run) -> Iterator[Sequence[Any]]:
+    for step, records in run.divergences.items():
+        for record in records:
+            yield [step, *(record.get(name) for name in _DIVERGENCE)]
 
 
 def _refresh_rows(run: Run) -> Iterator[Sequence[Any]]:

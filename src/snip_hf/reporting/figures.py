@@ -8,7 +8,6 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.artist import Artist
@@ -20,10 +19,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from ..estimation.layer_sums import LAYER
 from ..json_io import write_atomic
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
-from ..estimation.layer_sums import LAYER
 from ..planning.forward_shares import forward_shares
 from ..policies.stages import split_layer
 from ..records.load import Run, thinned

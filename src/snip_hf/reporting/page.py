@@ -50,9 +50,7 @@ def write_page(
     return path
 
 
-def page(
-    runs: Mapping[str, Run], bf16: tuple[str, Losses] | None = None, micro_batches: int | None = None
-) -> str:
+def page(runs: Mapping[str, Run], bf16: tuple[str, Losses] | None = None, micro_batches: int | None = None) -> str:
     """Returns the page as HTML; the arguments are those of `write_page`.
 
     Raises:
@@ -61,11 +59,14 @@ def page(
     if not runs:
         raise ValueError("There is no run to report on; expected at least one.")
     environment = Environment(
-        loader=FunctionLoader(_template), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FunctionLoader(_template),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     # JSON.parse knows no NaN; `tojson` escapes what would end the element.
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    environment.filters["printable"] = printable
     style, script = _template("report.css"), _template("curves.js") + _template("layers.js")
     data = page_data(runs, bf16)
     return environment.get_template("report.html").render(
@@ -121,7 +122,7 @@ def _text(cell: object, limit: int = _CELL) -> str:
 
 
 def _template(name: str) -> str:
-    return resources.files(__package__).joinpath("template", name).read_text(encoding="utf-8")
+    return resources.files(__package__).joinpath("template").joinpath(name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

@@ -18,6 +18,7 @@ from ..estimation.layer_sums import LAYER
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..planning.plan import PrecisionPlan
+from ..records.events import Refresh
 from ..records.load import Run, thinned
 from ..schedule_checks import read_shares
 from ..text import printable
@@ -32,6 +33,8 @@ NONE = "."
 """A GEMM that a layer does not have, and a divergence that was not measured."""
 # Steps of the scale of divergences, the highest of which two letters hold.
 _LEVELS = len(LETTERS) ** 2 - 1
+# Stages that have a curve.
+_MOST_STAGES = 16
 # Characters of a name.
 _NAME = 200
 
@@ -237,7 +240,13 @@ def _own_charts(run: Run) -> list[dict[str, Any]]:
         for colour, part in enumerate(("probe", "solver", "waited"))
         for one in of(part, colour, ((refresh.step, refresh.seconds.get(part)) for refresh in refreshes))
     ]
+    stages = [
+        one
+        for stage in range(min(len(run.plans[0][1].stages), _MOST_STAGES))
+        for one in of(f"stage {stage}", stage, ((refresh.step, _stage_share(refresh, stage)) for refresh in refreshes))
+    ]
     charts = (
+        ("FP4 share of each stage", "%", stages if len(stages) > 1 else []),
         ("Seconds of each refresh", "s", seconds),
         ("Objective of the solver", "", of("objective", 0, ((one.step, one.objective) for one in refreshes))),
         ("Gap to the solver's bound", "", of("gap", 0, ((one.step, one.gap) for one in refreshes))),
@@ -246,6 +255,12 @@ def _own_charts(run: Run) -> list[dict[str, Any]]:
         ("Rank correlation with the last probe", "", of("checks", 0, ((x.step, x.correlation) for x in run.checks))),
     )
     return [{"title": title, "unit": unit, "series": series, "marks": []} for title, unit, series in charts]
+
+
+def _stage_share(refresh: Refresh, stage: int) -> float | None:
+    shares = refresh.stage_forward_fp4_fractions or refresh.stage_fp4_fractions
+    share = shares[stage] if stage < len(shares) else None
+    return None if share is None else 100 * share
 
 
 def _note(notes: list[str], what: str, kept: int, count: int) -> None:

@@ -28,7 +28,7 @@ def reproduction(run: Run) -> dict[str, Any]:
     return {
         "code": config_code(run.config),
         "config": printable_lines(json.dumps(dict(run.config), indent=1, sort_keys=True)),
-        "recorded": list(_card_sections(run)),
+        "recorded": [*_facts(run), *_card_sections(run)],
         "seed": printable(run.config.get("seed", "not recorded")),
     }
 
@@ -48,6 +48,11 @@ def config_code(config: Mapping[str, Any]) -> str:
 
 def printable_lines(text: str) -> str:
     return "\n".join(printable(line, _VALUE) for line in text.splitlines())
+
+
+def _facts(run: Run) -> list[tuple[str, list[str]]]:
+    lines = [printable(f"{name}: {value}") for name, value in run.facts.items()]
+    return [("Versions and numbers of the run", lines[:_MOST_LINES])] if lines else []
 
 
 def _card_sections(run: Run) -> list[tuple[str, list[str]]]:

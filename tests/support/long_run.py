@@ -45,7 +45,7 @@ def write_long_run(folder: Path, blocks: int = 80, refreshes: int = 100, seed: i
     for number in range(1, refreshes + 1):
         step = number * EVERY
         _write_divergences(folder, step, layers, rng)
-        lines.append(_refresh(number, plan, rng))
+        lines.append(_refresh(number, plan, rng, stages))
     PrecisionPlan(plan, start["flops"], start["stages"], PlanProvenance(step=0, policy="snip")).save(
         folder / "snip" / "plan.json"
     )
@@ -53,7 +53,7 @@ def write_long_run(folder: Path, blocks: int = 80, refreshes: int = 100, seed: i
     _write_losses(folder / "trainer_state.json", (refreshes + 1) * EVERY, rng)
 
 
-def _refresh(number: int, plan: dict[str, dict[str, str]], rng: random.Random) -> dict[str, Any]:
+def _refresh(number: int, plan: dict[str, dict[str, str]], rng: random.Random, stages: int) -> dict[str, Any]:
     """The line of a refresh; the plan is changed by it."""
     changes = {}
     if is_applied := number % 10 > 0:
@@ -70,7 +70,7 @@ def _refresh(number: int, plan: dict[str, dict[str, str]], rng: random.Random) -
         "status": "applied" if is_applied else "kept",
         "reason": None if is_applied else "The solver (cbc) was killed after 60 s.",
         "fp4_fraction": 0.5 + rng.random() / 100,
-        "stage_fp4_fractions": [0.5],
+        "stage_fp4_fractions": [0.5 + rng.random() / 50 for _ in range(stages)],
         "changes": changes,
         "layers_changed": len({cell.rpartition(":")[0] for cell in changes}),
         "objective": 3 + rng.random() if is_applied else None,

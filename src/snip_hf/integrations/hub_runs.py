@@ -16,7 +16,7 @@ from ..records.run_folder import FOLDER
 from ..text import printable
 
 # A repository, and perhaps a revision of it.
-_REPOSITORY = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
+_REPOSITORY = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 # What of a repository tells of its run: not the weights.
 _RECORD = (
     f"{FOLDER}/history.jsonl",

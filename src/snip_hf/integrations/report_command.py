@@ -37,9 +37,9 @@ def report(arguments: argparse.Namespace, console: Console | None = None) -> lis
     if len(arguments.runs) > _MOST_RUNS:
         raise ValueError(f"Got {len(arguments.runs)} runs, expected at most {_MOST_RUNS} in one report.")
     sources = [run_source(str(name)) for name in arguments.runs]
-    names = short_names([source.name for source in sources])
-    runs = {name: load_recorded(source.folder) for name, source in zip(names, sources, strict=True)}
-    bf16 = None if arguments.bf16 is None else _bf16(str(arguments.bf16), names)
+    names = short_names([source.name for source in sources] + ([arguments.bf16] if arguments.bf16 else []))
+    runs = {name: load_recorded(source.folder) for name, source in zip(names, sources, strict=False)}
+    bf16 = None if arguments.bf16 is None else (f"{names[-1]} (BF16)", _bf16_losses(arguments.bf16))
     files: list[Path] = []
     for (name, run), source in zip(runs.items(), sources, strict=True):
         if len(runs) > 1:
@@ -63,25 +63,26 @@ def _folder(source: RunSource, name: str, out: Path | None, count: int) -> Path:
     return base / name.replace("/", "-").replace(os.sep, "-") if count > 1 else base
 
 
-def _bf16(name: str, names: Sequence[str]) -> tuple[str, dict[int, dict[str, float]]]:
-    """Returns name and losses of the run in BF16, which may be of a Trainer without SNIP.
+def _bf16_losses(name: str) -> dict[int, dict[str, float]]:
+    """Returns the losses of the run in BF16, which may be of a Trainer without SNIP.
 
     Raises:
         ValueError: there are no losses.
     """
     notes: list[str] = []
-    source = run_source(name)
-    losses = read_log(source.folder, notes).losses
+    losses = read_log(run_source(name).folder, notes).losses
     if not losses:
         raise ValueError(f"--bf16 {name} has no losses: {' '.join(notes)}")
-    return short_names([*names, f"{source.name} (BF16)"])[-1], losses
+    return losses
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Returns the last parts of paths, as many as tell them apart; equal paths get a number."""
+    """Returns of each path the last parts, as many as no other one ends with; equal paths get a number."""
     parts = [[part for part in Path(os.path.normpath(name)).parts if part != os.sep] or [name] for name in names]
-    count = next(
-        (n for n in range(1, 1 + max(map(len, parts))) if len({tuple(own[-n:]) for own in parts}) == len(parts)), 0
-    )
-    shown = ["/".join(own[-count:] if count else own) for own in parts]
-    return [name if count else f"{name} #{number}" for number, name in enumerate(shown, 1)]
+    shown: list[str] = []
+    for own in parts:
+        ends = [own[-count:] for count in range(1, len(own) + 1)]
+        found = next((end for end in ends if sum(other[-len(end) :] == end for other in parts) == 1), own)
+        number = f" #{len(shown) + 1}" if parts.count(own) > 1 else ""
+        shown.append("/".join(found) + number)
+    return shown

@@ -78,7 +78,7 @@ def write_csv(run: Run, out_dir: str | os.PathLike[str] | None = None) -> list[P
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(headings)
         writer.writerows([_cell(value) for value in row] for row in rows_of)
-        write_atomic(folder / name, text.getvalue().encode())  # in place of a link, not through it
+        write_atomic(folder / name, text.getvalue().encode())
     return [folder / name for name in tables]
 
 

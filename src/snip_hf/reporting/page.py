@@ -43,10 +43,14 @@ def write_page(
         micro_batches: as `print_run` takes it.
 
     Returns: the file.
+
+    Raises:
+        OSError: it cannot be written, or is a link.
+        ValueError: as `page`.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, page(runs, bf16, micro_batches).encode())  # in place of a link, not through it
+    write_atomic(path, page(runs, bf16, micro_batches).encode())
     return path
 
 

@@ -15,6 +15,7 @@ from snip_hf import SnipConfig
 from snip_hf.records.load import load_run
 from snip_hf.reporting.page import blocks, page, write_page
 from snip_hf.reporting.reproduction import config_code
+from snip_hf.reporting.run_report import run_contents
 
 HOSTILE = "model.layers.0.</script><img src=x onerror=alert(1)>&amp;\u202e"
 
@@ -65,7 +66,7 @@ def test_every_table_and_sentence_of_the_terminal_is_in_the_page(tmp_path: Path)
     full_run(tmp_path)
     run = load_run(tmp_path)
     found = Page(page({"a run": run}))
-    shown = blocks(run)
+    shown = blocks(run_contents(run))
     assert [block["title"] for block in shown if "title" in block] == [
         "Refreshes",
         "Checks of the ranking",

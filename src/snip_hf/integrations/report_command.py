@@ -15,7 +15,7 @@ from ..records.run_folder import FOLDER
 from ..reporting.csv_files import write_csv
 from ..reporting.figures import write_figures
 from ..reporting.page import write_page
-from ..reporting.run_report import print_run
+from ..reporting.run_report import run_contents
 from ..reporting.tables import say
 from .hub_runs import RunSource, run_source
 
@@ -41,17 +41,19 @@ def report(arguments: argparse.Namespace, console: Console | None = None) -> lis
     runs = {name: load_recorded(source.folder) for name, source in zip(names, sources, strict=False)}
     bf16 = None if arguments.bf16 is None else (f"{names[-1]} (BF16)", _bf16_losses(arguments.bf16))
     files: list[Path] = []
+    contents = {name: run_contents(run, arguments.micro_batches) for name, run in runs.items()}
     for (name, run), source in zip(runs.items(), sources, strict=True):
         if len(runs) > 1:
             say(console, f"Run {name}")
-        print_run(run, console, arguments.micro_batches)
+        for content in contents[name]:
+            console.print(content)
         folder = _folder(source, name, arguments.out, len(runs))
         files += write_figures(run, folder)
         if arguments.csv:
             files += write_csv(run, folder)
     if arguments.html:
         folder = _folder(sources[0], names[0], arguments.out, 1)
-        files.append(write_page(folder / "report.html", runs, bf16, arguments.micro_batches))
+        files.append(write_page(folder / "report.html", runs, bf16, contents))
     return files
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -22,7 +20,7 @@ from ..text import printable
 from .comparison import comparison
 from .page_data import Losses, page_data
 from .reproduction import reproduction
-from .run_report import print_run
+from .run_report import Content, run_contents
 
 # Characters of a cell and of a sentence.
 _CELL, _SENTENCE = 200, 2000
@@ -32,7 +30,7 @@ def write_page(
     path: str | os.PathLike[str],
     runs: Mapping[str, Run],
     bf16: tuple[str, Losses] | None = None,
-    micro_batches: int | None = None,
+    contents: Mapping[str, Sequence[Content]] | None = None,
 ) -> Path:
     """Writes the page.
 
@@ -40,7 +38,7 @@ def write_page(
         path: the file, which is replaced.
         runs: name -> run.
         bf16: name and losses of a run in BF16 to compare with; None: there is none.
-        micro_batches: as `print_run` takes it.
+        contents: name -> what `run_contents` gave for a run. None: it is asked for all runs.
 
     Returns: the file.
 
@@ -50,15 +48,19 @@ def write_page(
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, page(runs, bf16, micro_batches).encode())
+    write_atomic(path, page(runs, bf16, contents).encode())
     return path
 
 
-def page(runs: Mapping[str, Run], bf16: tuple[str, Losses] | None = None, micro_batches: int | None = None) -> str:
+def page(
+    runs: Mapping[str, Run],
+    bf16: tuple[str, Losses] | None = None,
+    contents: Mapping[str, Sequence[Content]] | None = None,
+) -> str:
     """Returns the page as HTML; the arguments are those of `write_page`.
 
     Raises:
-        ValueError: there is no run, or the micro-batches do not fit its stages.
+        ValueError: there is no run.
     """
     if not runs:
         raise ValueError("There is no run to report on; expected at least one.")
@@ -73,6 +75,7 @@ def page(runs: Mapping[str, Run], bf16: tuple[str, Losses] | None = None, micro_
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     style, script = _template("report.css"), _template("curves.js") + _template("layers.js")
     data = page_data(runs, bf16)
+    shown = [run_contents(run) if contents is None else contents[name] for name, run in runs.items()]
     return environment.get_template("report.html").render(
         title=", ".join(run["name"] for run in data["runs"]),
         style=style,
@@ -83,28 +86,15 @@ def page(runs: Mapping[str, Run], bf16: tuple[str, Losses] | None = None, micro_
         version=_version(),
         comparison=comparison(runs, bf16),
         runs=[
-            {"name": shown["name"], "data": shown, "blocks": blocks(run, micro_batches), "again": reproduction(run)}
-            for shown, run in zip(data["runs"], runs.values(), strict=True)
+            {"name": own["name"], "data": own, "blocks": blocks(content), "again": reproduction(run)}
+            for own, run, content in zip(data["runs"], runs.values(), shown, strict=True)
         ],
     )
 
 
-def blocks(run: Run, micro_batches: int | None = None) -> list[dict[str, Any]]:
-    """Returns the sentences and tables that the terminal would show of a run, as plain data."""
-    console = _Keeping()
-    print_run(run, console, micro_batches)
-    return [_table(one) if isinstance(one, Table) else {"text": printable(one, _SENTENCE)} for one in console.kept]
-
-
-class _Keeping(Console):
-    """A console that keeps what it is told to print."""
-
-    def __init__(self) -> None:
-        super().__init__(file=io.StringIO())
-        self.kept: list[Table | Text] = []
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        self.kept.extend(objects)
+def blocks(contents: Sequence[Content]) -> list[dict[str, Any]]:
+    """Returns sentences and tables as plain data."""
+    return [_table(one) if isinstance(one, Table) else {"text": printable(one, _SENTENCE)} for one in contents]
 
 
 def _table(table: Table) -> dict[str, Any]:

@@ -86,17 +86,26 @@ def _loss_chart(runs: Mapping[str, Run], bf16: tuple[str, Losses] | None) -> dic
         "title": "Loss",
         "unit": "loss",
         "series": [one for one in series if one["x"]],
-        "marks": [mark for colour, run in enumerate(runs.values()) for mark in _marks(run, colour)],
+        "marks": [
+            mark
+            for colour, (name, run) in enumerate(runs.items())
+            for mark in _marks(run, "" if len(runs) == 1 else f"{name}: ", colour)
+        ],
     }
 
 
-def _marks(run: Run, colour: int) -> list[dict[str, Any]]:
+def _marks(run: Run, prefix: str, colour: int) -> list[dict[str, Any]]:
     """Returns the steps of a run's refreshes, those that put a plan in force and those that kept it."""
     applied = [refresh.applied_step for refresh in run.refreshes if refresh.applied_step is not None]
     kept = [refresh.decided_step for refresh in run.refreshes if refresh.applied_step is None]
     return [
-        {"name": name, "colour": colour, "kept": name == "plan kept", "steps": thinned(steps, _MOST_POINTS // 4)}
-        for name, steps in (("new plan in force", applied), ("plan kept", kept))
+        {
+            "name": printable(prefix + label, _NAME),
+            "colour": colour,
+            "kept": steps is kept,
+            "steps": thinned(steps, _MOST_POINTS // 4),
+        }
+        for label, steps in (("new plan in force", applied), ("plan kept", kept))
         if steps
     ]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -40,6 +42,9 @@ _MOST_REASONS = 64
 # Stages that prices are given for; no pipeline has as many.
 _MOST_STAGES = 1000
 
+Content = Table | Text
+"""A table, or a sentence."""
+
 
 def run_report(
     run_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str] | None = None, micro_batches: int | None = None
@@ -52,6 +57,24 @@ def run_report(
     run = load_recorded(run_dir)
     print_run(run, Console(), micro_batches)
     return write_figures(run, out_dir)
+
+
+def run_contents(run: Run, micro_batches: int | None = None) -> list[Content]:
+    """Returns what `print_run` prints, to print it and to show it elsewhere."""
+    console = _Keeping()
+    print_run(run, console, micro_batches)
+    return console.kept
+
+
+class _Keeping(Console):
+    """A console that keeps what it is told to print."""
+
+    def __init__(self) -> None:
+        super().__init__(file=io.StringIO())
+        self.kept: list[Content] = []
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        self.kept.extend(objects)
 
 
 def print_run(run: Run, console: Console, micro_batches: int | None = None) -> None:

@@ -212,7 +212,8 @@ class Curves {
     }
     if (low > high) return [0, 1];
     const pad = (high - low || Math.abs(high) || 1) * 0.06;
-    return [low - pad, high + pad];
+    const runs = new Set(this.chart.marks.map((one) => one.colour)).size;  // whose marks lie below the curves
+    return [low - pad * (1 + runs), high + pad];
   }
 
   draw() {
@@ -288,6 +289,7 @@ function line(ctx, points) {
 
 function marks(ctx, one, px, bottom) {
   ctx.strokeStyle = runColour(one.colour);
+  bottom -= 11 * (one.colour % 8);  // runs above each other
   for (const step of one.steps) {
     const x = px(step);
     if (one.kept) {

@@ -108,7 +108,7 @@ class Curves {
     this.whole = [Math.min(...all), Math.max(...all, Math.min(...all) + 1)];
     this.view = this.whole;
     this.legend(make("div", figure, "", { class: "tools" }));
-    this.canvas = make("canvas", make("div", figure));
+    this.canvas = make("canvas", make("div", figure), "", { role: "img", "aria-label": chart.title });
     const tools = make("div", figure, "", { class: "tools" });
     button(tools, "+", () => this.zoom(0.5), "Zoom in");
     button(tools, "−", () => this.zoom(2), "Zoom out");

@@ -18,7 +18,7 @@ class Layers {
     this.key = make("div", figure, "", { class: "tools" });
     this.box = make("div", figure, "", { class: "scroll", tabindex: "0" });
     this.space = make("div", this.box);
-    this.canvas = make("canvas", this.space);
+    this.canvas = make("canvas", this.space, "", { role: "img", "aria-label": source.title });
     // A few layers need less than the usual height.
     this.box.style.maxHeight = `${Math.max(...source.panels.map((panel) => panel.rows.length)) * 32 + AXIS + 2}px`;
     saveTools(this.tools, this.canvas, () => this.source.csv(), source.title);

@@ -27,8 +27,8 @@ _RECORD = (
     "README.md",
 )
 _TABLES = f"{FOLDER}/divergence-*.json"
-# Tables of divergences that are downloaded, evenly spaced; a report shows no more.
-_MOST_TABLES = 128
+# Tables of divergences that are downloaded: so many, evenly spaced, since a report shows no more, and the last ones.
+_MOST_TABLES, _LAST_TABLES = 128, 8
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def record_files(files: Sequence[str]) -> list[str]:
     """Returns those of a repository's files that tell of its run."""
     tables = sorted((file for file in files if fnmatch.fnmatchcase(file, _TABLES)), key=lambda file: (len(file), file))
     step = max(1, -(-len(tables) // _MOST_TABLES))
-    # The last one always: the plan in force was decided by it.
-    shown = tables[::-1][::step]
+    # The last ones always: the plan in force was decided by one of them.
+    shown = dict.fromkeys([*tables[: -_LAST_TABLES - 1 : -1], *tables[::-1][::step]])
     rest = [file for file in files if any(fnmatch.fnmatchcase(file, pattern) for pattern in _RECORD)]
     return [*rest, *shown]

@@ -17,10 +17,10 @@ from typing import Any
 from transformers import Trainer, TrainerState, TrainingArguments
 
 from ..json_io import read_json, write_json_atomic
+from ..records.checkpoints import STATE_NAME
 from ..text import printable
 from ..training.controller import SnipController
 from ..training.guard import TrainingDiverged, after_roll_back
-from .state_files import STATE_NAME
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pages import decoded_divergences, decoded_plan
 from written_runs import random_assignments, write_checks, write_divergence, write_losses, write_run
 
 from snip_hf.numerics.gemms import GEMMS
+from snip_hf.records.interventions import Alarm, Retarget
 from snip_hf.records.load import Run, load_run
 from snip_hf.reporting import page_data as data_module
 from snip_hf.reporting.page_data import page_data, shown_run
@@ -41,6 +43,32 @@ def test_a_gemm_that_a_frozen_layer_does_not_have_has_no_format(tmp_path: Path) 
     del record["plan"][layer]["grad_weight"], record["flops"][layer]["grad_weight"]
     path.write_text(json.dumps(record) + "\n")
     assert decoded_plan(data_of(load_run(tmp_path))["runs"][0], 0) == record["plan"]
+
+
+def test_alarms_and_other_targets_are_told_and_marked_and_raised_formats_shown(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(1))
+    path = tmp_path / "snip" / "history.jsonl"
+    (layer, row), *_ = json.loads(path.read_text())["plan"].items()
+    changes = {f"{layer}:forward": (row["forward"], "bf16")}
+    of_alarm: dict[str, Any] = {"figure": "loss", "value": None, "limit": None, "reason": "The loss is nan"}
+    alarm = Alarm(step=7, action="raised", failures=1, changes=changes, fp4_fraction=0.25, **of_alarm)
+    retarget = Retarget(step=9, fields={"target_fp4_fraction": (0.75, 0.5)})
+    with path.open("a") as file:
+        file.writelines(json.dumps(event.to_record()) + "\n" for event in (alarm, retarget))
+    run = load_run(tmp_path)
+    data = data_of(run)
+    assert data["runs"][0]["notes"][:2] == [
+        "Step 7: guard. The loss is nan; raised the formats of 1 GEMMs.",
+        "Step 9: resumed with another target. target_fp4_fraction was 0.75 and is 0.5.",
+    ]
+    assert run.fp4_fractions[1:] == [(7, 0.25)]
+    assert data["runs"][0]["plan"]["steps"] == [0, 7]
+    assert decoded_plan(data["runs"][0], 1)[layer]["forward"] == "bf16"
+    losses = {2: {"loss": 3.0}, 8: {"loss": 2.0}}
+    [chart, *_] = page_data({"a run": replace(run, losses=losses)}, None)["charts"]
+    assert [(mark["name"], mark["steps"], mark["kept"]) for mark in chart["marks"]] == [
+        ("alarm of the guard", [7], True)
+    ]
 
 
 def test_divergences_keep_their_steps_and_their_values_to_half_a_percent(tmp_path: Path) -> None:

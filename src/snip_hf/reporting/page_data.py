@@ -23,6 +23,7 @@ from ..records.load import Run, thinned
 from ..schedule_checks import read_shares
 from ..text import printable
 from .facts import has_target
+from .interventions import alarms_told, retargets_told
 from .series import MOST_ROWS, curve, divergence_panels, edges, shown_layers
 
 # Of all runs of a page together: letters of plans, divergences, points of a curve.
@@ -35,8 +36,8 @@ NONE = "."
 _LEVELS = len(LETTERS) ** 2 - 1
 # Stages that have a curve.
 _MOST_STAGES = 16
-# Characters of a name.
-_NAME = 200
+# Characters of a name and of a sentence, and sentences about one run.
+_NAME, _SENTENCE, _MOST_TOLD = 200, 400, 40
 
 Losses = Mapping[int, Mapping[str, float]]
 Points = Sequence[tuple[float, float | None]]
@@ -66,10 +67,16 @@ def page_data(runs: Mapping[str, Run], bf16: tuple[str, Losses] | None) -> dict[
         "formats": {entry["name"]: entry for entry in formats if entry["name"] in used},
         "charts": [chart for chart in (_loss_chart(runs, bf16), _share_chart(runs)) if chart["series"]],
         "runs": [
-            {"name": printable(name, _NAME)} | shown.data | {"notes": shown.notes}
-            for name, shown in zip(runs, data, strict=True)
+            {"name": printable(name, _NAME)} | shown.data | {"notes": [*_told(run), *shown.notes]}
+            for (name, run), shown in zip(runs.items(), data, strict=True)
         ],
     }
+
+
+def _told(run: Run) -> list[str]:
+    """Returns what the guard did, and other targets, in sentences, the last ones of many."""
+    told = [*alarms_told(run.alarms), *retargets_told(run.retargets)]
+    return [printable(sentence, _SENTENCE) for sentence in told[-_MOST_TOLD:]]
 
 
 def _loss_chart(runs: Mapping[str, Run], bf16: tuple[str, Losses] | None) -> dict[str, Any]:
@@ -95,17 +102,18 @@ def _loss_chart(runs: Mapping[str, Run], bf16: tuple[str, Losses] | None) -> dic
 
 
 def _marks(run: Run, prefix: str, colour: int) -> list[dict[str, Any]]:
-    """Returns the steps of a run's refreshes, those that put a plan in force and those that kept it."""
+    """Returns the steps of a run's refreshes, which put a plan in force or kept it, and of the guard's alarms."""
     applied = [refresh.applied_step for refresh in run.refreshes if refresh.applied_step is not None]
     kept = [refresh.decided_step for refresh in run.refreshes if refresh.applied_step is None]
+    alarms = [alarm.step for alarm in run.alarms]
     return [
         {
             "name": printable(prefix + label, _NAME),
             "colour": colour,
-            "kept": steps is kept,
+            "kept": steps is not applied,
             "steps": thinned(steps, _MOST_POINTS // 4),
         }
-        for label, steps in (("new plan in force", applied), ("plan kept", kept))
+        for label, steps in (("new plan in force", applied), ("plan kept", kept), ("alarm of the guard", alarms))
         if steps
     ]
 

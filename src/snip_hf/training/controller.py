@@ -34,7 +34,7 @@ from .checks import check_alike, check_configs, check_launch
 from .chunks import ChunkNumbers
 from .expectation import Expectation, how_compiled, tokens_of
 from .fingerprint import weights_fingerprint
-from .guard import Guard
+from .guard import guard_of
 from .plans import describe_plan
 from .preparation import find_processes
 from .refresh import Solving
@@ -98,7 +98,6 @@ class SnipController:
         self._calls = CallOrder(self.needs_probe, self._log)
         self._micro_batch = 0
         self._armed: StepWatch | None = None
-        self._guard: Guard | None = None
         self._has_labels = False
         self._started = False
         self._is_new = True
@@ -125,8 +124,7 @@ class SnipController:
         self._layers, self._source, self._probe = run.layers, run.source, run.probe
         self._in_force, self._refresher, self._detector = run.in_force, run.refresher, run.detector
         self._coverage = run.coverage
-        if run.config.guard != "off":
-            self._guard = Guard(run, self._schedule, self.processes, self._events, self._log)
+        self._guard = guard_of(run, self._schedule, self.processes, self._events, self._log)
         self._resuming = Resuming(run, self._schedule, self._events, self._log)
         check_alike(self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)

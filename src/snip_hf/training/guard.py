@@ -266,6 +266,13 @@ class Guard:
 _OF_FINDING = ("step", "figure", "value", "limit", "reason", "failures", "left_out")
 
 
+def guard_of(
+    run: RunParts, schedule: Schedule, processes: Processes, events: EventWriter, log: logging.Logger
+) -> Guard | None:
+    """Returns the guard that a run asks for; None: it asks for none."""
+    return None if run.config.guard == "off" else Guard(run, schedule, processes, events, log)
+
+
 def _noisy(plan: PrecisionPlan, noise: Mapping[str, Mapping[str, float]], limit: float) -> dict[str, float]:
     """Returns layer -> ratio of gradient to noise in the format of a plan, where that is below a limit."""
     found = {}

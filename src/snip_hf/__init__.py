@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from .reporting.run_report import run_report as run_report
     from .training.controller import SnipController as SnipController
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Name -> the module that has it, and its name there.
 _HOMES = {

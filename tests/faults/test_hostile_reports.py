@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from written_runs import random_assignments, write_checks, write_divergence, write_losses, write_run
 
-from snip_hf import cli
-from snip_hf.cli import main
+from snip_hf.cli import empty_model, main
 from snip_hf.config import LONGEST_WAIT
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.records import events
@@ -621,7 +620,7 @@ def test_a_model_of_too_many_modules_is_refused_while_it_is_built(
 ) -> None:
     plan_document(tmp_path)
     content("model/config.json", json.dumps(LLAMA | {"num_hidden_layers": 2}))(tmp_path)
-    monkeypatch.setattr(cli, "_MOST_MODULES", 20)
+    monkeypatch.setattr(empty_model, "_MOST_MODULES", 20)
     code, printed = run_cli(capfd, "inspect", tmp_path / "snip" / "plan.json", "--model", tmp_path / "model")
     assert code == 2
     assert printed.endswith("from its config: it has more than 20 modules.")

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from importlib import metadata
 
-from . import export, inspect, report, solve
+from . import export, inspect, recipe, report, solve
 from .messages import fail
 from .own_modules import import_modules as import_modules
 
@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="snip-hf", description="Plans of FP4/FP8 training: solve, inspect, report.")
     parser.add_argument("--version", action="version", version=f"snip-hf {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (solve, inspect, report, export):
+    for command in (solve, inspect, report, export, recipe):
         command.add(commands)
     return parser
 

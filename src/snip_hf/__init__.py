@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .estimation.coverage import coverage as coverage
     from .estimation.divergence import estimate_divergence as estimate_divergence
     from .estimation.ground_truth import measure_divergence as measure_divergence
+    from .integrations.arguments import SnipArguments as SnipArguments
     from .integrations.hub import keep_model_card as keep_model_card
     from .integrations.trainer import SnipCallback as SnipCallback
     from .layers.convert import SnipLinearConfig as SnipLinearConfig
@@ -75,6 +76,7 @@ __version__ = "0.2.0"
 _HOMES = {
     "Pipeline": ("parallel.pipeline_ranks", "Pipeline"),
     "PrecisionPlan": ("planning.plan", "PrecisionPlan"),
+    "SnipArguments": ("integrations.arguments", "SnipArguments"),
     "SnipCallback": ("integrations.trainer", "SnipCallback"),
     "SnipConfig": ("config", "SnipConfig"),
     "SnipController": ("training.controller", "SnipController"),
@@ -97,6 +99,7 @@ _HOMES = {
 __all__ = [
     "Pipeline",
     "PrecisionPlan",
+    "SnipArguments",
     "SnipCallback",
     "SnipConfig",
     "SnipController",

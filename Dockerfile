@@ -17,7 +17,7 @@ COPY pyproject.toml setup.cfg setup.py README.md LICENSE ./
 COPY src src
 COPY recipes recipes
 COPY eval eval
-RUN pip install --no-cache-dir .
+RUN pip install --no-cache-dir ".[all]"
 
 WORKDIR /work
 RUN snip-hf recipe copy

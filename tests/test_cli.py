@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -394,6 +395,28 @@ def test_usage_exits_with_argparses_codes(arguments: list[str], code: int, capsy
     assert caught.value.code == code
 
 
+def test_the_help_has_examples_of_commands_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    shown = re.findall(r"snip-hf (\w+) .*  \w", text.partition("examples:\n")[2])
+    assert len(shown) >= 5
+    assert all(re.search(rf"^    {command}\b", text, re.MULTILINE) for command in shown)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["report"], "snip-hf report: the following arguments are required: RUN_DIR. See snip-hf report --help.\n"),
+        (["solve", "a", "-q"], "snip-hf: unrecognized arguments: -q. See snip-hf --help.\n"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert capsys.readouterr().err == sentence
+
+
 QUICK = """
 import contextlib, sys
 from snip_hf.cli import main
@@ -409,8 +432,8 @@ print(sorted(name for name in sys.modules if name.partition(".")[0] in heavy))
 def test_help_and_wrong_usage_wait_for_no_torch_and_load_no_registry() -> None:
     done = subprocess.run([sys.executable, "-c", QUICK], capture_output=True, text=True, timeout=120, check=True)
     loaded = ast.literal_eval(done.stdout.splitlines()[-1])
-    light = ["snip_hf", "snip_hf.integrations", "snip_hf.integrations.export_names", "snip_hf.json_io", "snip_hf.text"]
-    assert [name for name in loaded if not name.startswith("snip_hf.cli")] == light
+    light = ["extras", "integrations", "integrations.export_names", "json_io", "text"]
+    assert [name for name in loaded[1:] if not name.startswith("snip_hf.cli")] == [f"snip_hf.{name}" for name in light]
 
 
 @pytest.mark.parametrize("module", ["snip_hf", pytest.param("snip_hf.cli", marks=pytest.mark.slow)])

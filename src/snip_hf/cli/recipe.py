@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
 import os
 import re
 import shlex
 from pathlib import Path, PurePosixPath
 
+from ..extras import EXTRAS
 from ..json_io import write_atomic
 from ..registry import did_you_mean
 from ..shipped_files import FOLDER, absolute_links, shipped_files
-from .commands import Commands
+from .commands import Commands, examples
 from .messages import shown_path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -24,8 +24,20 @@ _FIRST = "quickstart"
 _SINGLE = "recipes/accelerate/single.yaml"
 
 
+_EXAMPLES = {
+    "snip-hf recipe list": "the names, and what each run is",
+    "snip-hf recipe copy quickstart": "into the working directory, with all that it needs",
+    "snip-hf recipe copy --to mine": "all of them, into the folder mine",
+}
+
+
 def add(commands: Commands) -> None:
-    recipe = commands.add_parser("recipe", help="list the recipes (complete runs), or copy them here")
+    recipe = commands.add_parser(
+        "recipe",
+        help="list the recipes (complete runs), or copy them here",
+        description="Complete runs: list them, or copy them with all that they need.",
+        epilog=examples(_EXAMPLES),
+    )
     actions = recipe.add_subparsers(required=True, metavar="ACTION")
     actions.add_parser("list", help="the names, and what each run is").set_defaults(run=run_list)
     copy = actions.add_parser("copy", help="copy recipes with all that they need into a folder")
@@ -60,8 +72,8 @@ def run_copy(arguments: argparse.Namespace) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, wanted[path])
     print(f"{len(wanted)} files are in {shown_path(arguments.to / 'recipes')} and {shown_path(arguments.to / 'eval')}.")
-    if importlib.util.find_spec("datasets") is None:
-        print("Recipes need more packages: pip install 'snip-hf[recipes]'")
+    if missing := EXTRAS["recipes"].missing:
+        print(f"Recipes need {', '.join(missing)}, which are not installed: {EXTRAS['recipes'].command}")
     print(f"To run {chosen[0]}:\n  {_command(root, chosen[0], arguments.to)}")
     return 0
 

@@ -6,7 +6,6 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 
 from ..config import POLICIES
 from ..estimation.coverage import Coverage
+from ..extras import EXTRAS
 from ..numerics.formats import FORMATS
 from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
@@ -77,8 +77,8 @@ def draw_figures(output_dir: Path) -> list[str]:
 
     Without Matplotlib, or where the record is broken, there are none; the log says why.
     """
-    if find_spec("matplotlib") is None:
-        logger.info("The model card has no figures: Matplotlib is not installed (pip install 'snip-hf[report]').")
+    if missing := EXTRAS["report"].missing:
+        logger.info("The model card has no figures without %s: %s", ", ".join(missing), EXTRAS["report"].command)
         return []
     from ..reporting.figures import write_figures
 

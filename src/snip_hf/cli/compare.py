@@ -1,0 +1,32 @@
+"""`snip-hf compare`: two or more runs or plans beside each other."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .commands import Commands
+from .own_modules import add_import_option
+
+
+def add(commands: Commands) -> None:
+    compare = commands.add_parser(
+        "compare",
+        help="two or more runs or plans: shares, changes, losses",
+        description="Prints the FP4 shares, the settings that differ, which layers have other formats, and the losses "
+        "at common steps. The first run or plan is what the others are compared with.",
+    )
+    compare.add_argument(
+        "paths", nargs="+", type=Path, metavar="RUN_DIR_OR_PLAN", help="the Trainer's output_dir, or a plan.json"
+    )
+    compare.set_defaults(run=run)
+    add_import_option(compare)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from ..reporting.differences import print_differences, read_compared
+
+    print_differences(read_compared(arguments.paths), Console())
+    return 0

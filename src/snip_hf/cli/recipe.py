@@ -11,7 +11,6 @@ from pathlib import Path, PurePosixPath
 
 from ..extras import EXTRAS
 from ..json_io import write_atomic
-from ..registry import did_you_mean
 from ..shipped_files import FOLDER, absolute_links, shipped_files
 from .commands import Commands, examples
 from .messages import shown_path
@@ -118,6 +117,8 @@ def needed_files(root: Path, chosen: list[str]) -> list[str]:
 def _known(name: str, recipes: dict[str, str]) -> str:
     stem = name.removesuffix(".yaml").removesuffix(".py")
     if stem not in recipes:
+        from ..registry import did_you_mean
+
         guess = did_you_mean(stem, recipes)
         raise ValueError(f"There is no recipe {name!r}; expected one of {', '.join(recipes)}.{guess}")
     return stem

@@ -196,7 +196,7 @@ class SnipCallback(TrainerCallback):
             # A push of a checkpoint begins before on_save.
             self._save_state(args, state)
             output_dir = Path(str(args.output_dir))
-            prepare_push(output_dir, unwrap(kwargs["model"]), self._for_card(output_dir))
+            prepare_push(output_dir, unwrap(kwargs["model"]), self._for_card(self._running(), output_dir))
 
     def write_card_section(self) -> list[str]:
         """Writes `snip/README.md` and returns the card's tags, for `keep_model_card`; nothing before training.
@@ -206,11 +206,11 @@ class SnipCallback(TrainerCallback):
         """
         if self.controller is None or self._folder is None:
             return []
-        return write_section(Path(self._folder), self.controller.model, self._for_card(Path(self._folder)))
+        training = self._for_card(self.controller, Path(self._folder))
+        return write_section(Path(self._folder), self.controller.model, training)
 
-    def _for_card(self, output_dir: Path) -> Training:
+    def _for_card(self, controller: SnipController, output_dir: Path) -> Training:
         """Returns what a model card says beside the record. Figures take seconds: there are none during training."""
-        controller = self._running()
         return Training(
             arithmetic=BACKENDS[controller.backend].arithmetic,
             device=device_name(controller.model),

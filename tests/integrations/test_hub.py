@@ -162,7 +162,7 @@ def test_a_kept_model_card_has_the_trainers_text_and_our_section_once(pushed: An
     for figure in ("plan.png", "divergence.png"):
         assert f"]({figure})" in section and f"](snip/{figure})".encode() in card
         assert repository(hub, "kept-card").files[f"snip/{figure}"].startswith(b"\x89PNG")
-    assert re.search(rb"\| speed of the training \| [\d.]+ steps and [\d.]+ samples per second, in [\d.]+ s", card)
+    assert re.search(rb"\| speed of the training \| [\d.,]+ steps and [\d.,]+ samples per second, in [\d.]+ s", card)
     assert re.search(rb"\| time for refreshes \| [\d.]+ s in probes, [\d.]+ s waiting for the solver \|", card)
 
 
@@ -378,13 +378,13 @@ def test_the_section_says_what_the_plan_covers_and_why_the_rest_is_not() -> None
 
 
 def test_the_section_has_formats_speed_device_figures_and_citation() -> None:
-    log = [{"loss": 1.0}, {"train_runtime": 12.5, "train_steps_per_second": 8, "train_samples_per_second": 32.0}, {}]
+    log = [{"loss": 1.0}, {"train_runtime": 12.5, "train_steps_per_second": 8, "train_samples_per_second": 32000.4}, {}]
     training = Training(arithmetic="emulated", device="Some GPU [a]", figures=("losses.png", "plan.png"), log=log)
     timed = replace(APPLIED, seconds={"probe": 1.5, "solver": 0.5, "waited": 0.25})
     section = model_card_section(plan("fp4", "fp4", "fp8"), [START, timed, timed], training)
     rows = dict(re.findall(r"^\| (.+?) \| (.*) \|$", section, re.MULTILINE))
     assert rows["formats"] == "FP4 66.7%, FP8 33.3% of the linear FLOPs"
-    assert rows["speed of the training"] == "8 steps and 32 samples per second, in 12.5 s with refreshes"
+    assert rows["speed of the training"] == "8 steps and 32,000 samples per second, in 12.5 s with refreshes"
     assert rows["trained on"] == "Some GPU \\[a\\]"
     assert rows["time for refreshes"] == "3.0 s in probes, 0.5 s waiting for the solver"
     figures = re.findall(r"^!\[(.*)\]\((.*)\)$", section, re.MULTILINE)

@@ -176,9 +176,15 @@ def _speed(log: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         steps, seconds = entry.get("train_steps_per_second"), entry.get("train_runtime")
         if isinstance(steps, int | float) and isinstance(seconds, int | float):
             samples = entry.get("train_samples_per_second")
-            of_samples = f" and {samples:g} samples" if isinstance(samples, int | float) else ""
-            return {"speed of the training": f"{steps:g} steps{of_samples} per second, in {seconds:g} s with refreshes"}
+            of_samples = f" and {_rate(samples)} samples" if isinstance(samples, int | float) else ""
+            return {
+                "speed of the training": f"{_rate(steps)} steps{of_samples} per second, in {seconds:.1f} s with refreshes"
+            }
     return {}
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _format_shares(plan: PrecisionPlan) -> str:

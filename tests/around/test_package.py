@@ -24,8 +24,20 @@ from snip_hf.shipped_files import REPOSITORY, shipped_files
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (".ci", ".github", "benchmarks", "docs", "eval", "recipes", "src", "tests")
-FILES = (".gitignore", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Dockerfile", "LICENSE", "MANIFEST.in")
-OTHER_FILES = ("README.md", "SECURITY.md", "pyproject.toml", "ruff.toml", "setup.cfg", "setup.py")
+PATTERNS = (
+    "*.cff",
+    "*.cfg",
+    "*.in",
+    "*.md",
+    "*.py",
+    "*.toml",
+    "*.yaml",
+    "*.yml",
+    ".gitignore",
+    "Dockerfile",
+    "LICENSE",
+)
+FILES = sorted({path.name for pattern in PATTERNS for path in ROOT.glob(pattern)})
 # Quick ones, of several folders.
 TESTS = ("tests/test_text.py", "tests/test_shipped_files.py", "tests/cli/test_recipe.py", "tests/planning/test_ilp.py")
 
@@ -104,7 +116,7 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / "repository" / name, ignore=ignored)
-    for name in (*FILES, *OTHER_FILES):
+    for name in FILES:
         shutil.copy(ROOT / name, folder / "repository" / name)
     build(folder / "repository", "sdist")
     (archive,) = (folder / "repository" / "dist").glob("*.tar.gz")
@@ -142,7 +154,7 @@ def test_the_source_distribution_is_the_repository(archives: Any) -> None:
         for path in (ROOT / name).rglob("*")
         if path.is_file() and not {"__pycache__", "snip_hf.egg-info"} & set(path.parts)
     }
-    assert {path for path in there if str(path) not in of_the_build} == here | {*map(Path, (*FILES, *OTHER_FILES))}
+    assert {path for path in there if str(path) not in of_the_build} == here | {*map(Path, FILES)}
 
 
 @pytest.mark.slow

@@ -177,9 +177,8 @@ def _speed(log: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         if isinstance(steps, int | float) and isinstance(seconds, int | float):
             samples = entry.get("train_samples_per_second")
             of_samples = f" and {_rate(samples)} samples" if isinstance(samples, int | float) else ""
-            return {
-                "speed of the training": f"{_rate(steps)} steps{of_samples} per second, in {seconds:.1f} s with refreshes"
-            }
+            speed = f"{_rate(steps)} steps{of_samples} per second, in {seconds:.1f} s with refreshes"
+            return {"speed of the training": speed}
     return {}
 
 

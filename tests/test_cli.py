@@ -407,7 +407,10 @@ def test_the_help_has_examples_of_commands_that_there_are(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["report"], "snip-hf report: the following arguments are required: RUN_DIR. See snip-hf report --help.\n"),
+        (
+            ["export", "p.json"],
+            "snip-hf export: the following arguments are required: --to. See snip-hf export --help.\n",
+        ),
         (["solve", "a", "-q"], "snip-hf: unrecognized arguments: -q. See snip-hf --help.\n"),
     ],
 )

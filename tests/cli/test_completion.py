@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from snip_hf.cli import main
+from snip_hf.cli import build_parser, completion, main
 from snip_hf.cli.completion import SHELLS
 
 shtab = pytest.importorskip("shtab", reason="the extra `completion` is not installed")
@@ -39,6 +39,7 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
         (["completion", "z"], ["zsh"]),
         (["inspect", "pl"], ["plan.json"]),
         (["report", ""], ["runs"]),
+        (["compare", "runs", ""], ["plan.json", "runs"]),
     ],
 )
 def test_bash_completes(
@@ -50,6 +51,14 @@ def test_bash_completes(
     command = ["bash", "--norc", "-c", COMPLETE, "bash", str(tmp_path / "completion"), "snip-hf", *words]
     done = subprocess.run(command, cwd=tmp_path / "folder", capture_output=True, text=True, timeout=60, check=True)
     assert sorted(done.stdout.split()) == expected
+
+
+def test_what_each_option_takes_is_known() -> None:
+    """A metavar of another name is completed as nothing: files and folders must be among those that are known."""
+    found = {
+        action.metavar for action in completion._actions(build_parser()) if action.choices is None and action.metavar
+    }
+    assert found <= {*completion._FOLDERS, *completion._FILES, "N", "MODULE", "NAME"}
 
 
 @pytest.mark.parametrize("shell", SHELLS)

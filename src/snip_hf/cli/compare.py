@@ -17,7 +17,7 @@ def add(commands: Commands) -> None:
         "at common steps. The first run or plan is what the others are compared with.",
     )
     compare.add_argument(
-        "paths", nargs="+", type=Path, metavar="RUN_DIR_OR_PLAN", help="the Trainer's output_dir, or a plan.json"
+        "paths", nargs="+", type=Path, metavar="RUN_OR_PLAN", help="the Trainer's output_dir, or a plan.json"
     )
     compare.set_defaults(run=run)
     add_import_option(compare)

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from .commands import Commands, examples
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
+# What the commands' parsers call folders, and files or either.
+_FOLDERS = ("RUN", "RUN_DIR", "DIR", "NAME_OR_DIR")
+_FILES = ("plan.json", "problem.json", "FILE", "PATH", "RUN_OR_PLAN")
 _EXAMPLES = {
     'eval "$(snip-hf completion bash)"': "in ~/.bashrc",
     "snip-hf completion zsh > ~/.zfunc/_snip-hf": "with fpath+=~/.zfunc before compinit in ~/.zshrc",
@@ -33,13 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     parser = build_parser()
     for action in _actions(parser):
-        # Names of files and folders are those of this package's metavars.
-        if action.metavar is not None and action.choices is None:
-            words = str(action.metavar).lower()
-            if "dir" in words:
-                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-            elif any(word in words for word in ("json", "file", "path")):
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        if action.metavar in _FOLDERS:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        elif action.metavar in _FILES:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
     print(shtab.complete(parser, arguments.shell))
     return 0
 

@@ -172,9 +172,11 @@ def test_the_wheel_has_the_package_its_types_and_the_recipes(archives: Any) -> N
     with zipfile.ZipFile(archives[1]) as archive:
         names = set(archive.namelist())
         source = ROOT / "src" / "snip_hf"
-        modules = {f"snip_hf/{path.relative_to(source).as_posix()}" for path in source.rglob("*.py")}
+        files = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+        package = {f"snip_hf/{path.as_posix()}" for path in files if "__pycache__" not in path.parts}
         shipped = {f"snip_hf/shipped/{file}" for file in shipped_files(ROOT)}
-        assert {name for name in names if ".dist-info/" not in name} == modules | shipped | {"snip_hf/py.typed"}
+        assert {name for name in names if ".dist-info/" not in name} == package | shipped
+        assert "snip_hf/py.typed" in names
         assert (
             archive.read("snip_hf/shipped/recipes/quickstart.yaml")
             == (ROOT / "recipes" / "quickstart.yaml").read_bytes()

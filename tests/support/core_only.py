@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 import snip_hf
 from snip_hf.extras import EXTRAS, MissingExtra
 
-# Packages of extras that transformers and accelerate may bring along.
-BROUGHT = {"psutil", "pyyaml", "rich"}
+# Packages of extras that torch, transformers and accelerate may bring along.
+BROUGHT = {"jinja2", "psutil", "pyyaml", "rich"}
 
 
 def train(folder: Path) -> list[dict[str, object]]:

@@ -27,10 +27,10 @@ class Extra:
         return [package for module, package in self.packages.items() if importlib.util.find_spec(module) is None]
 
 
-_FIGURES = {"matplotlib": "matplotlib", "rich": "rich"}
+_FIGURES = {"jinja2": "jinja2", "matplotlib": "matplotlib", "rich": "rich"}
 _ALL = (
     Extra("cbc", "CBC, the first choice of solver='auto'; without it HiGHS solves", {"mip": "mip"}),
-    Extra("report", "tables and figures: inspect, compare, report", _FIGURES),
+    Extra("report", "tables, figures and pages: inspect, compare, report", _FIGURES),
     Extra(
         "recipes", "the runs in recipes/", {"datasets": "datasets", "psutil": "psutil", "yaml": "pyyaml", **_FIGURES}
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from .commands import Commands
 from .own_modules import add_import_option
@@ -17,7 +16,11 @@ def add(commands: Commands) -> None:
         "at common steps. The first run or plan is what the others are compared with.",
     )
     compare.add_argument(
-        "paths", nargs="+", type=Path, metavar="RUN_OR_PLAN", help="the Trainer's output_dir, or a plan.json"
+        "sources",
+        nargs="+",
+        metavar="RUN_OR_PLAN",
+        help="the Trainer's output_dir, one of its checkpoints, a repository of the Hub (USER/NAME[@REVISION]), or a "
+        "plan.json",
     )
     compare.set_defaults(run=run)
     add_import_option(compare)
@@ -26,7 +29,9 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from ..integrations.hub_runs import run_source
     from ..reporting.differences import print_differences, read_compared
 
-    print_differences(read_compared(arguments.paths), Console())
+    sources = [(source.name, source.folder) for source in map(run_source, arguments.sources)]
+    print_differences(read_compared(sources), Console())
     return 0

@@ -15,8 +15,9 @@ from rich.table import Table
 
 from ..field_names import current_names
 from ..planning.plan import PrecisionPlan
-from ..records.load import Run, load_run, thinned
-from ..records.losses import read_losses
+from ..records.checkpoints import STATE_NAME
+from ..records.load import Run, load_recorded, thinned
+from ..records.losses import read_log
 from ..records.run_folder import FOLDER
 from ..records.values import short
 from .tables import listed, name_text, new_table, number, say
@@ -33,7 +34,8 @@ class Compared:
     """A run or a plan. A run without the callback, such as a baseline, has losses alone."""
 
     letter: str
-    path: Path
+    name: str
+    """As the user gave it."""
     plan: PrecisionPlan | None
     """Of a run, that at its end."""
     run: Run | None
@@ -52,34 +54,34 @@ class Compared:
         return {step: loss for step, loss in found.items() if math.isfinite(loss)}
 
 
-def read_compared(paths: Sequence[Path]) -> list[Compared]:
-    """Reads runs (their output folders) and plans (files).
+def read_compared(sources: Sequence[tuple[str, Path]]) -> list[Compared]:
+    """Reads runs (their output folders or checkpoints) and plans (files), each with the name that is shown of it.
 
-    Raises as `load_run` and `PrecisionPlan.load` do, and:
+    Raises as `load_recorded` and `PrecisionPlan.load` do, and:
         ValueError: fewer than two, or more than there are letters for.
     """
-    if not 2 <= len(paths) <= MOST_COMPARED:
-        raise ValueError(f"Got {len(paths)} to compare, expected 2 to {MOST_COMPARED} runs or plans.")
-    return [_read(letter, path) for letter, path in zip(string.ascii_uppercase, paths, strict=False)]
+    if not 2 <= len(sources) <= MOST_COMPARED:
+        raise ValueError(f"Got {len(sources)} to compare, expected 2 to {MOST_COMPARED} runs or plans.")
+    return [_read(letter, *source) for letter, source in zip(string.ascii_uppercase, sources, strict=False)]
 
 
-def _read(letter: str, path: Path) -> Compared:
+def _read(letter: str, name: str, path: Path) -> Compared:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; expected a run's folder or a plan, e.g. OUTPUT_DIR.")
     if not path.is_dir():
-        return Compared(letter, path, PrecisionPlan.load(path), None, {})
-    if not (path / FOLDER / "history.jsonl").exists():
-        losses = read_losses(path, [])
+        return Compared(letter, name, PrecisionPlan.load(path), None, {})
+    if not (path / FOLDER / "history.jsonl").exists() and not (path / STATE_NAME).exists():
+        losses = read_log(path, []).losses
         if losses:
-            return Compared(letter, path, None, None, losses)
-    run = load_run(path)
-    return Compared(letter, path, run.plans[-1][1], run, run.losses)
+            return Compared(letter, name, None, None, losses)
+    run = load_recorded(path)
+    return Compared(letter, name, run.plans[-1][1], run, run.losses)
 
 
 def print_differences(compared: Sequence[Compared], console: Console) -> None:
     """Prints the shares, the settings that differ, what differs between the plans, and the losses."""
     for one in compared:
-        say(console, f"{one.letter}: {one.path}{_origin(one)}")
+        say(console, f"{one.letter}: {one.name}{_origin(one)}")
     console.print(share_table(compared))
     settings = settings_table(compared)
     if settings is not None:

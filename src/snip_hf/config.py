@@ -172,7 +172,7 @@ class SnipConfig(FieldNames):
     """Alarms in a row, less than twice `guard_patience` steps apart, after which "roll-back" stops training."""
     guard_noise: float | None = None
     """Least ratio of a gradient's norm to its quantization noise; layers below it are raised. E.g. 3**0.5.
-    None: it is not measured. Below sqrt(3), quantized training stalls (arXiv:2505.19115)."""
+    None: it is not measured. Below about sqrt(3), quantized training becomes less effective (arXiv:2505.19115)."""
 
     # Probe: what a refresh measures
 

@@ -12,7 +12,7 @@ import torch
 from conv1d_twins import gpt2
 from mixtures import build
 from safetensors.torch import load_file
-from slow_cases import slow
+from slow_cases import slow_but
 from small import tiny_llama
 from tiny_runs import SCHEDULE, arguments, data, differing, model_with_dropout, one_thread, train, weights
 from torch import Tensor, nn
@@ -61,9 +61,9 @@ def logits(model: nn.Module) -> Tensor:
 def test_the_model_is_plain_after_training_which_changes_no_loss_and_no_weight(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept = train(tmp_path / "kept", callback=SnipCallback(CONFIG, keep_formats=True))
+    kept = train(tmp_path / "kept", callback=SnipCallback(CONFIG, keep_formats=True), max_steps=5)
     with caplog.at_level(logging.INFO, "snip_hf"):
-        plain = train(tmp_path / "plain", callback=SnipCallback(CONFIG))
+        plain = train(tmp_path / "plain", callback=SnipCallback(CONFIG), max_steps=5)
     assert plain.losses == kept.losses
     assert differing(weights(plain.model), weights(kept.model)) == []
     assert is_plain(plain.model) and classes(plain.model) == classes(model_with_dropout())
@@ -78,8 +78,9 @@ def test_the_model_is_plain_after_training_which_changes_no_loss_and_no_weight(
     assert "fp4" in plain.model.model_tags
 
 
+@pytest.mark.slow
 def test_the_best_model_at_the_end_is_plain_with_the_weights_of_the_best_checkpoint(tmp_path: Path) -> None:
-    run = train(tmp_path, callback=SnipCallback(CONFIG), **BEST)
+    run = train(tmp_path, callback=SnipCallback(CONFIG), max_steps=6, **BEST)
     best = Path(run.trainer.state.best_model_checkpoint)
     assert is_plain(run.model)
     assert differing(weights(run.model), load_file(best / "model.safetensors")) == []
@@ -144,8 +145,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")
 # Of torch itself, where it compiles under gradient checkpointing.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("name", [slow(name) if name == "compiled blocks" else name for name in MODELS])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
+@pytest.mark.parametrize("name", slow_but(MODELS, "PEFT adapters"))
 def test_every_kind_of_model_is_after_training_what_it_was(name: str, tmp_path: Path) -> None:
     model = MODELS[name]()
     before, keys = classes(model), list(model.state_dict())

@@ -78,6 +78,7 @@ def test_a_loss_that_the_trainers_log_hides_raises_formats_after_its_step(tmp_pa
     assert all(torch.isfinite(tensor).all() for tensor in weights(run.model).values())
 
 
+@pytest.mark.slow
 def test_the_loss_and_the_norm_of_a_step_are_those_that_the_trainer_logs(tmp_path: Path) -> None:
     """Also of the tenth step, the last one of the epoch, which has one micro-batch in place of two."""
     run = train(tmp_path, config(guard="watch", policy="uniform-fp4"), max_steps=10, **LOW)
@@ -144,6 +145,7 @@ def test_after_failures_it_stops_and_a_resume_goes_on_from_the_last_good_checkpo
     assert differing(weights(again.model), load_file(tmp_path / "checkpoint-12" / "model.safetensors")) == []
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_it_says_to_start_anew(tmp_path: Path) -> None:
     with pytest.raises(TrainingDiverged, match="No state was saved while nothing was wrong: start anew") as caught:
         provoked(tmp_path, config(guard="roll-back", guard_failures=1), {3: float("nan")})
@@ -158,6 +160,7 @@ def test_a_trainer_gets_its_own_training_step_back(tmp_path: Path) -> None:
     assert "training_step" not in vars(plain.trainer)
 
 
+@pytest.mark.slow
 def test_alarms_are_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     provoked(tmp_path, config(policy="uniform-fp4"), {3: float("nan")}, max_steps=4)
     run_report(tmp_path, tmp_path / "figures")

@@ -79,7 +79,7 @@ def threads() -> Iterator[None]:
 
 
 HEALTHY: dict[str, tuple[int, dict[str, Any]]] = {
-    "by layer": (24, {"guard_window": 16}),
+    "by layer": (20, {"guard_window": 16}),
     "all in FP4": (24, {"guard_window": 16, "policy": "uniform-fp4"}),
     # As long as it takes for the default's window to be half full, and a while longer.
     "by layer, defaults": (84, {"guard_window": 128}),
@@ -199,6 +199,7 @@ def go_on(state: dict[str, Any], asked: SnipConfig, first: Loop, folder: Path, *
     return loop
 
 
+@pytest.mark.slow
 def test_raised_formats_and_what_spikes_are_told_from_survive_a_resume(tmp_path: Path) -> None:
     factors = {9: 1e3, 14: 1e3}
     whole = Provoked(config(), tmp_path / "whole", factors=factors, dropout=0.0)
@@ -216,6 +217,7 @@ def test_raised_formats_and_what_spikes_are_told_from_survive_a_resume(tmp_path:
     assert second.formats() == whole.formats()
 
 
+@pytest.mark.slow
 def test_after_failures_training_stops_and_goes_on_from_a_good_state_with_raised_formats(tmp_path: Path) -> None:
     factors = dict.fromkeys((9, 10), float("nan"))
     asked = config(guard="roll-back", guard_failures=2)

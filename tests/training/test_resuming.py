@@ -76,6 +76,7 @@ def test_another_target_refreshes_at_once_and_keeps_prices_and_ranking(
     assert sum("another target" in message for message in caplog.messages) == 1
 
 
+@pytest.mark.slow
 def test_a_plan_for_the_old_target_that_still_waits_is_left_out(tmp_path: Path) -> None:
     first, state = saved(3, config(), tmp_path)
     assert state["pending"]["step"] == 2
@@ -106,6 +107,7 @@ def test_a_policy_without_a_probe_makes_its_plan_at_once(tmp_path: Path) -> None
     assert second.formats() == {layer: dict(row) for layer, row in plan.assignment.items()}
 
 
+@pytest.mark.slow
 def test_a_speed_up_may_take_the_place_of_a_share_and_other_fields_are_refused_as_before(tmp_path: Path) -> None:
     first, state = saved(4, config(), tmp_path)
     asked = SnipConfig(**OPTIONS, rates="ideal", target_linear_speedup=2.0)

@@ -5,10 +5,10 @@ concerned run one format more precise from the next step on, for `guard_patience
 Layers are concerned whose own gradients are not finite, if these are some and not all; otherwise every layer is.
 
 A third trigger belongs to the refresh (`guard_noise`): a layer whose gradient is small against the noise of its
-quantization is raised before a new plan is put in force. Quantized training is reported to stall once the norm of the
-gradient falls below sqrt(3) times that of its quantization noise (Chmiel et al., "FP4 All the Way: Fully Quantized
-Training of LLMs", arXiv:2505.19115, section 4), for the gradients of the whole model. Here the ratio is taken layer by
-layer, at the GEMM of the weight's gradient (ours).
+quantization is raised before a new plan is put in force. Quantized training is reported to become less effective once
+the gradient norm falls below about sqrt(3) times the quantization noise (Chmiel et al., "FP4 All the Way: Fully
+Quantized Training of LLMs", arXiv:2505.19115, abstract). Here the ratio is taken layer by layer, at the GEMM of the
+weight's gradient (ours).
 """
 
 from __future__ import annotations

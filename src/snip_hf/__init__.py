@@ -29,7 +29,8 @@ With a `Trainer`, one callback does all of it:
 Any other loop calls a `SnipController` at three places of a step: `capture` before a forward pass,
 `before_optimizer_step`, and `after_step`. `convert_model` alone swaps the layers, and `restore_model` swaps them back;
 parameters and the keys of checkpoints stay what they were. A `PrecisionPlan` is the decision as data: it can be saved,
-read and applied again. `run_report` shows what a run did.
+read and applied again. `run_report` shows what a run did; `log_to` logs it to trackers as it happens, where no
+Trainer does.
 
 Number formats are data too. `formats` maps their names to entries, `register_format` adds one of your own, and
 `quantize` rounds a tensor as a GEMM in a format sees it. `SnipConfig.formats` names what a run chooses from.
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from .estimation.divergence import estimate_divergence as estimate_divergence
     from .estimation.ground_truth import measure_divergence as measure_divergence
     from .integrations.hub import keep_model_card as keep_model_card
+    from .integrations.loop_trackers import log_to as log_to
     from .integrations.trainer import SnipCallback as SnipCallback
     from .layers.convert import SnipLinearConfig as SnipLinearConfig
     from .layers.convert import convert_model as convert_model
@@ -85,6 +87,7 @@ _HOMES = {
     "estimate_divergence": ("estimation.divergence", "estimate_divergence"),
     "formats": ("numerics.formats", "FORMATS"),
     "keep_model_card": ("integrations.hub", "keep_model_card"),
+    "log_to": ("integrations.loop_trackers", "log_to"),
     "measure_divergence": ("estimation.ground_truth", "measure_divergence"),
     "quantize": ("numerics.rounding", "quantize"),
     "register_format": ("numerics.formats", "register_format"),
@@ -107,6 +110,7 @@ __all__ = [
     "estimate_divergence",
     "formats",
     "keep_model_card",
+    "log_to",
     "measure_divergence",
     "quantize",
     "register_format",

@@ -91,6 +91,8 @@ class SnipController:
         is_first = self.processes.everyone.is_first
         self._log = logger if is_first else _replica
         self._folder = RunFolder(output_dir if is_first else None)
+        self.output_dir = self._folder.run_dir
+        """Where the first process records the run; None: nowhere."""
         self._events = EventWriter(self._folder, is_first, self._log)
         self._schedule = Schedule(config, max_steps, self._log)
         self._calls = CallOrder(self.needs_probe, self._log)

@@ -148,6 +148,7 @@ class Refresher:
         divergence = {fmt: table.totals(fmt) for fmt in reversed(config.formats)}
         begun = self._in_force.begun(step)
         begun = replace(begun, loss=table.loss, divergence=divergence, memory_mib=memory, seconds=seconds)
+        begun = replace(begun, kernels=self._probe.layers.figures)
         ranked = {} if config.refresh_on_drift is None else ranking(setting, table)
         process = self._start_solver(program)
         self.prices = prices

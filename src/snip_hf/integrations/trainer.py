@@ -26,6 +26,7 @@ from ..training.counted_passes import TrainingPasses
 from ..training.refresh import Solving
 from .compilation import compile_by_regions, how_compiled
 from .hub import prepare_push, tag_model, write_section
+from .messages import follow_transformers
 from .reference import AS_POLICY, Reference, check_reference, find_reference
 from .state_files import StateFiles, cannot_resume
 from .trackers import Trackers
@@ -87,6 +88,7 @@ class SnipCallback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuses what cannot work, and swaps the linears before the Trainer wraps or compiles the model."""
         check_trainer(args)
+        follow_transformers(args)
         check_launch(self.config, AcceleratorState())
         compile_by_regions(self.config, args, AcceleratorState())
         model = unwrap(kwargs["model"])
@@ -99,6 +101,7 @@ class SnipCallback(TrainerCallback):
     ) -> None:
         # A callback that was added later saw no on_init_end; a run that an error ended saw no on_train_end.
         check_trainer(args)
+        follow_transformers(args)
         check_launch(self.config, AcceleratorState())
         outer: nn.Module = kwargs["model"]
         model = unwrap(outer)

@@ -13,6 +13,7 @@ from tracker_files import Stored, of_tensorboard, of_trackio, of_wandb, use_trac
 
 from snip_hf import log_to
 from snip_hf.integrations import tracker_runs
+from snip_hf.kernels.emulated import Emulated
 
 # What the plan of step 2 is known by when it is applied after step 4.
 OF_A_REFRESH = {
@@ -78,6 +79,16 @@ def test_a_function_gets_the_numbers_of_each_event_at_its_step() -> None:
     start, counted, refresh = (values for _, values in lines)
     assert (start["fp4_share"], counted["fp4_coverage"]) == (0.0, 1.0)
     assert set(refresh) == OF_A_REFRESH
+
+
+def test_what_the_backend_counts_is_logged_with_each_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Emulated, "figures", lambda self, layers: {"saturated_share": len(layers) / 100})
+    lines: list[dict[str, Any]] = []
+    loop = Loop()
+    assert loop.controller is not None
+    log_to(loop.controller, lambda values, step: lines.append(values))
+    loop.run(4)
+    assert [line["snip/saturated_share"] for line in lines if "snip/applied" in line] == [0.14]
 
 
 def test_an_accelerator_without_trackers_gets_nothing_and_no_figure_is_drawn(

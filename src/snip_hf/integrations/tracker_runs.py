@@ -16,6 +16,7 @@ import numpy as np
 
 from ..numerics.random_state import RandomState
 from ..records.load import load_run
+from ..reporting.quantities import PREFIX
 from ..text import printable
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ Images = Mapping[str, "np.ndarray[Any, Any]"]
 """Name -> (height, width, 3), uint8."""
 FIGURES = "figures"
 """Name of the drawing of figures for a `Guard`."""
-CONFIG = "snip"
+CONFIG = PREFIX.removesuffix("/")
 """The entry of a run's configuration that holds SNIP's."""
 
 

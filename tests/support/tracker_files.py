@@ -64,6 +64,7 @@ def of_tensorboard(folder: Path) -> Stored:
 def of_wandb(folder: Path) -> Stored:
     """Of the one offline run in a folder; its file is a log of records in blocks, as LevelDB has it."""
     messages = pytest.importorskip("wandb.proto.wandb_internal_pb2", reason="wandb")
+    sys.modules["wandb"].teardown()  # ends the process that writes the file
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
     found = Stored({}, {}, {})
     for data in _records(path.read_bytes()):

@@ -26,7 +26,7 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from snip_hf import SnipConfig
-from snip_hf.integrations.tracker_runs import Drawing
+from snip_hf.integrations.tracker_runs import FIGURES, Drawing, Guard
 from snip_hf.reporting import figures
 
 CONFIG = SnipConfig(start_format="bf16", **SCHEDULE)
@@ -210,6 +210,22 @@ def test_trackers_leave_the_numbers_of_training_as_they_are(wandb: types.ModuleT
     wandb.Image = draw
     told = train(tmp_path / "told", CONFIG, max_steps=STEPS, report_to=["wandb"])
     assert told.losses == train(tmp_path / "alone", CONFIG, max_steps=STEPS).losses
+
+
+@pytest.mark.parametrize(("error", "level"), [(ImportError("no Matplotlib"), "INFO"), (OSError("full"), "WARNING")])
+def test_what_fails_is_said_once_and_is_a_warning_unless_something_is_not_installed(
+    error: Exception, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise error
+
+    caplog.set_level(logging.INFO, "snip_hf")
+    guard = Guard()
+    for _ in range(2):
+        guard(FIGURES, fail)
+    said = f"snip-hf: no more figures are drawn for trackers: {error!r}"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [(level, said)]
+    assert guard.failed == {FIGURES}
 
 
 def test_figures_are_drawn_less_and_less_often_and_at_the_end() -> None:

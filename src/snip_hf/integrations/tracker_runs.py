@@ -101,7 +101,9 @@ class Guard:
         except Exception as error:  # a tracker may fail; training may not
             self.failed.add(name)
             what = "no more figures are drawn for trackers" if name == FIGURES else f"{name} is told no more of SNIP"
-            logger.warning("snip-hf: %s: %s", what, printable(repr(error), 1000))
+            # What is not installed is no mishap.
+            level = logging.INFO if isinstance(error, ImportError) else logging.WARNING
+            logger.log(level, "snip-hf: %s: %s", what, printable(repr(error), 1000))
 
 
 def write_settings(runs: Iterable[TrackerRun], settings: Mapping[str, Any], guard: Guard) -> None:

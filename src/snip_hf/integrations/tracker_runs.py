@@ -21,6 +21,9 @@ from ..text import printable
 
 logger = logging.getLogger(__name__)
 
+# Layers that a figure names at most. To name all of a deep model takes several times as long, and training waits.
+_MOST_NAMED = 64
+
 Images = Mapping[str, "np.ndarray[Any, Any]"]
 """Name -> (height, width, 3), uint8."""
 FIGURES = "figures"
@@ -165,7 +168,7 @@ def figures_of(folder: str | Path) -> dict[str, np.ndarray[Any, Any]]:
     run = dataclasses.replace(load_run(folder), losses={})
     with tempfile.TemporaryDirectory() as made:
         found = {}
-        for path in write_figures(run, made):
+        for path in write_figures(run, made, _MOST_NAMED):
             with Image.open(path) as image:
                 found[f"{CONFIG}/{path.stem}"] = np.asarray(image.convert("RGB"))
         return found

@@ -22,6 +22,7 @@ from ..policies.registry import aims_at_share, needs_probe, rule_assignment
 from ..policies.setting import Assignment, Setting
 from ..records.event_writer import EventWriter
 from ..records.events import RefreshBegun, Start
+from ..records.versions import installed_versions
 from .checks import check_sizes
 
 
@@ -187,7 +188,13 @@ class PlanInForce:
 
     def start(self, step: int) -> Start:
         """Returns the first event of a run that begins at a step."""
-        return Start(step=step, config=self.setting.config.to_dict(), plan=self.plan, model_name=self.model_name)
+        return Start(
+            step=step,
+            config=self.setting.config.to_dict(),
+            plan=self.plan,
+            model_name=self.model_name,
+            versions=installed_versions(),
+        )
 
     def begun(self, step: int) -> RefreshBegun:
         """Returns the event of a refresh that begins at a step, so far."""
@@ -247,13 +254,28 @@ def _planned(setting: Setting, assignment: Assignment, provenance: PlanProvenanc
     return PrecisionPlan(assignment, setting.flops, setting.stages, provenance, setting.measured, setting.tokens)
 
 
-def _loaded(path: str, flops: Work) -> PrecisionPlan:
+def formats_in_use(config: SnipConfig) -> tuple[str, ...]:
+    """Returns the names of the formats that a run may use: those of the plan file that it holds, or of its policy.
+
+    Raises:
+        ValueError: the plan file cannot be read.
+    """
+    if config.fixed_plan is None:
+        return config.formats
+    rows = _read(config.fixed_plan).assignment.values()
+    return tuple(sorted({name for row in rows for name in row.values()}))
+
+
+def _read(path: str) -> PrecisionPlan:
     try:
-        plan = PrecisionPlan.load(path)
+        return PrecisionPlan.load(path)
     except OSError as error:
         raise ValueError(f"fixed_plan={path!r} cannot be read: {error}.") from error
+
+
+def _loaded(path: str, flops: Work) -> PrecisionPlan:
     try:
-        return fitting(plan, flops)
+        return fitting(_read(path), flops)
     except (KeyError, ValueError) as error:
         raise ValueError(f"fixed_plan={path!r} does not fit the model: {error.args[0]}") from error
 

@@ -29,8 +29,8 @@ With a `Trainer`, one callback does all of it:
 Any other loop calls a `SnipController` at three places of a step: `capture` before a forward pass,
 `before_optimizer_step`, and `after_step`. `convert_model` alone swaps the layers, and `restore_model` swaps them back;
 parameters and the keys of checkpoints stay what they were. A `PrecisionPlan` is the decision as data: it can be saved,
-read and applied again. `run_report` shows what a run did; `log_to` logs it to trackers as it happens, where no
-Trainer does.
+read and applied again. `push_plan` and `load_plan` share it over the Hub. `run_report` shows what a run did; `log_to`
+logs it to trackers as it happens, where no Trainer does.
 
 Number formats are data too. `formats` maps their names to entries, `register_format` adds one of your own, and
 `quantize` rounds a tensor as a GEMM in a format sees it. `SnipConfig.formats` names what a run chooses from.
@@ -56,7 +56,10 @@ if TYPE_CHECKING:
     from .estimation.coverage import coverage as coverage
     from .estimation.divergence import estimate_divergence as estimate_divergence
     from .estimation.ground_truth import measure_divergence as measure_divergence
+    from .integrations.arguments import SnipArguments as SnipArguments
     from .integrations.hub import keep_model_card as keep_model_card
+    from .integrations.hub_plans import load_plan as load_plan
+    from .integrations.hub_plans import push_plan as push_plan
     from .integrations.loop_trackers import log_to as log_to
     from .integrations.trainer import SnipCallback as SnipCallback
     from .layers.convert import SnipLinearConfig as SnipLinearConfig
@@ -73,12 +76,13 @@ if TYPE_CHECKING:
     from .reporting.run_report import run_report as run_report
     from .training.controller import SnipController as SnipController
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Name -> the module that has it, and its name there.
 _HOMES = {
     "Pipeline": ("parallel.pipeline_ranks", "Pipeline"),
     "PrecisionPlan": ("planning.plan", "PrecisionPlan"),
+    "SnipArguments": ("integrations.arguments", "SnipArguments"),
     "SnipCallback": ("integrations.trainer", "SnipCallback"),
     "SnipConfig": ("config", "SnipConfig"),
     "SnipController": ("training.controller", "SnipController"),
@@ -89,8 +93,10 @@ _HOMES = {
     "estimate_divergence": ("estimation.divergence", "estimate_divergence"),
     "formats": ("numerics.formats", "FORMATS"),
     "keep_model_card": ("integrations.hub", "keep_model_card"),
+    "load_plan": ("integrations.hub_plans", "load_plan"),
     "log_to": ("integrations.loop_trackers", "log_to"),
     "measure_divergence": ("estimation.ground_truth", "measure_divergence"),
+    "push_plan": ("integrations.hub_plans", "push_plan"),
     "quantize": ("numerics.rounding", "quantize"),
     "register_format": ("numerics.formats", "register_format"),
     "register_layer_kind": ("layers.kinds", "register_layer_kind"),
@@ -102,6 +108,7 @@ _HOMES = {
 __all__ = [
     "Pipeline",
     "PrecisionPlan",
+    "SnipArguments",
     "SnipCallback",
     "SnipConfig",
     "SnipController",
@@ -112,8 +119,10 @@ __all__ = [
     "estimate_divergence",
     "formats",
     "keep_model_card",
+    "load_plan",
     "log_to",
     "measure_divergence",
+    "push_plan",
     "quantize",
     "register_format",
     "register_layer_kind",

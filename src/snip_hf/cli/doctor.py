@@ -140,11 +140,8 @@ def _backends(problems: list[str]) -> Iterator[str]:
         yield "no GPU that torch can use"
     for backend in BACKENDS.values():
         able = [str(device) for device in devices if backend.lacks(device) is None]
-        by_name = "" if backend.by_name_only is None else f"; by name only: {backend.by_name_only}"
         emulation = ", an emulation that is slower than BF16" if backend.is_emulation else ""
-        runs = (
-            f"runs on {', '.join(able)}{emulation}{by_name}" if able else f"does not run: {backend.lacks(devices[0])}"
-        )
+        runs = f"runs on {', '.join(able)}{emulation}" if able else f"does not run: {backend.lacks(devices[0])}"
         yield f"{backend.name}: {runs}"
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..extras import needed_by
 from ..numerics.random_state import RandomState
 from ..records.load import load_run
 from ..reporting.quantities import PREFIX
@@ -161,9 +162,9 @@ def figures_of(folder: str | Path) -> dict[str, np.ndarray[Any, Any]]:
         ImportError: Matplotlib is not installed.
         OSError, ValueError: the record of the run cannot be read.
     """
-    from PIL import Image
-
-    from ..reporting.figures import write_figures
+    with needed_by("figures for trackers"):
+        from ..reporting.figures import write_figures
+    from PIL import Image  # which Matplotlib needs
 
     run = dataclasses.replace(load_run(folder), losses={})
     with tempfile.TemporaryDirectory() as made:

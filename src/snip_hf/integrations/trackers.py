@@ -7,7 +7,6 @@ happens now and then, such as a refresh, gets an entry of its own, at the optimi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,8 @@ from transformers.integrations.integration_utils import (
 from ..estimation.coverage import Coverage
 from ..planning.plan import PrecisionPlan
 from ..records.events import Event, Refresh, Start
-from ..reporting.quantities import quantities_in_force, quantities_of, step_of
+from ..reporting.quantities import quantities_in_force, quantities_of, settings, step_of
+from ..training.controller import SnipController
 from .tracker_runs import FIGURES, Drawing, Guard, LoggedRun, TensorBoardRun, TrackerRun, write_settings
 
 _NAMES = {report: name for name, report in INTEGRATION_TO_CALLBACK.items()}
@@ -67,11 +67,11 @@ class Trackers:
         if not isinstance(event, Start):
             self._events.append(event)
 
-    def begin(self, settings: Callable[[], Mapping[str, Any]]) -> None:
+    def begin(self, controller: SnipController) -> None:
         """Writes SNIP's configuration to the trackers that take one; once, when their runs have begun."""
         if not self._has_settings and self._is_first_process:
             self._has_settings = True
-            write_settings(self._runs(), settings(), self._guard)
+            write_settings(self._runs(), settings(controller.config.to_dict(), controller.backend), self._guard)
 
     def add(
         self, state: TrainerState, logs: dict[str, Any] | None, plan: PrecisionPlan, coverage: Coverage | None

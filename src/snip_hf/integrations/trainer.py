@@ -18,7 +18,6 @@ from ..layers.convert import convert_model
 from ..layers.run_hooks import RunMark, marks_on
 from ..parallel.wrappers import unwrap
 from ..records.event_writer import Tracker, check_tracker
-from ..reporting.quantities import settings
 from ..text import WITHOUT_PROBE, printable
 from ..training.checks import check_launch, check_trainer
 from ..training.controller import SnipController
@@ -162,10 +161,9 @@ class SnipCallback(TrainerCallback):
     ) -> None:
         if self._is_restored:
             return
-        controller = self._running()
+        self._figures.begin(self._running())
         assert self._passes is not None
         self._passes.is_open = True
-        self._figures.begin(lambda: settings(controller.config.to_dict(), controller.backend))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -32,17 +32,28 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import yaml
 from torch import nn
 
+from ..kernels.backend import BACKENDS
 from ..planning.plan import PrecisionPlan
 from ..records.history import read_history
 from ..records.run_folder import FOLDER
 from ..text import printable
 from .card_text import base_model_of, new_card, read_card, with_metadata, with_section
-from .model_card import MARKS, Training, model_card_section, model_tags, with_figures_from_the_top
+from .model_card import (
+    MARKS,
+    Training,
+    device_name,
+    draw_figures,
+    model_card_section,
+    model_tags,
+    with_figures_from_the_top,
+)
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerState
+
+    from ..training.controller import SnipController
 
 # Characters of a message.
 _MESSAGE = 1000
@@ -54,6 +65,18 @@ class _WritesSection(Protocol):
 
     def write_card_section(self) -> list[str]:
         """Writes `snip/README.md` and returns the card's tags; none where there is no run to speak of."""
+
+
+def training_of(
+    controller: SnipController, output_dir: Path, state: TrainerState | None, is_training: bool
+) -> Training:
+    """Returns what a model card says beside the record. Figures take seconds: there are none during training."""
+    return Training(
+        arithmetic=BACKENDS[controller.backend].arithmetic,
+        device=device_name(controller.model),
+        figures=() if is_training else draw_figures(output_dir),
+        log=[] if state is None else state.log_history,
+    )
 
 
 def prepare_push(output_dir: str | os.PathLike[str], model: nn.Module, training: Training) -> None:

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..config import SnipConfig
-from ..kernels.backend import BACKENDS
 from ..layers.convert import convert_model
 from ..layers.run_hooks import RunMark, marks_on
 from ..parallel.wrappers import unwrap
@@ -24,8 +23,9 @@ from ..training.controller import SnipController
 from ..training.counted_passes import TrainingPasses
 from ..training.refresh import Solving
 from .compilation import compile_by_regions, how_compiled
-from .hub import prepare_push, tag_model, write_section
-from .model_card import Training, device_name, draw_figures
+from .hub import prepare_push, tag_model, training_of, write_section
+from .messages import follow_transformers
+from .model_card import Training
 from .reference import AS_POLICY, Reference, check_reference, find_reference, give_back
 from .state_files import StateFiles, load_state
 from .trackers import Trackers
@@ -93,6 +93,7 @@ class SnipCallback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuses what cannot work, and swaps the linears before the Trainer wraps or compiles the model."""
         check_trainer(args)
+        follow_transformers(args)
         check_launch(self.config, AcceleratorState())
         compile_by_regions(self.config, args, AcceleratorState())
         model = unwrap(kwargs["model"])
@@ -105,11 +106,12 @@ class SnipCallback(TrainerCallback):
     ) -> None:
         # A callback that was added later saw no on_init_end; a run that an error ended saw no on_train_end.
         check_trainer(args)
+        follow_transformers(args)
         check_launch(self.config, AcceleratorState())
         outer: nn.Module = kwargs["model"]
         model = unwrap(outer)
         self._take_from_others(model, state)
-        self._state, self._is_restored = state, False
+        self._state, self._is_restored, self._figures = state, False, Trackers()
         output_dir = args.output_dir if state.is_world_process_zero else None
         self._folder = None if output_dir is None else os.path.realpath(output_dir)
         if output_dir is not None and self._is_of_outer_run(self._folder):
@@ -128,13 +130,14 @@ class SnipCallback(TrainerCallback):
             solving=self._solving,
         )
         self.controller.compiled = how_compiled(args, AcceleratorState())
-        for tracker in self._trackers:
+        for tracker in (*self._trackers, self._figures.note):
             self.controller.add_tracker(tracker)
         self._mark = RunMark(self._end_restored)
         self._mark.put_on(model)
         self._passes = TrainingPasses(outer, self.controller, self._mark)
         try:
             self._connect(find_trainer(state))
+            self._figures.open(find_trainer(state), self, None if output_dir is None else self._folder)
             # The first process may be the only one that sees the checkpoint.
             saved = self.controller.processes.everyone.by_first(lambda: self._files.read(args, state))
             if saved is not None:
@@ -164,7 +167,7 @@ class SnipCallback(TrainerCallback):
     ) -> None:
         if self._is_restored:
             return
-        self._running()
+        self._figures.begin(self._running())
         assert self._passes is not None
         self._passes.is_open = True
 
@@ -189,6 +192,7 @@ class SnipCallback(TrainerCallback):
             return
         end_step(self._running(), args, state, self._release)
         self._let_reference_follow()
+        self._figures.flush(args, state, control)
         # Callbacks may exchange weights around saving, before or after this one; the checkpoint gets those of now, or
         # those that are found when it is there.
         self._weights = self._running().weights_fingerprint() if control.should_save else None
@@ -217,13 +221,7 @@ class SnipCallback(TrainerCallback):
         return write_section(Path(self._folder), self.controller.model, training)
 
     def _for_card(self, controller: SnipController, output_dir: Path) -> Training:
-        """Returns what a model card says beside the record. Figures take seconds: there are none during training."""
-        return Training(
-            arithmetic=BACKENDS[controller.backend].arithmetic,
-            device=device_name(controller.model),
-            figures=() if self._is_training() else draw_figures(output_dir),
-            log=[] if self._state is None else self._state.log_history,
-        )
+        return training_of(controller, output_dir, self._state, self._is_training())
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -234,6 +232,7 @@ class SnipCallback(TrainerCallback):
         """
         controller, outer_run, reference = self._running(), self._outer_run, self._reference
         self._release()
+        self._figures.flush(args, state, control)
         if not self._is_restored:
             tag_model(controller.model, controller.plan)
         if outer_run is not None:  # which goes on in the layers and formats of its own
@@ -289,9 +288,9 @@ class SnipCallback(TrainerCallback):
         logger.info("snip-hf: another run on the same model has ended; this one goes on with its plan.")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Shows the FP4 share next to the loss: to later callbacks, in `state.log_history` and to the trackers."""
+        """Shows the FP4 share next to the loss: to all callbacks, in `state.log_history` and to the trackers."""
         if self.controller is not None and not self._is_restored:
-            self._figures.add(args, state, control, kwargs.get("logs"), self.controller.plan, self.controller.coverage)
+            self._figures.add(state, kwargs.get("logs"), self.controller.plan, self.controller.coverage)
 
     def _save_state(self, args: TrainingArguments, state: TrainerState) -> None:
         """Writes the state into the checkpoint of this step, if there is one."""

@@ -35,7 +35,6 @@ from .chunks import ChunkNumbers
 from .expectation import Expectation, how_compiled, tokens_of
 from .fingerprint import weights_fingerprint
 from .guard import guard_of
-from .plans import describe_plan
 from .preparation import find_processes
 from .refresh import Solving
 from .resuming import Resuming
@@ -93,6 +92,8 @@ class SnipController:
         is_first = self.processes.everyone.is_first
         self._log = logger if is_first else _replica
         self._folder = RunFolder(output_dir if is_first else None)
+        self.output_dir = self._folder.run_dir
+        """Where the first process records the run; None: nowhere."""
         self._events = EventWriter(self._folder, is_first, self._log)
         self._schedule = Schedule(config, max_steps, self._log)
         self._calls = CallOrder(self.needs_probe, self._log)
@@ -114,8 +115,7 @@ class SnipController:
 
     def _begin(self, run: RunParts, max_steps: int | None) -> None:
         """Takes over the parts of the run, puts the hooks in place and says what the run starts with."""
-        self.config, self.model = run.config, run.model
-        self.model_name = run.in_force.model_name
+        self.config, self.model, self.model_name = run.config, run.model, run.in_force.model_name
         self.backend = run.backend
         """Name of the backend in use."""
         self.compiled: str | None = None
@@ -123,7 +123,7 @@ class SnipController:
         self._expectation = Expectation(run.backend, run.layers.present, self._log)
         self._layers, self._source, self._probe = run.layers, run.source, run.probe
         self._in_force, self._refresher, self._detector = run.in_force, run.refresher, run.detector
-        self._coverage = run.coverage
+        self._coverage, self._messages = run.coverage, run.messages
         self._guard = guard_of(run, self._schedule, self.processes, self._events, self._log)
         self._resuming = Resuming(run, self._schedule, self._events, self._log)
         check_alike(self._layers.present, self.plan, max_steps, self.processes)
@@ -131,7 +131,6 @@ class SnipController:
         self._chunks = ChunkNumbers(parts_of(self.model), self.config.seed, lambda: self.step + 1)
         self._source.attach(self.model, self._layers.all, lambda: self._before_optimizer_step(self.step + 1))
         self._layers.share_inputs(self._in_force.setting)
-        self._log.info("snip-hf: policy %s, %s.", self.config.policy, describe_plan(self.plan))
         self._schedule.say_if_too_short()
         self._refresher.say_if_untrained()
 
@@ -241,6 +240,7 @@ class SnipController:
         is_left_out = self._guard is not None and self._guard.leaves_out(step)
         self._schedule.say_if_left_out(step, self._refresher.is_planned(step))
         self._coverage.count_first(step, is_new=self._is_new)
+        self._messages.begin(self.plan, self.coverage, self._expectation.text)
         watch, refreshes = self._disarm(), self._refreshes(step)
         if is_left_out:  # there are no gradients to probe with
             if refreshes:
@@ -287,6 +287,7 @@ class SnipController:
         self._disarm()
         self._refresher.drop(self.step, f"training ended at step {self.step}")
         self._schedule.say_if_ended_early(self.step)
+        self._messages.end(self.step, self.plan)
         self._folder.release()
 
     def retake(self) -> None:

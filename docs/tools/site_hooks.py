@@ -1,16 +1,18 @@
-"""What mkdocs does with this project's pages beside its own: pages from elsewhere, and links as GitHub reads them.
+"""What mkdocs does with this project's pages beside its own work: pages from elsewhere, and links as GitHub reads them.
 
 The pages are written for GitHub first: they link to each other, to sources and to folders by relative paths. On the
 site, links within docs/ stay as they are. Links to pages that the site takes from elsewhere lead to these pages, and
-links to all other files lead to the repository.
+links to all other files lead to the repository. mkdocs checks the links of Markdown; those of notebooks are checked
+here.
 """
 
 from __future__ import annotations
 
+import logging
 import os.path
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -25,7 +27,10 @@ FROM_ELSEWHERE = {
     "evaluation.md": "eval/README.md",
     "changes.md": "CHANGELOG.md",
 }
+# A warning ends a strict build.
+logger = logging.getLogger("mkdocs.hooks.site")
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
+HREF = re.compile(r'(?<=href=")(?!#)([^"]+\.(?:md|ipynb))(#[^"]*)?(?=")')
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
@@ -49,7 +54,24 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return outside_fences(markdown, lambda text: LINK.sub(on_site, text))
 
 
-def outside_fences(markdown: str, change: Any) -> str:
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+
+    def on_site(match: re.Match[str]) -> str:
+        link = site_link(match[1], f"docs/{page.file.src_uri}", page.file.src_uri, str(config.repo_url).rstrip("/"))
+        if "://" in link:
+            return link
+        target = files.get_file_from_path(os.path.normpath(os.path.join(os.path.dirname(page.file.src_uri), link)))
+        if target is None:
+            logger.warning("Notebook '%s' has a link '%s' that leads to no page.", page.file.src_uri, match[1])
+            return link
+        return target.url_relative_to(page.file) + (match[2] or "")
+
+    return HREF.sub(on_site, html)
+
+
+def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
     """The text, with `change` made to what is not in a block of code."""
     parts, end = [], 0
     for fence in FENCE.finditer(markdown):
@@ -70,6 +92,8 @@ def site_link(link: str, here: str, page: str, repository: str) -> str:
     if (ROOT / target).is_dir() and (ROOT / target / "README.md").is_file():
         target += "/README.md"
     if not target.startswith("docs/"):
+        if not (ROOT / target).exists():
+            logger.warning("'%s' has a link '%s' that leads to no file of the repository.", here, link)
         kind = "tree" if (ROOT / target).is_dir() else "blob"
         return f"{repository}/{kind}/main/{target}{hash_sign}{anchor}"
     return os.path.relpath(target.removeprefix("docs/"), os.path.dirname(page) or ".") + hash_sign + anchor

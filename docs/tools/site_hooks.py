@@ -13,11 +13,12 @@ import os.path
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
-from pymdownx.slugs import slugify
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 # Name on the site -> file of the repository.
@@ -35,11 +36,15 @@ FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    from pymdownx.slugs import slugify
+
     config.mdx_configs.setdefault("toc", {})["slugify"] = slugify(case="lower")
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
+    from mkdocs.structure.files import File
+
     for name, path in FROM_ELSEWHERE.items():
         files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
     return files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import importlib
 import json
 import re
 import subprocess
@@ -31,14 +32,13 @@ def pages_of(navigation: Any) -> Iterator[str]:
             yield from pages_of(entry)
 
 
+@pytest.fixture(autouse=True)
+def _tools_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS / "tools")
+
+
 def hooks() -> ModuleType:
-    pytest.importorskip("mkdocs", reason="mkdocs builds the site; the extra docs has it")
-    sys.path.insert(0, str(DOCS / "tools"))
-    try:
-        import site_hooks
-    finally:
-        sys.path.remove(str(DOCS / "tools"))
-    return site_hooks
+    return importlib.import_module("site_hooks")
 
 
 def test_every_page_of_the_documentation_is_in_the_navigation_once() -> None:
@@ -79,11 +79,7 @@ def test_code_blocks_keep_what_looks_like_a_link() -> None:
 
 
 def test_the_pictures_are_those_that_the_script_draws() -> None:
-    sys.path.insert(0, str(DOCS / "tools"))
-    try:
-        import pictures
-    finally:
-        sys.path.remove(str(DOCS / "tools"))
+    pictures = importlib.import_module("pictures")
     written = {path.stem: path.read_text(encoding="utf-8") for path in (DOCS / "pictures").glob("*.svg")}
     assert {name: draw() for name, draw in pictures.PICTURES.items()} == written
 

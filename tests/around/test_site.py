@@ -49,6 +49,11 @@ def test_every_page_of_the_documentation_is_in_the_navigation_once() -> None:
     assert set(shown) - written == set(hooks().FROM_ELSEWHERE)
 
 
+def test_the_home_page_names_every_page_beside_it() -> None:
+    named = set(re.findall(r"\]\(([\w/-]+\.(?:md|ipynb))", (DOCS / "README.md").read_text(encoding="utf-8")))
+    assert {path.name for path in DOCS.glob("*.md")} - named == {"README.md"}
+
+
 def test_the_reference_shows_every_public_name() -> None:
     shown = re.findall(r"^::: snip_hf\.(\S+)$", (DOCS / "reference.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(shown) == sorted(snip_hf.__all__)

@@ -116,7 +116,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     known = (*OURS, *OURS_ALONE, *IN_TRAINER, *TORCHAO)
     quickly = ("snip-hf FP4, ties", "snip-hf MXFP4, ties", "snip-hf FP4", *IN_TRAINER, "torchao tensorwise")
     # Blockwise takes 200 s to try its kernels.
-    options.recipes = options.recipes or (quickly if quick else [name for name in known if name != BLOCKWISE])
+    options.recipes = options.recipes or (
+        quickly if quick else [name for name in known if name not in (BLOCKWISE, *setting.WITH_CHANGES)]
+    )
     for recipe in options.recipes:
         if recipe not in known:
             parser.error(f"--recipes: {recipe!r} is not known; expected some of {', '.join(known)}")

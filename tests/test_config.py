@@ -604,7 +604,14 @@ def test_presets_differ_from_the_default_in_what_their_page_says() -> None:
     sets: dict[str, dict[str, Any]] = {
         "layer": {},
         "gemm": {"granularity": "gemm"},
-        "hopper": {"granularity": "gemm", "ties": "auto", "first_refresh": 200, "apply_delay": 20},
+        "hopper": {
+            "formats": ["mxfp4", "fp8-tensor"],
+            "start_format": "fp8-tensor",
+            "granularity": "gemm",
+            "ties": "auto",
+            "first_refresh": 200,
+            "apply_delay": 20,
+        },
         "paper": {"objective": "paper"},
     }
     assert {name: SnipConfig.preset(name).to_dict() for name in sets} == {
@@ -617,7 +624,7 @@ def test_presets_differ_from_the_default_in_what_their_page_says() -> None:
         assert all(f"`{field}" in row for field in sets[name])
     recipe = yaml.safe_load((REPOSITORY / "recipes" / "hopper.yaml").read_text(encoding="utf-8"))
     assert SnipConfig.from_dict(recipe["snip"]) == SnipConfig.preset("hopper")
-    assert SnipConfig.preset("hopper", ties=(), seed=3) == SnipConfig(
+    assert SnipConfig.preset("hopper", ties=(), formats=("fp4", "fp8"), seed=3) == SnipConfig(
         granularity="gemm", first_refresh=200, apply_delay=20, seed=3
     )
     message = "Unknown preset 'gem'; expected one of paper, layer, gemm, hopper. Did you mean 'gemm'?"

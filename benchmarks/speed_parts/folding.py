@@ -81,7 +81,7 @@ def layouts(rate: float, identity: Row, options: argparse.Namespace) -> Iterator
     row_gemm, column_gemm = _GEMMS_OF[identity["operand"]]
     figures = {}
     for name, gemms in {"both": (row_gemm, column_gemm), "rows": (row_gemm, -1), "columns": (-1, column_gemm)}.items():
-        fold = partial(operators.fold_operand, x, state, records.record, records.table, number, *gemms, True)
+        fold = partial(operators.fold_operand, x, state, records.record, records.table, number, gemms, True)
         bound = (x.nbytes + sum(output.nbytes for output in fold())) / rate
         figures |= timed_against(bound, milliseconds(replayed(fold), device), name)
     yield figures
@@ -126,10 +126,10 @@ def products(size: tuple[int, int], fmt: str, data: str, options: argparse.Names
         left, right, shape, dtype = pairs[gemm]
         bf16 = milliseconds(high[gemm], device)
         for fast in (False, True):
-            call = partial(product, *left, *right, *shape, fast, dtype)
+            call = partial(product, [*left, *right], *shape, fast, dtype)
             taken = milliseconds(call, device)
             rates = {"tflops": tera / taken, "bf16_tflops": tera / bf16, "speedup": bf16 / taken}
-            fault = error(product(*left, *right, *shape, fast, torch.float32), left, right)
+            fault = error(product([*left, *right], *shape, fast, torch.float32), left, right)
             yield {"gemm": gemm, "fast": fast, "us": 1e3 * taken, **rates, **fault}
 
 

@@ -41,6 +41,13 @@ OURS: dict[str, dict[str, Any]] = {
     "snip-hf MXFP4, ties, fast sums": {"policy": "uniform-mxfp4", "ties": TIES, "formats": FOLDED},
     "snip-hf FP8 tensor, ties": {"policy": "uniform-fp8-tensor", "ties": TIES, "formats": FOLDED},
 }
+# Recipe -> which changes of the backend "tensor-scaled" it has (`switches.CHANGES`); those that are not named have all.
+WITH_CHANGES: dict[str, tuple[str, ...]] = {
+    "snip-hf MXFP4, ties, before": (),
+    "snip-hf MXFP4, ties, + launches": ("spared launches",),
+    "snip-hf MXFP4, ties, + sums": ("spared launches", "fast sums"),
+}
+OURS |= dict.fromkeys(WITH_CHANGES, OURS["snip-hf MXFP4, ties"])
 # Those in which the tensor cores keep partial sums in 14 bits, in every GEMM.
 FAST_SUMS = ("snip-hf MXFP4, ties, fast sums",)
 OURS_ALONE = {"snip-hf FP4": "fp4", "snip-hf FP8": "fp8"}

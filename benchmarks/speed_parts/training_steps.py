@@ -31,6 +31,7 @@ from .measuring import (
     release,
 )
 from .setting import ACCUMULATING, BF16, OURS, WARM_UP, Row
+from .switches import CHANGES, turn_on
 from .torchao_recipes import TORCHAO
 
 _SUMS = dict(operators.FAST_SUMS)
@@ -58,6 +59,8 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type == "cuda")
         self.controller = None
         operators.FAST_SUMS.update(dict.fromkeys(GEMMS, True) if recipe in setting.FAST_SUMS else _SUMS)
+        if isinstance(recipe, str):
+            turn_on(setting.WITH_CHANGES.get(recipe, CHANGES))
         if recipe in OURS:
             by_name = {"backend": "tensor-scaled"} if device.type == "cuda" and "formats" in OURS[recipe] else {}
             recipe = SnipConfig(**OURS[recipe], **by_name, seed=seed)

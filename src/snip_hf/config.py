@@ -70,7 +70,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"granularity": "layer", "objective": "paper"},
     "layer": {"granularity": "layer"},
     "gemm": {"granularity": "gemm"},
-    "hopper": {"granularity": "gemm", "ties": FOUND, "first_refresh": 200, "apply_delay": 20},
+    "hopper": {"formats": ("mxfp4", "fp8-tensor"), "granularity": "gemm", "ties": FOUND}
+    | {"first_refresh": 200, "apply_delay": 20},
 }
 # Seconds: a week. Clocks and timers take more, but nobody waits longer for a plan or a rank.
 LONGEST_WAIT = 7 * 24 * 3600.0
@@ -360,7 +361,8 @@ class SnipConfig(FieldNames):
         """Builds a config from a named set of values (docs/config.md says why these).
 
         "layer": the default. "gemm": the three GEMMs of a linear apart, the best known for the loss. "hopper": as
-        "gemm", for an H100 or H200, with ties that let linears of the same input quantize it once. "paper": by layer,
+        "gemm", for an H100 or H200, in MXFP4 and FP8 with one scale per tensor, with ties that let linears of the same
+        input quantize it once. "paper": by layer,
         Q = dL + dW, as far as the paper is known.
 
         Args:

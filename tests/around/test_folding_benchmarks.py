@@ -9,10 +9,12 @@ import mxfp4_range
 import pytest
 import torch
 from shared import texts
-from speed_parts import folding, setting
+from speed_parts import folding, setting, switches
 from test_benchmarks import speed_options
 
 from snip_hf.config import SnipConfig
+from snip_hf.kernels.tensor_scaled import operators
+from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.numerics.scales import block_scales
@@ -64,3 +66,18 @@ def test_a_run_looks_at_all_operands_and_follows_their_largest_magnitudes(monkey
         assert row["outside_without_headroom"] <= row["outside"] < 0.1
     assert all(row["largest_rise"] >= -row["largest_fall"] for row in rises)
     assert len(mxfp4_range.table(rows).splitlines()) == 2 + 6 + 3 + 3
+
+
+def test_a_recipe_has_the_changes_that_it_names_and_others_have_all() -> None:
+    def in_force() -> tuple[bool, dict[str, bool], bool]:
+        return operators.SPARES_LAUNCHES, dict(operators.FAST_SUMS_FOLDED), TENSOR_SCALED.quantizes_late
+
+    before = in_force()
+    switches.turn_on(setting.WITH_CHANGES["snip-hf MXFP4, ties, before"])
+    assert in_force() == (False, dict.fromkeys(GEMMS, False), False)
+    switches.turn_on(setting.WITH_CHANGES["snip-hf MXFP4, ties, + sums"])
+    assert in_force() == (True, before[1], False)
+    with pytest.raises(ValueError, match="expected some of spared launches, fast sums, late columns"):
+        switches.turn_on(["other"])
+    switches.turn_on(switches.CHANGES)
+    assert in_force() == before

@@ -158,6 +158,7 @@ def main() -> None:
         found[name] = {"error": error, "seconds": time.monotonic() - began, "messages": [*messages]}
         dist.barrier()
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -97,6 +97,8 @@ def main() -> None:
     except Exception as error:
         found["skipping"] = f"{type(error).__name__}: {error}"
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from snip_hf.kernels import trials
-from snip_hf.kernels.backend import BACKENDS, select_backend, why_emulated
+from snip_hf.kernels.backend import BACKENDS, select_backend
 from snip_hf.kernels.tensor_scaled import backend as tensor_scaled_backend
 from snip_hf.kernels.tensor_scaled import operators, records, trial
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
@@ -156,7 +156,7 @@ def test_a_gradient_below_the_range_keeps_its_mean() -> None:
 def test_a_pass_that_is_not_trained_on_leaves_no_note() -> None:
     found = Records.new(CPU)
     before = found.record.clone()
-    operators.fold_operand(rising(40, 40), numbers(("mxfp4",) * 3), found.record, found.table, 0, 0, 2, False)
+    operators.fold_operand(rising(40, 40), numbers(("mxfp4",) * 3), found.record, found.table, 0, (0, 2), False)
     assert torch.equal(found.record, before)
 
 
@@ -185,11 +185,11 @@ def test_the_operators_are_what_torch_demands_of_operators() -> None:
     found, state = Records.new(CPU), numbers(("mxfp4", "fp8-tensor", "ufp4"))
     x = rising(40, 70)
     tests = ("test_faketensor", "test_aot_dispatch_dynamic")
-    arguments = (x, state, found.record, found.table, 0, 0, 2, False)
+    arguments = (x, state, found.record, found.table, 0, (0, 2), False)
     torch.library.opcheck(operators.fold_operand, arguments, test_utils=tests)
     rows, scale, *_ = operators.fold_operand(*arguments)
     product = torch.ops.snip_hf.tensor_scaled_product
-    arguments = (rows, scale, rows, scale, 40, 40, False, torch.float32)
+    arguments = ([rows, scale, rows, scale], 40, 40, False, torch.float32, found.record, 0)
     torch.library.opcheck(product, arguments, test_utils=tests)
 
 
@@ -306,27 +306,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 0)], ids=str)
-def test_it_is_taken_by_its_name_where_it_knows_all_formats(machine: Any, capability: tuple[int, int]) -> None:
+def test_it_is_taken_where_it_knows_all_formats(machine: Any, capability: tuple[int, int]) -> None:
     machine(capability)
     for formats in (("mxfp4", "fp8-tensor"), ("ufp4", "fp8-tensor", "bf16"), ("fp8-tensor",)):
         assert select_backend("tensor-scaled", "cuda", formats) is TENSOR_SCALED
-        assert select_backend("auto", "cuda", formats) is not TENSOR_SCALED
+        assert select_backend("auto", "cuda", formats) is TENSOR_SCALED
     for formats in (("mxfp4", "fp8"), ("nvfp4", "fp8-tensor")):
         with pytest.raises(ValueError, match="backend='tensor-scaled' cannot run: its kernels do not know the format"):
             select_backend("tensor-scaled", "cuda", formats)
-
-
-def test_the_log_says_why_auto_does_not_take_it_and_nothing_is_tried_out(
-    machine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_trial(name: str, device: torch.device) -> None:
-        raise AssertionError("a trial takes time on the GPU")
-
-    machine((9, 0))
-    monkeypatch.setattr(tensor_scaled_backend, "fault", no_trial)
-    assert select_backend("auto", "cuda", ("mxfp4", "fp8-tensor")) is BACKENDS["emulated"]
-    reason = why_emulated(torch.device("cuda"), ("mxfp4", "fp8-tensor"))
-    assert reason is not None and reason.startswith("backend='tensor-scaled' is taken by name only: with a single")
 
 
 def test_a_trial_that_fails_leaves_the_run_emulated_and_says_why(machine: Any) -> None:

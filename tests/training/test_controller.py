@@ -34,7 +34,10 @@ from torch import Tensor, nn
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model
 from snip_hf.estimation.divergence import divergences_at
 from snip_hf.estimation.table import Divergence, DivergenceTable
+from snip_hf.kernels.backend import BACKENDS, register_backend
+from snip_hf.kernels.emulated import Emulated
 from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.formats import NumberFormat
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.numerics.random_streams import stream_key
 from snip_hf.parallel.wrappers import unwrap
@@ -716,6 +719,24 @@ def test_a_plan_file_is_held_fixed_and_that_of_another_model_is_refused(tmp_path
     path.write_bytes(path.read_bytes()[:500])
     message = refusal(lambda: Loop(SnipConfig(fixed_plan=str(path))))
     assert message.startswith(f"{path} is not a usable precision plan: it is not valid JSON, perhaps truncated (line ")
+
+
+def test_the_backend_is_chosen_by_the_formats_of_a_plan_file(tmp_path: Path) -> None:
+    loop = Loop(SnipConfig(policy="uniform-nvfp4", formats=("nvfp4", "mxfp8")))
+    path = tmp_path / "plan.json"
+    loop.controller.plan.save(path)
+
+    class Other(Emulated):
+        name = "other"
+        is_emulation = False
+
+        def runs(self, format: NumberFormat) -> bool:
+            return format.name != "nvfp4"
+
+    with BACKENDS.restored():
+        register_backend(Other())
+        assert Loop(SnipConfig()).controller.backend == "other"
+        assert Loop(SnipConfig(fixed_plan=str(path))).controller.backend == "emulated"
 
 
 def test_the_share_of_a_plan_file_is_that_of_the_models_flops_whatever_the_file_says(

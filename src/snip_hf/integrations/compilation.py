@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 from ..config import SnipConfig
 from ..kernels.backend import select_backend
 from ..training.expectation import AS_A_WHOLE, BY_REGIONS
+from ..training.plans import formats_in_use
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def compile_by_regions(config: SnipConfig, args: TrainingArguments, accelerator:
     plugin = getattr(accelerator, "dynamo_plugin", None)
     if not args.torch_compile or plugin is None or plugin.use_regional_compilation or REGIONS in os.environ:
         return
-    if select_backend(config.backend, args.device, config.formats).is_emulation:
+    if select_backend(config.backend, args.device, formats_in_use(config)).is_emulation:
         return
     if args.world_size > 1:
         logger.info("snip-hf: %s=true may be faster than compiling the whole model, and compiles sooner.", REGIONS)

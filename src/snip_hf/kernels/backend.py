@@ -68,8 +68,6 @@ class Backend(ABC):
     """Whether torch.compile compiles a layer again when a GEMM of it changes to or from no quantization."""
     runs_groups: ClassVar[bool] = False
     """Whether it has `grouped_forward`. Where it has not, the emulated backend runs layers of several matrices."""
-    by_name_only: ClassVar[str | None] = None
-    """Why "auto" does not take it; None: it does."""
     measured_speeds: ClassVar[Mapping[int, float]] = {}
     """Hidden size -> speed of training, in that of compiled BF16, for the log. The smallest size is the least at which
     the backend pays. Empty: nothing was measured."""
@@ -216,8 +214,7 @@ def select_backend(requested: str, device: torch.device | str, formats: Sequence
     """
     device = torch.device(device)
     if requested == "auto":
-        taken = [backend for backend in BACKENDS.values() if backend.by_name_only is None]
-        able = [backend for backend in taken if _cannot(backend, device, formats) is None]
+        able = [backend for backend in BACKENDS.values() if _cannot(backend, device, formats) is None]
         # An emulation that is registered later must not take the place of real kernels.
         return min(able, key=lambda backend: backend.is_emulation)
     reason = _cannot(BACKENDS[BACKENDS.checked(requested, "backend")], device, formats)
@@ -243,15 +240,8 @@ def why_emulated(device: torch.device, formats: Sequence[str]) -> str | None:
     if not able and not suited:
         return f"no other backend has kernels for {', '.join(quantized)} together"
     both = [backend for backend in suited if backend in able]
-    reasons = [_why_not_taken(backend, device, formats) for backend in both or suited or able]
+    reasons = [_cannot(backend, device, formats) for backend in both or suited or able]
     return None if None in reasons else reasons[0]
-
-
-def _why_not_taken(backend: Backend, device: torch.device, formats: Sequence[str]) -> str | None:
-    """Returns what keeps "auto" from a backend; one that is taken by name only is not tried out."""
-    if backend.by_name_only is None or backend.lacks(device) is not None:
-        return _cannot(backend, device, formats)
-    return f"backend={backend.name!r} is taken by name only: {backend.by_name_only}"
 
 
 def _cannot(backend: Backend, device: torch.device, formats: Sequence[str]) -> str | None:

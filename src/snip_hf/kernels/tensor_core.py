@@ -84,6 +84,10 @@ class TensorCoreBackend(Backend):
     """Computes in BF16; layers whose compute dtype is another one run emulated."""
 
     recompiles_for_bf16 = True
+    quantizes_late = False
+    """Whether the input of a compiled linear is quantized for grad_weight in the backward pass, if the linear shares it
+    with no other and has as many inputs as outputs or more. torch.compile then computes the input again from what
+    activations and attention save anyway."""
 
     @abstractmethod
     def quantize_input(self, layer: Layer, x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
@@ -120,7 +124,11 @@ class TensorCoreBackend(Backend):
         if all(high):
             return torch.nn.functional.linear(x, layer.matrix.to(x.dtype), bias)
         keeps_x = torch.is_grad_enabled() and layer.weight.requires_grad
-        gemms = -1 if high[0] else 0, 2 if keeps_x and not high[2] else -1
+        # Tied layers save one layout for all of them, and would each quantize it in the backward pass.
+        out_features, in_features = layer.matrix.shape
+        is_alone = cache.tied is None and torch.compiler.is_compiling()
+        is_late = self.quantizes_late and is_alone and in_features >= out_features
+        gemms = -1 if high[0] else 0, 2 if keeps_x and not high[2] and not is_late else -1
         quantize = partial(self.quantize_input, layer, x, *gemms)
         if cache.tied is None or cache.tied.parted:
             quantized = quantize()

@@ -32,7 +32,7 @@ from .coverage_check import CoverageCheck
 from .drift_check import DriftDetector
 from .gradient_source import GradientSource, find_source
 from .loss_scaling import say_if_off
-from .plans import PlanInForce, first_plan
+from .plans import PlanInForce, first_plan, formats_in_use
 from .preparation import cost_of_all, find_setting, name_of
 from .refresh import Refresher, Solving
 from .step_probe import StepProbe
@@ -85,7 +85,7 @@ def assemble(
     """
     bare = unwrap(model) if isinstance(model, nn.Module) else ModelParts([unwrap(part) for part in model])
     source = find_source(needs_probe(config), optimizer, model, accelerator)
-    kernels = select_backend(config.backend, next(bare.parameters()).device, config.formats)
+    kernels = select_backend(config.backend, next(bare.parameters()).device, formats_in_use(config))
     for text in notices(config, kernels.recompiles_for_bf16):
         log.warning("snip-hf: %s", text)
     if needs_probe(config):

@@ -247,13 +247,28 @@ def _planned(setting: Setting, assignment: Assignment, provenance: PlanProvenanc
     return PrecisionPlan(assignment, setting.flops, setting.stages, provenance, setting.measured, setting.tokens)
 
 
-def _loaded(path: str, flops: Work) -> PrecisionPlan:
+def formats_in_use(config: SnipConfig) -> tuple[str, ...]:
+    """Returns the names of the formats that a run may use: those of the plan file that it holds, or of its policy.
+
+    Raises:
+        ValueError: the plan file cannot be read.
+    """
+    if config.fixed_plan is None:
+        return config.formats
+    rows = _read(config.fixed_plan).assignment.values()
+    return tuple(sorted({name for row in rows for name in row.values()}))
+
+
+def _read(path: str) -> PrecisionPlan:
     try:
-        plan = PrecisionPlan.load(path)
+        return PrecisionPlan.load(path)
     except OSError as error:
         raise ValueError(f"fixed_plan={path!r} cannot be read: {error}.") from error
+
+
+def _loaded(path: str, flops: Work) -> PrecisionPlan:
     try:
-        return fitting(plan, flops)
+        return fitting(_read(path), flops)
     except (KeyError, ValueError) as error:
         raise ValueError(f"fixed_plan={path!r} does not fit the model: {error.args[0]}") from error
 

@@ -32,6 +32,7 @@ from ..policies.stages import find_stages
 from ..policies.ties import check_ties
 from ..text import printable
 from .checks import check_pipeline
+from .plans import formats_in_use
 
 
 def find_processes(config: SnipConfig, pipeline: Pipeline | None, grace: float) -> Processes:
@@ -144,7 +145,7 @@ def use_backend(
     if warns:
         log.warning("snip-hf: %s", text)
     elif backend.is_emulation:
-        lacks = None if asked else why_emulated(weight.device, config.formats)
+        lacks = None if asked else why_emulated(weight.device, formats_in_use(config))
         reason = lacks or f"asked for by backend={backend.name!r}"
         log.info("snip-hf: backend %s: %s (%s).", backend.name, text, reason)
     else:

@@ -19,22 +19,23 @@ def gemm_call(gemm: str, x: Tensor, weight: Tensor, grad_output: Tensor, state: 
         return EMULATED.gemm_call(gemm, x, weight, grad_output, state)
     records = Records.new(x.device)
     record, table = records.record, records.table
+    records.note.take([format_of_code(code) for code in state[: len(GEMMS)].tolist()])
 
     def fold(operand: Tensor, number: int, row_gemm: int, column_gemm: int) -> tuple[Tensor, ...]:
-        layouts: tuple[Tensor, ...] = fold_operand(operand, state, record, table, number, row_gemm, column_gemm, True)
+        layouts: tuple[Tensor, ...] = fold_operand(operand, state, record, table, number, (row_gemm, column_gemm), True)
         return layouts[:2] if row_gemm >= 0 else layouts[2:]
 
     by_output, by_input = fold(weight, 2, 0, -1), fold(weight, 2, -1, 1)
 
     def forward() -> Tensor:
-        return multiply(gemm, fold(x, 0, 0, -1), by_output, (x.shape[0], weight.shape[0]), x.dtype)
+        return multiply(gemm, fold(x, 0, 0, -1), by_output, (x.shape[0], weight.shape[0]), x.dtype, record)
 
     def grad_input() -> Tensor:
-        return multiply(gemm, fold(grad_output, 1, 1, -1), by_input, (x.shape[0], weight.shape[1]), x.dtype)
+        return multiply(gemm, fold(grad_output, 1, 1, -1), by_input, (x.shape[0], weight.shape[1]), x.dtype, record)
 
     def grad_weight() -> Tensor:
         left, right = fold(grad_output, 1, -1, 2), fold(x, 0, -1, 2)
-        return multiply(gemm, left, right, (weight.shape[0], weight.shape[1]), x.dtype)
+        return multiply(gemm, left, right, (weight.shape[0], weight.shape[1]), x.dtype, record)
 
     call = {"forward": forward, "grad_input": grad_input, "grad_weight": grad_weight}[gemm]
     call()

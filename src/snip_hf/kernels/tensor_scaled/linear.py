@@ -23,7 +23,7 @@ def quantize_input(
     """Returns `operators.fold_operand` of x (..., I) for the forward and the grad_weight GEMM."""
     with torch.no_grad():
         quantized: Quantized = fold_operand(
-            x.reshape(-1, x.shape[-1]), state, record, table, _ACTIVATION, *gemms, counts
+            x.reshape(-1, x.shape[-1]), state, record, table, _ACTIVATION, gemms, counts
         )
     return quantized
 
@@ -32,12 +32,15 @@ def quantize_weight(
     weight: Tensor, state: Tensor, record: Tensor, table: Tensor, gemms: tuple[int, int], counts: bool
 ) -> Quantized:
     """Returns `operators.fold_operand` of a weight (O, I) for the forward and the grad_input GEMM."""
-    quantized: Quantized = fold_operand(weight.detach(), state, record, table, _WEIGHT, *gemms, counts)
+    quantized: Quantized = fold_operand(weight.detach(), state, record, table, _WEIGHT, gemms, counts)
     return quantized
 
 
 class TensorScaledGemms(torch.autograd.Function):
     """Y = X W^T + b of E4M3 operands. Of X, what is saved for backward is quantized, one byte per element.
+
+    Or nothing, where a compiled graph can compute X again from what other operations save anyway: norms, activation
+    functions and attention save what they need of their own. X without columns says so.
 
     Args of forward:
         x: (..., I), BF16.
@@ -71,14 +74,16 @@ class TensorScaledGemms(torch.autograd.Function):
             by_output = weights[:2] or quantize_weight(weight, state, record, table, (0, -1), counts)[:2]
             # The bias is added to the FP32 sums, as emulated.
             dtype = x.dtype if bias is None else torch.float32
-            y = multiply("forward", rows, by_output, (x.numel() // in_features, out_features), dtype)
+            y = multiply("forward", rows, by_output, (x.numel() // in_features, out_features), dtype, record)
             y = y if bias is None else (y + bias).to(x.dtype)
         # A copy: the next forward pass may write the state before this one's backward pass reads it. A compiled graph
         # would make it in the backward pass, where it is of no use; torch notices there if the state was written.
         kept_state = state if torch.compiler.is_compiling() else state.clone()
-        kept_x = x if keeps_x and high[2] else None
+        kept_x = x if keeps_x and (high[2] or columns[0].numel() == 0) else None
         ctx.save_for_backward(kept_x, weight, kept_state, record, table, *columns, *weights[2:])
-        ctx.high, ctx.counts, ctx.x_shape = high, counts, x.shape
+        ctx.high, ctx.x_shape = high, x.shape
+        # Of gradients and weights, and of X if it is folded in the backward pass alone.
+        ctx.counts, ctx.counts_x = counts, counts and high[0]
         # A view would be refused by autograd where a model adds to it in place (Falcon: `attention_output += ...`).
         result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], out_features])
         return result
@@ -92,19 +97,26 @@ class TensorScaledGemms(torch.autograd.Function):
         out_features, in_features = weight.shape
         g = grad_output.reshape(-1, out_features)
         gemms = 1 if needs_x and not high_input else -1, 2 if needs_weight and not high_weight else -1
-        quantized = fold_operand(g, state, record, table, _GRADIENT, *gemms, ctx.counts)
+        quantized = fold_operand(g, state, record, table, _GRADIENT, gemms, ctx.counts)
         grad_x = grad_weight = None
         if needs_x and high_input:
             grad_x = g @ weight.to(g.dtype)
         elif needs_x:
             by_input = by_input or quantize_weight(weight, state, record, table, (-1, 1), ctx.counts)[2:]
-            grad_x = multiply("grad_input", quantized[:2], by_input, (g.shape[0], in_features), g.dtype)
+            grad_x = multiply("grad_input", quantized[:2], by_input, (g.shape[0], in_features), g.dtype, record)
         if needs_weight and high_weight:
             grad_weight = g.t() @ x.reshape(-1, in_features)
         elif needs_weight:
+            if x_columns[0].numel() == 0 and g.numel() > 0:
+                # What depends on a gradient stays in the backward pass. Without it, torch.compile would fold X in the
+                # forward pass and save the result, or save X. So it computes X again from what is saved anyway. The
+                # input of a square linear is attention's output as a rule, which is saved as it is: no copy then.
+                is_saved = in_features == out_features
+                late = (x if is_saved else torch.where(g[0, 0] == 0, x, x)).reshape(-1, in_features)
+                x_columns = fold_operand(late, state, record, table, _ACTIVATION, (-1, 2), ctx.counts_x, g)[2:]
             # In the parameter's own precision: rounding FP32 sums to BF16 first would gain nothing.
             dtype = g.dtype if weight.dtype == g.dtype else torch.float32
-            grad_weight = multiply("grad_weight", quantized[2:], x_columns, (out_features, in_features), dtype)
+            grad_weight = multiply("grad_weight", quantized[2:], x_columns, (out_features, in_features), dtype, record)
         return (
             None if grad_x is None else grad_x.view(ctx.x_shape),
             None if grad_weight is None else grad_weight.to(weight.dtype),

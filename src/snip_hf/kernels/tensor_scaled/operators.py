@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...numerics.gemms import GEMMS
+from ..launching import launch
 from ..tensor_core import Quantized
 from . import reference
 from .folding import PARAMETERS
+from .notes import note_of
 from .records import Records
 
 if TYPE_CHECKING or find_spec("triton") is not None:
@@ -27,25 +30,29 @@ if TYPE_CHECKING or find_spec("triton") is not None:
     from .tiles import fold_kernel, scales_kernel
 
 _MULTIPLE = 64
-# Whether partial sums stay in the tensor cores' 14 bits over the whole contraction instead of 128 elements of it.
+# Whether partial sums stay in the tensor cores' 14 bits over the whole contraction instead of 128 elements of it: in
+# every format, and where the format is folded (docs/log.md has the errors).
 FAST_SUMS = {"forward": False, "grad_input": False, "grad_weight": False}
+FAST_SUMS_FOLDED = {"forward": True, "grad_input": True, "grad_weight": False}
 Tile = tuple[int, int, int, int | None]
 """Runs of tokens, channels and warps of a program of `fold_kernel`, and the most registers of a thread; None: any."""
 # For activations, gradients and weights: the fastest of those tried on an H200 (docs/log.md), but for weights.
-TILES: tuple[Tile, Tile, Tile] = ((8, 64, 1, None), (8, 64, 1, None), (8, 64, 1, None))
+TILES: tuple[Tile, Tile, Tile] = ((8, 64, 1, None), (8, 32, 1, None), (8, 64, 1, None))
 # Rows, columns and warps of a program of `scales_kernel`, and the most programs, of all and of those that count.
-_PART = (8, 512, 4, 512, 64)
+_PART = (8, 512, 4, 1056, 64)
+# Whether the launch that finds the scales of an operand is left out where they are known.
+SPARES_LAUNCHES = True
 _GRADIENT = 1  # in `gemms.OPERANDS`
 
 # Through `Library` and not `custom_op`, which costs 35 microseconds more per call on the host.
 _library = torch.library.Library("snip_hf", "FRAGMENT")
 _library.define(
-    "fold_operand(Tensor x, Tensor state, Tensor record, Tensor table, int operand, int row_gemm, int column_gemm, "
-    "bool counts) -> (Tensor, Tensor, Tensor, Tensor)"
+    "fold_operand(Tensor x, Tensor state, Tensor record, Tensor table, int operand, int[] gemms, bool counts, "
+    "Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "tensor_scaled_product(Tensor left, Tensor left_parameters, Tensor right, Tensor right_parameters, SymInt rows, "
-    "SymInt columns, bool fast, ScalarType dtype) -> Tensor"
+    "tensor_scaled_product(Tensor[] operands, SymInt rows, SymInt columns, bool fast, ScalarType dtype, "
+    "Tensor? record=None, int gemm=-1) -> Tensor"
 )
 
 
@@ -67,8 +74,16 @@ def _outputs(x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
 
 @torch.library.impl(_library, "fold_operand", "CompositeExplicitAutograd")
 def _fold(
-    x: Tensor, state: Tensor, record: Tensor, table: Tensor, operand: int, row_gemm: int, column_gemm: int, counts: bool
+    x: Tensor,
+    state: Tensor,
+    record: Tensor,
+    table: Tensor,
+    operand: int,
+    gemms: Sequence[int],
+    counts: bool,
+    after: Tensor | None = None,
 ) -> Quantized:
+    row_gemm, column_gemm = gemms
     outputs = _outputs(x, row_gemm, column_gemm)
     fold_into(x, state, (record, table), operand, (row_gemm, column_gemm), counts, outputs)
     return outputs
@@ -76,9 +91,16 @@ def _fold(
 
 @torch.library.register_fake("snip_hf::fold_operand", lib=_library)
 def _(
-    x: Tensor, state: Tensor, record: Tensor, table: Tensor, operand: int, row_gemm: int, column_gemm: int, counts: bool
+    x: Tensor,
+    state: Tensor,
+    record: Tensor,
+    table: Tensor,
+    operand: int,
+    gemms: Sequence[int],
+    counts: bool,
+    after: Tensor | None = None,
 ) -> Quantized:
-    return _outputs(x, row_gemm, column_gemm)
+    return _outputs(x, *gemms)
 
 
 fold_operand = torch.ops.snip_hf.fold_operand
@@ -89,9 +111,10 @@ Args:
     state: the layer's, on x's device.
     record, table: the layer's (`records.Records`).
     operand: which of `gemms.OPERANDS` x is. A gradient is rounded stochastically in folded formats.
-    row_gemm: the GEMM that contracts C, numbered as in `gemms.GEMMS`; -1: rows are left out, and come back empty.
-    column_gemm: the GEMM that contracts R; likewise.
+    gemms: the GEMM that contracts C, numbered as in `gemms.GEMMS`, or -1: rows are left out, and come back empty; and
+        the one that contracts R, likewise.
     counts: whether the pass is trained on, so that the record takes note of it.
+    after: not read; a compiled graph runs the operator where this is known.
 
 Returns: rows (R', C') E4M3 and their parameters (`folding`), columns (C', R') and theirs.
 """
@@ -122,14 +145,28 @@ def fold_into(
     elif x.is_cuda if by_kernel is None else by_kernel:
         x = x if x.stride(1) == 1 else x.contiguous()
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            _find_scales(x, state, (record[operand], table), gemms, counts, outputs)
-            launch_fold(x, state, record[operand], operand, counts, outputs)
+            if needs_scales(record, operand, gemms, counts):
+                _find_scales(x, state, (record[operand], table), gemms, counts, outputs)
+                launch_fold(x, state, record[operand], operand, counts, outputs)
+            else:
+                launch_fold(x, state, record[operand], operand, counts, outputs, known=(table, gemms))
     else:
         found = reference.fold(x, state, record, table, operand, gemms, counts)
         for index, layout in enumerate(found):
             if layout is not None:
                 outputs[2 * index].copy_(reference.padded(layout[0], _MULTIPLE))
                 outputs[2 * index + 1].copy_(layout[1])
+
+
+def needs_scales(record: Tensor, operand: int, gemms: tuple[int, int], counts: bool) -> bool:
+    """Returns True if the scales of an operand need a launch of their own, or its blocks are to be counted in it.
+
+    In a graph that is captured they always have one: it is replayed under other plans too.
+    """
+    note = note_of(record)
+    if not SPARES_LAUNCHES or note is None or not note.is_settled(operand, gemms):
+        return True
+    return (counts and note.looks) or (record.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def folded(
@@ -153,22 +190,12 @@ def _find_scales(
     (tokens, channels), (row_gemm, column_gemm) = x.shape, gemms
     height, width, warps, programs, counting = _PART
     parts = triton.cdiv(tokens, height) * triton.cdiv(channels, width)
-    scales_kernel[(min(parts, programs),)](
-        x,
-        state,
-        *tensors,
-        outputs[1],
-        outputs[3],
-        tokens,
-        channels,
-        x.stride(0),
-        parts,
-        ROW_GEMM=row_gemm,
-        COLUMN_GEMM=column_gemm,
-        COUNTS=counts,
-        COUNTING=counting,
-        HEIGHT=height,
-        WIDTH=width,
+    launch(
+        scales_kernel,
+        (min(parts, programs),),
+        (x, state, *tensors, outputs[1], outputs[3]),
+        (tokens, channels, x.stride(0), parts),
+        (row_gemm, column_gemm, counts, counting, height, width),
         num_warps=warps,
     )
 
@@ -181,6 +208,7 @@ def launch_fold(
     counts: bool,
     outputs: Sequence[Tensor],
     tile: Tile | None = None,
+    known: tuple[Tensor, tuple[int, int]] | None = None,
 ) -> None:
     """Launches `fold_kernel`, with the parameters of the layouts in `outputs`.
 
@@ -188,31 +216,32 @@ def launch_fold(
         x, state, operand, counts, outputs: as in `fold_into`.
         record: of the operand.
         tile: None: the fastest known.
+        known: the table, and the row and the column GEMM, where the kernel takes the parameters from the exponent in
+            force and writes them; None: `scales_kernel` has written them.
     """
     rows, row_parameters, columns, column_parameters = outputs
     tokens, channels = x.shape
     padded_tokens, padded_channels = _padded(tokens), _padded(channels)
     runs, width, warps, registers = tile or TILES[operand]
-    fold_kernel[(triton.cdiv(padded_channels, width), triton.cdiv(padded_tokens, 4 * runs))](
-        x,
-        state,
-        record,
-        row_parameters,
-        column_parameters,
-        rows,
-        columns,
-        tokens,
-        channels,
-        padded_tokens,
-        padded_channels,
-        x.stride(0),
-        HAS_ROWS=rows.shape[0] > 0,
-        HAS_COLUMNS=columns.shape[0] > 0,
-        IS_GRADIENT=operand == _GRADIENT,
-        COUNTS=counts,
-        RAGGED=padded_tokens != tokens or padded_channels != channels,
-        RUNS=runs,
-        CHANNELS=width,
+    table, (row_gemm, column_gemm) = known or (row_parameters, (-1, -1))
+    is_ragged = padded_tokens != tokens or padded_channels != channels
+    launch(
+        fold_kernel,
+        (triton.cdiv(padded_channels, width), triton.cdiv(padded_tokens, 4 * runs)),
+        (x, state, record, table, row_parameters, column_parameters, rows, columns),
+        (tokens, channels, padded_tokens, padded_channels, x.stride(0)),
+        (
+            rows.shape[0] > 0,
+            columns.shape[0] > 0,
+            row_gemm,
+            column_gemm,
+            known is not None,
+            operand == _GRADIENT,
+            counts,
+            is_ragged,
+            runs,
+            width,
+        ),
         num_warps=warps,
         maxnreg=registers,
         enable_fp_fusion=True,  # products with powers of two are exact
@@ -221,15 +250,15 @@ def launch_fold(
 
 @torch.library.impl(_library, "tensor_scaled_product", "CompositeExplicitAutograd")
 def _product(
-    left: Tensor,
-    left_parameters: Tensor,
-    right: Tensor,
-    right_parameters: Tensor,
+    operands: Sequence[Tensor],
     rows: int,
     columns: int,
     fast: bool,
     dtype: torch.dtype,
+    record: Tensor | None = None,
+    gemm: int = -1,
 ) -> Tensor:
+    left, left_parameters, right, right_parameters = operands
     if left.numel() == 0 or right.numel() == 0:
         return left.new_zeros(rows, columns, dtype=dtype)
     if not left.is_cuda:
@@ -237,27 +266,42 @@ def _product(
             a, b = left.to(torch.float32) * left_parameters[0], right.to(torch.float32) * right_parameters[0]
             return (a @ b.t())[:rows, :columns].to(dtype).contiguous()
     product: Tensor = torch.ops.aten._scaled_mm.default(
-        left, right.t(), left_parameters[:1], right_parameters[:1], None, None, dtype, fast
+        left, right.t(), left_parameters[:1], right_parameters[:1], None, None, dtype, fast or sums_fast(record, gemm)
     )
     return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
 
 
+def sums_fast(record: Tensor | None, gemm: int) -> bool:
+    """Returns True if a layer's GEMM may have fast sums because its format is folded.
+
+    In a graph that is captured sums are exact: it is replayed under other plans too.
+    """
+    note = None if record is None else note_of(record)
+    if record is None or note is None or not (note.folded[gemm] and FAST_SUMS_FOLDED[GEMMS[gemm]]):
+        return False
+    return not (record.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 @torch.library.register_fake("snip_hf::tensor_scaled_product", lib=_library)
 def _(
-    left: Tensor,
-    left_parameters: Tensor,
-    right: Tensor,
-    right_parameters: Tensor,
+    operands: Sequence[Tensor],
     rows: int,
     columns: int,
     fast: bool,
     dtype: torch.dtype,
+    record: Tensor | None = None,
+    gemm: int = -1,
 ) -> Tensor:
-    return left.new_empty(rows, columns, dtype=dtype)
+    return operands[0].new_empty(rows, columns, dtype=dtype)
 
 
 def multiply(
-    gemm: str, left: Sequence[Tensor], right: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dtype
+    gemm: str,
+    left: Sequence[Tensor],
+    right: Sequence[Tensor],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    record: Tensor | None = None,
 ) -> Tensor:
     """Returns left @ right^T of a GEMM, summed in FP32.
 
@@ -267,6 +311,9 @@ def multiply(
         right: (N', K') and its.
         shape: M and N without the padding.
         dtype: of the result, BF16 or FP32.
+        record: the layer's; None: sums are fast only where they are in every format.
     """
-    product: Tensor = torch.ops.snip_hf.tensor_scaled_product(*left, *right, *shape, FAST_SUMS[gemm], dtype)
+    product: Tensor = torch.ops.snip_hf.tensor_scaled_product(
+        [*left, *right], *shape, FAST_SUMS[gemm], dtype, record, GEMMS.index(gemm)
+    )
     return product

@@ -3,21 +3,25 @@
 A layer's record is a row of int64 per operand (`OPERANDS`: activation, gradient, weight), on its device. Kernels read
 the exponent s in force and note the largest magnitude of the passes that are trained on. `follow` derives the next s
 from it between optimizer steps. So all micro-batches of a step use the same s, and so does the recomputation of
-activation checkpointing. As long as there is no s, each pass takes that of its own tensor.
+activation checkpointing. As long as there is no s, each pass takes that of its own tensor. `notes` has what the host
+knows of it.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...numerics.gemms import OPERANDS
+from . import notes
 from .folding import TOP, exponents_of, table_on
+from .notes import Note
 
 # Places in a record: the exponent in force; the largest magnitude since it was set (FP32 bits); blocks that were looked
 # at, those of them that saturated and that lost bits; the amax of a pass and its programs that are done; steps, and
@@ -47,6 +51,15 @@ class Records:
     """`folding.table_on` its device."""
     everything: Tensor | None = None
     """The tensor whose row `record` is, with the records of all layers; None: it stands alone."""
+    note: Note = field(default_factory=Note)
+
+    def __post_init__(self) -> None:
+        notes.put(self.note, self.record)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a deep copy."""
+        self.__dict__.update(state)
+        notes.put(self.note, self.record)
 
     @classmethod
     def new(cls, device: torch.device) -> Records:
@@ -56,12 +69,16 @@ class Records:
 
     def copy(self) -> Records:
         """Returns these records apart from those of other layers."""
-        return Records(self.record.clone(), self.table)
+        return Records(self.record.clone(), self.table, note=self.note.copy())
 
     def on(self, device: torch.device) -> Records:
         """Moves the records to a device, where they are not there, and returns them."""
         if self.record.device != device:
             self.record, self.table, self.everything = self.record.to(device), table_on(device), None
+            if torch.compiler.is_compiling():
+                self.note.address = 0  # `follow` puts the note there: code that is traced may not
+            else:
+                notes.put(self.note, self.record)
         return self
 
 
@@ -75,6 +92,7 @@ def pack(records: Sequence[Records]) -> None:
         for one, row in zip(members, everything.unbind(), strict=True):
             torch._dynamo.mark_static_address(row)  # so that CUDA graphs write where it is
             one.record, one.everything = row, everything
+            notes.put(one.note, row)
 
 
 def follow(records: Sequence[Records]) -> None:
@@ -82,14 +100,37 @@ def follow(records: Sequence[Records]) -> None:
     tensors = [one.record if one.everything is None else one.everything for one in records]
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         _follow(tensor.data)  # compiled graphs and autograd must not take notice
+    _learn(records)
+
+
+def _learn(records: Sequence[Records]) -> None:
+    """Notes which operands have an exponent, after steps 1, 2, 4, 8, ... as long as some have none: it waits for the
+    device."""
+    waiting: dict[torch.device, list[Records]] = {}
+    for one in records:
+        one.note.steps += 1
+        if not one.note.address:
+            notes.put(one.note, one.record)
+        if not all(one.note.known) and one.note.steps & (one.note.steps - 1) == 0:
+            waiting.setdefault(one.record.device, []).append(one)
+    for members in waiting.values():
+        exponents = torch.stack([one.record.data[:, EXPONENT] for one in members]).tolist()
+        for one, values in zip(members, exponents, strict=True):
+            one.note.known = [value != UNSET for value in values]
 
 
 def _follow(records: Tensor) -> None:
     exponent, largest = records[..., EXPONENT], records[..., LARGEST]
     records[..., CLIPPED] += saturates(exponent, largest)
-    headrooms = [GRADIENT_HEADROOM if name == "gradient" else HEADROOM for name in OPERANDS]
-    exponent.copy_(next_exponents(exponent, largest, torch.tensor(headrooms, device=records.device)))
+    headrooms = tuple(GRADIENT_HEADROOM if name == "gradient" else HEADROOM for name in OPERANDS)
+    exponent.copy_(next_exponents(exponent, largest, _on_device(headrooms, records.device)))
     largest.zero_()
+
+
+@cache
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept from step to step: to bring them to the device, the host would wait for the whole step."""
+    return torch.tensor(numbers, device=device)
 
 
 def saturates(exponent: Tensor, largest: Tensor) -> Tensor:
@@ -127,6 +168,8 @@ def load(records: Mapping[str, Records], given: Mapping[str, Any]) -> None:
         row = one.record.data
         row.zero_()
         row[:, EXPONENT] = torch.tensor([UNSET if value is None else value for value in values], device=row.device)
+        one.note.known = [value is not None for value in values]
+        one.note.steps = 0
 
 
 def _is_exponent(value: object) -> bool:

@@ -181,12 +181,43 @@ def _least_powers(amax, parameters):
 
 
 @triton.jit
-def _folded_scale(parameters, scale, inverse):
-    """The tensor's scale and its inverse, powers of two, if a layout is folded, else those given; and its spacing."""
-    spacing = tl.load(parameters + _SPACING)
-    scale = tl.where(spacing > 0.0, tl.load(parameters + _SCALE), scale)
-    inverse = tl.where(spacing > 0.0, tl.load(parameters + _INVERSE), inverse)
+def _power_of(exponent):
+    """2**exponent, FP32."""
+    return ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _folded_scale(known, record, scale, inverse, FINDS: tl.constexpr):
+    """The tensor's scale and its inverse, powers of two, if a layout is folded, else those given; and its spacing.
+
+    known: the parameters of the layout. FINDS: or the format's row in the table, with the exponent in the record.
+    """
+    spacing = tl.load(known + _SPACING)
+    if FINDS:
+        exponent = tl.load(record + _EXPONENT)
+        scale, inverse = _power_of(exponent), _power_of(-exponent)
+    else:
+        scale = tl.where(spacing > 0.0, tl.load(known + _SCALE), scale)
+        inverse = tl.where(spacing > 0.0, tl.load(known + _INVERSE), inverse)
     return scale, inverse, spacing
+
+
+@triton.jit
+def _find_parameters(
+    state, record, table, row_parameters, column_parameters, ROW_GEMM: tl.constexpr, COLUMN_GEMM: tl.constexpr
+):
+    """Where the table has the formats of the rows and the columns; one program writes the parameters of both."""
+    row_known, column_known = table, table
+    exponent, is_first = tl.load(record + _EXPONENT), tl.program_id(0) + tl.program_id(1) == 0
+    if ROW_GEMM >= 0:
+        row_known = table + tl.load(state + ROW_GEMM) * _PARAMETERS
+        if is_first:
+            _write_parameters(row_parameters, row_known, exponent, exponent * 0)
+    if COLUMN_GEMM >= 0:
+        column_known = table + tl.load(state + COLUMN_GEMM) * _PARAMETERS
+        if is_first:
+            _write_parameters(column_parameters, column_known, exponent, exponent * 0)
+    return row_known, column_known
 
 
 @triton.jit
@@ -253,11 +284,13 @@ def _store_rows(at, a, b, c, d, padded_channels):
     tl.store(at + 3 * padded_channels, to_fp8(d))
 
 
-@triton.jit
+# With a single token as a constant, the columns of nothing but that token were wrong on an H200 (docs/log.md).
+@triton.jit(do_not_specialize=["tokens"])
 def fold_kernel(
     x,
     state,
     record,
+    table,  # read if FINDS
     row_parameters,
     column_parameters,
     rows,
@@ -269,6 +302,9 @@ def fold_kernel(
     stride,
     HAS_ROWS: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
+    ROW_GEMM: tl.constexpr,
+    COLUMN_GEMM: tl.constexpr,
+    FINDS: tl.constexpr,  # the parameters, and writes them; else `scales_kernel` has
     IS_GRADIENT: tl.constexpr,
     COUNTS: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -276,6 +312,11 @@ def fold_kernel(
     CHANNELS: tl.constexpr,  # a multiple of 32
 ):
     """Both layouts of 4 * RUNS tokens by CHANNELS channels, from one read of x."""
+    row_known, column_known = row_parameters, column_parameters
+    if FINDS:  # where all formats are folded and an exponent is in force
+        row_known, column_known = _find_parameters(
+            state, record, table, row_parameters, column_parameters, ROW_GEMM, COLUMN_GEMM
+        )
     run = (tl.program_id(1) * RUNS + tl.arange(0, RUNS)).to(tl.int64)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     a, b, c, d = _load(x, run, channel, tokens, channels, stride, RAGGED)
@@ -285,9 +326,9 @@ def fold_kernel(
     bits = bits_of_runs(state, run, channel, tokens, channels) if IS_GRADIENT else run
     row_spacing, column_spacing, scale, inverse = 0.0, 0.0, 1.0, 1.0
     if HAS_COLUMNS:
-        scale, inverse, column_spacing = _folded_scale(column_parameters, scale, inverse)
+        scale, inverse, column_spacing = _folded_scale(column_known, record, scale, inverse, FINDS)
     if HAS_ROWS:
-        scale, inverse, row_spacing = _folded_scale(row_parameters, scale, inverse)
+        scale, inverse, row_spacing = _folded_scale(row_known, record, scale, inverse, FINDS)
     a, b, c, d = a * inverse, b * inverse, c * inverse, d * inverse  # exact
     if HAS_ROWS:
         # Each branch stores what it computed, which takes fewer registers than to join.
@@ -297,10 +338,10 @@ def fold_kernel(
             lc, ld = _row_amax(c, RUNS, CHANNELS), _row_amax(d, RUNS, CHANNELS)
             if COUNTS:
                 largest = _largest(tl.maximum(tl.maximum(la, lb), tl.maximum(lc, ld)), scale)
-            la = _over_rows(_least_powers(la, row_parameters), RUNS, CHANNELS)
-            lb = _over_rows(_least_powers(lb, row_parameters), RUNS, CHANNELS)
-            lc = _over_rows(_least_powers(lc, row_parameters), RUNS, CHANNELS)
-            ld = _over_rows(_least_powers(ld, row_parameters), RUNS, CHANNELS)
+            la = _over_rows(_least_powers(la, row_known), RUNS, CHANNELS)
+            lb = _over_rows(_least_powers(lb, row_known), RUNS, CHANNELS)
+            lc = _over_rows(_least_powers(lc, row_known), RUNS, CHANNELS)
+            ld = _over_rows(_least_powers(ld, row_known), RUNS, CHANNELS)
             ra, rb, rc, rd = _all_rounded(a, b, c, d, la, lb, lc, ld, bits, row_spacing, IS_GRADIENT)
             _store_rows(at, ra, rb, rc, rd, padded_channels)
         else:
@@ -313,7 +354,7 @@ def fold_kernel(
             amax = _column_amax(a, b, c, d, RUNS, CHANNELS)
             if COUNTS and not HAS_ROWS:
                 largest = _largest(amax, scale)
-            least = _over_columns(_least_powers(amax, column_parameters), RUNS, CHANNELS)
+            least = _over_columns(_least_powers(amax, column_known), RUNS, CHANNELS)
             a, b, c, d = _all_rounded(a, b, c, d, least, least, least, least, bits, column_spacing, IS_GRADIENT)
             tl.store(at, pack_fp8(a, b, c, d))
         else:

@@ -1,0 +1,53 @@
+"""Launches of Triton kernels with little work on the host.
+
+`kernel[grid](...)` looks at every argument and every global that the kernel names, some 50 to 100 microseconds in
+Python, which a model of 1B does over a thousand times per step. A kernel that was compiled for such arguments is
+launched here at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+# (Kernel, device, kind of the first tensor, numbers, constants, options) -> the compiled kernel. Texts of ever other
+# lengths would fill it.
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+_MOST = 4096
+_ALIGNED = 15  # of the bytes that Triton compiles for: multiples of 16 or any
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Sequence[Tensor],
+    numbers: tuple[int, ...],
+    constants: tuple[Any, ...],
+    **options: Any,
+) -> None:
+    """Launches a kernel on the current device.
+
+    Args:
+        kernel: has as parameters, in this order, the tensors, the numbers and the constants.
+        grid: numbers of programs.
+        tensors: all but the first have the same dtypes in every call.
+        numbers: whole numbers that are not compiled in, but for what Triton sees of them: 1, multiples of 16, 64 bits.
+        constants: its `tl.constexpr` parameters.
+        options: warps, and others of the compiler.
+    """
+    first, addresses = tensors[0], 0
+    for tensor in tensors:
+        addresses |= tensor.data_ptr()
+    key = (kernel.fn, first.get_device(), first.dtype, numbers, constants, *options.values())
+    compiled = None if addresses & _ALIGNED else _COMPILED.get(key)
+    if compiled is not None:
+        compiled[(*grid, 1, 1)[:3]](*tensors, *numbers, *constants)
+        return
+    compiled = kernel[grid](*tensors, *numbers, *constants, **options)
+    if addresses & _ALIGNED or compiled is None:  # the interpreter compiles nothing
+        return
+    if len(_COMPILED) >= _MOST:
+        _COMPILED.clear()
+    _COMPILED[key] = compiled

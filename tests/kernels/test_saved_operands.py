@@ -1,0 +1,103 @@
+"""What does a compiled decoder layer save for its backward pass on the backend "tensor-scaled"?
+
+torch.compile decides what is saved and what is computed again, by the same rules on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from small import tiny_llama
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from snip_hf import SnipConfig, convert_model
+from snip_hf.kernels.tensor_core import share_inputs
+from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
+from snip_hf.kernels.tensor_scaled.records import LARGEST
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.gemms import GEMMS
+
+FP8, HIDDEN, TOKENS = torch.float8_e4m3fn, 128, 128
+TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+PARTITIONED = "aot_eager_decomp_partition"
+
+
+class Block:
+    """A decoder layer in MXFP4, its weights' gradients and what it noted after one pass."""
+
+    def __init__(self, tied: bool, compiler: str | None = PARTITIONED, formats: tuple[str, ...] = ("mxfp4",) * 3):
+        model = tiny_llama(hidden=HIDDEN, layers=1).train()
+        convert_model(model, SnipConfig())
+        self.layers = snip_linears(model)
+        for layer in self.layers.values():
+            layer.use_backend(TENSOR_SCALED)
+            layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
+        if tied:
+            share_inputs(self.layers, [[name for name in self.layers if name.endswith(tie)] for tie in TIES])
+        block = model.model.layers[0]
+        if compiler is not None:
+            block.compile(backend=compiler)
+        x = torch.randn(2, TOKENS // 2, HIDDEN, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        positions = model.model.rotary_emb(x, torch.arange(TOKENS // 2)[None])
+        known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        storages: dict[int, tuple[torch.dtype, int]] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known and storage.nbytes() > 0:
+                storages[storage.data_ptr()] = (tensor.dtype, storage.nbytes())
+            return tensor
+
+        with torch.autocast("cpu", torch.bfloat16), saved_tensors_hooks(note, lambda tensor: tensor):
+            y = block(x, position_embeddings=positions)
+        self.saved: dict[torch.dtype, int] = {}
+        """Dtype -> bytes per token and hidden channel, parameters aside."""
+        for dtype, size in storages.values():
+            self.saved[dtype] = self.saved.get(dtype, 0) + size
+        self.saved = {dtype: round(size / (TOKENS * HIDDEN)) for dtype, size in self.saved.items()}
+        y.float().square().sum().backward()
+        self.gradients = {name: layer.weight.grad for name, layer in self.layers.items()}
+        self.largest = {name: layer.snip_cache.own.record[:, LARGEST].tolist() for name, layer in self.layers.items()}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning"),
+]
+
+
+def test_an_operand_that_can_be_computed_again_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, tied = Block(tied=False), Block(tied=True)
+    assert FP8 not in alone.saved
+    # The columns of the inputs of q, k, v together and of gate and up.
+    assert tied.saved[FP8] == 2
+    assert alone.saved[torch.bfloat16] == tied.saved[torch.bfloat16]
+    monkeypatch.setattr(type(TENSOR_SCALED), "quantizes_late", False)
+    torch._dynamo.reset()
+    before = Block(tied=True)
+    assert before.saved[FP8] >= tied.saved[FP8] + 3  # of o and down too, whose input has 2.5 times the channels
+    assert before.saved[torch.bfloat16] == tied.saved[torch.bfloat16]
+
+
+@pytest.mark.parametrize("formats", [("mxfp4",) * 3, ("bf16", "fp8-tensor", "mxfp4")], ids="/".join)
+def test_gradients_and_notes_are_those_of_columns_that_were_saved(
+    formats: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = Block(tied=False, formats=formats)
+    monkeypatch.setattr(type(TENSOR_SCALED), "quantizes_late", False)
+    torch._dynamo.reset()
+    before = Block(tied=False, formats=formats)
+    assert late.largest == before.largest
+    for name, gradient in before.gradients.items():
+        assert torch.equal(late.gradients[name], gradient), name

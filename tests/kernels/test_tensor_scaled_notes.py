@@ -1,0 +1,187 @@
+"""What the host notes of layers whose operands are folded: when their scales need a launch of their own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kernels.test_hopper_layers import gradients, layer_of, linear, randn
+
+from snip_hf import SnipLinear
+from snip_hf.kernels.tensor_core import Quantized
+from snip_hf.kernels.tensor_scaled import operators, records
+from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
+from snip_hf.kernels.tensor_scaled.notes import LOOK_EVERY, note_of
+from snip_hf.kernels.tensor_scaled.records import EXPONENT, UNSET, Records, follow
+from snip_hf.numerics.gemms import GEMMS
+
+T, I = 40, 200  # noqa: E741
+MXFP4, WITH_FP8 = ("mxfp4",) * 3, ("mxfp4", "fp8-tensor", "mxfp4")
+ACTIVATION, GRADIENT, WEIGHT = range(3)
+ALL = {ACTIVATION: (0, 2), GRADIENT: (1, 2), WEIGHT: (0, 1)}
+
+
+@pytest.fixture
+def layer() -> SnipLinear:
+    """After one step in MXFP4."""
+    found = layer_of(linear(), MXFP4, TENSOR_SCALED.name)
+    train(found)
+    return found
+
+
+def train(layer: SnipLinear) -> None:
+    gradients(layer, randn(T, I))
+    TENSOR_SCALED.after_step({"": layer})
+
+
+def launches(layer: SnipLinear, counts: bool = False) -> list[bool]:
+    """Operand -> whether its scales need a launch."""
+    record = layer.snip_cache.own.record
+    return [operators.needs_scales(record, operand, gemms, counts) for operand, gemms in ALL.items()]
+
+
+def test_scales_need_a_launch_until_there_are_exponents(layer: SnipLinear) -> None:
+    assert launches(layer) == [False] * 3
+    assert launches(layer_of(linear(), MXFP4, TENSOR_SCALED.name)) == [True] * 3
+
+
+def test_they_do_for_gemms_whose_format_does_not_fold(layer: SnipLinear) -> None:
+    layer.set_formats(dict(zip(GEMMS, WITH_FP8, strict=True)))
+    assert launches(layer) == [False, True, True]
+    record = layer.snip_cache.own.record
+    assert not operators.needs_scales(record, GRADIENT, (-1, 2), False)
+    layer.set_formats(dict(zip(GEMMS, MXFP4, strict=True)))
+    assert launches(layer) == [False] * 3
+
+
+def test_in_one_step_of_many_they_do_so_that_blocks_are_counted(layer: SnipLinear) -> None:
+    found = []
+    for _ in range(2 * LOOK_EVERY):
+        found.append(launches(layer, counts=True))
+        assert launches(layer, counts=False) == [False] * 3
+        train(layer)
+    assert found == ([[True] * 3] + [[False] * 3] * (LOOK_EVERY - 1)) * 2
+
+
+def test_a_layer_that_got_no_input_has_none_until_it_gets_one(layer: SnipLinear) -> None:
+    idle = layer_of(linear(), MXFP4, TENSOR_SCALED.name)
+    layers = {"idle": idle, "busy": layer}
+    for _ in range(5):
+        TENSOR_SCALED.after_step(layers)
+    assert launches(idle) == [True] * 3
+    found = []
+    for _ in range(8):
+        gradients(idle, randn(T, I))
+        TENSOR_SCALED.after_step(layers)
+        found.append(launches(idle))
+    assert found == [[True] * 3] * 2 + [[False] * 3] * 6  # the host looks after steps 1, 2, 4, 8, ...
+
+
+def test_loaded_exponents_are_known_and_those_that_are_missing_are_not(layer: SnipLinear) -> None:
+    state = TENSOR_SCALED.state_dict({"": layer})
+    TENSOR_SCALED.load_state_dict({"": layer}, {})
+    assert launches(layer) == [True] * 3
+    TENSOR_SCALED.load_state_dict({"": layer}, state)
+    assert launches(layer) == [False] * 3
+
+
+def test_notes_go_with_records_that_are_packed_and_copied_and_end_with_them(layer: SnipLinear) -> None:
+    twin = copy.deepcopy(layer)
+    TENSOR_SCALED.share_inputs({"one": layer, "other": twin}, [])
+    assert launches(layer) == launches(twin) == [False] * 3
+    twin.set_formats(dict(zip(GEMMS, WITH_FP8, strict=True)))
+    assert launches(layer) == [False] * 3 and launches(twin) == [False, True, True]
+    own = Records.new(torch.device("cpu"))
+    record = own.record
+    assert note_of(record) is own.note
+    del own
+    assert note_of(record) is None
+
+
+@pytest.fixture
+def scale_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Operands whose kernels were launched, 10 more where the scales had a launch of their own."""
+    found: list[int] = []
+    reference = operators.reference.fold
+
+    def folded(*arguments: object) -> Quantized:
+        operand, record, counts = arguments[4], arguments[2], arguments[6]
+        assert isinstance(operand, int) and isinstance(record, torch.Tensor)
+        found.append(operand + 10 * operators.needs_scales(record, operand, arguments[5], bool(counts)))
+        return reference(*arguments)
+
+    monkeypatch.setattr(operators.reference, "fold", folded)
+    yield found
+
+
+@pytest.mark.filterwarnings("default")
+def test_in_compiled_layers_operators_find_the_note_and_nothing_is_compiled_for_it(scale_launches: list[int]) -> None:
+    layer, graphs = layer_of(linear(), MXFP4, TENSOR_SCALED.name), 0
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    TENSOR_SCALED.share_inputs({"": layer}, [])
+    fast = torch.compile(layer, backend=counting, fullgraph=True)
+    found = []
+    for formats in (MXFP4, MXFP4, MXFP4, WITH_FP8, MXFP4):
+        layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
+        scale_launches.clear()
+        fast(randn(T, I).requires_grad_()).sum().backward()
+        found.append(sorted(scale_launches))
+        TENSOR_SCALED.after_step({"": layer})
+    torch._dynamo.reset()
+    # An input and a weight are folded in both passes.
+    first, settled = [10, 10, 11, 12, 12], [0, 0, 1, 2, 2]
+    second = [0, 10, 11, 12, 12]  # blocks are counted, of an input where it is folded first
+    assert found == [first, second, settled, [0, 0, 2, 11, 12], settled]
+    assert graphs == 1
+
+
+def test_the_record_alone_decides_what_the_kernel_writes(layer: SnipLinear) -> None:
+    """So a note can be late, but not wrong: what `follow` noted as known stays in force."""
+    own = layer.snip_cache.own
+    before = own.record[:, EXPONENT].clone()
+    own.record[:, records.LARGEST] = records.bits_of(float("inf"))
+    follow([own])
+    assert torch.equal(own.record[:, EXPONENT], before) and (before != UNSET).all()
+
+
+def fast_sums(layer: SnipLinear) -> list[bool]:
+    """GEMM -> whether its sums are fast."""
+    return [operators.sums_fast(layer.snip_cache.own.record, gemm) for gemm in range(len(GEMMS))]
+
+
+def test_sums_are_fast_where_formats_fold_but_not_those_of_the_weight_s_gradient(layer: SnipLinear) -> None:
+    assert fast_sums(layer) == [True, True, False]
+    layer.set_formats(dict(zip(GEMMS, WITH_FP8, strict=True)))
+    assert fast_sums(layer) == [True, False, False]
+    layer.set_formats(dict.fromkeys(GEMMS, "fp8-tensor"))
+    assert fast_sums(layer) == [False] * 3
+    assert not operators.sums_fast(None, 0)
+
+
+def test_formats_alone_decide_over_sums_so_that_a_resumed_run_has_the_same(layer: SnipLinear) -> None:
+    assert fast_sums(layer_of(linear(), MXFP4, TENSOR_SCALED.name)) == fast_sums(layer)
+    TENSOR_SCALED.load_state_dict({"": layer}, {})
+    assert fast_sums(layer) == fast_sums(copy.deepcopy(layer)) == [True, True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(TENSOR_SCALED.lacks(torch.device("cuda")) is not None, reason="needs a GPU with FP8")
+def test_a_captured_graph_launches_what_any_plan_needs_and_sums_exactly() -> None:
+    layer = layer_of(linear(device="cuda"), MXFP4, TENSOR_SCALED.name)
+    gradients(layer, randn(T, I, device="cuda"))
+    for _ in range(2):
+        TENSOR_SCALED.after_step({"": layer})
+    assert launches(layer, counts=True) == [False] * 3 and fast_sums(layer) == [True, True, False]
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        found = launches(layer), fast_sums(layer)
+        torch.zeros(1, device="cuda")
+    assert found == ([True] * 3, [False] * 3)

@@ -48,7 +48,7 @@ SCHEDULE: dict[str, Any] = {"first_refresh": 2, "refresh_every": 4, "apply_delay
 # What differs from one run to the next on the same commit.
 MEASURED = ("seconds", "memory_mib", "solver_version")
 # Parts of a configuration that a later version may add or rename; what they decide shows in the numbers.
-ASIDE = ("config", "schema_version")
+ASIDE = ("config", "schema_version", "versions")
 # Events that a later version adds to the history; what follows from them shows in the others.
 ASIDE_EVENTS = ("coverage",)
 

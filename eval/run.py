@@ -16,6 +16,8 @@ from scoring.evaluate import DEFAULT_SEED, EvaluationError, Settings, evaluate, 
 from scoring.models import load_model, use_plan
 from scoring.rows import Row, table
 
+from snip_hf.extras import MissingExtra, needed_by
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Details: eval/README.md")
@@ -56,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_environment(options.data_dir, Path(options.model).is_dir())
     try:
         # lm-eval prints now and then; standard output is for the table.
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), needed_by("eval/run.py"):
             rows = _run(options)
-    except EvaluationError as error:
+    except (EvaluationError, MissingExtra) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(table(rows))

@@ -16,15 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import datasets
-import psutil
 import torch
 from accelerate import PartialState
 from huggingface_hub import HfApi
-from parts.data import Documents, collate, load_documents, load_tokenizer, pack
-from parts.model import build_model
-from parts.recipe import EvalSection, Recipe, load_recipe, to_plain
-from rich.console import Console
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -35,9 +29,19 @@ from transformers import (
 
 from snip_hf import SnipCallback, SnipConfig, keep_model_card, restore_model
 from snip_hf.config import DoesNotFit
+from snip_hf.extras import needed_by
 from snip_hf.policies.registry import aims_at_share
-from snip_hf.reporting.run_report import run_report
 from snip_hf.schedule_checks import shares_text
+
+with needed_by("recipes/pretrain.py"):
+    import datasets
+    import psutil
+    from parts.data import Documents, collate, load_documents, load_tokenizer, pack
+    from parts.model import build_model
+    from parts.recipe import EvalSection, Recipe, load_recipe, to_plain
+    from rich.console import Console
+
+    from snip_hf.reporting.run_report import run_report
 
 _ROOT = Path(__file__).resolve().parent.parent
 

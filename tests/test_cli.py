@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -393,6 +395,31 @@ def test_usage_exits_with_argparses_codes(arguments: list[str], code: int, capsy
     assert caught.value.code == code
 
 
+def test_the_help_has_examples_of_commands_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    shown = re.findall(r"snip-hf (\w+) .*  \w", text.partition("examples:\n")[2])
+    assert len(shown) >= 5
+    assert all(re.search(rf"^    {command}\b", text, re.MULTILINE) for command in shown)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["export", "p.json"],
+            "snip-hf export: the following arguments are required: --to. See snip-hf export --help.\n",
+        ),
+        (["solve", "a", "-q"], "snip-hf: unrecognized arguments: -q. See snip-hf --help.\n"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert capsys.readouterr().err == sentence
+
+
 QUICK = """
 import contextlib, sys
 from snip_hf.cli import main
@@ -407,12 +434,14 @@ print(sorted(name for name in sys.modules if name.partition(".")[0] in heavy))
 
 def test_help_and_wrong_usage_wait_for_no_torch_and_load_no_registry() -> None:
     done = subprocess.run([sys.executable, "-c", QUICK], capture_output=True, text=True, timeout=120, check=True)
-    light = ["snip_hf", "snip_hf.cli", "snip_hf.integrations", "snip_hf.integrations.export_names", "snip_hf.json_io"]
-    assert done.stdout.splitlines()[-1] == str([*light, "snip_hf.text"])
+    loaded = ast.literal_eval(done.stdout.splitlines()[-1])
+    light = ["extras", "integrations", "integrations.export_names", "json_io", "text"]
+    assert [name for name in loaded[1:] if not name.startswith("snip_hf.cli")] == [f"snip_hf.{name}" for name in light]
 
 
-def test_the_module_runs_as_a_process_of_its_own(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "snip_hf.cli", "solve", write(tmp_path / "problem.json", PROBLEM)]
+@pytest.mark.parametrize("module", ["snip_hf", pytest.param("snip_hf.cli", marks=pytest.mark.slow)])
+def test_the_module_runs_as_a_process_of_its_own(tmp_path: Path, module: str) -> None:
+    command = [sys.executable, "-m", module, "solve", write(tmp_path / "problem.json", PROBLEM)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["choices"] == CHOICES

@@ -55,6 +55,7 @@ from snip_hf.records.coverage import Counted
 from snip_hf.records.divergences import read_divergence
 from snip_hf.records.events import DriftCheck, Event, Refresh, Start
 from snip_hf.records.load import load_run
+from snip_hf.records.versions import installed_versions
 from snip_hf.reporting.figures import plan_figure
 from snip_hf.reporting.run_report import run_report
 
@@ -484,6 +485,7 @@ def test_a_new_tracker_is_told_what_the_history_holds_also_after_resuming(tmp_pa
     whole, rest = Shares(), Shares()
     run = train(tmp_path, callback=SnipCallback(config, trackers=[whole]), save_strategy="steps", save_steps=7)
     assert whole.lines == written(tmp_path)
+    assert whole.lines[0]["versions"] == installed_versions()
     kinds = [Start, Counted, Refresh, DriftCheck, Refresh, DriftCheck, Refresh]
     steps = (0, 1, 2, 5, 6, 9, 10)
     assert [(type(event), event.step) for event in whole.events] == list(zip(kinds, steps, strict=True))

@@ -48,6 +48,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .extras import needed_by
+
 if TYPE_CHECKING:
     from .config import SnipConfig as SnipConfig
     from .estimation.coverage import coverage as coverage
@@ -121,7 +123,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _HOMES[name]
-    value = getattr(importlib.import_module(f".{module}", __name__), attribute)
+    with needed_by(f"{__name__}.{name}"):
+        value = getattr(importlib.import_module(f".{module}", __name__), attribute)
     globals()[name] = value
     return value
 

@@ -391,6 +391,18 @@ def test_command_reports_a_model_that_cannot_be_loaded(tmp_path: Path, capsys: p
     assert "could not be loaded as a causal language model" in capsys.readouterr().err
 
 
+def test_without_lm_eval_one_sentence_says_how_to_install_it(
+    model_dir: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert run.main([str(model_dir), "--tasks", "piqa", "--data-dir", str(data)]) == 1
+    assert capsys.readouterr().err.endswith(
+        'error: eval/run.py needs lm-eval, which is not installed. Install it: pip install "snip-hf[eval]"\n'
+    )
+
+
 @pytest.fixture
 def saved_plan(model_dir: Path, tmp_path: Path) -> Callable[[str], Path]:
     """Writes a plan that runs the model's linears in one format."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -74,4 +75,5 @@ def test_the_tutorial_ends_in_a_published_model_and_its_plan(tmp_path: Path) -> 
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         published = hub.repositories[f"{USER}/quickstart"].files
     assert {"config.json", "model.safetensors", "tokenizer.json", "snip/plan.json", "snip/plan.png"} <= set(published)
-    assert PrecisionPlan.load(tmp_path / "downloaded" / "snip" / "plan.json").fp4_fraction >= 0.75
+    assert PrecisionPlan.from_dict(json.loads(published["snip/plan.json"])).fp4_fraction >= 0.75
+    assert (tmp_path / "snip-report" / "report.html").is_file()

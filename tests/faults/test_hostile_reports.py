@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pages import Page
 from written_runs import random_assignments, write_checks, write_divergence, write_losses, write_run
 
-from snip_hf import cli
-from snip_hf.cli import main
+from snip_hf.cli import empty_model, main
 from snip_hf.config import LONGEST_WAIT
+from snip_hf.integrations import report_command
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.records import events
 from snip_hf.records import history as history_module
-from snip_hf.reporting import run_report as report
 
 # Seconds that a report without figures may take on a busy machine; most take a hundredth.
 BOUND = 30.0
@@ -323,7 +323,7 @@ REPORTED: dict[str, tuple[Spoil, str]] = {
     "a last line of 10^400": (lines_of(1, f'{{"event": "drift", "step": {HUGE}}}'), "is not complete"),
     "100,000 refreshes": (many_refreshes, "plans"),
     "2,000 layers in as many stages": (many_layers(2000), "kinds."),
-    "2,000 broken divergences": (many_tables, "and 44 more such lines."),
+    "2,000 broken divergences": (many_tables, "and 108 more such lines."),
     "500 broken checkpoints": (many_checkpoints, "checkpoint-499/trainer_state.json cannot be used"),
     "a model name of markup": (start(model_name="[red]:skull:$x$[/nothing]"), "Model: [red]:skull:$x$[/nothing]."),
     "layers called formulas": (rename("model.layers.1.mlp.$\\frac{$"), "$\\frac{$"),
@@ -443,16 +443,20 @@ def test_a_report_of_a_hostile_folder_is_one_sentence_or_a_report_with_notes(
     monkeypatch.setattr(history_module, "_MOST_LINES", 120_000)
     monkeypatch.setattr(events, "_MOST_LAYERS", 5000)
     if case not in DRAWN:
-        monkeypatch.setattr(report, "write_figures", lambda run, out: [])
+        monkeypatch.setattr(report_command, "write_figures", lambda run, out: [])
     good_run(tmp_path)
     spoil, expected = (REFUSED | REPORTED)[case]
     spoil(tmp_path)
-    code, text = run_cli(capsys, "report", tmp_path, "--out", tmp_path / "out")
+    code, text = run_cli(capsys, "report", tmp_path, "--html", "--out", tmp_path / "out")
     assert code == (2 if case in REFUSED else 0), text[:500]
     # A line of the report may be broken anywhere.
     assert expected.replace(" ", "") in text.replace(" ", ""), text[-1500:]
     if case in DRAWN:
         assert (tmp_path / "out" / "plan.png").read_bytes().startswith(b"\x89PNG")
+    if case in REPORTED:
+        page = Page((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
+        assert [tag for tag, _ in page.elements].count("script") == 2 and len(page.data["runs"]) == 1
+        assert sum(map(len, page.scripts)) < 2e6
 
 
 def test_names_that_may_or_may_not_be_in_a_plan_are_never_printed_raw(
@@ -621,7 +625,7 @@ def test_a_model_of_too_many_modules_is_refused_while_it_is_built(
 ) -> None:
     plan_document(tmp_path)
     content("model/config.json", json.dumps(LLAMA | {"num_hidden_layers": 2}))(tmp_path)
-    monkeypatch.setattr(cli, "_MOST_MODULES", 20)
+    monkeypatch.setattr(empty_model, "_MOST_MODULES", 20)
     code, printed = run_cli(capfd, "inspect", tmp_path / "snip" / "plan.json", "--model", tmp_path / "model")
     assert code == 2
     assert printed.endswith("from its config: it has more than 20 modules.")
@@ -658,7 +662,7 @@ def test_paths_of_any_characters_are_printed_escaped(tmp_path: Path, capsys: pyt
 
 MEMORY = """
 import resource, sys
-import snip_hf.reporting.run_report
+import snip_hf.integrations.report_command
 from snip_hf.cli import main
 
 def peak():  # in MiB

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mip
 import pytest
+import scipy
 from slow_cases import slow_but
 from small_problem import make_problem
 from tiny_runs import SCHEDULE, train
@@ -110,7 +112,7 @@ def test_a_package_that_is_installed_and_does_not_load_is_told_from_one_that_is_
     assert found["highs"].startswith(f"{begin}'highs' needs scipy, which is installed ({tmp_path}/scipy) but does not")
     assert reason("cbc", WITHOUT_BOTH) == (
         f"{begin}'cbc' needs mip, which is not installed for {sys.executable} (the script's folder and the working "
-        "directory do not count). Install it, or take 'greedy'."
+        "directory do not count). Install it (pip install \"snip-hf[cbc]\"), or take 'greedy'."
     )
 
 
@@ -127,9 +129,9 @@ def test_the_reason_why_cbc_does_not_load_is_told(tmp_path: Path, monkeypatch: p
 @pytest.fixture
 def with_command(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], None]]:
     """Sets the command that solver processes are started with."""
-    solver._try_out.cache_clear()
+    solver.try_out.cache_clear()
     yield lambda words: monkeypatch.setattr(solver, "own_command", lambda: words)
-    solver._try_out.cache_clear()
+    solver.try_out.cache_clear()
 
 
 def notes(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
@@ -142,7 +144,9 @@ def test_a_solver_that_is_not_there_is_refused_before_training(
 ) -> None:
     with_command(WITHOUT_BOTH)
     package = {"cbc": "mip", "highs": "scipy"}[name]
-    with pytest.raises(ValueError, match=f"solver: '{name}' needs {package}, which is not installed .* Install it, or"):
+    with pytest.raises(
+        ValueError, match=f"solver: '{name}' needs {package}, which is not installed .* Install it [(]pip"
+    ):
         train(tmp_path, SnipConfig(**SCHEDULE | {"solver": name}), **SHORT)
     assert not (tmp_path / "snip").exists()
 
@@ -165,7 +169,7 @@ def test_the_solver_that_a_policy_asks_for_is_the_one_that_is_tried_out(
             "'greedy', since no other can be used: ",
             "greedy",
         ),
-        (WITHOUT_MIP, logging.INFO, "'highs': ", "highs"),
+        (WITHOUT_MIP, logging.INFO, f"'highs' (scipy {scipy.__version__}): ", "highs"),
     ],
 )
 def test_auto_says_before_training_that_it_does_not_take_the_first_choice(
@@ -202,9 +206,10 @@ def test_a_trial_that_fails_otherwise_is_told_and_training_goes_on(
     assert [line["status"] for line in run.refreshes] == ["kept"]
 
 
-def test_a_solver_that_works_is_tried_out_once_and_without_a_word(
+def test_a_solver_that_works_is_tried_out_once_and_named_in_the_log(
     with_command: Callable[[list[str]], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "snip_hf")
     started: list[Any] = []
     start = SolverProcess.start
     monkeypatch.setattr(SolverProcess, "start", lambda *words: started.append(words) or start(*words))
@@ -214,7 +219,9 @@ def test_a_solver_that_works_is_tried_out_once_and_without_a_word(
             solver.check_solver(SnipConfig(solver=name), log)
     solver.check_solver(SnipConfig(policy="greedy", solver="cbc"), log)
     assert [problem["solver"] for (problem,) in started] == ["cbc", "highs"]
-    assert notes(caplog) == []
+    cbc, highs = f"'cbc' (mip {mip.__version__})", f"'highs' (scipy {scipy.__version__})"
+    taken = [f"solver='auto' takes {cbc}", f"solver='cbc' takes {cbc}", f"solver='highs' takes {highs}"]
+    assert notes(caplog) == [(logging.INFO, f"snip-hf: {text}") for text in taken * 2]
 
 
 def test_a_policy_that_solves_nothing_needs_no_solver(

@@ -407,7 +407,9 @@ def test_a_solver_that_is_not_installed_is_named_and_auto_does_without() -> None
     done = run_child(two_groups(solver="cbc"), "-S")  # -S: no site-packages, so neither mip nor scipy
     assert done.returncode == 3
     error = json.loads(done.stdout)["error"]
-    assert error.startswith("solver: 'cbc' needs mip, which ") and error.endswith("Install it, or take 'greedy'.")
+    assert error.startswith("solver: 'cbc' needs mip, which ") and error.endswith(
+        "Install it (pip install \"snip-hf[cbc]\"), or take 'greedy'."
+    )
     assert json.loads(run_child(two_groups(), "-S").stdout)["solver"] == "greedy"
     overlapping = two_groups(constraints=[row("all", 0.5), row("b", 0.5, ["b"])])
     done = run_child(overlapping, "-S")

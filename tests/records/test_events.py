@@ -30,6 +30,7 @@ CHANGES = {f"a:{gemm}": ["fp8", "fp4"] for gemm in ("forward", "grad_input", "gr
 APPLIED = BEGUN.with_seconds(solver=0.75, waited=0.0).applied(4, small_plan(), CHANGES, RESULT)
 EVENTS: list[Event] = [
     start_event(),
+    start_event(versions={"torch": "2.13.0"}),
     APPLIED,
     BEGUN.kept(3, small_plan(), "no"),
     RefreshBegun(step=6).kept(6, small_plan(), "no"),
@@ -59,6 +60,19 @@ def test_an_event_comes_back_from_its_line(event: Event) -> None:
     # A tracker may hand it on.
     assert isinstance(event, Start) or pickle.loads(pickle.dumps(event)) == event
     assert isinstance(event, Start) or dataclasses.asdict(event)["step"] == event.step
+
+
+@pytest.mark.parametrize(
+    ("versions", "message"),
+    [
+        (["2.13.0"], "versions is a list of 1, expected a JSON object."),
+        ({"torch": 2.13}, "versions['torch'] is 2.13, expected text or null."),
+        ({str(number): "1" for number in range(1001)}, "versions has 1,001 entries, expected at most 1000."),
+    ],
+)
+def test_versions_that_are_none_are_refused(versions: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Start.from_record(start_event().to_record() | {"versions": versions})
 
 
 def test_a_line_of_an_applied_refresh_has_these_entries_in_this_order() -> None:

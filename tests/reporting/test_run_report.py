@@ -6,12 +6,15 @@ import dataclasses
 import io
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from events import counted_event
+from matplotlib.collections import QuadMesh
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 from written_runs import KINDS, random_assignments, write_checks, write_divergence, write_losses, write_run
@@ -327,6 +330,16 @@ def test_the_share_of_fp4_coloured_pixels_is_the_share_of_layers_and_steps_in_fp
     assert len(plan_figure(load_run(tmp_path)).axes) == (1 if granularity == "layer" else 3)
 
 
+def meshes(figure: Figure) -> list[QuadMesh]:
+    """The divergences of each panel, not the bars of colours beside them."""
+    found = [(axes, [one for one in axes.collections if isinstance(one, QuadMesh)]) for axes in figure.axes]
+    return [some[0] for axes, some in found if some and axes.get_xlabel() == "optimizer step"]
+
+
+def bars(figure: Figure) -> list[str]:
+    return [axes.get_xlabel() for axes in figure.axes if "divergence, " in axes.get_xlabel()]
+
+
 def test_the_divergence_figure_shows_the_recorded_values_on_a_log_scale(tmp_path: Path) -> None:
     assignments = random_assignments(2)
     write_run(tmp_path, assignments)
@@ -336,12 +349,15 @@ def test_the_divergence_figure_shows_the_recorded_values_on_a_log_scale(tmp_path
     values[200][layers[1], "layer"] = (0.0, 0.5)  # A zero has no logarithm: it stays white.
     for step, table in values.items():
         write_divergence(tmp_path, step, table)
-    images = [axes.images[0] for axes in divergence_figure(load_run(tmp_path)).axes if axes.images]
+    write_losses(tmp_path / "trainer_state.json", 1200)
+    images = meshes(divergence_figure(load_run(tmp_path)))
     assert len(images) == 2
     for which, image in enumerate(images):
         expected = np.array([[values[step][layer, "layer"][which] for step in (200, 1000)] for layer in layers])
         shown = np.ma.filled(image.get_array(), 0.0)
         assert np.array_equal(np.nan_to_num(shown), expected)
+        # A probe holds until the next one, the last one until the run's last step.
+        assert image.get_coordinates()[0, :, 0].tolist() == [200, 1000, 1200]
         assert image.norm.vmin == expected[expected > 0].min()
         middle = np.sqrt(image.norm.vmin * image.norm.vmax)
         assert image.norm(middle) == pytest.approx(0.5)
@@ -352,7 +368,7 @@ def test_divergences_of_single_gemms_get_a_panel_each(tmp_path: Path) -> None:
     write_run(tmp_path, assignments)
     table = {(layer, g): (0.1 if g == "forward" else 0.0, 0.3) for layer in assignments[0] for g in GEMMS}
     write_divergence(tmp_path, 100, table)
-    labels = [axes.get_xlabel() for axes in divergence_figure(load_run(tmp_path)).axes if not axes.images]
+    labels = bars(divergence_figure(load_run(tmp_path)))
     assert labels == [
         "loss divergence, forward",
         "weight divergence, forward",
@@ -366,17 +382,30 @@ def test_whole_layers_are_shown_where_both_they_and_their_gemms_were_measured(tm
     assignments = random_assignments(2)
     write_run(tmp_path, assignments)
     write_divergence(tmp_path, 100, {(layer, g): (0.1, 0.3) for layer in assignments[0] for g in (*GEMMS, "layer")})
-    labels = [axes.get_xlabel() for axes in divergence_figure(load_run(tmp_path)).axes if not axes.images]
+    labels = bars(divergence_figure(load_run(tmp_path)))
     assert labels == ["loss divergence, all three GEMMs", "weight divergence, all three GEMMs"]
 
 
 def test_many_layers_are_labelled_by_block_and_few_by_name(tmp_path: Path) -> None:
     write_run(tmp_path / "few", random_assignments(2))
-    write_run(tmp_path / "many", random_assignments(2, blocks=280))
+    write_run(tmp_path / "many", random_assignments(2, blocks=600))
     few, many = (plan_figure(load_run(tmp_path / name)).axes[0].get_yticklabels() for name in ("few", "many"))
     assert [label.get_text() for label in few][:3] == ["0 self_attn.q_proj", "0 mlp.down_proj", "1 self_attn.q_proj"]
-    assert [label.get_text() for label in many][:2] == ["model.layers.0", "model.layers.7"]
+    assert [label.get_text() for label in many][:2] == ["model.layers.0", "model.layers.15"]
     assert len(many) == 40
+
+
+def test_every_layer_of_eighty_blocks_has_a_name_that_can_be_read(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(2, blocks=280))  # as many rows as 80 blocks of seven linears
+    figure = plan_figure(load_run(tmp_path))
+    figure.draw_without_rendering()
+    labels = figure.axes[0].get_yticklabels()
+    assert [label.get_text() for label in labels[-2:]] == ["279 self_attn.q_proj", "279 mlp.down_proj"]
+    assert len(labels) == 560
+    boxes = [label.get_window_extent() for label in labels]
+    # Pixels of the letters, none of which cover those of the next name.
+    assert all(box.height >= 9 for box in boxes)
+    assert all(above.y0 >= below.y1 for above, below in pairwise(boxes))
 
 
 def test_run_report_prints_and_writes_every_figure_where_it_is_told(

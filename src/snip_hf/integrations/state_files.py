@@ -12,12 +12,12 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..json_io import read_json, remove_temporaries, write_json_atomic
+from ..records.checkpoints import STATE_NAME
 from ..text import printable
 from ..training.controller import SnipController
 
 logger = logging.getLogger(__name__)
 
-STATE_NAME = "snip_state.json"
 # In trainer_state.json: tells a checkpoint trained with SNIP, and its run, wherever it is moved.
 _MARK = "snip-hf"
 

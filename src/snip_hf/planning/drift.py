@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
-from scipy.stats import rankdata
 
 from ..budget_checks import FORWARD
 from ..estimation.layer_sums import LAYER
@@ -64,6 +63,8 @@ def rank_correlation(one: Mapping[str, float], other: Mapping[str, float]) -> fl
     """
     if set(one) != set(other):
         raise ValueError(f"The rankings are of {len(one)} and {len(other)} layers; expected the same layers in both.")
+    from scipy.stats import rankdata  # 0.2 s, which importing the package should not take
+
     costs = np.array([[costs[layer] for layer in one] for costs in (one, other)])
     if not np.isfinite(costs).all():
         raise ValueError("The cost of a layer is not finite; expected finite activations and gradients.")

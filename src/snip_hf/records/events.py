@@ -20,7 +20,7 @@ from ..text import printable
 from .coverage import Counted
 from .values import changes_of, check_event, entry_of, list_of, mapping_of, number_of, short, step_of, text_of
 
-_MOST_LAYERS = 100_000
+_MOST_LAYERS, _MOST_PACKAGES = 100_000, 1000
 # Of a refresh, which may be absent.
 _NUMBERS = ("forward_fp4_fraction", "fp4_time_fraction", "linear_speedup", "objective", "bound", "gap")
 
@@ -38,6 +38,8 @@ class Start:
     plan: PrecisionPlan
     """The plan in force from here on."""
     model_name: str | None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Package -> version (`records.versions`); empty for a run of an earlier version."""
 
     def to_record(self) -> dict[str, Any]:
         return {
@@ -49,6 +51,7 @@ class Start:
             "stages": [list(stage) for stage in self.plan.stages],
             "model_name": self.model_name,
             **({} if self.plan.tokens is None else {"tokens": as_json(self.plan.tokens)}),
+            **({"versions": dict(self.versions)} if self.versions else {}),
         }
 
     @classmethod
@@ -74,7 +77,13 @@ class Start:
             with_plain_names(part) for part in (assignment, entry_of(record, "flops"), entry_of(record, "stages"))
         )
         plan = PrecisionPlan(named, flops, stages, provenance, tokens=record.get("tokens"))
-        return cls(step=provenance.step, config=config, plan=plan, model_name=provenance.model_name)
+        return cls(
+            step=provenance.step,
+            config=config,
+            plan=plan,
+            model_name=provenance.model_name,
+            versions=_versions(record.get("versions", {})),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -319,6 +328,13 @@ def _begun(record: Mapping[str, Any]) -> dict[str, Any]:
         "memory_mib": _parts(record, "memory_mib", ("predicted", "measured")),
         "seconds": _parts(record, "seconds", ("probe", "solver", "waited")),
     }
+
+
+def _versions(value: object) -> dict[str, str]:
+    found = mapping_of(value, "versions")
+    if len(found) > _MOST_PACKAGES:
+        raise ValueError(f"versions has {len(found):,} entries, expected at most {_MOST_PACKAGES}.")
+    return {name: text_of(version, f"versions[{printable(name)!r}]") or "" for name, version in found.items()}
 
 
 def _parts(record: Mapping[str, Any], name: str, parts: tuple[str, ...], where: str = "") -> Mapping[str, float | None]:

@@ -1,4 +1,4 @@
-"""A run read back from its folder: its plans, refreshes, divergences and losses.
+"""A run read back from its folder, or from a checkpoint: its plans, refreshes, divergences and losses.
 
 The sources are OUTPUT/snip/history.jsonl, plan.json and divergence-<step>.json, and the Trainer's trainer_state.json.
 What is missing is named in a note and left out. A folder may come from elsewhere, and its files may hold anything:
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -22,11 +23,12 @@ from ..costs.measured_cost import MeasuredCost
 from ..field_names import current_names
 from ..planning.forward_shares import forward_shares
 from ..planning.plan import PrecisionPlan
+from .checkpoints import STATE_NAME, Checkpoint, read_checkpoint
 from .coverage import Counted
 from .divergences import read_divergence
 from .events import DriftCheck, Refresh, Start
 from .history import read_history
-from .losses import read_losses
+from .losses import read_log
 from .run_folder import FOLDER
 from .values import short
 
@@ -35,7 +37,7 @@ T = TypeVar("T")
 # Plans that are kept at the same time: so many, or so many times their layers.
 _MOST_PLANS, _MOST_PLANNED_LAYERS = 500, 500_000
 # Tables of divergences that are read: so many, and so many bytes, whatever the size of the last refresh's.
-_MOST_TABLES, _MOST_TABLE_BYTES = 64, 64 * 2**20
+_MOST_TABLES, _MOST_TABLE_BYTES = 128, 128 * 2**20
 # A step in the name of a file.
 _STEP = re.compile(r"[0-9]{1,16}")
 
@@ -58,6 +60,8 @@ class Run:
     """Probe step -> records, whose keys are the fields of `Divergence`."""
     losses: dict[int, dict[str, float]]
     """Step -> {"loss": training loss, "eval_loss": validation loss}, either may be absent; in order of the steps."""
+    facts: Mapping[str, str]
+    """What the files say of how it was run: name -> value, such as versions and the Trainer's number of steps."""
     notes: list[str]
     """What is missing or cannot be read, one sentence each."""
 
@@ -77,8 +81,8 @@ class Run:
         return max(steps, default=0)
 
     @property
-    def mean_fp4_fraction(self) -> float | None:
-        """Share in FP4, mean over the steps up to the last one that is known; None: there are none.
+    def fp4_fractions(self) -> list[tuple[int, float]]:
+        """(step after which it was in force, share in FP4) of each plan.
 
         It is of the GEMMs that plans decide on: of all FLOPs, or of those of the forward GEMMs.
         """
@@ -89,15 +93,24 @@ class Run:
             share = refresh.fp4_fraction if forward is None else refresh.forward_fp4_fraction
             if refresh.applied_step is not None and share is not None:
                 points.append((refresh.applied_step, share))
-        steps, shares = zip(*points, strict=True)
+        return points
+
+    @property
+    def mean_fp4_fraction(self) -> float | None:
+        """`fp4_fractions`, mean over the steps up to the last one that is known; None: there are none."""
+        steps, shares = zip(*self.fp4_fractions, strict=True)
         known = list(itertools.accumulate([*steps, self.last_step], max))  # a history may go back
         spans = [end - start for start, end in itertools.pairwise(known)]
         whole = sum(spans)
         return sum(share * span for share, span in zip(shares, spans, strict=True)) / whole if whole > 0 else None
 
 
-def load_run(run_dir: str | os.PathLike[str]) -> Run:
+def load_run(run_dir: str | os.PathLike[str], checkpoint: Checkpoint | None = None) -> Run:
     """Reads a run folder (the Trainer's output_dir).
+
+    Args:
+        run_dir: the folder.
+        checkpoint: one of the run's; what came after it is left out. None: all that there is.
 
     Raises:
         FileNotFoundError: there is no snip/history.jsonl in it.
@@ -106,12 +119,36 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
     """
     folder = Path(run_dir)
     notes: list[str] = []
-    start, refreshes, checks, counted = _read_events(folder / FOLDER / "history.jsonl", notes)
-    plans = _plans(start, refreshes, counted, notes)
-    measured = _measured(folder / FOLDER / "plan.json", plans[-1][1], notes)
+    until = math.inf if checkpoint is None else checkpoint.step
+    start, refreshes, checks, counted = _read_events(folder / FOLDER / "history.jsonl", notes, until)
+    plans = _plans(start.plan, refreshes, counted, notes)
+    source = folder / FOLDER / "plan.json" if checkpoint is None else checkpoint.plan
+    measured = _measured(source, plans[-1][1], notes)
     applied = [refresh.step for refresh in refreshes if refresh.applied_step is not None]
-    divergences = _read_divergences(folder / FOLDER, set(start.assignment), applied[-1:], notes)
-    return Run(folder, plans, measured, refreshes, checks, counted, divergences, read_losses(folder, notes), notes)
+    divergences = _read_divergences(folder / FOLDER, set(start.plan.assignment), applied[-1:], notes, until)
+    own = folder if checkpoint is None else checkpoint.folder
+    log = read_log(own, notes)
+    facts = {**start.versions, **log.facts}
+    return Run(own, plans, measured, refreshes, checks, counted, divergences, log.losses, facts, notes)
+
+
+def load_recorded(path: str | os.PathLike[str]) -> Run:
+    """Reads a run folder, or a checkpoint folder with the history of the run around it, up to the checkpoint's step.
+
+    Raises:
+        OSError, ValueError: as `load_run`; or the checkpoint's state is none, or is of another run than its history.
+    """
+    folder = Path(path)
+    history = folder / FOLDER / "history.jsonl"
+    if history.exists() or not (folder / STATE_NAME).exists():
+        return load_run(folder)
+    checkpoint = read_checkpoint(folder)
+    around = folder.absolute().parent
+    if (around / FOLDER / "history.jsonl").exists():
+        return load_run(around, checkpoint)
+    notes = ["There is no history around the checkpoint: its plan is all that is known of the run."]
+    log, plans = read_log(folder, notes), [(checkpoint.step, checkpoint.plan)]
+    return Run(folder, plans, checkpoint.plan.measured, [], [], checkpoint.counted, {}, log.losses, log.facts, notes)
 
 
 def thinned(items: Sequence[T], count: int) -> list[T]:
@@ -122,8 +159,10 @@ def thinned(items: Sequence[T], count: int) -> list[T]:
     return [items[round(index * last / (count - 1))] for index in range(count)]
 
 
-def _read_events(path: Path, notes: list[str]) -> tuple[PrecisionPlan, list[Refresh], list[DriftCheck], list[Counted]]:
-    """Returns the plan of the start, the refreshes, the checks and the counts; notes what is odd about them."""
+def _read_events(
+    path: Path, notes: list[str], until: float
+) -> tuple[Start, list[Refresh], list[DriftCheck], list[Counted]]:
+    """Returns the start, and the refreshes, checks and counts up to a step; notes what is odd about them."""
     if not path.exists():
         run = path.parent.parent
         is_inside = run.name == FOLDER and (run / path.name).exists()
@@ -131,17 +170,19 @@ def _read_events(path: Path, notes: list[str]) -> tuple[PrecisionPlan, list[Refr
         raise FileNotFoundError(
             f"{path} does not exist; expected the output folder of a run with SnipCallback.{advice}"
         )
-    start, *_ = events = list(read_history(path, notes))
+    start, *later = list(read_history(path, notes))
     assert isinstance(start, Start)
+    # As a run that is resumed keeps them.
+    events = [event for event in later if (event.decided_step if isinstance(event, Refresh) else event.step) <= until]
     latest = 0
-    for number, event in enumerate(events[1:], 2):
+    for number, event in enumerate(events, 2):
         if event.step < latest:
             notes.append(f"The history goes back from step {latest} to step {event.step} in line {number}.")
             break
         latest = event.step
     refreshes = [event for event in events if isinstance(event, Refresh)]
     checks = [event for event in events if isinstance(event, DriftCheck)]
-    return start.plan, refreshes, checks, [event for event in events if isinstance(event, Counted)]
+    return start, refreshes, checks, [event for event in events if isinstance(event, Counted)]
 
 
 def _plans(
@@ -184,30 +225,31 @@ def _tokens_at(counted: Sequence[Counted], step: int | None, start: PrecisionPla
     return known[0 if step is None else -1].tokens
 
 
-def _measured(path: Path, plan: PrecisionPlan, notes: list[str]) -> MeasuredCost | None:
-    """Returns the times in plan.json, if there are any; notes where its plan is not the history's last one."""
+def _measured(source: Path | PrecisionPlan, plan: PrecisionPlan, notes: list[str]) -> MeasuredCost | None:
+    """Returns the times in plan.json or a checkpoint; notes where the plan there is not the history's last one."""
+    name = "plan.json" if isinstance(source, Path) else "The plan in the checkpoint"
     try:
-        saved = PrecisionPlan.load(path)
+        saved = PrecisionPlan.load(source) if isinstance(source, Path) else source
         differences = plan.changes(saved)
         dataclasses.replace(plan, measured=saved.measured)  # refuses times of other GEMMs
     except (OSError, ValueError) as error:
-        notes.append(f"plan.json cannot be used: {error}")
+        notes.append(f"{name} cannot be used: {error}")
         return None
     if differences:
         key, (ours, theirs) = next(iter(differences.items()))
         notes.append(
-            f"plan.json differs from the history in {len(differences)} GEMMs ({key} is {theirs}, by the history "
+            f"{name} differs from the history in {len(differences)} GEMMs ({key} is {theirs}, by the history "
             f"{ours}); the tables and figures follow the history."
         )
     return saved.measured
 
 
 def _read_divergences(
-    folder: Path, layers: set[str], wanted: Sequence[int], notes: list[str]
+    folder: Path, layers: set[str], wanted: Sequence[int], notes: list[str], until: float
 ) -> dict[int, list[dict[str, Any]]]:
     """Returns the tables of divergences: those of the wanted steps, and others as far as the limits allow."""
     names = (path.stem.removeprefix("divergence-") for path in folder.glob("divergence-*.json"))
-    steps = sorted({int(name) for name in names if _STEP.fullmatch(name)})
+    steps = sorted({int(name) for name in names if _STEP.fullmatch(name) and int(name) <= until})
     divergences: dict[int, list[dict[str, Any]]] = {}
     left = _MOST_TABLE_BYTES
     tried = dict.fromkeys([*(step for step in wanted if step in steps), *reversed(thinned(steps, _MOST_TABLES))])

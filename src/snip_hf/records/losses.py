@@ -1,29 +1,43 @@
-"""The losses of a run, from the log in the Trainer's trainer_state.json."""
+"""The losses of a run and the numbers it was run with, from the Trainer's trainer_state.json."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..json_io import MAX_DIGITS, MAX_JSON_BYTES, open_regular
-from .values import entry_of, is_step, list_of, mapping_of, step_of
+from .values import entry_of, is_step, list_of, mapping_of, short, step_of
 
 # Lists and objects in a Trainer's state, which has one for each time that it logged.
 _MOST_ENTRIES = 2_000_000
 # Checkpoints that are looked at for losses, the latest first, until one can be used.
 _MOST_CHECKPOINTS = 3
+# What else of a state tells how the training was run.
+_FACTS = ("max_steps", "num_train_epochs", "train_batch_size")
 # A step in the name of a folder.
 _STEP = re.compile(r"[0-9]{1,16}")
 
 
-def read_losses(folder: Path, notes: list[str]) -> dict[int, dict[str, float]]:
-    """Returns step -> {"loss", "eval_loss"} of the trainer_state.json that got furthest; notes what cannot be used."""
+@dataclass(frozen=True)
+class TrainerLog:
+    """What the Trainer recorded."""
+
+    losses: dict[int, dict[str, float]]
+    """Step -> {"loss", "eval_loss"}, either may be absent; in order of the steps."""
+    facts: dict[str, str]
+    """Name of a number that the training was run with -> the number."""
+
+
+def read_log(folder: Path, notes: list[str]) -> TrainerLog:
+    """Returns what is in the trainer_state.json that got furthest; notes what cannot be used."""
     losses: dict[int, dict[str, float]] = {}
     skipped = 0
-    for entry in _log_history(folder, notes):
+    log, facts = _latest(folder, notes)
+    for entry in log:
         step = entry.get("step") if isinstance(entry, dict) else None
         if not isinstance(step, int) or not is_step(step):
             skipped += 1
@@ -36,31 +50,33 @@ def read_losses(folder: Path, notes: list[str]) -> dict[int, dict[str, float]]:
         notes.append(f"{skipped:,} entries of the Trainer's log are at no step and are left out.")
     if not losses:
         notes.append("There is no trainer_state.json with losses (saved with a checkpoint or by trainer.save_state()).")
-    return dict(sorted(losses.items()))
+    return TrainerLog(dict(sorted(losses.items())), facts)
 
 
-def _log_history(folder: Path, notes: list[str]) -> list[Any]:
-    """Returns the log of the Trainer's state that got furthest: the folder's own or that of a late checkpoint."""
+def _latest(folder: Path, notes: list[str]) -> tuple[list[Any], dict[str, str]]:
+    """Returns log and facts of the Trainer's state that got furthest: the folder's own or that of a late checkpoint."""
     checkpoints = [
         (int(number), path)
         for path in folder.glob("checkpoint-*/trainer_state.json")
         if _STEP.fullmatch(number := path.parent.name.removeprefix("checkpoint-"))
     ]
     late = [path for _, path in sorted(checkpoints, reverse=True)]
-    states: list[tuple[int, list[Any]]] = []
-    for paths in ([folder / "trainer_state.json"], late[:_MOST_CHECKPOINTS]):
+    states: list[tuple[int, list[Any], dict[str, str]]] = []
+    # The second one is what `hub_strategy="checkpoint"` pushes.
+    own = [folder / "trainer_state.json", folder / "last-checkpoint" / "trainer_state.json"]
+    for paths in (own[:1], own[1:], late[:_MOST_CHECKPOINTS]):
         for path in paths:
             if not path.exists():
                 continue
             try:
-                states.append(_read_log(path))
+                states.append(_read_state(path))
                 break
             except (OSError, ValueError) as error:
                 notes.append(f"{path.relative_to(folder)} cannot be used and is left out: {error}")
-    return max(states, key=lambda state: state[0])[1] if states else []
+    return max(states, key=lambda state: state[0])[1:] if states else ([], {})
 
 
-def _read_log(path: Path) -> tuple[int, list[Any]]:
+def _read_state(path: Path) -> tuple[int, list[Any], dict[str, str]]:
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > MAX_JSON_BYTES:
             raise ValueError(f"the file is larger than {MAX_JSON_BYTES} bytes.")
@@ -73,7 +89,8 @@ def _read_log(path: Path) -> tuple[int, list[Any]]:
     except RecursionError as error:
         raise ValueError("its JSON is nested too deeply.") from error
     log = list_of(entry_of(state, "log_history"), "log_history")
-    return step_of(entry_of(state, "global_step"), "global_step"), log
+    facts = {name: short(state[name]) for name in _FACTS if isinstance(state.get(name), int | float)}
+    return step_of(entry_of(state, "global_step"), "global_step"), log, facts
 
 
 def _parse_int(text: str) -> float:

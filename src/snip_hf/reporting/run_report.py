@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import io
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,27 @@ from rich.table import Table
 from rich.text import Text
 
 from ..budget_checks import FORWARD
-from ..config import POLICIES, SnipConfig
-from ..estimation.coverage import Coverage
+from ..config import SnipConfig
 from ..estimation.layer_sums import LAYER
 from ..estimation.table import Divergence, DivergenceTable
 from ..numerics.formats import FORMATS
-from ..planning.forward_shares import forward_shares
 from ..planning.pipeline_model import check_ties_are_few
-from ..planning.plan import Assignment, PrecisionPlan
+from ..planning.plan import PrecisionPlan
 from ..planning.program import problem
 from ..policies.setting import Setting
 from ..policies.stages import split_layer
-from ..records.load import Run, load_run, thinned
-from ..records.values import short
-from ..schedule_checks import mean_share, read_shares, shares_text
+from ..records.load import Run, load_recorded, thinned
+from .facts import (
+    attained_text,
+    coverage_text,
+    has_target,
+    last_decided,
+    mean_shares_text,
+    plan_in_force,
+    policy_text,
+    target_text,
+    value_text,
+)
 from .figures import write_figures
 from .tables import listed, name_text, new_table, number, print_cost, print_plan, print_stages, say
 
@@ -36,49 +42,68 @@ _MOST_REASONS = 64
 # Stages that prices are given for; no pipeline has as many.
 _MOST_STAGES = 1000
 
+Content = Table | Text
+"""A table, or a sentence."""
+
 
 def run_report(
     run_dir: str | os.PathLike[str], out_dir: str | os.PathLike[str] | None = None, micro_batches: int | None = None
 ) -> list[Path]:
     """Prints the tables and writes the figures; returns the files written.
 
-    Raises as `load_run` and `pipeline_model.pipeline_times` do, whose `micro_batches` it takes.
+    `run_dir` is the output folder of a run, or the folder of a checkpoint. Raises as `load_recorded` and
+    `pipeline_model.pipeline_times` do, whose `micro_batches` it takes.
     """
-    run = load_run(run_dir)
+    run = load_recorded(run_dir)
     print_run(run, Console(), micro_batches)
     return write_figures(run, out_dir)
+
+
+def run_contents(run: Run, micro_batches: int | None = None) -> list[Content]:
+    """Returns what `print_run` prints, to print it and to show it elsewhere."""
+    console = _Keeping()
+    print_run(run, console, micro_batches)
+    return console.kept
+
+
+class _Keeping(Console):
+    """A console that keeps what it is told to print."""
+
+    def __init__(self) -> None:
+        super().__init__(file=io.StringIO())
+        self.kept: list[Content] = []
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        self.kept.extend(objects)
 
 
 def print_run(run: Run, console: Console, micro_batches: int | None = None) -> None:
     """Prints the refreshes, the losses and the plan in force at the end."""
     config = run.config
-    policy = f"policy {_shown(config.get('policy'))}"
-    if config.get("fixed_plan"):
-        policy = f"plan file {_shown(config['fixed_plan'])}, held fixed"
-    plan = _in_force(run)
+    policy, plan = policy_text(config), plan_in_force(run)
     by_time = config.get("budget") == "measured"
     speedup = plan.linear_speedup()
     speed = ""
     if speedup is not None:
-        source = "measured" if plan.measured is not None else f"{_shown(config.get('rates'))} rates"
+        source = "measured" if plan.measured is not None else f"{value_text(config.get('rates'))} rates"
         speed = f". The linears run at {speedup:.4f} times BF16's speed ({source})"
     say(
         console,
-        f"{policy[0].upper()}{policy[1:]}, granularity {_shown(config.get('granularity'))}, {_target(config)}, "
-        f"attained {_attained(plan)}{speed}. Model: "
-        f"{_shown(plan.provenance.model_name or 'not named')}.",
+        f"{policy[0].upper()}{policy[1:]}, granularity {value_text(config.get('granularity'))}, {target_text(config)}, "
+        f"attained {attained_text(plan)}{speed}. Model: "
+        f"{value_text(plan.provenance.model_name or 'not named')}.",
     )
-    if _has_target(config) and isinstance(config.get("target_fp4_fraction"), list):
-        _say_some(console, _mean_shares(run))
+    if has_target(config) and isinstance(config.get("target_fp4_fraction"), list):
+        _say_some(console, mean_shares_text(run))
     if run.counted:
-        say(console, _coverage(run.counted[-1].coverage, plan))
+        say(console, coverage_text(run.counted[-1].coverage, plan))
     if run.refreshes:
         console.print(refresh_table(run))
     else:
         say(
             console,
             f"No refresh was recorded ({policy}, first refresh due at step "
-            f"{_shown(config.get('first_refresh'))} if it probes): the plan of the start is in force.",
+            f"{value_text(config.get('first_refresh'))} if it probes): the plan of the start is in force.",
         )
     kept = [refresh for refresh in run.refreshes if refresh.applied_step is None]
     _say_some(console, [f"Step {refresh.step}: plan kept. {refresh.reason}" for refresh in kept])
@@ -107,56 +132,6 @@ def print_run(run: Run, console: Console, micro_batches: int | None = None) -> N
     _say_some(console, [f"Note: {note}" for note in notes])
 
 
-def _attained(plan: PrecisionPlan) -> str:
-    """Returns the FP4 share of a plan, of what it decides on first."""
-    forward = forward_shares(plan)
-    if forward is not None:
-        time = "" if forward.fp4_time_fraction is None else f", {forward.fp4_time_fraction:.4f} of their measured time"
-        return f"{forward.fp4_fraction:.4f} of the forward GEMMs{time} ({plan.fp4_fraction:.4f} of all linear FLOPs)"
-    time = "" if plan.measured is None else f" and {plan.fp4_time_fraction:.4f} of their measured time"
-    return f"{plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}"
-
-
-def _coverage(found: Coverage, plan: PrecisionPlan) -> str:
-    """Returns what the plan covers of the model, and the FP4 share of all of it."""
-    return f"The plan decides on {found.describe()}. FP4 share of all of them: {found.share * plan.fp4_fraction:.4f}."
-
-
-def _target(config: Mapping[str, Any]) -> str:
-    """Returns what the plan was to reach."""
-    if not _has_target(config):
-        return "no target"
-    if config.get("target_linear_speedup") is not None:
-        return f"target speed-up of the linears {_shown(config['target_linear_speedup'])}"
-    of = " of the measured time" if config.get("budget") == "measured" else ""
-    if config.get("decides") == FORWARD:
-        of = f"{of} of the forward GEMMs alone"
-    share = config.get("target_fp4_fraction")
-    shares = read_shares(share)
-    text = _shown(share) if shares is None else shares_text(shares)
-    return f"target FP4 share {text}{of}"
-
-
-def _has_target(config: Mapping[str, Any]) -> bool:
-    """Returns True if plans were to reach something; those of a policy that this version does not know were."""
-    policy = POLICIES.get(config.get("policy", ""))
-    return not config.get("fixed_plan") and (policy is None or policy.aims_at_share)
-
-
-def _mean_shares(run: Run) -> list[str]:
-    """Returns the sentence on the mean share of a run whose target changes, if its steps are known."""
-    mean, shares = run.mean_fp4_fraction, read_shares(run.config.get("target_fp4_fraction"))
-    if mean is None or shares is None:
-        return []
-    steps = run.last_step
-    of = "forward" if run.config.get("decides") == FORWARD else "linear"
-    target = mean_share(shares, steps)
-    return [
-        f"Mean over the steps up to {steps:,}, the last in the run's files: {mean:.4f} of the {of} FLOPs in FP4, and a "
-        f"target of {target:.4f}."
-    ]
-
-
 def _say_some(console: Console, sentences: list[str]) -> None:
     for sentence in sentences[:_MOST_ROWS]:
         say(console, sentence)
@@ -164,18 +139,8 @@ def _say_some(console: Console, sentences: list[str]) -> None:
         say(console, f"... and {len(sentences) - _MOST_ROWS:,} more such lines.")
 
 
-def _shown(value: object) -> str:
-    """A value of the config, which may be of another version or from elsewhere."""
-    return value if isinstance(value, str) else short(value)
-
-
-def _in_force(run: Run) -> PrecisionPlan:
-    """Returns the plan of the end with its measured times."""
-    return dataclasses.replace(run.plans[-1][1], measured=run.measured)
-
-
 def _print_run_stages(run: Run, plan: PrecisionPlan, console: Console, micro_batches: int | None) -> None:
-    decided = _last_decided(run)
+    decided = last_decided(run)
     if decided is None:
         print_stages(plan, console, micro_batches)
     else:
@@ -247,10 +212,10 @@ def reason_table(run: Run) -> Table | None:
     Raises:
         ValueError, TypeError: the run's config is none that this version knows.
     """
-    decided = _last_decided(run)
+    decided = last_decided(run)
     if decided is None or decided[0] not in run.divergences:
         return None
-    (step, before), plan = decided, _in_force(run)
+    (step, before), plan = decided, plan_in_force(run)
     if plan.measured is None and run.config.get("budget") == "measured":
         return None
     if len(plan.stages) > _MOST_STAGES:
@@ -292,12 +257,6 @@ def reason_table(run: Run) -> Table | None:
     if idle := len(program["groups"]) - len(prices):
         table.caption = f"{idle:,} rows are left out: layers that saw no token, and GEMMs that do not run."
     return table
-
-
-def _last_decided(run: Run) -> tuple[int, Assignment] | None:
-    """Returns the probe step of the last applied refresh, and the assignment that it replaced."""
-    applied = [refresh for refresh in run.refreshes if refresh.applied_step is not None]
-    return (applied[-1].step, run.plans[-2][1].assignment) if applied else None
 
 
 def _short_name(group: str) -> str:

@@ -22,6 +22,7 @@ from ..policies.registry import aims_at_share, needs_probe, rule_assignment
 from ..policies.setting import Assignment, Setting
 from ..records.event_writer import EventWriter
 from ..records.events import RefreshBegun, Start
+from ..records.versions import installed_versions
 from .checks import check_sizes
 
 
@@ -187,7 +188,13 @@ class PlanInForce:
 
     def start(self, step: int) -> Start:
         """Returns the first event of a run that begins at a step."""
-        return Start(step=step, config=self.setting.config.to_dict(), plan=self.plan, model_name=self.model_name)
+        return Start(
+            step=step,
+            config=self.setting.config.to_dict(),
+            plan=self.plan,
+            model_name=self.model_name,
+            versions=installed_versions(),
+        )
 
     def begun(self, step: int) -> RefreshBegun:
         """Returns the event of a refresh that begins at a step, so far."""

@@ -47,6 +47,7 @@ LARGEST_FILE = 64 * 2**20
 # How often it looks whether the process that waits for its answer still lives.
 WATCH_SECONDS = 0.25
 _PACKAGES = {"cbc": "mip", "highs": "scipy"}
+_INSTALL = {"cbc": 'pip install "snip-hf[cbc]"', "highs": "pip install scipy"}
 BAD_INPUT, MISSING_SOLVER, NO_SOLUTION = 2, 3, 4
 _KINDS: dict[str, tuple[type, ...]] = {
     "a name": (str,),
@@ -619,7 +620,7 @@ def _version(solver: str) -> str:
         if found is None:
             raise MissingSolverError(
                 f"is not installed for {sys.executable} (the script's folder and the working directory do not count). "
-                "Install it"
+                f"Install it ({_INSTALL[solver]})"
             ) from error
         where = found.origin or ", ".join(found.submodule_search_locations or ())
         why = f"{type(error).__name__}: {error}"

@@ -280,7 +280,8 @@ def own_command() -> list[str]:
 def check_solver(config: SnipConfig, log: logging.Logger) -> None:
     """Tries out, before training, whether the solver process can use the solver that the config asks for.
 
-    With "auto", the log says if it is not the first choice that will be used, and warns if only the greedy one can be.
+    The log says which one will be used, with "auto" also why not the first choice, and warns if only the greedy one
+    can be.
 
     Raises:
         ValueError: the solver is not installed where the process can use it; the message says what to do.
@@ -291,15 +292,15 @@ def check_solver(config: SnipConfig, log: logging.Logger) -> None:
     missing: list[str] = []
     for name in ("cbc", "highs") if wanted == "auto" else (wanted,):
         try:
-            _try_out(name, tuple(sys.path))
+            version = try_out(name, tuple(sys.path))
         except SolverError as error:
             if error.reason != "missing":
                 log.warning("snip-hf: trying out the solver %r failed, and refreshes may fail so too: %s", name, error)
                 return
             missing.append(str(error))
         else:
-            if missing:
-                log.info("snip-hf: solver='auto' takes %r: %s", name, missing[0])
+            reason = f": {missing[0]}" if missing else ""
+            log.info("snip-hf: solver=%r takes %r (%s)%s", wanted, name, version, reason)
             return
     if wanted != "auto":
         raise ValueError(missing[0])
@@ -307,7 +308,10 @@ def check_solver(config: SnipConfig, log: logging.Logger) -> None:
 
 
 @functools.cache
-def _try_out(solver: str, paths: tuple[str, ...]) -> None:
-    """Solves a small problem; raises what `SolverProcess` does. A success is remembered as long as `paths` stays."""
+def try_out(solver: str, paths: tuple[str, ...]) -> str:
+    """Solves a small problem and returns the solver's version; raises what `SolverProcess` does.
+
+    A success is remembered as long as `paths` stays.
+    """
     with SolverProcess.start(_TRIAL | {"solver": solver}) as process:
-        process.result()
+        return process.result().solver_version

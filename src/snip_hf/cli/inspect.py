@@ -1,0 +1,71 @@
+"""`snip-hf inspect`: a plan, and what does not fit between it and a model."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .commands import Commands, add_micro_batches
+from .messages import MOST_SHOWN
+from .model_fit import compare_with_model
+from .own_modules import add_import_option
+from .plan_files import load_plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..planning.plan import PrecisionPlan
+
+
+def add(commands: Commands) -> None:
+    inspect = commands.add_parser("inspect", help="show a plan; with --model, compare it with a model")
+    inspect.add_argument("plan", type=Path, metavar="plan.json")
+    inspect.add_argument("--model", metavar="NAME_OR_DIR", help="a causal LM; only its config is read")
+    inspect.set_defaults(run=run)
+    add_import_option(inspect)
+    add_micro_batches(inspect)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from ..reporting.tables import listed, print_cost, print_plan, say
+
+    plan = load_plan(arguments.plan)
+    console = Console()
+    print_plan(plan, console)
+    _print_stages(plan, arguments, console)
+    if plan.measured is not None:
+        print_cost(plan, console)
+    speedups = plan.stage_linear_speedups()
+    if speedups is not None:
+        stages = listed([f"{speedup:.4f}" for speedup in speedups])
+        speed = f"{plan.linear_speedup():.4f} times BF16's speed ({plan.speed_source})"
+        say(console, f"The linears run at {speed}, per stage: {stages}.")
+    for field in dataclasses.fields(plan.provenance):
+        value = getattr(plan.provenance, field.name)
+        if value is not None:
+            shown = json.dumps(dict(value)) if field.name == "config" else value
+            say(console, f"{field.name}: {shown}", MOST_SHOWN)
+    return 0 if arguments.model is None else compare_with_model(plan, arguments.model)
+
+
+def _print_stages(plan: PrecisionPlan, arguments: argparse.Namespace, console: Console) -> None:
+    """Prints the stages, compared with one global constraint where the run's divergences lie beside the plan."""
+    from ..records.divergences import read_divergence
+    from ..registry import UnknownName
+    from ..reporting.tables import print_stages
+
+    path = arguments.plan.parent / f"divergence-{plan.provenance.step}.json"
+    try:
+        records = read_divergence(path)[1]
+    except FileNotFoundError:
+        records = None
+    except UnknownName as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} holds no divergences: {error} Restore the file or move it away.") from error
+    print_stages(plan, console, arguments.micro_batches, records)

@@ -1,0 +1,43 @@
+"""`snip-hf solve`: an integer program, solved in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from ..json_io import read_json, write_json_atomic
+from .commands import Commands
+from .messages import fail, shown_path
+
+
+def add(commands: Commands) -> None:
+    solve = commands.add_parser("solve", help="solve an integer program, as JSON, in a process of its own")
+    solve.add_argument("problem", type=Path, metavar="problem.json")
+    solve.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the solution here, not to stdout")
+    solve.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        problem = read_json(arguments.problem)
+    except ValueError as error:
+        raise ValueError(f"{arguments.problem} is not a usable problem: {error}") from error
+    if not isinstance(problem, dict):
+        raise ValueError(f"{arguments.problem} holds a {type(problem).__name__}, expected a JSON object with groups.")
+    from ..planning.solver.process import SolverProcess
+    from ..planning.solver.solution import SolverError
+
+    try:
+        with SolverProcess.start(problem) as process:
+            result = process.result()
+    except SolverError as error:
+        return fail(error, 2 if error.reason == "bad problem" else 1)
+    solution = dataclasses.asdict(result)
+    if arguments.output is None:
+        print(json.dumps(solution, indent=1))
+    else:
+        write_json_atomic(arguments.output, solution)
+        print(f"{result.status}, objective {result.objective:.6g}, by {result.solver}: {shown_path(arguments.output)}")
+    return 0

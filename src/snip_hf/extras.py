@@ -1,0 +1,65 @@
+"""What training does not need: the extras of the package, what each is for, and how to install one that is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Packages that are installed together for one use."""
+
+    name: str
+    purpose: str
+    packages: Mapping[str, str]
+    """Module that is imported -> package that has it."""
+
+    @property
+    def command(self) -> str:
+        return f'pip install "snip-hf[{self.name}]"'
+
+    @property
+    def missing(self) -> list[str]:
+        """The packages that are not installed."""
+        return [package for module, package in self.packages.items() if importlib.util.find_spec(module) is None]
+
+
+_FIGURES = {"jinja2": "jinja2", "matplotlib": "matplotlib", "rich": "rich"}
+_ALL = (
+    Extra("cbc", "CBC, the first choice of solver='auto'; without it HiGHS solves", {"mip": "mip"}),
+    Extra("report", "tables, figures and pages: inspect, compare, report", _FIGURES),
+    Extra(
+        "recipes", "the runs in recipes/", {"datasets": "datasets", "psutil": "psutil", "yaml": "pyyaml", **_FIGURES}
+    ),
+    Extra("eval", "scores of benchmarks and comparisons of policies, in eval/", {"lm_eval": "lm-eval"}),
+    Extra("completion", "completion of commands in a shell", {"shtab": "shtab"}),
+)
+EXTRAS: Mapping[str, Extra] = {extra.name: extra for extra in _ALL}
+
+
+class MissingExtra(ImportError):
+    """A package of an extra is needed and not installed; the message says how to install it."""
+
+
+@contextmanager
+def needed_by(what: str) -> Iterator[None]:
+    """Inside, the import of a package that an extra would install is an error that names the extra.
+
+    Args:
+        what: needs the package, such as "snip_hf.run_report".
+
+    Raises:
+        MissingExtra: in place of the `ModuleNotFoundError`.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        extra = next((extra for extra in EXTRAS.values() if module in extra.packages), None)
+        if extra is None:
+            raise
+        message = f"{what} needs {extra.packages[module]}, which is not installed. Install it: {extra.command}"
+        raise MissingExtra(message, name=error.name) from error

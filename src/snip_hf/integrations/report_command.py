@@ -1,0 +1,90 @@
+"""`snip-hf report`: the tables and files of one run or several, wherever their records are."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from ..records.load import load_recorded
+from ..records.losses import read_log
+from ..records.run_folder import FOLDER
+from ..reporting.csv_files import write_csv
+from ..reporting.figures import write_figures
+from ..reporting.page import write_page
+from ..reporting.run_report import run_contents
+from ..reporting.tables import say
+from .hub_runs import RunSource, run_source
+
+# Runs that one page shows.
+_MOST_RUNS = 8
+# In the working directory, for runs of the Hub.
+_FOLDER = Path("snip-report")
+
+
+def report(arguments: argparse.Namespace, console: Console | None = None) -> list[Path]:
+    """Prints the tables of the runs and writes what was asked for; returns the files written.
+
+    Raises:
+        OSError, ValueError: a run cannot be found or read, or the arguments do not fit together.
+    """
+    console = console or Console()
+    if arguments.bf16 is not None and not arguments.html:
+        raise ValueError("--bf16 adds a run to the page; expected --html with it.")
+    if len(arguments.runs) > _MOST_RUNS:
+        raise ValueError(f"Got {len(arguments.runs)} runs, expected at most {_MOST_RUNS} in one report.")
+    sources = [run_source(str(name)) for name in arguments.runs]
+    names = short_names([source.name for source in sources] + ([arguments.bf16] if arguments.bf16 else []))
+    runs = {name: load_recorded(source.folder) for name, source in zip(names, sources, strict=False)}
+    bf16 = None if arguments.bf16 is None else (f"{names[-1]} (BF16)", _bf16_losses(arguments.bf16))
+    files: list[Path] = []
+    contents = {name: run_contents(run, arguments.micro_batches) for name, run in runs.items()}
+    for (name, run), source in zip(runs.items(), sources, strict=True):
+        if len(runs) > 1:
+            say(console, f"Run {name}")
+        for content in contents[name]:
+            console.print(content)
+        folder = _folder(source, name, arguments.out, len(runs))
+        files += write_figures(run, folder)
+        if arguments.csv:
+            files += write_csv(run, folder)
+    if arguments.html:
+        folder = _folder(sources[0], names[0], arguments.out, 1)
+        files.append(write_page(folder / "report.html", runs, bf16, contents))
+    return files
+
+
+def _folder(source: RunSource, name: str, out: Path | None, count: int) -> Path:
+    """Returns the folder that a run's files go to."""
+    if out is None and source.is_local:
+        return source.folder / FOLDER
+    base = _FOLDER if out is None else out
+    return base / name.replace("/", "-").replace(os.sep, "-") if count > 1 else base
+
+
+def _bf16_losses(name: str) -> dict[int, dict[str, float]]:
+    """Returns the losses of the run in BF16, which may be of a Trainer without SNIP.
+
+    Raises:
+        ValueError: there are no losses.
+    """
+    notes: list[str] = []
+    losses = read_log(run_source(name).folder, notes).losses
+    if not losses:
+        raise ValueError(f"--bf16 {name} has no losses: {' '.join(notes)}")
+    return losses
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Returns of each path the last parts, as many as no other one ends with; equal paths get a number."""
+    parts = [[part for part in Path(os.path.normpath(name)).parts if part != os.sep] or [name] for name in names]
+    shown: list[str] = []
+    for own in parts:
+        ends = [own[-count:] for count in range(1, len(own) + 1)]
+        found = next((end for end in ends if sum(other[-len(end) :] == end for other in parts) == 1), own)
+        number = f" #{len(shown) + 1}" if parts.count(own) > 1 else ""
+        shown.append("/".join(found) + number)
+    return shown

@@ -1,0 +1,113 @@
+"""A run as CSV files: the plan by GEMM and stretch of steps, the divergences, the refreshes, the losses."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..json_io import write_atomic
+from ..numerics.gemms import GEMMS
+from ..records.load import Run
+from ..records.run_folder import FOLDER
+from ..text import printable
+
+# What begins a formula in a spreadsheet; a name from elsewhere must not be one.
+_FORMULA = ("=", "+", "-", "@")
+_TEXT = 2000
+_DIVERGENCE = (
+    "layer",
+    "gemm",
+    "format",
+    "loss_divergence",
+    "weight_divergence",
+    "flops",
+    "weight_bias",
+    "absolute_error",
+    "relative_error",
+    "criterion",
+)
+_OF_REFRESH = (
+    "step",
+    "applied_step",
+    "status",
+    "reason",
+    "target_fp4_fraction",
+    "fp4_fraction",
+    "forward_fp4_fraction",
+    "fp4_time_fraction",
+    "linear_speedup",
+    "layers_changed",
+    "objective",
+    "bound",
+    "gap",
+    "solver",
+    "solver_version",
+    "loss",
+)
+_PARTS = {"seconds": ("probe", "solver", "waited"), "memory_mib": ("predicted", "measured")}
+
+
+def write_csv(run: Run, out_dir: str | os.PathLike[str] | None = None) -> list[Path]:
+    """Writes plan.csv, refreshes.csv, divergence.csv and losses.csv, as far as there is data for them.
+
+    Args:
+        run: the run.
+        out_dir: the folder. None: RUN_DIR/snip.
+
+    Returns: the files written.
+    """
+    folder = run.folder / FOLDER if out_dir is None else Path(out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    tables: dict[str, tuple[Sequence[str], Iterable[Sequence[Any]]]] = {
+        "plan.csv": (("layer", "gemm", "from_step", "to_step", "format"), _plan_rows(run))
+    }
+    if run.refreshes:
+        names = [f"{name}_{part}" for name, parts in _PARTS.items() for part in parts]
+        tables["refreshes.csv"] = ((*_OF_REFRESH, *names), _refresh_rows(run))
+    if run.divergences:
+        tables["divergence.csv"] = (("step", *_DIVERGENCE), _divergence_rows(run))
+    if run.losses:
+        losses = ([step, row.get("loss"), row.get("eval_loss")] for step, row in run.losses.items())
+        tables["losses.csv"] = (("step", "loss", "eval_loss"), losses)
+    for name, (headings, rows_of) in tables.items():
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(headings)
+        writer.writerows([_cell(value) for value in row] for row in rows_of)
+        write_atomic(folder / name, text.getvalue().encode())
+    return [folder / name for name in tables]
+
+
+def _plan_rows(run: Run) -> Iterator[Sequence[Any]]:
+    """Yields one row for each stretch of steps in which a GEMM kept its format; the last ones have no end."""
+    for layer, row in run.plans[0][1].assignment.items():
+        for gemm in (gemm for gemm in GEMMS if gemm in row):
+            begin, format = run.plans[0][0], row[gemm]
+            for step, plan in run.plans[1:]:
+                if plan.assignment[layer][gemm] != format:
+                    yield layer, gemm, begin, step, format
+                    begin, format = step, plan.assignment[layer][gemm]
+            yield layer, gemm, begin, None, format
+
+
+def _divergence_rows(run: Run) -> Iterator[Sequence[Any]]:
+    for step, records in run.divergences.items():
+        for record in records:
+            yield [step, *(record.get(name) for name in _DIVERGENCE)]
+
+
+def _refresh_rows(run: Run) -> Iterator[Sequence[Any]]:
+    for refresh in run.refreshes:
+        parts = [getattr(refresh, name).get(part) for name, parts in _PARTS.items() for part in parts]
+        yield [*(getattr(refresh, name) for name in _OF_REFRESH), *parts]
+
+
+def _cell(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    text = printable(value, _TEXT)
+    return f"'{text}" if text.startswith(_FORMULA) else text

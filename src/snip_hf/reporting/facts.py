@@ -1,0 +1,89 @@
+"""What a report says of a run in a few words: its target, what it attained, what its plan covers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ..budget_checks import FORWARD
+from ..config import POLICIES
+from ..estimation.coverage import Coverage
+from ..planning.forward_shares import forward_shares
+from ..planning.plan import Assignment, PrecisionPlan
+from ..records.load import Run
+from ..records.values import short
+from ..schedule_checks import mean_share, read_shares, shares_text
+
+
+def policy_text(config: Mapping[str, Any]) -> str:
+    """Returns who decided."""
+    if config.get("fixed_plan"):
+        return f"plan file {value_text(config['fixed_plan'])}, held fixed"
+    return f"policy {value_text(config.get('policy'))}"
+
+
+def attained_text(plan: PrecisionPlan) -> str:
+    """Returns the FP4 share of a plan, of what it decides on first."""
+    forward = forward_shares(plan)
+    if forward is not None:
+        time = "" if forward.fp4_time_fraction is None else f", {forward.fp4_time_fraction:.4f} of their measured time"
+        return f"{forward.fp4_fraction:.4f} of the forward GEMMs{time} ({plan.fp4_fraction:.4f} of all linear FLOPs)"
+    time = "" if plan.measured is None else f" and {plan.fp4_time_fraction:.4f} of their measured time"
+    return f"{plan.fp4_fraction:.4f} of the linear FLOPs (not a reduction of FLOPs){time}"
+
+
+def coverage_text(found: Coverage, plan: PrecisionPlan) -> str:
+    """Returns what the plan covers of the model, and the FP4 share of all of it."""
+    return f"The plan decides on {found.describe()}. FP4 share of all of them: {found.share * plan.fp4_fraction:.4f}."
+
+
+def target_text(config: Mapping[str, Any]) -> str:
+    """Returns what the plan was to reach."""
+    if not has_target(config):
+        return "no target"
+    if config.get("target_linear_speedup") is not None:
+        return f"target speed-up of the linears {value_text(config['target_linear_speedup'])}"
+    of = " of the measured time" if config.get("budget") == "measured" else ""
+    if config.get("decides") == FORWARD:
+        of = f"{of} of the forward GEMMs alone"
+    share = config.get("target_fp4_fraction")
+    shares = read_shares(share)
+    text = value_text(share) if shares is None else shares_text(shares)
+    return f"target FP4 share {text}{of}"
+
+
+def has_target(config: Mapping[str, Any]) -> bool:
+    """Returns True if plans were to reach something; those of a policy that this version does not know were."""
+    policy = POLICIES.get(config.get("policy", ""))
+    return not config.get("fixed_plan") and (policy is None or policy.aims_at_share)
+
+
+def mean_shares_text(run: Run) -> list[str]:
+    """Returns the sentence on the mean share of a run whose target changes, if its steps are known."""
+    mean, shares = run.mean_fp4_fraction, read_shares(run.config.get("target_fp4_fraction"))
+    if mean is None or shares is None:
+        return []
+    steps = run.last_step
+    of = "forward" if run.config.get("decides") == FORWARD else "linear"
+    target = mean_share(shares, steps)
+    return [
+        f"Mean over the steps up to {steps:,}, the last in the run's files: {mean:.4f} of the {of} FLOPs in FP4, and a "
+        f"target of {target:.4f}."
+    ]
+
+
+def value_text(value: object) -> str:
+    """A value of the config, which may be of another version or from elsewhere."""
+    return value if isinstance(value, str) else short(value)
+
+
+def plan_in_force(run: Run) -> PrecisionPlan:
+    """Returns the plan of the end with its measured times."""
+    return dataclasses.replace(run.plans[-1][1], measured=run.measured)
+
+
+def last_decided(run: Run) -> tuple[int, Assignment] | None:
+    """Returns the probe step of the last applied refresh, and the assignment that it replaced."""
+    applied = [refresh for refresh in run.refreshes if refresh.applied_step is not None]
+    return (applied[-1].step, run.plans[-2][1].assignment) if applied else None

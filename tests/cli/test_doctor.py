@@ -1,0 +1,118 @@
+"""Does the doctor find what works and what does not, and does it end without a traceback?"""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+
+import pytest
+import torch
+
+from snip_hf.cli import doctor, main, self_test
+from snip_hf.kernels.backend import BACKENDS
+from snip_hf.numerics.formats import FORMATS
+
+
+def lines(text: str, name: str) -> list[str]:
+    """The lines of a section."""
+    sections = [part.splitlines() for part in text.split("\n\n")]
+    return next([line.strip() for line in section[1:]] for section in sections if section[0].startswith(name))
+
+
+def test_all_that_is_installed_works_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("snip-hf ") and text.endswith("\n\nAll that is installed works.\n")
+    assert f"torch {torch.__version__}" in lines(text, "Packages")
+    assert "emulated: runs on cpu, an emulation that is slower than BF16" in [
+        line.replace("cuda:0, ", "") for line in lines(text, "Devices and backends")
+    ]
+    assert {line.partition(":")[0] for line in lines(text, "Devices and backends")} >= set(BACKENDS)
+    quantized = [name for name, format in FORMATS.items() if format.is_quantized]
+    assert [line.partition(":")[0] for line in lines(text, "Formats")] == quantized
+    assert [line.partition(":")[0] for line in lines(text, "Solvers")] == ["cbc", "highs"]
+    [trained] = lines(text, "Tiny model")
+    assert "in 4 bits, made at step 1 by cbc (mip " in trained
+
+
+def test_a_missing_extra_is_no_error_and_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    problems: list[str] = []
+    found = [line for line in doctor._extras(problems) if line.startswith("eval: ")]
+    assert problems == []
+    assert found == [
+        "eval: lm-eval not installed, for scores of benchmarks and comparisons of policies, in eval/. "
+        'pip install "snip-hf[eval]"'
+    ]
+
+
+def test_a_version_that_was_not_tested_is_told_and_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda name: ["torch<1", "numpy>=1", 'mip>=9; extra == "cbc"'])
+    problems: list[str] = []
+    found = list(doctor._packages(problems))
+    assert problems == []
+    assert found[0] == f"torch {torch.__version__}, which is untested: expected <1"
+    assert f"numpy {metadata.version('numpy')}" in found
+
+
+def test_a_package_that_is_imported_and_not_installed_expects_no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", not_installed)
+    assert doctor._expected_versions() == {}
+
+
+def test_packages_that_it_works_with_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_OTHERS", {"numpy": "numbers", "no-such-package-anywhere": "nothing"})
+    assert list(doctor._others([])) == [
+        f"numpy {metadata.version('numpy')}",
+        "no-such-package-anywhere: not installed, for nothing",
+    ]
+
+
+def test_a_core_package_that_does_not_load_ends_the_examination(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert main(["doctor"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("snip-hf: 1 of these do not work: pyyaml does not load (ModuleNotFoundError: ")
+    assert captured.err.count("\n") == 1
+    assert "Extras" not in captured.out
+
+
+def test_a_section_that_breaks_is_told_and_the_others_go_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(problems: list[str]):
+        yield "first: fine"
+        raise RuntimeError("the second one is not")
+
+    monkeypatch.setattr(doctor, "_SECTIONS", {"One": broken, "Extras": doctor._extras})
+    assert main(["doctor"]) == 1
+    captured = capsys.readouterr()
+    assert lines(captured.out, "One") == ["first: fine", "does not work: RuntimeError: the second one is not"]
+    assert lines(captured.out, "Extras")
+    assert captured.err == "snip-hf: 1 of these do not work: RuntimeError: the second one is not\n"
+
+
+def test_a_format_that_rounds_wrongly_and_a_kernel_that_fails_its_trial_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrong, faulty = "fp8", "fp4"
+    monkeypatch.setattr(self_test, "quantize", lambda x, name, *options, **more: x * (0.0 if name == wrong else 1.0))
+    backend = BACKENDS["emulated"]
+    monkeypatch.setattr(
+        type(backend), "fails", lambda self, format, device: "it is off" if format.name == faulty else None
+    )
+    problems: list[str] = []
+    found = list(doctor._formats(problems))
+    assert problems == ["Rounding to FP8 (fp8) has an error of 1, expected less than 0.5.", "emulated: it is off."]
+    assert [line for line in found if line in problems] == problems
+
+
+def test_a_plan_that_misses_its_target_fails_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_test, "_TOLERANCE", -1.0)
+    with pytest.raises(self_test.SelfTestFailed, match=r"The plan has 0\.7500 in FP4, expected at least 0\.75\."):
+        self_test.train_tiny_model()

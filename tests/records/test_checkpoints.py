@@ -1,0 +1,90 @@
+"""Is a checkpoint read with the history of the run around it, up to its step, and alone where there is none?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from snip_hf.planning.plan import PrecisionPlan
+from snip_hf.records.load import load_recorded, load_run
+
+DATA = Path(__file__).parents[1] / "data" / "0dbc8b3"
+# Steps of the stored checkpoints: after the first refresh, and in the middle of the second one.
+CHECKPOINTS = (5, 6)
+
+
+def saved_plan(folder: Path) -> PrecisionPlan:
+    return PrecisionPlan.from_dict(json.loads((folder / "snip_state.json").read_text())["plan"])
+
+
+@pytest.mark.parametrize("name", ["layer", "gemm"])
+@pytest.mark.parametrize("step", CHECKPOINTS)
+def test_a_checkpoint_is_its_run_up_to_its_step(name: str, step: int) -> None:
+    folder = DATA / name / f"checkpoint-{step}"
+    whole, found = load_run(DATA / name), load_recorded(folder)
+    assert found.folder == folder
+    assert found.refreshes == [refresh for refresh in whole.refreshes if refresh.decided_step <= step]
+    assert len(found.refreshes) < len(whole.refreshes)
+    assert found.checks == [check for check in whole.checks if check.step <= step]
+    assert list(found.divergences) == [probe for probe in whole.divergences if probe <= step]
+    assert found.plans[-1][1].assignment == saved_plan(folder).assignment
+    assert found.measured == saved_plan(folder).measured
+    assert not any("differs" in note for note in found.notes)
+
+
+def test_a_checkpoint_alone_has_its_plan_and_its_configuration(tmp_path: Path) -> None:
+    source = DATA / "gemm" / "checkpoint-5"
+    shutil.copytree(source, tmp_path / "checkpoint-5")
+    shutil.copy(DATA / "gemm" / "trainer_state.json", tmp_path / "checkpoint-5")
+    found = load_recorded(tmp_path / "checkpoint-5")
+    ((step, plan),) = found.plans
+    assert (step, plan.assignment) == (5, saved_plan(source).assignment)
+    assert found.config["granularity"] == "gemm"
+    assert found.measured is not None and found.losses.keys() == load_run(DATA / "gemm").losses.keys()
+    assert (found.refreshes, found.checks, found.divergences) == ([], [], {})
+    assert found.notes == ["There is no history around the checkpoint: its plan is all that is known of the run."]
+
+
+def test_a_checkpoint_of_another_run_than_its_history_says_so(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "layer", tmp_path / "run")
+    state = tmp_path / "run" / "checkpoint-5" / "snip_state.json"
+    document = json.loads(state.read_text())
+    layer = next(iter(document["plan"]["assignment"]))
+    document["plan"]["assignment"][layer]["forward"] = "bf16"
+    state.write_text(json.dumps(document))
+    notes = load_recorded(tmp_path / "run" / "checkpoint-5").notes
+    assert any(
+        note.startswith(f"The plan in the checkpoint differs from the history in 1 GEMMs ({layer}:forward is bf16")
+        for note in notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        ("[]", "the state is a list of 0, expected a JSON object."),
+        ('{"plan": {}}', "it has no entry 'step'."),
+        ('{"step": 1, "plan": 7}', "plan is 7, expected a JSON object."),
+        ('{"step"', "is not a usable state of a checkpoint: "),
+    ],
+)
+def test_a_broken_state_is_refused_with_file_and_reason(tmp_path: Path, content: str, wrong: str) -> None:
+    (tmp_path / "snip_state.json").write_text(content)
+    with pytest.raises(ValueError, match=r"snip_state\.json is not a usable state of a checkpoint: ") as caught:
+        load_recorded(tmp_path)
+    assert wrong in str(caught.value)
+
+
+def test_a_folder_that_is_neither_a_run_nor_a_checkpoint_is_refused_as_no_run(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="expected the output folder of a run with SnipCallback"):
+        load_recorded(tmp_path)
+
+
+def test_the_losses_of_a_pushed_checkpoint_are_found(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "layer" / "snip", tmp_path / "snip")
+    (tmp_path / "last-checkpoint").mkdir()
+    shutil.copy(DATA / "layer" / "trainer_state.json", tmp_path / "last-checkpoint")
+    assert load_run(tmp_path).losses == load_run(DATA / "layer").losses != {}

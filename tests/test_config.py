@@ -25,8 +25,8 @@ from snip_hf.schedule_checks import mean_share, shares_text
 REPOSITORY = Path(__file__).parents[1]
 
 FIELDS = [field.name for field in dataclasses.fields(SnipConfig)]
-INTEGERS = [field.name for field in dataclasses.fields(SnipConfig) if "int" in str(field.type)]
-FLOATS = [field.name for field in dataclasses.fields(SnipConfig) if "float" in str(field.type)]
+INTEGERS = [name for name, kind in SnipConfig.field_types.items() if "int" in kind]
+FLOATS = [name for name, kind in SnipConfig.field_types.items() if "float" in kind]
 # One value per field that differs from the default.
 OTHER: dict[str, Any] = {
     "target_fp4_fraction": 0.5,

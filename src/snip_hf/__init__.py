@@ -29,7 +29,7 @@ With a `Trainer`, one callback does all of it:
 Any other loop calls a `SnipController` at three places of a step: `capture` before a forward pass,
 `before_optimizer_step`, and `after_step`. `convert_model` alone swaps the layers, and `restore_model` swaps them back;
 parameters and the keys of checkpoints stay what they were. A `PrecisionPlan` is the decision as data: it can be saved,
-read and applied again. `run_report` shows what a run did.
+read and applied again. `push_plan` and `load_plan` share it over the Hub. `run_report` shows what a run did.
 
 Number formats are data too. `formats` maps their names to entries, `register_format` adds one of your own, and
 `quantize` rounds a tensor as a GEMM in a format sees it. `SnipConfig.formats` names what a run chooses from.
@@ -55,7 +55,10 @@ if TYPE_CHECKING:
     from .estimation.coverage import coverage as coverage
     from .estimation.divergence import estimate_divergence as estimate_divergence
     from .estimation.ground_truth import measure_divergence as measure_divergence
+    from .integrations.arguments import SnipArguments as SnipArguments
     from .integrations.hub import keep_model_card as keep_model_card
+    from .integrations.hub_plans import load_plan as load_plan
+    from .integrations.hub_plans import push_plan as push_plan
     from .integrations.trainer import SnipCallback as SnipCallback
     from .layers.convert import SnipLinearConfig as SnipLinearConfig
     from .layers.convert import convert_model as convert_model
@@ -71,12 +74,13 @@ if TYPE_CHECKING:
     from .reporting.run_report import run_report as run_report
     from .training.controller import SnipController as SnipController
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Name -> the module that has it, and its name there.
 _HOMES = {
     "Pipeline": ("parallel.pipeline_ranks", "Pipeline"),
     "PrecisionPlan": ("planning.plan", "PrecisionPlan"),
+    "SnipArguments": ("integrations.arguments", "SnipArguments"),
     "SnipCallback": ("integrations.trainer", "SnipCallback"),
     "SnipConfig": ("config", "SnipConfig"),
     "SnipController": ("training.controller", "SnipController"),
@@ -87,7 +91,9 @@ _HOMES = {
     "estimate_divergence": ("estimation.divergence", "estimate_divergence"),
     "formats": ("numerics.formats", "FORMATS"),
     "keep_model_card": ("integrations.hub", "keep_model_card"),
+    "load_plan": ("integrations.hub_plans", "load_plan"),
     "measure_divergence": ("estimation.ground_truth", "measure_divergence"),
+    "push_plan": ("integrations.hub_plans", "push_plan"),
     "quantize": ("numerics.rounding", "quantize"),
     "register_format": ("numerics.formats", "register_format"),
     "register_layer_kind": ("layers.kinds", "register_layer_kind"),
@@ -99,6 +105,7 @@ _HOMES = {
 __all__ = [
     "Pipeline",
     "PrecisionPlan",
+    "SnipArguments",
     "SnipCallback",
     "SnipConfig",
     "SnipController",
@@ -109,7 +116,9 @@ __all__ = [
     "estimate_divergence",
     "formats",
     "keep_model_card",
+    "load_plan",
     "measure_divergence",
+    "push_plan",
     "quantize",
     "register_format",
     "register_layer_kind",

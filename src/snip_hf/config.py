@@ -17,6 +17,7 @@ from .budget_checks import (
     fp4_fraction_of,
     refuse_speedup,
 )
+from .field_arguments import takes_arguments
 from .field_names import FieldNames, current_names
 from .field_values import (
     FOUND,
@@ -102,6 +103,7 @@ _AT_MOST = {
 }
 
 
+@takes_arguments
 @dataclass(frozen=True, kw_only=True)
 class SnipConfig(FieldNames):
     """Everything that decides how a run chooses and applies its precisions.
@@ -244,7 +246,7 @@ class SnipConfig(FieldNames):
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            annotation = "str" if field.name in _CHOICES else str(field.type)
+            annotation = "str" if field.name in _CHOICES else self.field_types[field.name]
             check_type(field.name, getattr(self, field.name), annotation, _ADVICE.get(field.name, ""))
             check_bits(field.name, getattr(self, field.name))
         closed = {name: get_args(choices) for name, choices in _CHOICES.items()}

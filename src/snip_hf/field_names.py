@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -35,6 +36,11 @@ class FieldNames:
     """Base of a dataclass of keyword arguments, which tells who gives it an unknown or an old name what is right."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
+    field_types: ClassVar[dict[str, str]] = {}
+    """The annotations of the fields as the source has them; parsers of arguments write over those of the class."""
+
+    def __init_subclass__(cls) -> None:
+        cls.field_types = cls.field_types | inspect.get_annotations(cls)
 
     def __new__(cls, *args: object, **values: object) -> Any:
         fields = cls.__dataclass_fields__

@@ -12,7 +12,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "snip_hf"
-OTHERS = ("README.md", "eval/README.md", "recipes/README.md", "tests/data/README.md")
+OTHERS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "eval/README.md",
+    "recipes/README.md",
+    "tests/data/README.md",
+)
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / name for name in OTHERS)]
 # These are written by the bake-off.
 GENERATED = ROOT / "docs" / "bakeoff"

@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pushing_runs
@@ -27,14 +30,22 @@ from torch import nn
 from transformers import Trainer
 
 from snip_hf import SnipConfig, keep_model_card
-from snip_hf.integrations.hub import model_card_section, model_tags, prepare_push, tag_model
+from snip_hf.integrations.card_text import repository_name, with_metadata
+from snip_hf.integrations.hub import prepare_push, tag_model
+from snip_hf.integrations.model_card import (
+    Training,
+    draw_figures,
+    model_card_section,
+    model_tags,
+    with_figures_from_the_top,
+)
 from snip_hf.kernels.emulated import EMULATED
 from snip_hf.kernels.hopper.backend import HOPPER
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
 from snip_hf.records.events import Event
 
-TAGS = ["snip-hf", "fp4", "fp8", "mixed-precision-training"]
+TAGS = ["snip-hf", "snip-plan", "fp4", "fp8", "mixed-precision-training"]
 START = start_event()
 APPLIED = refresh_event(2, applied_step=4, reason=None)
 KEPT = refresh_event(6)
@@ -146,7 +157,13 @@ def test_a_kept_model_card_has_the_trainers_text_and_our_section_once(pushed: An
     assert set(metadata(card)["tags"]) == {*TAGS, "generated_from_trainer"}
     assert b"### Training hyperparameters" in card
     assert card.count(b"How this model was trained") == 1
-    assert card.count((folder / "kept-card" / "snip" / "README.md").read_bytes().strip()) == 1
+    section = (folder / "kept-card" / "snip" / "README.md").read_text().strip()
+    assert card.count(with_figures_from_the_top(section).encode()) == 1
+    for figure in ("plan.png", "divergence.png"):
+        assert f"]({figure})" in section and f"](snip/{figure})".encode() in card
+        assert repository(hub, "kept-card").files[f"snip/{figure}"].startswith(b"\x89PNG")
+    assert re.search(rb"\| speed of the training \| [\d.,]+ steps and [\d.,]+ samples per second, in [\d.]+ s", card)
+    assert re.search(rb"\| time for refreshes \| [\d.]+ s in probes, [\d.]+ s waiting for the solver \|", card)
 
 
 def test_the_pushed_checkpoint_is_an_ordinary_one(pushed: Any) -> None:
@@ -175,7 +192,7 @@ def test_an_unreachable_hub_stops_the_run_before_the_first_step(tmp_path: Path) 
 
 def test_section_tells_policy_target_share_refreshes_arithmetic_and_source() -> None:
     history = [START, APPLIED, KEPT, APPLIED]
-    text = model_card_section(plan("fp4", "fp4", "fp8"), history, arithmetic=EMULATED.arithmetic)
+    text = model_card_section(plan("fp4", "fp4", "fp8"), history, Training(arithmetic=EMULATED.arithmetic))
     assert "| policy | `snip` |" in text
     assert "| target | at least 50.0% of the linear FLOPs in FP4 |" in text
     assert "| 66.7% of the linear FLOPs in FP4 (not a reduction of FLOPs) |" in text
@@ -187,27 +204,29 @@ def test_section_tells_policy_target_share_refreshes_arithmetic_and_source() -> 
 
 
 def test_section_of_a_native_run_does_not_speak_of_emulation() -> None:
-    text = model_card_section(plan("fp4"), [], arithmetic=HOPPER.arithmetic)
+    text = model_card_section(plan("fp4"), [], Training(arithmetic=HOPPER.arithmetic))
     assert "FP8 tensor cores" in text and "emulated" not in text
 
 
 def test_section_names_the_smallest_share_among_the_stages() -> None:
-    text = model_card_section(plan("fp4", "fp4", "fp4", "fp8", stages=2), [], arithmetic=EMULATED.arithmetic)
+    text = model_card_section(plan("fp4", "fp4", "fp4", "fp8", stages=2), [], Training(arithmetic=EMULATED.arithmetic))
     assert "75.0% of the linear FLOPs" in text and "50.0% or more in each of 2 stages" in text
 
 
 @pytest.mark.parametrize("policy", ["bf16", "uniform-fp8", "uniform-fp4"])
 def test_section_of_a_policy_that_ignores_the_target_states_none(policy: str) -> None:
-    assert "| target | none |" in model_card_section(plan("fp8", policy=policy), [], arithmetic=EMULATED.arithmetic)
+    assert "| target | none |" in model_card_section(
+        plan("fp8", policy=policy), [], Training(arithmetic=EMULATED.arithmetic)
+    )
 
 
 @pytest.mark.parametrize(
     ("formats", "tags"),
     [
         (("fp8", "fp4", "bf16"), TAGS),
-        (("fp8", "fp8"), ["snip-hf", "fp8", "mixed-precision-training"]),
-        (("fp4",), ["snip-hf", "fp4", "mixed-precision-training"]),
-        (("bf16",), ["snip-hf"]),
+        (("fp8", "fp8"), ["snip-hf", "snip-plan", "fp8", "mixed-precision-training"]),
+        (("fp4",), ["snip-hf", "snip-plan", "fp4", "mixed-precision-training"]),
+        (("bf16",), ["snip-hf", "snip-plan"]),
     ],
 )
 def test_tags_name_the_formats_of_the_plan_and_no_others(formats: tuple[str, ...], tags: list[str]) -> None:
@@ -222,7 +241,7 @@ def test_tagging_twice_adds_each_tag_once_and_leaves_the_class_alone() -> None:
     model = Tagged(2, 2)
     tag_model(model, plan("fp8"))
     tag_model(model, plan("fp4", "fp8"))
-    assert model.model_tags == ["of the class", "snip-hf", "fp8", "mixed-precision-training", "fp4"]
+    assert model.model_tags == ["of the class", "snip-hf", "snip-plan", "fp8", "mixed-precision-training", "fp4"]
     assert Tagged.model_tags == ["of the class"]
     assert list(model.state_dict()) == ["weight", "bias"]
 
@@ -232,7 +251,7 @@ def test_a_card_that_the_user_wrote_keeps_its_text_and_metadata(tmp_path: Path) 
     (tmp_path / "README.md").write_text("---\nlicense: mit\ntags:\n- poetry\n---\n\n# Mine\n\nBackslash \\1, über.\n")
     model = nn.Linear(2, 2)
     for _ in range(2):
-        prepare_push(tmp_path, model, arithmetic=EMULATED.arithmetic)
+        prepare_push(tmp_path, model, Training(arithmetic=EMULATED.arithmetic))
     assert model.model_tags == TAGS
     card = (tmp_path / "README.md").read_text()
     assert metadata(card) == {"license": "mit", "tags": ["poetry", *TAGS]}
@@ -242,11 +261,11 @@ def test_a_card_that_the_user_wrote_keeps_its_text_and_metadata(tmp_path: Path) 
 
 def test_text_below_the_section_stays_where_it_is(tmp_path: Path) -> None:
     write_run(tmp_path, plan("fp4", "fp8"), START)
-    prepare_push(tmp_path, nn.Linear(2, 2), arithmetic=EMULATED.arithmetic)
+    prepare_push(tmp_path, nn.Linear(2, 2), Training(arithmetic=EMULATED.arithmetic))
     with open(tmp_path / "README.md", "a") as file:
         file.write("\n## Below\n")
     write_run(tmp_path, plan("fp4", "fp8"), START, APPLIED)
-    prepare_push(tmp_path, nn.Linear(2, 2), arithmetic=EMULATED.arithmetic)
+    prepare_push(tmp_path, nn.Linear(2, 2), Training(arithmetic=EMULATED.arithmetic))
     card = (tmp_path / "README.md").read_text()
     assert card.endswith("\n## Below\n") and "1 applied of 1" in card and "0 applied of 0" not in card
 
@@ -284,13 +303,16 @@ def test_a_card_that_the_trainer_creates_without_a_push_has_the_section(
     ],
 )
 def test_a_policy_from_elsewhere_is_code_in_one_cell_of_the_card(policy: str, shown: str) -> None:
-    assert shown in model_card_section(plan("fp4", policy=policy), [], arithmetic=EMULATED.arithmetic).splitlines()
+    assert (
+        shown
+        in model_card_section(plan("fp4", policy=policy), [], Training(arithmetic=EMULATED.arithmetic)).splitlines()
+    )
 
 
 def test_the_name_of_the_folder_is_text_in_the_title_of_a_card(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"my_run <b>[x](y)`\xe2\x80\xae\xff")
     write_run(folder, plan("fp4"), START)
-    prepare_push(folder, nn.Linear(2, 2), arithmetic=EMULATED.arithmetic)
+    prepare_push(folder, nn.Linear(2, 2), Training(arithmetic=EMULATED.arithmetic))
     title = "# my_run \\<b\\>\\[x\\](y)\\`\\\\u202e\\\\udcff"
     assert title in (folder / "README.md").read_text().splitlines()
 
@@ -309,7 +331,7 @@ def test_what_is_no_card_or_no_history_gives_a_warning_and_is_not_waited_for(
         path.touch()
         os.truncate(path, 2**40)
     with caplog.at_level(logging.WARNING, "snip_hf.integrations.hub"):
-        prepare_push(tmp_path, nn.Linear(2, 2), arithmetic=EMULATED.arithmetic)
+        prepare_push(tmp_path, nn.Linear(2, 2), Training(arithmetic=EMULATED.arithmetic))
     # Our own text is written anew.
     assert len(caplog.messages) == (name != "snip/README.md")
 
@@ -317,7 +339,7 @@ def test_what_is_no_card_or_no_history_gives_a_warning_and_is_not_waited_for(
 def test_a_card_whose_tags_are_one_word_keeps_it_beside_ours(tmp_path: Path) -> None:
     write_run(tmp_path, plan("fp4"), START)
     (tmp_path / "README.md").write_text("---\ntags: poetry\n---\n")
-    prepare_push(tmp_path, nn.Linear(2, 2), arithmetic=EMULATED.arithmetic)
+    prepare_push(tmp_path, nn.Linear(2, 2), Training(arithmetic=EMULATED.arithmetic))
     assert metadata((tmp_path / "README.md").read_text())["tags"] == ["poetry", *model_tags(plan("fp4"))]
 
 
@@ -340,16 +362,73 @@ def test_a_broken_file_gives_a_warning_and_leaves_the_card(
     (tmp_path / file).write_text(content)
     card = (tmp_path / "README.md").read_text()
     with caplog.at_level(logging.WARNING, "snip_hf.integrations.hub"):
-        prepare_push(tmp_path, nn.Linear(2, 2), arithmetic=EMULATED.arithmetic)
+        prepare_push(tmp_path, nn.Linear(2, 2), Training(arithmetic=EMULATED.arithmetic))
     assert message in caplog.text
     assert (tmp_path / "README.md").read_text() == card
 
 
 def test_the_section_says_what_the_plan_covers_and_why_the_rest_is_not() -> None:
-    section = model_card_section(plan("fp4", "fp8"), [START, counted_event()], arithmetic="emulated")
+    section = model_card_section(plan("fp4", "fp8"), [START, counted_event()], Training(arithmetic="emulated"))
     assert (
         "| coverage | the plan decides on 40.0% of the model's matmul FLOPs (output head and attention products "
         "aside), which makes 20.0% of all of them in FP4 |\n"
         "| not covered | MoE experts 50.0% (no layer kind takes a \\[Bank\\]); router 10.0% (router) |\n"
     ) in section
-    assert "coverage" not in model_card_section(plan("fp4"), [START], arithmetic="emulated")
+    assert "coverage" not in model_card_section(plan("fp4"), [START], Training(arithmetic="emulated"))
+
+
+def test_the_section_has_formats_speed_device_figures_and_citation() -> None:
+    log = [{"loss": 1.0}, {"train_runtime": 12.5, "train_steps_per_second": 8, "train_samples_per_second": 32000.4}, {}]
+    training = Training(arithmetic="emulated", device="Some GPU [a]", figures=("losses.png", "plan.png"), log=log)
+    timed = replace(APPLIED, seconds={"probe": 1.5, "solver": 0.5, "waited": 0.25})
+    section = model_card_section(plan("fp4", "fp4", "fp8"), [START, timed, timed], training)
+    rows = dict(re.findall(r"^\| (.+?) \| (.*) \|$", section, re.MULTILINE))
+    assert rows["formats"] == "FP4 66.7%, FP8 33.3% of the linear FLOPs"
+    assert rows["speed of the training"] == "8 steps and 32,000 samples per second, in 12.5 s with refreshes"
+    assert rows["trained on"] == "Some GPU \\[a\\]"
+    assert rows["time for refreshes"] == "3.0 s in probes, 0.5 s waiting for the solver"
+    figures = re.findall(r"^!\[(.*)\]\((.*)\)$", section, re.MULTILINE)
+    assert [name for _, name in figures] == ["plan.png", "losses.png"] and all(text for text, _ in figures)
+    assert "```bibtex\n@article{pan2026snip,\n" in section and section.endswith("```\n<!-- snip-hf: end -->\n")
+
+
+def test_a_training_without_a_recorded_speed_has_no_such_row() -> None:
+    section = model_card_section(plan("fp4"), [START], Training(arithmetic="emulated", log=[{"loss": 1.0}]))
+    assert not any(word in section for word in ("speed of", "time for refreshes", "trained on", "!["))
+
+
+def test_figures_are_drawn_once_for_a_record_that_does_not_change(tmp_path: Path) -> None:
+    write_run(tmp_path, START.plan, START)
+    assert draw_figures(tmp_path) == ["plan.png"]
+    before = (tmp_path / "snip" / "plan.png").stat().st_mtime_ns
+    assert draw_figures(tmp_path) == ["plan.png"]
+    assert (tmp_path / "snip" / "plan.png").stat().st_mtime_ns == before
+    os.utime(tmp_path / "snip" / "history.jsonl", ns=(before + 10**9, before + 10**9))
+    assert draw_figures(tmp_path) == ["plan.png"]
+    assert (tmp_path / "snip" / "plan.png").stat().st_mtime_ns != before
+
+
+def test_a_broken_record_costs_the_figures_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_run(tmp_path, plan("fp4"), START)
+    (tmp_path / "snip" / "history.jsonl").write_text("[")
+    assert draw_figures(tmp_path) == []
+    assert caplog.messages[0].startswith("The model card has no figures: ")
+
+
+@pytest.mark.parametrize(("name", "base"), [("org/base", "org/base"), ("", None), ("a b", None), (None, None)])
+def test_a_card_names_the_model_that_it_was_made_from(tmp_path: Path, name: Any, base: str | None) -> None:
+    write_run(tmp_path, plan("fp4", "fp8"), START)
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(_name_or_path=name)  # type: ignore[assignment]
+    prepare_push(tmp_path, model, Training(arithmetic="emulated"))
+    assert metadata((tmp_path / "README.md").read_text()).get("base_model") == base
+
+
+def test_a_folder_is_no_base_model_and_one_that_the_user_named_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert repository_name("runs/mine") is None and repository_name("runs/other") == "runs/other"
+    card = with_metadata("---\nbase_model: a/b\n---\n", ["snip-hf"], "c/d")
+    assert metadata(card) == {"base_model": "a/b", "tags": ["snip-hf"]}

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
@@ -93,6 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(
             {
                 r"/api/whoami-v2": self._whoami,
+                r"/api/models": self._models,
                 r"/api/models/([^/]+/[^/]+)(?:/revision/[^/]+)?": self._model_info,
                 r"/api/models/([^/]+/[^/]+)/tree/[^/]+(?:/(.*))?": self._tree,
                 r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)": self._resolve,
@@ -228,13 +229,24 @@ class _Handler(BaseHTTPRequestHandler):
         url = f"{self.server.url}/{name}/commit/{repository.sha}"
         return ({"success": True, "commitUrl": url, "commitOid": repository.sha},)
 
+    def _models(self, body: bytes) -> tuple[Any]:
+        """Those with all the tags of the query, as the Hub's search by filters."""
+        wanted = set(parse_qs(urlsplit(self.path).query).get("filter", []))
+        found = [self._info(name) for name in sorted(self.server.repositories)]
+        return ([info for info in found if wanted <= set(info["tags"])],)
+
     def _model_info(self, body: bytes, name: str) -> tuple[Any]:
+        siblings = [{"rfilename": path} for path in sorted(self._repository(name).files)]
+        return (self._info(name) | {"siblings": siblings},)
+
+    def _info(self, name: str) -> dict[str, Any]:
         repository = self._repository(name)
         metadata = re.match(r"---\n(.*?)\n---\n", repository.files.get("README.md", b"").decode(), re.DOTALL)
         card = yaml.safe_load(metadata[1]) if metadata else {}
-        siblings = [{"rfilename": path} for path in sorted(repository.files)]
-        info = {"id": name, "sha": repository.sha, "private": False, "tags": card.get("tags", []), "cardData": card}
-        return (info | {"siblings": siblings},)
+        # The Hub makes a tag of the base model.
+        base = [f"base_model:{card['base_model']}"] if "base_model" in card else []
+        tags = [*card.get("tags", []), *base]
+        return {"id": name, "sha": repository.sha, "private": False, "tags": tags, "cardData": card}
 
     def _tree(self, body: bytes, name: str, folder: str | None) -> tuple[Any]:
         files = self._repository(name).files

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import snip_hf
 
 from ..extras import MissingExtra, needed_by
-from . import compare, completion, doctor, export, inspect, report, solve
+from . import compare, completion, doctor, export, inspect, recipe, report, solve
 from .commands import Parser, examples
 from .messages import fail
 from .own_modules import import_modules as import_modules
@@ -22,6 +22,7 @@ _EXAMPLES = {
     "snip-hf inspect runs/mine/snip/plan.json": "a plan; --model NAME compares it with a model",
     "snip-hf compare runs/mine runs/other": "shares, changes and losses of runs or plans",
     "snip-hf export plan.json --to torchao": "a plan for another library",
+    "snip-hf recipe copy quickstart": "a complete run, to try or to change",
     "snip-hf doctor": "what runs here, and what is missing",
     'eval "$(snip-hf completion bash)"': "complete commands in this shell",
 }
@@ -50,6 +51,6 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"snip-hf {snip_hf.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (report, inspect, compare, export, solve, doctor, completion):
+    for command in (report, inspect, compare, export, recipe, solve, doctor, completion):
         command.add(commands)
     return parser

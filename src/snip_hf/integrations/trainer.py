@@ -25,6 +25,7 @@ from ..training.counted_passes import TrainingPasses
 from ..training.refresh import Solving
 from .compilation import compile_by_regions, how_compiled
 from .hub import prepare_push, tag_model, write_section
+from .model_card import Training, device_name, draw_figures
 from .reference import AS_POLICY, Reference, check_reference, find_reference
 from .state_files import StateFiles, cannot_resume
 from .trackers import Trackers
@@ -194,8 +195,8 @@ class SnipCallback(TrainerCallback):
         if state.is_world_process_zero:
             # A push of a checkpoint begins before on_save.
             self._save_state(args, state)
-            arithmetic = BACKENDS[self._running().backend].arithmetic
-            prepare_push(str(args.output_dir), unwrap(kwargs["model"]), arithmetic=arithmetic)
+            output_dir = Path(str(args.output_dir))
+            prepare_push(output_dir, unwrap(kwargs["model"]), self._for_card(self._running(), output_dir))
 
     def write_card_section(self) -> list[str]:
         """Writes `snip/README.md` and returns the card's tags, for `keep_model_card`; nothing before training.
@@ -205,8 +206,17 @@ class SnipCallback(TrainerCallback):
         """
         if self.controller is None or self._folder is None:
             return []
-        arithmetic = BACKENDS[self.controller.backend].arithmetic
-        return write_section(Path(self._folder), self.controller.model, arithmetic)
+        training = self._for_card(self.controller, Path(self._folder))
+        return write_section(Path(self._folder), self.controller.model, training)
+
+    def _for_card(self, controller: SnipController, output_dir: Path) -> Training:
+        """Returns what a model card says beside the record. Figures take seconds: there are none during training."""
+        return Training(
+            arithmetic=BACKENDS[controller.backend].arithmetic,
+            device=device_name(controller.model),
+            figures=() if self._is_training() else draw_figures(output_dir),
+            log=[] if self._state is None else self._state.log_history,
+        )
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -1,0 +1,158 @@
+"""`snip-hf recipe`: the complete runs of the folder `recipes`, listed and copied from wherever they are installed."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shlex
+from pathlib import Path, PurePosixPath
+
+from ..extras import EXTRAS
+from ..json_io import write_atomic
+from ..shipped_files import FOLDER, absolute_links, shipped_files
+from .commands import Commands, examples
+from .messages import shown_path
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_RECIPES = PurePosixPath("recipes")
+# Beside the recipes: what runs those of YAML, the package's docstring, the page on all of them.
+_NO_RECIPES = ("pretrain.py", "__init__.py", "README.md")
+_FIRST = "quickstart"
+_SINGLE = "recipes/accelerate/single.yaml"
+
+
+_EXAMPLES = {
+    "snip-hf recipe list": "the names, and what each run is",
+    "snip-hf recipe copy quickstart": "into the working directory, with all that it needs",
+    "snip-hf recipe copy --to mine": "all of them, into the folder mine",
+}
+
+
+def add(commands: Commands) -> None:
+    recipe = commands.add_parser(
+        "recipe",
+        help="list the recipes (complete runs), or copy them here",
+        description="Complete runs: list them, or copy them with all that they need.",
+        epilog=examples(_EXAMPLES),
+    )
+    actions = recipe.add_subparsers(required=True, metavar="ACTION")
+    actions.add_parser("list", help="the names, and what each run is").set_defaults(run=run_list)
+    copy = actions.add_parser("copy", help="copy recipes with all that they need into a folder")
+    copy.add_argument("names", nargs="*", metavar="NAME", help="as `list` shows them (default: all)")
+    copy.add_argument("--to", type=Path, default=Path(), metavar="DIR", help="folder (default: the working directory)")
+    copy.add_argument("--overwrite", action="store_true", help="replace files that differ")
+    copy.set_defaults(run=run_copy)
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    root = find_root()
+    recipes = recipe_files(root)
+    width = max(map(len, recipes))
+    for name, file in recipes.items():
+        print(f"{name:{width}}  {_first_sentence(_head(root / file))}")
+    return 0
+
+
+def run_copy(arguments: argparse.Namespace) -> int:
+    root = find_root()
+    recipes = recipe_files(root)
+    chosen = [recipes[_known(name, recipes)] for name in arguments.names] or list(recipes.values())
+    wanted = {arguments.to / file: _content(root, file) for file in needed_files(root, chosen)}
+    new = [path for path, content in wanted.items() if not _is_there(path, content)]
+    differ = [path for path in new if os.path.lexists(path)]
+    if differ and not arguments.overwrite:
+        raise FileExistsError(
+            f"{shown_path(differ[0])} is there already and differs ({len(differ)} such files in all); nothing was "
+            "copied. Give another folder with --to, or --overwrite."
+        )
+    for path in new:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, wanted[path])
+    print(f"{len(wanted)} files are in {shown_path(arguments.to / 'recipes')} and {shown_path(arguments.to / 'eval')}.")
+    if missing := EXTRAS["recipes"].missing:
+        print(f"Recipes need {', '.join(missing)}, which are not installed: {EXTRAS['recipes'].command}")
+    print(f"To run {chosen[0]}:\n  {_command(root, chosen[0], arguments.to)}")
+    return 0
+
+
+def find_root() -> Path:
+    """Returns the folder that holds `recipes` and `eval`: inside the installed package, or the repository.
+
+    Raises:
+        FileNotFoundError: neither is there.
+    """
+    repository = _PACKAGE.parents[1]
+    for root, is_ours in ((_PACKAGE / FOLDER, True), (repository, (repository / "setup.cfg").is_file())):
+        if is_ours and (root / _RECIPES).is_dir():
+            return root
+    raise FileNotFoundError(
+        f"{shown_path(_PACKAGE / FOLDER)} does not exist, so this installation has no recipes; install snip-hf again."
+    )
+
+
+def recipe_files(root: Path) -> dict[str, str]:
+    """Returns the files of the recipes by their names, the quickstart first."""
+    files = [PurePosixPath(file) for file in shipped_files(root)]
+    files = [file for file in files if file.parent == _RECIPES and file.name not in _NO_RECIPES]
+    files.sort(key=lambda file: (file.stem != _FIRST, file.suffix != ".yaml", file.stem))
+    return {file.stem: str(file) for file in files}
+
+
+def needed_files(root: Path, chosen: list[str]) -> list[str]:
+    """Returns the files that recipes need: themselves, what they build on, and what runs and scores them."""
+    recipes = set(recipe_files(root).values())
+    needed = {file for file in shipped_files(root) if file not in recipes}
+    left = list(chosen)
+    while left:
+        file = left.pop()
+        needed.add(file)
+        base = re.search(r"^base: *(\S+)", (root / file).read_text(encoding="utf-8"), re.MULTILINE)
+        if base is not None:
+            left.append(str(PurePosixPath(file).parent / base[1]))
+    return sorted(needed)
+
+
+def _known(name: str, recipes: dict[str, str]) -> str:
+    stem = name.removesuffix(".yaml").removesuffix(".py")
+    if stem not in recipes:
+        from ..registry import did_you_mean
+
+        guess = did_you_mean(stem, recipes)
+        raise ValueError(f"There is no recipe {name!r}; expected one of {', '.join(recipes)}.{guess}")
+    return stem
+
+
+def _content(root: Path, file: str) -> bytes:
+    if not file.endswith(".md"):
+        return (root / file).read_bytes()
+    # Its links lead to pages that are not copied.
+    return absolute_links((root / file).read_text(encoding="utf-8"), str(PurePosixPath(file).parent)).encode()
+
+
+def _is_there(path: Path, content: bytes) -> bool:
+    return path.is_file() and not path.is_symlink() and path.read_bytes() == content
+
+
+def _head(path: Path) -> str:
+    """Returns what a recipe says of itself: its first comment, or its docstring."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return ast.get_docstring(ast.parse(text)) or ""
+    comment = re.match(r"(?:#.*\n)*", text)
+    return re.sub(r"^# ?", "", comment[0] if comment else "", flags=re.MULTILINE)
+
+
+def _first_sentence(head: str) -> str:
+    return re.split(r"(?<=[\w).])\.\s", " ".join(head.split()))[0].rstrip(".")
+
+
+def _command(root: Path, file: str, folder: Path) -> str:
+    """Returns the command that runs a recipe in the folder that it was copied to."""
+    script, runner = (shlex.quote(str(folder / name)) for name in (file, "recipes/pretrain.py"))
+    if file.endswith(".py"):
+        return f"python {script} --help"
+    launcher = re.search(r"recipes/accelerate/\w+\.yaml", _head(root / file))
+    config = shlex.quote(str(folder / (launcher[0] if launcher else _SINGLE)))
+    return f"accelerate launch --config_file {config} {runner} {script}"

@@ -1,0 +1,29 @@
+"""The fields of `SnipConfig` beside a Trainer's arguments, in one parser of a command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import SnipConfig
+from ..field_arguments import takes_arguments
+
+
+@takes_arguments
+@dataclass(frozen=True, kw_only=True)
+class SnipArguments(SnipConfig):
+    """`SnipConfig` for a parser that takes `TrainingArguments` too, which has a `seed` of its own.
+
+    Building one gives a plain `SnipConfig`:
+
+        parser = HfArgumentParser((TrainingArguments, SnipArguments))
+        args, config = parser.parse_args_into_dataclasses()
+        trainer = Trainer(model, args, callbacks=[SnipCallback(config)])
+    """
+
+    seed: int = field(default=0, init=False)
+    snip_seed: int = 0
+    """Seed of stochastic rounding, of the probe's directions and of the `random` policy: `SnipConfig.seed`."""
+
+    def __new__(cls, *, snip_seed: int = 0, **values: Any) -> Any:
+        return SnipConfig(seed=snip_seed, **values)

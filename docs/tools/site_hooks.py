@@ -27,6 +27,7 @@ FROM_ELSEWHERE = {
     "recipes.md": "recipes/README.md",
     "evaluation.md": "eval/README.md",
     "changes.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
 }
 # A warning ends a strict build.
 logger = logging.getLogger("mkdocs.hooks.site")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib
 import json
 import re
@@ -86,6 +87,12 @@ def test_the_pictures_are_those_that_the_script_draws() -> None:
     pictures = importlib.import_module("pictures")
     written = {path.stem: path.read_text(encoding="utf-8") for path in (DOCS / "pictures").glob("*.svg")}
     assert {name: draw() for name, draw in pictures.PICTURES.items()} == written
+
+
+def test_the_site_links_to_the_project_s_repository() -> None:
+    setup = configparser.RawConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    assert f"Repository = {SITE['repo_url']}" in setup["metadata"]["project_urls"].splitlines()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -29,7 +29,8 @@ With a `Trainer`, one callback does all of it:
 Any other loop calls a `SnipController` at three places of a step: `capture` before a forward pass,
 `before_optimizer_step`, and `after_step`. `convert_model` alone swaps the layers, and `restore_model` swaps them back;
 parameters and the keys of checkpoints stay what they were. A `PrecisionPlan` is the decision as data: it can be saved,
-read and applied again. `push_plan` and `load_plan` share it over the Hub. `run_report` shows what a run did.
+read and applied again. `push_plan` and `load_plan` share it over the Hub. `run_report` shows what a run did; `log_to`
+logs it to trackers as it happens, where no Trainer does.
 
 Number formats are data too. `formats` maps their names to entries, `register_format` adds one of your own, and
 `quantize` rounds a tensor as a GEMM in a format sees it. `SnipConfig.formats` names what a run chooses from.
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from .integrations.hub import keep_model_card as keep_model_card
     from .integrations.hub_plans import load_plan as load_plan
     from .integrations.hub_plans import push_plan as push_plan
+    from .integrations.loop_trackers import log_to as log_to
     from .integrations.trainer import SnipCallback as SnipCallback
     from .layers.convert import SnipLinearConfig as SnipLinearConfig
     from .layers.convert import convert_model as convert_model
@@ -92,6 +94,7 @@ _HOMES = {
     "formats": ("numerics.formats", "FORMATS"),
     "keep_model_card": ("integrations.hub", "keep_model_card"),
     "load_plan": ("integrations.hub_plans", "load_plan"),
+    "log_to": ("integrations.loop_trackers", "log_to"),
     "measure_divergence": ("estimation.ground_truth", "measure_divergence"),
     "push_plan": ("integrations.hub_plans", "push_plan"),
     "quantize": ("numerics.rounding", "quantize"),
@@ -117,6 +120,7 @@ __all__ = [
     "formats",
     "keep_model_card",
     "load_plan",
+    "log_to",
     "measure_divergence",
     "push_plan",
     "quantize",

@@ -319,9 +319,9 @@ def test_one_rank_measures_for_all_that_hold_the_same_layers(monkeypatch: pytest
     asked: list[int] = []
     own = threading.local()
 
-    def note(model: nn.Module, tokens: int, backend: str, path: str | None, formats: tuple[str, ...]) -> MeasuredCost:
+    def note(model: nn.Module, tokens: int, backend: str, path: str | None, **options: Any) -> MeasuredCost:
         asked.append(own.ranks.rank)
-        return measure_cost(model, tokens, backend, path, timer=made_up, formats=formats)
+        return measure_cost(model, tokens, backend, path, timer=made_up, **options)
 
     monkeypatch.setattr(preparation_module, "measure_cost", note)
     monkeypatch.setattr(Ranks, "of_all", lambda timeout: own.ranks)

@@ -60,7 +60,7 @@ def trainers(folder: Path) -> dict[str, Any]:
     again = train(own, callback=callback, resume=here, **saving)
     assert callback.controller is not None and whole.callback is not None and whole.callback.controller is not None
     return {
-        "losses": [run.trainer.state.log_history[:-1] for run in (whole, again)],
+        "losses": [[line for line in run.trainer.state.log_history if "loss" in line] for run in (whole, again)],
         "plans": [plan_of(run.callback.controller) for run in (whole, again)],
         "weights": [
             {name: tensor.clone() for name, tensor in run.model.state_dict().items()} for run in (whole, again)

@@ -1,25 +1,47 @@
-"""Does the FP4 share reach the log history and the trackers that a Trainer reports to, with the callback alone?"""
+"""Do SNIP's quantities reach the log history and the trackers that a Trainer reports to, with the callback alone?
+
+W&B and Trackio are stood in for, so that what the callback hands them is seen also where they are not installed; the
+tests with their files run where they are.
+"""
 
 from __future__ import annotations
 
 import importlib.machinery
+import json
 import logging
+import random
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from slow_cases import slow
 from tiny_runs import SCHEDULE, one_thread, train
+from tracker_files import Stored, of_tensorboard, of_trackio, of_wandb, use_trackio_in, use_wandb_offline
+from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from snip_hf import SnipConfig
+from snip_hf.integrations.tracker_runs import FIGURES, Drawing, Guard
+from snip_hf.reporting import figures
 
 CONFIG = SnipConfig(start_format="bf16", **SCHEDULE)
 STEPS = 5
 # The plan of step 2 is applied after step 4.
 SHARES = [(1, 0.0), (2, 0.0), (3, 0.0), (4, 0.7619), (5, 0.7619)]
+IN_FORCE = {"fp4_share", "fp4_coverage", "fp4_share_of_model"}
+OF_A_REFRESH = {
+    "fp4_share",
+    *(f"snip/{name}" for name in ("applied", "probed_step", "probed_loss", "layers_changed", "gemms_changed")),
+    *(f"snip/{name}" for name in ("objective", "gap", "probe_seconds", "solver_seconds", "waited_seconds")),
+    *(f"snip/{kind}_divergence_{name}" for kind in ("loss", "weight") for name in ("fp8", "fp4")),
+    "snip/memory_mib_predicted",
+}
+ALL = IN_FORCE | OF_A_REFRESH | {"snip/gemms_changed_by_tokens"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -36,59 +58,27 @@ def module(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> types.
     return made
 
 
-class Writer:
-    """What TensorBoard's SummaryWriter is to the Trainer."""
-
-    made: ClassVar[list[Writer]] = []
-
-    def __init__(self, log_dir: str) -> None:
-        self.folder, self.scalars, self.is_closed = log_dir, [], False
-        Path(log_dir).mkdir(parents=True, exist_ok=True)
-        (Path(log_dir) / f"events.out.tfevents.{len(self.made)}").touch()
-        self.made.append(self)
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.scalars.append((name, step, value))
-
-    def add_text(self, *args: Any) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-@pytest.fixture
-def tensorboard(monkeypatch: pytest.MonkeyPatch) -> list[Writer]:
-    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    module(monkeypatch, "tensorboardX", SummaryWriter=Writer)
-    monkeypatch.setattr(Writer, "made", [])
-    return Writer.made
-
-
 class Config(dict):
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def update(self, values: dict[str, Any], allow_val_change: bool = True) -> None:  # type: ignore[override]
+        super().update(values)
+
+
+def tracker(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> types.ModuleType:
+    """A module with one run, whose lines and configuration are seen as `logged` and `config`."""
+    logged: list[dict[str, Any]] = []
+    run = types.SimpleNamespace(
+        config=Config(), log=logged.append, summary={}, _label=lambda **kwargs: None, url="", id="", name=""
+    )
+    made = module(monkeypatch, name, logged=logged, config=run.config, Image=lambda image: ("image", image.shape))
+    vars(made).update(log=lambda line: run.log(line), the_run=run, finish=lambda: None, **content)
+    return made
 
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    made = module(monkeypatch, "wandb", run=None, config=Config(), logged=[], Settings=lambda **kwargs: None)
-
-    def init(**kwargs: Any) -> Any:
-        made.run = types.SimpleNamespace(summary={}, _label=lambda **kwargs: None, url="", id="", name="")
-        return made.run
-
-    vars(made).update(
-        init=init,
-        log=made.logged.append,
-        define_metric=lambda *args, **kwargs: None,
-        watch=lambda *args, **kwargs: None,
-        finish=lambda: None,
-    )
+    nothing = dict.fromkeys(("define_metric", "watch"), lambda *args, **kwargs: None)
+    made = tracker(monkeypatch, "wandb", run=None, **nothing)
+    vars(made).update(init=lambda **kwargs: vars(made).update(run=made.the_run))
     monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: True)
     for name in ("wandb.sdk", "wandb.sdk.lib", "wandb.sdk.lib.config_util"):
         module(monkeypatch, name, ConfigError=ValueError)
@@ -108,97 +98,147 @@ def trackio(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     variables = types.SimpleNamespace(
         current_space_id=Variable(None), current_project=Variable(None), current_run=Variable(None)
     )
-    made = module(monkeypatch, "trackio", __version__="0.30.0", config=Config(), logged=[], context_vars=variables)
-
-    def init(**kwargs: Any) -> None:
-        variables.current_run.value = "a run"
-
-    vars(made).update(init=init, log=made.logged.append, finish=lambda: None)
+    made = tracker(monkeypatch, "trackio", __version__="0.30.0", context_vars=variables)
+    vars(made).update(init=lambda **kwargs: vars(variables.current_run).update(value=made.the_run))
     monkeypatch.setattr(integration_utils, "is_trackio_available", lambda: True)
     return made
 
 
-def shares(lines: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    return [(line["train/global_step"], line["train/fp4_share"]) for line in lines if "train/fp4_share" in line]
-
-
-def test_the_share_is_in_the_log_history_and_nothing_else_is_started(tmp_path: Path) -> None:
+def test_every_log_with_a_loss_has_the_share_and_every_event_an_entry_at_its_step(tmp_path: Path) -> None:
     run = train(tmp_path, CONFIG, max_steps=STEPS)
     lines = run.trainer.state.log_history
-    assert [(line["step"], line["fp4_share"]) for line in lines if "fp4_share" in line] == SHARES
-    assert ["fp4_share" in line for line in lines] == ["loss" in line for line in lines]
-    of_model = [(line["fp4_coverage"], line["fp4_share_of_model"]) for line in lines if "loss" in line]
-    assert of_model == [(1.0, share) for _, share in SHARES]
+    beside = [line for line in lines if "loss" in line]
+    assert [(line["step"], line["fp4_share"]) for line in beside] == SHARES
+    assert [(line["fp4_coverage"], line["fp4_share_of_model"]) for line in beside] == [(1.0, x) for _, x in SHARES]
+    counted, refresh = (line for line in lines if any(name.startswith("snip/") for name in line))
+    assert (counted["step"], counted["fp4_coverage"]) == (1, 1.0)
+    assert set(refresh) == OF_A_REFRESH | {"step", "epoch"}
+    assert (refresh["step"], refresh["snip/probed_step"], refresh["snip/applied"]) == (4, 2, 1.0)
+    assert (refresh["fp4_share"], refresh["snip/layers_changed"]) == (0.7619, 14)
+
+
+def test_without_a_tracker_nothing_is_started_drawn_or_shown_to_other_callbacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Watch(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+            seen.append(dict(logs))
+
+    monkeypatch.setattr(figures, "write_figures", None)
+    before = set(sys.modules)
+    run = train(tmp_path, CONFIG, max_steps=STEPS, callbacks=[Watch()])
+    assert len(seen) == STEPS + 1  # each step and the end of training
+    assert not any(name.startswith("snip/") for line in seen for name in line)
     assert not (tmp_path / "runs").exists()
-    assert "wandb" not in sys.modules and "trackio" not in sys.modules
+    assert not {"wandb", "trackio", "tensorboard"} & (set(sys.modules) - before)
+    assert len(run.trainer.callback_handler.callbacks) == len({*map(type, run.trainer.callback_handler.callbacks)})
+    assert "_First" not in run.trainer.callback_handler.callback_list
 
 
-def test_the_share_reaches_tensorboard_in_the_run_that_the_trainer_writes(
-    tensorboard: list[Writer], tmp_path: Path
-) -> None:
-    (tmp_path / "runs" / "an earlier one").mkdir(parents=True)
-    train(tmp_path, CONFIG, max_steps=STEPS, report_to=["tensorboard"])
-    trainers, own = tensorboard
-    assert own.folder == trainers.folder
-    assert [name for name, step, _ in trainers.scalars if step == 1 and "loss" in name] == ["train/loss"]
-    # All of the model's products are covered.
-    names = ("train/fp4_share", "train/fp4_coverage", "train/fp4_share_of_model")
-    expected = [(name, step, 1.0 if name == names[1] else share) for step, share in SHARES for name in names]
-    assert own.scalars == expected
-    assert own.is_closed
+def check_stored(found: Stored, plans: int) -> None:
+    assert found.of_snip == ALL and len(ALL) >= 8
+    share = next(name for name in found.numbers if name.endswith("fp4_share"))
+    # Beside each loss and, in front of that of step 4, with the new plan.
+    values = [*(value for _, value in SHARES[:3]), 0.7619, *(value for _, value in SHARES[3:])]
+    assert [round(value, 4) for value in found.numbers[share]] == values
+    assert found.settings == json.loads(json.dumps(CONFIG.to_dict())) | {"ties": [], "backend_in_use": "emulated"}
+    assert found.images == {"snip/plan": plans, "snip/divergence": plans}
 
 
-def test_the_share_reaches_tensorboard_where_its_variable_says(
-    tensorboard: list[Writer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "elsewhere"))
-    train(tmp_path, CONFIG, max_steps=STEPS, report_to=["tensorboard"])
-    assert [writer.folder for writer in tensorboard] == [str(tmp_path / "elsewhere")] * 2
-
-
-def test_a_real_tensorboard_shows_the_share_beside_the_loss(tmp_path: Path) -> None:
-    reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+def test_tensorboard_shows_all_in_the_run_that_the_trainer_writes(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     train(tmp_path, CONFIG, max_steps=STEPS, report_to=["tensorboard"])
     (folder,) = (tmp_path / "runs").iterdir()
-    events = reading.EventAccumulator(str(folder)).Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
-    found = [(event.step, round(event.value, 4)) for event in events.Scalars("train/fp4_share")]
-    assert found == SHARES
+    check_stored(of_tensorboard(folder), plans=1)
 
 
-def test_the_share_reaches_wandb(wandb: types.ModuleType, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_wandb_stores_all_in_its_offline_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_wandb_offline(tmp_path, monkeypatch)
     train(tmp_path, CONFIG, max_steps=STEPS, report_to=["wandb"])
-    assert shares(wandb.logged) == SHARES
-    assert sum("train/loss" in line for line in wandb.logged) == STEPS
+    sys.modules["wandb"].finish()
+    check_stored(of_wandb(tmp_path), plans=1)
 
 
-def test_the_share_reaches_trackio(trackio: types.ModuleType, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_trackio_stores_all_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_trackio_in(tmp_path / "trackio", monkeypatch)
     train(tmp_path, CONFIG, max_steps=STEPS, report_to=["trackio"])
-    assert shares(trackio.logged) == SHARES
-    assert sum("train/loss" in line for line in trackio.logged) == STEPS
+    check_stored(of_trackio(tmp_path / "trackio"), plans=1)
 
 
-def test_a_tracker_that_fails_costs_its_figures_and_not_the_run(
+@pytest.mark.parametrize("name", ["wandb", slow("trackio")])
+def test_a_tracker_gets_numbers_settings_and_figures(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    made = request.getfixturevalue(name)
+    train(tmp_path, CONFIG, max_steps=STEPS, report_to=[name])
+    lines: list[dict[str, Any]] = made.logged
+    steps = [(line["train/global_step"], line["train/fp4_share"]) for line in lines if "train/loss" in line]
+    assert steps == SHARES
+    (refresh,) = (line for line in lines if "train/snip/applied" in line)
+    assert set(refresh) == {f"train/{name}" for name in OF_A_REFRESH} | {"train/global_step"}
+    (drawn,) = (line for line in lines if "snip/plan" in line)
+    assert refresh["train/global_step"] == drawn["train/global_step"] == 4
+    kind, (height, width, colours) = drawn["snip/divergence"]
+    assert kind == "image" and min(height, width) > 100 and colours == 3
+    assert made.config["snip"]["target_fp4_fraction"] == 0.75
+    assert made.config["snip"]["backend_in_use"] == "emulated"
+
+
+def test_a_tracker_that_fails_costs_its_quantities_and_not_the_run(
     wandb: types.ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logged = wandb.logged
-
     def log(line: dict[str, Any]) -> None:
-        if "train/fp4_share" in line:
+        if "train/snip/applied" in line or "train/snip/gemms_changed_by_tokens" in line:
             raise ConnectionError("no network")
-        logged.append(line)
+        wandb.logged.append(line)
 
-    wandb.log = log
+    wandb.the_run.log = log
     run = train(tmp_path, CONFIG, max_steps=STEPS, report_to=["wandb"])
     assert len(run.losses) == STEPS
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert warnings.count("snip-hf: wandb gets no more figures of SNIP's: ConnectionError('no network')") == 1
+    assert warnings.count("snip-hf: wandb is told no more of SNIP: ConnectionError('no network')") == 1
+    assert not any("snip/plan" in line for line in wandb.logged)
 
 
-def test_a_process_that_is_not_the_first_writes_nothing(wandb: types.ModuleType) -> None:
-    from snip_hf.integrations.trackers import Trackers
+@pytest.mark.slow
+def test_trackers_leave_the_numbers_of_training_as_they_are(wandb: types.ModuleType, tmp_path: Path) -> None:
+    def draw(image: Any) -> Any:  # as an image does whose file gets a random name
+        return random.random(), np.random.rand(), torch.rand(1)
 
-    wandb.init()
-    state = types.SimpleNamespace(is_world_process_zero=False, global_step=1)
-    Trackers().log(types.SimpleNamespace(report_to=["wandb"]), state, None, {"fp4_share": 0.5})  # type: ignore[arg-type]
-    assert wandb.logged == []
+    wandb.Image = draw
+    told = train(tmp_path / "told", CONFIG, max_steps=STEPS, report_to=["wandb"])
+    assert told.losses == train(tmp_path / "alone", CONFIG, max_steps=STEPS).losses
+
+
+@pytest.mark.parametrize(("error", "level"), [(ImportError("no Matplotlib"), "INFO"), (OSError("full"), "WARNING")])
+def test_what_fails_is_said_once_and_is_a_warning_unless_something_is_not_installed(
+    error: Exception, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise error
+
+    caplog.set_level(logging.INFO, "snip_hf")
+    guard = Guard()
+    for _ in range(2):
+        guard(FIGURES, fail)
+    said = f"snip-hf: no more figures are drawn for trackers: {error!r}"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [(level, said)]
+    assert guard.failed == {FIGURES}
+
+
+def test_figures_are_drawn_less_and_less_often_and_at_the_end() -> None:
+    drawing = Drawing()
+    assert [number for number in range(1, 40) if drawing.is_due()] == [1, 2, 4, 8, 16, 32]
+    assert drawing.is_behind
+
+
+@pytest.mark.slow
+def test_a_second_run_of_the_trainer_is_told_as_the_first(wandb: types.ModuleType, tmp_path: Path) -> None:
+    run = train(tmp_path, CONFIG, max_steps=STEPS, report_to=["wandb"])
+    first = len(wandb.logged)
+    with one_thread():
+        run.trainer.train()
+    names = [sorted(set(line) - {"train/train_loss"}) for line in wandb.logged]
+    assert names[:first] == names[first:]

@@ -280,6 +280,7 @@ def test_losses_name_layers_and_operands_the_worst_first_and_begin_anew() -> Non
     found = {"a": Records.new(CPU), "b": Records.new(CPU)}
     found["a"].record[1, [BLOCKS, SMALL]] = torch.tensor([200, 10])
     found["b"].record[0, [BLOCKS, SATURATED, CLIPPED]] = torch.tensor([1000, 3, 2])
+    assert len(records.losses(found, resets=False)) == 2
     texts = [str(one) for one in records.losses(found)]
     assert texts == [
         "b activation: 0.30% saturated, 0.00% lost bits, something saturated in 2 steps",

@@ -23,7 +23,7 @@ from snip_hf.kernels.backend import BACKENDS
 from snip_hf.kernels.tensor_core import drop_quantized, keep_quantized, share_inputs
 from snip_hf.kernels.tensor_scaled import operators, records
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED, TensorScaled
-from snip_hf.kernels.tensor_scaled.records import BLOCKS, EXPONENT, LARGEST, SATURATED, UNSET, follow
+from snip_hf.kernels.tensor_scaled.records import BLOCKS, CLIPPED, EXPONENT, LARGEST, SATURATED, UNSET, follow
 from snip_hf.layers.state import snip_linears
 
 T, I, O = 150, 200, 136  # as in test_hopper_layers  # noqa: E741
@@ -282,6 +282,17 @@ class TestRun:
         run.controller.close()
         (text,) = [record.getMessage() for record in caplog.records if "binades" in record.getMessage()]
         assert "model.layers.0.self_attn.q_proj gradient: 50.00% saturated" in text
+
+    def test_what_does_not_fit_is_counted_for_trackers_before_it_is_logged(self) -> None:
+        layers = snip_linears(Run().model)
+        nothing = {"saturated_share": 0.0, "small_share": 0.0, "saturated_operands": 0}
+        assert BACKENDS[NAME].figures(layers) == nothing
+        seen = torch.tensor([100, 50, 2])
+        record_of(next(iter(layers.values())))[1, [BLOCKS, SATURATED, CLIPPED]] = seen
+        found = nothing | {"saturated_share": 0.5, "saturated_operands": 1}
+        assert [BACKENDS[NAME].figures(layers) for _ in range(2)] == [found, found]
+        BACKENDS[NAME].findings(layers)
+        assert BACKENDS[NAME].figures(layers) == nothing
 
     def test_other_backends_save_nothing(self) -> None:
         assert "kernels" not in Run(backend="emulated").controller.state_dict()

@@ -210,8 +210,6 @@ def test_a_run_says_everywhere_which_share_counts_what(tmp_path: Path, caplog: p
 def test_trackers_get_the_share_of_the_forward_gemms_beside_that_of_all() -> None:
     setting = setting_of(plain_flops(1.0, 1.0), policy="last-15-percent", target_fp4_fraction=0.5, **FORWARD)
     logs: dict[str, Any] = {"loss": 1.0}
-    trackers = Trackers()
-    trackers.log = lambda *_: None  # type: ignore[method-assign]
     state: Any = type("State", (), {"log_history": []})()
-    trackers.add(None, state, None, logs, plan_of(setting, decided(setting)), None)  # type: ignore[arg-type]
+    Trackers().add(state, logs, plan_of(setting, decided(setting)), None)
     assert logs == {"loss": 1.0, "fp4_share": 0.8333, "fp4_share_of_forward": 0.5}

@@ -24,6 +24,7 @@ from ..json_io import read_json, write_json_atomic
 from ..kernels.backend import BACKENDS
 from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
+from ..progress import progress
 from ..text import printable
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ def gemm_times(
     path: str | os.PathLike[str] | None = None,
     timer: Timer | None = None,
     formats: Sequence[str] = (),
+    is_first: bool = True,
 ) -> dict[GemmShape, Seconds]:
     """Returns the seconds of each shape in every format of the run; equal shapes are timed once.
 
@@ -97,6 +99,7 @@ def gemm_times(
             cannot be written costs a warning.
         timer: times one GEMM in one format; None: `time_gemm`.
         formats: the run's formats; `timed_formats` says which are timed.
+        is_first: whether this is the first process, which may show a progress bar.
 
     Raises:
         ValueError: as `read_times`.
@@ -106,8 +109,10 @@ def gemm_times(
     wanted = dict.fromkeys(shapes)
     timed = timed_formats(formats)
     missing = [(shape, fmt) for shape in wanted for fmt in timed if fmt not in known.setdefault((machine, shape), {})]
-    for shape, fmt in missing:
-        known[machine, shape][fmt] = run(backend, device, shape, fmt)
+    with progress("timing of GEMMs", len(missing), is_first) as tell:
+        for shape, fmt in missing:
+            known[machine, shape][fmt] = run(backend, device, shape, fmt)
+            tell()
     if missing and path is not None:
         try:
             write_times(path, known)

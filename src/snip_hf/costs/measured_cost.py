@@ -91,13 +91,14 @@ def measure_cost(
     path: str | os.PathLike[str] | None = None,
     timer: Timer | None = None,
     formats: Sequence[str] = (),
+    is_first: bool = True,
 ) -> MeasuredCost:
     """Returns the times of every GEMM of every swapped layer, on the device of the weights.
 
     Args:
         model: a converted model.
         tokens: of a micro-batch, all of which pass through every layer.
-        backend, path, timer, formats: as in `gemm_timing.gemm_times`.
+        backend, path, timer, formats, is_first: as in `gemm_timing.gemm_times`.
 
     Raises:
         ValueError: as `gemm_times`.
@@ -109,7 +110,7 @@ def measure_cost(
         for gemm in gemms_of(layer)
     }
     device = next(iter(layers.values())).weight.device
-    times = gemm_times(shapes.values(), backend, device, path, timer, formats)
+    times = gemm_times(shapes.values(), backend, device, path, timer, formats, is_first)
     seconds = {name: {gemm: times[shapes[name, gemm]] for gemm in gemms_of(layer)} for name, layer in layers.items()}
     return MeasuredCost(
         machine=Machine.of(device, backend), tokens=tokens, seconds=seconds, reference=reference_format(formats)

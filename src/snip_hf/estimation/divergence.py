@@ -29,6 +29,7 @@ from ..optimizers.response import AnalyticResponse, responses, trained_by
 from ..parallel.meeting import meeting
 from ..parallel.ranks import Attempt, Processes, describe
 from ..parallel.sharding import is_sharded, whole
+from ..progress import progress
 from .batch import Batch
 from .counted import find_counted
 from .criterion import LayerCriterion
@@ -165,7 +166,7 @@ class _Estimate:
             clip_factor = without_loss_scale(clip_factor, samples, gradients, trained, processes.data, self._attempt)
         unit = loss if self._batch.is_likelihood else 1.0
         figures: list[Figures] = []
-        with self._attempt:
+        with self._attempt, progress("layers of the probe", len(samples), processes.everyone.is_first) as tell:
             if unit <= 0:
                 raise ValueError(
                     f"The loss of the probed micro-batch is {loss}; expected a positive number, which the loss "
@@ -175,6 +176,7 @@ class _Estimate:
             for layer in self._whole_layers(samples, updates, clip_factor):
                 with self._attempt:  # the others go on gathering what is sharded, and so does this rank
                     figures += self._figures(layer, samples[layer.name])
+                tell()
         rows: list[Divergence] = []
         with self._attempt:
             rows = _rows(figures, linear_flops(self._model), unit, clip_factor)

@@ -24,6 +24,7 @@ from ..layers.state import set_step
 from ..numerics.formats import FORMATS, UNQUANTIZED
 from ..numerics.gemms import GEMMS
 from ..optimizers.response import Response, responses, trained_by
+from ..progress import progress
 from .batch import Batch
 from .counted import find_counted
 from .divergence import converted, gradients_of
@@ -69,13 +70,20 @@ def measure_divergence(
     captured = Batch.of(batch, objective_of(compute_loss))
     with _Measurement.of(model, captured, optimizer, config, fixed_routing) as measurement:
         flops = linear_flops(model)
-        for name in measurement.layers:
-            for fmt in config.quantized_formats:
-                for gemm in (gemm for gemm in gemms if gemm in (*flops[name], LAYER)):
-                    chosen = tuple(flops[name]) if gemm == LAYER else (gemm,)
-                    count = draws if FORMATS[fmt].is_random else 1
-                    rise, weight = measurement.damage({name: dict.fromkeys(chosen, fmt)}, count)
-                    rows.append(Divergence(name, gemm, fmt, rise, weight, sum(flops[name][g] for g in chosen)))
+        cells = [
+            (name, fmt, gemm)
+            for name in measurement.layers
+            for fmt in config.quantized_formats
+            for gemm in gemms
+            if gemm in (*flops[name], LAYER)
+        ]
+        with progress("measured divergences", len(cells)) as tell:
+            for name, fmt, gemm in cells:
+                chosen = tuple(flops[name]) if gemm == LAYER else (gemm,)
+                count = draws if FORMATS[fmt].is_random else 1
+                rise, weight = measurement.damage({name: dict.fromkeys(chosen, fmt)}, count)
+                rows.append(Divergence(name, gemm, fmt, rise, weight, sum(flops[name][g] for g in chosen)))
+                tell()
         return DivergenceTable(measurement.loss, tuple(rows))
 
 

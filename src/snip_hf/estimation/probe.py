@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..layers.state import snip_linears
 from ..parallel.ranks import Processes
+from ..progress import progress
 from .batch import Batch
 from .kinks import smooth_kinks
 from .moved_weights import Draw, MovedWeights
@@ -115,9 +116,24 @@ def run_probe(
     plan = SamplePlan(
         settings.probe_tokens, settings.seed, settings.step, processes.data.rank, every, settings.whole_amax
     )
-    samples: dict[str, LayerSample] = {}
-    passes = _Passes(model, batch, plan, settings, processes)
     draws = settings.draws if (pullbacks or others is not None) and settings.noise is None else []
+    noises = _noises(settings, processes.data.rank)
+    count = 2 * len(draws) if draws else 1 + len(noises)
+    with progress("passes of the probe", count, processes.everyone.is_first) as tell:
+        passes = _Passes(model, batch, plan, settings, processes, tell)
+        samples = _samples(passes, draws, noises, pullbacks, others)
+    return Probe(sum(passes.losses) / len(passes.losses), samples)
+
+
+def _samples(
+    passes: _Passes,
+    draws: Sequence[Draw],
+    noises: Sequence[Noise],
+    pullbacks: Mapping[str, Callable[[Tensor], Tensor]],
+    others: Mapping[str, Tensor] | None,
+) -> dict[str, LayerSample]:
+    """Runs the passes and returns what they show of each layer."""
+    samples: dict[str, LayerSample] = {}
     if not draws:
         recorder = passes.record()
         energies = recorder.energies()
@@ -126,11 +142,11 @@ def run_probe(
             samples[name] = LayerSample(
                 one.tokens, one.x, one.grad_output, energies=energies[name], amaxes=amaxes, rows=one.rows
             )
-    for noise in _noises(settings, processes.data.rank):
+    for noise in noises:
         _add_differences(samples, passes.record(noise=noise), noise.relative)
     for sides in passes.sides_of(draws, pullbacks, others):
         _warn_of_routers(_combine(samples, *sides))
-    return Probe(sum(passes.losses) / len(passes.losses), samples)
+    return samples
 
 
 def _noises(settings: ProbeSettings, rank: int) -> list[Noise]:
@@ -165,14 +181,22 @@ class _Passes:
 
     Args:
         plan: which tokens are kept.
+        tell: is called after each pass.
     """
 
     def __init__(
-        self, model: nn.Module, batch: Batch, plan: SamplePlan, settings: ProbeSettings, processes: Processes
+        self,
+        model: nn.Module,
+        batch: Batch,
+        plan: SamplePlan,
+        settings: ProbeSettings,
+        processes: Processes,
+        tell: Callable[[], object],
     ) -> None:
         self.losses: list[float] = []
         """Of each pass whose record is used."""
         self._model, self._plan, self._settings, self._processes = model, plan, settings, processes
+        self._tell = tell
         self._inputs = without_cache(model, batch) if settings.thrift.recomputed else batch
         self._layers = snip_linears(model)
         self._routing = FixedRouting()
@@ -187,6 +211,7 @@ class _Passes:
             loss = run_pass(model, self._inputs, weights, settings.autocast, True, self._processes.run)
         if noise is None:
             self.losses.append(float(loss))
+        self._tell()
         return recorder
 
     def sides_of(

@@ -25,6 +25,7 @@ from ..training.counted_passes import TrainingPasses
 from ..training.refresh import Solving
 from .compilation import compile_by_regions, how_compiled
 from .hub import prepare_push, tag_model, write_section
+from .messages import follow_transformers
 from .model_card import Training, device_name, draw_figures
 from .reference import AS_POLICY, Reference, check_reference, find_reference
 from .state_files import StateFiles, cannot_resume
@@ -87,6 +88,7 @@ class SnipCallback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuses what cannot work, and swaps the linears before the Trainer wraps or compiles the model."""
         check_trainer(args)
+        follow_transformers(args)
         check_launch(self.config, AcceleratorState())
         compile_by_regions(self.config, args, AcceleratorState())
         model = unwrap(kwargs["model"])
@@ -99,11 +101,12 @@ class SnipCallback(TrainerCallback):
     ) -> None:
         # A callback that was added later saw no on_init_end; a run that an error ended saw no on_train_end.
         check_trainer(args)
+        follow_transformers(args)
         check_launch(self.config, AcceleratorState())
         outer: nn.Module = kwargs["model"]
         model = unwrap(outer)
         self._take_from_others(model, state)
-        self._state, self._is_restored = state, False
+        self._state, self._is_restored, self._figures = state, False, Trackers()
         output_dir = args.output_dir if state.is_world_process_zero else None
         self._folder = None if output_dir is None else os.path.realpath(output_dir)
         if output_dir is not None and self._is_of_outer_run(self._folder):
@@ -122,13 +125,14 @@ class SnipCallback(TrainerCallback):
             solving=self._solving,
         )
         self.controller.compiled = how_compiled(args, AcceleratorState())
-        for tracker in self._trackers:
+        for tracker in (*self._trackers, self._figures.note):
             self.controller.add_tracker(tracker)
         self._mark = RunMark(self._end_restored)
         self._mark.put_on(model)
         self._passes = TrainingPasses(outer, self.controller, self._mark)
         try:
             self._connect(find_trainer(state))
+            self._figures.open(find_trainer(state), self, None if output_dir is None else self._folder)
             # The first process may be the only one that sees the checkpoint.
             saved = self.controller.processes.everyone.by_first(lambda: self._files.read(args, state))
             if saved is not None:
@@ -157,7 +161,7 @@ class SnipCallback(TrainerCallback):
     ) -> None:
         if self._is_restored:
             return
-        self._running()
+        self._figures.begin(self._running())
         assert self._passes is not None
         self._passes.is_open = True
 
@@ -182,6 +186,7 @@ class SnipCallback(TrainerCallback):
             return
         self._running().after_step(state.global_step)
         self._let_reference_follow()
+        self._figures.flush(args, state, control)
         # Callbacks may exchange weights around saving, before or after this one; the checkpoint gets those of now, or
         # those that are found when it is there.
         self._weights = self._running().weights_fingerprint() if control.should_save else None
@@ -224,6 +229,7 @@ class SnipCallback(TrainerCallback):
         """Stops what still runs. The model keeps its swapped layers and the plan; `restore_model` undoes the swap."""
         controller, outer_run = self._running(), self._outer_run
         self._release()
+        self._figures.flush(args, state, control)
         if not self._is_restored:
             tag_model(controller.model, controller.plan)
         if outer_run is not None:
@@ -277,9 +283,9 @@ class SnipCallback(TrainerCallback):
         logger.info("snip-hf: another run on the same model has ended; this one goes on with its plan.")
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Shows the FP4 share next to the loss: to later callbacks, in `state.log_history` and to the trackers."""
+        """Shows the FP4 share next to the loss: to all callbacks, in `state.log_history` and to the trackers."""
         if self.controller is not None and not self._is_restored:
-            self._figures.add(args, state, control, kwargs.get("logs"), self.controller.plan, self.controller.coverage)
+            self._figures.add(state, kwargs.get("logs"), self.controller.plan, self.controller.coverage)
 
     def _save_state(self, args: TrainingArguments, state: TrainerState) -> None:
         """Writes the state into the checkpoint of this step, if there is one."""

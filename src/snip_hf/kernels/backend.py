@@ -164,6 +164,14 @@ class Backend(ABC):
             ValueError: it cannot be read; the message names the layer.
         """
 
+    def figures(self, layers: Mapping[str, Layer]) -> Mapping[str, float]:
+        """Returns what the history and trackers show of the passes since the last call of `findings`, by name; {} if
+        nothing is counted.
+
+        It may wait for the device. `findings` is called next.
+        """
+        return {}
+
     def findings(self, layers: Mapping[str, Layer]) -> tuple[bool, str] | None:
         """Returns whether to warn, and what a run should be told of the passes since the last call; None: nothing.
 

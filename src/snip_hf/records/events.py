@@ -20,7 +20,8 @@ from ..text import printable
 from .coverage import Counted
 from .values import changes_of, check_event, entry_of, list_of, mapping_of, number_of, short, step_of, text_of
 
-_MOST_LAYERS, _MOST_PACKAGES = 100_000, 1000
+# The last one: of a backend, in one refresh.
+_MOST_LAYERS, _MOST_PACKAGES, _MOST_FIGURES = 100_000, 1000, 100
 # Of a refresh, which may be absent.
 _NUMBERS = ("forward_fp4_fraction", "fp4_time_fraction", "linear_speedup", "objective", "bound", "gap")
 
@@ -104,6 +105,9 @@ class RefreshBegun:
     """"predicted" and "measured"."""
     seconds: Mapping[str, float | None] = field(default_factory=dict)
     """"probe", "solver" and "waited"."""
+    kernels: Mapping[str, float | None] = field(default_factory=dict)
+    """What the backend counted on the first rank since the refresh before (`Backend.figures`); empty: it counts
+    nothing."""
 
     def to_record(self) -> dict[str, Any]:
         record: dict[str, Any] = {"event": self.event, "step": self.step}
@@ -112,7 +116,7 @@ class RefreshBegun:
                 record[name] = getattr(self, name)
         if self.divergence:
             record["divergence"] = {name: dict(totals) for name, totals in self.divergence.items()}
-        for name in ("memory_mib", "seconds"):
+        for name in ("memory_mib", "seconds", "kernels"):
             if values := getattr(self, name):
                 record[name] = dict(values)
         return record
@@ -327,6 +331,7 @@ def _begun(record: Mapping[str, Any]) -> dict[str, Any]:
         "divergence": {name: _parts(totals, name, ("loss", "weight"), "divergence.") for name in totals},
         "memory_mib": _parts(record, "memory_mib", ("predicted", "measured")),
         "seconds": _parts(record, "seconds", ("probe", "solver", "waited")),
+        "kernels": _parts(record, "kernels", _names(record, "kernels")),
     }
 
 
@@ -344,6 +349,14 @@ def _parts(record: Mapping[str, Any], name: str, parts: tuple[str, ...], where: 
     shown = where + printable(name)
     values = mapping_of(record[name], shown)
     return {part: number_of(values.get(part), f"{shown}.{part}") for part in parts}
+
+
+def _names(record: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Returns the names in an entry of numbers, which are the backend's own."""
+    found = mapping_of(record.get(name, {}), name)
+    if len(found) > _MOST_FIGURES:
+        raise ValueError(f"{name} has {len(found):,} entries, expected at most {_MOST_FIGURES}.")
+    return tuple(found)
 
 
 def _numbers(record: Mapping[str, Any], name: str) -> tuple[float | None, ...]:

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,7 +71,7 @@ class Run:
         """The run's configuration, with the names that its fields have now."""
         return current_names(self.plans[0][1].provenance.config or {})
 
-    @property
+    @cached_property
     def formats(self) -> tuple[str, ...]:
         """What the plans chose from, the least precise first."""
         return tuple(self.config.get("formats") or SnipConfig().formats)

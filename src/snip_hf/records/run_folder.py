@@ -54,6 +54,11 @@ class RunFolder:
         # Permissions that a new history gets: those of the one that it takes the place of.
         self._mode = 0o666
 
+    @property
+    def run_dir(self) -> Path | None:
+        """The run's own folder, around `snip`; None: nothing is written."""
+        return None if self._folder is None else self._folder.parent
+
     def hold(self) -> None:
         """Takes the folder for this run, until `release` or the end of the process.
 

@@ -7,6 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -43,16 +44,23 @@ _MOST_HEIGHT = 16.2
 _NAME = 60
 
 
-def write_figures(run: Run, out_dir: str | os.PathLike[str] | None = None) -> list[Path]:
+def write_figures(
+    run: Run, out_dir: str | os.PathLike[str] | None = None, most_named: int = _MOST_NAMED_ROWS
+) -> list[Path]:
     """Writes plan.png, divergence.png and losses.png, as far as there is data for them; by default to RUN_DIR/snip.
+
+    Args:
+        run: what they show.
+        out_dir: the folder that they are written to.
+        most_named: layers that a figure names at most; of a model with more it names blocks, and is drawn faster.
 
     Returns: the files written.
     """
     folder = run.folder / FOLDER if out_dir is None else Path(out_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    draw: dict[str, Callable[[Run], Figure]] = {"plan.png": plan_figure}
+    draw: dict[str, Callable[[Run], Figure]] = {"plan.png": partial(plan_figure, most_named=most_named)}
     if _panels(run):
-        draw["divergence.png"] = divergence_figure
+        draw["divergence.png"] = partial(divergence_figure, most_named=most_named)
     if run.losses:
         draw["losses.png"] = loss_figure
     for name, function in draw.items():
@@ -64,12 +72,12 @@ def write_figures(run: Run, out_dir: str | os.PathLike[str] | None = None) -> li
     return [folder / name for name in draw]
 
 
-def plan_figure(run: Run) -> Figure:
+def plan_figure(run: Run, most_named: int = _MOST_NAMED_ROWS) -> Figure:
     """Layers over optimizer steps, coloured by format; three panels if any layer's GEMMs are in different formats."""
     layers = shown_layers(run)
     mixed = any(len(set(formats.values())) > 1 for _, plan in run.plans for formats in plan.assignment.values())
     panels = GEMMS if mixed else GEMMS[:1]
-    figure, axes = _layer_panels(layers, len(panels))
+    figure, axes = _layer_panels(layers, len(panels), most_named)
     starts = [step for step, _ in run.plans]
     rows = np.arange(len(layers) + 1) - 0.5
     kept = thinned([refresh.step for refresh in run.refreshes if refresh.applied_step is None], _MOST_POINTS)
@@ -98,12 +106,12 @@ def plan_figure(run: Run) -> Figure:
     return figure
 
 
-def divergence_figure(run: Run) -> Figure:
+def divergence_figure(run: Run, most_named: int = _MOST_NAMED_ROWS) -> Figure:
     """Layers over probes, coloured by the divergences in the least precise format on a logarithmic scale."""
     layers = shown_layers(run)
     steps = list(run.divergences)
     panels = _panels(run)
-    figure, axes = _layer_panels(layers, len(panels))
+    figure, axes = _layer_panels(layers, len(panels), most_named)
     rows = np.arange(len(layers) + 1) - 0.5
     for panel, ((quantity, gemm), values) in zip(axes, panels.items(), strict=True):
         # At least a factor of 2 from end to end: equal values have no scale, and nearly equal ones endless tick labels.
@@ -152,9 +160,9 @@ def loss_figure(run: Run) -> Figure:
     return figure
 
 
-def _layer_panels(layers: list[str], count: int) -> tuple[Figure, list[Axes]]:
+def _layer_panels(layers: list[str], count: int, most_named: int) -> tuple[Figure, list[Axes]]:
     """A figure with `count` panels side by side whose rows are the layers, first on top, labelled on the left."""
-    is_named = len(layers) <= _MOST_NAMED_ROWS
+    is_named = len(layers) <= most_named
     # The letters of a name are 0.1 inches high.
     height = 2.2 + (max(0.13 * len(layers), min(0.19 * len(layers), 12.0), 2.0) if is_named else 14.0)
     figure = Figure(figsize=(2.8 + max(2.8 * count, 4.5), height), dpi=150, layout="constrained")

@@ -35,6 +35,7 @@ from .loss_scaling import say_if_off
 from .plans import PlanInForce, first_plan, formats_in_use
 from .preparation import cost_of_all, find_setting, name_of
 from .refresh import Refresher, Solving
+from .run_messages import RunMessages
 from .step_probe import StepProbe
 from .swapped_layers import SwappedLayers
 
@@ -56,6 +57,7 @@ class RunParts:
     refresher: Refresher
     detector: DriftDetector
     coverage: CoverageCheck
+    messages: RunMessages
 
 
 def assemble(
@@ -101,7 +103,11 @@ def assemble(
     refresher = Refresher(in_force, probe, events, solving, log)
     detector = DriftDetector(in_force, probe, events, solving.clock, log)
     coverage = CoverageCheck(bare, in_force, processes, events, log)
-    return RunParts(config, bare, kernels.name, layers, source, probe, in_force, refresher, detector, coverage)
+    messages = RunMessages(config, kernels.name, log)
+    events.add_tracker(messages.note)
+    return RunParts(
+        config, bare, kernels.name, layers, source, probe, in_force, refresher, detector, coverage, messages
+    )
 
 
 def _with_ties(model: nn.Module, config: SnipConfig, log: logging.Logger) -> SnipConfig:

@@ -34,7 +34,6 @@ from .checks import check_alike, check_configs, check_launch
 from .chunks import ChunkNumbers
 from .expectation import Expectation, how_compiled, tokens_of
 from .fingerprint import weights_fingerprint
-from .plans import describe_plan
 from .preparation import find_processes
 from .refresh import Solving
 from .schedule import Schedule
@@ -91,6 +90,8 @@ class SnipController:
         is_first = self.processes.everyone.is_first
         self._log = logger if is_first else _replica
         self._folder = RunFolder(output_dir if is_first else None)
+        self.output_dir = self._folder.run_dir
+        """Where the first process records the run; None: nowhere."""
         self._events = EventWriter(self._folder, is_first, self._log)
         self._schedule = Schedule(config, max_steps, self._log)
         self._calls = CallOrder(self.needs_probe, self._log)
@@ -121,13 +122,12 @@ class SnipController:
         self._expectation = Expectation(run.backend, run.layers.present, self._log)
         self._layers, self._source, self._probe = run.layers, run.source, run.probe
         self._in_force, self._refresher, self._detector = run.in_force, run.refresher, run.detector
-        self._coverage = run.coverage
+        self._coverage, self._messages = run.coverage, run.messages
         check_alike(self._layers.present, self.plan, max_steps, self.processes)
         self._layers.set_step(1, 0)
         self._chunks = ChunkNumbers(parts_of(self.model), self.config.seed, lambda: self.step + 1)
         self._source.attach(self.model, self._layers.all, lambda: self._before_optimizer_step(self.step + 1))
         self._layers.share_inputs(self._in_force.setting)
-        self._log.info("snip-hf: policy %s, %s.", self.config.policy, describe_plan(self.plan))
         self._schedule.say_if_too_short()
         self._refresher.say_if_untrained()
 
@@ -234,6 +234,7 @@ class SnipController:
         self._source.note_step()
         self._schedule.say_if_left_out(step, self._refresher.is_planned(step))
         self._coverage.count_first(step, is_new=self._is_new)
+        self._messages.begin(self.plan, self.coverage, self._expectation.text)
         watch, refreshes = self._disarm(), self._refreshes(step)
         if refreshes and self._source.leaves_out_step(self.model, self.processes.everyone):
             self._schedule.postpone(step)
@@ -271,6 +272,7 @@ class SnipController:
             reason = f"training ended at step {self.step}, before step {pending.due} at which its plan was due"
             self._in_force.keep(self.step, pending.begun, reason, "was not applied")
         self._schedule.say_if_ended_early(self.step)
+        self._messages.end(self.step, self.plan)
         self._folder.release()
 
     def retake(self) -> None:

@@ -170,7 +170,6 @@ class CoverageCheck:
             self._say(found)
 
     def _say(self, found: Coverage) -> None:
-        self._log.info("snip-hf: the plan can decide on %s.", found.describe())
         if found.share < LITTLE:
             self._log.warning(
                 "snip-hf: the plan decides on less than half of the model's matmul FLOPs. FP4 shares are of that part "

@@ -21,22 +21,26 @@ FEW_TOKENS = 4096
 
 
 class Expectation:
-    """Says what is to be expected when the first micro-batch has run, since only then it is known what is compiled.
+    """Finds what is to be expected when the first micro-batch has run, since only then it is known what is compiled.
+
+    What is lacking is a warning; the rest is for the message that a run begins with.
 
     Args:
         backend: name of the one in use.
         layers: the swapped layers.
-        log: gets the text.
+        log: gets the warning.
     """
 
     def __init__(self, backend: str, layers: Mapping[str, SnipLayer], log: logging.Logger) -> None:
         self.is_said = False
+        self.text: str | None = None
+        """What was found, for the log; None: nothing was measured of the backend."""
         self._backend = BACKENDS[backend]
         self._hidden = mode(layer.in_features for layer in layers.values())
         self._log = log
 
     def say(self, how: str | None, tokens: int | None) -> None:
-        """Says it, unless that was done or nothing was measured of the backend.
+        """Finds it, unless that was done or nothing was measured of the backend.
 
         Args:
             how: the model is compiled; None: it is not.
@@ -65,19 +69,16 @@ class Expectation:
                 f"{FEW_TOKENS:,} tokens"
             )
         if lacking:
+            self.text = "less than was measured (docs/hopper.md), as the warning says"
             self._log.warning(
                 "snip-hf: backend %s will not reach the speed that was measured (docs/hopper.md): %s.",
                 self._backend.name,
                 "; ".join(lacking),
             )
             return
-        self._log.info(
-            "snip-hf: backend %s, %s, hidden size %d: expect about %.2f times the speed of compiled BF16 "
-            "(docs/hopper.md).",
-            self._backend.name,
-            how,
-            self._hidden,
-            interpolated(measured, self._hidden),
+        self.text = (
+            f"{how}, hidden size {self._hidden}: expect about {interpolated(measured, self._hidden):.2f} times the "
+            "speed of compiled BF16 (docs/hopper.md)"
         )
 
 

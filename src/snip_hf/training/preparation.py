@@ -110,8 +110,11 @@ def cost_of_all(
     began = time.perf_counter()
     found, attempt = None, Attempt()
     with attempt:
+        is_first = processes.everyone.is_first
         found = processes.data.by_first(
-            lambda: measure_cost(model, tokens, backend, config.timing_file, formats=config.formats).to_dict()
+            lambda: measure_cost(
+                model, tokens, backend, config.timing_file, formats=config.formats, is_first=is_first
+            ).to_dict()
         )
     processes.everyone.agree(attempt.error)
     parts = [read_measured(part) for part in processes.pipeline.gather(found)]

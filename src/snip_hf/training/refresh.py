@@ -148,6 +148,7 @@ class Refresher:
         divergence = {fmt: table.totals(fmt) for fmt in reversed(config.formats)}
         begun = self._in_force.begun(step)
         begun = replace(begun, loss=table.loss, divergence=divergence, memory_mib=memory, seconds=seconds)
+        begun = replace(begun, kernels=self._probe.layers.figures)
         ranked = {} if config.refresh_on_drift is None else ranking(setting, table)
         process = self._start_solver(program)
         self.prices = prices
@@ -199,9 +200,11 @@ class Refresher:
         applied = pending.begun.applied(step, plan, changes, result)
         self._events.add(applied)
         self._log.info(
-            "snip-hf: plan of step %d applied after step %d: %s, %d layers changed.",
+            "snip-hf: plan of step %d applied after step %d: %s, %d layers changed; the probe took %.1f s, the solver "
+            "%.1f s, waiting for it %.1f s.",
             pending.step,
             step,
             describe_plan(plan),
             applied.layers_changed,
+            *(pending.begun.seconds[part] for part in ("probe", "solver", "waited")),
         )

@@ -46,6 +46,8 @@ class SwappedLayers:
         self._processes = processes
         self._kernels = kernels
         self._keeps_weights = False
+        self.figures: dict[str, float] = {}
+        """What the kernels counted up to the last `say_findings`."""
         self._take(mixed_precision, log)
 
     def _take(self, mixed_precision: str | None, log: logging.Logger) -> None:
@@ -119,7 +121,8 @@ class SwappedLayers:
         self._kernels.load_state_dict(self._run_by_kernels, state.get(self._kernels.name, {}))
 
     def say_findings(self, log: logging.Logger) -> None:
-        """Logs what the kernels found out since the last call."""
+        """Logs what the kernels found out since the last call, and keeps their figures."""
+        self.figures = dict(self._kernels.figures(self._run_by_kernels))
         found = self._kernels.findings(self._run_by_kernels)
         if found is not None:
             warns, text = found

@@ -110,6 +110,14 @@ class TensorScaled(TensorCoreBackend):
     def load_state_dict(self, layers: Mapping[str, Layer], state: Mapping[str, Any]) -> None:
         records.load(_of_all(layers), state)
 
+    def figures(self, layers: Mapping[str, Layer]) -> dict[str, float]:
+        found = records.losses(_of_all(layers), resets=False)
+        return {
+            "saturated_share": max((one.saturated for one in found), default=0.0),
+            "small_share": max((one.small for one in found), default=0.0),
+            "saturated_operands": sum(one.clipped_steps > 0 for one in found),
+        }
+
     def findings(self, layers: Mapping[str, Layer]) -> tuple[bool, str] | None:
         found = records.losses(_of_all(layers))
         saturated = [one for one in found if one.saturated > _MUCH_SATURATED]

@@ -195,15 +195,19 @@ class Losses:
         )
 
 
-def losses(records: Mapping[str, Records]) -> list[Losses]:
-    """Returns the operands of which blocks did not fit since the last call, the worst first. Waits for the device."""
+def losses(records: Mapping[str, Records], resets: bool = True) -> list[Losses]:
+    """Returns the operands of which blocks did not fit since the last call that resets, the worst first.
+
+    Waits for the device.
+    """
     found = []
     for name, one in records.items():
         for operand, row in zip(OPERANDS, one.record.tolist(), strict=True):
             if row[SATURATED] or row[SMALL] or row[CLIPPED]:
                 blocks = max(row[BLOCKS], 1)
                 found.append(Losses(name, operand, row[SATURATED] / blocks, row[SMALL] / blocks, row[CLIPPED]))
-        one.record.data[:, [BLOCKS, SATURATED, SMALL, CLIPPED]] = 0
+        if resets:
+            one.record.data[:, [BLOCKS, SATURATED, SMALL, CLIPPED]] = 0
     return sorted(found, key=lambda one: (-one.saturated, -one.clipped_steps, -one.small))
 
 

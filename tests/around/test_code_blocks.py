@@ -135,6 +135,10 @@ def for_resuming(names: dict[str, Any]) -> None:
     names["model"] = tiny_llama(hidden=32)
 
 
+def for_trackers(names: dict[str, Any]) -> None:
+    pytest.importorskip("tensorboard", reason="the example logs to TensorBoard")
+
+
 # Page -> what its blocks take from the reader's script beside the names that all of them have.
 BEFORE = {
     "docs/adapters.md": for_adapters,
@@ -142,6 +146,7 @@ BEFORE = {
     "docs/reliability.md": for_the_best_model,
     "docs/report.md": for_two_runs,
     "docs/resume.md": for_resuming,
+    "docs/trackers.md": for_trackers,
     "docs/trl.md": for_own_loss,
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate import FullyShardedDataParallelPlugin
 from divergence_files import records_of
 from slow_cases import slow, slow_but
@@ -92,7 +93,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, watch: Watch) -> Run:
 
 
 def test_the_history_begins_with_what_was_asked_and_what_was_found(run: Run) -> None:
-    start = run.history[0]
+    start = dict(run.history[0])
+    versions = start.pop("versions")
+    assert versions["torch"] == torch.__version__ and versions["transformers"] == transformers.__version__
     assert start == {
         "event": "start",
         "step": 0,

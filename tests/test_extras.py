@@ -49,7 +49,8 @@ def test_the_table_of_extras_is_that_of_the_installation() -> None:
 
 
 def test_the_core_has_what_training_needs_and_no_more() -> None:
-    core = {"torch", "torchao", "transformers", "accelerate", "huggingface_hub", "numpy", "pyyaml", "scipy"}
+    core = {"torch", "torchao", "transformers", "accelerate", "huggingface_hub"}
+    core |= {"numpy", "pyyaml", "scipy", "tqdm"}
     assert requirements()[""] == core
 
 

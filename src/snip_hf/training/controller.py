@@ -166,7 +166,7 @@ class SnipController:
         """Tells the controller that a training micro-batch is about to run forward.
 
         Args:
-            batch: keyword arguments of the model's forward, or what `compute_loss` takes. Kept for a probe in this step.
+            batch: keyword arguments of the model's forward, or what `compute_loss` takes; kept for a probe of the step.
             compute_loss: takes the model and `batch`, and returns a loss that the model itself does not return.
             terms: how many independent terms that loss is a mean over.
 

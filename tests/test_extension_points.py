@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from registries import nothing_stays_registered
 from small import tiny_llama, trained_tiny_lm
 from small import tokens as small_batch
 from tiny_runs import SCHEDULE, STEPS, Run, differing, history, train, weights, without_seconds
@@ -36,7 +37,6 @@ from snip_hf import (
     register_linear_class,
     restore_model,
 )
-from snip_hf.config import POLICIES
 from snip_hf.costs.gemm_timing import timed_formats
 from snip_hf.estimation import layer_sums
 from snip_hf.estimation.table import Divergence, DivergenceTable
@@ -44,7 +44,6 @@ from snip_hf.kernels.backend import BACKENDS, Backend, register_backend
 from snip_hf.kernels.emulated import EMULATED
 from snip_hf.layers.kinds import LAYER_KINDS, LayerKind
 from snip_hf.layers.layer import SnipLayer
-from snip_hf.layers.linear_classes import LINEAR_CLASSES
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.formats import FORMATS, NumberFormat, Operand, integers
 from snip_hf.numerics.gemms import GEMMS
@@ -62,14 +61,8 @@ from snip_hf.reporting.run_report import run_report
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_registered() -> Iterator[None]:
-    with (
-        FORMATS.restored(),
-        BACKENDS.restored(),
-        LAYER_KINDS.restored(),
-        LINEAR_CLASSES.restored(),
-        POLICIES.restored(),
-    ):
+def _nothing_stays_registered() -> Iterator[None]:
+    with nothing_stays_registered():
         yield
 
 

@@ -68,7 +68,8 @@ def estimate_divergence(
         optimizer: the optimizer, in the state before its next step; None means plain SGD with learning rate 1.
         config: `probes`, `probe_tokens`, `probe_batch_tokens`, `loss_estimator`, `seed` and the choice of layers are
             used.
-        compute_loss, terms: of a loss that the model does not return, as `SnipController.capture` takes them.
+        compute_loss: takes the model and `batch`, and returns a loss that the model itself does not return.
+        terms: how many independent terms that loss is a mean over.
 
     Raises:
         ValueError: the batch has no labels, or the loss is not finite.

@@ -50,7 +50,10 @@ def measure_divergence(
     """Measures the divergences of every layer, GEMM and format, each quantized alone, on one batch.
 
     Args:
-        model, batch, optimizer, config: as in `estimate_divergence`; `config.seed` decides the rounding.
+        model: as in `estimate_divergence`, and so are the next three.
+        batch: keyword arguments of the model's forward.
+        optimizer: None means plain SGD with learning rate 1.
+        config: its `seed` decides the rounding.
         draws: stochastic-rounding draws per row (root mean square over the draws); formats without such rounding take
             one.
         gemms: which rows to measure, of "forward", "grad_input", "grad_weight", "layer".

@@ -174,9 +174,9 @@ class SnipController:
         """Tells the controller that a training micro-batch is about to run forward.
 
         Args:
-            batch: keyword arguments of the model's forward, or what `compute_loss` takes. References are kept until the
-                optimizer step if this step refreshes the plan or checks whether it should.
-            compute_loss, terms: of a loss that the model does not return, as `estimation.objective.objective_of` says.
+            batch: keyword arguments of the model's forward, or what `compute_loss` takes; kept for a probe of the step.
+            compute_loss: takes the model and `batch`, and returns a loss that the model itself does not return.
+            terms: how many independent terms that loss is a mean over.
 
         Raises:
             ValueError: the very first batch cannot be probed, without labels for example, and the policy needs that.

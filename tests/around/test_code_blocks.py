@@ -1,0 +1,177 @@
+"""The Python code that the documentation shows runs, page by page, beside the names that a reader's script has."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from registries import nothing_stays_registered
+from small import text, tiny_llama
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import snip_hf
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(ROOT / name for name in ("README.md", "eval/README.md", "recipes/README.md")),
+]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# Page -> number of a block on it, from 1 -> why it does not run here.
+NOT_RUN = {
+    "docs/blackwell.md": {1: "needs a Blackwell GPU"},
+    "docs/compression.md": {1: "needs processes under DDP", 2: "needs processes under DDP"},
+    "docs/distributed.md": {1: "needs FSDP2", 2: "needs the processes of a pipeline"},
+    "docs/experts.md": {2: "loads a checkpoint of the reader's run"},
+    "docs/export.md": {
+        1: "loads what `snip-hf export` wrote; tests/integrations/test_export.py does",
+        2: "loads what `snip-hf export` wrote; tests/integrations/test_export.py does",
+        3: "loads what `snip-hf export` wrote; tests/integrations/test_export.py does",
+    },
+    "docs/fp16.md": {1: "needs a GPU", 2: "needs a GPU"},
+    "docs/hub.md": dict.fromkeys(range(1, 5), "needs the Hub; tests/integrations/test_hub_plans.py has one"),
+    "docs/hopper.md": {1: "needs a Hopper GPU"},
+    "docs/trl.md": {1: "needs TRL, and a model from the Hub; tests/integrations/test_trl.py has such runs"},
+}
+# Their blocks take longest.
+TRAINING = ("docs/accelerate.md", "docs/pipeline.md", "docs/reliability.md", "docs/report.md", "docs/resume.md")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks_of(page: Path) -> list[tuple[int, str]]:
+    """(line of the page, code) of each block."""
+    source = page.read_text(encoding="utf-8")
+    return [(source.count("\n", 0, match.start(1)) + 1, match[1]) for match in BLOCK.finditer(source)]
+
+
+SHOWN = {name_of(page): blocks_of(page) for page in PAGES if blocks_of(page)}
+RUN = [
+    pytest.param(name, marks=pytest.mark.slow if name in TRAINING else ())
+    for name, blocks in SHOWN.items()
+    if len(blocks) > len(NOT_RUN.get(name, ()))
+]
+
+
+def script(folder: Path) -> dict[str, Any]:
+    """The names of a reader's script: a model, its data and arguments, and what is imported."""
+    model = tiny_llama(hidden=32)
+    rows = [{name: row[0] for name, row in text(1, 32, index).items()} for index in range(8)]
+    arguments: dict[str, Any] = {"max_steps": 3, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2}
+    names = {name: getattr(snip_hf, name) for name in snip_hf.__all__}
+    training = TrainingArguments(str(folder / "run"), use_cpu=True, report_to="none", disable_tqdm=True, **arguments)
+    return names | {
+        "AutoModelForCausalLM": AutoModelForCausalLM,
+        "Path": Path,
+        "Trainer": Trainer,
+        "TrainingArguments": TrainingArguments,
+        "accelerator": Accelerator(cpu=True),  # after the arguments, which begin Accelerate's state anew
+        "args": training,
+        "batch": text(2, 32),
+        "config": snip_hf.SnipConfig(first_refresh=1, refresh_every=2, apply_delay=1),
+        "data": rows,
+        "itertools": itertools,
+        "json": json,
+        "loader": torch.utils.data.DataLoader(rows, batch_size=2),
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
+        "torch": torch,
+        "x": torch.randn(4, 256, generator=torch.Generator().manual_seed(0)),
+    }
+
+
+def for_adapters(names: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    names |= {"get_peft_model": peft.get_peft_model, "LoraConfig": peft.LoraConfig}
+
+
+def run(names: dict[str, Any], folder: str, model: Any, **config: Any) -> Trainer:
+    """A trained Trainer, whose best checkpoint is loaded at its end."""
+    arguments = replace(
+        names["args"], output_dir=folder, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True
+    )
+    callback = snip_hf.SnipCallback(replace(names["config"], **config))
+    trainer = Trainer(
+        model, arguments, train_dataset=names["data"], eval_dataset=names["data"][:2], callbacks=[callback]
+    )
+    trainer.train()
+    return trainer
+
+
+def for_pipeline(names: dict[str, Any]) -> None:
+    run(names, "run", names["model"], stages=2)
+    names["plan"] = snip_hf.PrecisionPlan.load("run/snip/plan.json")
+    snip_hf.restore_model(names["model"])
+    names["table"] = snip_hf.estimate_divergence(names["model"], names["batch"], config=names["config"])
+
+
+def for_the_best_model(names: dict[str, Any]) -> None:
+    names["trainer"] = run(names, "run", names["model"])
+
+
+def for_two_runs(names: dict[str, Any]) -> None:
+    for granularity in ("layer", "gemm"):
+        run(names, f"runs/{granularity}", tiny_llama(hidden=32), granularity=granularity)
+
+
+def for_own_loss(names: dict[str, Any]) -> None:
+    names["loader"] = [{"input_ids": row, "targets": row} for row in text(2, 32)["input_ids"].split(1)]
+    names["my_loss"] = lambda logits, targets: torch.nn.functional.cross_entropy(logits[0], targets[0])
+    names["controller"] = snip_hf.SnipController(names["model"], names["optimizer"], names["config"])
+
+
+def for_resuming(names: dict[str, Any]) -> None:
+    run(names, names["args"].output_dir, names["model"])
+    names["model"] = tiny_llama(hidden=32)
+
+
+def for_trackers(names: dict[str, Any]) -> None:
+    pytest.importorskip("tensorboard", reason="the example logs to TensorBoard")
+
+
+# Page -> what its blocks take from the reader's script beside the names that all of them have.
+BEFORE = {
+    "docs/adapters.md": for_adapters,
+    "docs/pipeline.md": for_pipeline,
+    "docs/reliability.md": for_the_best_model,
+    "docs/report.md": for_two_runs,
+    "docs/resume.md": for_resuming,
+    "docs/trackers.md": for_trackers,
+    "docs/trl.md": for_own_loss,
+}
+
+
+@pytest.mark.parametrize("page", SHOWN)
+def test_every_block_is_python(page: str) -> None:
+    for line, code in SHOWN[page]:
+        ast.parse("\n" * (line - 1) + code, page)
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # PEFT's use of transformers
+@pytest.mark.parametrize("page", RUN)
+def test_the_blocks_of_a_page_run_one_after_the_other(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with nothing_stays_registered():
+        names = script(tmp_path)
+        BEFORE.get(page, lambda names: None)(names)
+        for number, (line, code) in enumerate(SHOWN[page], start=1):
+            if number not in NOT_RUN.get(page, {}):
+                exec(compile("\n" * (line - 1) + code, page, "exec"), names)
+
+
+def test_the_blocks_that_do_not_run_are_there() -> None:
+    left_out = {(page, number) for page, numbers in NOT_RUN.items() for number in numbers}
+    assert left_out <= {(page, number) for page, blocks in SHOWN.items() for number in range(1, len(blocks) + 1)}
+    assert all((ROOT / page).is_file() for page in (*TRAINING, *BEFORE))

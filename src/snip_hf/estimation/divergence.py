@@ -212,9 +212,8 @@ class _Estimate:
 
     def _probe(self) -> tuple[RelativeUpdates, Probe]:
         updates = RelativeUpdates.of(self._optimizer_step, self._layers)
-        along_noise = self._criterion.along_noise
+        along_noise, moves = self._criterion.along_noise, self._settings.noise is None
         pullbacks = dict.fromkeys(self._layers, _same) if along_noise else updates.pullbacks()
-        moves = self._settings.noise is None
         pullbacks = pullbacks if moves else {}
         settings = replace(self._settings, thrift=self._thrift(self._settings.probes if pullbacks else 0))
         others = self._optimizer_step.others if moves and not along_noise else None

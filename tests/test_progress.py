@@ -5,10 +5,21 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 from snip_hf.progress import progress
+
+
+@pytest.fixture(autouse=True)
+def asked_for_bars() -> Iterator[None]:
+    """Whatever a Trainer's `disable_tqdm` said in this process before."""
+    logger = logging.getLogger("snip_hf.progress")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    yield
+    logger.setLevel(before)
 
 
 class Terminal(io.StringIO):

@@ -59,7 +59,7 @@ def controller(folder: Path, **options: Any) -> SnipController:
 
 @pytest.mark.parametrize(
     "where",
-    [(controller_module, "check_alike"), (gradient_source, "OptimizerWatch"), (controller_module, "describe_plan")],
+    [(controller_module, "check_alike"), (gradient_source, "OptimizerWatch"), (controller_module, "ChunkNumbers")],
 )
 def test_a_run_that_cannot_start_gives_the_folder_back_although_its_error_is_kept(
     where: tuple[Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,7 @@ from snip_hf.costs.gemm_timing import Machine
 from snip_hf.costs.measured_cost import MeasuredCost
 from snip_hf.estimation.layer_sums import LAYER, ROWS
 from snip_hf.estimation.table import Divergence, DivergenceTable
-from snip_hf.integrations.hub import model_card_section
+from snip_hf.integrations.model_card import Training, model_card_section
 from snip_hf.integrations.trackers import Trackers
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.drift import ranking
@@ -201,7 +201,7 @@ def test_a_run_says_everywhere_which_share_counts_what(tmp_path: Path, caplog: p
     assert "price: extra cost of FP4 per share of the stage's forward FLOPs" in text
     assert text.count(f"{found.fp4_fraction:.4f}") >= 2  # of the refresh, and of the stages together
     assert len(write_figures(load_run(tmp_path), tmp_path)) == 2
-    card = model_card_section(plan, read_history(tmp_path / "snip" / "history.jsonl"), arithmetic="emulated")
+    card = model_card_section(plan, read_history(tmp_path / "snip" / "history.jsonl"), Training(arithmetic="emulated"))
     assert "| target | at least 50.0% of the forward GEMMs' FLOPs in FP4 |" in card
     assert f"{found.fp4_fraction:.1%} of the forward GEMMs alone" in card
     assert PrecisionPlan.load(tmp_path / "snip" / "plan.json").provenance.config["decides"] == "forward"  # type: ignore[index]

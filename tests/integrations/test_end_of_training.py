@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig
+from snip_hf.kernels.emulated import Emulated
 from snip_hf.layers.layer import SnipLayer
 from snip_hf.layers.state import snip_linears
 
@@ -117,6 +119,21 @@ def test_a_trainer_whose_model_was_restored_trains_again(tmp_path: Path) -> None
     again = run.trainer.train()
     assert again.global_step == 12 and is_plain(run.model)
     assert [(line["step"], line["applied_step"]) for line in run.refreshes] == [(2, 4), (6, 8), (10, 12)]
+
+
+def test_a_push_after_training_leaves_the_state_of_the_last_checkpoint_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What kernels keep is gone with the layers.
+    monkeypatch.setattr(Emulated, "state_dict", lambda self, layers: {name: 1 for name in layers})
+    run = train(tmp_path, callback=SnipCallback(AT_ONCE), max_steps=2, save_strategy="steps", save_steps=2)
+    path = tmp_path / "checkpoint-2" / "snip_state.json"
+    before = path.read_bytes()
+    assert json.loads(before)["kernels"]["emulated"]
+    trainer = run.trainer
+    trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+    assert (tmp_path / "snip" / "README.md").is_file()
+    assert path.read_bytes() == before
 
 
 def _lora(**options: Any) -> nn.Module:

@@ -204,8 +204,8 @@ class SnipCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero:
-            # A push of a checkpoint begins before on_save.
-            self._save_state(args, state)
+            if self._is_training():  # A push of a checkpoint begins before on_save.
+                self._save_state(args, state)
             output_dir = Path(str(args.output_dir))
             prepare_push(output_dir, unwrap(kwargs["model"]), self._for_card(self._running(), output_dir))
 

@@ -1,6 +1,6 @@
 # For training on NVIDIA GPUs:
 #   docker build -t snip-hf .
-#   docker run --rm --gpus all --ipc=host -v "$PWD/runs:/work/runs" snip-hf \
+#   docker run --rm --gpus all --ipc=host -v "$PWD/runs:/workspace/runs" snip-hf \
 #       accelerate launch --config_file recipes/accelerate/compile.yaml recipes/pretrain.py recipes/hopper.yaml
 # The host needs NVIDIA's driver and container toolkit. The packages of torch bring CUDA's libraries.
 FROM python:3.12-slim
@@ -19,6 +19,6 @@ COPY recipes recipes
 COPY eval eval
 RUN pip install --no-cache-dir ".[all]"
 
-WORKDIR /work
+WORKDIR /workspace
 RUN snip-hf recipe copy
 CMD ["snip-hf", "--help"]

@@ -9,6 +9,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from snip_hf import SnipConfig
+from snip_hf.training.guard import after_roll_back
 from snip_hf.training.spikes import Health, read_guard
 
 CONFIG = SnipConfig(guard="raise", guard_window=8, guard_patience=5)
@@ -87,6 +88,16 @@ def test_the_health_goes_through_a_state() -> None:
     fresh = Health(CONFIG)
     fresh.load(read_guard({}))
     assert fresh == Health(CONFIG)
+
+
+def test_a_way_back_to_a_state_without_a_guard_can_be_read() -> None:
+    # Of a run that was resumed with a guard, and went wrong before it saved another state.
+    guard = after_roll_back({"step": 4}, 7)["guard"]
+    found = read_guard(json.loads(json.dumps(guard)))
+    assert (found["roll_backs"], found["failed_at"]) == (1, 7)
+    health = Health(CONFIG)
+    health.load(found)
+    assert health == Health(CONFIG)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,4 +87,11 @@ def plan_in_force(run: Run) -> PrecisionPlan:
 def last_decided(run: Run) -> tuple[int, Assignment] | None:
     """Returns the probe step of the last applied refresh, and the assignment that it replaced."""
     applied = [refresh for refresh in run.refreshes if refresh.applied_step is not None]
-    return (applied[-1].step, run.plans[-2][1].assignment) if applied else None
+    if not applied:
+        return None
+    last = applied[-1]
+    # The guard may have raised formats since.
+    for (_, before), (begin, plan) in reversed(list(itertools.pairwise(run.plans))):
+        if (begin, plan.provenance.step) == (last.applied_step, last.step):
+            return last.step, before.assignment
+    return None

@@ -128,5 +128,7 @@ def read_guard(saved: Any) -> dict[str, Any]:
     found["failures"], found["roll_backs"] = found.get("failures") or 0, found.get("roll_backs") or 0
     if found["roll_backs"] and found.get("failed_at") is None:
         raise ValueError("guard has no entry 'failed_at'")
-    found["recent"] = {str(name): [float(value) for value in values] for name, values in found["recent"].items()}
+    # `after_roll_back` adds to the state of a run without a guard too, which has no figures.
+    recent = found.get("recent", {})
+    found["recent"] = {str(name): [float(value) for value in values] for name, values in recent.items()}
     return found

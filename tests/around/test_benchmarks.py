@@ -338,6 +338,7 @@ def test_a_phase_shift_is_measured_on_a_cpu_without_the_fused_kernel(
     assert "| early | 2 | 0 | " in probe_aging.report(lines)
 
 
+@pytest.mark.slow
 def test_the_cost_of_a_probe_is_measured_in_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

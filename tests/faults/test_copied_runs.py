@@ -172,7 +172,7 @@ class Exchanged(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("at", "before"),
-    [("on_step_end", True), ("on_save", False), slow("on_step_end", False), slow("on_save", True)],
+    [("on_step_end", True), slow("on_save", False), slow("on_step_end", False), slow("on_save", True)],
 )
 def test_a_run_whose_weights_a_callback_exchanges_around_saving_resumes(tmp_path: Path, at: str, before: bool) -> None:
     callbacks = [Exchanged(at), SnipCallback(CONFIG)] if before else [SnipCallback(CONFIG), Exchanged(at)]

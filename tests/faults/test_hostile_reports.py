@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from pages import Page
+from slow_cases import slow
 from written_runs import random_assignments, write_checks, write_divergence, write_losses, write_run
 
 from snip_hf.cli import empty_model, main
@@ -436,7 +437,9 @@ DRAWN = (
 )
 
 
-@pytest.mark.parametrize("case", [*REFUSED, *REPORTED])
+@pytest.mark.parametrize(
+    "case", [*REFUSED, *(slow(case) if case == "100,000 refreshes" else case for case in REPORTED)]
+)
 def test_a_report_of_a_hostile_folder_is_one_sentence_or_a_report_with_notes(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,6 +462,7 @@ def test_a_report_of_a_hostile_folder_is_one_sentence_or_a_report_with_notes(
         assert sum(map(len, page.scripts)) < 2e6
 
 
+@pytest.mark.slow
 def test_names_that_may_or_may_not_be_in_a_plan_are_never_printed_raw(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

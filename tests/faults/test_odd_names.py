@@ -99,6 +99,7 @@ def test_a_folder_of_an_odd_name_takes_a_run_and_its_resumption(tmp_path: Path, 
     assert any("resuming from" in line and ESCAPED in line for line in lines(logged))
 
 
+@pytest.mark.slow
 def test_a_folder_whose_name_is_no_utf8_takes_a_run_and_a_plan(tmp_path: Path, logged: io.TextIOWrapper) -> None:
     """Checkpoints of the weights it does not take: safetensors refuses such a path."""
     folder = tmp_path / SURROGATE

@@ -439,6 +439,7 @@ def test_a_run_inside_a_step_takes_no_part_in_it(kind: str, quiet: dict[str, tup
     assert_same(run(tmp_path / "outer", inner), quiet)
 
 
+@pytest.mark.slow
 def test_a_run_inside_another_one_leaves_its_record_alone_in_the_same_folder(
     quiet: dict[str, tuple[Run, Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -180,6 +180,7 @@ def test_a_hub_that_refuses_the_push_lets_training_end_and_a_push_by_hand_says_s
     assert (folder / "read-only" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_an_unreachable_hub_stops_the_run_before_the_first_step(tmp_path: Path) -> None:
     with socket.socket() as silent:
         # Bound, so that nobody else gets the port, and not listening, so that every connection is refused.

@@ -125,7 +125,7 @@ def test_a_push_after_training_leaves_the_state_of_the_last_checkpoint_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What kernels keep is gone with the layers.
-    monkeypatch.setattr(Emulated, "state_dict", lambda self, layers: {name: 1 for name in layers})
+    monkeypatch.setattr(Emulated, "state_dict", lambda self, layers: dict.fromkeys(layers, 1))
     run = train(tmp_path, callback=SnipCallback(AT_ONCE), max_steps=2, save_strategy="steps", save_steps=2)
     path = tmp_path / "checkpoint-2" / "snip_state.json"
     before = path.read_bytes()

@@ -34,6 +34,16 @@ def test_a_page_of_several_runs_lies_in_the_folder_of_the_first_and_their_figure
     assert found.data["charts"][0]["series"][0]["name"] == "plain (BF16), training"
 
 
+def test_a_run_above_the_working_directory_is_written_below_the_folder_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs_of(tmp_path, "above", "above/here/run")
+    monkeypatch.chdir(tmp_path / "above" / "here")
+    assert main(["report", "..", "run", "--out", str(tmp_path / "out")]) == 0
+    assert sorted(path.parent.name for path in tmp_path.rglob("plan.png")) == ["above", "run"]
+    assert len(list((tmp_path / "out").rglob("plan.png"))) == 2
+
+
 def test_the_files_of_several_runs_go_to_a_folder_each_below_the_one_that_is_named(tmp_path: Path) -> None:
     runs = runs_of(tmp_path, "a/run", "b/run")
     assert main(["report", *runs, "--html", "--out", str(tmp_path / "out")]) == 0

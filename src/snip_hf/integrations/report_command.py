@@ -80,7 +80,7 @@ def _bf16_losses(name: str) -> dict[int, dict[str, float]]:
 
 def short_names(names: Sequence[str]) -> list[str]:
     """Returns of each path the last parts, as many as no other one ends with; equal paths get a number."""
-    parts = [[part for part in Path(os.path.normpath(name)).parts if part != os.sep] or [name] for name in names]
+    parts = [[part for part in _plain(name).parts if part != os.sep] or [name] for name in names]
     shown: list[str] = []
     for own in parts:
         ends = [own[-count:] for count in range(1, len(own) + 1)]
@@ -88,3 +88,9 @@ def short_names(names: Sequence[str]) -> list[str]:
         number = f" #{len(shown) + 1}" if parts.count(own) > 1 else ""
         shown.append("/".join(found) + number)
     return shown
+
+
+def _plain(name: str) -> Path:
+    """Returns a path without "..", which would lead out of the folder that files are written to."""
+    path = os.path.normpath(name)
+    return Path(os.path.abspath(path) if path.split(os.sep)[0] == ".." else path)

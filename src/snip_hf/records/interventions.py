@@ -27,7 +27,8 @@ class Alarm:
     event: ClassVar[str] = "guard"
 
     step: int
-    """Optimizer step of the figure; formats that were raised act from the next one on."""
+    """Optimizer step of the figure; formats that were raised act from the next one on. Of "roll back" it is the first
+    step that is taken again, in raised formats."""
     figure: str
     """"loss", "gradient norm", "gradient noise", or "roll back": formats raised after training went back."""
     value: float | None

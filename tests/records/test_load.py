@@ -1,0 +1,37 @@
+"""At which steps the plans of a run were in force, as its history says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from written_runs import random_assignments, write_run
+
+from snip_hf.records.interventions import LOSS, ROLL_BACK, Alarm
+from snip_hf.records.load import load_run
+
+
+@pytest.mark.parametrize(("figure", "begins"), [(LOSS, 5), (ROLL_BACK, 4)])
+def test_raised_formats_are_in_force_after_an_alarm_and_from_the_first_step_after_a_way_back(
+    figure: str, begins: int, tmp_path: Path
+) -> None:
+    write_run(tmp_path, random_assignments(1))
+    path = tmp_path / "snip" / "history.jsonl"
+    (layer, row), *_ = json.loads(path.read_text())["plan"].items()
+    alarm = Alarm(
+        step=5,
+        figure=figure,
+        value=None,
+        limit=None,
+        action="raised",
+        reason="It went wrong",
+        failures=1,
+        changes={f"{layer}:forward": (row["forward"], "bf16")},
+        fp4_fraction=0.25,
+    )
+    with path.open("a") as file:
+        file.write(json.dumps(alarm.to_record()) + "\n")
+    run = load_run(tmp_path)
+    assert [step for step, _ in run.plans] == [0, begins]
+    assert run.fp4_fractions[1:] == [(begins, 0.25)]

@@ -1,6 +1,7 @@
 """Preferences under TRL with snip-hf: `accelerate launch recipes/trl_dpo.py MODEL DATA OUTPUT`."""
 
 import argparse
+import logging
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ parser.add_argument("--batch", type=int, default=4, help="pairs per micro-batch 
 parser.add_argument("--share", type=float, default=0.75, help="of the linear FLOPs in FP4")
 parser.add_argument("--reference", default="policy", choices=("policy", "high"), help="arithmetic of the reference")
 options = parser.parse_args()
+logging.basicConfig(format="%(message)s")
+logging.getLogger("snip_hf").setLevel(logging.INFO)
 set_seed(0)
 is_file = Path(options.data).is_file()
 rows = load_dataset("json", data_files=options.data) if is_file else load_dataset(options.data)

@@ -270,3 +270,9 @@ def _sha256(content: bytes) -> str:
 
 def _git_hash(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+if __name__ == "__main__":
+    with Hub.running() as serving:
+        print(f"export HF_ENDPOINT={serving.url} HF_TOKEN={TOKEN} HF_HUB_DISABLE_XET=1  # until Ctrl-C", flush=True)
+        threading.Event().wait()

@@ -259,8 +259,8 @@ class Guard:
             what = "training stops"
         elif self._config.guard != "watch":
             what = (
-                "everything that could be raised is unquantized already. If this goes on, the weights are lost: go back "
-                "to an earlier checkpoint (guard='roll-back' stops and names one)"
+                "everything that could be raised is unquantized already. If this goes on, the weights are lost: go "
+                "back to an earlier checkpoint (guard='roll-back' stops and names one)"
             )
         left_out = "; the step was left out" if alarm.left_out else ""
         self._log.warning("snip-hf: guard, step %d: %s; %s%s.", alarm.step, alarm.reason, what, left_out)

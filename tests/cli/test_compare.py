@@ -10,6 +10,7 @@ import pytest
 
 from snip_hf.cli import main
 from snip_hf.planning.plan import PlanProvenance, PrecisionPlan
+from snip_hf.records.interventions import LOSS, Alarm
 
 STORED = Path(__file__).parents[1] / "data" / "0dbc8b3"
 GEMMS = ("forward", "grad_input", "grad_weight")
@@ -98,6 +99,18 @@ def test_a_run_is_compared_with_another_and_with_a_baseline_without_the_callback
     expected = "At step {}, {} loss against A: B +0.1000 (+2.50%), C -0.1000 (-2.50%)."
     for step, kind in ((30, "validation"), (20, "training")):
         assert sentence(lines, f"At step {step}").startswith(expected.format(step, kind))
+
+
+def test_a_run_with_alarms_is_not_shown_as_a_healthy_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("healthy", "sick"):
+        shutil.copytree(STORED / "layer", tmp_path / name)
+        write_losses(tmp_path / name, {10: {"loss": 5.0}, 20: {"loss": 4.0 if name == "healthy" else 0.0}})
+    alarm = Alarm(step=15, figure=LOSS, value=None, limit=None, action="noted", reason="nan", failures=1)
+    with (tmp_path / "sick" / "snip" / "history.jsonl").open("a") as file:
+        file.write(json.dumps(alarm.to_record()) + "\n")
+    lines = compare(capsys, str(tmp_path / "healthy"), str(tmp_path / "sick"))
+    text = sentence(lines, "A:")
+    assert "B: alarms of the guard: 1, the last at step 15 (`snip-hf report`)" in text and "A: alarms" not in text
 
 
 def test_losses_at_no_common_step_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

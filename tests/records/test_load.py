@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from written_runs import random_assignments, write_run
 
-from snip_hf.records.interventions import LOSS, ROLL_BACK, Alarm
+from snip_hf.records.interventions import LOSS, ROLL_BACK, Alarm, Retarget
 from snip_hf.records.load import load_run
 
 
@@ -35,3 +35,14 @@ def test_raised_formats_are_in_force_after_an_alarm_and_from_the_first_step_afte
     run = load_run(tmp_path)
     assert [step for step, _ in run.plans] == [0, begins]
     assert run.fp4_fractions[1:] == [(begins, 0.25)]
+
+
+def test_the_last_config_has_the_target_that_a_run_was_last_resumed_with(tmp_path: Path) -> None:
+    write_run(tmp_path, random_assignments(1))
+    assert load_run(tmp_path).last_config == load_run(tmp_path).config
+    with (tmp_path / "snip" / "history.jsonl").open("a") as file:
+        for step, (before, now) in {5: (0.75, 0.5), 9: (0.5, 0.6)}.items():
+            event = Retarget(step=step, fields={"target_fp4_fraction": (before, now)})
+            file.write(json.dumps(event.to_record()) + "\n")
+    run = load_run(tmp_path)
+    assert run.last_config == {**run.config, "target_fp4_fraction": 0.6}

@@ -76,6 +76,11 @@ class Run:
         """The run's configuration, with the names that its fields have now."""
         return current_names(self.plans[0][1].provenance.config or {})
 
+    @property
+    def last_config(self) -> Mapping[str, Any]:
+        """`config` with the target that the run was last resumed with."""
+        return {**self.config, **{name: now for event in self.retargets for name, (_, now) in event.fields.items()}}
+
     @cached_property
     def formats(self) -> tuple[str, ...]:
         """What the plans chose from, the least precise first."""

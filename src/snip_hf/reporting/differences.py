@@ -45,7 +45,7 @@ class Compared:
     @property
     def config(self) -> Mapping[str, Any]:
         if self.run is not None:
-            return self.run.config
+            return self.run.last_config
         return {} if self.plan is None else current_names(self.plan.provenance.config or {})
 
     def losses_of(self, kind: str) -> dict[int, float]:
@@ -89,6 +89,13 @@ def print_differences(compared: Sequence[Compared], console: Console) -> None:
     planned = [one for one in compared if one.plan is not None]
     for other in planned[1:]:
         _print_changes(planned[0], other, console)
+    for one in compared:
+        if one.run is not None and one.run.alarms:
+            say(
+                console,
+                f"{one.letter}: alarms of the guard: {len(one.run.alarms)}, the last at step "
+                f"{one.run.alarms[-1].step} (`snip-hf report`). Where a loss was not finite, the Trainer's log has 0.",
+            )
     _print_losses(compared, console)
 
 

@@ -80,7 +80,7 @@ class _Keeping(Console):
 
 def print_run(run: Run, console: Console, micro_batches: int | None = None) -> None:
     """Prints the refreshes, the losses and the plan in force at the end."""
-    config = run.config
+    config = run.last_config
     policy, plan = policy_text(config), plan_in_force(run)
     by_time = config.get("budget") == "measured"
     speedup = plan.linear_speedup()

@@ -585,7 +585,7 @@ def test_runs_of_the_trainer_are_measured_with_their_refreshes(tiny_speed: None)
     assert first["loss"] == last["loss"] and first["backend"] is None and first["seconds"] == []
     assert (part["share"] >= 0.75, whole["share"]) == (True, 1.0)
     for row in part, whole:
-        assert row["backend"] == "emulated" and row["formats"] == ("fp4", "fp8") and len(row["seconds"]) == 2
+        assert row["backend"] == "emulated" and row["formats"] == ("mxfp4", "fp8-tensor") and len(row["seconds"]) == 2
         assert row["speedup"] > 0 and row["tokens_per_s"] == pytest.approx(256e3 / row["step_ms"])
     for row in first, part, whole, last:
         assert row["graphs"] > 0 and (row["breaks"], row["recompilations"]) == (0, 0)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from snip_hf.cli import import_modules
+from snip_hf.cli.own_modules import add_import_option, import_modules
 
 from .fork_recipe import load_recipe
 from .fork_report import Asked, write_report
@@ -94,14 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--docs", type=Path, nargs="+", default=[], metavar="FILE", help="Markdown, renewed")
     report.add_argument("--figures", type=Path, metavar="DIR", help="a figure of each family of comparisons")
     for command in (text, run, report):
-        command.add_argument(
-            "--import",
-            dest="modules",
-            action="append",
-            default=[],
-            metavar="MODULE",
-            help="import this module first, which registers formats or policies of your own; may be repeated",
-        )
+        add_import_option(command)
     return parser
 
 

@@ -145,6 +145,19 @@ def test_torchao_s_fp8_is_faster_at_8b_and_slower_at_1_1b() -> None:
     assert "0.3 to 0.9% slower at 1.1B" in text_of("README.md")
 
 
+def test_the_speeds_and_memory_of_mxfp4_are_those_of_the_lines() -> None:
+    rows = [line for line in lines_of("benchmarks/results/speed_mxfp4.jsonl") if line["part"] == "trainer"]
+    found = {(row["model"], row["recipe"]): row for row in rows if row["recipe"] != "BF16"}
+    models, recipes = ("8B, 8 layers", "TinyLlama-1.1B"), ("snip-hf 75%", "snip-hf 100%", "torchao tensorwise")
+    text, page = text_of("README.md"), text_of("docs/tensor_scaled.md")
+    for recipe, model in ((recipe, model) for recipe in recipes for model in models):
+        row = found[model, recipe]
+        speed, memory = f"{row['speedup']:.3f}", f"{row['refresh_peak_ratio']:.3f}"
+        assert speed in text and memory in text and speed in page and memory in page
+    speeds = [found[model, "snip-hf 75%"]["speedup"] for model in reversed(models)]
+    assert f"{speeds[0]:.2f} and {speeds[1]:.2f} times as fast" in text
+
+
 def test_estimates_from_one_micro_batch_are_further_off() -> None:
     errors: dict[str, list[float]] = {"one": [], "all": []}
     for line in lines_of("benchmarks/results/format_fidelity.jsonl"):

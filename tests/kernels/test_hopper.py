@@ -4,12 +4,8 @@ against float64."""
 from __future__ import annotations
 
 import functools
-import io
 import itertools
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,6 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from backends import gemm_call, hopper_lacks, select_backend
+from kernel_runs import dump, interpreting, load, patch_once_a_launch
 from oracles.three_gemms import product
 from rounded import quantize
 
@@ -50,16 +47,6 @@ EACH_TWO = list(itertools.product(["fp8", "fp4"], repeat=2))
 # ------------------------------------------------------------------------------------- where the kernels run
 
 
-def dump(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def load(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
-
-
 def interpret(call: bytes) -> bytes:
     """Runs a kernel in the process that has TRITON_INTERPRET=1."""
     name, arguments = load(call)
@@ -73,6 +60,7 @@ def correct_the_interpreter() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
+    patch_once_a_launch()
     dtypes = {tl.float32: torch.float32, tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
     raw = {torch.float32: (np.float32, torch.float32), torch.bfloat16: (np.uint16, torch.uint16)}
     raw[torch.float8_e4m3fn] = (np.uint8, torch.uint8)
@@ -89,22 +77,13 @@ def correct_the_interpreter() -> None:
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Run]:
-    """Calls of `operators`' functions in another process: whether Triton interprets is settled when it is imported."""
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=correct_the_interpreter)
-    try:
-        pool.submit(os.getpid).result()  # started, with the variable set
-    finally:
-        os.environ.pop("TRITON_INTERPRET")
-        if before is not None:
-            os.environ["TRITON_INTERPRET"] = before
+    """Calls of `operators`' functions in another process."""
+    with interpreting(correct_the_interpreter) as pool:
 
-    def run(name: str, *arguments: Any) -> tuple[Tensor, ...]:
-        return load(pool.submit(interpret, dump((name, arguments))).result())
+        def run(name: str, *arguments: Any) -> tuple[Tensor, ...]:
+            return load(pool.submit(interpret, dump((name, arguments))).result())
 
-    yield run
-    pool.shutdown()
+        yield run
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=on_gpu)])

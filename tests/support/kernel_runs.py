@@ -39,11 +39,35 @@ def load(data: bytes) -> Any:
         return torch.load(io.BytesIO(data), weights_only=True)
 
 
+def patch_once_a_launch() -> None:
+    """Lets Triton's interpreter replace the functions of its language where a launch begins in a module.
+
+    Its own way is to look through all of them at each call of a device function, which is half of a launch's time.
+    """
+    from triton.runtime import interpreter
+
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[int] = set()
+
+    def patch_a_new_module(function: Any) -> Any:
+        if id(function.__globals__) in patched:
+            return None
+        patched.add(id(function.__globals__))
+        return patch(function)
+
+    def launch_anew(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()  # since each launch ends with the functions put back
+        return launch(executor, *args, **kwargs)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_a_new_module, launch_anew
+
+
 def correct_the_interpreter() -> None:
     """Gives Triton's interpreter subnormal BF16 numbers: its own way to FP32 takes them for others."""
     import triton.language as tl
     from triton.runtime import interpreter
 
+    patch_once_a_launch()
     convert = interpreter._convert_float
 
     def widened(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
@@ -61,13 +85,13 @@ def interpret(name: str, arguments: bytes) -> bytes:
 
 
 @contextmanager
-def interpreting() -> Iterator[ProcessPoolExecutor]:
+def interpreting(initializer: Callable[[], None] = correct_the_interpreter) -> Iterator[ProcessPoolExecutor]:
     """A pool of one process that interprets: whether Triton does is settled when it is imported."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         # NumPy's word on NaN times a number.
         patch.setenv("PYTHONWARNINGS", "ignore::RuntimeWarning")
-        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=correct_the_interpreter)
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=initializer)
         pool.submit(os.getpid).result()  # started, with the variables set
     yield pool
     pool.shutdown()

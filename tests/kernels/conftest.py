@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import kernel_runs
 import pytest
@@ -10,10 +11,16 @@ from kernel_runs import Run
 
 
 @pytest.fixture(scope="session")
-def interpreter() -> Iterator[Run]:
+def interpreting() -> Iterator[ProcessPoolExecutor]:
+    """One process of Triton's interpreter for the tests of several modules: it takes seconds to start."""
     pytest.importorskip("triton")
-    with kernel_runs.interpreter() as run:
-        yield run
+    with kernel_runs.interpreting() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def interpreter(interpreting: ProcessPoolExecutor) -> Run:
+    return kernel_runs.interpreter(interpreting)
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -6,12 +6,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from kernel_runs import dump, interpreting, load, moved
+from kernel_runs import dump, load, moved
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -45,14 +46,13 @@ def interpret(tensors: bytes, *arguments: Any) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def interpreter() -> Iterator[Run]:
+def interpreter(interpreting: ProcessPoolExecutor) -> Run:
     """The kernel in another process."""
-    with interpreting() as pool:
 
-        def run(x: Tensor, fmt: NumberFormat, operand: str, contracts: int, numbers: Tensor) -> Any:
-            return load(pool.submit(interpret, dump((x, numbers)), fmt, operand, contracts).result())
+    def run(x: Tensor, fmt: NumberFormat, operand: str, contracts: int, numbers: Tensor) -> Any:
+        return load(interpreting.submit(interpret, dump((x, numbers)), fmt, operand, contracts).result())
 
-        yield run
+    return run
 
 
 def on_cuda(x: Tensor, fmt: NumberFormat, operand: str, contracts: int, numbers: Tensor) -> Any:

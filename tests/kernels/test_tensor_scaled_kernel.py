@@ -4,12 +4,13 @@ Triton's interpreter. And compiled for a GPU, without one."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from kernel_runs import dump, interpreting, load, moved
+from kernel_runs import dump, load, moved
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -46,13 +47,11 @@ def interpret(tensors: bytes, *arguments: Any) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def interpreter() -> Iterator[Run]:
-    with interpreting() as pool:
+def interpreter(interpreting: ProcessPoolExecutor) -> Run:
+    def run(x: Tensor, state: Tensor, record: Tensor, *arguments: Any) -> Any:
+        return load(interpreting.submit(interpret, dump((x, state, record)), *arguments).result())
 
-        def run(x: Tensor, state: Tensor, record: Tensor, *arguments: Any) -> Any:
-            return load(pool.submit(interpret, dump((x, state, record)), *arguments).result())
-
-        yield run
+    return run
 
 
 def on_cuda(x: Tensor, state: Tensor, record: Tensor, *arguments: Any) -> Any:

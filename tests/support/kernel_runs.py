@@ -97,16 +97,14 @@ def interpreting(initializer: Callable[[], None] = correct_the_interpreter) -> I
     pool.shutdown()
 
 
-@contextmanager
-def interpreter() -> Iterator[Run]:
+def interpreter(pool: ProcessPoolExecutor) -> Run:
     """The kernels of `HOMES` in another process."""
-    with interpreting() as pool:
 
-        def run(name: str, *arguments: Any) -> Tensor:
-            found: Tensor = load(pool.submit(interpret, name, dump(arguments)).result())
-            return found
+    def run(name: str, *arguments: Any) -> Tensor:
+        found: Tensor = load(pool.submit(interpret, name, dump(arguments)).result())
+        return found
 
-        yield run
+    return run
 
 
 def on_cuda(name: str, *arguments: Any) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from small import tiny_lm, tokens
-from tiny_runs import SCHEDULE, train
+from tiny_runs import SCHEDULE, one_thread, prepare
 from torch import Tensor, nn
 from torch._dynamo import eval_frame
 
@@ -81,8 +81,10 @@ def test_the_first_of_two_overlapping_passes_does_not_end_what_the_second_needs(
 def test_two_trainers_in_two_threads_leave_torch_as_it_was(tmp_path: Path) -> None:
     before = of_torch()
     config = SnipConfig(**SCHEDULE | {"refresh_every": 2})
-    with ThreadPoolExecutor(2) as threads:
-        runs = [threads.submit(train, tmp_path / str(index), config, max_steps=6) for index in range(2)]
-        refreshes = [[line["status"] for line in run.result(200).refreshes] for run in runs]
-    assert refreshes == [["applied"] * 2] * 2
+    # One after the other: all Accelerators of a process share their state, which each new Trainer makes anew.
+    runs = [prepare(tmp_path / str(index), config, max_steps=6) for index in range(2)]
+    with one_thread(), ThreadPoolExecutor(2) as threads:
+        for training in [threads.submit(run.trainer.train) for run in runs]:
+            training.result(200)
+    assert [[line["status"] for line in run.refreshes] for run in runs] == [["applied"] * 2] * 2
     assert of_torch() == before

@@ -108,19 +108,18 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(str(folder), **values | changes)
 
 
-def train(
+def prepare(
     folder: Path,
     config: SnipConfig | None = None,
     *,
     callback: SnipCallback | None = None,
     callbacks: Iterable[TrainerCallback] = (),
     model: nn.Module | None = None,
-    resume: str | Path | None = None,
     trainer: dict[str, Any] | None = None,
     trainer_class: type[Trainer] = Trainer,
     **changes: Any,
 ) -> Run:
-    """Trains under a real Trainer, with SNIP if there is a config or a callback.
+    """A real Trainer that has not trained yet, with SNIP if there is a config or a callback.
 
     Args:
         config: of a callback that leaves the model in the formats of the plan, which the tests look at.
@@ -140,9 +139,15 @@ def train(
             **(trainer or {}),
         }
     )
-    with one_thread():
-        built.train(resume_from_checkpoint=None if resume is None else str(resume))
     return Run(folder, built, callback)
+
+
+def train(folder: Path, config: SnipConfig | None = None, *, resume: str | Path | None = None, **options: Any) -> Run:
+    """Trains what `prepare` builds of the options, on one thread."""
+    run = prepare(folder, config, **options)
+    with one_thread():
+        run.trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return run
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import pytest
 from fault_runs import CONFIG, SHORT, assert_cost_only_the_first_refresh, children, first_start
 from processes import members, wait_until
 from slow_cases import slow_but
-from tiny_runs import SCHEDULE, Run, differing, train, weights, without_seconds
+from tiny_runs import SCHEDULE, Run, begun_late, differing, train, weights, without_seconds
 from transformers import TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig
@@ -207,17 +206,7 @@ def test_a_solver_ends_at_its_limit_when_an_error_has_ended_training(
 def test_a_solver_that_is_slow_is_waited_for_and_its_plan_applied_at_the_same_step(
     undisturbed: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The solver begins half a second after training began to wait for it."""
-    begin = tmp_path / "begin"
-    waiting = f"import os, time\nwhile not os.path.exists({str(begin)!r}): time.sleep(0.01)\n"
-    first_start(monkeypatch, program(waiting + RUN_ILP))
-    result = SolverProcess.result
-
-    def result_later(process: SolverProcess, timeout: float | None = None) -> Any:
-        threading.Timer(0.5, begin.touch).start()
-        return result(process, timeout)
-
-    monkeypatch.setattr(SolverProcess, "result", result_later)
+    first_start(monkeypatch, program(begun_late(monkeypatch, tmp_path)))
     run = train(tmp_path, CONFIG, **SHORT)
     assert run.losses == undisturbed.losses
     assert differing(weights(run.model), weights(undisturbed.model)) == []

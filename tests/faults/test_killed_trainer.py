@@ -18,7 +18,7 @@ from tiny_runs import Run, differing, train, weights, without_seconds
 from snip_hf.planning.solver import ilp
 
 # Seconds that a solver may outlive its trainer: a quarter to notice, the rest for a busy machine.
-BOUND = 5.0
+BOUND = 20.0
 # ilp.py itself, but that it never finds a solution and starts a process that ignores SIGTERM.
 HANGING = """
 import subprocess, sys, time

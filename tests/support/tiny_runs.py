@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 
 from snip_hf import SnipCallback, SnipConfig
 from snip_hf.estimation.divergence import divergences_at
+from snip_hf.planning.solver import ilp
 from snip_hf.planning.solver.process import SolverProcess
 from snip_hf.training import step_probe
 
@@ -188,6 +190,19 @@ def solve_with(monkeypatch: Any, *programs: str) -> list[SolverProcess]:
 
     monkeypatch.setattr(SolverProcess, "start", run_program)
     return started
+
+
+def begun_late(monkeypatch: Any, folder: Path) -> str:
+    """Returns the program of a solver that begins half a second after training began to wait for it."""
+    result, begin = SolverProcess.result, folder / "begin"
+
+    def result_later(process: SolverProcess, timeout: float | None = None) -> Any:
+        threading.Timer(0.5, begin.touch).start()
+        return result(process, timeout)
+
+    monkeypatch.setattr(SolverProcess, "result", result_later)
+    waiting = f"import os, runpy, time\nwhile not os.path.exists({str(begin)!r}): time.sleep(0.01)\n"
+    return f"{waiting}runpy.run_path({ilp.__file__!r}, run_name='__main__')"
 
 
 def noted_divergences(monkeypatch: Any) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from small import text, tiny_llama
 from tiny_runs import (
     FAST,
     SCHEDULE,
+    begun_late,
     differing,
     history,
     noted_divergences,
@@ -959,11 +960,7 @@ def test_training_that_ends_inside_a_refreshs_step_leaves_no_hooks_on_the_parame
 def test_training_waits_for_a_slow_solver_only_at_the_step_its_plan_is_due(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from snip_hf.planning.solver import ilp
-
-    # The right answer, half a second late.
-    program = f"import time, runpy; time.sleep(0.5); runpy.run_path({ilp.__file__!r}, run_name='__main__')"
-    solve_with(monkeypatch, program)
+    solve_with(monkeypatch, begun_late(monkeypatch, tmp_path))
     Loop(SnipConfig(**SCHEDULE | {"apply_delay": 0}), tmp_path).run(2)
     (line,) = history(tmp_path)[1:]
     assert (line["step"], line["applied_step"], line["decided_step"]) == (2, 2, 2)

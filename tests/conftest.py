@@ -1,13 +1,16 @@
-"""Keeps tests of one process apart from each other, and garbage collections from what the tests never free."""
+"""Keeps tests of one process apart from each other, and garbage collections from what no test frees."""
 
 from __future__ import annotations
 
 import atexit
 import gc
 import logging
+import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+import torch
 
 
 def pytest_collection() -> None:
@@ -25,6 +28,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     # Extension modules look for leaks when Python ends.
     atexit.register(gc.unfreeze)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Each test and its fixtures draw the same random numbers, whatever its process tested before."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .launching import launch
 from .rounding import has_kernels
 
 # Elements of an (O, I) tensor that one program sums.
@@ -138,9 +139,8 @@ def _error_squares(first: Tensor, second: Tensor, errors: Tensor) -> Tensor:
     programs = triton.cdiv(size, _BLOCK)
     sums = first.new_empty(programs, kinds, 3, 2)
     with torch.cuda.device_of(first):
-        _error_squares_kernel[(programs,)](
-            first, second, errors, sums, size, errors.stride(0), pieces, kinds, _BLOCK, enable_fp_fusion=True
-        )
+        tensors, numbers = (first, second, errors, sums), (size, errors.stride(0))
+        launch(_error_squares_kernel, (programs,), tensors, numbers, (pieces, kinds, _BLOCK), enable_fp_fusion=True)
     return sums.sum(0)
 
 
@@ -150,5 +150,6 @@ def _scaled_squares(parts: Tensor, factors: Tensor) -> Tensor:
     programs = triton.cdiv(size, _BLOCK)
     sums = parts.new_empty(programs, 2)
     with torch.cuda.device_of(parts):
-        _scaled_squares_kernel[(programs,)](parts, factors, sums, size, parts.shape[0], _BLOCK, enable_fp_fusion=True)
+        constants = (parts.shape[0], _BLOCK)
+        launch(_scaled_squares_kernel, (programs,), (parts, factors, sums), (size,), constants, enable_fp_fusion=True)
     return sums.sum(0)

@@ -129,16 +129,17 @@ class LayerSums:
                 error.square_()
         return found
 
-    def _kinds_of_weight_errors(self, name: str) -> list[int]:
+    def _kinds_of_weight_errors(self, name: str) -> range:
         """Returns where these are in `_weight_errors`."""
         sizes = [1 if FORMATS[other].shares_weight else 3 for other in self._formats]
         index = self._formats.index(name)
         first = sum(sizes[:index])
-        return list(range(first, first + sizes[index]))
+        return range(first, first + sizes[index])
 
     def _on_weight(self, found: Tensor, name: str) -> Tensor:
         """Returns a format's part of what `_met_by_weight` returned, (3, 2): forward, grad_input, both."""
-        kinds = found[self._kinds_of_weight_errors(name)]
+        where = self._kinds_of_weight_errors(name)
+        kinds = found[where.start : where.stop]  # by a list of them, the host would wait for the device
         if len(kinds) == 1:
             return kinds[0]
         forward, grad_input, (of_first, of_second, of_both) = kinds

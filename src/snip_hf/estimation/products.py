@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.bf16_parts import bf16_parts
+
 # The first GPUs whose tensor cores multiply BF16.
 _AMPERE = (8, 0)
 
@@ -31,7 +33,7 @@ def split_product(left: Tensor, right: Tensor) -> Tensor:
 
     On a CPU the same parts are multiplied in FP32, where their products are exact.
     """
-    one, other = _parts(left, -1, 2), _parts(right, -2, 1)
+    one, other = bf16_parts(left, -1, 2), bf16_parts(right, -2, 1)
     if not left.is_cuda:
         return one.to(torch.float32) @ other.to(torch.float32)
     multiply = torch.mm if left.dim() == 2 else torch.bmm
@@ -45,20 +47,3 @@ def is_split(left: Tensor, right: Tensor) -> bool:
         return False
     is_fp32 = left.dtype == right.dtype == torch.float32
     return is_fp32 and left.numel() * right.numel() > 0 and torch.cuda.get_device_capability(left.device) >= _AMPERE
-
-
-def _parts(x: Tensor, dim: int, low: int) -> Tensor:
-    """Returns high, high and low joined along one of the last two dimensions, low as the part of this number.
-
-    A transposed tensor stays as it lies in memory.
-    """
-    if x.mT.is_contiguous() and not x.is_contiguous():
-        return _parts(x.mT, -3 - dim, low).mT
-    shape = list(x.shape)
-    shape[dim] *= 3
-    joined = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
-    parts = joined.chunk(3, dim)
-    parts[0].copy_(x)
-    torch.sub(x, parts[0], out=parts[low])  # in FP32, where it is exact, and rounded
-    parts[3 - low].copy_(parts[0])
-    return joined

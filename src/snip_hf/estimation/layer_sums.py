@@ -34,7 +34,7 @@ from .extrapolation import BatchSizes as BatchSizes
 from .extrapolation import Sizes
 from .extrapolation import Squares as Squares
 from .optimizer_step import UpdateChange
-from .products import product
+from .products import product, rough_product
 from .samples import LayerSample
 
 LAYER = "layer"
@@ -105,9 +105,9 @@ class LayerSums:
         self._amaxes = dict(zip(("x", "g"), sample.amaxes, strict=True)) if sample.is_part and sample.amaxes else {}
         self._weight_errors = self._squared_weight_errors()
         # What eX meets: (n, O) x (O, I); and eG: (n, I) x (I, O).
-        gradients = [self.g, *sample.grad_output_dot]
-        self._g_w, *meets_x = product(torch.cat(gradients), self.w).split([count] * len(gradients))
-        meets_g = [product(x_dot, self.w.t()) for x_dot in sample.x_dot]
+        self._g_w = product(self.g, self.w)
+        meets_x = [rough_product(g_dot, self.w) for g_dot in sample.grad_output_dot]
+        meets_g = [rough_product(x_dot, self.w.t()) for x_dot in sample.x_dot]
         dots = zip(sample.x_dot, sample.grad_output_dot, strict=True)
         self._probes = [(self._met_by_weight(*dot), x, g) for dot, x, g in zip(dots, meets_x, meets_g, strict=True)]
 
@@ -159,8 +159,8 @@ class LayerSums:
         )
         sums = []
         for g_dot_r, g_r, errors in channels:
-            forward = product(g_dot_r.mT, x)  # (R, O, L) x (R, L, I)
-            grad_input = product(g_r.mT, x_dot)  # (R, O, L) x (R, L, I)
+            forward = rough_product(g_dot_r.mT, x)  # (R, O, L) x (R, L, I)
+            grad_input = rough_product(g_r.mT, x_dot)  # (R, O, L) x (R, L, I)
             sums.append(error_squares(forward, grad_input, errors))
         return reduce(torch.add, sums)
 

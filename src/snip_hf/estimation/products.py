@@ -28,16 +28,29 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return split_product(left, right) if is_split(left, right) else left @ right
 
 
+def rough_product(left: Tensor, right: Tensor) -> Tensor:
+    """As `product`, but with one BF16 product where that takes three: right to 2^-9 of its terms.
+
+    For what only squares are summed of, whose errors of rounding, unlike each other, are as if they were not there.
+    """
+    return _multiplied(left.bfloat16(), right.bfloat16()) if is_split(left, right) else left @ right
+
+
 def split_product(left: Tensor, right: Tensor) -> Tensor:
     """Returns left @ right from three products of BF16 parts; shapes as in `product`, FP32.
 
     On a CPU the same parts are multiplied in FP32, where their products are exact.
     """
     one, other = bf16_parts(left, -1, 2), bf16_parts(right, -2, 1)
+    return _multiplied(one, other)
+
+
+def _multiplied(left: Tensor, right: Tensor) -> Tensor:
+    """Returns left @ right of BF16 matrices in FP32."""
     if not left.is_cuda:
-        return one.to(torch.float32) @ other.to(torch.float32)
+        return left.to(torch.float32) @ right.to(torch.float32)
     multiply = torch.mm if left.dim() == 2 else torch.bmm
-    found: Tensor = multiply(one, other, out_dtype=torch.float32)
+    found: Tensor = multiply(left, right, out_dtype=torch.float32)
     return found
 
 

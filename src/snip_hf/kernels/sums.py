@@ -60,6 +60,13 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([tensor.square().sum() for tensor in tensors]).sqrt_()
 
 
+def row_squares(x: Tensor) -> Tensor:
+    """Returns the sum of squares of each row of x (R, C), in FP32, (R,)."""
+    if x.is_cuda:  # without a tensor of the squares
+        return torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).square_()
+    return x.to(torch.float32).square().sum(1)
+
+
 def _squares(parts: Tensor) -> Tensor:
     """Returns the sum over the first dimension of squares."""
     # On CUDA without a tensor of the squares; on a CPU a norm over the first dimension is several times slower.

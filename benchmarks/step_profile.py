@@ -5,6 +5,8 @@
 
 Trains a few steps of a shape of `speed.py` under each recipe with torch's profiler and prints, per recipe, the
 milliseconds per step of each kind of kernel, how many it launches, and the time in which the device has nothing to do.
+With `--refresh` it also times a step that probes without any profiler, in steps of compiled BF16 training: "wall_ms" is
+the whole step, "bf16_steps" what it takes of them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import cProfile
 import json
 import pstats
 import re
+import statistics
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -61,13 +65,39 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="gets a line per recipe")
     options = parser.parse_args()
     recipes: list[str | SnipConfig] = [REFRESHING] if options.refresh else options.recipes
+    bf16_ms = statistics.median(plain_times("BF16", options, WARM_UP, 5)) if options.refresh else None
     for recipe in recipes:
         name = recipe if isinstance(recipe, str) else "refresh"
         line = {"model": options.model, "recipe": name, **measure(recipe, options)}
+        if bf16_ms is not None:
+            line |= {"bf16_step_ms": bf16_ms, "bf16_steps": line["wall_ms"] / bf16_ms}
         print(json.dumps(line), flush=True)
         if options.output:
             with options.output.open("a") as file:
                 file.write(json.dumps(line) + "\n")
+
+
+def plain_times(recipe: str, options: argparse.Namespace, warm_up: int, steps: int) -> list[float]:
+    """Returns the milliseconds of each step of a training of its own, behind its first ones."""
+    device = torch.device("cuda")
+    release(device)
+    batch = (options.rows, options.length)
+    training = Training(MODELS[options.model], batch, recipe, options.seed, device, **compiler("default"))
+    for _ in range(warm_up):
+        training.step()
+    return times_of(training, steps)
+
+
+def times_of(training: Training, steps: int) -> list[float]:
+    """Returns the milliseconds of each of the next steps."""
+    times = []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        training.step()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    return times
 
 
 def measure(recipe: str | SnipConfig, options: argparse.Namespace) -> dict[str, object]:
@@ -78,6 +108,10 @@ def measure(recipe: str | SnipConfig, options: argparse.Namespace) -> dict[str, 
     training = Training(MODELS[options.model], batch, recipe, options.seed, device, **compiler("default"))
     steps = 1 if options.refresh else options.steps
     for _ in range(FIRST + EVERY - 1 if options.refresh else WARM_UP):
+        training.step()
+    # The second refresh: the first one compiles its kernels.
+    wall = times_of(training, steps)
+    for _ in range(EVERY - 1 if options.refresh else 0):
         training.step()
     torch.cuda.synchronize()
     host = cProfile.Profile()
@@ -112,6 +146,7 @@ def measure(recipe: str | SnipConfig, options: argparse.Namespace) -> dict[str, 
     whole, scale = spans[-1][1] - spans[0][0], 1e-3 / steps
     longest = sorted(names.items(), key=lambda pair: -pair[1])[:16]
     return {
+        "wall_ms": statistics.median(wall),
         "step_ms": whole * scale,
         "idle_ms": (whole - busy) * scale,
         "ms": {kind: round(time * scale, 3) for kind, time in times.items()},

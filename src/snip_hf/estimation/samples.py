@@ -261,12 +261,13 @@ def _rows_of(tokens: Tensor, dispatch: Dispatch) -> tuple[Tensor, Rows]:
 def _amax(x: Tensor, dispatch: Dispatch | None) -> Tensor:
     """Returns the largest magnitude, (); of each matrix's rows, (E,)."""
     if dispatch is not None:
-        of_rows = torch.linalg.vector_norm(x, torch.inf, 1).to(torch.float32)
+        of_rows: Tensor = torch.linalg.vector_norm(x, torch.inf, 1).to(torch.float32)
         zeros = of_rows.new_zeros(len(dispatch.ends))
         return zeros.scatter_reduce(0, dispatch.matrix()[: len(x)], of_rows, "amax")
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32)
-    return torch.linalg.vector_norm(x, torch.inf).to(torch.float32)
+    largest: Tensor = torch.linalg.vector_norm(x, torch.inf)
+    return largest.to(torch.float32)
 
 
 def _matrices_recorded(layer: SnipLayer, input: Tensor, dispatch: Dispatch, name: str, recorder: Recorder) -> Tensor:

@@ -63,7 +63,8 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 def row_squares(x: Tensor) -> Tensor:
     """Returns the sum of squares of each row of x (R, C), in FP32, (R,)."""
     if x.is_cuda:  # without a tensor of the squares
-        return torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).square_()
+        norms_of_rows: Tensor = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
+        return norms_of_rows.square_()
     return x.to(torch.float32).square().sum(1)
 
 

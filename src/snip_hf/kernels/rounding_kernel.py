@@ -55,8 +55,9 @@ def round_by_kernel(
     """`rounding.round_operand` by the kernel: x (R, C) with at least one element, of an operand that it `takes`."""
     how = _call(format, operand, contracts)
     if how.needs_amax:
-        is_found = amax is None or how.stages > 0
-        amax = tensor_amax(x, how.block, how.stages, contracts) if is_found else amax.to(torch.float32)
+        if amax is None or how.stages > 0:
+            amax = tensor_amax(x, how.block, how.stages, contracts)
+        amax = amax.to(torch.float32)
     stream, first = (0, 0)
     if key is not None and how.is_stochastic:
         stream, first = rank_stream(key, x.shape, rank, ranks)

@@ -41,6 +41,7 @@ class Layer(Protocol):
 class GroupedLayer(Protocol):
     """What a backend sees of a layer of several matrices, such as a projection of experts."""
 
+    weight: Any
     training: bool
     snip_state: Tensor
     snip_cache: Any
@@ -110,6 +111,11 @@ class Backend(ABC):
                 none; their results and gradients are zero.
         """
         raise NotImplementedError(f"The backend {self.name!r} does not run layers of several matrices.")
+
+    def refuses_groups(self, layer: GroupedLayer) -> str | None:
+        """Returns why a layer of several matrices is to run emulated instead, None if nothing keeps it from running
+        here; asked where `runs_groups` is True."""
+        return None
 
     @abstractmethod
     def gemm_call(

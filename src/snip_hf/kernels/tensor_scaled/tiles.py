@@ -45,12 +45,12 @@ def _as_bf16(value):
 
 
 @triton.jit
-def _write_parameters(parameters, known, exponent, bits):
-    """The scale of the tensor and its inverse, and what the table knows of the format.
+def _scale_of(spacing, exponent, bits):
+    """The scale of a tensor in a format and its inverse.
 
-    known: the format's row in the table. exponent: in force, or _UNSET. bits: of the tensor's amax, if it was needed.
+    spacing: of the format. exponent: in force, or _UNSET. bits: of the tensor's amax, if it was needed.
     """
-    if tl.load(known + _SPACING) == 0.0:
+    if spacing == 0.0:
         amax = bits.to(tl.int32).to(tl.float32, bitcast=True)
         scale = tl.maximum(tl.div_rn(amax, _MAX_FP8), _SMALLEST_NORMAL)
         scale = tl.where(amax < float("inf"), scale, float("nan"))
@@ -60,6 +60,16 @@ def _write_parameters(parameters, known, exponent, bits):
         s = tl.where(exponent == _UNSET, own, exponent).to(tl.int32)
         scale = ((s + 127) << 23).to(tl.float32, bitcast=True)
         inverse = ((127 - s) << 23).to(tl.float32, bitcast=True)
+    return scale, inverse
+
+
+@triton.jit
+def _write_parameters(parameters, known, exponent, bits):
+    """The scale of the tensor and its inverse, and what the table knows of the format.
+
+    known: the format's row in the table. exponent: in force, or _UNSET. bits: of the tensor's amax, if it was needed.
+    """
+    scale, inverse = _scale_of(tl.load(known + _SPACING), exponent, bits)
     place = tl.arange(0, _PARAMETERS)
     value = tl.load(known + place)
     value = tl.where(place == _SCALE, scale, tl.where(place == _INVERSE, inverse, value))

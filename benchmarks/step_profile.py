@@ -15,6 +15,7 @@ import json
 import pstats
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -44,6 +45,7 @@ KINDS = {
     "BF16 product": r"gemm|nvjet|cutlass|xmma|cublas",
     "optimizer": r"multi_tensor|adam",
     "fused by Inductor": r"^triton",
+    "sort, gather and scatter": r"index|scatter|gather|[Ss]ort",
 }
 OTHER = "other"
 
@@ -81,10 +83,7 @@ def measure(recipe: str | SnipConfig, options: argparse.Namespace) -> dict[str, 
         training.step()
     torch.cuda.synchronize()
     host = cProfile.Profile()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(steps):
-            training.step()
-        torch.cuda.synchronize()
+    found = profiled(training.step, steps)
     if options.host:  # of the steps that follow, since one profiler takes the other's time
         for _ in range(EVERY - 1 if options.refresh else 0):
             training.step()
@@ -93,6 +92,15 @@ def measure(recipe: str | SnipConfig, options: argparse.Namespace) -> dict[str, 
             for _ in range(steps):
                 training.step()
         pstats.Stats(host).sort_stats("tottime").print_stats(options.host)
+    return found
+
+
+def profiled(step: Callable[[], object], steps: int) -> dict[str, object]:
+    """Returns milliseconds and launches per step by kind, the device's idle milliseconds, and the longest kernels."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
     spans = sorted(
         (event.time_range.start, event.time_range.end, event.name)
         for event in profiler.events()

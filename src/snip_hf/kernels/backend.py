@@ -45,6 +45,10 @@ class GroupedLayer(Protocol):
     training: bool
     snip_state: Tensor
     snip_cache: Any
+    num_matrices: int
+    out_features: int
+    in_features: int
+    """Of each matrix; right also where the weight is sharded or not loaded."""
     is_transposed: bool
     """Whether the weight is stored as (E, I, O)."""
 

@@ -66,10 +66,9 @@ class TensorScaled(TensorCoreBackend):
         return quantize_input(x, layer.snip_state, own.record, own.table, (row_gemm, column_gemm), _is_trained(layer))
 
     def refuses_groups(self, layer: GroupedLayer) -> str | None:
-        matrices, out_features, in_features = layer.stacked.shape
-        if out_features % BLOCK or in_features % BLOCK:
+        if layer.out_features % BLOCK or layer.in_features % BLOCK:
             return f"grouped FP8 products need features that are multiples of {BLOCK}"
-        if matrices > _MOST_MATRICES:
+        if layer.num_matrices > _MOST_MATRICES:
             return f"grouped FP8 products take {_MOST_MATRICES} matrices at most"
         device = layer.weight.device
         return grouped_trial.fault(device) if device.type == "cuda" else None
@@ -192,7 +191,7 @@ def _records(layer: Layer, device: torch.device) -> Records:
 
 
 def _is_grouped(layer: Layer | GroupedLayer) -> TypeGuard[GroupedLayer]:
-    return hasattr(layer, "stacked")
+    return hasattr(type(layer), "stacked")
 
 
 def _stored(layer: GroupedLayer) -> Tensor:

@@ -133,6 +133,13 @@ def _load(x, first, rows, channel, stride):
 
 
 @triton.jit
+def _factor(inverse, scale, bits):
+    """What a matrix's values that were divided by a scale are multiplied by for another one; 1 for nothing but zeros,
+    whose inverse scale would make it infinite. bits: of the amax."""
+    return tl.where(bits == 0, 1.0, inverse * scale)
+
+
+@triton.jit
 def grouped_fold_kernel(
     x,
     blocks,  # not read if EVEN
@@ -207,7 +214,7 @@ def grouped_fold_kernel(
             ra, rb, rc, rd = _all_rounded(a, b, c, d, la, lb, lc, ld, bits, row_spacing, IS_GRADIENT)
             _store_rows(at, ra, rb, rc, rd, channels)
         else:
-            factor = row_inverse * scale
+            factor = _factor(row_inverse, scale, amax_bits)
             _store_rows(at, a * factor, b * factor, c * factor, d * factor, channels)
     if HAS_COLUMNS:
         at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
@@ -220,7 +227,7 @@ def grouped_fold_kernel(
             a, b, c, d = _all_rounded(a, b, c, d, least, least, least, least, bits, column_spacing, IS_GRADIENT)
             tl.store(at, pack_fp8(a, b, c, d))
         else:
-            factor = column_inverse * scale
+            factor = _factor(column_inverse, scale, amax_bits)
             tl.store(at, pack_fp8(a * factor, b * factor, c * factor, d * factor))
     if COUNTS:
         if largest > seen:

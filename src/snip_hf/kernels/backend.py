@@ -41,7 +41,6 @@ class Layer(Protocol):
 class GroupedLayer(Protocol):
     """What a backend sees of a layer of several matrices, such as a projection of experts."""
 
-    weight: Any
     training: bool
     snip_state: Tensor
     snip_cache: Any
@@ -51,6 +50,10 @@ class GroupedLayer(Protocol):
     """Of each matrix; right also where the weight is sharded or not loaded."""
     is_transposed: bool
     """Whether the weight is stored as (E, I, O)."""
+
+    @property
+    def weight(self) -> Any:
+        """The parameter as the model stores it."""
 
     @property
     def states(self) -> Tensor:

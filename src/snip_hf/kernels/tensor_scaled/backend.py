@@ -82,7 +82,7 @@ class TensorScaled(TensorCoreBackend):
         # As `TensorCoreBackend.forward`.
         is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
         weights = cache.weights if layer.training and torch.is_grad_enabled() and is_kept else ()
-        own, places = cache.own.on(x.device), places_of(ends, x.shape[0])
+        own, places = _records(layer, x.device), places_of(ends, x.shape[0])
         tensors = layer.snip_state, own.record, own.table
         y: Tensor = GroupedTensorScaledGemms.apply(x, _stored(layer), bias, *tensors, how, *places, *weights)
         return y
@@ -91,7 +91,7 @@ class TensorScaled(TensorCoreBackend):
         if _is_grouped(layer):
             own = _records(layer, layer.weight.device)
             uses, transposed = (forward, grad_input), layer.is_transposed
-            return quantize_matrices(_stored(layer), layer.snip_state, (own.record, own.table), uses, transposed)
+            return quantize_matrices(_stored(layer), [layer.snip_state, own.record, own.table], uses, transposed)
         own, gemms = _records(layer, layer.weight.device), (0 if forward else -1, 1 if grad_input else -1)
         return quantize_weight(layer.matrix, layer.snip_state, own.record, own.table, gemms, True)
 
@@ -102,8 +102,8 @@ class TensorScaled(TensorCoreBackend):
             outputs = [*outputs[2:], *outputs[:2]] if layer.is_transposed else outputs
             first, second = weight_gemms(uses, layer.is_transposed)
             stored = _stored(layer).detach().flatten(0, 1)
-            tensors = own.record, own.table
-            fold_grouped_into(stored, None, layer.snip_state, tensors, 2, (first, second), True, outputs)
+            tensors = layer.snip_state, own.record, own.table
+            fold_grouped_into(stored, None, tensors, 2, (first, second), True, outputs)
             return
         gemms = 0 if uses[0] else -1, 1 if uses[1] else -1
         with torch.no_grad():
@@ -185,7 +185,7 @@ class TensorScaled(TensorCoreBackend):
         )
 
 
-def _records(layer: Layer, device: torch.device) -> Records:
+def _records(layer: Layer | GroupedLayer, device: torch.device) -> Records:
     own: Records = layer.snip_cache.own
     return own.on(device)
 

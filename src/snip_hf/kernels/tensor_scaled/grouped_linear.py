@@ -7,6 +7,7 @@ the model stores it, (E, O, I), or transposed (E, I, O). Numerics are those of `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,21 +33,18 @@ class How(NamedTuple):
     """Whether the weight is (E, I, O)."""
 
 
-def quantize_matrices(
-    weight: Tensor, state: Tensor, tensors: tuple[Tensor, Tensor], uses: tuple[bool, bool], transposed: bool
-) -> Quantized:
+def quantize_matrices(weight: Tensor, layer: Sequence[Tensor], uses: tuple[bool, bool], transposed: bool) -> Quantized:
     """Returns a weight folded for the forward and for the grad_input GEMM, if these are to be used.
 
     Args:
         weight: (E, O, I), or (E, I, O) if `transposed`.
-        state: the layer's.
-        tensors: record and table.
+        layer: its state, record and table.
         uses: whether the forward and the grad_input GEMM read it.
         transposed: its rows are then those of grad_input, which contracts O, and its columns those of forward.
     """
     stored = weight.detach().reshape(-1, weight.shape[2])
     rows, scales, columns, column_scales = fold_grouped(
-        stored, None, state, *tensors, _WEIGHT, weight.shape[0], weight_gemms(uses, transposed), True
+        stored, None, layer, _WEIGHT, weight.shape[0], weight_gemms(uses, transposed), True
     )
     return (columns, column_scales, rows, scales) if transposed else (rows, scales, columns, column_scales)
 
@@ -81,14 +79,14 @@ class GroupedTensorScaledGemms(torch.autograd.Function):
         how: How,
         *given: Tensor,
     ) -> Tensor:
-        places, weights = Places(*given[:5]), given[5:]
+        places, weights, layer = Places(*given[:5]), given[5:], [state, record, table]
         high, transposed = how.high, how.is_transposed
         gemms = [-1 if high[0] else 0, 2 if how.keeps_x and not high[2] else -1]
-        folded = fold_grouped(x, places.blocks, state, record, table, _ACTIVATION, weight.shape[0], gemms, how.counts)
+        folded = fold_grouped(x, places.blocks, layer, _ACTIVATION, weight.shape[0], gemms, how.counts)
         if high[0]:
             y = _in_bf16(x, weight if transposed else weight.transpose(1, 2), places)
         else:
-            right = weights[:2] or quantize_matrices(weight, state, (record, table), (True, False), transposed)[:2]
+            right = weights[:2] or quantize_matrices(weight, layer, (True, False), transposed)[:2]
             kind = BY_COLUMNS if transposed else BY_ROWS
             y = multiply_grouped("forward", folded[:2], right, places.padded_ends, kind, record)[places.place]
         if bias is not None:
@@ -106,23 +104,22 @@ class GroupedTensorScaledGemms(torch.autograd.Function):
         places, x_columns, by_input = Places(*kept[:5]), kept[5:7], kept[7:]
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         (_, high_input, high_weight), _, counts, transposed = ctx.how
-        matrices, ends = weight.shape[0], places.padded_ends
+        matrices, ends, layer = weight.shape[0], places.padded_ends, [state, record, table]
         gemms = [1 if needs_x and not high_input else -1, 2 if needs_weight and not high_weight else -1]
-        folded = fold_grouped(grad_output, places.blocks, state, record, table, _GRADIENT, matrices, gemms, counts)
+        folded = fold_grouped(grad_output, places.blocks, layer, _GRADIENT, matrices, gemms, counts)
         grad_x = grad_weight = None
         if needs_x and high_input:
             grad_x = _in_bf16(grad_output, weight.transpose(1, 2) if transposed else weight, places)
         elif needs_x:
-            right = by_input or quantize_matrices(weight, state, (record, table), (False, True), transposed)[2:]
+            right = by_input or quantize_matrices(weight, layer, (False, True), transposed)[2:]
             kind = BY_ROWS if transposed else BY_COLUMNS
             grad_x = multiply_grouped("grad_input", folded[:2], right, ends, kind, record)[places.place]
-        if needs_weight:
-            left, right = (x, grad_output) if high_weight else (x_columns, folded[2:])
-            left, right = (left, right) if transposed else (right, left)
-            if high_weight:
-                grad_weight = torch.nn.functional.grouped_mm(left.t(), right, offs=places.ends)
-            else:
-                grad_weight = multiply_grouped("grad_weight", left, right, ends, OVER_TOKENS, record)
+        if needs_weight and high_weight:
+            first, second = (x, grad_output) if transposed else (grad_output, x)
+            grad_weight = torch.nn.functional.grouped_mm(first.t(), second, offs=places.ends)
+        elif needs_weight:
+            left, right = (x_columns, folded[2:]) if transposed else (folded[2:], x_columns)
+            grad_weight = multiply_grouped("grad_weight", left, right, ends, OVER_TOKENS, record)
         return (
             None if grad_x is None else _of_matrices(grad_x, places, matrices),
             None if grad_weight is None else grad_weight.to(weight.dtype),

@@ -34,8 +34,8 @@ BY_ROWS, BY_COLUMNS, OVER_TOKENS = range(3)
 
 _library = torch.library.Library("snip_hf", "FRAGMENT")
 _library.define(
-    "fold_grouped(Tensor x, Tensor? blocks, Tensor state, Tensor record, Tensor table, int operand, int matrices, "
-    "int[] gemms, bool counts) -> (Tensor, Tensor, Tensor, Tensor)"
+    "fold_grouped(Tensor x, Tensor? blocks, Tensor[] layer, int operand, int matrices, int[] gemms, bool counts) -> "
+    "(Tensor, Tensor, Tensor, Tensor)"
 )
 _library.define(
     "grouped_product(Tensor[] operands, Tensor ends, int kind, bool fast, Tensor? record=None, int gemm=-1) -> Tensor"
@@ -58,16 +58,14 @@ def _outputs(x: Tensor, blocks: Tensor | None, matrices: int, gemms: Sequence[in
 def _fold(
     x: Tensor,
     blocks: Tensor | None,
-    state: Tensor,
-    record: Tensor,
-    table: Tensor,
+    layer: Sequence[Tensor],
     operand: int,
     matrices: int,
     gemms: Sequence[int],
     counts: bool,
 ) -> Quantized:
     outputs = _outputs(x, blocks, matrices, gemms)
-    fold_grouped_into(x, blocks, state, (record, table), operand, (gemms[0], gemms[1]), counts, outputs)
+    fold_grouped_into(x, blocks, layer, operand, (gemms[0], gemms[1]), counts, outputs)
     return outputs
 
 
@@ -75,9 +73,7 @@ def _fold(
 def _(
     x: Tensor,
     blocks: Tensor | None,
-    state: Tensor,
-    record: Tensor,
-    table: Tensor,
+    layer: Sequence[Tensor],
     operand: int,
     matrices: int,
     gemms: Sequence[int],
@@ -93,8 +89,8 @@ Args:
     x: (S, C), BF16 or FP32, which is rounded to BF16 first; tokens as `Places` says, or the rows of all matrices, as
         many of each, one matrix's behind the other's. C is a multiple of 32, as is the number of a matrix's rows.
     blocks: of `Places`; None: x are the matrices.
-    state, record, table, operand, counts: as in `operators.fold_operand`. A gradient is rounded with the random numbers
-        of each matrix (`random_streams.matrix_keys`).
+    layer: state, record and table, as in `operators.fold_operand`, as are operand and counts. A gradient is rounded
+        with the random numbers of each matrix (`random_streams.matrix_keys`).
     matrices: how many.
     gemms: the GEMM that contracts C, numbered as in `gemms.GEMMS`, or -1: rows are left out, and come back empty; and
         the one that contracts S, likewise.
@@ -106,19 +102,17 @@ Returns: rows (P, C) E4M3 and the scale of each matrix (E,), columns (C, P) and 
 def fold_grouped_into(
     x: Tensor,
     blocks: Tensor | None,
-    state: Tensor,
-    tensors: tuple[Tensor, Tensor],
+    layer: Sequence[Tensor],
     operand: int,
     gemms: tuple[int, int],
     counts: bool,
     outputs: Sequence[Tensor],
     by_kernel: bool | None = None,
 ) -> None:
-    """As `fold_grouped`, into the tensors that it gave; record and table are `tensors`.
+    """As `fold_grouped`, into the tensors that it gave.
 
     Args:
-        x, blocks, state, operand, gemms, counts, outputs: as there.
-        tensors: record and table.
+        x, blocks, layer, operand, gemms, counts, outputs: as there.
         by_kernel: None leaves the choice to the device.
     """
     if max(gemms) < 0:
@@ -126,9 +120,9 @@ def fold_grouped_into(
     if x.is_cuda if by_kernel is None else by_kernel:
         x = x if x.stride(1) == 1 else x.contiguous()
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            _launch(x, blocks, state, tensors, operand, gemms, counts, outputs)
+            _launch(x, blocks, layer, operand, gemms, counts, outputs)
     else:
-        grouped_reference.fold(x, blocks, state, tensors, operand, gemms, counts, outputs)
+        grouped_reference.fold(x, blocks, layer, operand, gemms, counts, outputs)
 
 
 def folded(
@@ -142,23 +136,22 @@ def folded(
     by_kernel: bool | None = None,
 ) -> Quantized:
     """Returns `fold_grouped` by the kernels or by the reference; the records take note."""
-    outputs = _outputs(x, blocks, matrices, gemms)
-    fold_grouped_into(x, blocks, state, (records.record, records.table), operand, gemms, True, outputs, by_kernel)
+    outputs, layer = _outputs(x, blocks, matrices, gemms), (state, records.record, records.table)
+    fold_grouped_into(x, blocks, layer, operand, gemms, True, outputs, by_kernel)
     return outputs
 
 
 def _launch(
     x: Tensor,
     blocks: Tensor | None,
-    state: Tensor,
-    tensors: tuple[Tensor, Tensor],
+    layer: Sequence[Tensor],
     operand: int,
     gemms: tuple[int, int],
     counts: bool,
     outputs: Sequence[Tensor],
 ) -> None:
     rows, row_scales, columns, column_scales = outputs
-    (record, table), channels = tensors, x.shape[1]
+    (state, record, table), channels = layer, x.shape[1]
     matrices = max(row_scales.shape[0], column_scales.shape[0])
     count = x.shape[0] // BLOCK if blocks is None else blocks.shape[0]
     is_even, height = blocks is None, x.shape[0] // matrices if blocks is None else 0
@@ -202,7 +195,8 @@ def _product(
         scales = factors.expand(-1, left.shape[0]).reshape(-1), ones(ends.shape[0] * right.shape[1], device=left.device)
     else:
         scales = ones(left.shape[0], device=left.device), factors.expand(-1, right.shape[2]).contiguous()
-    fast = fast or operators.sums_fast(record, gemm)
+    # In folded formats for all three GEMMs: what fast sums lose is far below the rounding to BF16.
+    fast = fast or operators.is_folded(record, gemm)
     result: Tensor = torch.ops.aten._scaled_grouped_mm.default(
         left, right, *scales, ends, None, None, torch.bfloat16, fast
     )

@@ -17,14 +17,14 @@ from .places import FIRST, MATRIX, OFFSET, TOKENS
 def fold(
     x: Tensor,
     blocks: Tensor | None,
-    state: Tensor,
-    tensors: tuple[Tensor, Tensor],
+    layer: Sequence[Tensor],
     operand: int,
     gemms: tuple[int, int],
     counts: bool,
     outputs: Sequence[Tensor],
 ) -> None:
     """As `grouped_operators.fold_grouped_into`."""
+    state, record, table = layer
     matrices = max(outputs[1].shape[0], outputs[3].shape[0])
     keys = matrix_keys(int(state[len(GEMMS)]) % 2**64, matrices)
     for output in outputs:
@@ -34,7 +34,7 @@ def fold(
         own[len(GEMMS)] = keys[matrix] - 2**64 if keys[matrix] >= 2**63 else keys[matrix]
         count = tokens.stop - tokens.start
         rows = x[tokens] if count else x.new_zeros(1, x.shape[1])  # which has a scale, too
-        layouts = reference.fold(rows, own, *tensors, operand, gemms, counts)
+        layouts = reference.fold(rows, own, record, table, operand, gemms, counts)
         places = slice(start, start + count)
         for index, layout in enumerate(layouts):
             if layout is not None:

@@ -12,13 +12,12 @@ from torch import Tensor
 from ...numerics.formats import FORMATS
 from ...numerics.gemms import OPERANDS
 from ..trials import deviation, fault_of, operands
-from .folding import BLOCK
+from .folding import BLOCK, fold_of, has_one_scale
 from .grouped_operators import BY_COLUMNS, BY_ROWS, OVER_TOKENS, folded, multiply_grouped
 from .places import Places, places_of
 from .records import Records
 
 _CAPABILITY = (9, 0)
-_FORMATS = ("mxfp4", "fp8-tensor")
 # Tokens of each matrix, and of none.
 _TOKENS, _OF_NONE = (70, 0, 200), 26
 # I and O of each matrix.
@@ -31,11 +30,13 @@ def fault(device: torch.device) -> str | None:
     """Returns why a CUDA device runs no grouped FP8 products, None if it does. Takes some seconds, once."""
     capability = torch.cuda.get_device_capability(device)
     if capability != _CAPABILITY:
-        expected, found = (".".join(map(str, one)) for one in (_CAPABILITY, capability))
-        return f"torch's grouped FP8 products need compute capability {expected}, the GPU has {found}"
-    for name in _FORMATS:
-        own = (partial(function, name, device) for function in (other_bytes, errors))
-        if (found := fault_of(f"{name}, grouped", device, *own)) is not None:
+        needed, own = (".".join(map(str, one)) for one in (_CAPABILITY, capability))
+        return f"torch's grouped FP8 products need compute capability {needed}, the GPU has {own}"
+    # One format that folds, and one with an FP32 scale: the first of each.
+    for is_kind in (fold_of, has_one_scale):
+        name = next(format.name for format in FORMATS.values() if is_kind(format))
+        found = fault_of(f"{name}, grouped", device, partial(other_bytes, name, device), partial(errors, name, device))
+        if found is not None:
             return found
     return None
 
@@ -61,8 +62,8 @@ def errors(name: str, device: torch.device) -> Iterator[tuple[str, float]]:
         ("grad_weight", grad_output[2:], x[2:], OVER_TOKENS),
     ):
         got = multiply_grouped(gemm, left, right, ends, kind, None).cpu()
-        host = ([part.cpu() for part in side] for side in (left, right))
-        expected = multiply_grouped(gemm, *host, ends.cpu(), kind, None)
+        on_host = [part.cpu() for part in left], [part.cpu() for part in right]
+        expected = multiply_grouped(gemm, *on_host, ends.cpu(), kind, None)
         used = slice(None) if kind == OVER_TOKENS else slice(int(ends[-1]))
         yield gemm, deviation(got[used], expected[used])
 

@@ -272,12 +272,17 @@ def _product(
 
 
 def sums_fast(record: Tensor | None, gemm: int) -> bool:
-    """Returns True if a layer's GEMM may have fast sums because its format is folded.
+    """Returns True if a layer's GEMM may have fast sums because its format is folded."""
+    return FAST_SUMS_FOLDED[GEMMS[gemm]] and is_folded(record, gemm)
 
-    In a graph that is captured sums are exact: it is replayed under other plans too.
+
+def is_folded(record: Tensor | None, gemm: int) -> bool:
+    """Returns True if a layer's GEMM is known to have a format that is folded.
+
+    Not in a graph that is captured: it is replayed under other plans too.
     """
     note = None if record is None else note_of(record)
-    if record is None or note is None or not (note.folded[gemm] and FAST_SUMS_FOLDED[GEMMS[gemm]]):
+    if record is None or note is None or not note.folded[gemm]:
         return False
     return not (record.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -149,6 +150,32 @@ def test_the_kernels_write_the_bytes_of_the_reference(operand: str, formats: tup
 def test_one_launch_writes_them_where_the_exponent_and_folded_formats_are_known(operand: str, run: Run) -> None:
     check(run, MXFP4, operand, 3, settled=True)
     check(run, MXFP4, operand, -20, settled=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_the_kernel_assembles_for_hopper_and_converts_to_fp8_in_hardware(operand: str) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from snip_hf.kernels.tensor_scaled.grouped_tiles import grouped_fold_kernel as kernel
+
+    row_gemm, column_gemm = GEMMS_OF[operand]
+    constants: dict[str, Any] = dict.fromkeys(("HAS_ROWS", "HAS_COLUMNS", "COUNTS", "NEEDS"), True)
+    constants |= {"ROW_GEMM": row_gemm, "COLUMN_GEMM": column_gemm, "IS_GRADIENT": operand == "gradient"}
+    constants |= {"EVEN": operand == "weight", "CHANNELS": 32}
+    kinds = {"x": "*bf16", "table": "*fp32", "amaxes": "*i32", "rows": "*fp8e4nv", "columns": "*fp8e4nv"}
+    kinds |= dict.fromkeys(("blocks", "state", "record"), "*i64") | dict.fromkeys(
+        ("row_scales", "column_scales"), "*fp32"
+    )
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    divisible = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name not in constants}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    assert len(code.asm["cubin"]) > 1000 and "cvt.rn.satfinite.e4m3x2.f32" in code.asm["ptx"]
 
 
 @pytest.mark.parametrize("operand", OPERANDS)

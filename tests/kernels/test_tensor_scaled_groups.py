@@ -174,7 +174,7 @@ def test_the_kernel_assembles_for_hopper_and_converts_to_fp8_in_hardware(operand
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     divisible = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name not in constants}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1, "enable_fp_fusion": True})
     assert len(code.asm["cubin"]) > 1000 and "cvt.rn.satfinite.e4m3x2.f32" in code.asm["ptx"]
 
 

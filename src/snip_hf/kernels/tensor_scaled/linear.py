@@ -113,7 +113,9 @@ class TensorScaledGemms(torch.autograd.Function):
                 # input of a square linear is attention's output as a rule, which is saved as it is: no copy then.
                 is_saved = in_features == out_features
                 late = (x if is_saved else torch.where(g[0, 0] == 0, x, x)).reshape(-1, in_features)
-                x_columns = fold_operand(late, state, record, table, _ACTIVATION, (-1, 2), ctx.counts_x, g)[2:]
+                # Not g itself: where it is cast from FP32, each operator that reads it would get a copy of its own.
+                after = quantized[3]
+                x_columns = fold_operand(late, state, record, table, _ACTIVATION, (-1, 2), ctx.counts_x, after)[2:]
             # In the parameter's own precision: rounding FP32 sums to BF16 first would gain nothing.
             dtype = g.dtype if weight.dtype == g.dtype else torch.float32
             grad_weight = multiply("grad_weight", quantized[2:], x_columns, (out_features, in_features), dtype, record)

@@ -15,6 +15,9 @@ from ..tensor_core import Quantized
 from .operators import fold_operand, multiply
 
 _ACTIVATION, _GRADIENT, _WEIGHT = range(3)  # as in `gemms.OPERANDS`
+# Elements of the largest weight that is folded for forward and grad_input at once, in one launch and from one read. Its
+# layout for grad_input takes a byte per element until then, which would be too much for larger ones.
+SMALL = 2**22
 
 
 def quantize_input(
@@ -48,7 +51,8 @@ class TensorScaledGemms(torch.autograd.Function):
         bias: (O), BF16, or None.
         state, record, table: the layer's.
         how: for each GEMM, whether it runs in BF16; whether the backward pass will compute the weight's gradient;
-            whether the record takes note of the pass. A Python constant: changing it triggers recompilation.
+            whether the record takes note of the pass; whether there will be a grad_input GEMM. A Python constant:
+            changing it triggers recompilation.
         quantized: x as `quantize_input` gives it, for the GEMMs that are not high; then the weight, both layouts with
             their parameters, if they are kept, or nothing, if each pass quantizes what it needs.
     """
@@ -62,15 +66,17 @@ class TensorScaledGemms(torch.autograd.Function):
         state: Tensor,
         record: Tensor,
         table: Tensor,
-        how: tuple[tuple[bool, bool, bool], bool, bool],
+        how: tuple[tuple[bool, bool, bool], bool, bool, bool],
         *quantized: Tensor,
     ) -> Tensor:
-        high, keeps_x, counts = how
+        high, keeps_x, counts, has_grad_input = how
         out_features, in_features = weight.shape
         rows, columns, weights = quantized[:2], quantized[2:4], quantized[4:]
         if high[0]:
             y = torch.nn.functional.linear(x.reshape(-1, in_features), weight.to(x.dtype), bias)
         else:
+            if not weights and has_grad_input and not high[1] and weight.numel() <= SMALL:
+                weights = quantize_weight(weight, state, record, table, (0, 1), counts)
             by_output = weights[:2] or quantize_weight(weight, state, record, table, (0, -1), counts)[:2]
             # The bias is added to the FP32 sums, as emulated.
             dtype = x.dtype if bias is None else torch.float32

@@ -25,8 +25,6 @@ from .notes import note_of
 from .records import Records
 
 if TYPE_CHECKING or find_spec("triton") is not None:
-    import triton
-
     from .tiles import fold_kernel, scales_kernel
 
 _MULTIPLE = 64
@@ -58,6 +56,11 @@ _library.define(
 
 def _padded(size: int) -> int:
     return (size + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
+
+
+def _parts(size: int, width: int) -> int:
+    """Returns how many parts of a width a size has. `triton.cdiv` takes over a microsecond."""
+    return (size + width - 1) // width
 
 
 def _outputs(x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
@@ -189,7 +192,7 @@ def _find_scales(
     """Launches `scales_kernel` with the operand's record and the table."""
     (tokens, channels), (row_gemm, column_gemm) = x.shape, gemms
     height, width, warps, programs, counting = _PART
-    parts = triton.cdiv(tokens, height) * triton.cdiv(channels, width)
+    parts = _parts(tokens, height) * _parts(channels, width)
     launch(
         scales_kernel,
         (min(parts, programs),),
@@ -227,7 +230,7 @@ def launch_fold(
     is_ragged = padded_tokens != tokens or padded_channels != channels
     launch(
         fold_kernel,
-        (triton.cdiv(padded_channels, width), triton.cdiv(padded_tokens, 4 * runs)),
+        (_parts(padded_channels, width), _parts(padded_tokens, 4 * runs)),
         (x, state, record, table, row_parameters, column_parameters, rows, columns),
         (tokens, channels, padded_tokens, padded_channels, x.stride(0)),
         (
@@ -265,7 +268,7 @@ def _product(
         with torch.autocast("cpu", enabled=False):
             a, b = left.to(torch.float32) * left_parameters[0], right.to(torch.float32) * right_parameters[0]
             return (a @ b.t())[:rows, :columns].to(dtype).contiguous()
-    product: Tensor = torch.ops.aten._scaled_mm.default(
+    product: Tensor = torch._scaled_mm(
         left, right.t(), left_parameters[:1], right_parameters[:1], None, None, dtype, fast or sums_fast(record, gemm)
     )
     return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()

@@ -35,8 +35,9 @@ from speed_parts.measuring import (
 )
 from speed_parts.setting import BF16, FOLDED, WARM_UP, Row
 from speed_parts.training_steps import graph_counts
-from step_profile import profiled
+from step_profile import by_kind
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from snip_hf import SnipConfig, SnipController
@@ -162,8 +163,22 @@ def measure(recipe: str, options: argparse.Namespace) -> Iterator[Row]:
         **graph_counts(),
     }
     if options.profile and device.type == "cuda":
-        row["profile"] = profiled(training.step, PROFILED_STEPS)
+        row["profile"] = profiled(training)
     yield row
+
+
+def profiled(training: Training) -> Row:
+    """Returns milliseconds and launches per step by kind of kernel, and the longest kernels."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED_STEPS):
+            training.step()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == torch._C._autograd.DeviceType.CUDA
+    )
+    return by_kind(spans, PROFILED_STEPS)
 
 
 def main() -> None:

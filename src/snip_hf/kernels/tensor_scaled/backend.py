@@ -112,7 +112,8 @@ class TensorScaled(TensorCoreBackend):
     def three_gemms(
         self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, inputs: Quantized, weights: Sequence[Tensor]
     ) -> Tensor:
-        own, how = _records(layer, x.device), (layer.snip_cache.high, keeps_x, _is_trained(layer))
+        own, has_grad_input = _records(layer, x.device), torch.is_grad_enabled() and x.requires_grad
+        how = layer.snip_cache.high, keeps_x, _is_trained(layer), has_grad_input
         tensors = layer.snip_state, own.record, own.table
         y: Tensor = TensorScaledGemms.apply(x, layer.matrix, bias, *tensors, how, *inputs, *weights)
         return y

@@ -139,8 +139,9 @@ def scales_kernel(
     bits = exponent * 0
     if needed:
         largest = tl.zeros([HEIGHT, WIDTH], tl.float32)
+        # From the end, which was written last and may be in the cache, to where `fold_kernel` begins.
         for part in range(tl.program_id(0), parts, tl.num_programs(0)):
-            largest = larger(largest, _magnitudes(x, part, tokens, channels, stride, HEIGHT, WIDTH))
+            largest = larger(largest, _magnitudes(x, parts - 1 - part, tokens, channels, stride, HEIGHT, WIDTH))
         found = amax_of(amax_of(largest, 1), 0).to(tl.int32, bitcast=True).to(tl.int64)
         tl.atomic_max(record + _AMAX, found)
         # The last program to arrive sees what all have found, and leaves the places as they were.
@@ -327,7 +328,9 @@ def fold_kernel(
         row_known, column_known = _find_parameters(
             state, record, table, row_parameters, column_parameters, ROW_GEMM, COLUMN_GEMM
         )
-    run = (tl.program_id(1) * RUNS + tl.arange(0, RUNS)).to(tl.int64)
+    # From the end, where x is read for the first time: it was written last and may be in the cache.
+    place = tl.num_programs(1) - 1 - tl.program_id(1) if FINDS else tl.program_id(1)
+    run = (place * RUNS + tl.arange(0, RUNS)).to(tl.int64)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     a, b, c, d = _load(x, run, channel, tokens, channels, stride, RAGGED)
     seen = tl.load(record + _LARGEST)  # by some programs; no need to wait for others

@@ -159,7 +159,7 @@ def _options(block: tuple[int, int], is_wide: bool) -> dict[str, Any]:
 
 def _grid_numbers(grid: ElementGrid) -> tuple[float, int, int]:
     """Returns the largest value, the bits of the smallest normal power of two, and what leads to the spacing."""
-    return grid.max, (grid.min_exponent + 127) << _MANTISSA_BITS, grid.mantissa_bits << _MANTISSA_BITS
+    return float(grid.max), (grid.min_exponent + 127) << _MANTISSA_BITS, grid.mantissa_bits << _MANTISSA_BITS
 
 
 def _scale_numbers(format: NumberFormat, rule: Operand, grid: ElementGrid) -> tuple[float, ...]:
@@ -171,7 +171,9 @@ def _scale_numbers(format: NumberFormat, rule: Operand, grid: ElementGrid) -> tu
     kind = scale_grid(format.scale) or grid
     largest, least, shift = _grid_numbers(kind)
     top = math.floor(math.log2(grid.max))
-    return targets[0], targets[-1], top, carry, of_tensor, largest, kind.smallest, least, shift
+    # Always of the same types: a kernel is kept for numbers that are equal (`launching`), and 6 is equal to 6.0.
+    of_targets = float(targets[0]), float(targets[-1])
+    return *of_targets, top, carry, float(of_tensor), largest, float(kind.smallest), least, shift
 
 
 def _rule(format: NumberFormat, rule: Operand) -> str:

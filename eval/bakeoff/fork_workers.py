@@ -113,7 +113,7 @@ def work(index: int, job: Job, shared: Shared) -> None:
     device = _device(index, job.options.device)
     logging.getLogger("snip_hf").setLevel(logging.WARNING)
     text = read_text(job.options.text)
-    pace = _OwnPace()
+    pace, trainee = _OwnPace(), None
     while (position := _next(shared.forks)) < len(job.todo) and os.getppid() == job.parent:
         run = job.todo[position]
         seconds = pace.seconds(run)
@@ -124,12 +124,15 @@ def work(index: int, job: Job, shared: Shared) -> None:
             continue
         began = time.time()
         try:
-            for steps, found in run_fork(job.recipe, text, run, device, job.options.cache, _score_of(job, run)):
+            trainee = trainee or Trainee(job.recipe, text, device, run.fork.base_seed)
+            score = _score_of(job, run)
+            for steps, found in run_fork(job.recipe, text, run, device, job.options.cache, score, trainee):
                 _write(job, shared, _signed(job, run, steps, text, device) | found)
         except Exception:
             _report_failure(run.name, shared)
             if not _is_usable(device):
                 return
+            trainee = None  # the failure may have left anything in it
             continue
         pace.note(run, time.time() - began)
 

@@ -1,0 +1,29 @@
+"""Compilation of a model's decoder layers: one graph for all of them, and one more for each way to run their linears."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from snip_hf.policies.stages import block_of
+
+# Plain and quantized linears, each backend, each pattern of BF16, other batches: one process runs many contenders. By
+# default torch runs uncompiled what is beyond 8 graphs, and a contender's numbers would depend on those before it.
+_GRAPHS = 64
+
+
+def compile_layers(model: nn.Module, compile: Callable[[nn.Module], object] = nn.Module.compile) -> None:
+    """Compiles each decoder layer that is not compiled yet.
+
+    Args:
+        model: its blocks with linears are its decoder layers.
+        compile: compiles one module in place.
+    """
+    torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
+    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    for block in dict.fromkeys(block_of(name) for name in linears):
+        module = model.get_submodule(block)
+        if not isinstance(module, nn.Linear) and module._compiled_call_impl is None:
+            compile(module)

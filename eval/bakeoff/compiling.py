@@ -1,4 +1,4 @@
-"""Compilation of a model's decoder layers: one graph for all of them, and one more for each way to run their linears."""
+"""Compilation of decoder layers: one graph for all of them, and one more for each way to run their linears."""
 
 from __future__ import annotations
 

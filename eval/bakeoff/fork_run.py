@@ -181,9 +181,7 @@ class _Training:
             plan.apply(self._trainee.model)
 
 
-def make_plan(
-    trainee: Trainee, contender: Contender, fork: Fork, backend: str, sequences: Tensor
-) -> Planned:
+def make_plan(trainee: Trainee, contender: Contender, fork: Fork, backend: str, sequences: Tensor) -> Planned:
     """Returns the plan with which a fork starts. The trainee may have gone on by one step.
 
     Args:

@@ -1,8 +1,10 @@
-"""Compilation of decoder layers: one graph for all of them, and one more for each way to run their linears."""
+"""Compilation of a model in parts: one graph for all decoder layers, and one more for each way to run their linears."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +14,17 @@ from snip_hf.policies.stages import block_of
 # Plain and quantized linears, each backend, each pattern of BF16, other batches: one process runs many contenders. By
 # default torch runs uncompiled what is beyond 8 graphs, and a contender's numbers would depend on those before it.
 _GRAPHS = 64
+
+
+def compile_parts(model: Any, **options: Any) -> None:
+    """Compiles decoder layers, and the loss, which would pass over logits in FP32 many times.
+
+    Args:
+        model: a causal LM of transformers.
+        options: of torch.compile.
+    """
+    compile_layers(model, partial(nn.Module.compile, **options))
+    model.loss_function = torch.compile(model.loss_function, **options)
 
 
 def compile_layers(model: nn.Module, compile: Callable[[nn.Module], object] = nn.Module.compile) -> None:

@@ -24,7 +24,7 @@ from snip_hf.kernels.emulated import Emulated
 from snip_hf.layers.state import pack_states, snip_linears
 from snip_hf.numerics.formats import FORMATS
 
-from .compiling import compile_layers
+from .compiling import compile_parts
 from .fork_cells import Fork, uniform_config
 from .fork_recipe import ForkRecipe
 from .fork_shifts import Shift, batches, sequences_needed
@@ -42,7 +42,7 @@ class Trainee:
         text: what it is evaluated on, and its vocabulary.
         device: where.
         seed: of the first weights.
-        compile: compiles the decoder layers, where the recipe says so.
+        compile: compiles the model, where the recipe says so.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Trainee:
         text: ForkText,
         device: torch.device,
         seed: int,
-        compile: Callable[[nn.Module], object] = compile_layers,
+        compile: Callable[[nn.Module], object] = compile_parts,
     ) -> None:
         self.device = device
         self._training = recipe.base

@@ -13,7 +13,7 @@ import torch
 from small_forks import BF16, CPU, SNIP, random_text, write_recipe
 from torch import nn
 
-from eval.bakeoff.compiling import compile_layers
+from eval.bakeoff.compiling import compile_layers, compile_parts
 from eval.bakeoff.fork_base import Trainee, state_path, train_base
 from eval.bakeoff.fork_cells import Contender, Fork
 from eval.bakeoff.fork_lines import origin
@@ -126,11 +126,11 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_forks_of_one_process_share_a_plain_graph_and_a_quantized_one(tmp_path: Path) -> None:
+def test_forks_of_one_process_share_a_plain_graph_a_quantized_one_and_that_of_the_loss(tmp_path: Path) -> None:
     plain = based(tmp_path)
     recipe = load_recipe(tmp_path / "recipe.yaml", ["training.compile=true"])
     state_path(plain, TEXT, START, tmp_path).rename(state_path(recipe, TEXT, START, tmp_path))
-    traced = partial(compile_layers, compile=partial(nn.Module.compile, backend="aot_eager"))
+    traced = partial(compile_parts, backend="aot_eager")
     trainee = Trainee(recipe, TEXT, CPU, 0, traced)
     counts, first = [], {}
     contenders = [BF16, Contender("fp8", "all", {}), Contender("mxfp4", "forward", {}), RANDOM, REFRESHING]
@@ -138,7 +138,7 @@ def test_forks_of_one_process_share_a_plain_graph_and_a_quantized_one(tmp_path: 
         found = ran(recipe, tmp_path, contender, START, trainee)
         assert first.setdefault(contender.name, found) == found
         counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert counts == [1] + [2] * 9
+    assert counts == [2] + [3] * 9  # one is the loss
     assert not torch._dynamo.utils.counters["graph_break"]
 
 

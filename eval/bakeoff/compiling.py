@@ -23,6 +23,8 @@ def compile_parts(model: Any, **options: Any) -> None:
         model: a causal LM of transformers.
         options: of torch.compile.
     """
+    # Each size of a batch has its own graph: one for several would take over those that were there before.
+    options = {"dynamic": False} | options
     compile_layers(model, partial(nn.Module.compile, **options))
     model.loss_function = torch.compile(model.loss_function, **options)
 

@@ -98,6 +98,8 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     shared = Shared({run.fork.base_seed for run in todo})
     # Workers end with this process, also when it is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # The workers are processes enough. What one has compiled the others find in inductor's cache.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     count = min(options.workers, len(todo))
     mp.start_processes(work, (job, shared), nprocs=count, daemon=True, start_method="spawn")
     done = {line["id"] for line in read_lines(options.output)}

@@ -5,7 +5,6 @@ On CUDA, products run under BF16 autocast, on a CPU in FP32; what a plan quantiz
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import time
@@ -138,9 +137,7 @@ class Trainee:
         """Returns the mean loss on the held-out text under the arithmetic in force."""
         self.model.eval()
         parts = self._held_out
-        # A small part of a fork, which would be as many graphs again.
-        compiled = self._training.compile
-        with self._autocast(), torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+        with self._autocast():
             losses = [self.model(input_ids=part, labels=part).loss.double() * len(part) for part in parts]
         self.model.train()
         return float(torch.stack(losses).sum()) / sum(map(len, parts))

@@ -42,7 +42,7 @@ class BaseSection:
     format: str = UNQUANTIZED.name
     """Of all GEMMs."""
     compile: bool = False
-    """Whether torch.compile compiles the decoder layers, one by one, and the loss. Evaluation is not compiled."""
+    """Whether torch.compile compiles the decoder layers, one by one, and the loss."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what tells trainings apart, as before any was compiled where this one is not."""

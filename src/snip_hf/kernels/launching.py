@@ -32,21 +32,23 @@ def launch(
     Args:
         kernel: has as parameters, in this order, the tensors, the numbers and the constants.
         grid: numbers of programs.
-        tensors: all but the first have the same dtypes in every call.
+        tensors: on one device; all but the first have the same dtypes in every call.
         numbers: whole numbers that are not compiled in, but for what Triton sees of them: 1, multiples of 16, 64 bits.
         constants: its `tl.constexpr` parameters.
         options: warps, and others of the compiler.
     """
-    first, addresses = tensors[0], 0
-    for tensor in tensors:
-        addresses |= tensor.data_ptr()
+    first, together = tensors[0], 0
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    for address in addresses:
+        together |= address
     key = (kernel.fn, first.get_device(), first.dtype, numbers, constants, *options.values())
-    compiled = None if addresses & _ALIGNED else _COMPILED.get(key)
+    compiled = None if together & _ALIGNED else _COMPILED.get(key)
     if compiled is not None:
-        compiled[(*grid, 1, 1)[:3]](*tensors, *numbers, *constants)
+        # Of an address Triton does not ask the driver whether the device can read it.
+        compiled[(*grid, 1, 1)[:3]](*addresses, *numbers, *constants)
         return
     compiled = kernel[grid](*tensors, *numbers, *constants, **options)
-    if addresses & _ALIGNED or compiled is None:  # the interpreter compiles nothing
+    if together & _ALIGNED or compiled is None:  # the interpreter compiles nothing
         return
     if len(_COMPILED) >= _MOST:
         _COMPILED.clear()

@@ -156,9 +156,9 @@ def new_model(options: argparse.Namespace, device: torch.device) -> LlamaForCaus
 
 
 def snip_config(options: argparse.Namespace) -> SnipConfig:
-    """Returns 75% by GEMM with tied siblings, and a second refresh before the steps that are timed."""
-    return SnipConfig(
-        granularity="gemm",
+    """Returns 75% of the preset for Hopper with tied siblings, and a second refresh before the steps that are timed."""
+    return SnipConfig.preset(
+        "hopper",
         ties=setting.TIES,
         first_refresh=1,
         refresh_every=DELAY + SETTLED + options.steps,

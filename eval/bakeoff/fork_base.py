@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from snip_hf.kernels.emulated import Emulated
 from snip_hf.layers.state import pack_states, snip_linears
 from snip_hf.numerics.formats import FORMATS
 
-from .fork_cells import Fork, uniform_policy
+from .compiling import compile_parts
+from .fork_cells import Fork, uniform_config
 from .fork_recipe import ForkRecipe
 from .fork_shifts import Shift, batches, sequences_needed
 from .fork_text import ForkText
@@ -39,21 +41,37 @@ class Trainee:
         text: what it is evaluated on, and its vocabulary.
         device: where.
         seed: of the first weights.
+        compile: compiles the model, where the recipe says so.
     """
 
-    def __init__(self, recipe: ForkRecipe, text: ForkText, device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        recipe: ForkRecipe,
+        text: ForkText,
+        device: torch.device,
+        seed: int,
+        compile: Callable[[nn.Module], object] = compile_parts,
+    ) -> None:
         self.device = device
-        self._training, self._held_out = recipe.base, text.held_out
-        self._other_held_out = text.other_held_out
+        self._training = recipe.base
+        self._own_held_out, self._other_held_out = map(self._parts, (text.held_out, text.other_held_out))
+        self._held_out = self._own_held_out
         torch.manual_seed(seed)
-        vocabulary = {"vocab_size": text.vocab_size, "bos_token_id": None, "eos_token_id": text.eos_token_id}
-        config = AutoConfig.for_model(recipe.model.model_type, **(vocabulary | recipe.model.config))
+        given = {"vocab_size": text.vocab_size, "bos_token_id": None, "eos_token_id": text.eos_token_id}
+        # A cache of keys and values would be copies, and in each compiled layer another one.
+        given |= {"use_cache": False}
+        config = AutoConfig.for_model(recipe.model.model_type, **(given | recipe.model.config))
         self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
         self.optimizer = adamw(self.model, self._training.learning_rate, self._training)
         self.schedule = get_cosine_with_min_lr_schedule_with_warmup(
             self.optimizer, self._training.warmup_steps, self._training.steps, min_lr_rate=0.1
         )
         self._autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=device.type == "cuda")
+        self._parameters = list(self.model.parameters())
+        # Those that no state has.
+        self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        if recipe.base.compile:
+            compile(self.model)
 
     def save(self, path: Path) -> None:
         """Writes the state; the file is there as a whole or not at all."""
@@ -64,23 +82,38 @@ class Trainee:
         unfinished.replace(path)
 
     def load(self, path: Path) -> str:
-        """Takes a state that `save` wrote, and returns what tells its weights from others. No layer may be swapped."""
-        state = torch.load(path, map_location=self.device, weights_only=True)
+        """Takes a state that `save` wrote, and returns what tells its weights from others. No layer may be swapped.
+
+        Nothing is left of what was trained before.
+        """
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(self._buffers[name])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
+        self.optimizer.zero_grad()
+        self.model.train()
+        self._held_out = self._own_held_out
         digest: str = state["digest"]
         return digest
 
-    def step(self, number: int, sequences: np.ndarray[Any, Any], controller: SnipController | None) -> Tensor:
-        """Does optimizer step `number` (from 1) and returns the training loss, on the device."""
-        batch = self._batch(sequences)
+    def put(self, sequences: Sequence[np.ndarray[Any, Any]]) -> list[Tensor]:
+        """Returns the tokens of steps, (B, L) each, on the device, where a step need not wait for them."""
+        ids = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
+        if self.device.type == "cuda":
+            ids = ids.pin_memory().to(self.device, non_blocking=True)
+        return list(ids.split([len(rows) for rows in sequences]))
+
+    def step(self, number: int, ids: Tensor, controller: SnipController | None) -> Tensor:
+        """Does optimizer step `number` (from 1) on tokens that `put` gave and returns the loss, on the device."""
+        batch = {"input_ids": ids, "labels": ids}
         if controller is not None:
             controller.capture(batch)
         with self._autocast():
             loss = self.model(**batch).loss
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self._training.max_grad_norm)
+        nn.utils.clip_grad_norm_(self._parameters, self._training.max_grad_norm)
         if controller is not None:
             controller.before_optimizer_step(number)
         self.optimizer.step()
@@ -103,18 +136,15 @@ class Trainee:
     def evaluate(self) -> float:
         """Returns the mean loss on the held-out text under the arithmetic in force."""
         self.model.eval()
-        held_out = self._held_out
-        parts = np.array_split(held_out, math.ceil(len(held_out) / _SEQUENCES_PER_EVALUATION))
+        parts = self._held_out
         with self._autocast():
-            losses = [self.model(**self._batch(part)).loss.double() * len(part) for part in parts]
+            losses = [self.model(input_ids=part, labels=part).loss.double() * len(part) for part in parts]
         self.model.train()
-        return float(torch.stack(losses).sum()) / len(held_out)
+        return float(torch.stack(losses).sum()) / sum(map(len, parts))
 
-    def _batch(self, sequences: np.ndarray[Any, Any]) -> dict[str, Tensor]:
-        ids = torch.from_numpy(sequences.astype(np.int64))
-        if self.device.type == "cuda":
-            ids = ids.pin_memory().to(self.device, non_blocking=True)
-        return {"input_ids": ids, "labels": ids}
+    def _parts(self, held_out: np.ndarray[Any, Any]) -> list[Tensor]:
+        """Returns what is evaluated at a time."""
+        return self.put(np.array_split(held_out, max(1, math.ceil(len(held_out) / _SEQUENCES_PER_EVALUATION))))
 
 
 def train_base(recipe: ForkRecipe, text: ForkText, seed: int, device: torch.device, folder: Path) -> None:
@@ -131,7 +161,7 @@ def train_base(recipe: ForkRecipe, text: ForkText, seed: int, device: torch.devi
         trainee.load(paths[start])
     controller = None
     if FORMATS[training.format].is_quantized:
-        config = SnipConfig(policy=uniform_policy(training.format), backend=recipe.backend, seed=seed)
+        config = SnipConfig.from_dict(uniform_config(training.format, recipe.backend) | {"seed": seed})
         controller = SnipController(trainee.model, trainee.optimizer, config)
         controller.step = start
         if controller.backend == Emulated.name:
@@ -139,7 +169,7 @@ def train_base(recipe: ForkRecipe, text: ForkText, seed: int, device: torch.devi
     order = _order(text, seed)
     for step in range(start + 1, max(paths) + 1):
         rows = order[(step - 1) * training.sequences : step * training.sequences]
-        loss = trainee.step(step, text.train[rows], controller)
+        loss = trainee.step(step, *trainee.put([text.train[rows]]), controller)
         if step in paths:
             if not math.isfinite(float(loss)):
                 raise ValueError(f"The loss of the base of seed {seed} is {float(loss)} at step {step}; nothing forks.")

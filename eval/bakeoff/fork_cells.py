@@ -108,7 +108,7 @@ class Contender:
         """Returns the configuration that makes the contender's plans, the first at the first step of a fork."""
         own = dict(self.settings)
         if self.format is not None:
-            own = {"policy": uniform_policy(self.format), "backend": backend}
+            own = uniform_config(self.format, backend)
         return SnipConfig.from_dict(_HELD | own | {"first_refresh": fork.point + 1, "seed": fork.seed})
 
 
@@ -187,6 +187,11 @@ def uniform_policy(format: str) -> str:
     if name not in POLICIES:
         register_policy(uniform(name, format))
     return name
+
+
+def uniform_config(format: str, backend: str) -> dict[str, Any]:
+    """Returns the fields of SnipConfig that put every GEMM into a format."""
+    return {"policy": uniform_policy(format), "formats": [format], "backend": backend}
 
 
 def _of_policy(point: Mapping[str, Any], common: Mapping[str, Any]) -> Contender:

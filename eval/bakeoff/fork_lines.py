@@ -89,7 +89,22 @@ def origin(lines: Sequence[Row]) -> str:
     bases = {line["fork"]["base_seed"] for line in lines}
     machines, commits = (sorted({str(line[key]) for line in lines}) for key in ("machine", "commit"))
     where = ", ".join(machines).replace(", 1 threads", ", 1 thread")  # lines are paired by the name as it is
-    return f"{_counted(len(forks), 'fork')} of {_counted(len(bases), 'base')}; {where}; commit {', '.join(commits)}."
+    counted = f"{_counted(len(forks), 'fork')} of {_counted(len(bases), 'base')}"
+    return f"{counted}; {where}; commit {', '.join(commits)}.{_kernels(lines)}"
+
+
+def _kernels(lines: Iterable[Row]) -> str:
+    """Says whose GEMMs ran on another backend than most contenders' did; "" where all ran on one, or lines do not say.
+
+    BF16 has none.
+    """
+    found: dict[str, list[str]] = {}
+    for contender, own in by_contender(lines).items():
+        for backend in sorted({line["backend"] for line in own if line.get("backend") is not None}):
+            found.setdefault(backend, []).append(contender)
+    most, *others = sorted(found, key=lambda backend: -len(found[backend])) or [""]
+    rest = "; ".join(f"{backend} for {', '.join(found[backend])}" for backend in others)
+    return f" Kernels: {most}; {rest}." if rest else ""
 
 
 def _counted(number: int, what: str) -> str:

@@ -41,6 +41,12 @@ class BaseSection:
     max_grad_norm: float = 1.0
     format: str = UNQUANTIZED.name
     """Of all GEMMs."""
+    compile: bool = False
+    """Whether torch.compile compiles the decoder layers, one by one, and the loss."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what tells trainings apart, as before any was compiled where this one is not."""
+        return {name: value for name, value in asdict(self).items() if name != "compile" or value}
 
 
 @dataclass(frozen=True)
@@ -125,11 +131,11 @@ class ForkRecipe:
     def setting(self, text: str, steps: int, fork: Fork) -> str:
         """Returns what tells forks from those of another text, model, base, length or shift."""
         shift = [] if fork.shift is None else [fork.shift.to_dict()]
-        return _hash([text, _model_parts(self.model), asdict(self.base), steps, self.backend, *shift])
+        return _hash([text, _model_parts(self.model), self.base.to_dict(), steps, self.backend, *shift])
 
     def base_id(self, text: str, seed: int) -> str:
         """Returns what tells a base from others."""
-        return _hash([text, _model_parts(self.model), asdict(self.base), self.backend, seed])
+        return _hash([text, _model_parts(self.model), self.base.to_dict(), self.backend, seed])
 
     def fits(self, fork: Fork, steps: int) -> bool:
         """Returns True if so many steps follow a fork's point within the schedule."""

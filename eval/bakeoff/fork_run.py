@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +43,8 @@ class Planned:
     """None: nothing is quantized."""
     state: Mapping[str, Any] | None
     """Of the controller that made the plan, for one that goes on refreshing it; None: the plan is held."""
+    backend: str | None
+    """Name of the backend that runs the contender's formats; None: nothing is quantized."""
 
 
 def run_fork(
@@ -53,6 +54,7 @@ def run_fork(
     device: torch.device,
     folder: Path,
     score: Callable[[Trainee], dict[str, Any]] | None = None,
+    trainee: Trainee | None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Trains a contender from the start of a fork and yields losses, shares and times after each of its lengths.
 
@@ -66,13 +68,15 @@ def run_fork(
         device: where it runs.
         folder: of the base's states.
         score: says more of the trained model, for a line.
+        trainee: of this recipe and text, whatever it has trained before; None: a new one.
 
     Yields: number of steps, and what a line says of them.
     """
     began = time.perf_counter()
     fork, contender = run.fork, run.contender
-    state, sequences = state_path(recipe, text, fork, folder), sequences_of(recipe, text, fork, run.lengths[-1])
-    trainee = Trainee(recipe, text, device, fork.base_seed)
+    state = state_path(recipe, text, fork, folder)
+    trainee = trainee or Trainee(recipe, text, device, fork.base_seed)
+    sequences = trainee.put(sequences_of(recipe, text, fork, run.lengths[-1]))
     digest = trainee.load(state)
     planned = make_plan(trainee, contender, fork, recipe.backend, sequences[0])
     if planned.plan is not None:
@@ -87,8 +91,9 @@ def run_fork(
             found = training.found(steps) | ({} if score is None else score(trainee))
             seconds["training"] += trained - began
             seconds["evaluation"] += time.perf_counter() - trained
+            origin = {"state": digest, "backend": planned.backend}
             times = {"seconds": {name: round(value, 3) for name, value in seconds.items()}}
-            yield steps, {"state": digest} | found | _of_plan(training.plan) | times
+            yield steps, origin | found | _of_plan(training.plan) | times
 
 
 class _Training:
@@ -114,7 +119,7 @@ class _Training:
         """That is in force."""
         return None if self._controller is None else self._controller.plan
 
-    def advance(self, sequences: Sequence[np.ndarray[Any, Any]], end: int) -> None:
+    def advance(self, sequences: Sequence[Tensor], end: int) -> None:
         """Trains to step `end`, or until the loss is not finite."""
         pending: list[Tensor] = []
         while self._done < end and all(map(math.isfinite, self._losses[-1:])):
@@ -146,8 +151,10 @@ class _Training:
         if means.steps == min(LAST_STEPS, length):
             with means.in_place():
                 averaged = self._trainee.evaluate()
-        with self._unquantized():
-            high_precision = self._trainee.evaluate()
+        high_precision = under_plan
+        if self.plan is not None:
+            with self._unquantized(self.plan):
+                high_precision = self._trainee.evaluate()
         loss = {
             "train": statistics.fmean(losses[-LAST_STEPS:]),
             "held_out_plan": under_plan,
@@ -164,12 +171,8 @@ class _Training:
         }
 
     @contextlib.contextmanager
-    def _unquantized(self) -> Iterator[None]:
-        """Runs the model in high precision inside."""
-        plan = self.plan
-        if plan is None:
-            yield
-            return
+    def _unquantized(self, plan: PrecisionPlan) -> Iterator[None]:
+        """Runs the model in high precision inside, and in the plan again outside."""
         only = replace(plan, assignment={name: dict.fromkeys(GEMMS, UNQUANTIZED.name) for name in plan.assignment})
         only.apply(self._trainee.model)
         try:
@@ -178,9 +181,7 @@ class _Training:
             plan.apply(self._trainee.model)
 
 
-def make_plan(
-    trainee: Trainee, contender: Contender, fork: Fork, backend: str, sequences: np.ndarray[Any, Any]
-) -> Planned:
+def make_plan(trainee: Trainee, contender: Contender, fork: Fork, backend: str, sequences: Tensor) -> Planned:
     """Returns the plan with which a fork starts. The trainee may have gone on by one step.
 
     Args:
@@ -195,8 +196,9 @@ def make_plan(
     """
     config = contender.config(fork, backend)
     if config.policy == UNQUANTIZED.name:
-        return Planned(None, None)
+        return Planned(None, None, None)
     first = fork.point + 1
+    torch.manual_seed(fork.seed)
     controller = SnipController(trainee.model, trainee.optimizer, replace(config, apply_delay=0))
     try:
         controller.step = fork.point
@@ -210,7 +212,7 @@ def make_plan(
         raise RuntimeError(f"The refresh of step {first} came to nothing (the log says why), so there is no plan.")
     if state is not None:  # The step was a rehearsal: training begins before it, with its plan.
         state = state | {"step": fork.point, "config": going_on(config).to_dict()}
-    return Planned(_only(plan, GEMM_SETS[contender.gemms]), state)
+    return Planned(_only(plan, GEMM_SETS[contender.gemms]), state, controller.backend)
 
 
 def going_on(config: SnipConfig) -> SnipConfig:
@@ -237,7 +239,8 @@ def _in_force(trainee: Trainee, planned: Planned, config: SnipConfig, fork: Fork
         path = Path(folder, "plan.json")
         planned.plan.save(path)
         if planned.state is None:
-            config = SnipConfig(fixed_plan=str(path), backend=config.backend, seed=fork.seed)
+            # By name: a plan need not use all of the formats that the contender's backend was chosen for.
+            config = SnipConfig(fixed_plan=str(path), backend=planned.backend or config.backend, seed=fork.seed)
         controller = SnipController(trainee.model, trainee.optimizer, going_on(config))
     if planned.state is not None:
         controller.load_state_dict(planned.state)

@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -41,6 +42,8 @@ from .fork_text import ForkText, read_text
 
 # Between two looks whether a base is there.
 _WAIT_SECONDS = 0.2
+# By how many of its last forks a worker knows how long the next one takes.
+_FORKS_OF_PACE = 5
 # Of a base without a state.
 _FREE, _TAKEN, _FAILED = range(3)
 
@@ -95,6 +98,8 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     shared = Shared({run.fork.base_seed for run in todo})
     # Workers end with this process, also when it is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # The workers are processes enough. What one has compiled the others find in inductor's cache.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     count = min(options.workers, len(todo))
     mp.start_processes(work, (job, shared), nprocs=count, daemon=True, start_method="spawn")
     done = {line["id"] for line in read_lines(options.output)}
@@ -112,8 +117,9 @@ def work(index: int, job: Job, shared: Shared) -> None:
     import_modules(job.options.modules)
     device = _device(index, job.options.device)
     logging.getLogger("snip_hf").setLevel(logging.WARNING)
+    logging.getLogger("snip_hf").addHandler(_WARNINGS)
     text = read_text(job.options.text)
-    pace = _OwnPace()
+    pace, trainee = _OwnPace(), None
     while (position := _next(shared.forks)) < len(job.todo) and os.getppid() == job.parent:
         run = job.todo[position]
         seconds = pace.seconds(run)
@@ -124,12 +130,15 @@ def work(index: int, job: Job, shared: Shared) -> None:
             continue
         began = time.time()
         try:
-            for steps, found in run_fork(job.recipe, text, run, device, job.options.cache, _score_of(job, run)):
+            trainee = trainee or Trainee(job.recipe, text, device, run.fork.base_seed)
+            score = _score_of(job, run)
+            for steps, found in run_fork(job.recipe, text, run, device, job.options.cache, score, trainee):
                 _write(job, shared, _signed(job, run, steps, text, device) | found)
         except Exception:
             _report_failure(run.name, shared)
             if not _is_usable(device):
                 return
+            trainee = None  # the failure may have left anything in it
             continue
         pace.note(run, time.time() - began)
 
@@ -147,16 +156,37 @@ def _score_of(job: Job, run: ForkRun) -> Callable[[Trainee], dict[str, Any]] | N
 
 
 class _OwnPace:
-    """How long the forks of one worker take: seconds per step of the slowest."""
+    """How long the forks of one worker take: seconds per step of the slowest of the last ones.
+
+    Not of all: the first one of a kind may be compiled.
+    """
 
     def __init__(self) -> None:
-        self._slowest = 0.0
+        self._last: deque[float] = deque(maxlen=_FORKS_OF_PACE)
 
     def note(self, run: ForkRun, seconds: float) -> None:
-        self._slowest = max(self._slowest, seconds / run.lengths[-1])
+        self._last.append(seconds / run.lengths[-1])
 
     def seconds(self, run: ForkRun) -> float:
-        return self._slowest * run.lengths[-1]
+        return max(self._last, default=0.0) * run.lengths[-1]
+
+
+class _Once(logging.Filter):
+    """Lets each message pass once: all forks of a worker have the same ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        is_new = text not in self._said
+        self._said.add(text)
+        return is_new
+
+
+_WARNINGS = logging.StreamHandler()
+_WARNINGS.addFilter(_Once())
 
 
 def _write(job: Job, shared: Shared, line: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ def trained(recipe: ForkRecipe, text: ForkText, seed: int, steps: int, device: t
     trainee, count = Trainee(recipe, text, device, seed), recipe.base.sequences
     order = np.random.default_rng(seed).permutation(len(text.train))
     for step in range(steps):
-        trainee.step(step + 1, text.train[order[step * count : (step + 1) * count]], None)
+        trainee.step(step + 1, *trainee.put([text.train[order[step * count : (step + 1) * count]]]), None)
     return trainee
 
 

@@ -28,9 +28,9 @@ from snip_hf import SnipController, restore_model
 from snip_hf.numerics.formats import FORMATS, UNQUANTIZED
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PrecisionPlan
-from snip_hf.policies.stages import block_of
 from snip_hf.records.load import load_run
 
+from .compiling import compile_layers
 from .grid import Spec, TrainingSection
 from .plans import letters_of
 
@@ -202,11 +202,7 @@ class Run:
     def _compile(self) -> None:
         """Compiles the decoder layers, one graph for all of them."""
         if self.device.type == "cuda" and self.training.compile:
-            linears = (name for name, module in self.model.named_modules() if isinstance(module, nn.Linear))
-            for block in dict.fromkeys(block_of(name) for name in linears):
-                module = self.model.get_submodule(block)
-                if not isinstance(module, nn.Linear) and module._compiled_call_impl is None:
-                    module.compile()
+            compile_layers(self.model)
 
     def _steps(self, start: int, end: int, controller: SnipController | None) -> None:
         """Trains from after step `start` to step `end`, or until the loss is no longer finite."""

@@ -80,7 +80,7 @@ def test_the_averaged_loss_is_that_of_the_mean_weights(based: tuple[ForkRecipe, 
     plain = Trainee(recipe, text, CPU, 0)
     plain.load(state_path(recipe, text, fork, folder))
     weights = []
-    for step, rows in enumerate(sequences_of(recipe, text, fork, 5), 1):
+    for step, rows in enumerate(plain.put(sequences_of(recipe, text, fork, 5)), 1):
         plain.step(3 + step, rows, None)
         weights.append([weight.detach().clone() for weight in plain.model.parameters()])
     with torch.no_grad():

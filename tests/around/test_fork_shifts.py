@@ -98,7 +98,7 @@ def test_the_learning_rate_jumps_by_its_factor_and_stays(based: tuple[ForkRecipe
         trainee.load(state_path(recipe, text, recipe.forks[0], folder))
         trainee.shift(Shift(name="s", after=1, learning_rate=factor))
         rates.append([])
-        for rows in sequences_of(recipe, text, recipe.forks[0], 3):
+        for rows in trainee.put(sequences_of(recipe, text, recipe.forks[0], 3)):
             rates[-1].append(trainee.optimizer.param_groups[0]["lr"])
             trainee.step(4, rows, None)
     assert rates[1] == pytest.approx([4 * rate for rate in rates[0]])

@@ -213,7 +213,8 @@ def test_the_bf16_contender_trains_as_the_base_would_without_the_library(
     found = forked(recipe, text, BF16, fork, folder)[0]
     plain = Trainee(recipe, text, CPU, 0)
     plain.load(state_path(recipe, text, fork, folder))
-    losses = [float(plain.step(4 + i, rows, None)) for i, rows in enumerate(sequences_of(recipe, text, fork, 4))]
+    ids = plain.put(sequences_of(recipe, text, fork, 4))
+    losses = [float(plain.step(4 + i, rows, None)) for i, rows in enumerate(ids)]
     assert found["loss"]["train"] == round(sum(losses) / 4, 6)
     assert found["loss"]["held_out_plan"] == round(plain.evaluate(), 6)
     assert found["loss"]["held_out_plan"] == found["loss"]["held_out_high_precision"]

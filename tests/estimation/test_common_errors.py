@@ -150,8 +150,8 @@ def test_what_errors_meet_is_multiplied_with_itself_once_for_all_formats(
     meets, errors = drawn(*shape, seed=1) + 0.5, [drawn(*shape, seed=seed) for seed in (2, 3)]
     expected = [across_channels(meets, one) for one in errors]
     calls: list[Any] = []
-    multiply = common_errors.product
-    monkeypatch.setattr(common_errors, "product", lambda *operands: calls.append(operands) or multiply(*operands))
+    multiply = common_errors.rough_product
+    monkeypatch.setattr(common_errors, "rough_product", lambda *operands: calls.append(operands) or multiply(*operands))
     met = met_by(meets)
     assert len(calls) == once
     found = [met.across_channels(one) for one in errors]

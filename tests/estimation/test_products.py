@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from snip_hf.estimation.products import is_split, product, split_product
+from snip_hf.estimation import products
+from snip_hf.estimation.products import is_split, product, rough_product, split_product
 
 SHAPES = {"matrices": ((37, 200), (200, 53)), "batches": ((3, 37, 200), (3, 200, 53))}
 
@@ -76,3 +77,12 @@ def test_on_cuda_fp32_products_are_split_outside_of_autocast(shapes: tuple[tuple
     assert not is_split(left.bfloat16(), right.bfloat16()) and not is_split(left[:0], right)
     with torch.autocast("cuda", torch.bfloat16):
         assert not is_split(left, right)
+
+
+def test_rough_products_are_torch_s_own_where_products_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right = drawn(6, 8), drawn(8, 5, seed=1)
+    assert torch.equal(rough_product(left, right), left @ right)
+    monkeypatch.setattr(products, "is_split", lambda left, right: True)
+    found = rough_product(left, right)
+    assert found.dtype == torch.float32
+    assert 2**-17 < error(found, left, right) < 2**-8

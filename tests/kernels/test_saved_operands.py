@@ -6,16 +6,20 @@ torch.compile decides what is saved and what is computed again, by the same rule
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from small import tiny_llama
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from snip_hf import SnipConfig, convert_model
 from snip_hf.kernels.tensor_core import share_inputs
+from snip_hf.kernels.tensor_scaled import linear
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
+from snip_hf.kernels.tensor_scaled.folding import PARAMETERS
 from snip_hf.kernels.tensor_scaled.records import LARGEST
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
@@ -23,6 +27,20 @@ from snip_hf.numerics.gemms import GEMMS
 FP8, HIDDEN, TOKENS = torch.float8_e4m3fn, 128, 128
 TIES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 PARTITIONED = "aot_eager_decomp_partition"
+
+
+class Launches(TorchDispatchMode):
+    """Notes the elements of the tensors that folds wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaited: list[int] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.snip_hf.fold_operand.default:
+            after = dict(enumerate(args)).get(7, (kwargs or {}).get("after"))
+            self.awaited += [] if after is None else [after.numel()]
+        return function(*args, **(kwargs or {}))
 
 
 class Block:
@@ -58,13 +76,16 @@ class Block:
         for dtype, size in storages.values():
             self.saved[dtype] = self.saved.get(dtype, 0) + size
         self.saved = {dtype: round(size / (TOKENS * HIDDEN)) for dtype, size in self.saved.items()}
-        y.float().square().sum().backward()
+        with Launches() as launches:
+            y.float().square().sum().backward()
+        self.awaited = launches.awaited
         self.gradients = {name: layer.weight.grad for name, layer in self.layers.items()}
         self.largest = {name: layer.snip_cache.own.record[:, LARGEST].tolist() for name, layer in self.layers.items()}
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(linear, "SMALL", 0)  # weights of this size are too large to be kept in FP8
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -103,3 +124,8 @@ def test_gradients_and_notes_are_those_of_columns_that_were_saved(
     assert late.largest == before.largest
     for name, gradient in before.gradients.items():
         assert torch.equal(late.gradients[name], gradient), name
+
+
+def test_what_is_folded_late_waits_for_no_copy_of_a_gradient() -> None:
+    """Inductor would write a gradient that is cast from FP32 once more for each operator that reads it."""
+    assert Block(tied=True).awaited == [PARAMETERS] * 2  # of down and of o

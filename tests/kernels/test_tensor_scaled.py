@@ -191,6 +191,12 @@ def test_the_operators_are_what_torch_demands_of_operators() -> None:
     product = torch.ops.snip_hf.tensor_scaled_product
     arguments = ([rows, scale, rows, scale], 40, 40, False, torch.float32, found.record, 0)
     torch.library.opcheck(product, arguments, test_utils=tests)
+    own, weight_product = [state, found.record, found.table], torch.ops.snip_hf.tensor_scaled_weight_product
+    for gemm, weight, keeps in ((0, rising(30, 70), True), (0, rising(30, 70), False), (1, rising(70, 30), False)):
+        how = [keeps, False, False]
+        torch.library.opcheck(
+            weight_product, ([rows, scale], weight, own, gemm, how, 40, torch.float32), test_utils=tests
+        )
 
 
 # ------------------------------------------------------------------------------------- exponents

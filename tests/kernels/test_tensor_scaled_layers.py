@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from snip_hf import SnipConfig, SnipController, SnipLinear
 from snip_hf.kernels.backend import BACKENDS
 from snip_hf.kernels.tensor_core import drop_quantized, keep_quantized, share_inputs
+from snip_hf.kernels.tensor_scaled import linear as scaled_linear
 from snip_hf.kernels.tensor_scaled import operators, records
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED, TensorScaled
 from snip_hf.kernels.tensor_scaled.records import BLOCKS, CLIPPED, EXPONENT, LARGEST, SATURATED, UNSET, follow
@@ -129,14 +130,40 @@ def test_recomputation_uses_the_same_exponents(reentrant: bool, device: str) -> 
     assert torch.equal(layer.weight.grad, expected["weight"]) and torch.equal(x.grad, expected["x"])
 
 
-def test_of_the_input_one_byte_per_element_is_kept(device: str) -> None:
+def test_of_the_input_and_of_small_weights_one_byte_per_element_is_kept(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer, x = layer_of(linear(device=device), MXFP4, NAME), randn(256, I, device=device)
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        layer(x.requires_grad_())
-    others = {layer.weight.data_ptr(), record_of(layer).data_ptr(), layer.snip_cache.own.table.data_ptr()}
-    kept = [tensor for tensor in saved if tensor.data_ptr() not in others]
-    assert sorted(tensor.nbytes for tensor in kept) == [32, 48, 256 * 256]
+
+    def sizes() -> list[int]:
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+            layer(x.requires_grad_())
+        others = {layer.weight.data_ptr(), record_of(layer).data_ptr(), layer.snip_cache.own.table.data_ptr()}
+        return sorted(tensor.nbytes for tensor in saved if tensor.data_ptr() not in others)
+
+    assert sizes() == [32, 32, 48, 256 * 192, 256 * 256]
+    monkeypatch.setattr(scaled_linear, "SMALL", layer.weight.numel() - 1)
+    assert sizes() == [32, 48, 256 * 256]
+
+
+@pytest.mark.parametrize("formats", MIXED[:2], ids="/".join)
+def test_a_small_weight_is_folded_once_for_both_passes_and_gives_the_same_bits(
+    formats: tuple[str, ...], device: str, folds: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, x = layer_of(linear(device=device), formats, NAME), randn(T, I, device=device)
+    found = gradients(layer, x)
+    assert [one for one in folds if one[0] == 2] == [(2, 0, 1)]
+    noted = record_of(layer).clone()
+    with torch.no_grad():
+        layer(x)
+    assert folds[-1] == (2, 0, -1)
+    monkeypatch.setattr(scaled_linear, "SMALL", 0)
+    layer = layer_of(linear(device=device), formats, NAME)
+    folds.clear()
+    assert_same(gradients(layer, x), found)
+    assert [one for one in folds if one[0] == 2] == [(2, 0, -1), (2, -1, 1)]
+    assert torch.equal(record_of(layer), noted)
 
 
 # ------------------------------------------------------------------------------------- several layers, and the run
@@ -154,7 +181,7 @@ def test_tied_layers_fold_a_common_input_once(device: str, folds: list[tuple[Any
     folds.clear()
     x = x.requires_grad_()
     results = [layer(x) for layer in layers.values()]
-    assert folds == [(0, 0, 2), *[(2, 0, -1)] * 3]
+    assert folds == [(0, 0, 2), *[(2, 0, 1)] * 3]
     assert all(torch.equal(y, expected["y"]) for y in results)
     layers["1"].set_formats(dict(zip(("forward", "grad_input", "grad_weight"), OTHER, strict=True)))
     folds.clear()

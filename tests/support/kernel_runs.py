@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from snip_hf.kernels import rounding, sums
+from snip_hf.kernels import adam_slopes, bf16_parts, rounding, sums
 from snip_hf.numerics.formats import ElementGrid, NumberFormat, Operand
 
 Run = Callable[..., Tensor]
@@ -25,6 +25,8 @@ HOMES = {
     "fake_quantize": (rounding, "round_by_kernel"),
     "error_squares": (sums, "_error_squares"),
     "scaled_squares": (sums, "_scaled_squares"),
+    "bf16_parts": (bf16_parts, "_bf16_parts"),
+    "adam_slopes": (adam_slopes, "_adam_slopes"),
 }
 
 
@@ -63,7 +65,8 @@ def patch_once_a_launch() -> None:
 
 
 def correct_the_interpreter() -> None:
-    """Gives Triton's interpreter subnormal BF16 numbers: its own way to FP32 takes them for others."""
+    """Gives Triton's interpreter BF16 as GPUs have it: its own way to FP32 takes subnormal numbers for others, and its
+    way from there cuts digits off instead of rounding to nearest."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -73,6 +76,10 @@ def correct_the_interpreter() -> None:
     def widened(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
         if (source, target) == (tl.bfloat16, tl.float32):
             return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        if (source, target) == (tl.float32, tl.bfloat16):
+            whole = np.ascontiguousarray(data).view(np.float32)
+            rounded = torch.from_numpy(whole.reshape(-1)).to(torch.bfloat16).view(torch.int16).numpy()
+            return rounded.view(np.uint16).reshape(whole.shape)
         return convert(data, source, target, rounding_mode)
 
     interpreter._convert_float = widened

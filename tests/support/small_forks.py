@@ -28,6 +28,7 @@ TINY = [
     "training.steps=5",
     "training.sequences=2",
     "training.warmup_steps=1",
+    "training.compile=false",
     "forks.base_seeds=[0]",
     "forks.points=[2]",
     "forks.steps=3",

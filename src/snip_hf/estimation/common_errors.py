@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from .products import product
+from .products import rough_product
 
 
 def across_channels(meets: Tensor, errors: Tensor) -> Tensor:
@@ -69,14 +69,14 @@ class MetByChannels(_Met):
         super().__init__(meets)
         m = meets.flatten(0, 1)
         unit = _of_norm_1(m)
-        self._moments = product(unit.t(), unit)  # (C, n) x (n, C)
+        self._moments = rough_product(unit.t(), unit)  # (C, n) x (n, C)
         self._of_tokens = m.square().sum(1)
 
     def product_form(self, errors: Tensor) -> tuple[Tensor, Tensor]:
         e, diagonal = errors.flatten(0, 1), self._moments.diagonal()
-        spread = product(e, self._moments)  # (n, C) x (C, C)
-        first = product(self.meets.mT, errors)  # (R, C, L) x (R, L, C)
-        second = product(self.meets.mT, spread.view_as(errors))
+        spread = rough_product(e, self._moments)  # (n, C) x (C, C)
+        first = rough_product(self.meets.mT, errors)  # (R, C, L) x (R, L, C)
+        second = rough_product(self.meets.mT, spread.view_as(errors))
         found = []
         for other, spread_e in ((second, spread), (first * diagonal, e * diagonal)):
             own, total = (first * other).sum(), (first.sum(0) * other.sum(0)).sum()
@@ -91,15 +91,15 @@ class MetByTokens(_Met):
         super().__init__(meets)
         m = meets.flatten(0, 1)
         self._unit = _of_norm_1(m)
-        self._weights = product(m, m.t())  # (n, C) x (C, n)
+        self._weights = rough_product(m, m.t())  # (n, C) x (C, n)
         self._weights.diagonal().zero_()
 
     def product_form(self, errors: Tensor) -> tuple[Tensor, Tensor]:
         e, sizes = errors.flatten(0, 1), self.meets.shape[:2]
-        along = product(e, self._unit.t())  # (n, C) x (C, n)
+        along = rough_product(e, self._unit.t())  # (n, C) x (C, n)
         found = []
         for left, right in ((along, along), (e * self._unit.square().sum(0), e)):
-            pairs = (self._weights * product(left, right.t())).view(*sizes, *sizes)
+            pairs = (self._weights * rough_product(left, right.t())).view(*sizes, *sizes)
             found.append(torch.stack([pairs.diagonal(dim1=0, dim2=2).sum(), pairs.sum()]))
         return found[0], found[1]
 

@@ -42,6 +42,7 @@ from .optimizer_step import OptimizerStep, RelativeUpdates, of_matrices
 from .passes import run_pass
 from .pooling import pooled
 from .probe import Probe, ProbeSettings, run_probe
+from .replayed_sums import Replays
 from .room import MIB, NO_THRIFT, Passes, Thrift, default_room, find_thrift
 from .samples import LayerSample
 from .table import Divergence, DivergenceTable
@@ -142,6 +143,7 @@ class _Estimate:
         self._layers = snip_linears(model)
         self._criterion: type[LayerCriterion] = POLICIES[config.policy].criterion
         self._attempt = Attempt()
+        self._replays = Replays.on_cuda([layer.weight for layer in self._layers.values()])
         counts = list(zip(*processes.data.gather([*batch.counts, *batch.micro_batch]), strict=True))
         self._tokens, self._labelled, self._step_tokens = counts[0], counts[1], max(counts[2])
         self._sizes = BatchSizes(*map(sum, counts))
@@ -278,13 +280,11 @@ class _Estimate:
             directions = [random_directions(layer.name, of_model, draw) for draw in self._settings.draws]
         elif self._criterion.noise is not None:
             directions = []
-        formats = config.quantized_formats
         measures_noise = config.guard_noise is not None and layer.name in step.responses
-        task = Task(self._criterion, config.loss_estimator, formats, step.micro_batches, self._sizes, measures_noise)
-        layer_key = zlib.crc32(layer.name.encode(errors="surrogatepass"))
-        of_rows, of_columns = (
-            stream_key(config.seed, self._settings.step, 0, layer_key, operand) for operand in _OPERANDS
-        )
+        counts, formats = (step.micro_batches, self._sizes), config.quantized_formats
+        task = Task(self._criterion, config.loss_estimator, formats, *counts, measures_noise, self._replays)
+        key = config.seed, self._settings.step, 0, zlib.crc32(layer.name.encode(errors="surrogatepass"))
+        of_rows, of_columns = (stream_key(*key, operand) for operand in _OPERANDS)
         return layer.figures(sample, task, (of_rows, of_columns), directions)
 
 

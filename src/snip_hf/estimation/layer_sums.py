@@ -16,9 +16,7 @@ the bias, because what is random in them is independent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial, reduce
-from typing import Generic, TypeVar
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -27,43 +25,26 @@ from torch.nn.utils.rnn import pad_sequence
 from ..kernels.rounding import fake_quantize
 from ..kernels.sums import error_squares, norms, scaled_squares
 from ..numerics.formats import FORMATS
-from ..numerics.gemms import GEMMS, TILE
+from ..numerics.gemms import TILE
 from ..numerics.random_streams import normal
 from .common_errors import MetByChannels, MetByTokens, met_by
 from .extrapolation import BatchSizes as BatchSizes
 from .extrapolation import Sizes
 from .extrapolation import Squares as Squares
 from .optimizer_step import UpdateChange
-from .products import product
+from .pending import ACTIVATIONS, Finishing
+from .pending import LAYER as LAYER
+from .pending import ROWS as ROWS
+from .pending import Pending as Pending
+from .pending import read_all as read_all
+from .products import product, rough_product
 from .samples import LayerSample
 
-LAYER = "layer"
 OPERANDS = {"x": "activation", "g": "gradient", "w": "weight"}
-ROWS = (*GEMMS, LAYER)
 # Pieces of a sample, at most; more separate bias from noise better and cost more products.
 MOST_PIECES = 8
 # Elements of (R, O, I) products of R pieces that are held at once: 512 MiB.
 AT_ONCE = 2**27
-
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Pending(Generic[Result]):
-    """A result whose sums are still on the device: reading them one by one would wait for it every time."""
-
-    sums: Tensor
-    """(any,)"""
-    finish: Callable[[list[float]], Result]
-
-
-def read_all(pending: Sequence[Pending[Result]]) -> list[Result]:
-    """Returns the results of all, read from the device at once."""
-    if not pending:
-        return []
-    device = pending[0].sums.device
-    figures = iter(torch.cat([one.sums.to(device) for one in pending]).tolist())
-    return [one.finish([next(figures) for _ in range(len(one.sums))]) for one in pending]
 
 
 class LayerSums:
@@ -95,19 +76,16 @@ class LayerSums:
         self._pushforward = pushforward
         self._formats = list(formats)
         self.batch = batch or BatchSizes.complete(sample.tokens, sample.tokens)
-        count = self.x.shape[0]
-        pieces = min(max(1, count), max(2, min(MOST_PIECES, count // TILE)))
-        # A part of a micro-batch, of the mean loss of its own, is to the step what one of more micro-batches is.
-        batches = micro_batches * self.batch.parts
-        self.sizes = Sizes(sample.tokens / max(1, count), sample.scale, pieces, batches)
+        self.finishing = finishing(sample, micro_batches, self.batch)
+        self.sizes = self.finishing.sizes
         self._quantized: dict[tuple[str, str, int, int | None], Tensor] = {}
         # Of the whole tensors that the sample is from, for scales that belong to a whole tensor.
         self._amaxes = dict(zip(("x", "g"), sample.amaxes, strict=True)) if sample.is_part and sample.amaxes else {}
         self._weight_errors = self._squared_weight_errors()
         # What eX meets: (n, O) x (O, I); and eG: (n, I) x (I, O).
-        gradients = [self.g, *sample.grad_output_dot]
-        self._g_w, *meets_x = product(torch.cat(gradients), self.w).split([count] * len(gradients))
-        meets_g = [product(x_dot, self.w.t()) for x_dot in sample.x_dot]
+        self._g_w = product(self.g, self.w)
+        meets_x = [rough_product(g_dot, self.w) for g_dot in sample.grad_output_dot]
+        meets_g = [rough_product(x_dot, self.w.t()) for x_dot in sample.x_dot]
         dots = zip(sample.x_dot, sample.grad_output_dot, strict=True)
         self._probes = [(self._met_by_weight(*dot), x, g) for dot, x, g in zip(dots, meets_x, meets_g, strict=True)]
 
@@ -129,16 +107,17 @@ class LayerSums:
                 error.square_()
         return found
 
-    def _kinds_of_weight_errors(self, name: str) -> list[int]:
+    def _kinds_of_weight_errors(self, name: str) -> range:
         """Returns where these are in `_weight_errors`."""
         sizes = [1 if FORMATS[other].shares_weight else 3 for other in self._formats]
         index = self._formats.index(name)
         first = sum(sizes[:index])
-        return list(range(first, first + sizes[index]))
+        return range(first, first + sizes[index])
 
     def _on_weight(self, found: Tensor, name: str) -> Tensor:
         """Returns a format's part of what `_met_by_weight` returned, (3, 2): forward, grad_input, both."""
-        kinds = found[self._kinds_of_weight_errors(name)]
+        where = self._kinds_of_weight_errors(name)
+        kinds = found[where.start : where.stop]  # by a list of them, the host would wait for the device
         if len(kinds) == 1:
             return kinds[0]
         forward, grad_input, (of_first, of_second, of_both) = kinds
@@ -158,8 +137,8 @@ class LayerSums:
         )
         sums = []
         for g_dot_r, g_r, errors in channels:
-            forward = product(g_dot_r.mT, x)  # (R, O, L) x (R, L, I)
-            grad_input = product(g_r.mT, x_dot)  # (R, O, L) x (R, L, I)
+            forward = rough_product(g_dot_r.mT, x)  # (R, O, L) x (R, L, I)
+            grad_input = rough_product(g_r.mT, x_dot)  # (R, O, L) x (R, L, I)
             sums.append(error_squares(forward, grad_input, errors))
         return reduce(torch.add, sums)
 
@@ -189,6 +168,10 @@ class LayerSums:
 
     def pending_weight_divergences(self, name: str, keys: tuple[int, int]) -> Pending[dict[str, Squares]]:
         """As `weight_divergences`, not waiting for the device."""
+        return self.finishing.squares(name, self.divergence_sums(name, keys))
+
+    def divergence_sums(self, name: str, keys: tuple[int, int]) -> Tensor:
+        """Returns what `weight_divergences` is made from."""
         is_random = FORMATS[name].gradient.stochastic
         on_weight = [self._on_weight(found, name) for found, _, _ in self._probes]
         errors = torch._foreach_sub(
@@ -203,8 +186,7 @@ class LayerSums:
             shared.append(met.across_channels(self._by_piece(errors[0])))
         on_tokens = [norms(figures).square_()] if figures else []
         on_update = self._grad_weight_sums(name, keys[1] if is_random else None)
-        sums = torch.cat([*(found.flatten() for found in on_weight), *shared, *on_tokens, on_update])
-        return Pending(sums, partial(squares_of, self.sizes, len(self._probes), is_random))
+        return torch.cat([*(found.flatten() for found in on_weight), *shared, *on_tokens, on_update])
 
     @cached_property
     def _met_by_x(self) -> list[MetByChannels | MetByTokens]:
@@ -264,23 +246,24 @@ class LayerSums:
 
     def pending_loss_divergence(self, name: str, form: str, gradient: Tensor | None = None) -> Pending[float]:
         """As `loss_divergence`, not waiting for the device."""
-        x, w = self.rounded("x", name, 1), self.rounded("w", name, 1)
-        token_ratio, scale, *_ = self.sizes
         if form == "norm":
-            grad_weight = product(self.g.t(), self.x)  # (O, n) x (n, I)
+            x, grad_weight = self.rounded("x", name, 1), product(self.g.t(), self.x)  # (O, n) x (n, I)
             # Per token of the batch and not of the layer: so the figures of experts add up to that of a dense layer.
             # Sums of |G|^2 fall with the number of labels, over which the loss is a mean.
             elements = max(1, self.batch.tokens) * self.x.shape[1] * self.batch.parts
             on_x = self._g_w.square().sum() * (x - self.x).square().sum() / elements
             on_w = grad_weight.square().sum() * self.weight_error(name) / self.w.numel()
-            return Pending((token_ratio * (on_x + on_w).sqrt())[None], _first)
-        # G_t . E_t with E = Q(X) Q(W)^T - X W^T
-        along = product(self.g, w).mul_(x).addcmul_(self._g_w, self.x, value=-1).sum(1)
-        # N^2 for the gradients of the tokens' own losses, 1 / N for the mean over their rises.
-        rise = self.batch.labelled / 2 * scale * along.square_().sum()
+            return Pending((self.sizes.token_ratio * (on_x + on_w).sqrt())[None], _first)
         if form == "taylor" and gradient is not None:
-            rise = rise + (gradient * (w - self.w)).sum()
-        return Pending(rise[None], _first)
+            rise = self.finishing.fisher_factor * self.fisher_sum(name)
+            return Pending(rise + (gradient * (self.rounded("w", name, 1) - self.w)).sum(), _first)
+        return self.finishing.fisher_rise(self.fisher_sum(name))
+
+    def fisher_sum(self, name: str) -> Tensor:
+        """Returns the sum over tokens of (G_t . E_t)^2, with E = Q(X) Q(W)^T - X W^T, (1,)."""
+        x, w = self.rounded("x", name, 1), self.rounded("w", name, 1)
+        along = product(self.g, w).mul_(x).addcmul_(self._g_w, self.x, value=-1).sum(1)
+        return along.square_().sum()[None]
 
     def errors(self, name: str) -> dict[str, tuple[float, float]]:
         """Returns row -> (absolute, relative) error of its operands, rounded to nearest."""
@@ -288,16 +271,14 @@ class LayerSums:
 
     def pending_errors(self, name: str) -> Pending[dict[str, tuple[float, float]]]:
         """As `errors`, not waiting for the device."""
-        operands = [getattr(self, operand) for operand, _ in _ACTIVATIONS]
-        rounded = [self.rounded(operand, name, contracts) for operand, contracts in _ACTIVATIONS]
+        return self.finishing.errors(self.error_norms(name))
+
+    def error_norms(self, name: str) -> Tensor:
+        """Returns the norms that `errors` is made from."""
+        operands = [getattr(self, operand) for operand, _ in ACTIVATIONS]
+        rounded = [self.rounded(operand, name, contracts) for operand, contracts in ACTIVATIONS]
         of_weight = torch.stack([self.weight_error(name, contracts) for contracts in (1, 0)]).sqrt_()
-        found = of_weight, norms(torch._foreach_sub(rounded, operands)), self._norms
-        # From the sample to all tokens of the batch, and from there to the micro-batch: X has more rows by its tokens,
-        # G also smaller ones, as a mean over more labels.
-        ratio, batch = self.sizes.token_ratio, self.batch
-        rows = max(1, batch.micro_batch_tokens) / max(1, batch.tokens)
-        factors = {"x": (ratio * rows) ** 0.5, "g": (ratio / batch.parts) ** 0.5}
-        return Pending(torch.cat(found), partial(errors_of, factors))
+        return torch.cat([of_weight, norms(torch._foreach_sub(rounded, operands)), self._norms])
 
     @cached_property
     def _norms(self) -> Tensor:
@@ -320,6 +301,11 @@ class LayerSums:
             return self._pushforward.square().mean()
         return self._pushforward(normal(0, self.w.shape, self.w.device)).square().mean()
 
+    def take_rounded(self, name: str, keys: tuple[int, int], rounded: Sequence[Tensor]) -> None:
+        """Takes the randomly rounded G of a format, as `randomly_rounded` returned it, in place of rounding it."""
+        for contracts, key, one in zip((1, 0), keys, rounded, strict=True):
+            self._quantized["g", name, contracts, key] = one
+
     def rounded(self, operand: str, name: str, contracts: int, key: int | None = None) -> Tensor:
         """Returns "x", "g" or "w" as a GEMM sees it that contracts this dimension of it; each is rounded once."""
         at = (operand, name, contracts, key)
@@ -335,6 +321,24 @@ class LayerSums:
                 self._amaxes.get(operand),
             )
         return self._quantized[at]
+
+
+def randomly_rounded(sample: LayerSample, name: str, keys: tuple[int, int]) -> list[Tensor]:
+    """Returns G of a format that rounds it randomly, along O and along T, as `LayerSums` rounds it by these keys."""
+    amax = sample.amaxes[1] if sample.is_part and sample.amaxes else None
+    return [
+        fake_quantize(sample.grad_output, FORMATS[name], OPERANDS["g"], contracts, key, 0, 1, amax)
+        for contracts, key in zip((1, 0), keys, strict=True)
+    ]
+
+
+def finishing(sample: LayerSample, micro_batches: int, batch: BatchSizes) -> Finishing:
+    """Returns what makes results from the sums of a sample."""
+    count = sample.x.shape[0]
+    pieces = min(max(1, count), max(2, min(MOST_PIECES, count // TILE)))
+    # A part of a micro-batch, of the mean loss of its own, is to the step what one of more micro-batches is.
+    sizes = Sizes(sample.tokens / max(1, count), sample.scale, pieces, micro_batches * batch.parts)
+    return Finishing(sizes, batch, len(sample.x_dot))
 
 
 def bend(sizes: Sizes, pushforward: UpdateChange, change: Tensor, sums: Tensor, moved: Tensor) -> Tensor:
@@ -355,45 +359,6 @@ def bend(sizes: Sizes, pushforward: UpdateChange, change: Tensor, sums: Tensor, 
     in_full = norms([pushforward.in_full(scale.sqrt() * change)]).square_()[0]
     to_first_order = scale * moved
     return torch.where(to_first_order > 0, in_full / to_first_order, 1.0)
-
-
-# Operands of the GEMMs beside the weight, and the dimension that is contracted.
-_ACTIVATIONS = (("x", 1), ("x", 0), ("g", 1), ("g", 0))
-
-
-def squares_of(sizes: Sizes, probes: int, is_random: bool, figures: list[float]) -> dict[str, Squares]:
-    """Returns what `LayerSums.weight_divergences` does, from its sums in their order."""
-    left = iter(figures)
-
-    def take(count: int) -> list[float]:
-        return [next(left) for _ in range(count)]
-
-    rows: dict[str, list[Squares]] = {"forward": [], "grad_input": [], LAYER: []}
-    on_weight = [[sizes.of_pieces(*take(2)) for _ in range(3)] for _ in range(probes)]
-    shared = [take(2) for _ in range(probes)]
-    for (on_forward, on_grad_input, on_both), across_x in zip(on_weight, shared, strict=True):
-        of_x = sizes.of_tokens(*take(4), *across_x)
-        of_g = sizes.of_random_tokens(*take(1)) if is_random else sizes.of_tokens(*take(4))
-        rows["forward"].append(of_x + on_forward)
-        rows["grad_input"].append(of_g + on_grad_input)
-        rows[LAYER].append(of_x + of_g + on_both)
-    grad_weight = sizes.of_pieces(*take(2))
-    means = {row: Squares.mean(squares) for row, squares in rows.items()}
-    return {**means, "grad_weight": grad_weight, LAYER: means[LAYER] + grad_weight}
-
-
-def errors_of(factors: dict[str, float], norms: list[float]) -> dict[str, tuple[float, float]]:
-    """Returns what `LayerSums.errors` does, from the norms of W's errors, of `_ACTIVATIONS`' and of W, X and G."""
-    operands = ["w", "w", *(operand for operand, _ in _ACTIVATIONS)]
-    of_operands = dict(zip(("w", "x", "g"), norms[len(operands) :], strict=True))
-    pairs = []
-    for operand, absolute in zip(operands, norms, strict=False):
-        norm = of_operands[operand]
-        pairs.append((absolute * factors.get(operand, 1.0), absolute / norm if norm > 0 else 0.0))
-    w_row, w_column, x_row, x_column, g_row, g_column = pairs
-    of_gemms = {"forward": (x_row, w_row), "grad_input": (g_row, w_column), "grad_weight": (g_column, x_column)}
-    sums = {gemm: (left[0] + right[0], left[1] + right[1]) for gemm, (left, right) in of_gemms.items()}
-    return {**sums, LAYER: (sum(value[0] for value in sums.values()), sum(value[1] for value in sums.values()))}
 
 
 def _first(figures: list[float]) -> float:

@@ -26,8 +26,9 @@ from ..numerics.formats import FORMATS
 from ..numerics.gemms import TILE
 from .common_errors import MetByChannels, MetByTokens, met_by
 from .extrapolation import BatchSizes, Sizes, Squares
-from .layer_sums import AT_ONCE, MOST_PIECES, OPERANDS, LayerSums, Pending, bend, errors_of, squares_of
+from .layer_sums import AT_ONCE, MOST_PIECES, OPERANDS, LayerSums, bend
 from .optimizer_step import UpdateChange
+from .pending import Pending, errors_of, squares_of
 from .products import product
 from .samples import LayerSample, Rows
 

@@ -171,4 +171,4 @@ def _change_of(response: Response, gradient: Tensor, clip_factor: float, norm: f
 
 def _relative(product: Callable[[Tensor, Tensor], Tensor], gradient: Tensor, norm: float, tensor: Tensor) -> Tensor:
     """Returns a product with the optimizer's derivative at `gradient`, relative to the weight's norm."""
-    return product(gradient.to(torch.float32), tensor) / norm
+    return product(gradient.to(torch.float32), tensor).div_(norm)

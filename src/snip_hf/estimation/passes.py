@@ -19,6 +19,7 @@ from ..python_state import Kept, Shared
 from ..text import WITHOUT_PROBE
 from .batch import Batch
 from .objective import Objective
+from .split_linear import split_linears
 from .user_hooks import leave_out_global_observers, leave_out_observers
 
 
@@ -174,12 +175,12 @@ def _version(parameter: Tensor) -> int:
 
 @contextmanager
 def _patched_torch(model: nn.Module) -> Iterator[None]:
-    """Patches torch for the passes: global hooks, compiled layers and attention."""
+    """Patches torch for the passes: global hooks, compiled layers, attention and large linears."""
     kept = Kept()
     try:
         leave_out_global_observers(model, kept)
         # Compiled layers would record nothing, and be compiled again for it.
-        with torch.compiler.set_stance("force_eager"), _efficient_attention():
+        with torch.compiler.set_stance("force_eager"), _efficient_attention(), split_linears():
             yield
     finally:
         kept.restore()

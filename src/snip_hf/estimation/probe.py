@@ -320,4 +320,5 @@ def _have_same_tokens(one: Record, other: Record) -> bool:
 
 
 def _pair(amaxes: Tensor) -> tuple[Tensor, Tensor] | None:
-    return (amaxes[0], amaxes[1]) if len(amaxes) else None
+    # Each at the start of its memory, as kernels want it that are launched at once (`kernels.launching`).
+    return (amaxes[0], amaxes[1].clone()) if len(amaxes) else None

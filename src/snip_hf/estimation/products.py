@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.bf16_parts import bf16_parts
+
 # The first GPUs whose tensor cores multiply BF16.
 _AMPERE = (8, 0)
 
@@ -26,16 +28,29 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return split_product(left, right) if is_split(left, right) else left @ right
 
 
+def rough_product(left: Tensor, right: Tensor) -> Tensor:
+    """As `product`, but with one BF16 product where that takes three: right to 2^-9 of its terms.
+
+    For what only squares are summed of, whose errors of rounding, unlike each other, are as if they were not there.
+    """
+    return _multiplied(left.bfloat16(), right.bfloat16()) if is_split(left, right) else left @ right
+
+
 def split_product(left: Tensor, right: Tensor) -> Tensor:
     """Returns left @ right from three products of BF16 parts; shapes as in `product`, FP32.
 
     On a CPU the same parts are multiplied in FP32, where their products are exact.
     """
-    one, other = _parts(left, -1, 2), _parts(right, -2, 1)
+    one, other = bf16_parts(left, -1, 2), bf16_parts(right, -2, 1)
+    return _multiplied(one, other)
+
+
+def _multiplied(left: Tensor, right: Tensor) -> Tensor:
+    """Returns left @ right of BF16 matrices in FP32."""
     if not left.is_cuda:
-        return one.to(torch.float32) @ other.to(torch.float32)
+        return left.to(torch.float32) @ right.to(torch.float32)
     multiply = torch.mm if left.dim() == 2 else torch.bmm
-    found: Tensor = multiply(one, other, out_dtype=torch.float32)
+    found: Tensor = multiply(left, right, out_dtype=torch.float32)
     return found
 
 
@@ -45,20 +60,3 @@ def is_split(left: Tensor, right: Tensor) -> bool:
         return False
     is_fp32 = left.dtype == right.dtype == torch.float32
     return is_fp32 and left.numel() * right.numel() > 0 and torch.cuda.get_device_capability(left.device) >= _AMPERE
-
-
-def _parts(x: Tensor, dim: int, low: int) -> Tensor:
-    """Returns high, high and low joined along one of the last two dimensions, low as the part of this number.
-
-    A transposed tensor stays as it lies in memory.
-    """
-    if x.mT.is_contiguous() and not x.is_contiguous():
-        return _parts(x.mT, -3 - dim, low).mT
-    shape = list(x.shape)
-    shape[dim] *= 3
-    joined = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
-    parts = joined.chunk(3, dim)
-    parts[0].copy_(x)
-    torch.sub(x, parts[0], out=parts[low])  # in FP32, where it is exact, and rounded
-    parts[3 - low].copy_(parts[0])
-    return joined

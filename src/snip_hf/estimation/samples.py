@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.sums import row_squares
 from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..numerics.gemms import TILE
 from ..numerics.random_streams import stream_key
@@ -234,7 +235,7 @@ class Recorder:
             x, grad_output = (tensor[: int(dispatch.ends[-1])] for tensor in (x, grad_output))
             kept, rows = _rows_of(kept, dispatch)
         x, grad_output = x.detach(), grad_output.detach()
-        energy = x.to(torch.float32).square().sum(1) * grad_output.to(torch.float32).square().sum(1)
+        energy = row_squares(x) * row_squares(grad_output)
         whole_amax = self._plan.whole_amax
         record = Record(
             x.shape[0],
@@ -260,10 +261,13 @@ def _rows_of(tokens: Tensor, dispatch: Dispatch) -> tuple[Tensor, Rows]:
 def _amax(x: Tensor, dispatch: Dispatch | None) -> Tensor:
     """Returns the largest magnitude, (); of each matrix's rows, (E,)."""
     if dispatch is not None:
-        of_rows = x.abs().amax(1).to(torch.float32)
+        of_rows: Tensor = torch.linalg.vector_norm(x, torch.inf, 1).to(torch.float32)
         zeros = of_rows.new_zeros(len(dispatch.ends))
         return zeros.scatter_reduce(0, dispatch.matrix()[: len(x)], of_rows, "amax")
-    return x.abs().amax().to(torch.float32) if x.numel() else x.new_zeros((), dtype=torch.float32)
+    if not x.numel():
+        return x.new_zeros((), dtype=torch.float32)
+    largest: Tensor = torch.linalg.vector_norm(x, torch.inf)
+    return largest.to(torch.float32)
 
 
 def _matrices_recorded(layer: SnipLayer, input: Tensor, dispatch: Dispatch, name: str, recorder: Recorder) -> Tensor:

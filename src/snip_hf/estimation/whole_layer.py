@@ -6,7 +6,7 @@ its own, and added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -14,12 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..numerics.formats import FORMATS
 from .criterion import LayerCriterion, Rows
 from .extrapolation import BatchSizes, Squares
 from .gradient_noise import pending_gradient_noise
-from .layer_sums import ROWS, LayerSums, Pending
+from .layer_sums import ROWS, LayerSums, Pending, finishing, randomly_rounded
 from .matrix_sums import MatrixSums
 from .optimizer_step import UpdateChange
+from .replayed_sums import MOST_ELEMENTS, Replays
 from .samples import LayerSample
 
 Directions = Sequence[tuple[Tensor, ...]]
@@ -48,6 +50,8 @@ class Task(NamedTuple):
     micro_batches: int
     batch: BatchSizes
     measures_noise: bool = False
+    replays: Replays | None = None
+    """None: the sums of each layer are launched one by one."""
 
 
 class WholeLayer(NamedTuple):
@@ -96,6 +100,8 @@ class WholeLayer(NamedTuple):
     def _of_matrix(
         self, sample: LayerSample, task: Task, keys: tuple[int, int], directions: Directions | None
     ) -> list[Figures]:
+        if task.replays is not None and self._can_be_replayed(task):
+            return self._replayed(task.replays, sample, task, keys)
         (weight,), trace = self.weights, None
         if directions is not None:
             trace = task.criterion.trace_of(self.name, sample, [z for (z,) in directions])
@@ -116,6 +122,66 @@ class WholeLayer(NamedTuple):
             )
             for name in task.formats
         ]
+
+    def _can_be_replayed(self, task: Task) -> bool:
+        """Returns True if all sums are functions of tensors, and small."""
+        is_plain = task.criterion is LayerCriterion and not task.measures_noise
+        is_fisher = task.loss_estimator == "token-fisher" or (task.loss_estimator == "taylor" and not self.gradients)
+        is_linear = self.pushforward is None or isinstance(self.pushforward, tuple)
+        return is_plain and is_fisher and is_linear and self.weights[0].numel() <= MOST_ELEMENTS
+
+    def _replayed(self, replays: Replays, sample: LayerSample, task: Task, keys: tuple[int, int]) -> list[Figures]:
+        """As `_of_matrix`, from launches that layers of the same shapes share."""
+        (weight,), pushes = self.weights, self.pushforward or ()
+        assert isinstance(pushes, tuple)
+        stochastic = [name for name in task.formats if FORMATS[name].gradient.stochastic]
+        rounded = [one for name in stochastic for one in randomly_rounded(sample, name, keys)]
+        of_sample = [sample.x, sample.grad_output, *sample.x_dot, *sample.grad_output_dot, *(sample.amaxes or ())]
+        inputs = [weight, *pushes, *of_sample, *rounded]
+        probes = len(sample.x_dot)
+
+        def work(given: Sequence[Tensor]) -> list[Tensor]:
+            left = iter(given)
+            take = partial(_taken, left)
+            (own_weight,), push = take(1), take(len(pushes))
+            x, grad_output = take(2)
+            own = replace(sample, x=x, grad_output=grad_output, x_dot=take(probes), grad_output_dot=take(probes))
+            if own.amaxes is not None:
+                of_x, of_g = take(2)
+                own = replace(own, amaxes=(of_x, of_g))
+            batch, formats = task.batch, task.formats
+            sums = LayerSums(own, own_weight, push[0] if push else None, task.micro_batches, batch, formats=formats)
+            for name in stochastic:
+                sums.take_rounded(name, keys, take(2))
+            parts = (
+                (sums.divergence_sums(name, keys), sums.fisher_sum(name), sums.error_norms(name)) for name in formats
+            )
+            return [one for of_format in parts for one in of_format]
+
+        key = (sample.tokens, *((one.shape, one.stride(), one.dtype, one.device) for one in inputs))
+        with torch.cuda.device_of(weight):
+            found = iter(replays.run((*key, *task.formats), inputs, work))
+        finish, nothing = finishing(sample, task.micro_batches, task.batch), weight.new_zeros(0, dtype=torch.float32)
+        return [
+            Figures(
+                self.name,
+                name,
+                finish.squares(name, next(found)),
+                finish.fisher_rise(next(found)),
+                finish.errors(next(found)),
+                Pending(nothing, _no_rows),
+                _nothing(nothing),
+            )
+            for name in task.formats
+        ]
+
+
+def _taken(left: Iterator[Tensor], count: int) -> list[Tensor]:
+    return [next(left) for _ in range(count)]
+
+
+def _no_rows(figures: list[float]) -> Rows:
+    return dict.fromkeys(ROWS)
 
 
 def _nothing(like: Tensor) -> Pending[float | None]:

@@ -44,8 +44,16 @@ class GroupedLayer(Protocol):
     training: bool
     snip_state: Tensor
     snip_cache: Any
+    num_matrices: int
+    out_features: int
+    in_features: int
+    """Of each matrix; right also where the weight is sharded or not loaded."""
     is_transposed: bool
     """Whether the weight is stored as (E, I, O)."""
+
+    @property
+    def weight(self) -> Any:
+        """The parameter as the model stores it."""
 
     @property
     def states(self) -> Tensor:
@@ -110,6 +118,11 @@ class Backend(ABC):
                 none; their results and gradients are zero.
         """
         raise NotImplementedError(f"The backend {self.name!r} does not run layers of several matrices.")
+
+    def refuses_groups(self, layer: GroupedLayer) -> str | None:
+        """Returns why a layer of several matrices is to run emulated instead, None if nothing keeps it from running
+        here; asked where `runs_groups` is True."""
+        return None
 
     @abstractmethod
     def gemm_call(

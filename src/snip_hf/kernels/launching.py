@@ -23,30 +23,35 @@ def launch(
     kernel: Any,
     grid: tuple[int, ...],
     tensors: Sequence[Tensor],
-    numbers: tuple[int, ...],
+    numbers: tuple[float, ...],
     constants: tuple[Any, ...],
+    free: tuple[float, ...] = (),
     **options: Any,
 ) -> None:
     """Launches a kernel on the current device.
 
     Args:
-        kernel: has as parameters, in this order, the tensors, the numbers and the constants.
+        kernel: has as parameters, in this order, the tensors, the free numbers, the numbers and the constants.
         grid: numbers of programs.
-        tensors: all but the first have the same dtypes in every call.
-        numbers: whole numbers that are not compiled in, but for what Triton sees of them: 1, multiples of 16, 64 bits.
+        tensors: on one device; all but the first have the same dtypes in every call.
+        numbers: numbers that are not compiled in, but for what Triton sees of whole ones: 1, multiples of 16, 64 bits.
         constants: its `tl.constexpr` parameters.
+        free: numbers of which Triton sees nothing: floats, and whole ones whose parameters have a type and are not
+            specialized. Other values need no other kernel.
         options: warps, and others of the compiler.
     """
-    first, addresses = tensors[0], 0
-    for tensor in tensors:
-        addresses |= tensor.data_ptr()
+    first, together = tensors[0], 0
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    for address in addresses:
+        together |= address
     key = (kernel.fn, first.get_device(), first.dtype, numbers, constants, *options.values())
-    compiled = None if addresses & _ALIGNED else _COMPILED.get(key)
+    compiled = None if together & _ALIGNED else _COMPILED.get(key)
     if compiled is not None:
-        compiled[(*grid, 1, 1)[:3]](*tensors, *numbers, *constants)
+        # Of an address Triton does not ask the driver whether the device can read it.
+        compiled[(*grid, 1, 1)[:3]](*addresses, *free, *numbers, *constants)
         return
-    compiled = kernel[grid](*tensors, *numbers, *constants, **options)
-    if addresses & _ALIGNED or compiled is None:  # the interpreter compiles nothing
+    compiled = kernel[grid](*tensors, *free, *numbers, *constants, **options)
+    if together & _ALIGNED or compiled is None:  # the interpreter compiles nothing
         return
     if len(_COMPILED) >= _MOST:
         _COMPILED.clear()

@@ -6,7 +6,8 @@ Legend: R rows, C columns of the operand.
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,6 +17,7 @@ from ..numerics.formats import NumberFormat, Operand
 from ..numerics.gemms import TILE, gemm_of
 from ..numerics.grids import ElementGrid, scale_grid
 from ..numerics.random_streams import rank_stream
+from .launching import launch
 from .rounding_tiles import rounding_kernel, tensor_amax_kernel
 
 # Across the contracted dimension, the least rows or columns of a block: lines of memory are read whole.
@@ -51,56 +53,87 @@ def round_by_kernel(
     amax: Tensor | None = None,
 ) -> Tensor:
     """`rounding.round_operand` by the kernel: x (R, C) with at least one element, of an operand that it `takes`."""
+    how = _call(format, operand, contracts)
+    if how.needs_amax:
+        if amax is None or how.stages > 0:
+            amax = tensor_amax(x, how.block, how.stages, contracts)
+        amax = amax.to(torch.float32)
+    stream, first = (0, 0)
+    if key is not None and how.is_stochastic:
+        stream, first = rank_stream(key, x.shape, rank, ranks)
+    y = torch.empty(*x.shape, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        launch(
+            rounding_kernel,
+            _programs(x, how.block),
+            (x, y, y if amax is None else amax),
+            (*x.shape, *x.stride(), *how.numbers),
+            (*how.tiles, key is not None and how.is_stochastic, *how.flags),
+            (_as_int64(stream), first),
+            **how.options,
+        )
+    return y
+
+
+class _Call(NamedTuple):
+    """What the launch for an operand of a format has whatever its tensor."""
+
+    block: tuple[int, int]
+    stages: int
+    """Of the rotation; 0: none."""
+    is_stochastic: bool
+    needs_amax: bool
+    numbers: tuple[float, ...]
+    """From `largest` on."""
+    tiles: tuple[Any, ...]
+    """From `TILES_DOWN` to `MANTISSA`."""
+    flags: tuple[Any, ...]
+    """From `KIND` on."""
+    options: dict[str, Any]
+
+
+@cache
+def _call(format: NumberFormat, operand: str, contracts: int) -> _Call:
     rule = format.operand(operand)
     grid = rule.grid or format.grid
     assert grid is not None
-    key = key if rule.stochastic else None
     is_rotated = gemm_of(operand, contracts) in format.rotated
     stages = format.rotation.bit_length() - 1 if is_rotated else 0
-    block = _block(rule, contracts)
+    block, kind = _block(rule, contracts), scale_grid(format.scale)
     rows, columns = block if rule.block is None else rule.tile(contracts)
-    if rule.block is None or format.tensor_scale is not None:
-        amax = tensor_amax(x, block, stages, contracts) if amax is None or is_rotated else amax.to(torch.float32)
-    stream, first = (0, 0) if key is None else rank_stream(key, x.shape, rank, ranks)
-    kind = scale_grid(format.scale)
-    y = torch.empty(*x.shape, dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        rounding_kernel[_programs(x, block)](
-            x,
-            y,
-            y if amax is None else amax,
-            *x.shape,
-            *x.stride(),
-            _as_int64(stream),
-            first,
-            *_grid_numbers(grid),
-            *_scale_numbers(format, rule, grid),
-            TILES_DOWN=block[0] // rows,
-            ROWS=rows,
-            TILES_ACROSS=block[1] // columns,
-            COLUMNS=columns,
-            SUBNORMALS=grid.subnormals,
-            MANTISSA=grid.mantissa_bits > 0,
-            RANDOM=key is not None,
-            KIND=format.scale if kind is None else "grid",
-            RULE=_rule(format, rule),
-            WHOLE=rule.block is None,
-            TENSOR_SCALE=format.tensor_scale is not None,
-            SCALE_MANTISSA=kind is None or kind.mantissa_bits > 0,
-            TWO_TARGETS=len(rule.targets) == _MOST_TARGETS,
-            STAGES=stages,
-            ALONG=contracts,
-            **_options(block, stages > 0 or len(rule.targets) == _MOST_TARGETS),
-        )
-    return y
+    has_tensor_scale, has_two_targets = format.tensor_scale is not None, len(rule.targets) == _MOST_TARGETS
+    return _Call(
+        block,
+        stages,
+        rule.stochastic,
+        rule.block is None or has_tensor_scale,
+        (*_grid_numbers(grid), *_scale_numbers(format, rule, grid)),
+        (block[0] // rows, rows, block[1] // columns, columns, grid.subnormals, grid.mantissa_bits > 0),
+        (
+            format.scale if kind is None else "grid",
+            _rule(format, rule),
+            rule.block is None,
+            has_tensor_scale,
+            kind is None or kind.mantissa_bits > 0,
+            has_two_targets,
+            stages,
+            contracts,
+        ),
+        _options(block, stages > 0 or has_two_targets),
+    )
 
 
 def tensor_amax(x: Tensor, block: tuple[int, int], stages: int, contracts: int) -> Tensor:
     """Returns the largest magnitude of x (R, C), rotated in runs of 2**stages, (1,); not finite where x is not."""
     found = torch.zeros(1, dtype=torch.int32, device=x.device)
     with torch.cuda.device_of(x):
-        tensor_amax_kernel[_programs(x, block)](
-            x, found, *x.shape, *x.stride(), *block, stages, contracts, **_options(block, stages > 0)
+        launch(
+            tensor_amax_kernel,
+            _programs(x, block),
+            (x, found),
+            (*x.shape, *x.stride()),
+            (*block, stages, contracts),
+            **_options(block, stages > 0),
         )
     return found.view(torch.float32)
 
@@ -126,7 +159,7 @@ def _options(block: tuple[int, int], is_wide: bool) -> dict[str, Any]:
 
 def _grid_numbers(grid: ElementGrid) -> tuple[float, int, int]:
     """Returns the largest value, the bits of the smallest normal power of two, and what leads to the spacing."""
-    return grid.max, (grid.min_exponent + 127) << _MANTISSA_BITS, grid.mantissa_bits << _MANTISSA_BITS
+    return float(grid.max), (grid.min_exponent + 127) << _MANTISSA_BITS, grid.mantissa_bits << _MANTISSA_BITS
 
 
 def _scale_numbers(format: NumberFormat, rule: Operand, grid: ElementGrid) -> tuple[float, ...]:
@@ -138,7 +171,9 @@ def _scale_numbers(format: NumberFormat, rule: Operand, grid: ElementGrid) -> tu
     kind = scale_grid(format.scale) or grid
     largest, least, shift = _grid_numbers(kind)
     top = math.floor(math.log2(grid.max))
-    return targets[0], targets[-1], top, carry, of_tensor, largest, kind.smallest, least, shift
+    # Always of the same types: a kernel is kept for numbers that are equal (`launching`), and 6 is equal to 6.0.
+    of_targets = float(targets[0]), float(targets[-1])
+    return *of_targets, top, carry, float(of_tensor), largest, float(kind.smallest), least, shift
 
 
 def _rule(format: NumberFormat, rule: Operand) -> str:

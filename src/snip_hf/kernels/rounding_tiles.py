@@ -214,12 +214,12 @@ def rounding_kernel(
     x,
     y,
     tensor_amax,  # one FP32 number, read if a scale belongs to the tensor
+    key: tl.int64,
+    first: tl.int64,  # position in the key's stream
     rows,
     columns,
     x_row,
     x_column,
-    key: tl.int64,
-    first: tl.int64,  # position in the key's stream
     # of the elements' grid
     largest,
     least,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .launching import launch
 from .rounding import has_kernels
 
 # Elements of an (O, I) tensor that one program sums.
@@ -57,6 +58,14 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
         return torch.stack(torch._foreach_norm(list(tensors)))
     # On a CPU torch's norms add up in FP32 one by one: those of 20 million numbers are 2 parts in 1,000 too small.
     return torch.stack([tensor.square().sum() for tensor in tensors]).sqrt_()
+
+
+def row_squares(x: Tensor) -> Tensor:
+    """Returns the sum of squares of each row of x (R, C), in FP32, (R,)."""
+    if x.is_cuda:  # without a tensor of the squares
+        norms_of_rows: Tensor = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
+        return norms_of_rows.square_()
+    return x.to(torch.float32).square().sum(1)
 
 
 def _squares(parts: Tensor) -> Tensor:
@@ -138,9 +147,8 @@ def _error_squares(first: Tensor, second: Tensor, errors: Tensor) -> Tensor:
     programs = triton.cdiv(size, _BLOCK)
     sums = first.new_empty(programs, kinds, 3, 2)
     with torch.cuda.device_of(first):
-        _error_squares_kernel[(programs,)](
-            first, second, errors, sums, size, errors.stride(0), pieces, kinds, _BLOCK, enable_fp_fusion=True
-        )
+        tensors, numbers = (first, second, errors, sums), (size, errors.stride(0))
+        launch(_error_squares_kernel, (programs,), tensors, numbers, (pieces, kinds, _BLOCK), enable_fp_fusion=True)
     return sums.sum(0)
 
 
@@ -150,5 +158,6 @@ def _scaled_squares(parts: Tensor, factors: Tensor) -> Tensor:
     programs = triton.cdiv(size, _BLOCK)
     sums = parts.new_empty(programs, 2)
     with torch.cuda.device_of(parts):
-        _scaled_squares_kernel[(programs,)](parts, factors, sums, size, parts.shape[0], _BLOCK, enable_fp_fusion=True)
+        constants = (parts.shape[0], _BLOCK)
+        launch(_scaled_squares_kernel, (programs,), (parts, factors, sums), (size,), constants, enable_fp_fusion=True)
     return sums.sum(0)

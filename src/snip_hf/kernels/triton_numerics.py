@@ -67,14 +67,40 @@ def amax_of(x, AXIS: tl.constexpr):
 @triton.jit
 def bits_of_runs(state, run, channel, tokens, channels):
     """The hash of `random_streams.uniform` for each run of four tokens; positions wrap modulo 2**32."""
+    return bits_of_key(tl.load(state + KEY), state, run, channel, tokens, channels)
+
+
+@triton.jit
+def bits_of_key(key, state, run, channel, tokens, channels):
+    """As `bits_of_runs`, with another key than the state's."""
     # `random_streams.rank_stream`
-    key, runs = tl.load(state + KEY), (tokens + RUN - 1) // RUN
+    runs = (tokens + RUN - 1) // RUN
     all_runs = tl.load(state + RANKS).to(tl.uint32) * runs
     low = key.to(tl.uint32) ^ (all_runs * 0x9E3779B9)
     high = (key >> 32).to(tl.uint32) + all_runs * 0x85EBCA6B
     run = run.to(tl.uint32) + tl.load(state + RANK).to(tl.uint32) * runs
     bits = run[:, None] * channels + channel[None, :].to(tl.uint32)
     return random_bits(bits, low, high)
+
+
+@triton.jit
+def key_of_matrix(key, matrix):
+    """The key of one of a layer's matrices (`random_streams.matrix_keys`), from the layer's own (int64)."""
+    zero = matrix.to(tl.uint32) * 0
+    low, high = zero + 0x243F6A88, zero + 0x85A308D3
+    low, high = _next_word(low, high, key.to(tl.uint32))
+    low, high = _next_word(low, high, (key >> 32).to(tl.uint32))
+    low, high = _next_word(low, high, zero)
+    low, high = _next_word(low, high, zero)
+    low, high = _next_word(low, high, matrix.to(tl.uint32))
+    low, high = _next_word(low, high, zero)
+    return (high.to(tl.int64) << 32) | low.to(tl.int64)
+
+
+@triton.jit
+def _next_word(low, high, word):
+    low = random_bits(low ^ word, 0, 0)
+    return low, random_bits(high + low, 0, 0)
 
 
 @triton.jit

@@ -72,9 +72,10 @@ class SnipExpertGroup(SnipExperts):
     def weight_name(self, name: str) -> str:
         return without_group(name)
 
-    def use_backend(self, backend: Backend) -> None:
-        """Stays with the emulated kernels, which know groups."""
-        super().use_backend(EMULATED)
+    def refused_by(self, backend: Backend) -> str | None:
+        if not backend.runs_groups:
+            return super().refused_by(backend)
+        return None if backend is EMULATED else "groups of experts (expert_groups) run emulated"
 
     def restore(self) -> None:
         """Takes the group from its projection, and with the last one the projection from its module."""

@@ -146,9 +146,14 @@ class SnipExperts(SnipLayer):
             start, first = stop, first + group.num_matrices
         return torch.cat([*outputs, outputs[0].new_zeros(len(input) - start, self.out_features)])
 
+    def refused_by(self, backend: Backend) -> str | None:
+        if not backend.runs_groups:
+            return f"backend {backend.name} runs no grouped products"
+        return backend.refuses_groups(self)
+
     def use_backend(self, backend: Backend) -> None:
-        """Lets these kernels run the layer from now on, or the emulated ones where they do not run groups."""
-        super().use_backend(backend if backend.runs_groups else EMULATED)
+        """Lets these kernels run the layer from now on, or the emulated ones where they refuse it."""
+        super().use_backend(backend if self.refused_by(backend) is None else EMULATED)
 
     def restore(self) -> None:
         """Takes the layer from its module, which runs as before the swap once it has none left."""

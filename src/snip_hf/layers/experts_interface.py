@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..kernels.grouped import unquantized
 from .layer import Dispatch
+from .token_moves import permuted, sorted_tokens, unsorted
 
 IMPLEMENTATION = "snip"
 # Where a module that holds experts' parameters holds their layers.
@@ -58,7 +59,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         top_k_weights: (T, K).
     """
     order, dispatch = dispatched(top_k_index, self.num_experts)
-    x = hidden_states[dispatch.token]
+    x = sorted_tokens(hidden_states, order)
     inner = project(self, "gate_up_proj" if self.has_gate else "up_proj", x, dispatch)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     output = project(self, "down_proj", inner, dispatch)
@@ -77,11 +78,9 @@ def dispatched(top_k_index: Tensor, experts: int) -> tuple[Tensor, Dispatch]:
 
 def weighted_sum(output: Tensor, order: Tensor, top_k_weights: Tensor) -> Tensor:
     """Returns the sum of each token's outputs (S, H), sorted by `order`, with its weights (T, K): (T, H)."""
-    weighted = output * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    weighted = output * permuted(top_k_weights.reshape(-1), order).unsqueeze(-1)
     # In the order of the batch again, so that the sum over a token's experts has a fixed order.
-    back = torch.empty_like(order)
-    back[order] = torch.arange(order.shape[0], device=order.device)
-    return weighted[back].view(*top_k_weights.shape, -1).sum(dim=1)
+    return unsorted(weighted, order).view(*top_k_weights.shape, -1).sum(dim=1)
 
 
 class Layout(NamedTuple):

@@ -168,6 +168,10 @@ class SnipLayer(nn.Module):
         self.snip_state[: len(GEMMS)] = torch.tensor([format.code for format in chosen])
         self.snip_backend.note_formats(self, chosen)
 
+    def refused_by(self, backend: Backend) -> str | None:
+        """Returns why the emulated backend runs the layer in the place of another one, None if that one runs it."""
+        return None
+
     def use_backend(self, backend: Backend) -> None:
         """Lets these kernels run the layer from now on, with what formats it has."""
         self.snip_backend = backend

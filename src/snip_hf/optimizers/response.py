@@ -29,7 +29,7 @@ from .bitsandbytes_states import smoothed_lion, unpacked
 from .known import AUTOGRAD, DEFAULT, ELEMENTWISE, is_tried, refusal, rule_name, situation_of, way
 from .parts import parts_of
 from .trial_weights import SHAPES, trial
-from .update_rules import Autograd, Elementwise, Situation, lion, own_step
+from .update_rules import SLOPES, Autograd, Elementwise, Situation, lion, own_step
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,11 @@ class AnalyticResponse(ElementwiseResponse):
 
     def update(self, gradient: Tensor) -> Tensor:
         return self.rule(self.at, self.at.signed(gradient.to(torch.float32)))[0]
+
+    def pushforward(self, gradient: Tensor, tangent: Tensor) -> Tensor:
+        fused = SLOPES.get(self.rule)
+        found = None if fused is None else fused(self.at, gradient, tangent)
+        return super().pushforward(gradient, tangent) if found is None else found
 
     def _slope(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         _, slope, meaningful = self.rule(self.at, self.at.signed(gradient.to(torch.float32)))
@@ -200,6 +205,26 @@ def responses(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, 
         if id(parameter) in groups and parameter.requires_grad:
             part, group = groups[id(parameter)]
             found[name] = _response(part, situation_of(part, group, parameter))
+    return _with_steps(found)
+
+
+def _with_steps(found: dict[str, Response]) -> dict[str, Response]:
+    """Returns responses whose rules know the number of their step, which fused optimizers hold on the device.
+
+    Read once for all of them: each time that a rule read its own, it would wait for the device.
+    """
+    held = {
+        name: step
+        for name, response in found.items()
+        if isinstance(response, AnalyticResponse) and type(step := response.at.state.get("step")) is Tensor
+    }
+    if not held:
+        return found
+    device = next(iter(held.values())).device
+    steps = torch.stack([step.reshape(()).to(device, torch.float64) for step in held.values()]).tolist()
+    for name, step in zip(held, steps, strict=True):
+        at = found[name].at
+        found[name] = replace(found[name], at=replace(at, state={**at.state, "step": step}))
     return found
 
 

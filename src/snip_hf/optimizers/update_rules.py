@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from ..kernels import adam_slopes as kernels
 from ..numerics.random_state import RandomState
 from ..parallel.sharding import own_part, whole
 from ..python_state import Kept, Shared
@@ -120,6 +121,32 @@ def adam(at: Situation, gradient: Tensor, decoupled: bool = False) -> tuple[Tens
     slope = ((1 - beta1) / unbiased1 - mean / divisor * (second_slope / (2 * unbiased2) / root)) / divisor
     touched = second > 0
     return lr * mean / divisor, torch.where(touched, lr * slope, 0), touched
+
+
+def adam_slopes(at: Situation, gradient: Tensor, tangent: Tensor, decoupled: bool = False) -> Tensor | None:
+    """Returns h'(gradient) * tangent of `adam` from one kernel; None for tensors or options that it does not take."""
+    first, second = at.state.get("exp_avg"), at.state.get("exp_avg_sq")
+    is_coupled = not (decoupled or at.group.get("decoupled_weight_decay", False)) and at.number("weight_decay") != 0
+    if is_coupled or at.group["amsgrad"] or at.group.get("maximize", False):
+        return None
+    if not kernels.takes(gradient, first, second, tangent):
+        return None
+    beta1, beta2 = (float(beta) for beta in at.group["betas"])
+    unbiased1, unbiased2 = 1 - beta1**at.step, 1 - beta2**at.step
+    numbers = kernels.AdamNumbers(
+        first_kept=1 - (1 - beta1),
+        first_taken=1 - beta1,
+        second_kept=1 - (1 - beta2),
+        second_taken=1 - beta2,
+        second_slope=2 * (1 - beta2),
+        inverse_unbiased_first=1 / unbiased1,
+        inverse_unbiased_second=1 / unbiased2,
+        eps=at.number("eps"),
+        mean_slope=(1 - beta1) / unbiased1,
+        inverse_twice_unbiased_second=1 / (2 * unbiased2),
+        lr=at.number("lr"),
+    )
+    return kernels.adam_slopes(gradient, at.state["exp_avg"], at.state["exp_avg_sq"], tangent, numbers)
 
 
 def lion(at: Situation, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,6 +255,7 @@ def _norm(tensor: Tensor) -> Tensor:
 
 Elementwise = Callable[[Situation, Tensor], tuple[Tensor, Tensor, Tensor]]
 Autograd = Callable[[Situation, Tensor], tuple[Tensor, Tensor]]
+Slopes = Callable[[Situation, Tensor, Tensor], Tensor | None]
 _adamw = partial(adam, decoupled=True)
 
 # By package and class, so that transformers and torchao need not be imported.
@@ -238,6 +266,8 @@ ELEMENTWISE: Mapping[str, Elementwise] = {
     **{f"torchao.Adam{bits}": adam for bits in ("8bit", "4bit", "Fp8")},
     **{f"torchao.AdamW{bits}": _adamw for bits in ("8bit", "4bit", "Fp8")},
 }
+# Rules whose derivative may come from a kernel.
+SLOPES: Mapping[Elementwise, Slopes] = {adam: adam_slopes, _adamw: partial(adam_slopes, decoupled=True)}
 AUTOGRAD: Mapping[str, Autograd] = {
     "torch.Adafactor": adafactor,
     "torch.Muon": muon,

@@ -140,7 +140,10 @@ def use_backend(
     for layer in layers.values():
         layer.snip_backend.release({"": layer})  # what a run before that was not closed may have left
         layer.use_backend(backend)
-    left = [name for name, layer in layers.items() if layer.snip_backend is not backend]
+    left: dict[str, list[str]] = {}
+    for name, layer in layers.items():
+        if (reason := layer.refused_by(backend)) is not None:
+            left.setdefault(reason, []).append(name)
     pack_states(layers)
     set_rank(layers, data.rank, data.size)
     asked = config.backend != "auto"
@@ -153,13 +156,11 @@ def use_backend(
         log.info("snip-hf: backend %s: %s (%s).", backend.name, text, reason)
     else:
         log.info("snip-hf: backend %s: %s", backend.name, text)
-    if left:
+    for reason, names in left.items():
         log.warning(
             "snip-hf: %s: %d layers of experts, such as %s, run emulated, slower than BF16. Name them in skip_modules "
             "to keep them in high precision.",
-            "groups of experts (expert_groups) run emulated"
-            if backend.runs_groups
-            else f"backend {backend.name} runs no grouped products",
-            len(left),
-            left[0],
+            reason,
+            len(names),
+            names[0],
         )

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ...numerics.formats import NumberFormat, format_of_code
 from ...numerics.gemms import GEMMS
-from ..backend import Layer, register_backend
+from ..backend import GroupedLayer, Layer, register_backend
+from ..emulated import EMULATED
 from ..tensor_core import Cache, Quantized, TensorCoreBackend
-from . import records
-from .folding import fold_of, has_one_scale
+from . import grouped_trial, records
+from .folding import BLOCK, fold_of, has_one_scale
 from .gemm_calls import gemm_call
+from .grouped_linear import GroupedTensorScaledGemms, How, quantize_matrices, weight_gemms
+from .grouped_operators import fold_grouped_into
 from .linear import TensorScaledGemms, quantize_input, quantize_weight
 from .operators import fold_into
+from .places import places_of
 from .records import Records
 from .trial import fault
 
@@ -26,6 +30,8 @@ _EXPECTED = "expected a CUDA device of compute capability 8.9 or later (Ada, Hop
 # Shares of blocks that are worth a line of the log.
 _MUCH_SATURATED, _MUCH_SMALL = 1e-4, 1e-2
 _MOST_NAMED = 3
+# Of torch's grouped FP8 product.
+_MOST_MATRICES = 1023
 
 
 class TensorScaled(TensorCoreBackend):
@@ -34,6 +40,7 @@ class TensorScaled(TensorCoreBackend):
     name = "tensor-scaled"
     arithmetic = "FP8 tensor cores with one scale per operand; values of 4 bits and their blocks' scales stored as FP8"
     quantizes_late = True
+    runs_groups = True
     measured_speeds = {2048: 1.24, 4096: 1.45}  # noqa: RUF012
 
     def lacks(self, device: torch.device) -> str | None:
@@ -58,20 +65,55 @@ class TensorScaled(TensorCoreBackend):
         own = _records(layer, x.device)
         return quantize_input(x, layer.snip_state, own.record, own.table, (row_gemm, column_gemm), _is_trained(layer))
 
+    def refuses_groups(self, layer: GroupedLayer) -> str | None:
+        if layer.out_features % BLOCK or layer.in_features % BLOCK:
+            return f"grouped FP8 products need features that are multiples of {BLOCK}"
+        if layer.num_matrices > _MOST_MATRICES:
+            return f"grouped FP8 products take {_MOST_MATRICES} matrices at most"
+        device = layer.weight.device
+        return grouped_trial.fault(device) if device.type == "cuda" else None
+
+    def grouped_forward(self, layer: GroupedLayer, x: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+        cache: Cache = layer.snip_cache
+        if x.dtype != torch.bfloat16 or x.device.type != cache.device:
+            return EMULATED.grouped_forward(layer, x, bias, ends)
+        keeps_x = torch.is_grad_enabled() and layer.weight.requires_grad
+        how = How(cache.high, keeps_x, layer.training and torch.is_grad_enabled(), layer.is_transposed)
+        # As `TensorCoreBackend.forward`.
+        is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
+        weights = cache.weights if layer.training and torch.is_grad_enabled() and is_kept else ()
+        own, places = _records(layer, x.device), places_of(ends, x.shape[0])
+        tensors = layer.snip_state, own.record, own.table
+        y: Tensor = GroupedTensorScaledGemms.apply(x, _stored(layer), bias, *tensors, how, *places, *weights)
+        return y
+
     def quantize_weight(self, layer: Layer, forward: bool, grad_input: bool) -> Quantized:
+        if _is_grouped(layer):
+            own = _records(layer, layer.weight.device)
+            uses, transposed = (forward, grad_input), layer.is_transposed
+            return quantize_matrices(_stored(layer), [layer.snip_state, own.record, own.table], uses, transposed)
         own, gemms = _records(layer, layer.weight.device), (0 if forward else -1, 1 if grad_input else -1)
         return quantize_weight(layer.matrix, layer.snip_state, own.record, own.table, gemms, True)
 
     def quantize_weight_into(self, layer: Layer, outputs: Sequence[Tensor]) -> None:
         own = _records(layer, layer.weight.device)
-        gemms = 0 if outputs[0].shape[0] > 0 else -1, 1 if outputs[2].shape[0] > 0 else -1
+        uses = outputs[0].shape[0] > 0, outputs[2].shape[0] > 0
+        if _is_grouped(layer):
+            outputs = [*outputs[2:], *outputs[:2]] if layer.is_transposed else outputs
+            first, second = weight_gemms(uses, layer.is_transposed)
+            stored = _stored(layer).detach().flatten(0, 1)
+            tensors = layer.snip_state, own.record, own.table
+            fold_grouped_into(stored, None, tensors, 2, (first, second), True, outputs)
+            return
+        gemms = 0 if uses[0] else -1, 1 if uses[1] else -1
         with torch.no_grad():
             fold_into(layer.matrix.detach(), layer.snip_state, (own.record, own.table), 2, gemms, True, outputs)
 
     def three_gemms(
         self, layer: Layer, x: Tensor, bias: Tensor | None, keeps_x: bool, inputs: Quantized, weights: Sequence[Tensor]
     ) -> Tensor:
-        own, how = _records(layer, x.device), (layer.snip_cache.high, keeps_x, _is_trained(layer))
+        own, has_grad_input = _records(layer, x.device), torch.is_grad_enabled() and x.requires_grad
+        how = layer.snip_cache.high, keeps_x, _is_trained(layer), has_grad_input
         tensors = layer.snip_state, own.record, own.table
         y: Tensor = TensorScaledGemms.apply(x, layer.matrix, bias, *tensors, how, *inputs, *weights)
         return y
@@ -144,9 +186,18 @@ class TensorScaled(TensorCoreBackend):
         )
 
 
-def _records(layer: Layer, device: torch.device) -> Records:
+def _records(layer: Layer | GroupedLayer, device: torch.device) -> Records:
     own: Records = layer.snip_cache.own
     return own.on(device)
+
+
+def _is_grouped(layer: Layer | GroupedLayer) -> TypeGuard[GroupedLayer]:
+    return hasattr(type(layer), "stacked")
+
+
+def _stored(layer: GroupedLayer) -> Tensor:
+    """Returns the matrices as the model stores them, (E, O, I) or (E, I, O)."""
+    return layer.stacked.transpose(1, 2) if layer.is_transposed else layer.stacked
 
 
 def _of_all(layers: Mapping[str, Layer]) -> dict[str, Records]:

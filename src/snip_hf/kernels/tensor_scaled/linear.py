@@ -6,15 +6,19 @@ inside the range of `folding`, but that gradients of FP32 weights are not rounde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..tensor_core import Quantized
-from .operators import fold_operand, multiply
+from .operators import fold_operand, multiply, multiply_weight
 
 _ACTIVATION, _GRADIENT, _WEIGHT = range(3)  # as in `gemms.OPERANDS`
+# Elements of the largest weight that is folded for forward and grad_input at once, in one launch and from one read. Its
+# layout for grad_input takes a byte per element until then, which would be too much for larger ones.
+SMALL = 2**22
 
 
 def quantize_input(
@@ -48,7 +52,8 @@ class TensorScaledGemms(torch.autograd.Function):
         bias: (O), BF16, or None.
         state, record, table: the layer's.
         how: for each GEMM, whether it runs in BF16; whether the backward pass will compute the weight's gradient;
-            whether the record takes note of the pass. A Python constant: changing it triggers recompilation.
+            whether the record takes note of the pass; whether there will be a grad_input GEMM. A Python constant:
+            changing it triggers recompilation.
         quantized: x as `quantize_input` gives it, for the GEMMs that are not high; then the weight, both layouts with
             their parameters, if they are kept, or nothing, if each pass quantizes what it needs.
     """
@@ -62,25 +67,32 @@ class TensorScaledGemms(torch.autograd.Function):
         state: Tensor,
         record: Tensor,
         table: Tensor,
-        how: tuple[tuple[bool, bool, bool], bool, bool],
+        how: tuple[tuple[bool, bool, bool], bool, bool, bool],
         *quantized: Tensor,
     ) -> Tensor:
-        high, keeps_x, counts = how
+        high, keeps_x, counts, has_grad_input = how
         out_features, in_features = weight.shape
         rows, columns, weights = quantized[:2], quantized[2:4], quantized[4:]
+        by_input: Sequence[Tensor] = weights[2:]
         if high[0]:
             y = torch.nn.functional.linear(x.reshape(-1, in_features), weight.to(x.dtype), bias)
         else:
-            by_output = weights[:2] or quantize_weight(weight, state, record, table, (0, -1), counts)[:2]
             # The bias is added to the FP32 sums, as emulated.
             dtype = x.dtype if bias is None else torch.float32
-            y = multiply("forward", rows, by_output, (x.numel() // in_features, out_features), dtype, record)
+            tokens = x.numel() // in_features
+            if weights:
+                y = multiply("forward", rows, weights[:2], (tokens, out_features), dtype, record)
+            else:
+                keeps = has_grad_input and not high[1] and weight.numel() <= SMALL
+                tensors = state, record, table
+                y, *layout = multiply_weight("forward", rows, weight, tensors, (keeps, counts), tokens, dtype)
+                by_input = layout if keeps else []
             y = y if bias is None else (y + bias).to(x.dtype)
         # A copy: the next forward pass may write the state before this one's backward pass reads it. A compiled graph
         # would make it in the backward pass, where it is of no use; torch notices there if the state was written.
         kept_state = state if torch.compiler.is_compiling() else state.clone()
         kept_x = x if keeps_x and (high[2] or columns[0].numel() == 0) else None
-        ctx.save_for_backward(kept_x, weight, kept_state, record, table, *columns, *weights[2:])
+        ctx.save_for_backward(kept_x, weight, kept_state, record, table, *columns, *by_input)
         ctx.high, ctx.x_shape = high, x.shape
         # Of gradients and weights, and of X if it is folded in the backward pass alone.
         ctx.counts, ctx.counts_x = counts, counts and high[0]
@@ -101,9 +113,11 @@ class TensorScaledGemms(torch.autograd.Function):
         grad_x = grad_weight = None
         if needs_x and high_input:
             grad_x = g @ weight.to(g.dtype)
-        elif needs_x:
-            by_input = by_input or quantize_weight(weight, state, record, table, (-1, 1), ctx.counts)[2:]
+        elif needs_x and by_input:
             grad_x = multiply("grad_input", quantized[:2], by_input, (g.shape[0], in_features), g.dtype, record)
+        elif needs_x:
+            how, tensors = (False, ctx.counts), (state, record, table)
+            grad_x, *_ = multiply_weight("grad_input", quantized[:2], weight, tensors, how, g.shape[0], g.dtype)
         if needs_weight and high_weight:
             grad_weight = g.t() @ x.reshape(-1, in_features)
         elif needs_weight:
@@ -113,7 +127,9 @@ class TensorScaledGemms(torch.autograd.Function):
                 # input of a square linear is attention's output as a rule, which is saved as it is: no copy then.
                 is_saved = in_features == out_features
                 late = (x if is_saved else torch.where(g[0, 0] == 0, x, x)).reshape(-1, in_features)
-                x_columns = fold_operand(late, state, record, table, _ACTIVATION, (-1, 2), ctx.counts_x, g)[2:]
+                # Not g itself: where it is cast from FP32, each operator that reads it would get a copy of its own.
+                after = quantized[3]
+                x_columns = fold_operand(late, state, record, table, _ACTIVATION, (-1, 2), ctx.counts_x, after)[2:]
             # In the parameter's own precision: rounding FP32 sums to BF16 first would gain nothing.
             dtype = g.dtype if weight.dtype == g.dtype else torch.float32
             grad_weight = multiply("grad_weight", quantized[2:], x_columns, (out_features, in_features), dtype, record)

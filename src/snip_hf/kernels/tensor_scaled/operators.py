@@ -25,8 +25,6 @@ from .notes import note_of
 from .records import Records
 
 if TYPE_CHECKING or find_spec("triton") is not None:
-    import triton
-
     from .tiles import fold_kernel, scales_kernel
 
 _MULTIPLE = 64
@@ -42,7 +40,7 @@ TILES: tuple[Tile, Tile, Tile] = ((8, 64, 1, None), (8, 32, 1, None), (8, 64, 1,
 _PART = (8, 512, 4, 1056, 64)
 # Whether the launch that finds the scales of an operand is left out where they are known.
 SPARES_LAUNCHES = True
-_GRADIENT = 1  # in `gemms.OPERANDS`
+_GRADIENT, _WEIGHT = 1, 2  # in `gemms.OPERANDS`
 
 # Through `Library` and not `custom_op`, which costs 35 microseconds more per call on the host.
 _library = torch.library.Library("snip_hf", "FRAGMENT")
@@ -54,10 +52,19 @@ _library.define(
     "tensor_scaled_product(Tensor[] operands, SymInt rows, SymInt columns, bool fast, ScalarType dtype, "
     "Tensor? record=None, int gemm=-1) -> Tensor"
 )
+_library.define(
+    "tensor_scaled_weight_product(Tensor[] left, Tensor weight, Tensor[] tensors, int gemm, bool[] how, SymInt rows, "
+    "ScalarType dtype) -> (Tensor, Tensor, Tensor)"
+)
 
 
 def _padded(size: int) -> int:
     return (size + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
+
+
+def _parts(size: int, width: int) -> int:
+    """Returns how many parts of a width a size has. `triton.cdiv` takes over a microsecond."""
+    return (size + width - 1) // width
 
 
 def _outputs(x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
@@ -189,7 +196,7 @@ def _find_scales(
     """Launches `scales_kernel` with the operand's record and the table."""
     (tokens, channels), (row_gemm, column_gemm) = x.shape, gemms
     height, width, warps, programs, counting = _PART
-    parts = triton.cdiv(tokens, height) * triton.cdiv(channels, width)
+    parts = _parts(tokens, height) * _parts(channels, width)
     launch(
         scales_kernel,
         (min(parts, programs),),
@@ -227,7 +234,7 @@ def launch_fold(
     is_ragged = padded_tokens != tokens or padded_channels != channels
     launch(
         fold_kernel,
-        (triton.cdiv(padded_channels, width), triton.cdiv(padded_tokens, 4 * runs)),
+        (_parts(padded_channels, width), _parts(padded_tokens, 4 * runs)),
         (x, state, record, table, row_parameters, column_parameters, rows, columns),
         (tokens, channels, padded_tokens, padded_channels, x.stride(0)),
         (
@@ -265,19 +272,24 @@ def _product(
         with torch.autocast("cpu", enabled=False):
             a, b = left.to(torch.float32) * left_parameters[0], right.to(torch.float32) * right_parameters[0]
             return (a @ b.t())[:rows, :columns].to(dtype).contiguous()
-    product: Tensor = torch.ops.aten._scaled_mm.default(
+    product: Tensor = torch._scaled_mm(
         left, right.t(), left_parameters[:1], right_parameters[:1], None, None, dtype, fast or sums_fast(record, gemm)
     )
     return product if product.shape == (rows, columns) else product[:rows, :columns].contiguous()
 
 
 def sums_fast(record: Tensor | None, gemm: int) -> bool:
-    """Returns True if a layer's GEMM may have fast sums because its format is folded.
+    """Returns True if a layer's GEMM may have fast sums because its format is folded."""
+    return FAST_SUMS_FOLDED[GEMMS[gemm]] and is_folded(record, gemm)
 
-    In a graph that is captured sums are exact: it is replayed under other plans too.
+
+def is_folded(record: Tensor | None, gemm: int) -> bool:
+    """Returns True if a layer's GEMM is known to have a format that is folded.
+
+    Not in a graph that is captured: it is replayed under other plans too.
     """
     note = None if record is None else note_of(record)
-    if record is None or note is None or not (note.folded[gemm] and FAST_SUMS_FOLDED[GEMMS[gemm]]):
+    if record is None or note is None or not note.folded[gemm]:
         return False
     return not (record.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -317,3 +329,67 @@ def multiply(
         [*left, *right], *shape, FAST_SUMS[gemm], dtype, record, GEMMS.index(gemm)
     )
     return product
+
+
+@torch.library.impl(_library, "tensor_scaled_weight_product", "CompositeExplicitAutograd")
+def _weight_product(
+    left: Sequence[Tensor],
+    weight: Tensor,
+    tensors: Sequence[Tensor],
+    gemm: int,
+    how: Sequence[bool],
+    rows: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (state, record, table), (keeps, counts, fast), is_forward = tensors, how, gemm == 0
+    gemms = 0 if is_forward else -1, 1 if keeps or not is_forward else -1
+    outputs = _outputs(weight, *gemms)
+    fold_into(weight, state, (record, table), _WEIGHT, gemms, counts, outputs)
+    right = outputs[:2] if is_forward else outputs[2:]
+    product = _product([*left, *right], rows, weight.shape[gemm], fast, dtype, record, gemm)
+    return product, *(outputs[2:] if is_forward else outputs[:2])
+
+
+@torch.library.register_fake("snip_hf::tensor_scaled_weight_product", lib=_library)
+def _(
+    left: Sequence[Tensor],
+    weight: Tensor,
+    tensors: Sequence[Tensor],
+    gemm: int,
+    how: Sequence[bool],
+    rows: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    outputs = _outputs(weight, -1, 1 if how[0] and gemm == 0 else -1)
+    product = weight.new_empty(rows, weight.shape[gemm], dtype=dtype)
+    return product, *(outputs[2:] if gemm == 0 else outputs[:2])
+
+
+def multiply_weight(
+    gemm: str,
+    left: Sequence[Tensor],
+    weight: Tensor,
+    tensors: Sequence[Tensor],
+    how: tuple[bool, bool],
+    rows: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """Returns the product of an operand with a layer's weight, which is folded for it; and the weight for grad_input.
+
+    One operator instead of two: the host takes some microseconds for each, over a hundred times per step.
+
+    Args:
+        gemm: "forward" or "grad_input".
+        left: (M', K') E4M3 and its parameters.
+        weight: (O, I).
+        tensors: the layer's state, record and table.
+        how: whether the weight is folded for grad_input too, in the forward GEMM; whether the record takes note of it.
+        rows: M without the padding.
+        dtype: of the product, BF16 or FP32.
+
+    Returns: the product, and (I', O') E4M3 with its parameters, empty if it is not asked for.
+    """
+    found: tuple[Tensor, ...] = torch.ops.snip_hf.tensor_scaled_weight_product(
+        list(left), weight.detach(), list(tensors), GEMMS.index(gemm), [*how, FAST_SUMS[gemm]], rows, dtype
+    )
+    return found

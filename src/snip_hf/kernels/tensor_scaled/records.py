@@ -201,14 +201,26 @@ def losses(records: Mapping[str, Records], resets: bool = True) -> list[Losses]:
     Waits for the device.
     """
     found = []
-    for name, one in records.items():
-        for operand, row in zip(OPERANDS, one.record.tolist(), strict=True):
+    for name, rows in _read(records).items():
+        for operand, row in zip(OPERANDS, rows, strict=True):
             if row[SATURATED] or row[SMALL] or row[CLIPPED]:
                 blocks = max(row[BLOCKS], 1)
                 found.append(Losses(name, operand, row[SATURATED] / blocks, row[SMALL] / blocks, row[CLIPPED]))
-        if resets:
-            one.record.data[:, [BLOCKS, SATURATED, SMALL, CLIPPED]] = 0
+    for one in records.values() if resets else ():
+        columns = _on_device((BLOCKS, SATURATED, SMALL, CLIPPED), one.record.device)
+        one.record.data.index_fill_(1, columns, 0)
     return sorted(found, key=lambda one: (-one.saturated, -one.clipped_steps, -one.small))
+
+
+def _read(records: Mapping[str, Records]) -> dict[str, list[list[int]]]:
+    """Returns the rows of all records; each device is waited for once."""
+    places: dict[torch.device, list[str]] = {}
+    for name, one in records.items():
+        places.setdefault(one.record.device, []).append(name)
+    rows: dict[str, list[list[int]]] = {}
+    for names in places.values():
+        rows |= zip(names, torch.stack([records[name].record.data for name in names]).tolist(), strict=True)
+    return {name: rows[name] for name in records}
 
 
 def bits_of(number: float) -> int:

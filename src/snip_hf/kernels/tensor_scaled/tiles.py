@@ -45,12 +45,12 @@ def _as_bf16(value):
 
 
 @triton.jit
-def _write_parameters(parameters, known, exponent, bits):
-    """The scale of the tensor and its inverse, and what the table knows of the format.
+def _scale_of(spacing, exponent, bits):
+    """The scale of a tensor in a format and its inverse.
 
-    known: the format's row in the table. exponent: in force, or _UNSET. bits: of the tensor's amax, if it was needed.
+    spacing: of the format. exponent: in force, or _UNSET. bits: of the tensor's amax, if it was needed.
     """
-    if tl.load(known + _SPACING) == 0.0:
+    if spacing == 0.0:
         amax = bits.to(tl.int32).to(tl.float32, bitcast=True)
         scale = tl.maximum(tl.div_rn(amax, _MAX_FP8), _SMALLEST_NORMAL)
         scale = tl.where(amax < float("inf"), scale, float("nan"))
@@ -60,6 +60,16 @@ def _write_parameters(parameters, known, exponent, bits):
         s = tl.where(exponent == _UNSET, own, exponent).to(tl.int32)
         scale = ((s + 127) << 23).to(tl.float32, bitcast=True)
         inverse = ((127 - s) << 23).to(tl.float32, bitcast=True)
+    return scale, inverse
+
+
+@triton.jit
+def _write_parameters(parameters, known, exponent, bits):
+    """The scale of the tensor and its inverse, and what the table knows of the format.
+
+    known: the format's row in the table. exponent: in force, or _UNSET. bits: of the tensor's amax, if it was needed.
+    """
+    scale, inverse = _scale_of(tl.load(known + _SPACING), exponent, bits)
     place = tl.arange(0, _PARAMETERS)
     value = tl.load(known + place)
     value = tl.where(place == _SCALE, scale, tl.where(place == _INVERSE, inverse, value))
@@ -129,8 +139,9 @@ def scales_kernel(
     bits = exponent * 0
     if needed:
         largest = tl.zeros([HEIGHT, WIDTH], tl.float32)
+        # From the end, which was written last and may be in the cache, to where `fold_kernel` begins.
         for part in range(tl.program_id(0), parts, tl.num_programs(0)):
-            largest = larger(largest, _magnitudes(x, part, tokens, channels, stride, HEIGHT, WIDTH))
+            largest = larger(largest, _magnitudes(x, parts - 1 - part, tokens, channels, stride, HEIGHT, WIDTH))
         found = amax_of(amax_of(largest, 1), 0).to(tl.int32, bitcast=True).to(tl.int64)
         tl.atomic_max(record + _AMAX, found)
         # The last program to arrive sees what all have found, and leaves the places as they were.
@@ -317,7 +328,9 @@ def fold_kernel(
         row_known, column_known = _find_parameters(
             state, record, table, row_parameters, column_parameters, ROW_GEMM, COLUMN_GEMM
         )
-    run = (tl.program_id(1) * RUNS + tl.arange(0, RUNS)).to(tl.int64)
+    # From the end, where x is read for the first time: it was written last and may be in the cache.
+    place = tl.num_programs(1) - 1 - tl.program_id(1) if FINDS else tl.program_id(1)
+    run = (place * RUNS + tl.arange(0, RUNS)).to(tl.int64)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     a, b, c, d = _load(x, run, channel, tokens, channels, stride, RAGGED)
     seen = tl.load(record + _LARGEST)  # by some programs; no need to wait for others

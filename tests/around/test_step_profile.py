@@ -1,0 +1,46 @@
+"""What `benchmarks/step_profile.py` makes of a profile."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import step_profile
+import torch
+
+pytest.importorskip("triton")
+
+from snip_hf.kernels.tensor_scaled import operators
+from snip_hf.kernels.tensor_scaled.records import Records
+from snip_hf.numerics.formats import FORMATS
+
+SPANS = [(0.0, 10.0, "scales_kernel"), (10.0, 30.0, "fold_kernel"), (34.0, 84.0, "nvjet_sm90_qqtst_256x128")]
+
+
+def test_kernels_are_added_up_by_kind_and_waits_lie_between_them() -> None:
+    found = step_profile.by_kind(SPANS, steps=2)
+    assert found["ms"] == {"find its scales": 0.005, "fold an operand": 0.01, "FP8 product": 0.025}
+    assert found["launches"] == dict.fromkeys(found["ms"], 0.5)
+    assert (found["step_ms"], found["idle_ms"]) == (0.042, 0.002)
+    assert found["waits"] == [[0.004, 0.0, "fold_kernel", "nvjet_sm90_qqtst_256x128"]]
+    assert found["idle_ms_up_to"] == {2: 0.0, 5: 0.002, 20: 0.002, 100: 0.002, 1000: 0.002}
+
+
+def test_folds_are_told_apart_by_operand_in_the_order_of_their_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    monkeypatch.setattr(operators, "launch_fold", lambda *given, **more: launched.append("fold_kernel"))
+    monkeypatch.setattr(operators, "_find_scales", lambda *given: launched.append("scales_kernel"))
+    monkeypatch.setattr(operators, "fold_into", partial(operators.fold_into, by_kernel=True))
+    own, code = Records.new(torch.device("cpu")), FORMATS["mxfp4"].code
+    x, state = torch.zeros(64, 128, dtype=torch.bfloat16), torch.tensor([code, code, code, 0, 0, 1])
+    folds = step_profile.Folds()
+    folds.note()
+    operators.fold_operand(x, state, own.record, own.table, 0, (0, 2), True)
+    folds.end()
+    assert launched == ["scales_kernel", "fold_kernel"]
+    rows = folds.figures(SPANS, steps=1)["folds"]
+    assert rows == {
+        "activation 64x128, rows and columns": {"launches": 1.0, "ms": 0.02, "bound_ms": 0.0},
+        "scales of activation 64x128, rows and columns": {"launches": 1.0, "ms": 0.01, "bound_ms": 0.0},
+    }
+    assert folds.figures(SPANS[:1], steps=1) == {"folds": None}

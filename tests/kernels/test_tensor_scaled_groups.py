@@ -1,0 +1,348 @@
+"""Layers of several matrices on the backend "tensor-scaled": places, operands byte for byte, and layers against the
+emulated backend; on a CPU by the reference and Triton's interpreter, and on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from expert_models import tiny_gpt_oss, tiny_qwen3_moe
+from kernel_runs import dump, interpreting, load
+from kernels.test_hopper_layers import Operators, assert_close, assert_same, randn
+from kernels.test_tensor_scaled import numbers, rising
+from kernels.test_tensor_scaled_layers import SNIP, everywhere, on_gpu  # noqa: F401
+from models import batch
+from slow_cases import slow_but
+from torch import Tensor, nn
+
+from snip_hf import SnipConfig, SnipController
+from snip_hf.kernels.backend import BACKENDS, Backend
+from snip_hf.kernels.emulated import EMULATED
+from snip_hf.kernels.tensor_core import keep_quantized
+from snip_hf.kernels.tensor_scaled import grouped_trial
+from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
+from snip_hf.kernels.tensor_scaled.folding import table_on
+from snip_hf.kernels.tensor_scaled.grouped_operators import folded
+from snip_hf.kernels.tensor_scaled.places import places_of
+from snip_hf.kernels.tensor_scaled.records import EXPONENT, LARGEST, UNSET, Records
+from snip_hf.layers.state import snip_linears
+from snip_hf.numerics.formats import FORMATS, format_of_code
+from snip_hf.numerics.gemms import OPERANDS
+from snip_hf.numerics.random_streams import matrix_keys
+from snip_hf.numerics.rounding import round_operand
+from snip_hf.parallel.ranks import Ranks
+from snip_hf.training.preparation import use_backend
+
+Run = Callable[..., tuple[Tensor, ...]]
+MXFP4 = ("mxfp4", "mxfp4", "mxfp4")
+MIXED = ("ufp4", "fp8-tensor", "mxfp4")
+GEMMS_OF = {"activation": (0, 2), "gradient": (1, 2), "weight": (0, 1)}
+# Tokens of each matrix, and of none.
+TOKENS, OF_NONE = (70, 0, 3, 64), 5
+COMBINATIONS = list(itertools.product(("bf16", "mxfp4", "fp8-tensor"), repeat=3))
+FEW = [MXFP4, ("bf16", "fp8-tensor", "mxfp4"), ("fp8-tensor", "mxfp4", "bf16"), ("mxfp4", "bf16", "fp8-tensor")]
+
+
+def ends_on(where: str | torch.device = "cpu") -> Tensor:
+    return torch.tensor(TOKENS, device=where).cumsum(0)
+
+
+# ------------------------------------------------------------------------------------- places
+
+
+def test_each_matrix_gets_places_that_are_a_multiple_of_32_and_at_least_32() -> None:
+    places = places_of(ends_on(), sum(TOKENS) + OF_NONE)
+    assert places.ends.tolist() == [70, 70, 73, 137] and places.padded_ends.tolist() == [96, 128, 160, 224]
+    assert places.blocks.tolist() == [
+        [0, 0, 32, 0, 70],
+        [0, 32, 32, 32, 70],
+        [0, 64, 6, 64, 70],
+        [1, 70, 0, 0, 0],
+        [2, 70, 3, 0, 3],
+        [3, 73, 32, 0, 64],
+        [3, 105, 32, 32, 64],
+        [3, 137, 0, 64, 64],
+    ]
+    own = [*range(70), *range(128, 131), *range(160, 224)]
+    assert places.place[:137].tolist() == own and int(places.place.max()) < 32 * len(places.blocks)
+    assert places.matrix.tolist() == [0] * 70 + [2] * 3 + [3] * 64 + [4] * 5
+
+
+@pytest.mark.parametrize("tokens", [(0, 0, 0), (1,), (31, 31, 31, 31), (33, 1, 0, 32), (96,)])
+def test_there_are_always_enough_places(tokens: tuple[int, ...]) -> None:
+    for of_none in (0, 40):
+        places = places_of(torch.tensor(tokens).cumsum(0), sum(tokens) + of_none)
+        assert int(places.padded_ends[-1]) <= 32 * len(places.blocks)
+        assert ((places.place >= 0) & (places.place < 32 * len(places.blocks))).all()
+
+
+# ------------------------------------------------------------------------------------- operands
+
+
+def record_with(exponent: int) -> Tensor:
+    record = Records.new(torch.device("cpu")).record
+    record[:, EXPONENT] = exponent
+    return record
+
+
+def by_kernel(
+    x: Tensor, blocks: Tensor | None, state: Tensor, record: Tensor, operand: int, gemms: tuple[int, int], settled: bool
+) -> tuple[Tensor, ...]:
+    records = Records(record, table_on(x.device))
+    if settled:
+        records.note.take([format_of_code(code) for code in state[:3].tolist()])
+        records.note.known[operand] = True
+    return *folded(x, blocks, state, records, operand, len(TOKENS), gemms, by_kernel=True), records.record
+
+
+def interpret(tensors: bytes, *arguments: Any) -> bytes:
+    return dump(by_kernel(*load(tensors), *arguments))
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Run]:
+    pytest.importorskip("triton")
+    with interpreting() as pool:
+        yield lambda *given: load(pool.submit(interpret, dump(given[:4]), *given[4:]).result())
+
+
+def on_cuda(*given: Any) -> tuple[Tensor, ...]:
+    tensors = (None if tensor is None else tensor.cuda() for tensor in given[:4])
+    return tuple(part.cpu() for part in by_kernel(*tensors, *given[4:]))
+
+
+@pytest.fixture(
+    params=[pytest.param("interpreter", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def run(request: pytest.FixtureRequest) -> Run:
+    return request.getfixturevalue("interpreter") if request.param == "interpreter" else on_cuda
+
+
+def check(run: Run, formats: tuple[str, ...], operand: str, exponent: int = UNSET, settled: bool = False) -> None:
+    number, gemms = OPERANDS.index(operand), GEMMS_OF[operand]
+    if operand == "weight":
+        x, blocks = rising(len(TOKENS) * 64, 96), None
+    else:
+        x = rising(sum(TOKENS) + OF_NONE, 96)
+        blocks = places_of(ends_on(), len(x)).blocks
+    records = Records(record_with(exponent), table_on(torch.device("cpu")))
+    expected = folded(x, blocks, numbers(formats), records, number, len(TOKENS), gemms, by_kernel=False)
+    *got, record = run(x, blocks, numbers(formats), record_with(exponent), number, gemms, settled)
+    for one, other in zip(got, expected, strict=True):
+        assert one.shape == other.shape and torch.equal(one.float(), other.float())
+    noted = slice(LARGEST + 1) if settled else slice(None)  # blocks are counted by the other launch
+    assert torch.equal(record[:, noted], records.record[:, noted])
+
+
+@pytest.mark.parametrize("formats", [MXFP4, MIXED], ids="/".join)
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_the_kernels_write_the_bytes_of_the_reference(operand: str, formats: tuple[str, ...], run: Run) -> None:
+    check(run, formats, operand)
+    check(run, formats, operand, 3)
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_one_launch_writes_them_where_the_exponent_and_folded_formats_are_known(operand: str, run: Run) -> None:
+    check(run, MXFP4, operand, 3, settled=True)
+    check(run, MXFP4, operand, -20, settled=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_the_kernel_assembles_for_hopper_and_converts_to_fp8_in_hardware(operand: str) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from snip_hf.kernels.tensor_scaled.grouped_tiles import grouped_fold_kernel as kernel
+
+    row_gemm, column_gemm = GEMMS_OF[operand]
+    constants: dict[str, Any] = dict.fromkeys(("HAS_ROWS", "HAS_COLUMNS", "COUNTS", "NEEDS"), True)
+    constants |= {"ROW_GEMM": row_gemm, "COLUMN_GEMM": column_gemm, "IS_GRADIENT": operand == "gradient"}
+    constants |= {"EVEN": operand == "weight", "CHANNELS": 32}
+    kinds = {"x": "*bf16", "table": "*fp32", "amaxes": "*i32", "rows": "*fp8e4nv", "columns": "*fp8e4nv"}
+    kinds |= dict.fromkeys(("blocks", "state", "record"), "*i64") | dict.fromkeys(
+        ("row_scales", "column_scales"), "*fp32"
+    )
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    divisible = {(index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if name not in constants}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1, "enable_fp_fusion": True})
+    assert len(code.asm["cubin"]) > 1000 and "cvt.rn.satfinite.e4m3x2.f32" in code.asm["ptx"]
+
+
+@pytest.mark.parametrize("operand", OPERANDS)
+def test_a_matrix_has_the_values_of_a_layer_of_its_own(operand: str) -> None:
+    """Of `numerics.rounding`, to the bit, with the matrix's own random numbers."""
+    is_weight, (row_gemm, _) = operand == "weight", GEMMS_OF[operand]
+    x = rising(len(TOKENS) * 64 if is_weight else sum(TOKENS), 96)
+    places = places_of(ends_on(), sum(TOKENS))
+    state, number = numbers(MIXED, rank=1, ranks=2), OPERANDS.index(operand)
+    blocks = None if is_weight else places.blocks
+    rows, scales, columns, column_scales = folded(
+        x, blocks, state, Records.new(x.device), number, len(TOKENS), GEMMS_OF[operand]
+    )
+    keys = matrix_keys(int(state[3]) % 2**64, len(TOKENS))
+    for matrix, (key, end, count) in enumerate(zip(keys, ends_on().tolist(), TOKENS, strict=True)):
+        start = int(places.padded_ends[matrix]) - max(-(-count // 32), 1) * 32
+        at, own = (matrix * 64, x[matrix * 64 : matrix * 64 + 64]) if is_weight else (start, x[end - count : end])
+        if len(own) == 0:
+            continue
+        got = rows[at : at + len(own)].float() * scales[matrix], columns[:, at : at + len(own)].t().float()
+        for value, contracts, gemm in (
+            (got[0], 1, row_gemm),
+            (got[1] * column_scales[matrix], 0, GEMMS_OF[operand][1]),
+        ):
+            format = FORMATS[MIXED[gemm]]
+            expected = round_operand(own, format, operand, contracts, key, 1, 2).dequantize()
+            assert torch.equal(value, expected), (matrix, contracts)
+
+
+# ------------------------------------------------------------------------------------- layers
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=on_gpu)])
+def where(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+class Experts:
+    """A layer of several matrices as backends see one."""
+
+    def __init__(self, formats: tuple[str, ...], backend: Backend, transposed: bool, dtype: Any, where: str) -> None:
+        weight = randn(len(TOKENS), 64, 96, dtype=dtype, device=where)
+        self.weight = nn.Parameter(weight.transpose(1, 2).contiguous() if transposed else weight)
+        self.bias = nn.Parameter(randn(len(TOKENS), 64, seed=3, device=where))
+        self.num_matrices, self.out_features, self.in_features = len(TOKENS), 64, 96
+        self.training, self.is_transposed, self.snip_backend = True, transposed, backend
+        self.snip_cache: Any = None
+        self.snip_state = self.states = numbers(formats, rank=1, ranks=2).to(where)
+        backend.attach(self)  # type: ignore[arg-type]
+
+    @property
+    def stacked(self) -> Tensor:
+        return self.weight.transpose(1, 2) if self.is_transposed else self.weight
+
+    def gradients(self, biased: bool = False) -> dict[str, Tensor]:
+        """Output and gradients of a pass."""
+        where = self.weight.device
+        x = randn(sum(TOKENS) + OF_NONE, 96, seed=1, device=where.type).requires_grad_()
+        self.weight.grad = self.bias.grad = None
+        y = self.snip_backend.grouped_forward(self, x, self.bias if biased else None, ends_on(where))
+        y.backward(randn(*y.shape, seed=2, device=where.type))
+        assert x.grad is not None and self.weight.grad is not None
+        found = {"y": y.detach(), "x": x.grad, "weight": self.weight.grad}
+        return found | ({"bias": self.bias.grad} if biased else {})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("formats", slow_but(COMBINATIONS, *FEW), ids="/".join)
+def test_a_layer_computes_what_the_emulated_backend_does(formats: tuple[str, ...], where: str) -> None:
+    for transposed, dtype, biased in ((False, torch.float32, False), (True, torch.bfloat16, True)):
+        layers = (Experts(formats, backend, transposed, dtype, where) for backend in (TENSOR_SCALED, EMULATED))
+        got, expected = (layer.gradients(biased) for layer in layers)
+        assert_close(got, expected, torch.full((), 8.0) if biased else None)
+        assert not got["y"][sum(TOKENS) :].any() and not got["x"][sum(TOKENS) :].any()
+        assert not got["weight"][TOKENS.index(0)].any()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_kept_weights_give_the_same_bits(transposed: bool, where: str) -> None:
+    layer: Any = Experts(("mxfp4", "fp8-tensor", "mxfp4"), TENSOR_SCALED, transposed, torch.bfloat16, where)
+    expected = layer.gradients()
+    keep_quantized({"": layer})
+    with Operators() as seen:
+        assert_same(layer.gradients(), expected)
+    assert seen.names.count("fold_grouped") == 2
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    keep_quantized({"": layer}, everything=False)
+    doubled = layer.gradients()
+    layer.snip_cache.weights = ()
+    assert_same(layer.gradients(), doubled)
+
+
+def test_a_layer_that_computes_in_fp32_runs_emulated() -> None:
+    layers = (Experts(MXFP4, backend, False, torch.float32, "cpu") for backend in (TENSOR_SCALED, EMULATED))
+    x = randn(sum(TOKENS), 96, dtype=torch.float32)
+    got, expected = (layer.snip_backend.grouped_forward(layer, x, None, ends_on()) for layer in layers)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+def test_a_pass_on_a_gpu_does_not_wait_for_it() -> None:
+    layer = Experts(MXFP4, TENSOR_SCALED, False, torch.bfloat16, "cuda")
+    layer.gradients()
+    ends, x = ends_on("cuda"), randn(sum(TOKENS), 96, device="cuda").requires_grad_()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer.snip_backend.grouped_forward(layer, x, None, ends).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_gpu_passes_the_trial_or_says_why_not() -> None:
+    device = torch.device("cuda", 0)
+    fault = grouped_trial.fault(device)
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        assert fault is None
+    else:
+        assert fault is not None and "need compute capability 9.0" in fault
+
+
+# ------------------------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize("model", [tiny_qwen3_moe, tiny_gpt_oss])
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_model_trains_as_emulated(model: Any, compiles: bool, everywhere: None) -> None:  # noqa: F811
+    """Dense layers and experts, in two steps; on a CPU sums are those of the same products."""
+    losses = {}
+    for name in ("emulated", TENSOR_SCALED.name):
+        built = model().to(torch.bfloat16)
+        optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
+        controller = SnipController(built, optimizer, SnipConfig(**{**SNIP, "backend": name}))
+        assert {layer.snip_backend.name for layer in snip_linears(built).values()} == {name}
+        for layer in built.model.layers if compiles else ():
+            layer.compile(backend="aot_eager", fullgraph=True)
+        found = losses[name] = []
+        for step in (1, 2):
+            loss = built(**batch()).loss
+            loss.backward()
+            controller.before_optimizer_step(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.after_step(step)
+            found.append(loss.item())
+        controller.close()
+    assert losses[TENSOR_SCALED.name] == pytest.approx(losses["emulated"], rel=2e-3)
+
+
+def test_experts_that_it_cannot_run_are_emulated_and_the_log_says_why(
+    everywhere: None,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    built = tiny_qwen3_moe()
+    experts = built.model.layers[0].mlp.experts
+    experts.gate_up_proj = nn.Parameter(torch.zeros(8, 72, 64))
+    experts.down_proj = nn.Parameter(torch.zeros(8, 64, 36))
+    controller = SnipController(built, torch.optim.SGD(built.parameters()), SnipConfig(backend="emulated"))
+    layers = snip_linears(built)
+    with caplog.at_level(logging.WARNING, "snip_hf"):
+        use_backend(layers, BACKENDS[TENSOR_SCALED.name], Ranks(), None, SnipConfig(), logging.getLogger("snip_hf"))
+    emulated = [name for name, layer in layers.items() if layer.snip_backend is EMULATED]
+    assert emulated == [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    assert (
+        "grouped FP8 products need features that are multiples of 32: 2 layers of experts, such as "
+        "model.layers.0.mlp.experts.gate_up_proj, run emulated, slower than BF16." in caplog.text
+    )
+    controller.close()

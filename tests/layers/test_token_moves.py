@@ -1,0 +1,50 @@
+"""Tokens on their way to experts and back: torch's own indexing, and its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from snip_hf.layers.token_moves import permuted, sorted_tokens, unsorted
+
+TOKENS, PER_TOKEN = 6, 3
+ORDER = torch.randperm(TOKENS * PER_TOKEN, generator=torch.Generator().manual_seed(0))
+BACK = torch.argsort(ORDER)
+
+
+@pytest.mark.parametrize(
+    ("move", "plain", "rows"),
+    [
+        (sorted_tokens, lambda x, order: x[order // PER_TOKEN], TOKENS),
+        (permuted, lambda x, order: x[order], TOKENS * PER_TOKEN),
+        (unsorted, lambda x, order: x[BACK], TOKENS * PER_TOKEN),
+    ],
+)
+def test_rows_and_gradients_are_those_of_torchs_indexing(
+    move: Callable[..., Tensor], plain: Callable[..., Tensor], rows: int
+) -> None:
+    x = torch.arange(rows * 4.0).view(rows, 4)  # whole numbers, whose sums are exact
+    grad = torch.arange(TOKENS * PER_TOKEN * 4.0).view(-1, 4)
+    found = []
+    for function in (move, plain):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf, ORDER)
+        y.backward(grad)
+        found.append((y.detach(), leaf.grad))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+def test_a_tokens_gradient_is_the_sum_of_its_pairs_in_the_order_of_the_batch_in_fp32() -> None:
+    x = torch.zeros(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    sorted_tokens(x, torch.tensor([2, 0, 1])).backward(torch.tensor([[1.0], [256.0], [1.0]]).bfloat16())
+    assert x.grad is not None and x.grad.item() == 258.0  # one by one in BF16: 256
+
+
+def test_there_may_be_no_tokens() -> None:
+    x = torch.zeros(0, 4, requires_grad=True)
+    y = sorted_tokens(x, torch.zeros(0, dtype=torch.int64))
+    y.sum().backward()
+    assert y.shape == (0, 4) and x.grad is not None and x.grad.shape == (0, 4)

@@ -200,14 +200,14 @@ def test_a_fork_that_is_cut_off_keeps_the_lengths_that_it_reached(
 
     monkeypatch.setattr(fork_workers, "run_fork", cut_off)
     job = job_of(recipe, text, folder, tmp_path / "lines")
-    fork_workers.work(0, job, fork_workers.Shared([0]))
+    fork_workers.work(0, job, fork_workers.Shared(job.todo))
     (line,) = read_lines(tmp_path / "lines")
     (run,) = job.todo
     assert (line["steps"], line["id"]) == (2, run.ids[2])
     left = run.without({line["id"]})
     assert left.lengths == (5,)
     monkeypatch.setattr(fork_workers, "run_fork", run_fork)
-    fork_workers.work(0, replace(job, todo=[left]), fork_workers.Shared([0]))
+    fork_workers.work(0, replace(job, todo=[left]), fork_workers.Shared([left]))
     assert [line["steps"] for line in read_lines(tmp_path / "lines")] == [2, 5]
 
 

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from devices import accelerator, device
 from safetensors.torch import load_file
 from small import text, tiny_llama
 from tiny_runs import SCHEDULE
@@ -35,7 +33,7 @@ from snip_hf.json_io import read_json, write_json_atomic
 from snip_hf.training.refresh import Solving
 
 ROWS, LENGTH = 4, 128  # of all ranks together; one tile, so that whole tiles are of one rank
-CONFIG = SnipConfig(probe_tokens=None, **SCHEDULE)
+CONFIG = SnipConfig(probe_tokens=None, backend="emulated", **SCHEDULE)  # FP32, which no other one computes in
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -47,6 +45,7 @@ class Loop:
         wrapper: "ddp" or "fsdp2", where there are several ranks.
         seed: of the weights; other ones show that they were loaded.
         solving: as the controller takes it.
+        in_bf16: whether the model is wider and computes in BF16, as FP8 tensor cores want it.
     """
 
     def __init__(
@@ -57,10 +56,13 @@ class Loop:
         dropout: float = 0.0,
         seed: int = 0,
         solving: Solving | None = None,
+        in_bf16: bool = False,
     ) -> None:
-        self.accelerator = _accelerator(wrapper)
+        precision = "bf16" if in_bf16 else "no"
+        self.accelerator = accelerator(wrapper, mixed_precision=precision, state_dict_type="SHARDED_STATE_DICT")
         self.rank, self.ranks = self.accelerator.process_index, self.accelerator.num_processes
-        self.bare = tiny_llama(seed, hidden=32, layers=2, attention_dropout=dropout).train()
+        hidden = 128 if in_bf16 else 32
+        self.bare = tiny_llama(seed, hidden=hidden, layers=2, attention_dropout=dropout).train().to(device())
         convert_model(self.bare, config)
         # A large eps: Adam makes whole steps of gradients that differ in their last bits alone where both are tiny.
         optimizer = torch.optim.AdamW(self.bare.parameters(), lr=1e-2, eps=1e-4)
@@ -93,7 +95,7 @@ class Loop:
 
     def batch(self, step: int) -> dict[str, Tensor]:
         rows = slice(self.rank * ROWS // self.ranks, (self.rank + 1) * ROWS // self.ranks)
-        return {name: tensor[rows].contiguous() for name, tensor in text(ROWS, LENGTH, step).items()}
+        return {name: tensor[rows].to(device()) for name, tensor in text(ROWS, LENGTH, step).items()}
 
     def capture(self, batch: dict[str, Tensor]) -> None:
         self.controller.capture(batch)
@@ -184,23 +186,3 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def _own(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _accelerator(wrapper: str) -> Accelerator:
-    AcceleratorState._reset_state(reset_partial_state=False)
-    processes = PartialState(cpu=True)
-    processes.distributed_type = DistributedType.MULTI_CPU if processes.num_processes > 1 else DistributedType.NO
-    if wrapper == "ddp":
-        return Accelerator(cpu=True)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        state_dict_type="SHARDED_STATE_DICT",
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        cpu_ram_efficient_loading=False,
-    )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    # Accelerate shards on accelerators only, where it sets this itself.
-    processes.distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = plugin
-    return accelerator

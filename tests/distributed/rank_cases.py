@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from trainings import SCHEDULE, Training
 
+from snip_hf.field_values import FOUND
+
 _SGD = {"optimizer": "sgd", "steps": 6, "micro_batches": 2, "clip": 0.5}
 _NEVER = {"start_format": "bf16", "first_refresh": 1, "refresh_every": 1, "apply_delay": 0, "probe_tokens": 256}
 
@@ -61,6 +63,22 @@ JUDGED = {
     for policy in ("fisher", "hessian-trace", "greedy", "kl", "snip-paper")
     for wrapper in ("ddp", "fsdp2")
 }
+# On GPUs. In FP32 emulated, in BF16 by the backend that "auto" takes for the formats of the preset "hopper".
+_EMULATED = replace(
+    SHARED["sgd-gemm-accumulated-clipped"],
+    config=SCHEDULE | {"granularity": "gemm", "target_fp4_fraction": 0.5, "backend": "emulated"},
+)
+_HOPPER = Training(
+    SCHEDULE | {"formats": ("mxfp4", "fp8-tensor"), "granularity": "gemm", "ties": FOUND},
+    "sgd",
+    hidden=128,
+    mixed_precision="bf16",
+)
+ON_GPUS = {
+    f"{wrapper}-{name}": replace(training, wrapper=wrapper)
+    for wrapper in ("ddp", "fsdp2")
+    for name, training in (("emulated", _EMULATED), ("hopper", _HOPPER))
+}
 _OF_TWO = SHARED | SHARDED | TRACELESS
 # One of each kind; the others are looked at by slow tests.
 _QUICK = (
@@ -72,4 +90,6 @@ CASES = {
     "more": {name: training for name, training in _OF_TWO.items() if name not in _QUICK},
     "three": {"adamw": replace(SHARED["adamw"], steps=6)},
     "judged": JUDGED,
+    "gpus": ON_GPUS,
+    "gpu": {name: training for name, training in ON_GPUS.items() if training.wrapper == "ddp"},
 }

@@ -7,11 +7,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from rank_cases import CASES, SHARDED, SHARED
 from rank_processes import launch_ranks
 from slow_cases import slow_but
 from trainings import train
+
+on_two_gpus = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+"""Marks of tests whose ranks have a GPU each and exchange tensors over NCCL."""
 
 
 class OneProcess(dict[str, dict[str, Any]]):
@@ -44,7 +51,7 @@ class OneOfTwo(dict[str, dict[str, Any]]):
 
 def found_by(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
     """Reads what `run_trainings.py` has left in a folder."""
-    found: dict[str, dict[str, Any]] = torch.load(folder / f"rank{rank}.pt", weights_only=True)
+    found: dict[str, dict[str, Any]] = torch.load(folder / f"rank{rank}.pt", "cpu", weights_only=True)
     return found
 
 

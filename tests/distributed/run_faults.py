@@ -1,7 +1,10 @@
 """Trains under faults on all ranks. Started by the tests in one process, which forks the ranks: imports take longest.
 
-Argument: a folder. Each group of `GROUPS` is two ranks of its own; groups of a wave run at once. A rank writes into the
+Argument: a folder. Each group of `WAVES` is two ranks of its own; groups of a wave run at once. A rank writes into the
 group's folder, as rank<N>.json, what became of it; ended.json holds group -> exit statuses and times of all ranks.
+
+With "nccl" as second argument the process is itself one of two ranks, on a GPU, and only the faults of `ON_GPUS`
+strike: a process that has forked cannot use a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,6 +27,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from devices import NCCL, join
 from loops import CONFIG, Loop, history, replaced
 from rank_processes import free_port
 from torch import Tensor
@@ -233,11 +237,17 @@ SURVIVED |= {
 }
 
 
-def survive(folder: Path, wanted: str) -> None:
+ON_GPUS = [
+    f"{wrapper} {name}"
+    for wrapper in ("ddp", "fsdp2")
+    for name in ("without first", "probe's loss", "out of memory in the sums")
+]
+
+
+def survive(folder: Path, names: Sequence[str]) -> None:
     found = {}
-    for name, (wrapper, config, fault) in SURVIVED.items():
-        if not name.startswith(wanted):
-            continue
+    for name in names:
+        wrapper, config, fault = SURVIVED[name]
         messages: list[str] = []
         handler = Keeping(messages)
         logging.getLogger("snip_hf").addHandler(handler)
@@ -362,7 +372,10 @@ def _note(folder: Path, found: Any) -> None:
 
 # Those of a wave run at once.
 WAVES: list[dict[str, Callable[[Path], None]]] = [
-    {wrapper: partial(survive, wanted=wrapper) for wrapper in ("ddp", "fsdp2")},
+    {
+        wrapper: partial(survive, names=[name for name in SURVIVED if name.startswith(wrapper)])
+        for wrapper in ("ddp", "fsdp2")
+    },
     {name: partial(end, name=name) for name in ENDED} | {KILLED: be_killed},
     {"resumed": go_on},
 ]
@@ -419,6 +432,10 @@ def _fork(folder: Path, work: Callable[[Path], None]) -> _Group:
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
+    if NCCL in sys.argv:
+        join(sys.argv)
+        survive(folder, ON_GPUS)
+        return dist.destroy_process_group()
     parent, ended = os.getpid(), {}
     for wave in WAVES:
         groups: dict[str, _Group] = {}

@@ -1,7 +1,7 @@
 """Trains with a probed loss that gathers over the ranks, and fails on rank 1 in the probe of step 2. Started by a test.
 
 Arguments: a folder, for rank<N>.json with {scenario: what became of it}; "shards" for the one scenario that ends the
-run, in which FSDP2 alone gathers.
+run, in which FSDP2 alone gathers; "nccl" for GPUs, on which only the scenarios of `ON_GPUS` run.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from devices import NCCL, join
 from loops import CONFIG, Loop, history
 from run_faults import LAYER, Keeping
 from torch import Tensor, nn
@@ -33,6 +33,11 @@ MEMORY = "CUDA out of memory (simulated)"
 TIMEOUT = 10.0  # seconds, of training's process group
 # Where rank 1 fails.
 PLACES = ("before it gathers", "between two", "in the backward pass", "where the loss catches errors")
+# The last one is that of collectives in autograd's own threads.
+ON_GPUS = (
+    *["ddp without first", "fsdp2 without first", "ddp between two", "fsdp2 before it gathers"],
+    *["ddp in the backward pass", "fsdp2 in the backward pass"],
+)
 
 
 class GatheringLoop(Loop):
@@ -82,7 +87,7 @@ def train(folder: Path, prepare: Callable[[GatheringLoop], None], first: bool, w
 
 def end(folder: Path) -> None:
     """Notes when rank 1 warns and when the run ends: the loss is the model's, and rank 1 fails in its pass."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
+    join(sys.argv, TIMEOUT)
     messages: list[str] = []
     logging.getLogger("snip_hf").addHandler(Keeping(messages))
     loop = Loop(folder / f"rank{dist.get_rank()}", WITH, "fsdp2").run(1)
@@ -107,16 +112,19 @@ def main() -> None:
     torch.set_num_threads(1)
     if "shards" in sys.argv:
         return end(folder)
-    dist.init_process_group("gloo")
+    join(sys.argv)
+    everything = [f"{wrapper} {what}" for wrapper in ("ddp", "fsdp2") for what in (None, *PLACES, "without first")]
     found = {}
-    for wrapper in ("ddp", "fsdp2"):
-        for place in (None, *PLACES):
-            name = f"{wrapper} {place}"
-            found[name] = train(
-                folder / name.replace(" ", "-"), lambda loop, place=place: setattr(loop, "place", place), True, wrapper
-            )
-        found[f"{wrapper} without first"] = train(folder / f"{wrapper}-without", lambda loop: None, False, wrapper)
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    for name in ON_GPUS if NCCL in sys.argv else everything:
+        wrapper, place = name.split(maxsplit=1)
+        found[name] = train(
+            folder / name.replace(" ", "-"),
+            lambda loop, place=place: setattr(loop, "place", place),
+            place != "without first",
+            wrapper,
+        )
+        # At once: on a GPU the ranks of a later one may not come to their end.
+        (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
 """Trains under a guard on all ranks; one of them alone sees that something is wrong. Started by the tests.
 
-Argument: a folder, for rank<N>.pt with what `main` notes.
+Arguments: a folder, for rank<N>.pt with what `main` notes; "nccl" for GPUs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from devices import join, on_gpu
 from loops import Loop
 from tiny_runs import SCHEDULE, arguments, data, model_with_dropout
 from torch.distributed.tensor import DTensor
@@ -20,7 +21,8 @@ from snip_hf import SnipCallback, SnipConfig, restore_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.training.guard import TrainingDiverged
 
-OPTIONS: dict[str, Any] = {**SCHEDULE, "guard_window": 8, "guard_patience": 3, "guard_spike": 20.0}
+EMULATED = {"backend": "emulated"}  # FP32, which no other backend computes in
+OPTIONS: dict[str, Any] = {**SCHEDULE, **EMULATED, "guard_window": 8, "guard_patience": 3, "guard_spike": 20.0}
 RAISING = SnipConfig(guard="raise", **OPTIONS)
 ROLLING = SnipConfig(guard="roll-back", guard_failures=2, policy="uniform-fp4", **OPTIONS)
 
@@ -46,7 +48,7 @@ def trained(folder: Path, config: SnipConfig, added: dict[int, float], **changes
     """Trains under DDP, once more if the guard asks for it."""
     model = model_with_dropout()
     provoke = Provoke(model, added)
-    args = arguments(folder, learning_rate=1e-3, max_steps=8, **changes)
+    args = arguments(folder, learning_rate=1e-3, max_steps=8, use_cpu=not on_gpu(), **changes)
     trainer = Trainer(model, args, train_dataset=data(), callbacks=[SnipCallback(config), provoke])
     stopped = None
     try:
@@ -62,7 +64,8 @@ def trained(folder: Path, config: SnipConfig, added: dict[int, float], **changes
 
 def norms(folder: Path, wrapper: str) -> list[float]:
     """Returns the gradient norms of three steps as the guard saw them, under DDP or sharded by FSDP2."""
-    loop = Loop(folder / f"{wrapper}{dist.get_rank()}", SnipConfig(policy="bf16", guard="raise"), wrapper)
+    config = SnipConfig(policy="bf16", guard="raise", **EMULATED)
+    loop = Loop(folder / f"{wrapper}{dist.get_rank()}", config, wrapper)
     loop.run(3)
     found: list[float] = loop.controller.state_dict()["guard"]["recent"]["gradient norm"]
     loop.close()
@@ -71,7 +74,7 @@ def norms(folder: Path, wrapper: str) -> list[float]:
 
 def plain_again(folder: Path) -> dict[str, Any]:
     """Restores a model that FSDP2 shards, and runs it: in the formats, and plain."""
-    loop = Loop(folder / f"plain{dist.get_rank()}", SnipConfig(policy="uniform-fp4"), "fsdp2")
+    loop = Loop(folder / f"plain{dist.get_rank()}", SnipConfig(policy="uniform-fp4", **EMULATED), "fsdp2")
     losses = []
     for _ in range(2):
         with torch.no_grad():
@@ -84,7 +87,7 @@ def plain_again(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    dist.init_process_group("gloo")
+    join(sys.argv)
     found = {
         "raised": trained(folder / "raised", RAISING, {6: 1e4}),
         "rolled back": trained(

@@ -1,6 +1,7 @@
 """Saves and resumes runs on all ranks. Started by the tests in several processes.
 
-Argument: a folder with `one/`, which one process saved; it gets rank<N>.pt with {name: what became of the run}.
+Arguments: a folder, which gets rank<N>.pt with {name: what became of the run}; "nccl" for GPUs. Without that, the
+folder has `one/`, which one process saved.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loops import Loop, plan_of
+from devices import NCCL, join
+from loops import CONFIG, Loop, plan_of
 from tiny_runs import SCHEDULE, train
 
 from snip_hf import SnipCallback, SnipConfig
@@ -22,23 +24,37 @@ STEPS = 8
 SAVES = (3, 5)
 # What is saved -> how it is loaded again by as many ranks.
 WRAPPERS = {"ddp": ("accelerate", 0.1), "fsdp2": ("accelerate", 0.0), "fsdp2-whole": ("whole", 0.0)}
+# On GPUs: what is saved at the first of the steps -> wrapper, dropout, and further settings of the loop. "hopper" has
+# the backend that "auto" takes for the formats of the preset.
+HOPPER = SnipConfig.preset("hopper", probe_tokens=None, **SCHEDULE)
+ON_GPUS: dict[str, tuple[str, float, dict[str, Any]]] = {
+    "ddp": ("ddp", 0.1, {"config": CONFIG}),
+    "fsdp2": ("fsdp2", 0.0, {"config": CONFIG}),
+    "hopper": ("ddp", 0.0, {"config": HOPPER, "in_bf16": True}),
+}
 
 
-def uninterrupted(folder: Path, wrapper: str, dropout: float = 0.0) -> dict[str, Any]:
-    """Trains and saves, each rank into a folder of its own but for the checkpoints."""
-    run = Loop(folder / f"rank{_rank()}", wrapper=wrapper, dropout=dropout)
-    for step in SAVES:
+def uninterrupted(
+    folder: Path, wrapper: str, dropout: float = 0.0, saves: tuple[int, ...] = SAVES, **options: Any
+) -> dict[str, Any]:
+    """Trains and saves, each rank into a folder of its own but for the checkpoints.
+
+    Args:
+        options: further ones of the loop.
+    """
+    run = Loop(folder / f"rank{_rank()}", wrapper=wrapper, dropout=dropout, **options)
+    for step in saves:
         run.run(step).save(folder / f"checkpoint-{step}")
     return run.run(STEPS).close()
 
 
 def resumed(
-    saved: Path, folder: Path, step: int, how: str, wrapper: str = "ddp", dropout: float = 0.0
+    saved: Path, folder: Path, step: int, how: str, wrapper: str = "ddp", dropout: float = 0.0, **options: Any
 ) -> dict[str, Any]:
     """Goes on from a checkpoint with other weights, whose rank 0 left its history where it had been."""
     if _rank() == 0:
         shutil.copytree(saved / "rank0", folder / "rank0")
-    run = Loop(folder / f"rank{_rank()}", wrapper=wrapper, dropout=dropout, seed=1)
+    run = Loop(folder / f"rank{_rank()}", wrapper=wrapper, dropout=dropout, seed=1, **options)
     return run.load(saved / f"checkpoint-{step}", how).run(STEPS).close()
 
 
@@ -72,9 +88,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    dist.init_process_group("gloo")
+def over_gloo(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (how, dropout) in WRAPPERS.items():
         wrapper = name.removesuffix("-whole")
@@ -89,6 +103,23 @@ def main() -> None:
             again = f"one-{wrapper}-from-{step}"
             found[again] = resumed(folder / "one", folder / again, step, how, wrapper)
     found["trainer"] = trainers(folder / "trainer")
+    return found
+
+
+def on_gpus(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    step = SAVES[0]
+    for name, (wrapper, dropout, options) in ON_GPUS.items():
+        saved, again = folder / name, f"{name}-from-{step}"
+        found[name] = uninterrupted(saved, wrapper, dropout, (step,), **options)
+        found[again] = resumed(saved, folder / again, step, "accelerate", wrapper, dropout, **options)
+    return found
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    join(sys.argv)
+    found = on_gpus(folder) if NCCL in sys.argv else over_gloo(folder)
     torch.save(found, folder / f"rank{_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """Trains what `CASES` names, one after the other, on all ranks. Started by the tests in several processes.
 
-Arguments: a folder, for rank<N>.pt with {name: what `train` found}, and the name of a group of `CASES`.
+Arguments: a folder, for rank<N>.pt with {name: what `train` found}; the name of a group of `CASES`; "nccl" for GPUs,
+where the ranks are not started by Accelerate.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from devices import NCCL, join
 from rank_cases import CASES
 from streams import states_under_ddp, unreduced_gradients
 from trainings import train
 
 if __name__ == "__main__":
     folder, group = Path(sys.argv[1]), sys.argv[2]
+    if NCCL in sys.argv:
+        join(sys.argv)
     found = {name: asdict(train(training, folder / name)) for name, training in CASES[group].items()}
     if group == "two":
         found["gradients"] = {fmt: unreduced_gradients(fmt) for fmt in ("fp8", "fp4")}

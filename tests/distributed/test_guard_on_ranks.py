@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import assert_succeeded, start_ranks
+from rank_runs import on_two_gpus
 from tiny_runs import differing
 
 from snip_hf.records.history import read_history
@@ -16,16 +17,16 @@ from snip_hf.records.interventions import Alarm
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=on_two_gpus)])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("guard")
-    assert_succeeded(start_ranks("run_guard.py", folder, folder=folder))
+    assert_succeeded(start_ranks("run_guard.py", folder, request.param, folder=folder))
     return folder
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    return [torch.load(folder / f"rank{rank}.pt", "cpu", weights_only=True) for rank in (0, 1)]
 
 
 def alarms(folder: Path) -> list[Alarm]:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate import Accelerator
 from comparing import read_run
 from conv1d_twins import as_conv1d
+from devices import accelerator as accelerator_of
+from devices import device
 from mixtures import build
 from small import adamw_after, text, tiny_llama
 from torch import Tensor, nn
@@ -56,6 +56,8 @@ class Training:
     """The MLPs are of `Conv1D`, which stores its weight as (I, O)."""
     is_mixture: bool = False
     """A Qwen3-MoE in the place of the Llama."""
+    hidden: int = 32
+    mixed_precision: str = "no"
     solves: bool = True
     """False: the solver cannot be started, so that nothing is ever applied."""
 
@@ -80,6 +82,8 @@ class Found:
     """Step -> "layer gemm format" -> loss divergence, weight divergence."""
     probe_losses: dict[int, float] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
+    backend: str | None = None
+    """That the layers ran on at the end."""
     coverage: dict[str, Any] | None = None
     """Of the micro-batches of all ranks."""
     sharding: list[dict[str, Any]] = field(default_factory=list)
@@ -93,7 +97,8 @@ def train(training: Training, folder: Path) -> Found:
         training: what.
         folder: gets the `snip/` folder.
     """
-    accelerator = _accelerator(training.wrapper, "Qwen3MoeDecoderLayer" if training.is_mixture else "LlamaDecoderLayer")
+    block = "Qwen3MoeDecoderLayer" if training.is_mixture else "LlamaDecoderLayer"
+    accelerator = accelerator_of(training.wrapper, block, training.mixed_precision)
     model, optimizer, controller = _prepared(training, accelerator, folder)
     found = Found()
     torch.manual_seed(7 + accelerator.process_index)
@@ -117,6 +122,7 @@ def train(training: Training, folder: Path) -> Found:
                 found.plans.append({name: dict(row) for name, row in controller.plan.assignment.items()})
     if controller is not None:
         controller.close()
+        found.backend = controller.backend
         found.coverage = controller.coverage and controller.coverage.to_dict()
         if accelerator.is_main_process:
             found.history, found.probe_losses, found.tables = read_run(folder / "snip")
@@ -126,7 +132,7 @@ def train(training: Training, folder: Path) -> Found:
 
 def _prepared(training: Training, accelerator: Accelerator, folder: Path) -> tuple[nn.Module, Any, Any]:
     """Returns model, optimizer and controller, which is None without snip-hf."""
-    model: nn.Module = tiny_llama(hidden=32, layers=2, attention_dropout=training.dropout)
+    model: nn.Module = tiny_llama(hidden=training.hidden, layers=2, attention_dropout=training.dropout)
     if training.is_mixture:
         model = build("qwen3-moe")
     if training.is_conv1d:
@@ -136,7 +142,7 @@ def _prepared(training: Training, accelerator: Accelerator, folder: Path) -> tup
     else:
         optimizer = adamw_after(model, 2 if training.optimizer == "warm" else 0, rows=2, length=LENGTH)
         optimizer.param_groups[0]["eps"] = training.eps
-    model.train()
+    model.train().to(device())
     if training.config is None:
         return *accelerator.prepare(model, optimizer), None
     config = SnipConfig(**training.config)
@@ -153,7 +159,7 @@ def _backward(
     rank, ranks = accelerator.process_index, accelerator.num_processes
     batches = [_batch(training, index, 0, 1) for index in _indices(training, step)]
     labelled = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
-    total = torch.zeros(())
+    total = torch.zeros((), device=device())
     for number, index in enumerate(_indices(training, step)):
         inputs = {**_batch(training, index, rank, ranks), "num_items_in_batch": labelled}
         if controller is not None:
@@ -199,23 +205,7 @@ def _batch(training: Training, index: int, rank: int, ranks: int) -> dict[str, T
         batch["attention_mask"] = attention
         if rank * 2 >= ranks > 1:
             batch = {name: tensor[:, :length] for name, tensor in batch.items()}
-    return {name: tensor[rows].contiguous() for name, tensor in batch.items()}
-
-
-def _accelerator(wrapper: str, block: str = "LlamaDecoderLayer") -> Accelerator:
-    AcceleratorState._reset_state(reset_partial_state=False)
-    if wrapper == "ddp":
-        return Accelerator(cpu=True)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[block],
-        cpu_ram_efficient_loading=False,
-    )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    # Accelerate shards on accelerators only, where it sets this itself.
-    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
-    return accelerator
+    return {name: tensor[rows].contiguous().to(device()) for name, tensor in batch.items()}
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -1,0 +1,79 @@
+"""Where a rank of the tests computes, and how it gets an Accelerator there: on the CPU over gloo, on a GPU over NCCL.
+
+A rank computes on a GPU of its own if its process group is NCCL's. A process without a group computes on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+
+NCCL = "nccl"
+"""The word among a script's arguments that puts its ranks on GPUs."""
+_NCCL_SECONDS = 60.0  # after which a collective that nobody answers ends the rank
+
+
+def join(words: list[str], timeout: float | None = None) -> None:
+    """Joins the process group of a script's ranks.
+
+    Args:
+        words: the script's arguments.
+        timeout: seconds that a collective of the group waits; None: gloo's own default, a minute for NCCL.
+    """
+    if NCCL not in words:
+        dist.init_process_group("gloo", timeout=None if timeout is None else timedelta(seconds=timeout))
+        return
+    own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(own)
+    waiting = timedelta(seconds=_NCCL_SECONDS if timeout is None else timeout)
+    dist.init_process_group("nccl", timeout=waiting, device_id=own)
+
+
+def on_gpu() -> bool:
+    return dist.is_initialized() and dist.get_backend() == "nccl"
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
+
+
+def accelerator(
+    wrapper: str, block: str = "LlamaDecoderLayer", mixed_precision: str = "no", **plugin: Any
+) -> Accelerator:
+    """Returns a new Accelerator in a process that may have had others.
+
+    Args:
+        wrapper: "ddp" or "fsdp2".
+        block: the class that FSDP2 shards one by one.
+        mixed_precision: "no" or "bf16".
+        plugin: further settings of FSDP2.
+    """
+    AcceleratorState._reset_state(reset_partial_state=False)
+    # An earlier one's FSDP2 would be taken over.
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    cpu = not on_gpu()
+    processes = PartialState(cpu=cpu)
+    several = DistributedType.MULTI_CPU if cpu else DistributedType.MULTI_GPU
+    is_alone = cpu and processes.num_processes == 1
+    processes.distributed_type = DistributedType.NO if is_alone else several
+    if wrapper == "ddp":
+        return Accelerator(cpu=cpu, mixed_precision=mixed_precision)
+    settings = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[block],
+        cpu_ram_efficient_loading=False,
+        **plugin,
+    )
+    made = Accelerator(cpu=cpu, fsdp_plugin=settings, mixed_precision=mixed_precision)
+    # Accelerate shards on accelerators only, where it sets this itself.
+    processes.distributed_type = made.state.distributed_type = DistributedType.FSDP
+    made.state.fsdp_plugin = settings
+    return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -178,9 +178,9 @@ def test_the_two_sides_are_the_weights_plus_and_minus_the_same_step_in_one_copy(
     places: list[dict[str, int]] = []
     real_pass = run_pass
 
-    def watched(model: nn.Module, batch: Batch, weights: dict[str, Tensor], *rest: Any) -> Tensor:
-        sides.append({name: weight.clone() for name, weight in weights.items()})
-        places.append({name: weight.data_ptr() for name, weight in weights.items()})
+    def watched(model: nn.Module, batch: Batch, weights: Callable[[], Mapping[str, Tensor]], *rest: Any) -> Tensor:
+        sides.append({name: weight.clone() for name, weight in weights().items()})
+        places.append({name: weight.data_ptr() for name, weight in weights().items()})
         return real_pass(model, batch, weights, *rest)
 
     monkeypatch.setattr(probe_module, "run_pass", watched)

@@ -33,7 +33,7 @@ from ..progress import progress
 from .batch import Batch
 from .counted import find_counted
 from .criterion import LayerCriterion
-from .layer_sums import LAYER, BatchSizes, read_all
+from .layer_sums import LAYER, BatchSizes, Pending, read_all
 from .loss_scale import without_loss_scale
 from .memory import kept_tokens
 from .moved_weights import random_directions
@@ -295,10 +295,12 @@ def _rows(
 
     Beside the rows: (layer, format) -> squared noise of the weight's gradient, where it was asked for.
     """
-    parts = zip(*(read_all(part) for part in zip(*(one[2:] for one in figures), strict=True)), strict=True)
+    every: list[Pending[Any]] = [pending for one in figures for pending in one[2:]]
+    results = iter(read_all(every))
     rows: list[Divergence] = []
     squares_of_noise = {}
-    for (name, fmt, *_), (of_rows, rise, errors, criterion, noise) in zip(figures, parts, strict=True):
+    for name, fmt, *pending in figures:
+        of_rows, rise, errors, criterion, noise = (next(results) for _ in pending)
         if noise is not None:
             squares_of_noise[name, fmt] = noise
         for gemm in (*flops[name], LAYER):

@@ -9,7 +9,7 @@ import torch
 from ..kernels.sums import scaled_squares
 from ..numerics.formats import FORMATS
 from .layer_sums import AT_ONCE, LayerSums, Pending
-from .products import product
+from .products import rough_product
 
 
 def pending_gradient_noise(sums: LayerSums, name: str, key: int) -> Pending[float | None]:
@@ -25,5 +25,5 @@ def pending_gradient_noise(sums: LayerSums, name: str, key: int) -> Pending[floa
     found = []
     for g_r in left.split(at_once, 2):
         ones = right.new_ones(g_r.shape[2], right.shape[2])
-        found.append(scaled_squares(product(g_r.mT, right), ones))  # (R, O, 2 L) x (R, 2 L, I)
+        found.append(scaled_squares(rough_product(g_r.mT, right), ones))  # (R, O, 2 L) x (R, 2 L, I)
     return Pending(reduce(torch.add, found), lambda figures: sums.sizes.of_pieces(*figures).step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +27,7 @@ from snip_hf.estimation.products import split_product
 from snip_hf.estimation.samples import SamplePlan
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
+from snip_hf.python_state import collecting_no_garbage
 
 # torch loads its forward-mode decompositions through torch.jit.script, which warns of itself.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -897,6 +899,31 @@ def test_with_split_products_the_derivatives_are_those_of_fp32(bias: bool, monke
         if name != "model.layers.0.self_attn.q_proj" and sample.x_dot[0].any():
             assert relative_error(other.x_dot[0], sample.x_dot[0]) < 0.02
         assert relative_error(other.grad_output_dot[0], sample.grad_output_dot[0]) < 0.02
+
+
+def test_the_moved_weights_are_asked_for_once_the_model_s_state_is_noted() -> None:
+    """Until then a GPU may work on them."""
+    model, inputs, found = tiny_llama(hidden=32), text(2, 16), list[bool]()
+
+    def weights() -> dict[str, Tensor]:
+        found.append(nn.functional.scaled_dot_product_attention is attention)
+        return {}
+
+    attention = nn.functional.scaled_dot_product_attention
+    loss = run_pass(model, Batch.of(inputs), weights)
+    assert found == [False] and torch.equal(loss, run_pass(model, Batch.of(inputs), {}))
+
+
+def test_a_probe_leaves_no_tensors_for_the_garbage_collector() -> None:
+    """It rests meanwhile."""
+    model = tiny_llama(hidden=32)
+    convert_model(model, SnipConfig())
+    given = Batch.of(text(2, 16)), pullbacks_of(sensitivity_of(model, list(snip_linears(model))))
+    gc.collect()
+    with collecting_no_garbage():
+        before = {id(one) for one in gc.get_objects() if isinstance(one, Tensor)}
+        assert run_probe(model, *given).loss > 0
+        assert {id(one) for one in gc.get_objects() if isinstance(one, Tensor)} <= before
 
 
 def test_keys_per_query_head_are_those_that_torch_shares_between_heads() -> None:

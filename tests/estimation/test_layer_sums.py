@@ -307,6 +307,13 @@ def test_products_of_bf16_parts_change_them_by_less_than_a_part_in_1000(
             assert found[row].bias == pytest.approx(expected[row].bias, rel=1e-3, abs=1e-3 * step)
 
 
+@pytest.mark.parametrize(
+    ("pieces", "inputs", "outputs"), [(8, 14336, 1152), (8, 5632, 2944), (8, 4096, 4096), (8, 2**18, 64), (8, 2**28, 1)]
+)
+def test_products_are_held_of_whole_runs_of_128_outputs(pieces: int, inputs: int, outputs: int) -> None:
+    assert layer_sums_module.outputs_at_once(pieces, inputs) == outputs
+
+
 def test_bfloat16_weights_and_their_errors_are_taken_in_fp32() -> None:
     sample, push, weight = a_sample(60, 60), scaled(), a_weight().bfloat16()
     narrow, wide = (LayerSums(sample, w, push, 1).weight_divergences("fp8", KEYS) for w in (weight, weight.float()))

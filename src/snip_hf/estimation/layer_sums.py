@@ -148,7 +148,7 @@ class LayerSums:
 
     @property
     def _rows(self) -> int:
-        return max(1, AT_ONCE // max(1, self.sizes.pieces * self.w.shape[1]))
+        return outputs_at_once(self.sizes.pieces, self.w.shape[1])
 
     def _by_piece(self, tensor: Tensor) -> Tensor:
         """Returns (n, C) as (R, L, C): pieces of the sample, as even as can be, shorter ones with zeros at the end."""
@@ -343,6 +343,15 @@ def randomly_rounded(sample: LayerSample, name: str, keys: tuple[int, int]) -> l
         fake_quantize(sample.grad_output, FORMATS[name], OPERANDS["g"], contracts, key, 0, 1, amax)
         for contracts, key in zip((1, 0), keys, strict=True)
     ]
+
+
+def outputs_at_once(pieces: int, inputs: int) -> int:
+    """Returns of how many outputs products (R, O, I) may be held at once.
+
+    If it can be, a multiple of 128: where rows of BF16 begin off multiples of 16 bytes, cuBLAS takes slow kernels.
+    """
+    most = max(1, AT_ONCE // max(1, pieces * inputs))
+    return most - most % TILE if most >= TILE else most
 
 
 def finishing(sample: LayerSample, micro_batches: int, batch: BatchSizes) -> Finishing:

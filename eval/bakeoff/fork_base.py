@@ -124,10 +124,14 @@ class Trainee:
         result: Tensor = loss.detach()
         return result
 
+    def scale_rate(self, factor: float) -> None:
+        """Multiplies the learning rate of the next step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] *= factor
+
     def shift(self, shift: Shift) -> None:
         """Changes learning rate and held-out text for the steps to come."""
-        for group in self.optimizer.param_groups:
-            group["lr"] *= shift.learning_rate
+        self.scale_rate(shift.learning_rate)
         self.schedule.base_lrs = [rate * shift.learning_rate for rate in self.schedule.base_lrs]
         if shift.other_text:
             self._held_out = self._other_held_out

@@ -22,7 +22,7 @@ from .fork_shifts import Shift
 _KEYS = ("data", "tokenizer", "train_sequences", "model", "training", "forks", "snip", "cells")
 _OPTIONAL_KEYS = ("impossible", "comparisons", "readme", "outcome", "benchmarks", "other_data", "other_sequences")
 _FORK_KEYS = ("base_seeds", "points", "data_seeds", "steps")
-_OPTIONAL_FORK_KEYS = ("shifts",)
+_OPTIONAL_FORK_KEYS = ("shifts", "cooldown")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +86,8 @@ class ForkRecipe:
     base: BaseSection
     backend: str
     """Of every contender and of the base."""
+    cools_down: bool
+    """Whether the learning rate falls to zero over the steps of each fork."""
     blocks: tuple[tuple[Fork, ...], ...]
     """All cells run in the forks of the first block, then in those of the second, ..."""
     cells: tuple[Cell, ...]
@@ -129,9 +131,10 @@ class ForkRecipe:
         return {family: pairs for family, pairs in found.items() if pairs}
 
     def setting(self, text: str, steps: int, fork: Fork) -> str:
-        """Returns what tells forks from those of another text, model, base, length or shift."""
-        shift = [] if fork.shift is None else [fork.shift.to_dict()]
-        return _hash([text, _model_parts(self.model), self.base.to_dict(), steps, self.backend, *shift])
+        """Returns what tells forks from those of another text, model, base, length, shift or learning rate."""
+        own = [] if fork.shift is None else [fork.shift.to_dict()]
+        own += ["cooldown"] * self.cools_down
+        return _hash([text, _model_parts(self.model), self.base.to_dict(), steps, self.backend, *own])
 
     def base_id(self, text: str, seed: int) -> str:
         """Returns what tells a base from others."""
@@ -145,7 +148,7 @@ class ForkRecipe:
         """Returns who trains on where, in this order: within a block all forks of the first cell, then of the second.
 
         A length that an earlier cell has for the same contender, or that does not fit into the schedule after a point,
-        is left out.
+        is left out. Lengths are one run, measured on the way, unless forks cool down.
 
         Args:
             text: `ForkText.digest`.
@@ -158,7 +161,8 @@ class ForkRecipe:
                     ids = self._ids(text, cell, fork)
                     run = ForkRun(cell.contender, fork, ids, cell.benchmarked).without(seen)
                     seen |= set(run.ids.values())
-                    found += [run] * bool(run.ids)
+                    alone = [replace(run, ids={steps: name}) for steps, name in run.ids.items()]
+                    found += alone if self.cools_down else [run] * bool(run.ids)
         return found
 
     def _ids(self, text: str, cell: Cell, fork: Fork) -> dict[int, str]:
@@ -199,6 +203,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ForkRecipe:
         model=build(ModelSection, "model", values["model"]),
         base=base,
         backend=common.get("backend", "auto"),
+        cools_down=_cooldown(forks),
         blocks=tuple(_blocks(forks)),
         cells=cells,
         impossible=impossible_cells(values.get("impossible") or [], common),
@@ -239,6 +244,13 @@ def _check_points(points: Sequence[int], lengths: Collection[int], steps: int) -
             f"to {steps - shortest}, the first one at most {steps - longest}, so that forks end within the schedule "
             f"(training.steps={steps})."
         )
+
+
+def _cooldown(forks: Mapping[str, Any]) -> bool:
+    given = forks.get("cooldown", False)
+    if not isinstance(given, bool):
+        raise ValueError(f"forks.cooldown={given!r}; expected true or false.")
+    return given
 
 
 def _blocks(forks: Mapping[str, Any]) -> Iterator[tuple[Fork, ...]]:

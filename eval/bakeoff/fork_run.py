@@ -83,7 +83,7 @@ def run_fork(
         trainee.load(state)
     seconds = {"plan": time.perf_counter() - began, "training": 0.0, "evaluation": 0.0}
     with _in_force(trainee, planned, contender.config(fork, recipe.backend), fork) as controller:
-        training = _Training(trainee, fork, controller, run.lengths)
+        training = _Training(trainee, fork, controller, run.lengths, recipe.cools_down)
         for steps in run.lengths:
             began = time.perf_counter()
             training.advance(sequences, steps)
@@ -104,10 +104,19 @@ class _Training:
         fork: where it starts.
         controller: has the plan in force; None: nothing is quantized.
         lengths: after which it is measured.
+        cools_down: whether the learning rate falls linearly from the schedule's to zero, over the last length.
     """
 
-    def __init__(self, trainee: Trainee, fork: Fork, controller: SnipController | None, lengths: Sequence[int]) -> None:
+    def __init__(
+        self,
+        trainee: Trainee,
+        fork: Fork,
+        controller: SnipController | None,
+        lengths: Sequence[int],
+        cools_down: bool,
+    ) -> None:
         self._trainee, self._fork, self._controller = trainee, fork, controller
+        self._cooldown = lengths[-1] if cools_down else None
         self._losses: list[float] = []
         self._done = 0
         self._means = {length: WeightMeans(trainee.model) for length in lengths}
@@ -126,6 +135,8 @@ class _Training:
             step, shift = self._done + 1, self._fork.shift
             if shift is not None and step == shift.after + 1:
                 self._trainee.shift(shift)
+            if self._cooldown is not None:
+                self._trainee.scale_rate(1 - self._done / self._cooldown)
             pending.append(self._trainee.step(self._fork.point + step, sequences[self._done], self._controller))
             self._done = step
             self._note(step)

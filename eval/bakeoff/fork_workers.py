@@ -1,7 +1,7 @@
 """The forks of a recipe that have no line yet, shared out among worker processes, several on each GPU.
 
-Workers take forks in the recipe's order. The first one that needs a base without a state trains it, and the others wait
-for that.
+Workers take forks in the recipe's order, those first whose base has come to their point. A base without a state is
+trained by the first worker that finds nothing else to do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -65,10 +65,12 @@ class Job:
 class Shared:
     """What workers have in common."""
 
-    def __init__(self, base_seeds: Iterable[int]) -> None:
+    def __init__(self, todo: Sequence[ForkRun]) -> None:
         context = mp.get_context("spawn")
-        self.forks, self.failed = (context.Value("i", 0) for _ in range(2))
-        self.bases = {seed: context.Value("i", _FREE) for seed in base_seeds}
+        self.failed = context.Value("i", 0)
+        self.is_taken = context.Array("b", len(todo))
+        """Place in `todo` -> whether a worker took it."""
+        self.bases = {run.fork.base_seed: context.Value("i", _FREE) for run in todo}
         """Seed -> whether a worker trains the base."""
         self.lock = context.Lock()
 
@@ -95,7 +97,7 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     drop_unfinished_line(options.output)
     deadline = math.inf if options.minutes is None else began + 60 * options.minutes
     job = Job(recipe, todo, options, deadline, os.getpid())
-    shared = Shared({run.fork.base_seed for run in todo})
+    shared = Shared(todo)
     # Workers end with this process, also when it is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # The workers are processes enough. What one has compiled the others find in inductor's cache.
@@ -120,13 +122,8 @@ def work(index: int, job: Job, shared: Shared) -> None:
     logging.getLogger("snip_hf").addHandler(_WARNINGS)
     text = read_text(job.options.text)
     pace, trainee = _OwnPace(), None
-    while (position := _next(shared.forks)) < len(job.todo) and os.getppid() == job.parent:
-        run = job.todo[position]
-        seconds = pace.seconds(run)
-        has_base = not _is_late(job, seconds) and _has_base(job, shared, text, run.fork, device)
-        if not has_base or _is_late(job, seconds):
-            if shared.bases[run.fork.base_seed].value == _FAILED and not _is_usable(device):
-                return
+    while (run := _take(job, shared, text, device)) is not None:
+        if _is_late(job, pace.seconds(run)):
             continue
         began = time.time()
         try:
@@ -221,31 +218,46 @@ def _is_usable(device: torch.device) -> bool:
     return True
 
 
-def _next(counter: Any) -> int:
-    """Returns a number that no other worker gets."""
-    with counter.get_lock():
-        counter.value += 1
-        return int(counter.value) - 1
+def _take(job: Job, shared: Shared, text: ForkText, device: torch.device) -> ForkRun | None:
+    """Returns the first fork that no worker took and whose base is there; None if there will be none.
+
+    Until then it trains a base that no worker trains, or waits for one.
+    """
+    while os.getppid() == job.parent and not _is_late(job, 0.0):
+        untrained, is_coming = None, False
+        with shared.is_taken.get_lock():
+            for position, run in enumerate(job.todo):
+                if shared.is_taken[position]:
+                    continue
+                if state_path(job.recipe, text, run.fork, job.options.cache).exists():
+                    shared.is_taken[position] = True
+                    return run
+                base = shared.bases[run.fork.base_seed]
+                is_coming |= base.value == _TAKEN
+                if base.value == _FREE and untrained is None:
+                    untrained = run.fork.base_seed
+            if untrained is not None:
+                shared.bases[untrained].value = _TAKEN
+        if untrained is not None:
+            if not _has_trained(job, shared, text, untrained, device) and not _is_usable(device):
+                return None
+        elif is_coming:
+            time.sleep(_WAIT_SECONDS)
+        else:
+            return None
+    return None
 
 
-def _has_base(job: Job, shared: Shared, text: ForkText, fork: Fork, device: torch.device) -> bool:
-    """Trains the base in whose state a fork starts, or waits for it; returns False if there will be none in time."""
-    path, state = state_path(job.recipe, text, fork, job.options.cache), shared.bases[fork.base_seed]
-    with state.get_lock():
-        is_mine = not path.exists() and state.value == _FREE
-        state.value = _TAKEN if is_mine else state.value
-    if is_mine:
-        began = time.time()
-        try:
-            train_base(job.recipe, text, fork.base_seed, device, job.options.cache)
-            print(f"base of seed {fork.base_seed}: {time.time() - began:.0f} s", flush=True)
-        except Exception:
-            _report_failure(f"base of seed {fork.base_seed}", shared)
-            state.value = _FAILED
-    while not path.exists():
-        if state.value == _FAILED or _is_late(job, 0.0) or os.getppid() != job.parent:
-            return path.exists()
-        time.sleep(_WAIT_SECONDS)
+def _has_trained(job: Job, shared: Shared, text: ForkText, seed: int, device: torch.device) -> bool:
+    """Trains a base; returns False if that failed."""
+    began = time.time()
+    try:
+        train_base(job.recipe, text, seed, device, job.options.cache)
+    except Exception:
+        _report_failure(f"base of seed {seed}", shared)
+        shared.bases[seed].value = _FAILED
+        return False
+    print(f"base of seed {seed}: {time.time() - began:.0f} s", flush=True)
     return True
 
 
@@ -256,7 +268,8 @@ def _is_late(job: Job, seconds: float) -> bool:
 
 def _report_failure(what: str, shared: Shared) -> None:
     print(f"{what}: failed\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-    _next(shared.failed)
+    with shared.failed.get_lock():
+        shared.failed.value += 1
 
 
 def _command(options: argparse.Namespace) -> str:

@@ -158,6 +158,29 @@ def test_the_speeds_and_memory_of_mxfp4_are_those_of_the_lines() -> None:
     assert f"{speeds[0]:.2f} and {speeds[1]:.2f} times as fast" in text
 
 
+def test_the_speeds_of_experts_are_those_of_the_lines() -> None:
+    found = {row["recipe"]: row for row in lines_of("benchmarks/results/moe_speed.jsonl")}
+    mxfp4, mixed = (f"{found[recipe]['speedup']:.3f}" for recipe in ("snip-hf MXFP4", "snip-hf MXFP4 75%"))
+    assert f"A mixture of experts of 1.1B ran at {mixed} and {mxfp4}" in text_of("README.md")
+    assert f"at {mxfp4} times BF16 all in MXFP4 and at {mixed} at 75%" in text_of("CHANGELOG.md")
+    page = text_of("docs/tensor_scaled.md")
+    for recipe, speed in (("all in MXFP4", mxfp4), ("75% in MXFP4", mixed)):
+        row = found[f"snip-hf MXFP4{' 75%' if speed == mixed else ''}"]
+        assert f"| {recipe} | {row['step_ms']:.1f} | {speed} | {row['peak_gib']:.2f} |" in page
+
+
+def test_the_speeds_of_the_trainer_s_step_are_those_of_the_profile() -> None:
+    lines = lines_of("benchmarks/results/step_profile.jsonl")
+    found = {row["recipe"]: row for row in lines if row.get("note") == "0cc105f"}
+    bf16, page, speeds = found["BF16"], text_of("docs/tensor_scaled.md"), []
+    for name in ("snip-hf MXFP4 75%, ties", "snip-hf MXFP4, ties"):
+        speeds.append(f"{bf16['alone_ms'] / found[name]['alone_ms']:.3f}")
+        kernels = sum(found[name]["ms"].values())
+        assert f"| {found[name]['alone_ms']:.1f} | {speeds[-1]} | {kernels:.1f} |" in page
+        assert f"{sum(bf16['ms'].values()) / kernels:.3f}" in page
+    assert f"without refreshes: {' and '.join(speeds)} times BF16" in text_of("README.md")
+
+
 def test_estimates_from_one_micro_batch_are_further_off() -> None:
     errors: dict[str, list[float]] = {"one": [], "all": []}
     for line in lines_of("benchmarks/results/format_fidelity.jsonl"):

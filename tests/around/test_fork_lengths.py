@@ -68,6 +68,38 @@ def test_a_contender_that_refreshes_goes_on_from_the_plan_of_its_start(
     assert all(0.75 <= plan["fp4_fraction"] < 0.8 for plan in refreshed[1]["plans"])
 
 
+def test_a_fork_that_cools_down_lowers_the_learning_rate_to_zero_over_its_own_steps(
+    based: tuple[ForkRecipe, ForkText, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, text, folder = based
+    rates: list[float] = []
+    step = Trainee.step
+
+    def noted(self: Trainee, *rest: Any) -> torch.Tensor:
+        rates.append(self.optimizer.param_groups[0]["lr"])
+        return step(self, *rest)
+
+    monkeypatch.setattr(Trainee, "step", noted)
+    fork = recipe.forks[0]
+    forked(recipe, text, BF16, fork, folder, 5)
+    planned, rates[:] = list(rates), []
+    forked(replace(recipe, cools_down=True), text, BF16, fork, folder, 5)
+    assert rates == pytest.approx([rate * share for rate, share in zip(planned, (1, 0.8, 0.6, 0.4, 0.2), strict=True)])
+
+
+def test_lengths_of_forks_that_cool_down_are_trainings_of_their_own(tmp_path: Path) -> None:
+    cells = [{"format": "bf16"}]
+    together = load_recipe(write_recipe(tmp_path, cells, forks=FORKS)).runs("text")
+    alone = load_recipe(write_recipe(tmp_path, cells, forks=FORKS | {"cooldown": True})).runs("text")
+    assert [run.lengths for run in together] == [(2, 5)] * 2
+    assert [run.lengths for run in alone] == [(2,), (5,)] * 2
+    assert not {name for run in together for name in run.ids.values()} & {
+        name for run in alone for name in run.ids.values()
+    }
+    with pytest.raises(ValueError, match=r"forks\.cooldown='yes'; expected true or false"):
+        load_recipe(write_recipe(tmp_path, cells, forks=FORKS | {"cooldown": "yes"}))
+
+
 def test_a_rule_does_not_refresh(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'random' needs no probe, so its plan is never made again"):
         load_recipe(write_recipe(tmp_path, [SNIP | {"policy": "random", "refresh_every": 2}]))
@@ -200,14 +232,14 @@ def test_a_fork_that_is_cut_off_keeps_the_lengths_that_it_reached(
 
     monkeypatch.setattr(fork_workers, "run_fork", cut_off)
     job = job_of(recipe, text, folder, tmp_path / "lines")
-    fork_workers.work(0, job, fork_workers.Shared([0]))
+    fork_workers.work(0, job, fork_workers.Shared(job.todo))
     (line,) = read_lines(tmp_path / "lines")
     (run,) = job.todo
     assert (line["steps"], line["id"]) == (2, run.ids[2])
     left = run.without({line["id"]})
     assert left.lengths == (5,)
     monkeypatch.setattr(fork_workers, "run_fork", run_fork)
-    fork_workers.work(0, replace(job, todo=[left]), fork_workers.Shared([0]))
+    fork_workers.work(0, replace(job, todo=[left]), fork_workers.Shared([left]))
     assert [line["steps"] for line in read_lines(tmp_path / "lines")] == [2, 5]
 
 

@@ -359,7 +359,7 @@ def test_nothing_starts_that_would_end_too_late(based: tuple[ForkRecipe, ForkTex
     )
     todo = recipe.runs(read_text(options.text).digest)
     job = fork_workers.Job(recipe, todo, options, 0.0, os.getppid())
-    fork_workers.work(0, job, fork_workers.Shared([0]))
+    fork_workers.work(0, job, fork_workers.Shared(job.todo))
     assert not (tmp_path / "lines").exists()
 
 
@@ -377,19 +377,22 @@ def test_a_fork_that_fails_leaves_no_line_and_stops_no_other(
     arguments = ["run", "recipe.yaml", "--text", str(folder / "text.npz"), "--output", str(tmp_path / "lines")]
     options = forks._parser().parse_args([*arguments, "--device", "cpu", "--cache", str(folder)])
     job = fork_workers.Job(recipe, recipe.runs(text.digest), options, math.inf, os.getppid())
-    shared = fork_workers.Shared([0])
+    shared = fork_workers.Shared(job.todo)
     fork_workers.work(0, job, shared)
     assert shared.failed.value == 2
     assert [line["contender"] for line in read_lines(tmp_path / "lines")] == ["fp8", "fp8"]
 
 
+# Of the base of seed 3, and of seed 5.
+OF_BASES = [Fork(base_seed=seed, point=6, data_seed=0) for seed in (3, 5)]
+OF_TWO_BASES = [ForkRun(BF16, fork, {4: fork.name}) for fork in OF_BASES]
+
+
 def work_on_two_bases(folder: Path, cache: Path, shared: fork_workers.Shared, recipe: ForkRecipe) -> None:
-    """One worker, a fork of the base of seed 3, then one of seed 5; no base has a state."""
+    """One worker; no base has a state."""
     arguments = ["run", "recipe.yaml", "--text", str(folder / "text.npz"), "--output", str(cache / "lines")]
     options = forks._parser().parse_args([*arguments, "--device", "cpu", "--cache", str(cache)])
-    forks_of_both = (Fork(base_seed=seed, point=6, data_seed=0) for seed in (3, 5))
-    todo = [ForkRun(BF16, fork, {4: fork.name}) for fork in forks_of_both]
-    fork_workers.work(0, fork_workers.Job(recipe, todo, options, math.inf, os.getppid()), shared)
+    fork_workers.work(0, fork_workers.Job(recipe, OF_TWO_BASES, options, math.inf, os.getppid()), shared)
 
 
 def test_a_base_that_fails_ends_the_waiting_of_its_own_forks_alone(
@@ -404,16 +407,34 @@ def test_a_base_that_fails_ends_the_waiting_of_its_own_forks_alone(
     def pass_by(seconds: float) -> None:
         waited.append(seconds)
         if len(waited) == 3:  # another worker has trained it
-            state_path(recipe, text, Fork(base_seed=5, point=6, data_seed=0), tmp_path).touch()
+            state_path(recipe, text, OF_BASES[1], tmp_path).touch()
 
     monkeypatch.setattr(fork_workers, "train_base", train)
     monkeypatch.setattr(fork_workers, "run_fork", lambda *arguments: [(4, {"loss": {}})])
     monkeypatch.setattr(fork_workers.time, "sleep", pass_by)
-    shared = fork_workers.Shared([3, 5])
+    shared = fork_workers.Shared(OF_TWO_BASES)
     shared.bases[5].value = fork_workers._TAKEN
     work_on_two_bases(folder, tmp_path, shared, recipe)
     assert [line["fork"]["base_seed"] for line in read_lines(tmp_path / "lines")] == [5]
     assert (len(waited), shared.failed.value) == (3, 1)
+
+
+def test_forks_whose_base_has_come_to_their_point_run_before_earlier_ones(
+    based: tuple[ForkRecipe, ForkText, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker trains the base of seed 3, which comes to its point when nothing else is left."""
+    recipe, text, folder = based
+
+    def pass_by(seconds: float) -> None:
+        state_path(recipe, text, OF_BASES[0], tmp_path).touch()
+
+    monkeypatch.setattr(fork_workers, "run_fork", lambda *arguments: [(4, {"loss": {}})])
+    monkeypatch.setattr(fork_workers.time, "sleep", pass_by)
+    state_path(recipe, text, OF_BASES[1], tmp_path).touch()
+    shared = fork_workers.Shared(OF_TWO_BASES)
+    shared.bases[3].value = fork_workers._TAKEN
+    work_on_two_bases(folder, tmp_path, shared, recipe)
+    assert [line["fork"]["base_seed"] for line in read_lines(tmp_path / "lines")] == [5, 3]
 
 
 def test_a_worker_whose_gpu_is_lost_takes_no_further_base(
@@ -426,7 +447,7 @@ def test_a_worker_whose_gpu_is_lost_takes_no_further_base(
 
     monkeypatch.setattr(fork_workers, "train_base", train)
     monkeypatch.setattr(fork_workers, "_is_usable", lambda device: False)
-    shared = fork_workers.Shared([3, 5])
+    shared = fork_workers.Shared(OF_TWO_BASES)
     work_on_two_bases(folder, tmp_path, shared, recipe)
     assert [state.value for state in shared.bases.values()] == [fork_workers._FAILED, fork_workers._FREE]
     assert shared.failed.value == 1

@@ -21,12 +21,14 @@ from snip_hf.config import SnipConfig
 from snip_hf.estimation import probe as probe_module
 from snip_hf.estimation import samples as samples_module
 from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.moved_weights import MovedWeights
 from snip_hf.estimation.passes import per_query_head, run_forward, run_pass
 from snip_hf.estimation.probe import Probe, ProbeSettings, run_probe
 from snip_hf.estimation.products import split_product
 from snip_hf.estimation.samples import SamplePlan
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
+from snip_hf.parallel.ranks import Processes, Ranks
 from snip_hf.python_state import collecting_no_garbage
 
 # torch loads its forward-mode decompositions through torch.jit.script, which warns of itself.
@@ -912,6 +914,22 @@ def test_the_moved_weights_are_asked_for_once_the_model_s_state_is_noted() -> No
     attention = nn.functional.scaled_dot_product_attention
     loss = run_pass(model, Batch.of(inputs), weights)
     assert found == [False] and torch.equal(loss, run_pass(model, Batch.of(inputs), {}))
+
+
+def test_a_stage_without_layers_meets_the_others_before_its_pass_as_they_do() -> None:
+    """Afterwards, they would wait for it, and it for what they pass on."""
+    met: list[Any] = []
+
+    class Stage(Ranks):
+        def gather(self, value: Any, what: str = "figures") -> list[Any]:
+            met.append(value)
+            return [value]
+
+    moved = MovedWeights({}, {}, (0, 0, 0), 1e-3, Processes(pipeline=Stage()))
+    assert met == []
+    assert moved.by_parameter() == {} and met == [[0, 0, 0, 0]]
+    moved.turn()
+    assert moved.epsilon == 1.0 and len(met) == 1
 
 
 def test_a_probe_leaves_no_tensors_for_the_garbage_collector() -> None:

@@ -92,6 +92,8 @@ class MovedWeights:
     @cached_property
     def _held(self) -> dict[str, Tensor]:
         """The moved weights that are held."""
+        # Found by all ranks together, also by one that holds none.
+        _ = self.epsilon
         return {name: self._move(name, direction) for name, direction in self._directions.items()}
 
     def _first_of_each_weight(self) -> dict[str, str]:

@@ -746,7 +746,7 @@ def test_the_backend_is_chosen_by_the_formats_of_a_plan_file(tmp_path: Path) -> 
         assert Loop(SnipConfig()).controller.backend == "other"
         assert Loop(SnipConfig(fixed_plan=str(path))).controller.backend == "emulated"
         assert Loop(SnipConfig(fixed_plan=str(path), backend="only")).controller.backend == "only"
-        with pytest.raises(ValueError, match="backend='only' cannot run: its kernels do not know the format 'fp8'"):
+        with pytest.raises(ValueError, match="backend='only' cannot run: its kernels do not know the format 'fp4'"):
             Loop(SnipConfig(backend="only"))
 
 

@@ -46,6 +46,7 @@ WITH_CHANGES: dict[str, tuple[str, ...]] = {
     "snip-hf MXFP4, ties, before": (),
     "snip-hf MXFP4, ties, + launches": ("spared launches",),
     "snip-hf MXFP4, ties, + sums": ("spared launches", "fast sums"),
+    "snip-hf MXFP4, ties, + late": ("spared launches", "fast sums", "late columns"),
 }
 OURS |= dict.fromkeys(WITH_CHANGES, OURS["snip-hf MXFP4, ties"])
 # Those in which the tensor cores keep partial sums in 14 bits, in every GEMM.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from snip_hf.kernels.tensor_scaled import operators
 from snip_hf.kernels.tensor_scaled.backend import TensorScaled
 
-CHANGES = ("spared launches", "fast sums", "late columns")
+CHANGES = ("spared launches", "fast sums", "late columns", "fast weight gradients")
 _FAST_SUMS_FOLDED = dict(operators.FAST_SUMS_FOLDED)
 
 
@@ -17,7 +17,7 @@ def turn_on(changes: Iterable[str]) -> None:
     if unknown := chosen - set(CHANGES):
         raise ValueError(f"Changes {sorted(unknown)} are not known; expected some of {', '.join(CHANGES)}.")
     operators.SPARES_LAUNCHES = "spared launches" in chosen
-    operators.FAST_SUMS_FOLDED.update(
-        {gemm: fast and "fast sums" in chosen for gemm, fast in _FAST_SUMS_FOLDED.items()}
-    )
+    for gemm, fast in _FAST_SUMS_FOLDED.items():
+        change = "fast weight gradients" if gemm == "grad_weight" else "fast sums"
+        operators.FAST_SUMS_FOLDED[gemm] = fast and change in chosen
     TensorScaled.quantizes_late = "late columns" in chosen

@@ -76,8 +76,9 @@ def test_a_recipe_has_the_changes_that_it_names_and_others_have_all() -> None:
     switches.turn_on(setting.WITH_CHANGES["snip-hf MXFP4, ties, before"])
     assert in_force() == (False, dict.fromkeys(GEMMS, False), False)
     switches.turn_on(setting.WITH_CHANGES["snip-hf MXFP4, ties, + sums"])
-    assert in_force() == (True, before[1], False)
-    with pytest.raises(ValueError, match="expected some of spared launches, fast sums, late columns"):
+    assert in_force() == (True, before[1] | {"grad_weight": False}, False)
+    assert before[1] == dict.fromkeys(GEMMS, True)
+    with pytest.raises(ValueError, match="expected some of spared launches, fast sums, late columns, fast w"):
         switches.turn_on(["other"])
     switches.turn_on(switches.CHANGES)
     assert in_force() == before

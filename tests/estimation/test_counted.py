@@ -158,7 +158,7 @@ def lora_after(steps: int, seed: int) -> tuple[Any, torch.optim.Optimizer]:
     """A Llama trained for some steps, and then as many with adapters on all its linears."""
     peft = pytest.importorskip("peft")
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = tiny_llama(seed=seed)
         for stage in range(2):

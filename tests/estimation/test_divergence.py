@@ -142,7 +142,7 @@ def test_under_other_optimizers_it_is_right_to_a_tenth(kind: str) -> None:
 
 
 def tiny_opt(seed: int) -> nn.Module:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = OPTConfig(
             vocab_size=128,
@@ -160,7 +160,7 @@ def tiny_opt(seed: int) -> nn.Module:
 
 
 def tiny_nemotron(seed: int) -> nn.Module:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = NemotronConfig(
             vocab_size=128,

@@ -150,7 +150,7 @@ class Kinked(TinyLM):
 
 
 def kinked(**options: Any) -> nn.Module:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Kinked(**options)
     convert_model(model, SnipConfig())

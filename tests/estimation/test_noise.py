@@ -103,7 +103,7 @@ def probed(model: nn.Module, noise: float, **settings: Any) -> Probe:
 @pytest.mark.parametrize("place", [0, 1], ids=PLACES)
 def test_a_linear_answers_with_the_expected_size(place: int) -> None:
     """E |G^T N|^2 = |G|^2 |X|^2 / T for noise on X of unit relative size, and the same for noise on G."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Straight()
     convert_model(model, SnipConfig())

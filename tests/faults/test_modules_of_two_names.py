@@ -125,7 +125,7 @@ def test_aliases_leave_divergences_and_parameters_as_they_are(action: Any) -> No
 @pytest.mark.parametrize("reentrant", [slow(None), slow(False), True])
 def test_a_block_that_runs_three_times_and_has_two_names_trains_on(has_alias: bool, reentrant: bool | None) -> None:
     def losses(probes: bool) -> list[float]:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = Shared(has_alias)
         model.reentrant = reentrant

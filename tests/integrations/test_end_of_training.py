@@ -138,7 +138,7 @@ def test_a_push_after_training_leaves_the_state_of_the_last_checkpoint_as_it_is(
 
 def _lora(**options: Any) -> nn.Module:
     peft = pytest.importorskip("peft")
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         options = {"target_modules": ["q_proj", "down_proj"], "r": 2} | options
         return peft.get_peft_model(tiny_llama(hidden=32), peft.LoraConfig(**options))

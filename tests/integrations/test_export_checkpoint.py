@@ -37,7 +37,7 @@ def save_plan(path: Path, formats: dict[str, str], **changes: Any) -> None:
 
     The GEMMs of the backward pass, which inference does not have, are in fp8.
     """
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config(**changes))
     model.save_pretrained(path / "model")

@@ -46,7 +46,7 @@ def threads() -> Iterator[None]:
 
 
 def adapted(method: str = "LoRA", seed: int = 0, **options: Any) -> Any:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return peft.get_peft_model(tiny_llama(hidden=32, **options), METHODS[method]())
 
@@ -189,7 +189,7 @@ def test_adapters_may_come_before_or_after_the_swap(tmp_path: Path) -> None:
     before = run(tmp_path / "before", adapted(), max_steps=4)
     model = tiny_llama(hidden=32)
     convert_model(model, SnipConfig(**SCHEDULE))
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         later = peft.get_peft_model(model, METHODS["LoRA"]())
     after = run(tmp_path / "after", later, max_steps=4)

@@ -89,7 +89,7 @@ def one_block(family: str) -> PreTrainedModel:
     """A model in training mode."""
     config = FAMILIES[family]
     config.num_hidden_layers = 1
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).train()
     # transformers finds it by the name of the class, and else warns, which breaks the graph.

@@ -91,7 +91,7 @@ class Pointwise(nn.Module):
 
 def pointwise(experts: int = 1, blocks: int = 1, calls: int = 1, abreast: bool = False) -> Pointwise:
     """The same weights in all blocks and experts, whatever their number."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         one = Pointwise()
         model = Pointwise(blocks, experts, calls, abreast)

@@ -53,7 +53,7 @@ class Noisy(TinyLM):
 
 
 def noisy(device: str = "cpu") -> Noisy:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Noisy(dropout=0.3).to(device)
     model.layers[0].dropout.eval()  # a flag that differs from its neighbours'

@@ -45,7 +45,7 @@ def alone(layer: nn.Module) -> nn.Module:
 
 
 def conv1d(dtype: torch.dtype = torch.float32) -> Conv1D:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layer = Conv1D(O, I).to(dtype)
         nn.init.normal_(layer.bias)

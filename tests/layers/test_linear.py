@@ -51,7 +51,7 @@ def swapped(linear: nn.Linear, fmt: str = "fp8", seed: int = 0) -> SnipLinear:
 
 
 def linear(bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Linear(I, O, bias=bias, dtype=dtype)
 

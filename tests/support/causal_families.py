@@ -140,7 +140,7 @@ def config_of(family: str) -> PretrainedConfig:
 
 def build(family: str) -> PreTrainedModel:
     """A model in training mode; torch's random state is left alone."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config_of(family)).train()
 

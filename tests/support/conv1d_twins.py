@@ -16,7 +16,7 @@ NAMES = [f"transformer.h.{block}.{part}" for block in (0, 1) for part in BLOCK]
 
 def gpt2(kind: type[nn.Module] = Conv1D, hidden: int = 32, dropout: float = 0.0) -> GPT2LMHeadModel:
     """A byte-level GPT-2 whose layers are of one class or of the other."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = GPT2LMHeadModel(
             GPT2Config(

@@ -52,7 +52,7 @@ def tiny_gpt_oss(seed: int = 0) -> PreTrainedModel:
 
 
 def _built(kind: type[PreTrainedModel], config: Any, seed: int) -> PreTrainedModel:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return kind(config)
 
@@ -127,7 +127,7 @@ class RoutedLM(nn.Module):
 
 def routed_lm(experts: int, top_k: int = 1, blocks: int = 2, hidden: int = 24, inner: int = 40) -> RoutedLM:
     """With the same numbers whether dense (`experts` 0) or with so many experts, which are then all equal."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = RoutedLM(blocks, 4, top_k, hidden, inner, 17)
     for layer in model.layers if experts else ():

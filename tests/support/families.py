@@ -85,7 +85,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 def build(family: str, seed: int = 0) -> PreTrainedModel:
     """A model in training mode; torch's random state is left alone."""
     auto = AutoModelForImageTextToText if family == "llava" else AutoModelForCausalLM
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = auto.from_config(CONFIGS[family]).train()
     return model

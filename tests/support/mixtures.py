@@ -82,7 +82,7 @@ OWN_FORWARDS: dict[str, PretrainedConfig] = {
 
 def build(family: str, seed: int = 0, **options: Any) -> PreTrainedModel:
     """A model in training mode; torch's random state is left alone."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(copy.deepcopy((CONFIGS | OWN_FORWARDS)[family]), **options)
         # Routers and biases that are not zero.

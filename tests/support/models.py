@@ -66,7 +66,7 @@ LINEARS: dict[str, set[str]] = {
 
 def build(family: str, seed: int = 0) -> PreTrainedModel:
     """A model in training mode; torch's random state is left alone."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(CONFIGS[family]).train()
 

@@ -65,7 +65,7 @@ class TinyLM(nn.Module):
 
 def tiny_lm(seed: int = 0, **options: Any) -> TinyLM:
     """A `TinyLM` of its own seed, with weights large enough to bend the tanh."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = TinyLM(**options)
         with torch.no_grad():
@@ -82,7 +82,7 @@ def tokens(rows: int = 2, length: int = 9, vocabulary: int = 17, seed: int = 1) 
 
 def tiny_llama(seed: int = 0, hidden: int = 64, layers: int = 2, **options: Any) -> LlamaForCausalLM:
     """A byte-level Llama."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = LlamaConfig(
             vocab_size=128,
@@ -102,7 +102,7 @@ def tiny_llama(seed: int = 0, hidden: int = 64, layers: int = 2, **options: Any)
 
 def tiny_phi(seed: int = 0) -> PhiForCausalLM:
     """A byte-level Phi: in its first block the linears of the MLP see nothing of a token but which byte it is."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = PhiConfig(
             vocab_size=128,

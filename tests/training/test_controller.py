@@ -734,10 +734,20 @@ def test_the_backend_is_chosen_by_the_formats_of_a_plan_file(tmp_path: Path) -> 
         def runs(self, format: NumberFormat) -> bool:
             return format.name != "nvfp4"
 
+    class Only(Emulated):
+        name = "only"
+
+        def runs(self, format: NumberFormat) -> bool:
+            return format.name == "nvfp4"
+
     with BACKENDS.restored():
         register_backend(Other())
+        register_backend(Only())
         assert Loop(SnipConfig()).controller.backend == "other"
         assert Loop(SnipConfig(fixed_plan=str(path))).controller.backend == "emulated"
+        assert Loop(SnipConfig(fixed_plan=str(path), backend="only")).controller.backend == "only"
+        with pytest.raises(ValueError, match="backend='only' cannot run: its kernels do not know the format 'fp4'"):
+            Loop(SnipConfig(backend="only"))
 
 
 def test_the_share_of_a_plan_file_is_that_of_the_models_flops_whatever_the_file_says(

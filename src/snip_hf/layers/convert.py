@@ -132,7 +132,9 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     modules = known_layers(model)
     wanted = {id(modules[name][0]) for name in chosen}
     before = snip_linears(model)
-    swapping = SnipLinearConfig(config.format_at_start, config.seed, config.backend, config.formats)
+    # A plan file may have other formats than the config. Its backend, which need not know these, comes with the plan.
+    backend = config.backend if config.fixed_plan is None else "auto"
+    swapping = SnipLinearConfig(config.format_at_start, config.seed, backend, config.formats)
     quantize_(model, swapping, filter_fn=lambda module, name: id(module) in wanted)
     for name, layer in snip_linears(model).items():
         if reasons.get(without_group(name), LEFT_OUT) is not None:

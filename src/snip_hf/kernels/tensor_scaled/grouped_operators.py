@@ -195,10 +195,8 @@ def _product(
         scales = factors.expand(-1, left.shape[0]).reshape(-1), ones(ends.shape[0] * right.shape[1], device=left.device)
     else:
         scales = ones(left.shape[0], device=left.device), factors.expand(-1, right.shape[2]).contiguous()
-    # In folded formats for all three GEMMs: what fast sums lose is far below the rounding to BF16.
-    fast = fast or operators.is_folded(record, gemm)
     result: Tensor = torch.ops.aten._scaled_grouped_mm.default(
-        left, right, *scales, ends, None, None, torch.bfloat16, fast
+        left, right, *scales, ends, None, None, torch.bfloat16, fast or operators.sums_fast(record, gemm)
     )
     return result
 

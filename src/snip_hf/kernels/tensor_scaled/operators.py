@@ -31,7 +31,7 @@ _MULTIPLE = 64
 # Whether partial sums stay in the tensor cores' 14 bits over the whole contraction instead of 128 elements of it: in
 # every format, and where the format is folded (docs/log.md has the errors).
 FAST_SUMS = {"forward": False, "grad_input": False, "grad_weight": False}
-FAST_SUMS_FOLDED = {"forward": True, "grad_input": True, "grad_weight": False}
+FAST_SUMS_FOLDED = {"forward": True, "grad_input": True, "grad_weight": True}
 Tile = tuple[int, int, int, int | None]
 """Runs of tokens, channels and warps of a program of `fold_kernel`, and the most registers of a thread; None: any."""
 # For activations, gradients and weights: the fastest of those tried on an H200 (docs/log.md), but for weights.

@@ -8,7 +8,9 @@ Trains a few steps of a shape of `speed.py` under each recipe, in a plain loop o
 then with torch's profiler. Prints, per recipe: the time of a step without the profiler; the milliseconds per step of
 each kind of kernel and how many it launches; those of the folds by operand, with the time that their bytes take; the
 time in which the device has nothing to do, and between which kernels it waits longest. With `--refresh` BF16 comes
-first, and a step that probes is timed without the profiler too: "refresh_ms", and "bf16_steps" in steps of BF16.
+first, and the second step that probes and the one that applies its plan are timed without the profiler too:
+"refresh_ms" and "apply_ms". "extra_ms" is what they take beyond two ordinary steps, and "bf16_steps" that in steps of
+BF16, as `speed.py` counts them.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from snip_hf import SnipCallback, SnipConfig
 from snip_hf.kernels.tensor_scaled import operators
 from snip_hf.numerics.gemms import OPERANDS
 
-WARM_UP, TIMED, FIRST, EVERY = 4, 8, 4, 6
+WARM_UP, TIMED, FIRST, EVERY, DELAY = 4, 8, 4, 6, 2
 BACKEND = "tensor-scaled" if torch.cuda.is_available() else "emulated"
 REFRESHING = SnipConfig.preset(
     "hopper",
@@ -47,7 +49,7 @@ REFRESHING = SnipConfig.preset(
     target_fp4_fraction=0.75,
     first_refresh=FIRST,
     refresh_every=EVERY,
-    apply_delay=2,
+    apply_delay=DELAY,
 )
 # Kind -> what the names of its kernels hold; the first that fits.
 KINDS = {
@@ -94,7 +96,7 @@ def main() -> None:
         line |= window.figures()
         bf16_ms = line["alone_ms"] if recipe == "BF16" else bf16_ms
         if "refresh_ms" in line:
-            line["bf16_steps"] = round(line["refresh_ms"] / bf16_ms, 2)
+            line["bf16_steps"] = round(line["extra_ms"] / bf16_ms, 2)
         print(json.dumps(line), flush=True)
         if options.output:
             with options.output.open("a") as file:
@@ -151,11 +153,24 @@ class Window:
             for event in self._profiler.events()
             if event.device_type == torch._C._autograd.DeviceType.CUDA
         )
-        times = list(map(milliseconds_between, self._marks, self._marks[1:]))
-        alone = {"alone_ms": round(statistics.median(times), 3)}
-        if self._refreshes:
-            alone["refresh_ms"] = round(times[FIRST + EVERY - 1 - WARM_UP], 3)
-        return {**alone, **by_kind(spans, self.steps), **self._folds.figures(spans, self.steps)}
+        times = of_steps(list(map(milliseconds_between, self._marks, self._marks[1:])), self._refreshes)
+        return {**times, **by_kind(spans, self.steps), **self._folds.figures(spans, self.steps)}
+
+
+def of_steps(times: Sequence[float], refreshes: bool = False) -> dict[str, float]:
+    """Returns the median of the milliseconds of steps, and what the second refresh took.
+
+    Args:
+        times: of each step after the first `WARM_UP`.
+        refreshes: whether there are refreshes.
+    """
+    step = statistics.median(times)
+    found = {"alone_ms": step}
+    if refreshes:
+        second = FIRST + EVERY - WARM_UP - 1
+        probe, due = times[second], times[second + DELAY]
+        found |= {"refresh_ms": probe, "apply_ms": due, "extra_ms": probe + due - 2 * step}
+    return {name: round(time, 3) for name, time in found.items()}
 
 
 class Folds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from snip_hf.python_state import Kept, Shared
+from snip_hf.python_state import Kept, Shared, collecting_no_garbage
 
 NUMBER = 1
 
@@ -34,6 +35,8 @@ CONTAINERS: dict[str, tuple[Any, Any]] = {
     "subclass of list": (Words(["a"]), lambda it: it.clear()),
     "dict": ({"a": 1, "b": 2}, lambda it: it.update(c=3)),
     "dict in another order": ({"a": 1, "b": 2}, lambda it: it.update(a=it.pop("a"))),
+    "empty dict": ({}, lambda it: it.update(a=1)),
+    "empty ordered dict": (OrderedDict(), lambda it: it.update(a=1)),
     "ordered dict": (OrderedDict(a=1, b=2), lambda it: it.move_to_end("a")),
     "default dict": (defaultdict(list, a=[1]), lambda it: it["b"]),
     "counter": (Counter("aab"), lambda it: it.update("b")),
@@ -140,3 +143,13 @@ def test_a_patch_is_in_place_from_the_first_to_the_last_who_needs_it_and_gone_af
     for _ in range(2):
         with pytest.raises(ValueError), Shared(fails)():
             pass
+
+
+def test_garbage_is_collected_again_where_it_was_before() -> None:
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="within"), collecting_no_garbage():
+        with collecting_no_garbage():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        raise ValueError("within")
+    assert gc.isenabled()

@@ -6,6 +6,7 @@ generators, and what functions refer to: their closures, defaults and global var
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 import threading
@@ -13,6 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from operator import is_
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -59,6 +61,21 @@ class Shared:
                     self._in_place.close()
 
 
+@contextmanager
+def collecting_no_garbage() -> Iterator[None]:
+    """Keeps Python from looking for garbage in cycles: a look at all objects of a process takes a third of a second.
+
+    What no cycle holds is freed as ever.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class Kept:
     """Notes state as it is now; `restore` puts it back. Objects stay the same objects, only their content returns."""
 
@@ -66,6 +83,8 @@ class Kept:
         # Held, so that no id is used twice.
         self._found: dict[int, Any] = {}
         self._undo: list[Callable[[], object]] = []
+        # Such as most of the hooks of a module: many, and quick to put back.
+        self._empty: list[dict[Any, Any]] = []
 
     def holds(self, value: object) -> bool:
         """Returns True if a value is kept and may change: immutable ones are shared by much that is not related."""
@@ -75,6 +94,9 @@ class Kept:
         """Puts everything back; what did not change is not written."""
         for undo in self._undo:
             undo()
+        for entries in self._empty:
+            if dict.__len__(entries):
+                _kind_of(entries).clear(entries)
 
     def keep_modules(self, model: nn.Module) -> None:
         """Keeps the attributes, parameters, buffers, submodules and hooks of all modules of a model."""
@@ -134,7 +156,10 @@ class Kept:
 
     def keep_entries(self, entries: dict[Any, Any], depth: int = _DEPTH) -> None:
         """Keeps the content of a dict, and of what it holds if that is not too deep."""
-        kind = OrderedDict if isinstance(entries, OrderedDict) else dict
+        if not dict.__len__(entries):
+            self._empty.append(entries)
+            return
+        kind = _kind_of(entries)
         self._undo.append(partial(_put_back_entries, kind, entries, dict(kind.items(entries))))
         self._keep_all(list(kind.values(entries)), depth)
 
@@ -184,12 +209,16 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
+def _kind_of(entries: dict[Any, Any]) -> Any:
+    """Returns the class whose methods tell what a dict holds, whatever those of a class of the user's do."""
+    return OrderedDict if isinstance(entries, OrderedDict) else dict
+
+
 def _put_back_entries(kind: Any, entries: dict[Any, Any], then: dict[Any, Any]) -> None:
-    same = len(entries) == len(then) and all(
-        key is old_key and value is old
-        for (key, value), (old_key, old) in zip(kind.items(entries), then.items(), strict=True)
+    is_same = dict.__len__(entries) == len(then) and (
+        all(map(is_, kind.keys(entries), then)) and all(map(is_, kind.values(entries), then.values()))
     )
-    if not same:
+    if not is_same:
         kind.clear(entries)
         for key, value in then.items():
             kind.__setitem__(entries, key, value)

@@ -26,6 +26,13 @@ def test_kernels_are_added_up_by_kind_and_waits_lie_between_them() -> None:
     assert found["idle_ms_up_to"] == {2: 0.0, 5: 0.002, 20: 0.002, 100: 0.002, 1000: 0.002}
 
 
+def test_a_refresh_is_what_its_two_steps_take_beyond_ordinary_ones() -> None:
+    times = [2.0, 2.0, 2.0, 2.0, 2.0, 50.0, 3.0, 5.0, 1.0, 1.0]  # of steps 5 to 14: step 10 probes, 12 applies
+    assert step_profile.of_steps(times) == {"alone_ms": 2.0}
+    found = step_profile.of_steps(times, refreshes=True)
+    assert found == {"alone_ms": 2.0, "refresh_ms": 50.0, "apply_ms": 5.0, "extra_ms": 51.0}
+
+
 def test_folds_are_told_apart_by_operand_in_the_order_of_their_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
     monkeypatch.setattr(operators, "launch_fold", lambda *given, **more: launched.append("fold_kernel"))

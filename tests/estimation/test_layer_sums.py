@@ -15,6 +15,7 @@ from sums_of_layer import LayerSums
 from torch import Tensor
 
 from snip_hf.estimation import layer_sums as layer_sums_module
+from snip_hf.estimation import products
 from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes, Squares, read_all
 from snip_hf.estimation.optimizer_step import UpdateChange
 from snip_hf.estimation.samples import LayerSample
@@ -283,6 +284,34 @@ def test_on_a_gpu_they_are_those_of_its_kernels(fmt: str) -> None:
             step, bias, size = expected[row]
             assert found[row].step == pytest.approx(step, rel=1e-3, abs=1e-4 * size)
             assert found[row].bias == pytest.approx(bias, rel=1e-3, abs=1e-4 * size)
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+def test_products_of_bf16_parts_change_them_by_less_than_a_part_in_1000(
+    fmt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where those that only squares are summed of are one BF16 product."""
+    sample, weight = a_sample(1203, 2406, 2, 260, 130), a_weight(130, 260)
+    factors = torch.rand(130, 260, generator=torch.Generator().manual_seed(4))
+    exact = LayerSums(sample, weight, factors, 2)
+    expected, rise = exact.weight_divergences(fmt, KEYS), exact.loss_divergence(fmt, "token-fisher")
+    for module in (products, layer_sums_module):
+        monkeypatch.setattr(module, "is_split", lambda left, right: True)
+    for push in (factors, factors.mul):
+        sums = LayerSums(sample, weight, push, 2)
+        found, rough_rise = sums.weight_divergences(fmt, KEYS), sums.loss_divergence(fmt, "token-fisher")
+        assert rough_rise != rise and rough_rise == pytest.approx(rise, rel=1e-3)
+        for row in ROWS:
+            step = expected[row].step
+            assert found[row].step != step and found[row].step == pytest.approx(step, rel=1e-3)
+            assert found[row].bias == pytest.approx(expected[row].bias, rel=1e-3, abs=1e-3 * step)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "inputs", "outputs"), [(8, 14336, 1152), (8, 5632, 2944), (8, 4096, 4096), (8, 2**18, 64), (8, 2**28, 1)]
+)
+def test_products_are_held_of_whole_runs_of_128_outputs(pieces: int, inputs: int, outputs: int) -> None:
+    assert layer_sums_module.outputs_at_once(pieces, inputs) == outputs
 
 
 def test_bfloat16_weights_and_their_errors_are_taken_in_fp32() -> None:

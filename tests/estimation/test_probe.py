@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -20,12 +21,15 @@ from snip_hf.config import SnipConfig
 from snip_hf.estimation import probe as probe_module
 from snip_hf.estimation import samples as samples_module
 from snip_hf.estimation.batch import Batch
+from snip_hf.estimation.moved_weights import MovedWeights
 from snip_hf.estimation.passes import per_query_head, run_forward, run_pass
 from snip_hf.estimation.probe import Probe, ProbeSettings, run_probe
 from snip_hf.estimation.products import split_product
 from snip_hf.estimation.samples import SamplePlan
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
+from snip_hf.parallel.ranks import Processes, Ranks
+from snip_hf.python_state import collecting_no_garbage
 
 # torch loads its forward-mode decompositions through torch.jit.script, which warns of itself.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -178,9 +182,9 @@ def test_the_two_sides_are_the_weights_plus_and_minus_the_same_step_in_one_copy(
     places: list[dict[str, int]] = []
     real_pass = run_pass
 
-    def watched(model: nn.Module, batch: Batch, weights: dict[str, Tensor], *rest: Any) -> Tensor:
-        sides.append({name: weight.clone() for name, weight in weights.items()})
-        places.append({name: weight.data_ptr() for name, weight in weights.items()})
+    def watched(model: nn.Module, batch: Batch, weights: Callable[[], Mapping[str, Tensor]], *rest: Any) -> Tensor:
+        sides.append({name: weight.clone() for name, weight in weights().items()})
+        places.append({name: weight.data_ptr() for name, weight in weights().items()})
         return real_pass(model, batch, weights, *rest)
 
     monkeypatch.setattr(probe_module, "run_pass", watched)
@@ -897,6 +901,47 @@ def test_with_split_products_the_derivatives_are_those_of_fp32(bias: bool, monke
         if name != "model.layers.0.self_attn.q_proj" and sample.x_dot[0].any():
             assert relative_error(other.x_dot[0], sample.x_dot[0]) < 0.02
         assert relative_error(other.grad_output_dot[0], sample.grad_output_dot[0]) < 0.02
+
+
+def test_the_moved_weights_are_asked_for_once_the_model_s_state_is_noted() -> None:
+    """Until then a GPU may work on them."""
+    model, inputs, found = tiny_llama(hidden=32), text(2, 16), list[bool]()
+
+    def weights() -> dict[str, Tensor]:
+        found.append(nn.functional.scaled_dot_product_attention is attention)
+        return {}
+
+    attention = nn.functional.scaled_dot_product_attention
+    loss = run_pass(model, Batch.of(inputs), weights)
+    assert found == [False] and torch.equal(loss, run_pass(model, Batch.of(inputs), {}))
+
+
+def test_a_stage_without_layers_meets_the_others_before_its_pass_as_they_do() -> None:
+    """Afterwards, they would wait for it, and it for what they pass on."""
+    met: list[Any] = []
+
+    class Stage(Ranks):
+        def gather(self, value: Any, what: str = "figures") -> list[Any]:
+            met.append(value)
+            return [value]
+
+    moved = MovedWeights({}, {}, (0, 0, 0), 1e-3, Processes(pipeline=Stage()))
+    assert met == []
+    assert moved.by_parameter() == {} and met == [[0, 0, 0, 0]]
+    moved.turn()
+    assert moved.epsilon == 1.0 and len(met) == 1
+
+
+def test_a_probe_leaves_no_tensors_for_the_garbage_collector() -> None:
+    """It rests meanwhile."""
+    model = tiny_llama(hidden=32)
+    convert_model(model, SnipConfig())
+    given = Batch.of(text(2, 16)), pullbacks_of(sensitivity_of(model, list(snip_linears(model))))
+    gc.collect()
+    with collecting_no_garbage():
+        before = {id(one) for one in gc.get_objects() if isinstance(one, Tensor)}
+        assert run_probe(model, *given).loss > 0
+        assert {id(one) for one in gc.get_objects() if isinstance(one, Tensor)} <= before
 
 
 def test_keys_per_query_head_are_those_that_torch_shares_between_heads() -> None:

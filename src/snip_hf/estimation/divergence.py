@@ -33,7 +33,7 @@ from ..progress import progress
 from .batch import Batch
 from .counted import find_counted
 from .criterion import LayerCriterion
-from .layer_sums import LAYER, BatchSizes, read_all
+from .layer_sums import LAYER, BatchSizes
 from .loss_scale import without_loss_scale
 from .memory import kept_tokens
 from .moved_weights import random_directions
@@ -46,7 +46,7 @@ from .replayed_sums import Replays
 from .room import MIB, NO_THRIFT, Passes, Thrift, default_room, find_thrift
 from .samples import LayerSample
 from .table import Divergence, DivergenceTable
-from .whole_layer import Figures, Task, WholeLayer
+from .whole_layer import Figures, Task, WholeLayer, read_figures
 
 logger = logging.getLogger(__name__)
 # The estimate's own streams of random rounding: other numbers than those of the training step.
@@ -295,10 +295,9 @@ def _rows(
 
     Beside the rows: (layer, format) -> squared noise of the weight's gradient, where it was asked for.
     """
-    parts = zip(*(read_all(part) for part in zip(*(one[2:] for one in figures), strict=True)), strict=True)
     rows: list[Divergence] = []
     squares_of_noise = {}
-    for (name, fmt, *_), (of_rows, rise, errors, criterion, noise) in zip(figures, parts, strict=True):
+    for name, fmt, of_rows, rise, errors, criterion, noise in read_figures(figures):
         if noise is not None:
             squares_of_noise[name, fmt] = noise
         for gemm in (*flops[name], LAYER):

@@ -8,8 +8,8 @@ import torch
 
 from ..kernels.sums import scaled_squares
 from ..numerics.formats import FORMATS
-from .layer_sums import AT_ONCE, LayerSums, Pending
-from .products import product
+from .layer_sums import LayerSums, Pending, outputs_at_once
+from .products import rough_product
 
 
 def pending_gradient_noise(sums: LayerSums, name: str, key: int) -> Pending[float | None]:
@@ -21,9 +21,9 @@ def pending_gradient_noise(sums: LayerSums, name: str, key: int) -> Pending[floa
         key: of the random rounding of G, as in the weight divergence.
     """
     left, right = sums.gradient_error(name, key if FORMATS[name].gradient.stochastic else None)
-    at_once = max(1, AT_ONCE // max(1, right.shape[0] * right.shape[2]))
+    at_once = outputs_at_once(right.shape[0], right.shape[2])
     found = []
     for g_r in left.split(at_once, 2):
         ones = right.new_ones(g_r.shape[2], right.shape[2])
-        found.append(scaled_squares(product(g_r.mT, right), ones))  # (R, O, 2 L) x (R, 2 L, I)
+        found.append(scaled_squares(rough_product(g_r.mT, right), ones))  # (R, O, 2 L) x (R, 2 L, I)
     return Pending(reduce(torch.add, found), lambda figures: sums.sizes.of_pieces(*figures).step)

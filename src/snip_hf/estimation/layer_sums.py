@@ -37,7 +37,7 @@ from .pending import LAYER as LAYER
 from .pending import ROWS as ROWS
 from .pending import Pending as Pending
 from .pending import read_all as read_all
-from .products import product, rough_product
+from .products import is_split, product, rough_product
 from .samples import LayerSample
 
 OPERANDS = {"x": "activation", "g": "gradient", "w": "weight"}
@@ -148,7 +148,7 @@ class LayerSums:
 
     @property
     def _rows(self) -> int:
-        return max(1, AT_ONCE // max(1, self.sizes.pieces * self.w.shape[1]))
+        return outputs_at_once(self.sizes.pieces, self.w.shape[1])
 
     def _by_piece(self, tensor: Tensor) -> Tensor:
         """Returns (n, C) as (R, L, C): pieces of the sample, as even as can be, shorter ones with zeros at the end."""
@@ -206,14 +206,24 @@ class LayerSums:
         if isinstance(self._pushforward, Tensor):
             parts = zip(left.split(self._rows, 2), self._pushforward.split(self._rows), strict=True)
             # (R, O, 2 L) x (R, 2 L, I)
-            return reduce(torch.add, [scaled_squares(product(g_r.mT, right), factors) for g_r, factors in parts])
+            return reduce(torch.add, [scaled_squares(rough_product(g_r.mT, right), factors) for g_r, factors in parts])
         return self._function_sums(self._pushforward, left, right)
 
     def gradient_error(self, name: str, key: int | None) -> tuple[Tensor, Tensor]:
-        """Returns operands by piece of Q(G)^T Q(X) - G^T X, one product of twice the length, not two to subtract."""
+        """Returns operands by piece of Q(G)^T Q(X) - G^T X, one product of twice the length, not two to subtract.
+
+        They are for `rough_product`.
+        """
         g, x = self.rounded("g", name, 0, key), self.rounded("x", name, 0)
-        left = torch.cat([self._by_piece(g), self._by_piece(-self.g)], 1)
-        return left, torch.cat([self._by_piece(x), self._by_piece(self.x)], 1)
+        left, right = (g, -self.g), (x, self.x)
+        if is_split(g, x):
+            # The same as eG^T Q(X) + G^T eX, all of whose terms are small: one BF16 product will do.
+            left, right = (g - self.g, self.g), (x, x - self.x)
+        return self._joined(*left), self._joined(*right)
+
+    def _joined(self, first: Tensor, second: Tensor) -> Tensor:
+        """Returns two (n, C) by piece, one after the other, (R, 2 L, C)."""
+        return torch.cat([self._by_piece(first), self._by_piece(second)], 1)
 
     def _function_sums(self, pushforward: Callable[[Tensor], Tensor], left: Tensor, right: Tensor) -> Tensor:
         """As `_grad_weight_sums`, of a function of whole changes, which are products of left and right by piece."""
@@ -221,7 +231,7 @@ class LayerSums:
         totals: list[Tensor] = []
         at_once = max(1, AT_ONCE // max(1, self.w.numel()))
         for g_r, x_r in zip(left.split(at_once), right.split(at_once), strict=True):
-            changes = product(g_r.mT, x_r)  # (R, O, 2 L) x (R, 2 L, I)
+            changes = rough_product(g_r.mT, x_r)  # (R, O, 2 L) x (R, 2 L, I)
             of_gradient = norms([changes]), changes.sum(0)
             for change in changes:
                 change.copy_(pushforward(change))
@@ -262,7 +272,10 @@ class LayerSums:
     def fisher_sum(self, name: str) -> Tensor:
         """Returns the sum over tokens of (G_t . E_t)^2, with E = Q(X) Q(W)^T - X W^T, (1,)."""
         x, w = self.rounded("x", name, 1), self.rounded("w", name, 1)
-        along = product(self.g, w).mul_(x).addcmul_(self._g_w, self.x, value=-1).sum(1)
+        if is_split(self.g, w):  # E = Q(X) eW^T + eX W^T
+            along = rough_product(self.g, w - self.w).mul_(x).addcmul_(self._g_w, x - self.x).sum(1)
+        else:
+            along = product(self.g, w).mul_(x).addcmul_(self._g_w, self.x, value=-1).sum(1)
         return along.square_().sum()[None]
 
     def errors(self, name: str) -> dict[str, tuple[float, float]]:
@@ -330,6 +343,15 @@ def randomly_rounded(sample: LayerSample, name: str, keys: tuple[int, int]) -> l
         fake_quantize(sample.grad_output, FORMATS[name], OPERANDS["g"], contracts, key, 0, 1, amax)
         for contracts, key in zip((1, 0), keys, strict=True)
     ]
+
+
+def outputs_at_once(pieces: int, inputs: int) -> int:
+    """Returns of how many outputs products (R, O, I) may be held at once.
+
+    If it can be, a multiple of 128: where rows of BF16 begin off multiples of 16 bytes, cuBLAS takes slow kernels.
+    """
+    most = max(1, AT_ONCE // max(1, pieces * inputs))
+    return most - most % TILE if most >= TILE else most
 
 
 def finishing(sample: LayerSample, micro_batches: int, batch: BatchSizes) -> Finishing:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..layers.state import one_per_weight
 from ..numerics.random_streams import stream_key
 from ..parallel.ranks import Processes
-from ..parallel.sharding import sharded_as, squares, whole
+from ..parallel.sharding import pending_squares, sharded_as, whole
 
 Draw = tuple[int, int, int]
 """Seed, step and index of a probe: what decides its random direction."""
@@ -21,6 +23,9 @@ Draw = tuple[int, int, int]
 
 class MovedWeights:
     """W + eps d, and after `turn` W - eps d, in FP32, laid out as the weight.
+
+    Once made, the device works on the directions. It is waited for when `epsilon` or a moved weight is first asked for,
+    which is collective.
 
     Every layer's numbers are those of its name: which other layers a process holds makes no difference, nor does it
     matter whether they are held or remade. Sharded weights move in place on their shards.
@@ -51,8 +56,11 @@ class MovedWeights:
         every = {**{name: layer.weight for name, layer in layers.items()}, **(others or {})}
         self._weights = {name: every[name].detach() for name in pullbacks}
         self._is_turned = False
-        self._held: dict[str, Tensor] = {}
-        self._remade = [name for name in pullbacks if name in remade and can_be_remade(name, layers)]
+        self._directions: dict[str, Tensor] = {}
+        """Those that are held; moved in place by `_held`."""
+        self._relative_step, self._processes, self._has_others = relative_step, processes, others is not None
+        users = users_of_weights(layers)
+        self._remade = [name for name in pullbacks if name in remade and can_be_remade(name, layers, users)]
 
         holds = self._first_of_each_weight()
 
@@ -62,20 +70,31 @@ class MovedWeights:
                 if name not in self._remade:
                     # Groups of experts each move their part of one parameter.
                     first = holds[name]
-                    self._held[first] = direction if first == name else self._held[first] + direction
+                    self._directions[first] = direction if first == name else self._directions[first] + direction
                 yield direction
 
         weights = [weight for name, weight in self._weights.items() if holds[name] == name]
         measured = [layer.weight.detach() for layer in one_per_weight(layers).values()]
         measured = weights if others is None else measured
-        counts = [sum(weight.numel() for weight in group) for group in (weights, measured)]
-        totals = processes.pipeline.gather([sum(squares(measured)), sum(squares(directions())), *counts])
+        self._counts = [sum(weight.numel() for weight in group) for group in (weights, measured)]
+        self._squares = pending_squares(measured), pending_squares(directions())
+
+    @cached_property
+    def epsilon(self) -> float:
+        """What the direction is multiplied by."""
+        own = [sum(squares.tolist()) for squares in self._squares]
+        totals = self._processes.pipeline.gather([*own, *self._counts])
         size, moves, moved_count, measured_count = (sum(column) for column in zip(*totals, strict=True))
-        if others is not None:
+        if self._has_others:
             size *= moved_count / measured_count
-        self.epsilon = relative_step * (size / moves) ** 0.5 if moves > 0 else 1.0
-        for name, direction in self._held.items():
-            self._move(name, direction)
+        return float(self._relative_step * (size / moves) ** 0.5) if moves > 0 else 1.0
+
+    @cached_property
+    def _held(self) -> dict[str, Tensor]:
+        """The moved weights that are held."""
+        # Found by all ranks together, also by one that holds none.
+        _ = self.epsilon
+        return {name: self._move(name, direction) for name, direction in self._directions.items()}
 
     def _first_of_each_weight(self) -> dict[str, str]:
         """Returns what moves -> the first one of the same parameter."""
@@ -85,9 +104,9 @@ class MovedWeights:
 
     def turn(self) -> None:
         """Goes from W + eps * d to W - eps * d, in place."""
-        self._is_turned = True
         for name, moved in self._held.items():
             self._turn(name, moved)
+        self._is_turned = True
 
     def by_parameter(self) -> dict[str, Tensor]:
         """Returns parameter name -> what a pass uses in its place; what is remade has the weight itself there.
@@ -139,12 +158,23 @@ class MovedWeights:
         moved.neg_().add_(self._weights[name], alpha=2.0)
 
 
-def can_be_remade(name: str, layers: Mapping[str, SnipLayer]) -> bool:
-    """Returns True if a layer's weight is a parameter of its module that no other layer shares."""
+def can_be_remade(name: str, layers: Mapping[str, SnipLayer], users: Mapping[int, int]) -> bool:
+    """Returns True if a layer's weight is a parameter of its module that no other layer shares.
+
+    Args:
+        name: of the layer.
+        layers: all of them.
+        users: what `users_of_weights` returns of them.
+    """
     layer = layers[name]
     holder, own_name = layer.holder
     is_own = holder._parameters.get(own_name) is layer.weight and layer.weight_name(name).endswith(own_name)
-    return is_own and sum(other.weight is layer.weight for other in layers.values()) == 1
+    return is_own and users[id(layer.weight)] == 1
+
+
+def users_of_weights(layers: Mapping[str, SnipLayer]) -> Counter[int]:
+    """Returns the id of a weight -> how many of the layers have it."""
+    return Counter(id(layer.weight) for layer in layers.values())
 
 
 def random_directions(name: str, layer: SnipLayer, draw: Draw) -> tuple[Tensor, ...]:

@@ -26,7 +26,7 @@ from .user_hooks import leave_out_global_observers, leave_out_observers
 def run_pass(
     model: nn.Module,
     batch: Batch,
-    weights: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]],
     autocast: torch.dtype | None = None,
     backward: bool = True,
     run: Callable[[Mapping[str, Any]], Tensor | float | None] | None = None,
@@ -38,7 +38,8 @@ def run_pass(
         batch: the micro-batch; the generators start from its state.
         weights: parameter name (`layers.state.plain_name`) -> the tensor to use instead; gradients go to its `.grad` if
             it requires them. Parameters that are not named are used as detached FP32 copies. Of sharded parameters
-            these are whole, but for the weights of swapped layers: each gathers its own when it runs.
+            these are whole, but for the weights of swapped layers: each gathers its own when it runs. A function is
+            called once the model's state is noted, so that the device may work on them until then.
         autocast: dtype of autocast, None for none.
         backward: whether to run the backward pass.
         run: for a model that is only a part: runs the batch forward and backward instead and returns its loss, or None
@@ -48,7 +49,7 @@ def run_pass(
     try:
         batch.random_state.restore()
         with traceless(model, has_been_through_hooks=batch.objective is None):
-            stand_in(model, weights)
+            stand_in(model, weights() if callable(weights) else weights)
             return _run(model, batch, autocast, backward, run)
     finally:
         before.restore()

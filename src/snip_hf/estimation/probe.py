@@ -122,7 +122,7 @@ def run_probe(
     with progress("passes of the probe", count, processes.everyone.is_first) as tell:
         passes = _Passes(model, batch, plan, settings, processes, tell)
         samples = _samples(passes, draws, noises, pullbacks, others)
-    return Probe(sum(passes.losses) / len(passes.losses), samples)
+    return Probe(sum(map(float, passes.losses)) / len(passes.losses), samples)
 
 
 def _samples(
@@ -193,8 +193,8 @@ class _Passes:
         processes: Processes,
         tell: Callable[[], object],
     ) -> None:
-        self.losses: list[float] = []
-        """Of each pass whose record is used."""
+        self.losses: list[Tensor] = []
+        """Of each pass whose record is used. Reading one waits for the device."""
         self._model, self._plan, self._settings, self._processes = model, plan, settings, processes
         self._tell = tell
         self._inputs = without_cache(model, batch) if settings.thrift.recomputed else batch
@@ -205,12 +205,18 @@ class _Passes:
         """Runs forward and backward once, on moved weights or with noise if there are any."""
         model, settings, recorder = self._model, self._settings, Recorder(self._plan)
         moving = nullcontext() if moved is None else _moving(model, moved)
-        weights = {} if moved is None else moved.by_parameter()
         recorded = recording(self._layers, recorder, settings.autocast is not None, noise)
         with self._routing.one_pass(), recorded, moving, recomputing(model, settings.thrift.recomputed):
-            loss = run_pass(model, self._inputs, weights, settings.autocast, True, self._processes.run)
+            loss = run_pass(
+                model,
+                self._inputs,
+                {} if moved is None else moved.by_parameter,
+                settings.autocast,
+                True,
+                self._processes.run,
+            )
         if noise is None:
-            self.losses.append(float(loss))
+            self.losses.append(loss)
         self._tell()
         return recorder
 

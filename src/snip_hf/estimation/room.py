@@ -23,7 +23,7 @@ from ..layers.layer import SnipLayer
 from ..layers.selection import head_of
 from ..layers.state import block_of, one_per_weight
 from ..parallel.sharding import is_sharded
-from .moved_weights import can_be_remade
+from .moved_weights import can_be_remade, users_of_weights
 from .recomputation import recomputes_already
 
 MIB = 2**20
@@ -130,11 +130,11 @@ def _blocks_of(layers: Mapping[str, SnipLayer], elementwise: Collection[str], pa
     members: dict[str, list[str]] = {}
     for name in layers:
         members.setdefault(block_of(name), []).append(name)
-    blocks = []
+    blocks, users = [], users_of_weights(layers)
     for block, names in members.items():
         own = one_per_weight({name: layers[name] for name in names}) if passes.probes else {}
         sizes = {name: _elements(layer.weight, passes.ranks) for name, layer in own.items()}
-        remade = sum(size for name, size in sizes.items() if name in elementwise and can_be_remade(name, layers))
+        remade = sum(size for name, size in sizes.items() if name in elementwise and can_be_remade(name, layers, users))
         features = sum(_features(layers[name]) for name in names)
         inputs, largest = layers[names[0]].in_features, max(sizes.values(), default=0)
         blocks.append(_Block(block, tuple(names), inputs, features, remade, sum(sizes.values()) - remade, largest))

@@ -218,7 +218,7 @@ class Recorder:
     def __init__(self, plan: SamplePlan) -> None:
         self.records: dict[str, Record] = {}
         self._plan = plan
-        # (tokens, device) -> which of them are kept; moved there once, since each such move waits for the device.
+        # (tokens, device) -> which of them are kept; moved there once.
         self._kept: dict[tuple[int, torch.device], Tensor] = {}
 
     def energies(self) -> dict[str, tuple[float, float]]:
@@ -229,7 +229,8 @@ class Recorder:
     def keep(self, name: str, x: Tensor, grad_output: Tensor, dispatch: Dispatch | None = None) -> None:
         at = (x.shape[0] if dispatch is None else dispatch.tokens), x.device
         if at not in self._kept:
-            self._kept[at] = self._plan.kept(at[0]).to(x.device)
+            # Without waiting for the device: the host is ahead of it.
+            self._kept[at] = self._plan.kept(at[0]).to(x.device, non_blocking=True)
         kept, rows = self._kept[at], None
         if dispatch is not None:
             x, grad_output = (tensor[: int(dispatch.ends[-1])] for tensor in (x, grad_output))

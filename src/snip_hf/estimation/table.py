@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .layer_sums import LAYER
@@ -53,7 +53,7 @@ class DivergenceTable:
 
     def to_records(self) -> list[dict[str, Any]]:
         """Returns the rows as plain dicts; "price" only if a row has one."""
-        records = [asdict(row) for row in self.rows]
+        records = [dict(vars(row)) for row in self.rows]
         if all(row.price is None for row in self.rows):
             for record in records:
                 del record["price"]

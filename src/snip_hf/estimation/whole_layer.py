@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..numerics.formats import FORMATS
 from .criterion import LayerCriterion, Rows
 from .extrapolation import BatchSizes, Squares
 from .gradient_noise import pending_gradient_noise
-from .layer_sums import ROWS, LayerSums, Pending, finishing, randomly_rounded
+from .layer_sums import ROWS, LayerSums, Pending, finishing, randomly_rounded, read_all
 from .matrix_sums import MatrixSums
 from .optimizer_step import UpdateChange
 from .replayed_sums import MOST_ELEMENTS, Replays
@@ -39,6 +39,14 @@ class Figures(NamedTuple):
     criterion: Pending[Rows]
     noise: Pending[float | None]
     """Squared, of the weight's gradient (`gradient_noise`); None: not asked for, or of experts."""
+
+
+def read_figures(figures: Sequence[Figures]) -> Iterator[tuple[Any, ...]]:
+    """Gives the fields of each with the results in place of what is pending; waits for the device once."""
+    every: list[Pending[Any]] = [pending for one in figures for pending in one[2:]]
+    results = iter(read_all(every))
+    for name, fmt, *pending in figures:
+        yield name, fmt, *(next(results) for _ in pending)
 
 
 class Task(NamedTuple):

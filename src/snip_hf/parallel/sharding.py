@@ -78,12 +78,18 @@ def squares(tensors: Iterable[Tensor]) -> list[float]:
 
     In FP32, and read from the device once. None of the tensors is held.
     """
+    figures: list[float] = pending_squares(tensors).tolist()
+    return figures
+
+
+def pending_squares(tensors: Iterable[Tensor]) -> Tensor:
+    """As `squares`, not waiting for the device."""
     found, layouts = [], []
     for tensor in tensors:
         found.append(_sum_of_squares(own_part(tensor)))
         layouts.append((tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None)
     if not found:
-        return []
+        return torch.zeros(0)
     sums = torch.stack([one.to(found[0].device) for one in found])
     for layout in dict.fromkeys(layouts):
         if layout is not None:
@@ -91,8 +97,7 @@ def squares(tensors: Iterable[Tensor]) -> list[float]:
             placements = [Partial() if placement.is_shard() else Replicate() for placement in layout[1]]
             parts = DTensor.from_local(sums[of_layout], layout[0], placements, run_check=False)
             sums[of_layout] = parts.full_tensor()
-    figures: list[float] = sums.tolist()
-    return figures
+    return sums
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:

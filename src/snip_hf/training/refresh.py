@@ -145,13 +145,14 @@ class Refresher:
             self._in_force.measure_cost(config.timing_tokens or watch.counts.tokens)
             setting = self._in_force.setting
         began = self._solving.clock()
+        predicted = self._probe.memory(watch)
         with measured_peak(next(iter(self._probe.layers.present.values())).weight) as peak:
             table = self._probe.divergences(step, watch)
         if not any(table.totals(fmt)["weight"] for fmt in config.quantized_formats) and weighs_updates(config):
             self._say_no_update(step)
         priced, prices = with_memory(setting, table, self.prices)
         program = problem(setting.at_step(step), priced, self._in_force.plan.assignment)
-        memory = {"predicted": self._probe.memory(watch), "measured": peak[0]}
+        memory = {"predicted": predicted, "measured": peak[0]}
         seconds = {"probe": self._solving.clock() - began, "solver": None, "waited": None}
         self._events.folder.write_divergences(step, priced)
         divergence = {fmt: table.totals(fmt) for fmt in reversed(config.formats)}

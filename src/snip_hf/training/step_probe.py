@@ -13,6 +13,7 @@ from ..estimation.divergence import divergences_at
 from ..estimation.memory import adds_noise, kept_tokens, probe_memory
 from ..estimation.table import DivergenceTable
 from ..parallel.ranks import Attempt, Processes
+from ..python_state import collecting_no_garbage
 from .captured_step import NOT_CAPTURED, StepWatch
 from .gradient_source import GradientSource
 from .swapped_layers import SwappedLayers
@@ -106,15 +107,16 @@ class StepProbe:
             ValueError: anything is not finite, or everything is 0.
         """
         layers = self.layers.present
-        table = divergences_at(
-            self._model,
-            batch=watch.batch,
-            optimizer_step=self.source.read(self._model, layers, watch, self.processes.everyone),
-            config=self._config,
-            step=step,
-            probes=probes,
-            processes=self.processes,
-        )
+        with collecting_no_garbage():
+            table = divergences_at(
+                self._model,
+                batch=watch.batch,
+                optimizer_step=self.source.read(self._model, layers, watch, self.processes.everyone),
+                config=self._config,
+                step=step,
+                probes=probes,
+                processes=self.processes,
+            )
         _check_finite(table)
         _check_some(table)
         # Stages that one process of a pipeline holds need not be neighbours.

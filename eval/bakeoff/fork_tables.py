@@ -166,6 +166,7 @@ def short_table(lines: Sequence[Row], names: Sequence[str], against: str, outcom
     if not there or against not in of:
         return f"No lines yet of {', '.join(name for name in names if name != against)} and {against} together."
     rows = []
+    shown = [line for name in (*there, against) for line in of[name]]
     for name in there:
         found = difference_of(of[name], of[against], outcome)
         share = np.mean([line["fp4_fraction"] for line in of[name]])
@@ -174,7 +175,7 @@ def short_table(lines: Sequence[Row], names: Sequence[str], against: str, outcom
     note = (
         f"Held-out loss ({LOSSES[outcome].split(', ')[1]}) after {lines[0]['steps']} steps against `{against}` on the "
         "same forks, mean ± half of the 95% interval, uncorrected. Detectable: the true difference that a test at p < "
-        f"{SIGNIFICANCE}, uncorrected, would find with power {DETECTION}. {origin(lines)}"
+        f"{SIGNIFICANCE}, uncorrected, would find with power {DETECTION}. {origin(shown)}"
     )
     note += f" `{command}` writes this table." if command else ""
     return f"{markdown(heads, rows)}\n\n{note}"

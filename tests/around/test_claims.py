@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 from collections.abc import Iterable
 from functools import cache
@@ -15,6 +16,10 @@ import refresh_steps
 import truth_at_size
 import weight_gradients
 
+from eval.bakeoff import fork_tables
+from eval.bakeoff.fork_lines import by_contender, difference_of, read_forks
+from eval.bakeoff.fork_recipe import load_recipe
+from eval.bakeoff.fork_report import Asked, write_report
 from eval.bakeoff.fork_statistics import Difference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +28,8 @@ Gaps = dict[tuple[str, float | None, int], float]
 # What a run of SNIP has in the main comparison; other runs vary one of these.
 USUAL = {"start_step": 0, "objective": "additive", "loss_weight": 1.0, "weight_weight": 1.0, "switching_cost": 0.0}
 REFRESHED = 250
+CRITERIA = ROOT / "eval" / "results" / "forks-criteria.jsonl"
+GEMM_90, LAYER_75 = "{fp4, fp8}, 90% by gemm", "{fp4, fp8}, 75% by layer"
 
 
 def text_of(page: str) -> str:
@@ -68,6 +75,17 @@ def per_seed(values: Iterable[tuple[tuple[str, float | None, int], float]]) -> D
 
 def paired(other: Gaps, base: Gaps) -> Difference:
     return Difference.of([gap - base[place] for place, gap in other.items() if place in base])
+
+
+@cache
+def criteria(steps: int) -> dict[str, list[dict[str, Any]]]:
+    """Contender -> lines of the forks of criteria of that length."""
+    return by_contender(line for line in read_forks([CRITERIA]) if line["steps"] == steps)
+
+
+def apart(one: str, other: str, steps: int = 100) -> str:
+    """Mean and interval of the held-out loss of one contender less that of another, as the report writes them."""
+    return str(difference_of(criteria(steps)[one], criteria(steps)[other], "held_out_plan"))
 
 
 def interval(difference: Difference) -> str:
@@ -208,3 +226,66 @@ def test_the_table_of_weight_gradients_is_that_of_its_lines() -> None:
 def test_the_table_of_single_layers_is_that_of_its_lines() -> None:
     _, table = truth_at_size.report(lines_of("benchmarks/results/truth_at_size_tiny.jsonl")).split("\n\n")
     assert table in (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results-criteria.md", "docs/choosing.md"])
+@pytest.mark.parametrize("steps", [100, 1000])
+def test_backward_first_is_as_far_from_snip_by_gemm_as_the_forks_say(page: str, steps: int) -> None:
+    assert apart(f"backward-first {GEMM_90}", f"snip {GEMM_90}", steps) in text_of(page)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results-criteria.md"])
+def test_how_far_plans_are_from_snip_and_from_all_fp4_in_the_forks(page: str) -> None:
+    text = text_of(page)
+    for one in ("random", "snip-paper"):
+        assert apart(f"{one} {LAYER_75}", f"snip {LAYER_75}") in text
+    assert apart(f"random {GEMM_90}", f"snip {GEMM_90}").removeprefix("+") in text
+    for steps in (100, 1000):
+        assert apart(f"snip {GEMM_90}", "fp4", steps).removeprefix("-") in text
+
+
+@pytest.mark.parametrize("page", ["docs/results-criteria.md", "docs/choosing.md"])
+def test_what_low_precision_costs_in_the_forks_of_criteria(page: str) -> None:
+    for steps in (100, 1000):
+        for one in ("fp4", f"snip {GEMM_90}"):
+            assert apart(one, "bf16", steps).removeprefix("+") in text_of(page)
+
+
+@pytest.mark.parametrize("policy", ["hessian-trace", "greedy", "fisher", "min-abs-err", "first2-last8", "min-rel-err"])
+def test_criteria_are_as_far_from_snip_by_gemm_as_the_page_says(policy: str) -> None:
+    name = f"{policy} {GEMM_90}" + (", probes 8" if policy == "hessian-trace" else "")
+    assert apart(name, f"snip {GEMM_90}") in text_of("docs/results-criteria.md")
+
+
+def told(family: str) -> set[str]:
+    """The policies of a family of comparisons after 100 steps that are told apart after Holm's correction."""
+    pairs = load_recipe(ROOT / "recipes" / "forks-criteria.yaml").comparisons[family]
+    lines = [line for own in criteria(100).values() for line in own]
+    found = fork_tables.tests_of(lines, pairs)
+    return {f"{test.one.split()[0]} {test.reading}" for test in found if test.reading != fork_tables.NOT_TOLD}
+
+
+@pytest.mark.slow
+def test_the_pages_name_the_contenders_that_the_forks_tell_from_snip() -> None:
+    higher = {"random", "layer-type", "kl", "layer-position", "last-15-percent"}
+    assert told("gemm-90") == {f"{name} higher" for name in higher}
+    assert told("gemm-95") == {"kl higher", "random higher"}
+    assert told("layer-75") == {"snip-paper higher"}
+    assert told("forward-50") == {"greedy lower"}
+    assert told("forward-80") == {"random higher"}
+    assert not told("forms-gemm-90") | told("forms-layer-75") | told("other-formats")
+
+
+@pytest.mark.slow
+def test_the_tables_of_criteria_are_those_of_the_lines(tmp_path: Path) -> None:
+    recipe, pages = ROOT / "recipes" / "forks-criteria.yaml", ("docs/results-criteria.md", "README.md")
+    copies = [shutil.copy(ROOT / page, tmp_path) for page in pages]
+    command = (
+        "python -m eval.bakeoff.forks report eval/results/forks-criteria.jsonl --recipe recipes/forks-criteria.yaml "
+        "--output eval/results/forks-criteria.md --docs docs/results-criteria.md README.md"
+    )
+    asked = Asked.by(load_recipe(recipe), recipe, command=command)
+    text = write_report([CRITERIA], None, asked, [Path(copy) for copy in copies])
+    for page, copy in zip(pages, copies, strict=True):
+        assert Path(copy).read_text(encoding="utf-8") == (ROOT / page).read_text(encoding="utf-8")
+    assert text == (ROOT / "eval" / "results" / "forks-criteria.md").read_text(encoding="utf-8")

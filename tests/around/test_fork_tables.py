@@ -141,6 +141,13 @@ def test_the_short_table_has_the_contenders_that_the_recipe_names() -> None:
     assert text.endswith("`python x` writes this table.")
 
 
+def test_the_short_table_names_the_kernels_of_its_own_contenders() -> None:
+    backends = {"bf16": None, "fp4": "hopper", "fp8": "emulated"}
+    lines = [row | {"backend": backends[row["contender"]]} for row in [*LINES, *FP8]]
+    texts = [short_table(lines, names, "bf16", "held_out_plan", "") for names in (["fp4"], ["fp4", "fp8"])]
+    assert ["Kernels" in text for text in texts] == [False, True]
+
+
 def test_a_pair_without_lines_is_named_and_not_counted() -> None:
     text = family_table(LINES, "formats", [("fp4", "bf16"), ("fp8", "bf16")])
     assert "over the one test of" in text

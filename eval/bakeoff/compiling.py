@@ -12,19 +12,22 @@ from torch import nn
 from snip_hf.policies.stages import block_of
 
 # Plain and quantized linears, each backend, each pattern of BF16, other batches: one process runs many contenders. By
-# default torch runs uncompiled what is beyond 8 graphs, and a contender's numbers would depend on those before it.
-_GRAPHS = 64
+# default torch runs uncompiled what is beyond 8 graphs, and a contender's numbers would depend on those before it. As
+# many as torch lets a function have in all.
+_GRAPHS = 256
 
 
 def compile_parts(model: Any, **options: Any) -> None:
     """Compiles decoder layers, and the loss, which would pass over logits in FP32 many times.
 
     Args:
-        model: a causal LM of transformers.
+        model: a causal LM of transformers. What would need more graphs than there may be fails, and is not run
+            uncompiled.
         options: of torch.compile.
     """
     # Each size of a batch has its own graph: one for several would take over those that were there before.
     options = {"dynamic": False} | options
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     compile_layers(model, partial(nn.Module.compile, **options))
     model.loss_function = torch.compile(model.loss_function, **options)
 

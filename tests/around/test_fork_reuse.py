@@ -12,6 +12,7 @@ import pytest
 import torch
 from small_forks import BF16, CPU, SNIP, random_text, write_recipe
 from torch import nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from eval.bakeoff.compiling import compile_layers, compile_parts
 from eval.bakeoff.fork_base import Trainee, state_path, train_base
@@ -115,11 +116,12 @@ def test_a_warning_of_every_fork_is_said_once() -> None:
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    limit = torch._dynamo.config.recompile_limit
+    config = torch._dynamo.config
+    before = config.recompile_limit, config.fail_on_recompile_limit_hit
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield
-    torch._dynamo.config.recompile_limit = limit
+    config.recompile_limit, config.fail_on_recompile_limit_hit = before
     torch._dynamo.reset()
 
 
@@ -155,13 +157,37 @@ def test_a_compiled_training_is_another_setting_and_one_that_is_not_has_the_id_o
     assert plain.setting("text", 4, START) == said.setting("text", 4, START) != compiled.setting("text", 4, START)
 
 
-def test_every_decoder_layer_is_compiled_once_and_nothing_else() -> None:
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
-            self.head = nn.Linear(2, 2)
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.second(self.first(x))
+        return found
+
+
+class Head(nn.Module):
+    loss_function = torch.nn.functional.cross_entropy
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+def test_what_needs_more_graphs_than_there_may_be_fails_and_does_not_run_uncompiled() -> None:
+    model = Head()
+    compile_parts(model, backend="eager")
+    torch._dynamo.config.recompile_limit = 1
+    model.layers[0](torch.ones(2, 2))
+    with pytest.raises(FailOnRecompileLimitHit):
+        model.layers[0](torch.ones(3, 2))
+
+
+def test_every_decoder_layer_is_compiled_once_and_nothing_else() -> None:
     model, limit = Head(), torch._dynamo.config.recompile_limit
     compiled: list[nn.Module] = []
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from snip_hf.estimation import replayed_sums
 from snip_hf.estimation.criterion import LayerCriterion
 from snip_hf.estimation.extrapolation import BatchSizes
 from snip_hf.estimation.layer_sums import read_all
@@ -89,6 +91,29 @@ def test_without_room_for_a_capture_sums_are_launched_one_by_one() -> None:
         assert results(whole.figures(sample, task(replays), KEYS, None)) == expected
 
 
+def test_a_capture_that_runs_out_of_memory_is_none_and_lets_go_of_the_memory_of_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    homes: list[torch.device] = []
+
+    @cache
+    def home(device: torch.device) -> replayed_sums._Home:
+        homes.append(device)
+        return replayed_sums._Home(None, None, None)  # type: ignore[arg-type]
+
+    def fail(*given: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(replayed_sums, "_home", home)
+    monkeypatch.setattr(replayed_sums, "_capture", fail)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
+    assert cuda_graph(lambda: None) is None
+    assert cuda_graph(lambda: None) is None
+    assert len(homes) == 2
+
+
 @pytest.mark.parametrize(
     "changes", [{"measures_noise": True}, {"loss_estimator": "norm"}], ids=["noise", "another form of the loss"]
 )
@@ -103,10 +128,21 @@ def test_what_is_no_function_of_tensors_alone_is_not_captured(changes: dict[str,
         assert results(whole.figures(sample, task(replays, **changes), KEYS, None)) == expected
 
 
+def test_layers_of_two_shapes_take_turns_each_with_a_capture_of_its_own() -> None:
+    recording = Recording()
+    replays = Replays(recording.capture)
+    for index in range(6):
+        whole, sample = layer(index, outputs=(OUTPUTS, 32)[index % 2])
+        expected = results(whole.figures(sample, task(None), KEYS, None))
+        assert results(whole.figures(sample, task(replays), KEYS, None)) == expected
+    assert (recording.captures, recording.replays) == (2, 4)
+
+
 @pytest.mark.gpu
-def test_figures_from_a_cuda_graph_are_those_of_single_launches() -> None:
+@pytest.mark.parametrize("outputs", [(OUTPUTS,), (OUTPUTS, 32)], ids=["one shape", "two, which share memory"])
+def test_figures_from_a_cuda_graph_are_those_of_single_launches(outputs: tuple[int, ...]) -> None:
     replays = Replays(cuda_graph)
-    for index in range(4):
-        whole, sample = layer(index, "cuda")
+    for index in range(6):
+        whole, sample = layer(index, "cuda", outputs[index % len(outputs)])
         expected = results(whole.figures(sample, task(None), KEYS, None))
         assert results(whole.figures(sample, task(replays), KEYS, None)) == expected

@@ -37,6 +37,23 @@ def test_outputs_and_gradients_are_those_of_torch_s_linear(small_parts: None, ha
     assert not has_bias or torch.equal(grad_bias, bias.grad)
 
 
+def test_a_loss_may_differentiate_its_gradient(small_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a penalty of gradients does; the kernels that split operands would count for constants."""
+
+    def without_derivative(left: Tensor, right: Tensor) -> Tensor:
+        return left.detach() @ right.detach()
+
+    monkeypatch.setattr(split_linear, "product", without_derivative)
+    x, weight = (one.double() for one in operands()[:2])
+    found = []
+    for function in (SplitLinear.apply, nn.functional.linear):
+        at = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(function(at, weight, None).square().sum(), at, create_graph=True)
+        gradient.square().sum().backward()
+        found.append(at.grad)
+    torch.testing.assert_close(*found)
+
+
 def test_only_large_frozen_weights_are_taken_and_torch_s_function_comes_back(
     small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

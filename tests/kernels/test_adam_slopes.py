@@ -9,6 +9,7 @@ import torch
 from kernel_runs import Run
 from torch import Tensor
 
+from snip_hf.kernels import adam_slopes
 from snip_hf.kernels.adam_slopes import AdamNumbers, takes
 from snip_hf.optimizers.update_rules import Situation, adam
 
@@ -45,7 +46,7 @@ def test_the_derivative_times_a_tangent_is_that_of_adam_s_rule(run: Run, dtype: 
         assert not found[~touched].any()
 
 
-class OnAGpu(Tensor):
+class Quantized(Tensor):
     """A tensor of another class."""
 
 
@@ -56,12 +57,25 @@ class OnAGpu(Tensor):
         {"first": torch.zeros(41, 67, dtype=torch.float16), "second": torch.zeros(41, 67, dtype=torch.float16)},
         {"second": torch.zeros(41, 67, dtype=torch.bfloat16)},
         {"second": torch.zeros(67, 41).t()},
-        {"first": torch.zeros(41, 67).as_subclass(OnAGpu)},
+        {"first": torch.zeros(41, 67).as_subclass(Quantized)},
         {"tangent": torch.zeros(67, 41).t()},
-        {},
+        {"first": torch.zeros(41, 67, device="meta"), "second": torch.zeros(41, 67, device="meta")},
+        {"tangent": torch.zeros(41, 67, device="meta")},
     ],
-    ids=["no state", "FP16", "two dtypes", "transposed", "quantized", "transposed tangent", "on a CPU"],
+    ids=[
+        "no state",
+        "FP16",
+        "two dtypes",
+        "transposed",
+        "quantized",
+        "transposed tangent",
+        "moments elsewhere",
+        "tangent elsewhere",
+    ],
 )
-def test_other_tensors_are_left_to_the_rule(change: dict[str, Any]) -> None:
-    gradient, first, second, tangent = tensors()
-    assert not takes(**({"gradient": gradient, "first": first, "second": second, "tangent": tangent} | change))
+def test_other_tensors_are_left_to_the_rule(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("gradient", "first", "second", "tangent")
+    given = dict(zip(names, tensors(), strict=True))
+    assert not takes(**given)  # on a CPU
+    monkeypatch.setattr(adam_slopes, "has_kernels", lambda device: True)
+    assert takes(**given) and not takes(**(given | change))

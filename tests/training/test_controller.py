@@ -750,6 +750,25 @@ def test_the_backend_is_chosen_by_the_formats_of_a_plan_file(tmp_path: Path) -> 
             Loop(SnipConfig(backend="only"))
 
 
+def test_beside_a_plan_file_no_other_backend_than_the_one_asked_for_is_tried(tmp_path: Path) -> None:
+    """The trial of another one may leave a GPU unusable."""
+    path = tmp_path / "plan.json"
+    Loop(SnipConfig(policy="uniform-fp4")).controller.plan.save(path)
+
+    class Other(Emulated):
+        name = "other"
+        is_emulation = False
+
+        def fails(self, format: NumberFormat, device: torch.device) -> str | None:
+            raise AssertionError("tried")
+
+    with BACKENDS.restored():
+        register_backend(Other())
+        assert Loop(SnipConfig(fixed_plan=str(path), backend="emulated")).controller.backend == "emulated"
+        with pytest.raises(AssertionError, match="tried"):
+            Loop(SnipConfig(fixed_plan=str(path)))
+
+
 def test_the_share_of_a_plan_file_is_that_of_the_models_flops_whatever_the_file_says(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

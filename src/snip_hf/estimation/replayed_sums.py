@@ -96,7 +96,12 @@ def cuda_graph(work: Callable[[], None]) -> Callable[[], None] | None:
     if torch.cuda.mem_get_info(device)[0] < _LEAST_FREE:
         return None
     home, graph = _home(device), torch.cuda.CUDAGraph()
-    _capture(home.stream, home.pool, graph, work)
+    try:
+        _capture(home.stream, home.pool, graph, work)
+    except torch.OutOfMemoryError:
+        # Of many formats more is held than was asked for. Single launches need what the pool keeps from them.
+        _home.cache_clear()
+        return None
     return graph.replay
 
 

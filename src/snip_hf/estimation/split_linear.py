@@ -39,6 +39,9 @@ class SplitLinear(torch.autograd.Function):
         grad_bias = grad_output.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:
             return None, None, grad_bias
+        if torch.is_grad_enabled():
+            # A loss that differentiates this gradient: the kernels that split operands have no derivative.
+            return grad_output @ weight, None, grad_bias
         grad_input = grad_output.new_zeros(grad_output.shape[0], weight.shape[1])
         for part, of_weight in zip(grad_output.split(OUTPUTS, 1), weight.split(OUTPUTS), strict=True):
             grad_input += product(part, of_weight)  # (T, O) x (O, I)

@@ -36,11 +36,15 @@ class AdamNumbers(NamedTuple):
 
 
 def takes(gradient: Tensor, first: object, second: object, tangent: Tensor) -> bool:
-    """Returns True if `adam_slopes` runs on these: dense tensors of one layout, on a GPU with Triton's kernels."""
-    tensors = (gradient, first, second)
-    if any(type(one) is not Tensor or not one.is_contiguous() or one.shape != gradient.shape for one in tensors):
+    """Returns True if `adam_slopes` runs on these: dense tensors of one layout on one GPU with Triton's kernels."""
+    if any(type(one) is not Tensor for one in (gradient, first, second)):
         return False
     assert isinstance(first, Tensor) and isinstance(second, Tensor)
+    tensors = (gradient, first, second)
+    if any(not one.is_contiguous() or one.shape != gradient.shape for one in tensors):
+        return False
+    if any(one.device != gradient.device for one in (first, second, tangent)):
+        return False
     if gradient.dtype != torch.float32 or first.dtype not in _MOMENTS or first.dtype != second.dtype:
         return False
     is_dense = tangent.is_contiguous() or not any(tangent.stride())

@@ -104,6 +104,18 @@ def _backend_now(requested: str, device: torch.device, formats: list[str]) -> Ba
     return select_backend("auto" if asked is None or asked.lacks(device) else requested, device, formats)
 
 
+def _backend_to_start(config: SnipConfig) -> str:
+    """Returns `config.backend`; "auto" where a plan file has other formats than the config, and that backend not these.
+
+    It then comes with the plan.
+    """
+    asked, names = BACKENDS.get(config.backend), (config.format_at_start, *config.formats)
+    if config.fixed_plan is None or asked is None:
+        return config.backend
+    formats = [FORMATS[name] for name in names if FORMATS[name].is_quantized]
+    return config.backend if all(map(asked.runs, formats)) else "auto"
+
+
 def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     """Swaps the linears inside the transformer blocks for `SnipLinear`, in place.
 
@@ -132,9 +144,7 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     modules = known_layers(model)
     wanted = {id(modules[name][0]) for name in chosen}
     before = snip_linears(model)
-    # A plan file may have other formats than the config. Its backend, which need not know these, comes with the plan.
-    backend = config.backend if config.fixed_plan is None else "auto"
-    swapping = SnipLinearConfig(config.format_at_start, config.seed, backend, config.formats)
+    swapping = SnipLinearConfig(config.format_at_start, config.seed, _backend_to_start(config), config.formats)
     quantize_(model, swapping, filter_fn=lambda module, name: id(module) in wanted)
     for name, layer in snip_linears(model).items():
         if reasons.get(without_group(name), LEFT_OUT) is not None:

@@ -22,7 +22,7 @@ from snip_hf.estimation import probe as probe_module
 from snip_hf.estimation import samples as samples_module
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.moved_weights import MovedWeights
-from snip_hf.estimation.passes import per_query_head, run_forward, run_pass
+from snip_hf.estimation.passes import run_forward, run_pass
 from snip_hf.estimation.probe import Probe, ProbeSettings, run_probe
 from snip_hf.estimation.products import split_product
 from snip_hf.estimation.samples import SamplePlan
@@ -942,15 +942,6 @@ def test_a_probe_leaves_no_tensors_for_the_garbage_collector() -> None:
         before = {id(one) for one in gc.get_objects() if isinstance(one, Tensor)}
         assert run_probe(model, *given).loss > 0
         assert {id(one) for one in gc.get_objects() if isinstance(one, Tensor)} <= before
-
-
-def test_keys_per_query_head_are_those_that_torch_shares_between_heads() -> None:
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, heads, 9, 8, generator=generator) for heads in (6, 2, 2))
-    attention = nn.functional.scaled_dot_product_attention
-    wanted = attention(query, key, value, is_causal=True, enable_gqa=True)
-    found = attention(query, per_query_head(query, key), per_query_head(query, value), is_causal=True)
-    torch.testing.assert_close(found, wanted)
 
 
 def test_torch_s_attention_is_its_own_again_after_a_pass_and_after_a_failed_one() -> None:

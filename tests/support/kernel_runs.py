@@ -66,7 +66,8 @@ def patch_once_a_launch() -> None:
 
 def correct_the_interpreter() -> None:
     """Gives Triton's interpreter BF16 as GPUs have it: its own way to FP32 takes subnormal numbers for others, and its
-    way from there cuts digits off instead of rounding to nearest."""
+    way from there cuts digits off instead of rounding to nearest. Its products take the bits of BF16 for whole numbers.
+    """
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -82,7 +83,19 @@ def correct_the_interpreter() -> None:
             return rounded.view(np.uint16).reshape(whole.shape)
         return convert(data, source, target, rounding_mode)
 
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def multiplied(builder: Any, left: Any, right: Any, *rest: Any) -> Any:
+        wide = (
+            interpreter.TensorHandle(widened(one.data, tl.bfloat16, tl.float32, None), tl.float32)
+            if one.dtype == tl.bfloat16
+            else one
+            for one in (left, right)
+        )
+        return multiply(builder, *wide, *rest)
+
     interpreter._convert_float = widened
+    interpreter.InterpreterBuilder.create_dot = multiplied
 
 
 def interpret(name: str, arguments: bytes) -> bytes:

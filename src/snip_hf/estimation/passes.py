@@ -17,6 +17,7 @@ from ..numerics.random_state import RandomState
 from ..parallel.sharding import whole, without_sharding_hooks
 from ..python_state import Kept, Shared
 from ..text import WITHOUT_PROBE
+from .attention import efficient_attention
 from .batch import Batch
 from .objective import Objective
 from .split_linear import split_linears
@@ -181,40 +182,13 @@ def _patched_torch(model: nn.Module) -> Iterator[None]:
     try:
         leave_out_global_observers(model, kept)
         # Compiled layers would record nothing, and be compiled again for it.
-        with torch.compiler.set_stance("force_eager"), _efficient_attention(), split_linears():
+        with torch.compiler.set_stance("force_eager"), efficient_attention(), split_linears():
             yield
     finally:
         kept.restore()
 
 
 _for_all_threads = Shared(_patched_torch)
-
-
-@contextmanager
-def _efficient_attention() -> Iterator[None]:
-    """Gives torch's attention in FP32 on CUDA one key and value per query head, where heads share them.
-
-    Only so does it take the memory-efficient kernel, which runs on tensor cores and holds no (tokens, tokens) matrices.
-    The function itself is replaced, since backward passes that recompute run in threads of their own.
-    """
-    original = nn.functional.scaled_dot_product_attention
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("enable_gqa") and query.is_cuda and query.dtype == torch.float32:
-            key, value = per_query_head(query, key), per_query_head(query, value)
-            kwargs["enable_gqa"] = False
-        return original(query, key, value, *args, **kwargs)
-
-    nn.functional.scaled_dot_product_attention = attention
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = original
-
-
-def per_query_head(query: Tensor, shared: Tensor) -> Tensor:
-    """Returns keys or values (..., fewer heads, L, E) as (..., heads of the query, L, E)."""
-    return shared.repeat_interleave(query.shape[-3] // shared.shape[-3], dim=-3)
 
 
 def _run(

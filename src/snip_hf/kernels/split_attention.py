@@ -165,7 +165,7 @@ class _Tile(NamedTuple):
     num_stages: int
 
     def options(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
 class _Tiles(NamedTuple):

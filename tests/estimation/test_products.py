@@ -86,3 +86,21 @@ def test_rough_products_are_torch_s_own_where_products_are(monkeypatch: pytest.M
     found = rough_product(left, right)
     assert found.dtype == torch.float32
     assert 2**-17 < error(found, left, right) < 2**-8
+
+
+def test_narrow_products_are_bf16_where_there_are_kernels_that_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right = drawn(6, 8), drawn(8, 5, seed=1)
+    assert torch.equal(rough_product(left, right, True), left @ right)
+    monkeypatch.setattr(products, "is_split", lambda left, right: True)
+    wide = rough_product(left, right, True)
+    monkeypatch.setattr(products, "has_kernels", lambda device: True)
+    assert wide.dtype == torch.float32 and torch.equal(rough_product(left, right, True), wide.bfloat16())
+
+
+@pytest.mark.gpu
+def test_on_cuda_products_of_operands_in_bf16_are_those_of_what_was_rounded() -> None:
+    left, right = drawn(64, 128).cuda(), drawn(128, 256, seed=1).cuda()
+    wide = rough_product(left, right)
+    assert torch.equal(rough_product(left.bfloat16(), right), wide)
+    narrow = rough_product(left.bfloat16(), right.bfloat16(), True)
+    assert narrow.dtype == torch.bfloat16 and (narrow - wide).norm() <= 2**-8 * wide.norm()

@@ -217,6 +217,17 @@ def test_changes_are_scaled_before_they_are_squared(pieces: int, height: int, wi
     torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("name", ["error_squares", "scaled_squares"])
+def test_sums_of_products_in_bf16_are_those_of_their_numbers(name: str, run: Run) -> None:
+    parts = [random((24, 64)).view(3, 8, 64).bfloat16() for _ in range(2)][: 2 if name == "error_squares" else 1]
+    factors = random((8, 64)).square_()
+    factors = factors[None] if name == "error_squares" else factors
+    found = run(name, *parts, factors)
+    expected = getattr(sums, name)(*(one.float() for one in parts), factors)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+
+
 def test_norms_are_right_to_fp32_of_many_numbers_too() -> None:
     x = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
     found = sums.norms([x, x[:100].view(10, 10)])

@@ -24,6 +24,6 @@ def pending_gradient_noise(sums: LayerSums, name: str, key: int) -> Pending[floa
     at_once = outputs_at_once(right.shape[0], right.shape[2])
     found = []
     for g_r in left.split(at_once, 2):
-        ones = right.new_ones(g_r.shape[2], right.shape[2])
+        ones = right.new_ones(g_r.shape[2], right.shape[2], dtype=torch.float32)
         found.append(scaled_squares(rough_product(g_r.mT, right), ones))  # (R, O, 2 L) x (R, 2 L, I)
     return Pending(reduce(torch.add, found), lambda figures: sums.sizes.of_pieces(*figures).step)

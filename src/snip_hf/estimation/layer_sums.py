@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ..kernels.errors import WeightErrors, error_norms, joined_errors, weight_errors
 from ..kernels.rounding import fake_quantize
 from ..kernels.sums import error_squares, norms, scaled_squares
 from ..numerics.formats import FORMATS
@@ -32,9 +33,9 @@ from .extrapolation import BatchSizes as BatchSizes
 from .extrapolation import Sizes
 from .extrapolation import Squares as Squares
 from .optimizer_step import UpdateChange
-from .pending import ACTIVATIONS, Finishing
 from .pending import LAYER as LAYER
 from .pending import ROWS as ROWS
+from .pending import Finishing
 from .pending import Pending as Pending
 from .pending import read_all as read_all
 from .products import is_split, product, rough_product
@@ -81,6 +82,7 @@ class LayerSums:
         self._quantized: dict[tuple[str, str, int, int | None], Tensor] = {}
         # Of the whole tensors that the sample is from, for scales that belong to a whole tensor.
         self._amaxes = dict(zip(("x", "g"), sample.amaxes, strict=True)) if sample.is_part and sample.amaxes else {}
+        self._of_weight: dict[str, WeightErrors] = {}
         self._weight_errors = self._squared_weight_errors()
         # What eX meets: (n, O) x (O, I); and eG: (n, I) x (I, O).
         self._g_w = product(self.g, self.w)
@@ -98,13 +100,8 @@ class LayerSums:
         kinds = {name: self._kinds_of_weight_errors(name) for name in self._formats}
         found = self.w.new_empty(sum(map(len, kinds.values())), *self.w.shape)
         for name, of_format in kinds.items():
-            errors = [found[kind] for kind in of_format]
-            for error, contracts in zip(errors[:2], (1, 0), strict=False):
-                torch.sub(self.rounded("w", name, contracts), self.w, out=error)
-            if len(errors) > 1:
-                torch.mul(*errors[:2], out=errors[2])
-            for error in errors[:2]:
-                error.square_()
+            rounded = [self.rounded("w", name, contracts) for contracts in (1, 0)[: len(of_format)]]
+            self._of_weight[name] = weight_errors(self.w, rounded, found[of_format.start : of_format.stop])
         return found
 
     def _kinds_of_weight_errors(self, name: str) -> range:
@@ -137,8 +134,8 @@ class LayerSums:
         )
         sums = []
         for g_dot_r, g_r, errors in channels:
-            forward = rough_product(g_dot_r.mT, x)  # (R, O, L) x (R, L, I)
-            grad_input = rough_product(g_r.mT, x_dot)  # (R, O, L) x (R, L, I)
+            forward = rough_product(g_dot_r.mT, x, True)  # (R, O, L) x (R, L, I)
+            grad_input = rough_product(g_r.mT, x_dot, True)  # (R, O, L) x (R, L, I)
             sums.append(error_squares(forward, grad_input, errors))
         return reduce(torch.add, sums)
 
@@ -206,20 +203,23 @@ class LayerSums:
         if isinstance(self._pushforward, Tensor):
             parts = zip(left.split(self._rows, 2), self._pushforward.split(self._rows), strict=True)
             # (R, O, 2 L) x (R, 2 L, I)
-            return reduce(torch.add, [scaled_squares(rough_product(g_r.mT, right), factors) for g_r, factors in parts])
+            found = (scaled_squares(rough_product(g_r.mT, right, True), factors) for g_r, factors in parts)
+            return reduce(torch.add, found)
         return self._function_sums(self._pushforward, left, right)
 
     def gradient_error(self, name: str, key: int | None) -> tuple[Tensor, Tensor]:
         """Returns operands by piece of Q(G)^T Q(X) - G^T X, one product of twice the length, not two to subtract.
 
-        They are for `rough_product`.
+        They are for `rough_product`, in FP32 or BF16.
         """
         g, x = self.rounded("g", name, 0, key), self.rounded("x", name, 0)
-        left, right = (g, -self.g), (x, self.x)
-        if is_split(g, x):
-            # The same as eG^T Q(X) + G^T eX, all of whose terms are small: one BF16 product will do.
-            left, right = (g - self.g, self.g), (x, x - self.x)
-        return self._joined(*left), self._joined(*right)
+        if not is_split(g, x):
+            return self._joined(g, -self.g), self._joined(x, self.x)
+        # The same as eG^T Q(X) + G^T eX, all of whose terms are small: one BF16 product will do.
+        pieces = self.sizes.pieces
+        if len(x) % pieces == 0:
+            return joined_errors(self.g, g, pieces, True), joined_errors(self.x, x, pieces, False)
+        return self._joined(g - self.g, self.g), self._joined(x, x - self.x)
 
     def _joined(self, first: Tensor, second: Tensor) -> Tensor:
         """Returns two (n, C) by piece, one after the other, (R, 2 L, C)."""
@@ -273,7 +273,9 @@ class LayerSums:
         """Returns the sum over tokens of (G_t . E_t)^2, with E = Q(X) Q(W)^T - X W^T, (1,)."""
         x, w = self.rounded("x", name, 1), self.rounded("w", name, 1)
         if is_split(self.g, w):  # E = Q(X) eW^T + eX W^T
-            along = rough_product(self.g, w - self.w).mul_(x).addcmul_(self._g_w, x - self.x).sum(1)
+            error = self._of_weight[name].first
+            along = rough_product(self.g, w - self.w if error is None else error)
+            along = along.mul_(x).addcmul_(self._g_w, x - self.x).sum(1)
         else:
             along = product(self.g, w).mul_(x).addcmul_(self._g_w, self.x, value=-1).sum(1)
         return along.square_().sum()[None]
@@ -288,10 +290,12 @@ class LayerSums:
 
     def error_norms(self, name: str) -> Tensor:
         """Returns the norms that `errors` is made from."""
-        operands = [getattr(self, operand) for operand, _ in ACTIVATIONS]
-        rounded = [self.rounded(operand, name, contracts) for operand, contracts in ACTIVATIONS]
         of_weight = torch.stack([self.weight_error(name, contracts) for contracts in (1, 0)]).sqrt_()
-        return torch.cat([of_weight, norms(torch._foreach_sub(rounded, operands)), self._norms])
+        of_operands = [
+            error_norms(x, [self.rounded(operand, name, contracts) for contracts in (1, 0)])
+            for operand, x in (("x", self.x), ("g", self.g))
+        ]
+        return torch.cat([of_weight, *of_operands, self._norms])
 
     @cached_property
     def _norms(self) -> Tensor:
@@ -300,8 +304,8 @@ class LayerSums:
 
     def weight_error(self, name: str, contracts: int = 1) -> Tensor:
         """Returns |eW|^2, of the weight as the GEMM sees it that contracts this dimension of it."""
-        kinds = self._kinds_of_weight_errors(name)
-        return self._weight_errors[kinds[1 if contracts == 0 and len(kinds) > 1 else 0]].sum()
+        sums = self._of_weight[name].sums
+        return sums[1 if contracts == 0 and len(sums) > 1 else 0]
 
     def mean_square_of_update(self) -> Tensor:
         """Returns |J|^2 / (O I), (): the mean square of the elements of the update's derivative, relative to |W|.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.bf16_parts import bf16_parts
+from ..kernels.rounding import has_kernels
 
 # The first GPUs whose tensor cores multiply BF16.
 _AMPERE = (8, 0)
@@ -28,12 +29,19 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return split_product(left, right) if is_split(left, right) else left @ right
 
 
-def rough_product(left: Tensor, right: Tensor) -> Tensor:
+def rough_product(left: Tensor, right: Tensor, is_narrow: bool = False) -> Tensor:
     """As `product`, but with one BF16 product where that takes three: right to 2^-9 of its terms.
 
     For what only squares are summed of, whose errors of rounding, unlike each other, are as if they were not there.
+
+    Args:
+        left: as `product` takes it, or in BF16 as `product` would split it.
+        right: as left.
+        is_narrow: whether such a product may be in BF16 itself.
     """
-    return _multiplied(left.bfloat16(), right.bfloat16()) if is_split(left, right) else left @ right
+    if torch.bfloat16 not in (left.dtype, right.dtype) and not is_split(left, right):
+        return left @ right
+    return _multiplied(left.bfloat16(), right.bfloat16(), is_narrow and has_kernels(left.device))
 
 
 def split_product(left: Tensor, right: Tensor) -> Tensor:
@@ -45,13 +53,16 @@ def split_product(left: Tensor, right: Tensor) -> Tensor:
     return _multiplied(one, other)
 
 
-def _multiplied(left: Tensor, right: Tensor) -> Tensor:
-    """Returns left @ right of BF16 matrices in FP32."""
+def _multiplied(left: Tensor, right: Tensor, is_narrow: bool = False) -> Tensor:
+    """Returns left @ right of BF16 matrices, summed in FP32; a narrow product is in BF16, others are in FP32."""
     if not left.is_cuda:
-        return left.to(torch.float32) @ right.to(torch.float32)
+        found = left.to(torch.float32) @ right.to(torch.float32)
+        return found.bfloat16() if is_narrow else found
+    if is_narrow:
+        return left @ right
     multiply = torch.mm if left.dim() == 2 else torch.bmm
-    found: Tensor = multiply(left, right, out_dtype=torch.float32)
-    return found
+    wide: Tensor = multiply(left, right, out_dtype=torch.float32)
+    return wide
 
 
 def is_split(left: Tensor, right: Tensor) -> bool:

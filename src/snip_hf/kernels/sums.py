@@ -23,7 +23,7 @@ def error_squares(first: Tensor, second: Tensor, errors: Tensor) -> Tensor:
     """Returns what squared errors do by way of each piece, and by way of all pieces together.
 
     Args:
-        first: (R, O, I), FP32; used up.
+        first: (R, O, I), FP32, or BF16 where `has_kernels`; used up.
         second: as first.
         errors: squared, (E, O, I).
 
@@ -44,7 +44,7 @@ def scaled_squares(parts: Tensor, factors: Tensor) -> Tensor:
     """Returns sum of |factors * p_r|^2 and |factors * sum of p_r|^2, (2,).
 
     Args:
-        parts: (R, O, I), FP32; used up.
+        parts: (R, O, I), FP32, or BF16 where `has_kernels`; used up.
         factors: (O, I).
     """
     if has_kernels(parts.device):
@@ -95,8 +95,8 @@ if TYPE_CHECKING or find_spec("triton") is not None:
         zero = tl.zeros([BLOCK], tl.float32)
         own_a, own_b, own_both, total_a, total_b = zero, zero, zero, zero, zero
         for _ in tl.static_range(PIECES):
-            a = tl.load(first + at, inside, other=0.0)
-            b = tl.load(second + at, inside, other=0.0)
+            a = tl.load(first + at, inside, other=0.0).to(tl.float32)
+            b = tl.load(second + at, inside, other=0.0).to(tl.float32)
             own_a += a * a
             own_b += b * b
             own_both += (a + b) * (a + b)
@@ -131,7 +131,7 @@ if TYPE_CHECKING or find_spec("triton") is not None:
         factor = tl.load(factors + at, inside, other=0.0)
         own, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         for _ in tl.static_range(PIECES):
-            scaled = tl.load(parts + at, inside, other=0.0) * factor
+            scaled = tl.load(parts + at, inside, other=0.0).to(tl.float32) * factor
             own += scaled * scaled
             total += scaled
             parts += size
@@ -145,7 +145,7 @@ def _error_squares(first: Tensor, second: Tensor, errors: Tensor) -> Tensor:
     pieces, *shape = first.shape
     size, kinds = shape[0] * shape[1], errors.shape[0]
     programs = triton.cdiv(size, _BLOCK)
-    sums = first.new_empty(programs, kinds, 3, 2)
+    sums = errors.new_empty(programs, kinds, 3, 2)
     with torch.cuda.device_of(first):
         tensors, numbers = (first, second, errors, sums), (size, errors.stride(0))
         launch(_error_squares_kernel, (programs,), tensors, numbers, (pieces, kinds, _BLOCK), enable_fp_fusion=True)
@@ -156,7 +156,7 @@ def _scaled_squares(parts: Tensor, factors: Tensor) -> Tensor:
     parts, factors = parts.contiguous(), factors.contiguous()
     size = factors.numel()
     programs = triton.cdiv(size, _BLOCK)
-    sums = parts.new_empty(programs, 2)
+    sums = factors.new_empty(programs, 2)
     with torch.cuda.device_of(parts):
         constants = (parts.shape[0], _BLOCK)
         launch(_scaled_squares_kernel, (programs,), (parts, factors, sums), (size,), constants, enable_fp_fusion=True)

@@ -1,0 +1,170 @@
+"""What rounding leaves of an operand, with what is made of it, in one launch on a GPU; elsewhere as torch's operations.
+
+Legend: O out_features, I in_features of a weight; n tokens in R pieces of L, C channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .launching import launch
+from .rounding import has_kernels
+from .sums import norms
+
+# Elements that one program takes.
+_BLOCK = 1024
+
+
+class WeightErrors(NamedTuple):
+    """What `weight_errors` finds beside the squares."""
+
+    sums: Tensor
+    """(1,) or (2,): of the squared errors of each."""
+    first: Tensor | None
+    """The first error in BF16, (O, I), where `has_kernels`; else None."""
+
+
+def weight_errors(weight: Tensor, rounded: Sequence[Tensor], found: Tensor) -> WeightErrors:
+    """Writes the squared error of a weight that is rounded once, or both squares and the product of two errors.
+
+    Args:
+        weight: (O, I), FP32.
+        rounded: one or two of its kind.
+        found: (1, O, I) or (3, O, I), contiguous; is written.
+    """
+    if weight.numel() > 0 and has_kernels(weight.device):
+        return _weight_errors(weight, rounded, found)
+    for error, one in zip(found, rounded, strict=False):
+        torch.sub(one, weight, out=error)
+    if len(rounded) > 1:
+        torch.mul(found[0], found[1], out=found[2])
+    for error, _ in zip(found, rounded, strict=False):
+        error.square_()
+    return WeightErrors(torch.stack([error.sum() for error, _ in zip(found, rounded, strict=False)]), None)
+
+
+def error_norms(x: Tensor, rounded: Sequence[Tensor]) -> Tensor:
+    """Returns the norms of the errors of x, FP32, in two roundings, (2,)."""
+    if x.numel() > 0 and has_kernels(x.device):
+        return _error_norms(x, rounded)
+    return norms(torch._foreach_sub(list(rounded), [x, x]))
+
+
+def joined_errors(x: Tensor, rounded: Tensor, pieces: int, is_first: bool) -> Tensor:
+    """Returns x and its errors, one piece after the other, as BF16, (R, 2 L, C).
+
+    Args:
+        x: (n, C), FP32; n is a multiple of the pieces.
+        rounded: as x.
+        pieces: R.
+        is_first: whether the errors come before x, or behind the rounded x.
+    """
+    if x.numel() > 0 and has_kernels(x.device):
+        return _joined_errors(x, rounded, pieces, is_first)
+    parts = (rounded - x, x) if is_first else (rounded, rounded - x)
+    return torch.cat([part.bfloat16().unflatten(0, (pieces, -1)) for part in parts], 1)
+
+
+if TYPE_CHECKING or find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _weight_errors_kernel(  # type: ignore[no-untyped-def]
+        weight,
+        first,
+        second,
+        found,
+        narrow,
+        sums,
+        size,
+        IS_TWO: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < size
+        exact = tl.load(weight + at, inside, other=0.0)
+        error = tl.load(first + at, inside, other=0.0) - exact
+        tl.store(narrow + at, error.to(tl.bfloat16), inside)
+        square = error * error
+        tl.store(found + at, square, inside)
+        sums += tl.program_id(0) * (1 + IS_TWO)
+        tl.store(sums, tl.sum(square, 0))
+        if IS_TWO:
+            other = tl.load(second + at, inside, other=0.0) - exact
+            square = other * other
+            tl.store(found + size + at, square, inside)
+            tl.store(found + size * 2 + at, error * other, inside)
+            tl.store(sums + 1, tl.sum(square, 0))
+
+    @triton.jit
+    def _error_norms_kernel(x, first, second, sums, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < size
+        exact = tl.load(x + at, inside, other=0.0)
+        error = tl.load(first + at, inside, other=0.0) - exact
+        other = tl.load(second + at, inside, other=0.0) - exact
+        sums += tl.program_id(0) * 2
+        tl.store(sums, tl.sum(error * error, 0))
+        tl.store(sums + 1, tl.sum(other * other, 0))
+
+    @triton.jit
+    def _joined_errors_kernel(  # type: ignore[no-untyped-def]
+        x,
+        rounded,
+        joined,
+        size,
+        part,  # L * C
+        IS_FIRST: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < size
+        exact, value = tl.load(x + at, inside, other=0.0), tl.load(rounded + at, inside, other=0.0)
+        error = value - exact
+        joined += at + at // part * part  # behind both parts of each piece before
+        tl.store(joined, (error if IS_FIRST else value).to(tl.bfloat16), inside)
+        tl.store(joined + part, (exact if IS_FIRST else error).to(tl.bfloat16), inside)
+
+
+def _weight_errors(weight: Tensor, rounded: Sequence[Tensor], found: Tensor) -> WeightErrors:
+    narrow = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
+    size, count = weight.numel(), len(rounded)
+    programs = triton.cdiv(size, _BLOCK)
+    sums = weight.new_empty(programs, count)
+    tensors = (weight.contiguous(), rounded[0].contiguous(), rounded[-1].contiguous(), found, narrow, sums)
+    with torch.cuda.device_of(weight):
+        launch(_weight_errors_kernel, (programs,), tensors, (size,), (count > 1, _BLOCK), enable_fp_fusion=False)
+    return WeightErrors(sums.sum(0), narrow)
+
+
+def _error_norms(x: Tensor, rounded: Sequence[Tensor]) -> Tensor:
+    size = x.numel()
+    programs = triton.cdiv(size, _BLOCK)
+    sums = x.new_empty(programs, 2)
+    tensors = (x.contiguous(), *(one.contiguous() for one in rounded), sums)
+    with torch.cuda.device_of(x):
+        launch(_error_norms_kernel, (programs,), tensors, (size,), (_BLOCK,), enable_fp_fusion=True)
+    return sums.sum(0).sqrt_()
+
+
+def _joined_errors(x: Tensor, rounded: Tensor, pieces: int, is_first: bool) -> Tensor:
+    rows, channels = x.shape
+    joined = torch.empty(pieces, 2 * (rows // pieces), channels, dtype=torch.bfloat16, device=x.device)
+    numbers = (x.numel(), x.numel() // pieces)
+    with torch.cuda.device_of(x):
+        tensors = (x.contiguous(), rounded.contiguous(), joined)
+        launch(
+            _joined_errors_kernel,
+            (triton.cdiv(x.numel(), _BLOCK),),
+            tensors,
+            numbers,
+            (is_first, _BLOCK),
+            enable_fp_fusion=False,
+        )
+    return joined

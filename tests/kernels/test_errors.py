@@ -1,0 +1,102 @@
+"""Are the errors that kernels find those of torch's operations? On a GPU, and anywhere under Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from kernel_runs import assert_same_bits, dump, load, moved
+from torch import Tensor
+
+from snip_hf.kernels import errors
+from snip_hf.kernels.errors import error_norms, joined_errors, weight_errors
+
+Run = Callable[..., Any]
+
+
+def of_weight(launch: Run, weight: Tensor, *rounded: Tensor) -> tuple[Tensor, ...]:
+    """What is written, the sums, and the first error."""
+    found = weight.new_empty(1 if len(rounded) == 1 else 3, *weight.shape)
+    return found, *launch(weight, rounded, found)
+
+
+def by_kernel(name: str, *given: Any) -> Any:
+    if name == "weight_errors":
+        return of_weight(errors._weight_errors, *given)
+    return getattr(errors, f"_{name}")(*given)
+
+
+def interpret(name: str, given: bytes) -> bytes:
+    """Launches the kernel in the process that has TRITON_INTERPRET=1."""
+    return dump(by_kernel(name, *load(given)))
+
+
+def moved_all(given: Any) -> Any:
+    if isinstance(given, Tensor):
+        return moved(given)
+    return [moved_all(one) for one in given] if isinstance(given, (list, tuple)) else given
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def run(request: pytest.FixtureRequest) -> Run:
+    if request.param == "cuda":
+
+        def on_cuda(name: str, *given: Any) -> Any:
+            found = by_kernel(name, *moved_all(given))
+            return found.cpu() if isinstance(found, Tensor) else tuple(one.cpu() for one in found)
+
+        return on_cuda
+    pytest.importorskip("triton")
+    pool: ProcessPoolExecutor = request.getfixturevalue("interpreting")
+    return lambda name, *given: load(pool.submit(interpret, name, dump(given)).result())
+
+
+def drawn(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """A tensor and two roundings of it."""
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    return x, x.bfloat16().float(), (8 * x).round() / 8
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("shape", [(1, 1), (37, 61)])
+def test_a_weight_s_squared_errors_are_torch_s_to_the_bit(shape: tuple[int, int], count: int, run: Run) -> None:
+    weight, *rounded = drawn(*shape)
+    given = weight.t(), *(one.t() for one in rounded[:count])  # as a Conv1D holds it
+    found, sums, first = run("weight_errors", *given)
+    expected, of_torch, _ = of_weight(weight_errors, *given)
+    assert_same_bits(found, expected)
+    torch.testing.assert_close(sums, of_torch)
+    assert sums.shape == (count,) and torch.equal(first, (given[1] - given[0]).bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (37, 61)])
+def test_norms_of_errors_are_torch_s(shape: tuple[int, int], run: Run) -> None:
+    x, *rounded = drawn(*shape)
+    expected = torch.stack([(one - x).double().norm() for one in rounded])
+    torch.testing.assert_close(run("error_norms", x, rounded).double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(error_norms(x, rounded).double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["errors first", "errors last"])
+@pytest.mark.parametrize(("rows", "pieces"), [(2, 2), (60, 3), (40, 1)])
+def test_errors_are_joined_with_what_they_belong_to_piece_by_piece(
+    rows: int, pieces: int, is_first: bool, run: Run
+) -> None:
+    x, rounded, _ = drawn(rows, 45)
+    found = run("joined_errors", x, rounded, pieces, is_first)
+    expected = joined_errors(x, rounded, pieces, is_first)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+    length = rows // pieces
+    halves = (rounded - x, x) if is_first else (rounded, rounded - x)
+    for half, of_half in zip(expected.split(length, 1), halves, strict=True):
+        assert torch.equal(half.reshape(rows, 45), of_half.bfloat16())
+
+
+def test_of_no_elements_there_are_no_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "has_kernels", lambda device: True)
+    x = torch.zeros(0, 8)
+    assert error_norms(x, [x, x]).tolist() == [0.0, 0.0]
+    assert weight_errors(x, [x], x[None]).sums.tolist() == [0.0]

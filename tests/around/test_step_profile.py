@@ -27,7 +27,7 @@ def test_kernels_are_added_up_by_kind_and_waits_lie_between_them() -> None:
 
 
 def test_a_refresh_is_what_its_two_steps_take_beyond_ordinary_ones() -> None:
-    times = [2.0, 2.0, 2.0, 2.0, 2.0, 50.0, 3.0, 5.0, 1.0, 1.0]  # of steps 5 to 14: step 10 probes, 12 applies
+    times = [2.0] * 11 + [50.0] + [3.0] * 2 + [2.0] * 7 + [5.0, 1.0]  # of steps 5 to 27: step 16 probes, 26 applies
     assert step_profile.of_steps(times) == {"alone_ms": 2.0}
     found = step_profile.of_steps(times, refreshes=True)
     assert found == {"alone_ms": 2.0, "refresh_ms": 50.0, "apply_ms": 5.0, "extra_ms": 51.0}

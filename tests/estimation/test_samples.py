@@ -9,6 +9,7 @@ from small import checkpoint_activations, text, tokens
 from torch import Tensor
 
 from snip_hf.config import SnipConfig
+from snip_hf.estimation import samples as samples_module
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.probe import Probe, ProbeSettings, run_probe
 from snip_hf.estimation.room import Thrift
@@ -129,3 +130,20 @@ def test_both_sides_of_a_probe_have_the_same_rows_though_their_scores_choose_oth
     assert all(len(sample.x_dot) == 2 for sample in probe.layers.values())
     rows = probe.layers["layers.1.experts.up_proj"].rows
     assert rows is not None and rows.token.bincount().tolist() == [2] * 256
+
+
+@pytest.mark.parametrize("whole_amax", [True, False])
+def test_figures_of_tokens_from_one_launch_are_those_of_a_record(
+    whole_amax: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, grad_output = drawn(600, 12, seed=1), drawn(600, 7, seed=2)
+    records = []
+    for in_one_launch in (False, True):
+        monkeypatch.setattr(samples_module, "_in_one_launch", lambda *given, found=in_one_launch: found)
+        recorder = Recorder(SamplePlan(256, 0, 0, 0, (600,), whole_amax))
+        recorder.keep("up", x, grad_output)
+        records.append(recorder.records["up"])
+    for one, other in zip(*records, strict=True):
+        if isinstance(one, Tensor):
+            torch.testing.assert_close(one, other)
+    assert records[1].amaxes.shape == ((2,) if whole_amax else (0,))

@@ -228,6 +228,24 @@ def test_sums_of_products_in_bf16_are_those_of_their_numbers(name: str, run: Run
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("shapes", [(7, 1500, 33), (1, 1, 1)], ids=str)
+def test_tokens_have_the_energies_and_amaxes_of_their_rows(shapes: tuple[int, int, int], run_any: Run) -> None:
+    tokens, inputs, outputs = shapes
+    x, grad_output = random((tokens, 2 * inputs))[:, :inputs], random((outputs, tokens)).t()
+    is_kept = torch.arange(tokens) % 3 == 0
+    found = run_any("token_figures", x, grad_output, is_kept)
+    energies = x.double().square().sum(1) * grad_output.double().square().sum(1)
+    expected = torch.stack([energies, energies * is_kept, x.abs().amax(1), grad_output.abs().amax(1)], 1)
+    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-5, atol=0)
+
+
+def test_what_is_not_finite_is_seen_in_the_figures_of_its_token(run: Run) -> None:
+    x = torch.ones(3, 40)
+    x[0, 3], x[1, 39] = torch.nan, torch.inf
+    energies, _, largest, _ = run("token_figures", x, torch.ones(3, 2), torch.ones(3, dtype=torch.bool)).unbind(1)
+    assert energies.isfinite().tolist() == largest.isfinite().tolist() == [False, False, True]
+
+
 def test_norms_are_right_to_fp32_of_many_numbers_too() -> None:
     x = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
     found = sums.norms([x, x[:100].view(10, 10)])

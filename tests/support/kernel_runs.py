@@ -25,6 +25,7 @@ HOMES = {
     "fake_quantize": (rounding, "round_by_kernel"),
     "error_squares": (sums, "_error_squares"),
     "scaled_squares": (sums, "_scaled_squares"),
+    "token_figures": (sums, "_token_figures"),
     "bf16_parts": (bf16_parts, "_bf16_parts"),
     "adam_slopes": (adam_slopes, "_adam_slopes"),
 }

@@ -1,8 +1,8 @@
 """The sums of layers of one shape, launched together from a CUDA graph (ours).
 
-The sums of a layer take some 250 launches. In models of many small layers the host takes longer for them than the
-device. So they are captured for the second layer of a shape, and replayed for all that follow, on copies of what
-differs from layer to layer. The kernels are the same, and so are the numbers.
+The sums of a layer take some 200 launches. In models of many small layers the host takes longer for them than the
+device. So they are captured for the second layer of a shape, or in later refreshes for the first one, and replayed for
+all that follow, on copies of what differs from layer to layer. The kernels are the same, and so are the numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ MOST_ELEMENTS = 2**24
 # Bytes that a capture takes at most, beside the layer's own: what is free on the device has to be more.
 _LEAST_FREE = 3 * 2**30
 
+# Of this process, whose kernels stay compiled.
+_known: set[Hashable] = set()
+
 Work = Callable[[Sequence[Tensor]], list[Tensor]]
 Capture = Callable[[Callable[[], None]], Callable[[], Any] | None]
 
@@ -28,18 +31,19 @@ class Replays:
 
     Args:
         capture: captures some work; returns what does it again, or None where it cannot now.
+        known: keys that were captured before, by other estimates, too; grows.
     """
 
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
-        # Key -> what was captured; None: seen once.
-        self._captured: dict[Hashable, _Captured | None] = {}
+    def __init__(self, capture: Capture, known: set[Hashable] | None = None) -> None:
+        self._capture, self._known = capture, set[Hashable]() if known is None else known
+        self._seen = set[Hashable]()
+        self._captured: dict[Hashable, _Captured] = {}
 
     @classmethod
     def on_cuda(cls, weights: Sequence[Tensor]) -> Replays | None:
         """Returns those of an estimate of layers with these weights; None elsewhere."""
         is_cuda = torch.version.cuda is not None and all(weight.is_cuda for weight in weights)
-        return cls(cuda_graph) if is_cuda else None
+        return cls(cuda_graph, _known) if is_cuda else None
 
     def run(self, key: Hashable, inputs: Sequence[Tensor], work: Work) -> list[Tensor]:
         """Returns work(inputs).
@@ -50,14 +54,16 @@ class Replays:
             work: returns tensors of one dimension, and does not wait for the device.
         """
         captured = self._captured.get(key)
-        if captured is None and key in self._captured:
-            captured = self._captured[key] = self._try(inputs, work)
-        elif captured is not None:
+        if captured is not None:
             torch._foreach_copy_(captured.inputs, list(inputs))
+        elif key in self._seen or key in self._known:
+            captured = self._try(inputs, work)
         if captured is None:
-            # The first of its shape compiles and tunes what is captured with the second one.
-            self._captured[key] = None
+            # The first of its shape compiles and tunes what is captured with the next one.
+            self._seen.add(key)
             return work(inputs)
+        self._captured[key] = captured
+        self._known.add(key)
         captured.replay()
         return list(captured.result[0].clone().split(captured.lengths))
 

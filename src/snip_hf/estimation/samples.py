@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..kernels.sums import row_squares
+from ..kernels.rounding import has_kernels
+from ..kernels.sums import row_squares, token_figures
 from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..numerics.gemms import TILE
 from ..numerics.random_streams import stream_key
@@ -218,8 +219,8 @@ class Recorder:
     def __init__(self, plan: SamplePlan) -> None:
         self.records: dict[str, Record] = {}
         self._plan = plan
-        # (tokens, device) -> which of them are kept; moved there once.
-        self._kept: dict[tuple[int, torch.device], Tensor] = {}
+        # (tokens, device) -> which of them are kept, as positions and as a mask; moved there once.
+        self._kept: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def energies(self) -> dict[str, tuple[float, float]]:
         """Returns layer -> energy of all tokens, and of the sampled ones."""
@@ -227,26 +228,37 @@ class Recorder:
         return dict(zip(self.records, zip(figures[::2], figures[1::2], strict=True), strict=True))
 
     def keep(self, name: str, x: Tensor, grad_output: Tensor, dispatch: Dispatch | None = None) -> None:
-        at = (x.shape[0] if dispatch is None else dispatch.tokens), x.device
-        if at not in self._kept:
-            # Without waiting for the device: the host is ahead of it.
-            self._kept[at] = self._plan.kept(at[0]).to(x.device, non_blocking=True)
-        kept, rows = self._kept[at], None
+        (kept, is_kept), rows = self._kept_of(x.shape[0] if dispatch is None else dispatch.tokens, x.device), None
         if dispatch is not None:
             x, grad_output = (tensor[: int(dispatch.ends[-1])] for tensor in (x, grad_output))
             kept, rows = _rows_of(kept, dispatch)
         x, grad_output = x.detach(), grad_output.detach()
-        energy = row_squares(x) * row_squares(grad_output)
         whole_amax = self._plan.whole_amax
-        record = Record(
-            x.shape[0],
-            x[kept].to(torch.float32),
-            grad_output[kept].to(torch.float32),
-            torch.stack([energy.sum(), energy[kept].sum()]),
-            torch.stack([_amax(x, dispatch), _amax(grad_output, dispatch)]) if whole_amax else x.new_empty(0),
-            rows,
-        )
+        if dispatch is None and _in_one_launch(x, grad_output):
+            figures = token_figures(x, grad_output, is_kept)
+            energies, amaxes = figures[:, :2].sum(0), figures[:, 2:].amax(0) if whole_amax else x.new_empty(0)
+        else:
+            energy = row_squares(x) * row_squares(grad_output)
+            energies = torch.stack([energy.sum(), energy[kept].sum()])
+            amaxes = torch.stack([_amax(x, dispatch), _amax(grad_output, dispatch)]) if whole_amax else x.new_empty(0)
+        kept_x, kept_grad_output = x[kept].to(torch.float32), grad_output[kept].to(torch.float32)
+        record = Record(x.shape[0], kept_x, kept_grad_output, energies, amaxes, rows)
         self.records[name] = record.after(self.records[name]) if name in self.records else record
+
+    def _kept_of(self, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        at = tokens, device
+        if at not in self._kept:
+            kept = self._plan.kept(tokens)
+            is_kept = torch.zeros(tokens, dtype=torch.bool)
+            is_kept[kept] = True
+            # Without waiting for the device: the host is ahead of it.
+            self._kept[at] = kept.to(device, non_blocking=True), is_kept.to(device, non_blocking=True)
+        return self._kept[at]
+
+
+def _in_one_launch(x: Tensor, grad_output: Tensor) -> bool:
+    is_fp32 = x.dtype == grad_output.dtype == torch.float32
+    return is_fp32 and x.numel() * grad_output.numel() > 0 and has_kernels(x.device)
 
 
 def _rows_of(tokens: Tensor, dispatch: Dispatch) -> tuple[Tensor, Rows]:

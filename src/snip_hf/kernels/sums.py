@@ -1,6 +1,6 @@
 """The sums of squares of a refresh, each in one launch on a GPU; elsewhere as torch's operations.
 
-Legend: R pieces of a sample, O out_features, I in_features, E kinds of errors.
+Legend: T tokens, R pieces of a sample, O out_features, I in_features, E kinds of errors.
 """
 
 from __future__ import annotations
@@ -66,6 +66,21 @@ def row_squares(x: Tensor) -> Tensor:
         norms_of_rows: Tensor = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
         return norms_of_rows.square_()
     return x.to(torch.float32).square().sum(1)
+
+
+def token_figures(x: Tensor, grad_output: Tensor, is_kept: Tensor) -> Tensor:
+    """Returns of each token its energy |X_t|^2 |G_t|^2, that energy if it is kept, and its amaxes of X and G, (T, 4).
+
+    Args:
+        x: (T, I), FP32.
+        grad_output: (T, O), FP32.
+        is_kept: (T,), bool.
+    """
+    if x.numel() * grad_output.numel() > 0 and has_kernels(x.device):
+        return _token_figures(x, grad_output, is_kept)
+    energies = row_squares(x) * row_squares(grad_output)
+    amaxes = (torch.linalg.vector_norm(one, torch.inf, 1) for one in (x, grad_output))
+    return torch.stack([energies, energies * is_kept, *amaxes], 1)
 
 
 def _squares(parts: Tensor) -> Tensor:
@@ -138,6 +153,49 @@ if TYPE_CHECKING or find_spec("triton") is not None:
         sums += tl.program_id(0) * 2
         tl.store(sums, tl.sum(own, 0))
         tl.store(sums + 1, tl.sum(total * total, 0))
+
+    @triton.jit
+    def _row_figures(row, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        squares, largest = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        for start in range(0, columns, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            value = tl.load(row + at, at < columns, other=0.0)
+            squares += value * value
+            largest = tl.maximum(largest, tl.abs(value))
+        square = tl.sum(squares, 0)
+        return square, tl.where(square == square, tl.max(largest, 0), square)  # NaN of NaN
+
+    @triton.jit
+    def _token_figures_kernel(  # type: ignore[no-untyped-def]
+        x,
+        grad_output,
+        is_kept,
+        figures,
+        inputs,
+        outputs,
+        x_row,
+        grad_output_row,
+        BLOCK: tl.constexpr,
+    ):
+        token = tl.program_id(0).to(tl.int64)
+        of_x, largest_x = _row_figures(x + token * x_row, inputs, BLOCK)
+        of_g, largest_g = _row_figures(grad_output + token * grad_output_row, outputs, BLOCK)
+        figures += token * 4
+        energy = of_x * of_g
+        tl.store(figures, energy)
+        tl.store(figures + 1, tl.where(tl.load(is_kept + token) != 0, energy, 0.0))
+        tl.store(figures + 2, largest_x)
+        tl.store(figures + 3, largest_g)
+
+
+def _token_figures(x: Tensor, grad_output: Tensor, is_kept: Tensor) -> Tensor:
+    x, grad_output = (one if one.stride(1) == 1 else one.contiguous() for one in (x, grad_output))
+    figures = x.new_empty(x.shape[0], 4)
+    numbers = (x.shape[1], grad_output.shape[1], x.stride(0), grad_output.stride(0))
+    with torch.cuda.device_of(x):
+        tensors = (x, grad_output, is_kept, figures)
+        launch(_token_figures_kernel, (x.shape[0],), tensors, numbers, (_BLOCK,), enable_fp_fusion=True)
+    return figures
 
 
 def _error_squares(first: Tensor, second: Tensor, errors: Tensor) -> Tensor:

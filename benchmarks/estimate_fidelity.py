@@ -38,7 +38,7 @@ from torch import nn
 from snip_hf import SnipConfig
 from snip_hf.estimation.divergence import converted
 from snip_hf.estimation.ground_truth import measure_assignment, measure_loss
-from snip_hf.estimation.layer_sums import LAYER, ROWS
+from snip_hf.estimation.pending import LAYER, ROWS
 from snip_hf.numerics.gemms import GEMMS
 
 SMALL = ("llama:adamw:0", "llama:adamw:200")

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from snip_hf import SnipConfig, estimate_divergence, measure_divergence
-from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.pending import LAYER
 
 DIRECTIONS = 5
 STEPS = 60

@@ -37,7 +37,7 @@ from shared.origin import origin_of
 from shared.workers import share_out
 
 from snip_hf import SnipConfig, estimate_divergence
-from snip_hf.estimation.layer_sums import LAYER, ROWS
+from snip_hf.estimation.pending import LAYER, ROWS
 from snip_hf.numerics.formats import FORMATS, UNQUANTIZED
 
 SMALL = ("llama:adamw:60", "phi:muon:60")

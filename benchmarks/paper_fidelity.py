@@ -33,7 +33,7 @@ from shared.origin import origin_of
 from snip_hf import SnipConfig, estimate_divergence
 from snip_hf.costs.flops import linear_flops
 from snip_hf.estimation.ground_truth import measure_assignment, measure_loss
-from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.pending import LAYER
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.program import problem

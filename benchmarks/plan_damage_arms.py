@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from snip_hf import SnipConfig
-from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.pending import LAYER
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.program import problem

@@ -23,7 +23,7 @@ from plan_damage_arms import PLAN_KINDS, available, costs
 from scipy.stats import rankdata
 from shared.json_lines import read_lines
 
-from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.pending import LAYER
 from snip_hf.numerics.gemms import GEMMS
 
 Array = NDArray[np.float64]

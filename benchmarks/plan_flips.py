@@ -28,7 +28,7 @@ from shared.origin import origin_of
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from snip_hf import SnipConfig, SnipController, estimate_divergence
-from snip_hf.estimation.layer_sums import ROWS
+from snip_hf.estimation.pending import ROWS
 from snip_hf.policies.registry import cost_of
 from snip_hf.records.events import Event, Refresh
 

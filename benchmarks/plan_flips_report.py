@@ -20,7 +20,7 @@ from shared.json_lines import read_lines
 
 from snip_hf import SnipConfig
 from snip_hf.costs.flops import linear_flops
-from snip_hf.estimation.layer_sums import LAYER, ROWS
+from snip_hf.estimation.pending import LAYER, ROWS
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.layers.convert import convert_model
 from snip_hf.planning.price_memory import with_memory

@@ -25,7 +25,7 @@ from shared.origin import origin_of
 
 from snip_hf import SnipConfig, estimate_divergence, measure_divergence
 from snip_hf.costs.flops import linear_flops
-from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.pending import LAYER
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.convert import convert_model
 from snip_hf.planning.drift import rank_correlation, ranking

@@ -29,7 +29,7 @@ from shared.origin import origin_of
 from solver_time import BLOCK_FLOPS
 
 from snip_hf import SnipConfig, convert_model, estimate_divergence
-from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.pending import LAYER
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.numerics.formats import UNQUANTIZED
 from snip_hf.numerics.gemms import GEMMS

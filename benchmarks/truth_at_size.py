@@ -36,7 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig, estimate_divergence
 from snip_hf.estimation.ground_truth import measure_assignment
-from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.pending import LAYER
 from snip_hf.numerics.formats import UNQUANTIZED
 from snip_hf.numerics.gemms import GEMMS
 

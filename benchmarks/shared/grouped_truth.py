@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from snip_hf.estimation.divergence import weights_of
-from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.pending import LAYER
 from snip_hf.kernels.emulated import forward_gemm, grad_input_gemm
 from snip_hf.kernels.rounding import fake_quantize
 from snip_hf.layers.layer import SnipLayer

@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from snip_hf import SnipConfig, estimate_divergence
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import gradients_of, weights_of
-from snip_hf.estimation.layer_sums import LAYER, LayerSums
+from snip_hf.estimation.layer_sums import LayerSums
+from snip_hf.estimation.pending import LAYER
 from snip_hf.estimation.probe import RELATIVE_STEP, Probe, ProbeSettings, run_probe
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.estimation.table import DivergenceTable

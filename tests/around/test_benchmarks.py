@@ -27,7 +27,7 @@ from slow_cases import slow
 from speed_parts import bf16_mix, kernels, measuring, plan_changes, setting, tables, trainer_runs, training_steps
 
 from snip_hf.config import SnipConfig
-from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.pending import LAYER
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
 

@@ -19,7 +19,7 @@ from shared.grouped_truth import GroupedTruth
 
 from snip_hf.config import SnipConfig
 from snip_hf.estimation.ground_truth import measure_assignment
-from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.pending import LAYER
 from snip_hf.numerics.gemms import GEMMS
 
 

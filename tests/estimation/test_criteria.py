@@ -21,9 +21,10 @@ from snip_hf.config import POLICIES, SnipConfig
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.criterion import LayerCriterion
 from snip_hf.estimation.divergence import divergences_at, estimate_divergence
-from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes
+from snip_hf.estimation.extrapolation import BatchSizes
 from snip_hf.estimation.moved_weights import random_direction
 from snip_hf.estimation.optimizer_step import OptimizerStep
+from snip_hf.estimation.pending import LAYER, ROWS
 from snip_hf.estimation.probe import ProbeSettings, run_probe
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.estimation.table import DivergenceTable

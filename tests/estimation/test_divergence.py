@@ -24,9 +24,10 @@ from snip_hf.config import SnipConfig
 from snip_hf.estimation import layer_sums
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import divergences_at, estimate_divergence, gradients_of, weights_of
+from snip_hf.estimation.extrapolation import BatchSizes
 from snip_hf.estimation.ground_truth import measure_divergence
-from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes
 from snip_hf.estimation.optimizer_step import OptimizerStep
+from snip_hf.estimation.pending import LAYER, ROWS
 from snip_hf.estimation.probe import Probe, ProbeSettings, run_probe
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.convert import convert_model

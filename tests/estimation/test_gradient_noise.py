@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from snip_hf import SnipConfig, estimate_divergence
 from snip_hf.estimation.gradient_noise import pending_gradient_noise
-from snip_hf.estimation.layer_sums import read_all
+from snip_hf.estimation.pending import read_all
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.kernels.rounding import fake_quantize
 from snip_hf.numerics.formats import FORMATS

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from snip_hf.estimation import layer_sums as layer_sums_module
 from snip_hf.estimation import products
-from snip_hf.estimation.layer_sums import LAYER, ROWS, BatchSizes, Squares, read_all
+from snip_hf.estimation.extrapolation import BatchSizes, Squares
 from snip_hf.estimation.optimizer_step import UpdateChange
+from snip_hf.estimation.pending import LAYER, ROWS, read_all
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import COLUMN_TILE, CONTRACTIONS, GEMMS, ROW_TILE, SQUARE_TILE

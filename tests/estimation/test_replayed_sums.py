@@ -13,7 +13,7 @@ from torch import Tensor
 from snip_hf.estimation import replayed_sums
 from snip_hf.estimation.criterion import LayerCriterion
 from snip_hf.estimation.extrapolation import BatchSizes
-from snip_hf.estimation.layer_sums import read_all
+from snip_hf.estimation.pending import read_all
 from snip_hf.estimation.replayed_sums import Replays, cuda_graph
 from snip_hf.estimation.samples import LayerSample
 from snip_hf.estimation.whole_layer import Figures, Task, WholeLayer

@@ -14,7 +14,7 @@ from snip_hf import SnipConfig
 from snip_hf import json_io as json_io_module
 from snip_hf.costs.gemm_timing import GemmShape, Machine, gemm_times
 from snip_hf.costs.measured_cost import MeasuredCost
-from snip_hf.estimation.layer_sums import LAYER
+from snip_hf.estimation.pending import LAYER
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.json_io import MAX_JSON_BYTES, MAX_VALUES, append_json_line, parse_json, read_json, write_json_atomic
 from snip_hf.numerics.formats import FORMATS

@@ -26,6 +26,9 @@ def of_weight(launch: Run, weight: Tensor, *rounded: Tensor) -> tuple[Tensor, ..
 def by_kernel(name: str, *given: Any) -> Any:
     if name == "weight_errors":
         return of_weight(errors._weight_errors, *given)
+    if name == "met_errors":
+        error, figures, in_channel = errors.met_errors_by_kernel(*given)
+        return error, *figures, in_channel
     return getattr(errors, f"_{name}")(*given)
 
 
@@ -93,6 +96,25 @@ def test_errors_are_joined_with_what_they_belong_to_piece_by_piece(
     halves = (rounded - x, x) if is_first else (rounded, rounded - x)
     for half, of_half in zip(expected.split(length, 1), halves, strict=True):
         assert torch.equal(half.reshape(rows, 45), of_half.bfloat16())
+
+
+@pytest.mark.parametrize(("rows", "columns", "pieces"), [(2, 1, 2), (210, 70, 3), (64, 130, 1)])
+def test_errors_meet_what_they_are_multiplied_with_by_token_by_piece_and_by_channel(
+    rows: int, columns: int, pieces: int, run: Run
+) -> None:
+    x, rounded, _ = drawn(rows, columns)
+    meets = drawn(columns, rows, seed=1)[0].t()
+    error, *figures, in_channel = run("met_errors", x, rounded, meets, pieces)
+    assert torch.equal(error, (rounded - x).bfloat16())
+    products = (rounded - x).double() * meets
+    channels = products.unflatten(0, (pieces, -1)).sum(1)
+    expected = [products.norm(), products.sum(1), channels, channels.sum(0)]
+    figures[0] = figures[0].norm()
+    scale = float(products.abs().max())
+    for found, one in zip(figures, expected, strict=True):
+        torch.testing.assert_close(found.double(), one, rtol=1e-5, atol=1e-5 * scale)
+    wanted = channels.sum(0).square().sum() - products.square().sum()
+    torch.testing.assert_close(in_channel.double(), wanted, rtol=1e-4, atol=1e-4 * float(products.square().sum()))
 
 
 def test_of_no_elements_there_are_no_errors(monkeypatch: pytest.MonkeyPatch) -> None:

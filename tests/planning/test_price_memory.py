@@ -15,7 +15,7 @@ from slow_cases import slow_but
 from tiny_runs import SCHEDULE
 
 from snip_hf import SnipConfig
-from snip_hf.estimation.layer_sums import LAYER, ROWS
+from snip_hf.estimation.pending import LAYER, ROWS
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.price_memory import read_prices, with_memory

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from snip_hf import SnipConfig, SnipController, convert_model, estimate_divergence, measure_divergence
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.divergence import divergences_at, gradients_of, weights_of
-from snip_hf.estimation.layer_sums import LAYER
 from snip_hf.estimation.memory import probe_memory
 from snip_hf.estimation.noise import PLACES, Noise
 from snip_hf.estimation.optimizer_step import OptimizerStep
+from snip_hf.estimation.pending import LAYER
 from snip_hf.estimation.table import Divergence, DivergenceTable
 from snip_hf.kernels import rounding
 from snip_hf.layers.state import snip_linears

@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from .products import rough_product
+from .products import rough_product, roughly
 
 
 def across_channels(meets: Tensor, errors: Tensor) -> Tensor:
@@ -49,11 +49,17 @@ class _Met(ABC):
     def __init__(self, meets: Tensor) -> None:
         self.meets = meets
 
-    def across_channels(self, errors: Tensor) -> Tensor:
-        """As the function of this name."""
+    def across_channels(self, errors: Tensor, found_in_channel: Tensor | None = None) -> Tensor:
+        """As the function of this name.
+
+        Args:
+            errors: of what met these, (R, L, C).
+            found_in_channel: the sum over i = j without the product form, if it is known.
+        """
         every, in_channel = self.product_form(errors)
-        products = (self.meets * errors).flatten(0, 1)
-        found_in_channel = products.sum(0).square().sum() - products.square().sum()
+        if found_in_channel is None:
+            products = (self.meets * errors).flatten(0, 1)
+            found_in_channel = products.sum(0).square().sum() - products.square().sum()
         share = torch.where(in_channel[1] > 0, found_in_channel / in_channel[1], 0.0).clamp(0.0, 1.0)
         return share * (every - in_channel)
 
@@ -68,15 +74,16 @@ class MetByChannels(_Met):
     def __init__(self, meets: Tensor) -> None:
         super().__init__(meets)
         m = meets.flatten(0, 1)
-        unit = _of_norm_1(m)
-        self._moments = rough_product(unit.t(), unit)  # (C, n) x (n, C)
+        unit = roughly(_of_norm_1(m))
+        moments = rough_product(unit.t(), unit)  # (C, n) x (n, C)
+        self._diagonal, self._moments, self._meets = moments.diagonal(), roughly(moments), roughly(meets)
         self._of_tokens = m.square().sum(1)
 
     def product_form(self, errors: Tensor) -> tuple[Tensor, Tensor]:
-        e, diagonal = errors.flatten(0, 1), self._moments.diagonal()
+        e, diagonal = errors.flatten(0, 1), self._diagonal
         spread = rough_product(e, self._moments)  # (n, C) x (C, C)
-        first = rough_product(self.meets.mT, errors)  # (R, C, L) x (R, L, C)
-        second = rough_product(self.meets.mT, spread.view_as(errors))
+        first = rough_product(self._meets.mT, errors)  # (R, C, L) x (R, L, C)
+        second = rough_product(self._meets.mT, spread.view_as(errors))
         found = []
         for other, spread_e in ((second, spread), (first * diagonal, e * diagonal)):
             own, total = (first * other).sum(), (first.sum(0) * other.sum(0)).sum()
@@ -90,15 +97,17 @@ class MetByTokens(_Met):
     def __init__(self, meets: Tensor) -> None:
         super().__init__(meets)
         m = meets.flatten(0, 1)
-        self._unit = _of_norm_1(m)
-        self._weights = rough_product(m, m.t())  # (n, C) x (C, n)
+        unit, rough = _of_norm_1(m), roughly(m)
+        self._unit, self._squares = roughly(unit), unit.square().sum(0)
+        self._weights = rough_product(rough, rough.t())  # (n, C) x (C, n)
         self._weights.diagonal().zero_()
 
     def product_form(self, errors: Tensor) -> tuple[Tensor, Tensor]:
         e, sizes = errors.flatten(0, 1), self.meets.shape[:2]
         along = rough_product(e, self._unit.t())  # (n, C) x (C, n)
         found = []
-        for left, right in ((along, along), (e * self._unit.square().sum(0), e)):
+        along = roughly(along)
+        for left, right in ((along, along), (e * self._squares, e)):
             pairs = (self._weights * rough_product(left, right.t())).view(*sizes, *sizes)
             found.append(torch.stack([pairs.diagonal(dim1=0, dim2=2).sum(), pairs.sum()]))
         return found[0], found[1]

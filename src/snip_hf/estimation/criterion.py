@@ -14,7 +14,8 @@ from torch import Tensor
 from ..layers.layer import SnipLayer
 from ..numerics.gemms import GEMMS
 from .extrapolation import Squares
-from .layer_sums import LAYER, ROWS, LayerSums, Pending, read_all
+from .layer_sums import LayerSums
+from .pending import LAYER, ROWS, Pending, read_all
 from .samples import LayerSample
 
 Rows = dict[str, float | None]

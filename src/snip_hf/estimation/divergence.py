@@ -33,13 +33,14 @@ from ..progress import progress
 from .batch import Batch
 from .counted import find_counted
 from .criterion import LayerCriterion
-from .layer_sums import LAYER, BatchSizes
+from .extrapolation import BatchSizes
 from .loss_scale import without_loss_scale
 from .memory import kept_tokens
 from .moved_weights import random_directions
 from .objective import Compute, objective_of
 from .optimizer_step import OptimizerStep, RelativeUpdates, of_matrices
 from .passes import run_pass
+from .pending import LAYER
 from .pooling import pooled
 from .probe import Probe, ProbeSettings, run_probe
 from .replayed_sums import Replays

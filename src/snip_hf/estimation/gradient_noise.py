@@ -8,7 +8,8 @@ import torch
 
 from ..kernels.sums import scaled_squares
 from ..numerics.formats import FORMATS
-from .layer_sums import LayerSums, Pending, outputs_at_once
+from .layer_sums import LayerSums, outputs_at_once
+from .pending import Pending
 from .products import rough_product
 
 

@@ -28,9 +28,9 @@ from ..progress import progress
 from .batch import Batch
 from .counted import find_counted
 from .divergence import converted, gradients_of
-from .layer_sums import LAYER, ROWS
 from .objective import Compute, objective_of
 from .passes import run_forward
+from .pending import LAYER, ROWS
 from .routing import FixedRouting
 from .table import Divergence, DivergenceTable
 

@@ -22,23 +22,25 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..kernels.errors import WeightErrors, error_norms, joined_errors, weight_errors
+from ..kernels.errors import (
+    MetErrors,
+    WeightErrors,
+    error_norms,
+    joined_errors,
+    meets_by_kernel,
+    met_errors_by_kernel,
+    weight_errors,
+)
 from ..kernels.rounding import fake_quantize
 from ..kernels.sums import error_squares, norms, scaled_squares
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import TILE
 from ..numerics.random_streams import normal
 from .common_errors import MetByChannels, MetByTokens, met_by
-from .extrapolation import BatchSizes as BatchSizes
-from .extrapolation import Sizes
-from .extrapolation import Squares as Squares
+from .extrapolation import BatchSizes, Sizes, Squares
 from .optimizer_step import UpdateChange
-from .pending import LAYER as LAYER
-from .pending import ROWS as ROWS
-from .pending import Finishing
-from .pending import Pending as Pending
-from .pending import read_all as read_all
-from .products import is_split, product, rough_product
+from .pending import Finishing, Pending, read_all
+from .products import is_split, product, rough_product, roughly
 from .samples import LayerSample
 
 OPERANDS = {"x": "activation", "g": "gradient", "w": "weight"}
@@ -86,9 +88,11 @@ class LayerSums:
         self._weight_errors = self._squared_weight_errors()
         # What eX meets: (n, O) x (O, I); and eG: (n, I) x (I, O).
         self._g_w = product(self.g, self.w)
-        meets_x = [rough_product(g_dot, self.w) for g_dot in sample.grad_output_dot]
-        meets_g = [rough_product(x_dot, self.w.t()) for x_dot in sample.x_dot]
-        dots = zip(sample.x_dot, sample.grad_output_dot, strict=True)
+        self._rough_x, self._rough_g, w = roughly(self.x), roughly(self.g), roughly(self.w)
+        x_dots, g_dots = (list(map(roughly, dots)) for dots in (sample.x_dot, sample.grad_output_dot))
+        meets_x = [rough_product(g_dot, w) for g_dot in g_dots]
+        meets_g = [rough_product(x_dot, w.t()) for x_dot in x_dots]
+        dots = zip(x_dots, g_dots, strict=True)
         self._probes = [(self._met_by_weight(*dot), x, g) for dot, x, g in zip(dots, meets_x, meets_g, strict=True)]
 
     def _squared_weight_errors(self) -> Tensor:
@@ -128,9 +132,12 @@ class LayerSums:
         These two add before the square, since the weight's error is the same for all tokens. (Kinds of errors, 3, 2):
         what `Sizes.of_pieces` takes.
         """
-        x, x_dot = self._by_piece(self.x), self._by_piece(x_dot)
+        x, x_dot = self._by_piece(self._rough_x), self._by_piece(x_dot)
         channels = zip(
-            self._by_output(g_dot), self._by_output(self.g), self._weight_errors.split(self._rows, 1), strict=True
+            self._by_output(g_dot),
+            self._by_output(self._rough_g),
+            self._weight_errors.split(self._rows, 1),
+            strict=True,
         )
         sums = []
         for g_dot_r, g_r, errors in channels:
@@ -171,16 +178,12 @@ class LayerSums:
         """Returns what `weight_divergences` is made from."""
         is_random = FORMATS[name].gradient.stochastic
         on_weight = [self._on_weight(found, name) for found, _, _ in self._probes]
-        errors = torch._foreach_sub(
-            [self.rounded("x", name, 1), self.rounded("g", name, 1, keys[0] if is_random else None)],
-            [self.x, self.g],
-        )
+        key = keys[0] if is_random else None
         figures, shared = [], []
-        for (_, *meets), met in zip(self._probes, self._met_by_x, strict=True):
-            of_x, of_g = torch._foreach_mul(meets, errors)
-            figures += self._token_figures(of_x)
-            figures += [of_g] if is_random else self._token_figures(of_g)
-            shared.append(met.across_channels(self._by_piece(errors[0])))
+        for (_, meets_x, meets_g), met in zip(self._probes, self._met_by_x, strict=True):
+            of_x, of_g = self._met_errors("x", name, None, meets_x), self._met_errors("g", name, key, meets_g)
+            figures += of_x.figures + of_g.figures[: 1 if is_random else None]
+            shared.append(met.across_channels(self._by_piece(of_x.error), of_x.in_channel))
         on_tokens = [norms(figures).square_()] if figures else []
         on_update = self._grad_weight_sums(name, keys[1] if is_random else None)
         return torch.cat([*(found.flatten() for found in on_weight), *shared, *on_tokens, on_update])
@@ -190,10 +193,15 @@ class LayerSums:
         """What eX meets along each probe's direction, with what all formats need of it."""
         return [met_by(self._by_piece(meets_x)) for _, meets_x, _ in self._probes]
 
-    def _token_figures(self, products: Tensor) -> list[Tensor]:
-        """Returns what `Sizes.of_tokens` takes the squares of, from errors times what they meet, (n, channels)."""
+    def _met_errors(self, operand: str, name: str, key: int | None, meets: Tensor) -> MetErrors:
+        """Returns what the errors of "x" or "g" do, each of which meets a number, (n, channels)."""
+        exact, rounded, pieces = getattr(self, operand), self.rounded(operand, name, 1, key), self.sizes.pieces
+        if meets_by_kernel(exact, pieces):
+            return met_errors_by_kernel(exact, rounded, meets, pieces)
+        error = rounded - exact
+        products = meets * error
         channels = self._by_piece(products).sum(1)
-        return [products, products.sum(1), channels, channels.sum(0)]
+        return MetErrors(error, [products, products.sum(1), channels, channels.sum(0)])
 
     def _grad_weight_sums(self, name: str, key: int | None) -> Tensor:
         """Returns what `Sizes.of_pieces` takes, for J (Q(G)^T Q(X) - G^T X), no derivative of the model needed."""
@@ -274,7 +282,7 @@ class LayerSums:
         x, w = self.rounded("x", name, 1), self.rounded("w", name, 1)
         if is_split(self.g, w):  # E = Q(X) eW^T + eX W^T
             error = self._of_weight[name].first
-            along = rough_product(self.g, w - self.w if error is None else error)
+            along = rough_product(self._rough_g, w - self.w if error is None else error)
             along = along.mul_(x).addcmul_(self._g_w, x - self.x).sum(1)
         else:
             along = product(self.g, w).mul_(x).addcmul_(self._g_w, self.x, value=-1).sum(1)

@@ -44,6 +44,11 @@ def rough_product(left: Tensor, right: Tensor, is_narrow: bool = False) -> Tenso
     return _multiplied(left.bfloat16(), right.bfloat16(), is_narrow and has_kernels(left.device))
 
 
+def roughly(x: Tensor) -> Tensor:
+    """Returns an operand as `rough_product` multiplies it, for several products: in BF16 where it does so in BF16."""
+    return x.bfloat16() if is_split(x, x) else x
+
+
 def split_product(left: Tensor, right: Tensor) -> Tensor:
     """Returns left @ right from three products of BF16 parts; shapes as in `product`, FP32.
 

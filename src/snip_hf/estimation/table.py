@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .layer_sums import LAYER
+from .pending import LAYER
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from ..numerics.formats import FORMATS
 from .criterion import LayerCriterion, Rows
 from .extrapolation import BatchSizes, Squares
 from .gradient_noise import pending_gradient_noise
-from .layer_sums import ROWS, LayerSums, Pending, finishing, randomly_rounded, read_all
+from .layer_sums import LayerSums, finishing, randomly_rounded
 from .matrix_sums import MatrixSums
 from .optimizer_step import UpdateChange
+from .pending import ROWS, Pending, read_all
 from .replayed_sums import MOST_ELEMENTS, Replays
 from .samples import LayerSample
 

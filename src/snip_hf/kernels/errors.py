@@ -20,6 +20,22 @@ from .sums import norms
 _BLOCK = 1024
 
 
+# Rows and columns that a program of `_met_errors_kernel` has at hand.
+_ROWS, _COLUMNS = 32, 64
+
+
+class MetErrors(NamedTuple):
+    """The errors of an operand, and sums of their products with what they met."""
+
+    error: Tensor
+    """(n, C), FP32, or BF16 where it is from `met_errors_by_kernel`."""
+    figures: list[Tensor]
+    """What `Sizes.of_tokens` takes the squares of: all products, or what has their norm; sums over channels, (n,); over
+    the tokens of a piece, (R, C); over all tokens, (C,)."""
+    in_channel: Tensor | None = None
+    """Squares of the last of these less all products', (); None: not known yet."""
+
+
 class WeightErrors(NamedTuple):
     """What `weight_errors` finds beside the squares."""
 
@@ -68,6 +84,11 @@ def joined_errors(x: Tensor, rounded: Tensor, pieces: int, is_first: bool) -> Te
         return _joined_errors(x, rounded, pieces, is_first)
     parts = (rounded - x, x) if is_first else (rounded, rounded - x)
     return torch.cat([part.bfloat16().unflatten(0, (pieces, -1)) for part in parts], 1)
+
+
+def meets_by_kernel(x: Tensor, pieces: int) -> bool:
+    """Returns True if `met_errors_by_kernel` takes x: on a GPU, where pieces are alike."""
+    return x.numel() > 0 and len(x) % pieces == 0 and has_kernels(x.device)
 
 
 if TYPE_CHECKING or find_spec("triton") is not None:
@@ -130,6 +151,57 @@ if TYPE_CHECKING or find_spec("triton") is not None:
         joined += at + at // part * part  # behind both parts of each piece before
         tl.store(joined, (error if IS_FIRST else value).to(tl.bfloat16), inside)
         tl.store(joined + part, (exact if IS_FIRST else error).to(tl.bfloat16), inside)
+
+    @triton.jit
+    def _met_errors_kernel(  # type: ignore[no-untyped-def]
+        x,
+        rounded,
+        meets,
+        error,  # BF16
+        roots,  # of sums of squares, by program
+        rows,  # (n, programs along the channels)
+        channels,  # (R, C)
+        length,  # L
+        columns,  # C
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+    ):
+        piece, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        column = part * COLUMNS + tl.arange(0, COLUMNS)
+        squares, of_channels = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([COLUMNS], tl.float32)
+        for start in range(0, length, ROWS):
+            row = start + tl.arange(0, ROWS)
+            inside = (row[:, None] < length) & (column[None, :] < columns)
+            at = (piece * length + row[:, None]) * columns + column[None, :]
+            difference = tl.load(rounded + at, inside, other=0.0) - tl.load(x + at, inside, other=0.0)
+            tl.store(error + at, difference.to(tl.bfloat16), inside)
+            product = difference * tl.load(meets + at, inside, other=0.0)
+            squares += product * product
+            of_channels += tl.sum(product, 0)
+            tl.store(rows + (piece * length + row) * tl.num_programs(1) + part, tl.sum(product, 1), row < length)
+        tl.store(channels + piece * columns + column, of_channels, column < columns)
+        tl.store(roots + piece * tl.num_programs(1) + part, tl.sqrt_rn(tl.sum(tl.sum(squares, 1), 0)))
+
+
+def met_errors_by_kernel(x: Tensor, rounded: Tensor, meets: Tensor, pieces: int) -> MetErrors:
+    """Returns what the errors of x do that meet something.
+
+    Args:
+        x: (n, C), FP32, as `meets_by_kernel` has it.
+        rounded: as x.
+        meets: as x.
+        pieces: R.
+    """
+    (tokens, columns), parts = x.shape, triton.cdiv(x.shape[1], _COLUMNS)
+    error = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    roots, rows, channels = x.new_empty(pieces, parts), x.new_empty(tokens, parts), x.new_empty(pieces, columns)
+    tensors = (x.contiguous(), rounded.contiguous(), meets.contiguous(), error, roots, rows, channels)
+    with torch.cuda.device_of(x):
+        numbers, constants = (tokens // pieces, columns), (_ROWS, _COLUMNS)
+        launch(_met_errors_kernel, (pieces, parts), tensors, numbers, constants, enable_fp_fusion=True)
+    total = channels.sum(0)
+    in_channel = total.square().sum() - roots.square().sum()
+    return MetErrors(error, [roots, rows.sum(1), channels, total], in_channel)
 
 
 def _weight_errors(weight: Tensor, rounded: Sequence[Tensor], found: Tensor) -> WeightErrors:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..budget_checks import FORWARD
-from ..estimation.layer_sums import LAYER
+from ..estimation.pending import LAYER
 from ..estimation.table import DivergenceTable
 from ..numerics.gemms import GEMMS
 from ..policies.registry import cost_of

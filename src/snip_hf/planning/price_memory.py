@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..estimation.layer_sums import LAYER
+from ..estimation.pending import LAYER
 from ..estimation.table import Divergence, DivergenceTable
 from ..policies.registry import Cost, cost_of
 from ..policies.setting import Setting

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..config import POLICIES, SnipConfig
-from ..estimation.layer_sums import LAYER
+from ..estimation.pending import LAYER
 from ..estimation.table import DivergenceTable
 from ..policies.registry import Cost, Policy, cost_of
 from ..policies.setting import Assignment, Setting

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..estimation.criterion import LayerCriterion, Rows, forward_only
-from ..estimation.layer_sums import Pending
+from ..estimation.pending import Pending
 from ..estimation.products import product
 from .criterion_cost import register_criterion
 

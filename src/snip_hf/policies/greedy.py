@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..estimation.criterion import LayerCriterion, Rows, forward_only
-from ..estimation.layer_sums import Pending
+from ..estimation.pending import Pending
 from ..estimation.products import product
 from .criterion_cost import register_criterion
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config import SnipConfig
 from ..estimation.criterion import LayerCriterion, Rows, forward_only
-from ..estimation.layer_sums import Pending
+from ..estimation.pending import Pending
 from ..estimation.products import product
 from ..estimation.samples import LayerSample
 from .criterion_cost import register_criterion

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..estimation.criterion import LayerCriterion, Rows, by_gemm
-from ..estimation.layer_sums import LayerSums, Pending
+from ..estimation.layer_sums import LayerSums
+from ..estimation.pending import Pending
 from ..numerics.gemms import CONTRACTIONS, GEMMS
 from .criterion_cost import register_criterion
 

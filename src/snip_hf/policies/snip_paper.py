@@ -54,8 +54,8 @@ from ..budget_checks import ALL
 from ..config import SnipConfig
 from ..estimation.criterion import LayerCriterion
 from ..estimation.extrapolation import Squares
-from ..estimation.layer_sums import LAYER, Pending
 from ..estimation.noise import PLACES
+from ..estimation.pending import LAYER, Pending
 from ..estimation.products import product
 from ..estimation.samples import LayerSample
 from ..estimation.table import Divergence, DivergenceTable

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..estimation.layer_sums import LAYER
+from ..estimation.pending import LAYER
 from ..estimation.table import DivergenceTable
 from ..json_io import read_json
 from ..layers.state import plain_name

@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ..estimation.layer_sums import LAYER
+from ..estimation.pending import LAYER
 from ..json_io import write_atomic
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..budget_checks import FORWARD
-from ..estimation.layer_sums import LAYER
+from ..estimation.pending import LAYER
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..planning.plan import PrecisionPlan

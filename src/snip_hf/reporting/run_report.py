@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..budget_checks import FORWARD
 from ..config import SnipConfig
-from ..estimation.layer_sums import LAYER
+from ..estimation.pending import LAYER
 from ..estimation.table import Divergence, DivergenceTable
 from ..numerics.formats import FORMATS
 from ..planning.pipeline_model import check_ties_are_few

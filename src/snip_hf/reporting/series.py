@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..estimation.layer_sums import LAYER
+from ..estimation.pending import LAYER
 from ..numerics.gemms import GEMMS
 from ..records.load import Run, thinned
 

@@ -12,7 +12,7 @@ from kernel_runs import assert_same_bits, dump, load, moved
 from torch import Tensor
 
 from snip_hf.kernels import errors
-from snip_hf.kernels.errors import error_norms, joined_errors, weight_errors
+from snip_hf.kernels.errors import error_norms, joined_errors, rises_of_tokens, weight_errors
 
 Run = Callable[..., Any]
 
@@ -27,8 +27,8 @@ def by_kernel(name: str, *given: Any) -> Any:
     if name == "weight_errors":
         return of_weight(errors._weight_errors, *given)
     if name == "met_errors":
-        error, figures, in_channel = errors.met_errors_by_kernel(*given)
-        return error, *figures, in_channel
+        found = errors.met_errors_by_kernel(*given)
+        return found.error, *found.figures, found.in_channel()
     return getattr(errors, f"_{name}")(*given)
 
 
@@ -115,6 +115,15 @@ def test_errors_meet_what_they_are_multiplied_with_by_token_by_piece_and_by_chan
         torch.testing.assert_close(found.double(), one, rtol=1e-5, atol=1e-5 * scale)
     wanted = channels.sum(0).square().sum() - products.square().sum()
     torch.testing.assert_close(in_channel.double(), wanted, rtol=1e-4, atol=1e-4 * float(products.square().sum()))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (37, 1300)])
+def test_rises_of_tokens_are_sums_over_their_channels(shape: tuple[int, int], run: Run) -> None:
+    x, rounded, slopes = drawn(*shape)
+    along = drawn(*shape, seed=1)[0]
+    expected = (along.double() * rounded + slopes.double() * (rounded - x)).sum(1)
+    for found in (run("rises_of_tokens", along, slopes, x, rounded), rises_of_tokens(along, slopes, x, rounded)):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_of_no_elements_there_are_no_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from ..kernels.errors import (
     joined_errors,
     meets_by_kernel,
     met_errors_by_kernel,
+    rises_of_tokens,
     weight_errors,
 )
 from ..kernels.rounding import fake_quantize
@@ -183,7 +184,7 @@ class LayerSums:
         for (_, meets_x, meets_g), met in zip(self._probes, self._met_by_x, strict=True):
             of_x, of_g = self._met_errors("x", name, None, meets_x), self._met_errors("g", name, key, meets_g)
             figures += of_x.figures + of_g.figures[: 1 if is_random else None]
-            shared.append(met.across_channels(self._by_piece(of_x.error), of_x.in_channel))
+            shared.append(met.across_channels(self._by_piece(of_x.error), of_x.in_channel()))
         on_tokens = [norms(figures).square_()] if figures else []
         on_update = self._grad_weight_sums(name, keys[1] if is_random else None)
         return torch.cat([*(found.flatten() for found in on_weight), *shared, *on_tokens, on_update])
@@ -283,7 +284,7 @@ class LayerSums:
         if is_split(self.g, w):  # E = Q(X) eW^T + eX W^T
             error = self._of_weight[name].first
             along = rough_product(self._rough_g, w - self.w if error is None else error)
-            along = along.mul_(x).addcmul_(self._g_w, x - self.x).sum(1)
+            along = rises_of_tokens(along, self._g_w, self.x, x)
         else:
             along = product(self.g, w).mul_(x).addcmul_(self._g_w, self.x, value=-1).sum(1)
         return along.square_().sum()[None]

@@ -32,8 +32,12 @@ class MetErrors(NamedTuple):
     figures: list[Tensor]
     """What `Sizes.of_tokens` takes the squares of: all products, or what has their norm; sums over channels, (n,); over
     the tokens of a piece, (R, C); over all tokens, (C,)."""
-    in_channel: Tensor | None = None
-    """Squares of the last of these less all products', (); None: not known yet."""
+
+    def in_channel(self) -> Tensor | None:
+        """Returns the squares of the last figure less those of all products, (), where the kernel found them."""
+        if self.error.dtype != torch.bfloat16:
+            return None
+        return self.figures[-1].square().sum() - self.figures[0].square().sum()
 
 
 class WeightErrors(NamedTuple):
@@ -84,6 +88,20 @@ def joined_errors(x: Tensor, rounded: Tensor, pieces: int, is_first: bool) -> Te
         return _joined_errors(x, rounded, pieces, is_first)
     parts = (rounded - x, x) if is_first else (rounded, rounded - x)
     return torch.cat([part.bfloat16().unflatten(0, (pieces, -1)) for part in parts], 1)
+
+
+def rises_of_tokens(along: Tensor, slopes: Tensor, x: Tensor, rounded: Tensor) -> Tensor:
+    """Returns the sum over channels of along * rounded + slopes * (rounded - x), (n,).
+
+    Args:
+        along: (n, C), FP32; used up.
+        slopes: as along.
+        x: as along.
+        rounded: as along.
+    """
+    if x.numel() > 0 and has_kernels(x.device):
+        return _rises_of_tokens(along, slopes, x, rounded)
+    return along.mul_(rounded).addcmul_(slopes, rounded - x).sum(1)
 
 
 def meets_by_kernel(x: Tensor, pieces: int) -> bool:
@@ -153,6 +171,18 @@ if TYPE_CHECKING or find_spec("triton") is not None:
         tl.store(joined + part, (exact if IS_FIRST else error).to(tl.bfloat16), inside)
 
     @triton.jit
+    def _rises_kernel(along, slopes, x, rounded, rises, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        token = tl.program_id(0).to(tl.int64)
+        rise = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            at, inside = token * columns + column, column < columns
+            value = tl.load(rounded + at, inside, other=0.0)
+            error = value - tl.load(x + at, inside, other=0.0)
+            rise += tl.load(along + at, inside, other=0.0) * value + tl.load(slopes + at, inside, other=0.0) * error
+        tl.store(rises + token, tl.sum(rise, 0))
+
+    @triton.jit
     def _met_errors_kernel(  # type: ignore[no-untyped-def]
         x,
         rounded,
@@ -199,9 +229,7 @@ def met_errors_by_kernel(x: Tensor, rounded: Tensor, meets: Tensor, pieces: int)
     with torch.cuda.device_of(x):
         numbers, constants = (tokens // pieces, columns), (_ROWS, _COLUMNS)
         launch(_met_errors_kernel, (pieces, parts), tensors, numbers, constants, enable_fp_fusion=True)
-    total = channels.sum(0)
-    in_channel = total.square().sum() - roots.square().sum()
-    return MetErrors(error, [roots, rows.sum(1), channels, total], in_channel)
+    return MetErrors(error, [roots, rows.sum(1), channels, channels.sum(0)])
 
 
 def _weight_errors(weight: Tensor, rounded: Sequence[Tensor], found: Tensor) -> WeightErrors:
@@ -223,6 +251,14 @@ def _error_norms(x: Tensor, rounded: Sequence[Tensor]) -> Tensor:
     with torch.cuda.device_of(x):
         launch(_error_norms_kernel, (programs,), tensors, (size,), (_BLOCK,), enable_fp_fusion=True)
     return sums.sum(0).sqrt_()
+
+
+def _rises_of_tokens(along: Tensor, slopes: Tensor, x: Tensor, rounded: Tensor) -> Tensor:
+    rises = x.new_empty(len(x))
+    tensors = (*(one.contiguous() for one in (along, slopes, x, rounded)), rises)
+    with torch.cuda.device_of(x):
+        launch(_rises_kernel, (len(x),), tensors, (x.shape[1],), (_BLOCK,), enable_fp_fusion=True)
+    return rises
 
 
 def _joined_errors(x: Tensor, rounded: Tensor, pieces: int, is_first: bool) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -94,11 +96,11 @@ def test_without_room_for_a_capture_sums_are_launched_one_by_one() -> None:
 def test_a_capture_that_runs_out_of_memory_is_none_and_lets_go_of_the_memory_of_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    homes: list[torch.device] = []
+    homes: list[int] = []
 
     @cache
-    def home(device: torch.device) -> replayed_sums._Home:
-        homes.append(device)
+    def home(device: torch.device, thread: int) -> replayed_sums._Home:
+        homes.append(thread)
         return replayed_sums._Home(None, None, None)  # type: ignore[arg-type]
 
     def fail(*given: Any) -> None:
@@ -111,7 +113,10 @@ def test_a_capture_that_runs_out_of_memory_is_none_and_lets_go_of_the_memory_of_
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
     assert cuda_graph(lambda: None) is None
     assert cuda_graph(lambda: None) is None
-    assert len(homes) == 2
+    assert homes == [get_ident()] * 2
+    with ThreadPoolExecutor(1) as pool:  # as a second Trainer's
+        assert pool.submit(cuda_graph, lambda: None).result() is None
+    assert homes[2] not in homes[:2]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +89,7 @@ class _Captured(NamedTuple):
 
 
 class _Home(NamedTuple):
-    """Where a device's graphs are captured, from one refresh to the next."""
+    """Where a thread's graphs of a device are captured, from one refresh to the next."""
 
     stream: torch.cuda.Stream
     pool: Any
@@ -101,7 +102,7 @@ def cuda_graph(work: Callable[[], None]) -> Callable[[], None] | None:
     device = torch.device("cuda", torch.cuda.current_device())
     if torch.cuda.mem_get_info(device)[0] < _LEAST_FREE:
         return None
-    home, graph = _home(device), torch.cuda.CUDAGraph()
+    home, graph = _home(device, get_ident()), torch.cuda.CUDAGraph()
     try:
         _capture(home.stream, home.pool, graph, work)
     except torch.OutOfMemoryError:
@@ -125,7 +126,7 @@ def _capture(stream: torch.cuda.Stream, pool: Any, graph: torch.cuda.CUDAGraph, 
 
 
 @cache
-def _home(device: torch.device) -> _Home:
+def _home(device: torch.device, thread: int) -> _Home:
     stream, pool, keeper = torch.cuda.Stream(device), torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
     one = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     stream.wait_stream(torch.cuda.current_stream(device))

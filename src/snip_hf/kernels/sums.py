@@ -199,8 +199,10 @@ def _token_figures(x: Tensor, grad_output: Tensor, is_kept: Tensor) -> Tensor:
 
 
 def _error_squares(first: Tensor, second: Tensor, errors: Tensor) -> Tensor:
-    first, second, errors = first.contiguous(), second.contiguous(), errors.contiguous()
+    first, second = first.contiguous(), second.contiguous()
     pieces, *shape = first.shape
+    # Some outputs of a larger tensor are not copied.
+    errors = errors if errors[0].is_contiguous() else errors.contiguous()
     size, kinds = shape[0] * shape[1], errors.shape[0]
     programs = triton.cdiv(size, _BLOCK)
     sums = errors.new_empty(programs, kinds, 3, 2)

@@ -31,9 +31,6 @@ from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Processes, Ranks
 from snip_hf.python_state import collecting_no_garbage
 
-# torch loads its forward-mode decompositions through torch.jit.script, which warns of itself.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-
 LAYERS = ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"]
 # One central difference in FP32 at a relative step of 1e-3: rounding (6e-8 / 1e-3, and more by cancellation).
 FIRST_ORDER = 1e-3

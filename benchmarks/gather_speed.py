@@ -106,10 +106,10 @@ class Layer:
         """As FSDP2 does it: shards are cast into the pieces; what is gathered (ranks, *) is copied out and folded."""
         own = [piece.view_as(shard) for piece, shard in zip(pieces, self.shards, strict=True)]
         weights = [gathered.new_empty(size) for size in self.sizes]
-        flat = [weight.view(self.ranks, -1) for weight in weights]
+        parts, wanted = self._by_rank(gathered, weights)
 
         def after() -> None:
-            torch.split_with_sizes_copy(gathered, self.elements, dim=1, out=flat)
+            torch._foreach_copy_(wanted, parts)
             self.fold(weights, gemms, layouts)
 
         return partial(torch._foreach_copy_, own, self.shards), after
@@ -123,12 +123,19 @@ class Layer:
         own = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         before = partial(self.fold, self.shards, gemms, own)
         if by_rows:
-            flat = [layout.view(self.ranks, -1) for layout in layouts]
-            return before, partial(torch.split_with_sizes_copy, gathered, self.elements, dim=1, out=flat)
+            rows, wanted = self._by_rank(gathered, layouts)
+            return before, partial(torch._foreach_copy_, wanted, rows)
         parts = zip(gathered.split(self.elements, 1), shapes, strict=True)
         strips = [part.view(self.ranks, *shape).transpose(0, 1) for part, shape in parts]
         wanted = [layout.view(strip.shape) for layout, strip in zip(layouts, strips, strict=True)]
-        return before, partial(torch._foreach_copy_, wanted, strips)
+        # Eight bytes at a time.
+        eights = [[one.view(torch.int64) for one in several] for several in (wanted, strips)]
+        return before, partial(torch._foreach_copy_, *eights)
+
+    def _by_rank(self, gathered: Tensor, weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the parts of what was gathered, linear by linear and process by process, and where they belong."""
+        parts = [part for of_linear in gathered.split(self.elements, 1) for part in of_linear.unbind()]
+        return parts, [part for weight in weights for part in weight.view(self.ranks, -1).unbind()]
 
     def products(self, tokens: int) -> Callable[[], Any]:
         """Returns the forward products of so many tokens, with fast sums."""
@@ -244,6 +251,12 @@ def main() -> None:
     if options.output:
         with options.output.open("a", encoding="utf-8") as stream:
             stream.writelines(json.dumps(row | source) + "\n" for row in rows)
+    print_rows(rows)
+    for shape in options.shapes:
+        print(spared([row for row in rows if row["shape"] == shape]))
+
+
+def print_rows(rows: Sequence[setting.Row]) -> None:
     print("| layer of | pass | in | MB | before, ms | gather, ms | GB/s | after, ms | products beside, ms | equal |")
     print("|" + "---|" * 10)
     for row in rows:
@@ -251,6 +264,23 @@ def main() -> None:
         figures = [f"{row['before_ms']:.3f}", f"{row['gather_ms']:.3f}", f"{megabytes / row['gather_ms']:.0f}"]
         figures += [f"{row['after_ms']:.3f}", f"{row['beside_ms']:.3f} ({row['products_ms']:.3f})", str(row["equal"])]
         print("|", " | ".join([row["shape"], row["pass"], row["carrier"], f"{megabytes:.1f}", *figures]), "|")
+
+
+def spared(rows: Sequence[setting.Row]) -> str:
+    """Returns what a byte in the place of BF16 spares in a step of one model."""
+    sums = {
+        carrier: {
+            figure: sum(row[figure] for row in rows if row["carrier"] == carrier) * rows[0]["layers"]
+            for figure in ("before_ms", "after_ms", "gather_ms", "beside_ms")
+        }
+        for carrier in ("BF16", "byte")
+    }
+    less = {figure: value - sums["byte"][figure] for figure, value in sums["BF16"].items()}
+    return (
+        f"{rows[0]['shape']}, {rows[0]['layers']} layers, both passes, a byte in the place of BF16: "
+        f"{less['before_ms'] + less['after_ms']:.2f} ms less of casting, copying and folding, gathers "
+        f"{less['gather_ms']:.2f} ms shorter, products beside them {less['beside_ms']:.2f} ms."
+    )
 
 
 if __name__ == "__main__":

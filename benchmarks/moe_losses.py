@@ -126,6 +126,8 @@ def read(options: argparse.Namespace) -> tuple[Tensor, Tensor, int]:
 
 def work(options: argparse.Namespace) -> None:
     """Runs all arms of one seed."""
+    if options.device.type == "cuda":
+        torch.cuda.set_device(options.device)
     train, held_out, vocabulary = read(options)
     options.size = Size(**{**vars(options.size), "vocabulary": vocabulary, "length": train.shape[1]})
     for arm in options.arms:

@@ -35,7 +35,7 @@ def gather_ahead(model: nn.Module) -> int:
     """
     told = 0
     for blocks in model.modules():
-        members = list(blocks) if isinstance(blocks, nn.ModuleList) else []
+        members: list[Any] = list(blocks) if isinstance(blocks, nn.ModuleList) else []
         if len(members) < 2 or not all(isinstance(block, FSDPModule) for block in members):
             continue
         if any(getattr(block._get_fsdp_state(), "_states_to_forward_prefetch", None) for block in members):

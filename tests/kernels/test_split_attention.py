@@ -99,9 +99,10 @@ def test_long_texts_give_the_same_bits_again(channels: int, is_causal: bool) -> 
 def test_weights_of_one_key_alone_and_large_scores_are_finite() -> None:
     given = [one.cuda() for one in drawn(1, (2, 2), (300, 300), 64)]
     given[1] = given[1] * 200
-    found = by_kernels(*given, 0.125, True)
-    check(tuple(one.cpu() for one in found)[:1], tuple(one.cpu() for one in by_torch(*given, 0.125, True))[:1])
+    found, expected = by_kernels(*given, 0.125, True), by_torch(*given, 0.125, True)
     assert all(one.isfinite().all() for one in found)
+    # Scores of hundreds have errors of 2^-17 of them, in exponents.
+    assert (found[0] - expected[0]).norm() <= 1e-3 * expected[0].norm()
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,8 @@ def _cut(x: Tensor, means: Tensor | None = None, out: Tensor | None = None) -> t
     constants = (means is not None and out is None, out is not None, channels, _CUT)
     tensors = (x, x if means is None else means, x if out is None else out, parts, sums)
     with torch.cuda.device_of(x):
-        launch(cut_kernel, (batch * heads, triton.cdiv(length, _CUT)), tensors, numbers, constants)
+        grid = (batch * heads, triton.cdiv(length, _CUT))
+        launch(cut_kernel, grid, tensors, numbers, constants, enable_fp_fusion=True)
     return parts, sums
 
 

@@ -22,7 +22,7 @@ from snip_hf.estimation import probe as probe_module
 from snip_hf.estimation import samples as samples_module
 from snip_hf.estimation.batch import Batch
 from snip_hf.estimation.moved_weights import MovedWeights
-from snip_hf.estimation.passes import run_forward, run_pass
+from snip_hf.estimation.passes import frozen_in_a_pass, run_forward, run_pass
 from snip_hf.estimation.probe import Probe, ProbeSettings, run_probe
 from snip_hf.estimation.products import split_product
 from snip_hf.estimation.samples import SamplePlan
@@ -969,3 +969,23 @@ def test_torch_s_attention_is_its_own_again_after_a_pass_and_after_a_failed_one(
     with pytest.raises(IndexError):
         run_pass(model, Batch.of({key: value + 1000 for key, value in inputs.items()}), {})
     assert nn.functional.scaled_dot_product_attention is attention
+
+
+def test_biases_and_weights_of_norms_get_no_gradient_and_embeddings_do() -> None:
+    model = tiny_llama(hidden=32)
+    convert_model(model, SnipConfig())
+    frozen = frozen_in_a_pass(model)
+    asking = {name for name, parameter in model.named_parameters() if id(parameter) not in frozen}
+    assert asking == {"model.embed_tokens.weight"}
+
+
+def test_layers_show_the_same_where_nothing_before_them_asks_for_a_gradient() -> None:
+    model, inputs = tiny_llama(hidden=32), text(2, 16)
+    convert_model(model, SnipConfig())
+    embedded = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach(), "labels": inputs["labels"]}
+    pullbacks = pullbacks_of(sensitivity_of(model, list(snip_linears(model))))
+    found, expected = (run_probe(model, Batch.of(one), pullbacks) for one in (embedded, inputs))
+    assert found.loss == expected.loss and set(found.layers) == set(expected.layers) == set(snip_linears(model))
+    for name, sample in found.layers.items():
+        assert torch.equal(sample.x, expected.layers[name].x), name
+        assert torch.equal(sample.grad_output_dot[0], expected.layers[name].grad_output_dot[0]), name

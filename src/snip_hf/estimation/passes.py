@@ -123,10 +123,12 @@ def stand_in(model: nn.Module, weights: Mapping[str, Tensor], in_fp32: bool = Tr
 def frozen_in_a_pass(model: nn.Module) -> set[int]:
     """Returns the ids of the parameters that get no gradient in `run_pass`.
 
-    These are the weights of layers of known kinds. Those of adapters ask for gradients where they do in training: PEFT
+    These are the weights of layers of known kinds, biases, and the weights of norms, whose gradients would hold what
+    they multiply. Those of adapters ask for gradients where they do in training: PEFT
     sets that whenever a loss switches adapters, and checkpoints recompute what they saw before.
     """
     known = {id(weight) for module in model.modules() for weight in known_weights(module)}
+    known |= {id(parameter) for parameter in model.parameters() if parameter.dim() <= 1}
     # An embedding that is tied to the output head is an embedding: it may be all that precedes the first layer.
     known -= {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, nn.Embedding)}
     swapped = {id(layer.weight) for layer in snip_linears(model).values()}

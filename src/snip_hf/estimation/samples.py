@@ -308,6 +308,9 @@ def recording(
         def forward(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
             if not autocast and torch.is_autocast_enabled(input.device.type):
                 raise ValueError("The probe's passes run in FP32; leave autocast out of what Pipeline.run does.")
+            if torch.is_grad_enabled() and not input.requires_grad:
+                # Nothing before it asks for a gradient: what the layer sees of the loss is wanted all the same.
+                input = input.detach().requires_grad_()
             if dispatch is not None:
                 return _matrices_recorded(layer, input, dispatch, name, recorder)
             x = input.reshape(-1, input.shape[-1])

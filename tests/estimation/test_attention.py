@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf.estimation import attention
 from snip_hf.estimation.attention import SplitAttention, efficient_attention, per_query_head
-from snip_hf.kernels.split_attention import Attention
+from snip_hf.estimation.divergence import estimate_divergence
+from snip_hf.kernels.split_attention import Attention, takes
 
 torch_attention = nn.functional.scaled_dot_product_attention
 
@@ -113,10 +115,13 @@ def test_keys_per_query_head_are_those_that_torch_shares_between_heads() -> None
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
+ON_HOPPER = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="kernels for Hopper"
 )
+
+
+@pytest.mark.gpu
+@ON_HOPPER
 @pytest.mark.parametrize("channels", [64, 128])
 def test_on_hopper_attention_is_that_of_fp32_and_holds_keys_once(channels: int) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
@@ -133,3 +138,46 @@ def test_on_hopper_attention_is_that_of_fp32_and_holds_keys_once(channels: int) 
     assert "SplitAttention" in type(held).__name__
     for one, other in zip(found, expected, strict=True):
         assert (one - other).norm() <= 3e-5 * other.norm()
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+def test_on_hopper_divergences_are_those_of_attention_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch, optimizer = trained("cuda")
+    calls: list[bool] = []
+
+    def noted(*given: Any) -> bool:
+        calls.append(takes(*given))
+        return calls[-1]
+
+    tables = []
+    for function in (lambda *given: False, noted):
+        monkeypatch.setattr(attention, "takes", function)
+        tables.append(estimate_divergence(model, batch, optimizer))
+    assert calls and all(calls)
+    for name in ("fp8", "fp4"):
+        expected, found = (table.totals(name) for table in tables)
+        assert found == pytest.approx(expected, rel=0.02)  # 0.0006 where products are emulated
+
+
+def trained(device: str, steps: int = 30) -> tuple[nn.Module, dict[str, Tensor], torch.optim.Optimizer]:
+    """A small Llama whose heads have 64 channels, after some steps on texts of 64 words."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps + 1):
+        words = torch.randint(64, (2, 200)) // torch.randint(1, 4, (2, 200))
+        batch = dict.fromkeys(("input_ids", "labels"), (words * 7 % 512).to(device))
+        if step < steps:
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, batch, optimizer

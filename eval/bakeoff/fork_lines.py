@@ -90,7 +90,8 @@ def origin(lines: Sequence[Row]) -> str:
     machines, commits = (sorted({str(line[key]) for line in lines}) for key in ("machine", "commit"))
     where = ", ".join(machines).replace(", 1 threads", ", 1 thread")  # lines are paired by the name as it is
     counted = f"{_counted(len(forks), 'fork')} of {_counted(len(bases), 'base')}"
-    return f"{counted}; {where}; commit {', '.join(commits)}.{_kernels(lines)}"
+    graphs = " Steps from CUDA graphs." if any(line.get("cuda_graph") for line in lines) else ""
+    return f"{counted}; {where}; commit {', '.join(commits)}.{graphs}{_kernels(lines)}"
 
 
 def _kernels(lines: Iterable[Row]) -> str:

@@ -22,7 +22,7 @@ from snip_hf.numerics.formats import UNQUANTIZED
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PrecisionPlan
 
-from .fork_base import Trainee, keep_state_on_host, sequences_of, state_path
+from .fork_base import Trainee, sequences_of, state_path
 from .fork_cells import GEMM_SETS, Contender, Fork
 from .fork_recipe import ForkRecipe, ForkRun
 from .fork_text import ForkText
@@ -257,7 +257,7 @@ def _in_force(trainee: Trainee, planned: Planned, config: SnipConfig, fork: Fork
         controller.load_state_dict(planned.state)
     controller.step = fork.point
     if controller.backend == Emulated.name:
-        keep_state_on_host(trainee.model)
+        trainee.keep_state_on_host()
     try:
         yield controller
     finally:

@@ -86,6 +86,11 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
         return 0
     text = read_text(options.text)
     check_length(recipe, text)
+    if recipe.cuda_graph and not options.device.startswith("cuda") and not options.list:
+        raise ValueError(
+            f"forks.cuda_graph=True on the device {options.device!r}; expected 'cuda'. Run without it: --override "
+            "forks.cuda_graph=false."
+        )
     runs = recipe.runs(text.digest)
     done = {line["id"] for line in lines}
     todo = [left for run in runs if (left := run.without(done)).ids]
@@ -295,6 +300,7 @@ def _signed(job: Job, run: ForkRun, steps: int, text: ForkText, device: torch.de
         "steps": steps,
         "machine": torch.cuda.get_device_name(device) if is_cuda else cpu,
         "processes_per_device": per_device,
+        "cuda_graph": job.recipe.cuda_graph,
         "torch": torch.__version__,
         "commit": job.options.commit or git_commit(),
         "command": _command(job.options),

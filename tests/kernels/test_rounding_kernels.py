@@ -118,6 +118,18 @@ def test_it_does_on_every_rank(tile: tuple[int, int], shape: tuple[int, int], ra
         assert_same_bits(run("fake_quantize", x, *of_tiles(E2M1, tile), key, rank, ranks), expected)
 
 
+@pytest.mark.parametrize("tile", slow_but(TILES, ROW_TILE))
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_that_lies_beside_the_operand_gives_the_numbers_of_one_that_is_passed(
+    key: int, tile: tuple[int, int], run: Run
+) -> None:
+    x, beside = random((257, 40)), torch.tensor([key if key < 2**63 else key - 2**64])
+    for place in ((0, 1), (6, 7)):
+        expected = reference.fake_quantize_tiles(x, E2M1, tile, key, *place)
+        assert_same_bits(run("fake_quantize", x, *of_tiles(E2M1, tile), beside, *place), expected)
+        assert torch.equal(rounding.fake_quantize(x, *of_tiles(E2M1, tile), beside, *place), expected)
+
+
 @pytest.mark.parametrize("tile", TILES)
 def test_two_ranks_round_together_as_one_process_does(tile: tuple[int, int], run: Run) -> None:
     x = random((256, 200))

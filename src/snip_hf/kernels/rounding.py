@@ -34,7 +34,7 @@ def fake_quantize(
     format: NumberFormat,
     operand: str,
     contracts: int,
-    key: int | None = None,
+    key: int | Tensor | None = None,
     rank: int = 0,
     ranks: int = 1,
     amax: Tensor | None = None,
@@ -49,7 +49,8 @@ def fake_quantize(
         operand: which of its operands x is (`gemms.OPERANDS`).
         contracts: the dimension of x that the GEMM contracts, 0 or 1.
         key: of the random numbers of operands that are rounded stochastically or get noise; others, or without one,
-            are rounded to nearest.
+            are rounded to nearest. A tensor of one int64 number on x's device is read when the kernel runs, so that a
+            CUDA graph takes the key of each replay.
         rank, ranks: as in `rounding.quantize_tiles`.
         amax: as in `rounding.round_operand`.
 
@@ -62,6 +63,8 @@ def fake_quantize(
         return x.to(torch.float32)
     if x.numel() > 0 and x.dtype in _DTYPES and has_kernels(x.device) and takes(format, operand):
         return round_by_kernel(x, format, operand, contracts, key, rank, ranks, amax)
+    if isinstance(key, Tensor):
+        key = int(key) % 2**64
     with torch.no_grad():
         return rounding.round_operand(x, format, operand, contracts, key, rank, ranks, amax)
 

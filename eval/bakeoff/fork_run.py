@@ -82,7 +82,7 @@ def run_fork(
     if planned.plan is not None:
         trainee.load(state)
     seconds = {"plan": time.perf_counter() - began, "training": 0.0, "evaluation": 0.0}
-    with _in_force(trainee, planned, contender.config(fork, recipe.backend), fork) as controller:
+    with in_force(trainee, planned, contender.config(fork, recipe.backend), fork) as controller:
         training = _Training(trainee, fork, controller, run.lengths, recipe.cools_down)
         for steps in run.lengths:
             began = time.perf_counter()
@@ -241,7 +241,7 @@ def _only(plan: PrecisionPlan, gemms: Sequence[str]) -> PrecisionPlan:
 
 
 @contextlib.contextmanager
-def _in_force(trainee: Trainee, planned: Planned, config: SnipConfig, fork: Fork) -> Iterator[SnipController | None]:
+def in_force(trainee: Trainee, planned: Planned, config: SnipConfig, fork: Fork) -> Iterator[SnipController | None]:
     """Runs the model in a plan inside, with the fork's random numbers; outside it is unquantized."""
     if planned.plan is None:
         yield None

@@ -130,6 +130,19 @@ def test_a_key_that_lies_beside_the_operand_gives_the_numbers_of_one_that_is_pas
         assert torch.equal(rounding.fake_quantize(x, *of_tiles(E2M1, tile), beside, *place), expected)
 
 
+def test_operations_of_torch_refuse_a_key_beside_the_operand_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, beside = random((8, 40)), torch.tensor([3])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    weights = FORMATS["fp4"], "weight", 1  # to nearest
+    assert torch.equal(rounding.fake_quantize(x, *weights, beside), rounding.fake_quantize(x, *weights))
+    with pytest.raises(
+        RuntimeError, match="'fp4' rounds a gradient by operations of torch that need the key on the host"
+    ):
+        rounding.fake_quantize(x, FORMATS["fp4"], "gradient", 1, beside)
+
+
 @pytest.mark.parametrize("tile", TILES)
 def test_two_ranks_round_together_as_one_process_does(tile: tuple[int, int], run: Run) -> None:
     x = random((256, 200))

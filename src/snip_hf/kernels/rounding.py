@@ -56,6 +56,7 @@ def fake_quantize(
 
     Raises:
         ValueError: x is not a 2-D floating-point tensor.
+        RuntimeError: a CUDA graph is captured, and torch's operations would have to read the key on the host.
     """
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"fake_quantize expects a 2-D floating-point tensor, got shape {tuple(x.shape)}, {x.dtype}.")
@@ -64,9 +65,22 @@ def fake_quantize(
     if x.numel() > 0 and x.dtype in _DTYPES and has_kernels(x.device) and takes(format, operand):
         return round_by_kernel(x, format, operand, contracts, key, rank, ranks, amax)
     if isinstance(key, Tensor):
-        key = int(key) % 2**64
+        key = _on_host(key, format, operand)
     with torch.no_grad():
         return rounding.round_operand(x, format, operand, contracts, key, rank, ranks, amax)
+
+
+def _on_host(key: Tensor, format: NumberFormat, operand: str) -> int | None:
+    """Returns a key that lies on the device, None where nothing is drawn by it."""
+    rule = format.operand(operand)
+    if not (rule.stochastic or rule.noise):
+        return None
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"The format {format.name!r} rounds a {operand} by operations of torch that need the key on the host, which "
+            "a CUDA graph cannot read at its replays. Train without CUDA graphs."
+        )
+    return int(key) % 2**64
 
 
 @cache

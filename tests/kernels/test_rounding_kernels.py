@@ -134,7 +134,8 @@ def test_operations_of_torch_refuse_a_key_beside_the_operand_while_a_graph_is_ca
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, beside = random((8, 40)), torch.tensor([3])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for name in ("is_available", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
     weights = FORMATS["fp4"], "weight", 1  # to nearest
     assert torch.equal(rounding.fake_quantize(x, *weights, beside), rounding.fake_quantize(x, *weights))
     with pytest.raises(

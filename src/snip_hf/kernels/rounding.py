@@ -75,10 +75,10 @@ def _on_host(key: Tensor, format: NumberFormat, operand: str) -> int | None:
     rule = format.operand(operand)
     if not (rule.stochastic or rule.noise):
         return None
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"The format {format.name!r} rounds a {operand} by operations of torch that need the key on the host, which "
-            "a CUDA graph cannot read at its replays. Train without CUDA graphs."
+            f"The format {format.name!r} rounds a {operand} by operations of torch that need the key on the host, "
+            "which a CUDA graph cannot read at its replays. Train without CUDA graphs."
         )
     return int(key) % 2**64
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from small_forks import BF16, CPU, SNIP, random_text, write_recipe
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.bakeoff import forks
 from eval.bakeoff.fork_base import Trainee, state_path, train_base, unpacked
@@ -163,6 +164,23 @@ def test_too_little_memory_for_a_graph_is_an_error() -> None:
     graphs.run(torch.ones(1, 1), None)
     with pytest.raises(RuntimeError, match=r"less than 3 GiB free.*fewer processes on it"):
         graphs.run(torch.ones(1, 1), None)
+
+
+class NothingFromTheHost(TorchDispatchMode):
+    """Refuses what a capture does on a GPU: numbers that the host reads, and tensors made of its numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.lift_fresh), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_pass_has_nothing_that_a_capture_refuses(tmp_path: Path) -> None:
+    trainee = Trainee(load_recipe(write_recipe(tmp_path, [{"format": "bf16"}])), TEXT, CPU, 0)
+    ids = trainee.put([TEXT.train[:4]])[0]
+    with NothingFromTheHost():
+        trainee._passes(ids)
+        with pytest.raises(AssertionError, match="_local_scalar_dense"):
+            trainee.model(input_ids=ids)
 
 
 def test_a_pass_does_not_look_for_several_texts_in_a_row(tmp_path: Path) -> None:

@@ -117,11 +117,14 @@ class Trainee:
 
     def step(self, number: int, ids: Tensor, controller: SnipController | None) -> Tensor:
         """Does optimizer step `number` (from 1) on tokens that `put` gave and returns the loss, on the device."""
+        plan, is_watched = None, False
         if controller is not None:
-            controller.capture({"input_ids": ids, "labels": ids})
+            one = controller.offer({"input_ids": ids, "labels": ids})
+            controller.count(one)
+            plan, is_watched = controller.plan, one.random_state is not None  # which a probe would begin with
         if self._keys is not None:
             self._keys.renew()
-        loss = self._passes(ids) if self._graphs is None else self._graphs.run(ids, controller)
+        loss = self._passes(ids) if self._graphs is None else self._graphs.run(ids, plan, is_watched)
         if controller is not None:
             controller.before_optimizer_step(number)
         self.optimizer.step()

@@ -214,6 +214,8 @@ def make_plan(trainee: Trainee, contender: Contender, fork: Fork, backend: str, 
     try:
         controller.step = fork.point
         if controller.needs_probe:
+            if controller.backend == Emulated.name:
+                trainee.keep_state_on_host()
             trainee.step(first, sequences, controller)
         plan, state = controller.plan, controller.state_dict() if contender.refreshes else None
     finally:

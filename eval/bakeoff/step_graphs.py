@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from snip_hf import SnipController
 from snip_hf.estimation.replayed_sums import Capture
+from snip_hf.planning.plan import PrecisionPlan
 
 Passes = Callable[[Tensor], Tensor]
 """Tokens (B, L) -> loss, after which gradients are complete and clipped."""
@@ -53,21 +53,22 @@ class StepGraphs:
         """To be called when weights, layers or their states were replaced."""
         self._seen = self._captured = None
 
-    def run(self, ids: Tensor, controller: SnipController | None) -> Tensor:
+    def run(self, ids: Tensor, plan: PrecisionPlan | None, is_watched: bool) -> Tensor:
         """Returns the loss of a step, detached; the parameters have its gradients.
 
         Args:
             ids: (B, L), on the device.
-            controller: has the plan in force, and was told of the step; None: nothing is quantized.
+            plan: in force; None: nothing is quantized.
+            is_watched: whether hooks look at the step's passes.
 
         Raises:
             RuntimeError: too little memory is free for a graph.
         """
-        seen = ids.shape, _formats(controller)
+        seen = ids.shape, None if plan is None else _formats(plan)
         if seen != self._seen:
             self._captured = None  # before the step, which needs the memory
         is_first, self._seen = seen != self._seen, seen
-        if is_first or (controller is not None and controller.is_watching):
+        if is_first or is_watched:
             return self._passes(ids)
         self._captured = self._captured or self._capture_passes(ids)
         self._captured.ids.copy_(ids)
@@ -88,8 +89,5 @@ class StepGraphs:
         return _Captured(own, loss, gradients, replay)
 
 
-def _formats(controller: SnipController | None) -> Hashable:
-    """Returns what a plan says, so that it can be compared."""
-    if controller is None:
-        return None
-    return tuple((layer, tuple(formats.items())) for layer, formats in controller.plan.assignment.items())
+def _formats(plan: PrecisionPlan) -> Hashable:
+    return tuple((layer, tuple(formats.items())) for layer, formats in plan.assignment.items())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_forks import BF16, CPU, SNIP, random_text, write_recipe
+from small_forks import BF16, CPU, SNIP, StandIn, random_text, write_recipe
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,44 +20,14 @@ from eval.bakeoff.fork_recipe import ForkRecipe, ForkRun, load_recipe
 from eval.bakeoff.fork_run import run_fork
 from eval.bakeoff.fork_shifts import Shift
 from eval.bakeoff.step_graphs import StepGraphs
-from snip_hf import SnipConfig, SnipController
 from snip_hf.estimation.replayed_sums import cuda_graph
 from snip_hf.kernels.tensor_scaled import operators
-from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
-from snip_hf.layers.state import KeysOnDevice, snip_linears
 
 START = Fork(base_seed=0, point=3, data_seed=0)
 FP4 = Contender("nvfp4", "all", {})
 REFRESHING = Contender(None, "all", SNIP | {"refresh_every": 3})
 TEXT = random_text(80)
 STEPS = 8
-
-
-class StandIn:
-    """What a CUDA graph does, on a CPU: takes tensors when it is captured, and writes them at each replay."""
-
-    def __init__(self) -> None:
-        self.parameters: list[nn.Parameter] = []
-        self.captures = self.replays = 0
-
-    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        self.captures += 1
-        work()
-        kept = [parameter.grad for parameter in self.parameters]
-        for gradient in kept:
-            assert gradient is not None
-            gradient.fill_(torch.nan)
-
-        def replay() -> None:
-            self.replays += 1
-            for parameter in self.parameters:
-                parameter.grad = None
-            work()
-            for parameter, gradient in zip(self.parameters, kept, strict=True):
-                assert gradient is not None and parameter.grad is not None
-                gradient.copy_(parameter.grad)
-
-        return replay
 
 
 def trainee_of(recipe: ForkRecipe) -> tuple[Trainee, StandIn]:
@@ -121,12 +91,10 @@ def test_a_batch_of_another_size_is_captured_anew(tmp_path: Path) -> None:
 
 
 class Plan:
-    """A controller as far as graphs look at it."""
+    """A plan as far as graphs look at it."""
 
     def __init__(self, format: str) -> None:
-        self.plan = self
         self.assignment = {"layer": dict.fromkeys(("forward", "grad_input", "grad_weight"), format)}
-        self.is_watching = False
 
 
 def test_a_step_that_is_watched_runs_as_it_is_and_the_graph_stays() -> None:
@@ -144,15 +112,14 @@ def test_a_step_that_is_watched_runs_as_it_is_and_the_graph_stays() -> None:
         return lambda: log.append("replay")
 
     graphs, plan, ids = StepGraphs(passes, [weight], capture), Plan("fp4"), torch.ones(1, 1)
-    for watching in (False, False, True, False):
-        plan.is_watching = watching
-        graphs.run(ids, plan)  # type: ignore[arg-type]
+    for is_watched in (False, False, True, False):
+        graphs.run(ids, plan, is_watched)  # type: ignore[arg-type]
     assert log == ["passes", "capture", "replay", "passes", "replay"]
-    graphs.run(ids, Plan("fp8"))  # type: ignore[arg-type]
-    graphs.run(ids, Plan("fp8"))  # type: ignore[arg-type]
+    graphs.run(ids, Plan("fp8"), False)  # type: ignore[arg-type]
+    graphs.run(ids, Plan("fp8"), False)  # type: ignore[arg-type]
     assert log[5:] == ["passes", "capture", "replay"]
     graphs.forget()
-    graphs.run(ids, Plan("fp8"))  # type: ignore[arg-type]
+    graphs.run(ids, Plan("fp8"), False)  # type: ignore[arg-type]
     assert log[8:] == ["passes"]
 
 
@@ -161,9 +128,9 @@ def test_too_little_memory_for_a_graph_is_an_error() -> None:
         return ids.sum()
 
     graphs = StepGraphs(passes, [], lambda work: None)
-    graphs.run(torch.ones(1, 1), None)
+    graphs.run(torch.ones(1, 1), None, False)
     with pytest.raises(RuntimeError, match=r"less than 3 GiB free.*fewer processes on it"):
-        graphs.run(torch.ones(1, 1), None)
+        graphs.run(torch.ones(1, 1), None, False)
 
 
 class NothingFromTheHost(TorchDispatchMode):
@@ -197,48 +164,6 @@ def test_a_pass_does_not_look_for_several_texts_in_a_row(tmp_path: Path) -> None
             model(input_ids=ids, position_ids=apart, attention_mask=torch.ones_like(ids)).logits,
         )
     assert torch.equal(model(input_ids=ids, labels=ids).loss, expected)
-
-
-# -------------------------------------------------------------------------------------------------- keys on the device
-
-
-def swapped(backend: str = "emulated") -> tuple[nn.Module, SnipController]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    config = SnipConfig(policy="uniform-fp4", formats=("fp4",), backend=backend)
-    return model, SnipController(model, torch.optim.AdamW(model.parameters()), config)
-
-
-def test_emulated_gemms_draw_by_the_keys_that_were_taken_last() -> None:
-    (model, _), (other, _) = swapped(), swapped()
-    layers, others = snip_linears(model), snip_linears(other)
-    keys, x = KeysOnDevice(layers), torch.randn(8, 32)
-
-    def gradients(one: nn.Module) -> list[Tensor]:
-        one.zero_grad()
-        one(x).square().sum().backward()
-        return [parameter.grad for parameter in one.parameters() if parameter.grad is not None]
-
-    found = []
-    for step in (1, 2):
-        for one in (layers, others):
-            for index, layer in enumerate(one.values()):
-                layer.snip_state[3] = 2**40 * step - 2**50 * index
-        if step == 2:
-            stale = gradients(model)
-            assert all(map(torch.equal, stale, found))
-        keys.renew()
-        found = gradients(model)
-        assert all(map(torch.equal, found, gradients(other)))
-    assert not all(map(torch.equal, found, stale))
-
-
-def test_keys_of_layers_that_do_not_run_emulated_stay_where_they_are() -> None:
-    model, _ = swapped()
-    layers = snip_linears(model)
-    layers["1"].snip_backend = TENSOR_SCALED
-    with pytest.raises(ValueError, match=r"Layer '1' is a SnipLinear on the backend 'tensor-scaled'; expected a layer"):
-        KeysOnDevice(layers)
 
 
 # ---------------------------------------------------------------------------------------------------------- the recipe

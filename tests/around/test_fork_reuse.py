@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_forks import BF16, CPU, SNIP, random_text, write_recipe
+from small_forks import BF16, CPU, SNIP, StandIn, random_text, write_recipe
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
@@ -128,12 +128,15 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_forks_of_one_process_share_their_graphs_whatever_ran_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_forks_of_one_process_share_their_graphs_whatever_ran_before(tmp_path: Path, captured: bool) -> None:
     plain = based(tmp_path)
-    recipe = load_recipe(tmp_path / "recipe.yaml", ["training.compile=true"])
+    recipe = load_recipe(tmp_path / "recipe.yaml", ["training.compile=true", f"forks.cuda_graph={captured}"])
     state_path(plain, TEXT, START, tmp_path).rename(state_path(recipe, TEXT, START, tmp_path))
     traced = partial(compile_parts, backend="aot_eager")
-    trainee = Trainee(recipe, TEXT, CPU, 0, traced)
+    capture = StandIn()
+    trainee = Trainee(recipe, TEXT, CPU, 0, traced, capture)
+    capture.parameters = list(trainee.model.parameters())
     counts, first = [], {}
     contenders = [BF16, Contender("fp8", "all", {}), Contender("mxfp4", "forward", {}), RANDOM, REFRESHING]
     for index, contender in enumerate(contenders * 2):

@@ -140,14 +140,6 @@ class SnipController:
         return self._in_force.plan
 
     @property
-    def is_watching(self) -> bool:
-        """Whether the micro-batch that was captured last belongs to a step that is to be probed.
-
-        Hooks look at the passes of such a step, so that they cannot be those of a CUDA graph.
-        """
-        return self._armed is not None
-
-    @property
     def coverage(self) -> Coverage | None:
         """What plans of this run can decide on, by the last micro-batch that was counted; None: not known."""
         return self._coverage.found

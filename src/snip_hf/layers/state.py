@@ -117,7 +117,7 @@ class KeysOnDevice:
             if layer.snip_backend is not EMULATED or len(layer.matrices(layer.weight)) != 1:
                 raise ValueError(
                     f"Layer {name!r} is a {type(layer).__name__} on the backend {layer.snip_backend.name!r}; expected "
-                    "a layer of one matrix on 'emulated'. Train without CUDA graphs."
+                    f"a layer of one matrix on {EMULATED.name!r}. Train without CUDA graphs."
                 )
             layer.snip_state = layer.snip_state.cpu()
         pack_states(layers)

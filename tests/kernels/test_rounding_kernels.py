@@ -4,6 +4,7 @@ bit; sums against float64."""
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -325,3 +326,25 @@ def test_the_sums_of_a_refresh_are_those_of_the_kernels(
     # W in both formats, X and G along their channels, and along the tokens.
     assert kernel_calls == [(24, 16), (24, 16), (20, 16), (20, 24), (20, 24), (20, 16)]
     assert squares.sums[:6].tolist() == [2.0] * 6 and squares.sums[-2:].tolist() == [5.0] * 2
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("is_on_device", [slow(False), True], ids=["key passed", "key on the device"])
+def test_the_kernel_assembles(is_on_device: bool) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from snip_hf.kernels import rounding_kernel, rounding_tiles
+
+    how = rounding_kernel._call(FORMATS["nvfp4"], "gradient", 1)
+    kinds = ["*bf16", "*fp32", "*fp32", "*i64" if is_on_device else "*fp32", "i64", "i64", *["i32"] * 4]
+    kinds += ["fp32" if isinstance(number, float) else "i32" for number in how.numbers]
+    values = (*how.tiles, True, is_on_device, *how.flags)
+    names = rounding_tiles.rounding_kernel.arg_names
+    signature = dict(zip(names, (*kinds, *["constexpr"] * len(values)), strict=True))
+    constants = dict(zip(names[len(kinds) :], values, strict=True))
+    source = ASTSource(fn=rounding_tiles.rounding_kernel, signature=signature, constexprs=constants)
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=how.options)
+    assert len(code.asm["cubin"]) > 1000
+    assert ("ld.global.b64" in code.asm["ptx"]) is is_on_device

@@ -135,7 +135,7 @@ class ForkRecipe:
     def setting(self, text: str, steps: int, fork: Fork) -> str:
         """Returns what tells forks from those of another text, model, base, length, shift or learning rate."""
         own = [] if fork.shift is None else [fork.shift.to_dict()]
-        own += ["cooldown"] * self.cools_down + ["cuda_graph"] * self.cuda_graph
+        own += ["cooldown"] * self.cools_down
         return _hash([text, _model_parts(self.model), self.base.to_dict(), steps, self.backend, *own])
 
     def base_id(self, text: str, seed: int) -> str:
@@ -171,6 +171,7 @@ class ForkRecipe:
     def _ids(self, text: str, cell: Cell, fork: Fork) -> dict[int, str]:
         """Returns number of steps -> id of the line."""
         what = [cell.contender.to_dict(), fork.to_dict(), *([self.benchmarks] if cell.benchmarked else [])]
+        what += ["cuda_graph"] * self.cuda_graph
         return {n: _hash([self.setting(text, n, fork), *what]) for n in cell.lengths if self.fits(fork, n)}
 
 

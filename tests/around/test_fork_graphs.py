@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from eval.bakeoff import forks
 from eval.bakeoff.fork_base import Trainee, state_path, train_base, unpacked
 from eval.bakeoff.fork_cells import Contender, Fork
-from eval.bakeoff.fork_lines import origin
+from eval.bakeoff.fork_lines import differences, origin
 from eval.bakeoff.fork_recipe import ForkRecipe, ForkRun, load_recipe
 from eval.bakeoff.fork_run import run_fork
 from eval.bakeoff.fork_shifts import Shift
@@ -169,13 +169,17 @@ def test_a_pass_does_not_look_for_several_texts_in_a_row(tmp_path: Path) -> None
 # ---------------------------------------------------------------------------------------------------------- the recipe
 
 
-def test_graphs_are_another_setting_and_a_recipe_without_them_has_the_ids_of_before(tmp_path: Path) -> None:
+def test_with_graphs_lines_and_bases_are_others_and_without_those_of_before(tmp_path: Path) -> None:
     path = write_recipe(tmp_path, [{"format": "bf16"}])
     plain, said, graphs = (
         load_recipe(path, overrides) for overrides in ([], ["forks.cuda_graph=false"], ["forks.cuda_graph=true"])
     )
     assert plain.base_id("text", 0) == said.base_id("text", 0) != graphs.base_id("text", 0)
-    assert plain.setting("text", 4, START) == said.setting("text", 4, START) != graphs.setting("text", 4, START)
+    ids, said_ids, graph_ids = (
+        {name for run in one.runs("text") for name in run.ids.values()} for one in (plain, said, graphs)
+    )
+    assert ids == said_ids and not ids & graph_ids
+    assert plain.setting("text", 4, START) == graphs.setting("text", 4, START)  # one table
     with pytest.raises(ValueError, match=r"forks\.cuda_graph='on'; expected true or false"):
         load_recipe(path, ["forks.cuda_graph='on'"])
 
@@ -188,10 +192,19 @@ def test_graphs_are_refused_where_there_is_no_gpu(tmp_path: Path, capsys: pytest
     assert "forks.cuda_graph=True on the device 'cpu'; expected 'cuda'" in capsys.readouterr().err
 
 
-def test_a_report_says_that_steps_came_from_graphs() -> None:
-    line = {"contender": "bf16", "fork": {"base_seed": 0, "point": 3, "data_seed": 0}, "state": "a", "machine": "H200"}
-    assert origin([line | {"commit": "b", "cuda_graph": True}]).endswith("commit b. Steps from CUDA graphs.")
-    assert origin([line | {"commit": "b", "cuda_graph": False}]).endswith("commit b.")
+def test_a_report_pairs_forks_with_graphs_among_each_other_and_says_how_many_there_are() -> None:
+    fork = {"base_seed": 0, "point": 3, "data_seed": 0}
+    common = {"fork": fork, "state": "a", "machine": "H200", "commit": "b", "diverged": False}
+
+    def line(contender: str, loss: float, **more: Any) -> dict[str, Any]:
+        return common | {"contender": contender, "loss": {"train": loss}} | more
+
+    plain, captured = [line("fp4", 1.1)], [line("fp4", 1.2, cuda_graph=True)]
+    others = [line("bf16", 1.0, cuda_graph=False), line("bf16", 1.1, cuda_graph=True)]
+    assert differences(plain, others, "train") == pytest.approx([10.0])
+    assert differences(captured, others, "train") == pytest.approx([100 / 11])
+    assert origin([*plain, *captured]).endswith("commit b. Steps of 1 fork from CUDA graphs.")
+    assert origin(plain).endswith("commit b.")
 
 
 # -------------------------------------------------------------------------------------------------------------- a GPU

@@ -40,8 +40,8 @@ _HALF = {"granularity": "gemm", "target_fp4_fraction": 0.5}
 _CELLS: Sequence[dict[str, Any]] = (
     {"format": "bf16"},
     {"policy": "random", "formats": ["fp4", "fp8"], **_HALF},
-    {"policy": "random", "formats": ["mxfp4", "mxfp8"], **_HALF},
     {"format": "mxfp4"},
+    {"policy": "random", "formats": ["mxfp4", "mxfp8"], **_HALF},
     {"format": "nvfp4"},
 )
 

@@ -17,7 +17,7 @@ def test_a_line_says_how_long_a_step_takes_of_each_contender_and_number_of_proce
     path, output = write_recipe(tmp_path, [{"format": "bf16"}]), tmp_path / "steps.jsonl"
     fork_steps.main([str(path), "--processes", "2", "1", "--steps", "2", "--output", str(output), "--device", "cpu"])
     lines = read_lines(output)
-    contenders = ["bf16", "random {fp4, fp8}, 50% by gemm", "random {mxfp4, mxfp8}, 50% by gemm", "mxfp4", "nvfp4"]
+    contenders = ["bf16", "random {fp4, fp8}, 50% by gemm", "mxfp4", "random {mxfp4, mxfp8}, 50% by gemm", "nvfp4"]
     assert [line["contender"] for line in lines] == [name for name in contenders for _ in range(2)]
     assert [line["processes"] for line in lines] == [1, 2] * 5
     assert {line["cuda_graph"] for line in lines} == {False}

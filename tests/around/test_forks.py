@@ -17,7 +17,7 @@ import torch
 from small_forks import BF16, CPU, SNIP, TINY, forked, random_text, write_recipe
 
 from benchmarks.shared.json_lines import read_lines
-from eval.bakeoff import fork_run, fork_workers, forks
+from eval.bakeoff import fork_base, fork_workers, forks
 from eval.bakeoff.fork_base import Trainee, sequences_of, state_path, train_base
 from eval.bakeoff.fork_cells import Contender, Fork
 from eval.bakeoff.fork_recipe import ForkRecipe, ForkRun, load_recipe
@@ -296,15 +296,15 @@ def test_on_a_gpu_a_fork_gives_the_same_numbers_wherever_formats_and_keys_lie(
     text = random_text()
     train_base(recipe, text, 0, device, tmp_path)
     devices: list[str] = []
-    keep = fork_run.keep_state_on_host
+    keep = fork_base.keep_state_on_host
 
     def noted(model: torch.nn.Module) -> None:
         keep(model)
         devices.extend(layer.snip_state.device.type for layer in snip_linears(model).values())
 
-    monkeypatch.setattr(fork_run, "keep_state_on_host", noted)
+    monkeypatch.setattr(fork_base, "keep_state_on_host", noted)
     on_host = forked(recipe, text, contender, recipe.forks[0], tmp_path, device=device)[0]
-    monkeypatch.setattr(fork_run, "keep_state_on_host", lambda model: None)
+    monkeypatch.setattr(fork_base, "keep_state_on_host", lambda model: None)
     on_gpu = forked(recipe, text, contender, recipe.forks[0], tmp_path, device=device)[0]
     assert set(devices) == {"cpu"}
     assert on_host["shares"] == on_gpu["shares"]

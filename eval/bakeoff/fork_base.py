@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,9 @@ class Trainee:
             plan, is_watched = controller.plan, one.random_state is not None  # which a probe would begin with
         if self._keys is not None:
             self._keys.renew()
-        loss = self._passes(ids) if self._graphs is None else self._graphs.run(ids, plan, is_watched)
+        # What a probe begins with may need kernels that are not deterministic.
+        with contextlib.nullcontext() if is_watched else deterministic(self.device):
+            loss = self._passes(ids) if self._graphs is None else self._graphs.run(ids, plan, is_watched)
         if controller is not None:
             controller.before_optimizer_step(number)
         self.optimizer.step()
@@ -220,6 +222,22 @@ def keep_state_on_host(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """On a GPU every kernel inside gives the same bits each time; an operation that has no such kernel is refused.
+
+    Where torch only warns of those, attention's backward pass adds up in any order, and a base that is trained again
+    has other weights.
+    """
+    mode = torch.get_deterministic_debug_mode()
+    if device.type == "cuda":
+        torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+
+
+@contextlib.contextmanager
 def unpacked() -> Iterator[None]:
     """Tells transformers that no row holds several texts. It would look for them on the device, and wait for that."""
     kept = masking_utils.find_packed_sequence_indices
@@ -233,6 +251,24 @@ def unpacked() -> Iterator[None]:
 def state_path(recipe: ForkRecipe, text: ForkText, fork: Fork, folder: Path) -> Path:
     """Returns the file of the state in which a fork starts."""
     return folder / f"base-{recipe.base_id(text.digest, fork.base_seed)}-{fork.point}.pt"
+
+
+def check_state(path: Path, known: Collection[str]) -> None:
+    """Raises ValueError if a state has none of the weights that are known, where any are.
+
+    Args:
+        path: of the state.
+        known: what `Trainee.load` returned where forks with lines started.
+    """
+    if not known:
+        return
+    own = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["digest"]
+    if own not in known:
+        raise ValueError(
+            f"{path.name} has the weights {own}; the lines of the output began with {', '.join(sorted(known))}. Forks "
+            "from other weights cannot be compared with them. Continue with the --cache of their run, or give another "
+            "--output."
+        )
 
 
 def sequences_of(recipe: ForkRecipe, text: ForkText, fork: Fork, steps: int) -> list[np.ndarray[Any, Any]]:

@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -33,7 +33,7 @@ from eval.scoring.rows import git_commit
 from snip_hf.cli import import_modules
 from snip_hf.numerics.formats import UNQUANTIZED
 
-from .fork_base import Trainee, check_length, state_path, train_base
+from .fork_base import Trainee, check_length, check_state, state_path, train_base
 from .fork_cells import Contender, Fork
 from .fork_lines import SCHEMA_VERSION
 from .fork_pace import Pace, overview
@@ -45,8 +45,8 @@ from .fork_text import ForkText, read_text
 _WAIT_SECONDS = 0.2
 # By how many of its last forks a worker knows how long the next one takes.
 _FORKS_OF_PACE = 5
-# Of a base without a state.
-_FREE, _TAKEN, _FAILED = range(3)
+# Of a base: nobody trains it; somebody does or did; that failed; lines that are there began with other weights.
+_FREE, _TAKEN, _FAILED, _APART = range(4)
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Job:
     recipe: ForkRecipe
     todo: list[ForkRun]
     """Who trains on where, as far as there is no line yet."""
+    states: Mapping[tuple[int, int], set[str]]
+    """Seed and point of a base -> its weights where lines of the recipe began, as they have them."""
     options: argparse.Namespace
     deadline: float
     """Seconds since the epoch."""
@@ -102,7 +104,7 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     options.cache.mkdir(parents=True, exist_ok=True)
     drop_unfinished_line(options.output)
     deadline = math.inf if options.minutes is None else began + 60 * options.minutes
-    job = Job(recipe, todo, options, deadline, os.getpid())
+    job = Job(recipe, todo, _states_of(runs, lines), options, deadline, os.getpid())
     shared = Shared(todo)
     # Workers end with this process, also when it is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -114,6 +116,16 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     left = sum(len(run.without(done).ids) for run in runs)
     print(f"{shared.failed.value} failed, {left} lines are missing, {time.time() - began:.0f} s")
     return 1 if shared.failed.value else 0
+
+
+def _states_of(runs: Sequence[ForkRun], lines: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], set[str]]:
+    """Returns `Job.states`."""
+    ids = {id for run in runs for id in run.ids.values()}
+    found: dict[tuple[int, int], set[str]] = {}
+    for line in lines:
+        if line["id"] in ids:
+            found.setdefault((line["fork"]["base_seed"], line["fork"]["point"]), set()).add(line["state"])
+    return found
 
 
 def _pace_of(lines: list[dict[str, Any]], options: argparse.Namespace) -> Pace | None:
@@ -280,10 +292,10 @@ def _take(job: Job, shared: Shared, text: ForkText, device: torch.device, own: O
             for position, run in enumerate(job.todo):
                 if shared.is_taken[position]:
                     continue
-                if state_path(job.recipe, text, run.fork, job.options.cache).exists():
+                base = shared.bases[run.fork.base_seed]
+                if base.value != _APART and _can_fork(job, shared, text, run.fork):
                     shared.is_taken[position] = True
                     return run
-                base = shared.bases[run.fork.base_seed]
                 is_coming |= base.value == _TAKEN
                 if base.value == _FREE and untrained is None:
                     untrained = run.fork.base_seed
@@ -302,6 +314,20 @@ def _take(job: Job, shared: Shared, text: ForkText, device: torch.device, own: O
         else:
             return None
     return None
+
+
+def _can_fork(job: Job, shared: Shared, text: ForkText, fork: Fork) -> bool:
+    """Returns True if the state in which a fork starts is there, with the weights that earlier lines began with."""
+    path = state_path(job.recipe, text, fork, job.options.cache)
+    if not path.exists():
+        return False
+    try:
+        check_state(path, job.states.get((fork.base_seed, fork.point), ()))
+    except ValueError:
+        _report_failure(f"forks of the base of seed {fork.base_seed}", shared)
+        shared.bases[fork.base_seed].value = _APART
+        return False
+    return True
 
 
 def _has_trained(job: Job, shared: Shared, text: ForkText, seed: int, device: torch.device) -> bool:

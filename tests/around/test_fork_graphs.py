@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eval.bakeoff import forks
-from eval.bakeoff.fork_base import Trainee, state_path, train_base, unpacked
+from eval.bakeoff.fork_base import Trainee, deterministic, state_path, train_base, unpacked
 from eval.bakeoff.fork_cells import Contender, Fork
 from eval.bakeoff.fork_lines import differences, origin
 from eval.bakeoff.fork_recipe import ForkRecipe, ForkRun, load_recipe
@@ -207,6 +207,21 @@ def test_a_report_pairs_forks_with_graphs_among_each_other_and_says_how_many_the
     assert origin(plain).endswith("commit b.")
 
 
+@pytest.mark.parametrize(("device", "within"), [("cuda", (True, False)), ("cpu", (True, True))])
+def test_the_passes_of_steps_on_a_gpu_take_deterministic_kernels_alone(device: str, within: tuple[bool, bool]) -> None:
+    def mode() -> tuple[bool, bool]:
+        return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+    before = mode()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with deterministic(torch.device(device)):
+            assert mode() == within
+        assert mode() == (True, True)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
 # -------------------------------------------------------------------------------------------------------------- a GPU
 
 
@@ -277,3 +292,27 @@ def test_on_a_gpu_captured_steps_train_to_the_bits_of_uncaptured_ones(
     assert replayed == plain  # the hash of the base's weights, too
     # Of ten steps; of those that refresh, steps 4, 7 and 10 are watched, and perhaps followed by the first of a plan.
     assert len(replays) in ((4, 5, 6) if contender.settings else (9,))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("as_workers_train")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("captured", [False, True])
+def test_on_a_gpu_a_base_that_is_trained_again_has_the_same_weights(tmp_path: Path, captured: bool) -> None:
+    path = write_recipe(
+        tmp_path,
+        [{"format": "bf16"}],
+        model={"model_type": "llama", "config": SHAPE},
+        training={"learning_rate": 3e-3, "steps": 40, "sequences": 16, "warmup_steps": 2, "format": "fp8"},
+        forks={"base_seeds": [0], "points": [6], "data_seeds": [0], "steps": 10},
+        snip={"backend": "auto"},
+    )
+    recipe = load_recipe(path, [f"forks.cuda_graph={captured}", "training.compile=True"])
+    text, device = random_text(640, length=512), torch.device("cuda")
+    digests = set()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        train_base(recipe, text, 0, device, tmp_path / name)
+        state = state_path(recipe, text, Fork(base_seed=0, point=6, data_seed=0), tmp_path / name)
+        digests.add(torch.load(state, weights_only=True)["digest"])
+    assert len(digests) == 1

@@ -65,9 +65,9 @@ def write_recipe(folder: Path, cells: list[dict[str, Any]], **changes: Any) -> P
     return path
 
 
-def random_text(sequences: int = 12) -> ForkText:
+def random_text(sequences: int = 12, length: int = 64) -> ForkText:
     rng = np.random.default_rng(0)
-    return ForkText(*(rng.integers(0, 300, (count, 64)).astype(np.uint16) for count in (sequences, 4)), 300, 0)
+    return ForkText(*(rng.integers(0, 300, (count, length)).astype(np.uint16) for count in (sequences, 4)), 300, 0)
 
 
 def forked(

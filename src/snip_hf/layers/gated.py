@@ -1,0 +1,149 @@
+"""Gated MLPs, down(silu(gate(x)) * up(x)), found by what they compute, and run as one where their backend can.
+
+A module is taken for one if it has three swapped linears and its forward, with outputs put in their place, gives the
+second two what the formula says. For the time of a run it then has a forward of its own, which asks the backend first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .layer import Dispatch, SnipLayer
+from .linear import SnipLinear
+
+logger = logging.getLogger(__name__)
+
+_LAYERS = 3
+# Of the trial: tokens, and the spread of what stands for the outputs of gate and up. Large numbers tell limits.
+_TOKENS, _SPREAD = 5, 8.0
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class GatedForward:
+    """The forward of a gated MLP's module in a run.
+
+    Args:
+        module: the MLP.
+        layers: gate, up and down.
+    """
+
+    def __init__(self, module: nn.Module, layers: Sequence[SnipLayer]) -> None:
+        self.module = module
+        self.layers = tuple(layers)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and not any(map(_is_watched, self.layers)):
+            y = self.layers[-1].snip_backend.gated_forward(self.layers, args[0])
+            if y is not None:
+                return y
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def _is_watched(layer: SnipLayer) -> bool:
+    """Returns True if something wants to see the layer's own input or output, or its backend runs it alone."""
+    return layer.snip_recorder is not None or not layer.snip_backend.runs_gates or _has_hooks(layer)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(len(getattr(module, hooks)) > 0 for hooks in _HOOKS)
+
+
+def put_gates(model: nn.Module) -> int:
+    """Gives each gated MLP of a model its forward, where its backend runs such; returns how many have one."""
+    number = 0
+    for name, module in model.named_modules():
+        layers = [child for child in module.children() if type(child) is SnipLinear]
+        if len(layers) != _LAYERS or "forward" in vars(module):
+            number += isinstance(vars(module).get("forward"), GatedForward)
+            continue
+        if not all(layer.snip_backend.runs_gates for layer in layers):
+            continue
+        found = _gate_up_down(module, layers) if _is_alone(module, layers) else None
+        if found is None:
+            logger.debug("snip-hf: %s is no gated MLP with SiLU: its three linears run one by one.", name)
+            continue
+        vars(module)["forward"] = GatedForward(module, found)
+        number += 1
+    return number
+
+
+def remove_gates(model: nn.Module) -> None:
+    """Undoes `put_gates`."""
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), GatedForward):
+            del vars(module)["forward"]
+
+
+def _is_alone(module: nn.Module, layers: Sequence[SnipLayer]) -> bool:
+    """Returns True if the module trains nothing but the linears, and nothing would notice a trial of its parts."""
+    own = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    has_hooks = any(_has_hooks(part) for part in module.modules() if part is not module)
+    return not has_hooks and all(id(parameter) in own for parameter in module.parameters())
+
+
+def _gate_up_down(module: nn.Module, layers: Sequence[SnipLayer]) -> tuple[SnipLayer, ...] | None:
+    """Returns the linears as gate, up and down if the module computes the formula, else None."""
+    for order in permutations(layers):
+        gate, up, down = order
+        outer, inner = {gate.in_features, up.in_features}, {gate.out_features, up.out_features, down.in_features}
+        if len(outer) == len(inner) == 1 and _computes(module, order):
+            return order
+    return None
+
+
+def _computes(module: nn.Module, layers: Sequence[SnipLayer]) -> bool:
+    """Returns True if the module's forward, on a tensor of no meaning, calls the linears as the formula does."""
+    generator = torch.Generator().manual_seed(0)
+    x, *outputs = (
+        _SPREAD * torch.randn(1, _TOKENS, size, generator=generator)
+        for size in (layers[0].in_features, *(layer.out_features for layer in layers))
+    )
+    inputs: dict[int, list[Tensor]] = {id(layer): [] for layer in layers}
+    given = {id(layer): output for layer, output in zip(layers, outputs, strict=True)}
+
+    def record(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
+        inputs[id(layer)].append(input.clone())
+        return given[id(layer)].clone()
+
+    try:
+        with _trained(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for layer in layers:
+                layer.snip_recorder = record
+            y = type(module).forward(module, x)  # without its hooks
+    except Exception as error:
+        logger.debug("snip-hf: a trial of %s failed: %s", type(module).__name__, error)
+        return False
+    finally:
+        for layer in layers:
+            layer.snip_recorder = None
+    product = torch.nn.functional.silu(outputs[0]) * outputs[1]
+    expected = [[x], [x], [product]]
+    got = [inputs[id(layer)] for layer in layers]
+    return isinstance(y, Tensor) and all(map(_same, [*got, [y]], [*expected, [outputs[2]]]))
+
+
+def _same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Returns True if the tensors are equal but for the rounding of FP32."""
+    pairs = zip(got, expected, strict=False)
+    return len(got) == len(expected) and all(
+        one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in pairs
+    )
+
+
+@contextmanager
+def _trained(module: nn.Module) -> Iterator[None]:
+    """The module and its parts in training mode, as they are when it counts."""
+    before = {part: part.training for part in module.modules()}
+    module.train()
+    try:
+        yield
+    finally:
+        for part, training in before.items():
+            part.training = training

@@ -153,6 +153,7 @@ def launch_forward(gate: Tensor, up: Tensor, one: Operand, tile: Tile | None = N
         free=(int(values is not None),),
         num_warps=warps,
         maxnreg=registers,
+        enable_fp_fusion=True,  # where it could change a bit, the kernels fuse by themselves
     )
     return values
 
@@ -164,7 +165,7 @@ def launch_backward(
     counts: bool,
     tile: Tile | None = None,
 ) -> list[Tensor | None]:
-    """Launches `fold_gated_gradients_kernel`; returns of each operand its values in BF16 if these are still to be folded.
+    """Launches `fold_gated_gradients_kernel`; returns the values in BF16 of operands that are still to be folded.
 
     Args:
         inputs: the gradient of silu(gate) * up, gate and up.
@@ -191,6 +192,7 @@ def launch_backward(
         free=(sum(1 << index for index, of_one in enumerate(values) if of_one is not None),),
         num_warps=warps,
         maxnreg=registers,
+        enable_fp_fusion=True,  # where it could change a bit, the kernels fuse by themselves
     )
     return values
 

@@ -69,14 +69,17 @@ def test_a_run_looks_at_all_operands_and_follows_their_largest_magnitudes(monkey
 
 
 def test_a_recipe_has_the_changes_that_it_names_and_others_have_all() -> None:
-    def in_force() -> tuple[bool, dict[str, bool], bool]:
-        return operators.SPARES_LAUNCHES, dict(operators.FAST_SUMS_FOLDED), TENSOR_SCALED.quantizes_late
+    def in_force() -> tuple[bool, dict[str, bool], bool, bool]:
+        sums = dict(operators.FAST_SUMS_FOLDED)
+        return operators.SPARES_LAUNCHES, sums, TENSOR_SCALED.quantizes_late, TENSOR_SCALED.fuses_gates
 
     before = in_force()
     switches.turn_on(setting.WITH_CHANGES["snip-hf MXFP4, ties, before"])
-    assert in_force() == (False, dict.fromkeys(GEMMS, False), False)
+    assert in_force() == (False, dict.fromkeys(GEMMS, False), False, False)
     switches.turn_on(setting.WITH_CHANGES["snip-hf MXFP4, ties, + sums"])
-    assert in_force() == (True, before[1] | {"grad_weight": False}, False)
+    assert in_force() == (True, before[1] | {"grad_weight": False}, False, False)
+    switches.turn_on(setting.WITH_CHANGES["snip-hf MXFP4 75%, ties, + weights"])
+    assert in_force() == (*before[:3], False)
     assert before[1] == dict.fromkeys(GEMMS, True)
     with pytest.raises(ValueError, match="expected some of spared launches, fast sums, late columns, fast w"):
         switches.turn_on(["other"])

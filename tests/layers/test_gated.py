@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, silu
 
 from snip_hf import SnipConfig, convert_model, restore_model
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
-from snip_hf.layers.gated import GatedForward, put_gates, remove_gates
+from snip_hf.layers.gated import gate_up_down, is_gated, put_gates, remove_gates
 from snip_hf.layers.state import snip_linears
 
 Formula = Callable[["MLP", Tensor], Tensor]
@@ -53,16 +53,11 @@ def swapped(mlp: nn.Module) -> nn.Module:
     return model
 
 
-def forward_of(model: nn.Module) -> GatedForward | None:
-    return vars(next(model.layers.children())).get("forward")
-
-
 def test_a_gated_mlp_is_found_by_what_it_computes_whatever_its_linears_are_called() -> None:
     model = swapped(MLP(gated))
     assert put_gates(model) == 1
-    mlp, forward = model.layers[0], forward_of(model)
-    assert forward is not None
-    assert forward.layers == (mlp.b, mlp.a, mlp.c)
+    mlp = model.layers[0]
+    assert is_gated(mlp) and gate_up_down(mlp) == (mlp.b, mlp.a, mlp.c)
     assert put_gates(model) == 1  # and again, as when a run takes the model back
 
 
@@ -74,7 +69,7 @@ def test_those_of_llama_are_found() -> None:
         layer.use_backend(TENSOR_SCALED)
     assert put_gates(model) == 2
     mlp = model.model.layers[1].mlp
-    assert vars(mlp)["forward"].layers == (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    assert gate_up_down(mlp) == (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
 
 
 def limited(mlp: MLP, x: Tensor) -> Tensor:
@@ -100,7 +95,7 @@ def test_other_modules_are_left_alone(formula: Formula) -> None:
     model = swapped(MLP(formula).eval())
     random_state = torch.random.get_rng_state()
     assert put_gates(model) == 0
-    assert forward_of(model) is None
+    assert vars(model.layers[0]).keys().isdisjoint({"forward", "snip_gate_up_down"})
     assert torch.equal(torch.random.get_rng_state(), random_state)
     assert not model.layers[0].dropout.training
     assert all(layer.snip_recorder is None for layer in snip_linears(model).values())
@@ -122,7 +117,7 @@ def test_without_torch_compile_the_module_computes_what_it_did() -> None:
     put_gates(model)
     assert torch.equal(model.layers[0](x), expected)
     remove_gates(model)
-    assert forward_of(model) is None
+    assert vars(model.layers[0]).keys().isdisjoint({"forward", "snip_gate_up_down"})
     assert torch.equal(model.layers[0](x), expected)
 
 
@@ -130,7 +125,7 @@ def test_a_restored_model_has_its_own_forward() -> None:
     model = swapped(MLP(gated))
     put_gates(model)
     restore_model(model)
-    assert forward_of(model) is None
+    assert vars(model.layers[0]).keys().isdisjoint({"forward", "snip_gate_up_down"})
     assert type(model.layers[0].a) is nn.Linear
 
 
@@ -142,10 +137,13 @@ def test_copies_run_by_themselves() -> None:
     put_gates(model)
     ids = torch.arange(8)[None]
     expected = model(input_ids=ids).logits
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        forward = vars(twin.model.layers[0].mlp)["forward"]
-        assert forward.module is twin.model.layers[0].mlp
-        assert forward.layers[0] is twin.model.layers[0].mlp.gate_proj
-        assert torch.equal(twin(input_ids=ids).logits, expected)
-        restore_model(twin)
-        assert "forward" not in vars(twin.model.layers[0].mlp)
+    twin, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    mlp = twin.model.layers[0].mlp
+    assert mlp.forward.__self__ is mlp and gate_up_down(mlp)[0] is mlp.gate_proj
+    assert not is_gated(pickled.model.layers[0].mlp)
+    for one in (twin, pickled):
+        assert torch.equal(one(input_ids=ids).logits, expected)
+    assert put_gates(pickled) == 1
+    for one in (twin, pickled, pickle.loads(pickle.dumps(twin))):
+        restore_model(one)
+        assert "forward" not in vars(one.model.layers[0].mlp)

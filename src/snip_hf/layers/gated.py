@@ -7,9 +7,10 @@ second two what the formula says. For the time of a run it then has a forward of
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import permutations
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,29 +22,31 @@ from .linear import SnipLinear
 logger = logging.getLogger(__name__)
 
 _LAYERS = 3
+# Where a module has the names of its gate, up and down.
+_NAMES = "snip_gate_up_down"
 # Of the trial: tokens, and the spread of what stands for the outputs of gate and up. Large numbers tell limits.
 _TOKENS, _SPREAD = 5, 8.0
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class GatedForward:
-    """The forward of a gated MLP's module in a run.
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a gated MLP in a run. A copy of the module has it too; a pickled one has its class's."""
+    layers = gate_up_down(self)
+    if len(args) == 1 and not kwargs and not any(map(_is_watched, layers)):
+        y = layers[-1].snip_backend.gated_forward(layers, args[0])
+        if y is not None:
+            return y
+    return type(self).forward(self, *args, **kwargs)
 
-    Args:
-        module: the MLP.
-        layers: gate, up and down.
-    """
 
-    def __init__(self, module: nn.Module, layers: Sequence[SnipLayer]) -> None:
-        self.module = module
-        self.layers = tuple(layers)
+def gate_up_down(module: nn.Module) -> tuple[SnipLayer, ...]:
+    """Returns the linears of a module that `put_gates` has found."""
+    return tuple(getattr(module, name) for name in vars(module)[_NAMES])
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and not any(map(_is_watched, self.layers)):
-            y = self.layers[-1].snip_backend.gated_forward(self.layers, args[0])
-            if y is not None:
-                return y
-        return type(self.module).forward(self.module, *args, **kwargs)
+
+def is_gated(module: nn.Module) -> bool:
+    """Returns True if `put_gates` has found the module."""
+    return getattr(vars(module).get("forward"), "__func__", None) is forward
 
 
 def _is_watched(layer: SnipLayer) -> bool:
@@ -57,44 +60,53 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def put_gates(model: nn.Module) -> int:
     """Gives each gated MLP of a model its forward, where its backend runs such; returns how many have one."""
-    number = 0
+    gated = [module for module in model.modules() if is_gated(module)]
+    found: list[str] = []
+    others: list[str] = []
     for name, module in model.named_modules():
-        layers = [child for child in module.children() if type(child) is SnipLinear]
-        if len(layers) != _LAYERS or "forward" in vars(module):
-            number += isinstance(vars(module).get("forward"), GatedForward)
+        layers = {child_name: child for child_name, child in module.named_children() if type(child) is SnipLinear}
+        can = len(layers) == _LAYERS and all(layer.snip_backend.runs_gates for layer in layers.values())
+        if not can or is_gated(module):
             continue
-        if not all(layer.snip_backend.runs_gates for layer in layers):
-            continue
-        found = _gate_up_down(module, layers) if _is_alone(module, layers) else None
-        if found is None:
-            logger.debug("snip-hf: %s is no gated MLP with SiLU: its three linears run one by one.", name)
-            continue
-        vars(module)["forward"] = GatedForward(module, found)
-        number += 1
-    return number
+        _remove(module)  # what a pickled one has
+        names = _find(module, layers)
+        (others if names is None else found).append(name)
+        if names is not None:
+            # torch.compile guards the function of a method, and so compiles blocks alike once.
+            vars(module).update({_NAMES: names, "forward": MethodType(forward, module)})
+    if found:
+        logger.info("snip-hf: %d gated MLPs run as one where they are compiled: %s, ...", len(found), found[0])
+    if others:
+        logger.info("snip-hf: linears run one by one in %s, ...: no down(silu(gate(x)) * up(x)).", others[0])
+    return len(gated) + len(found)
 
 
 def remove_gates(model: nn.Module) -> None:
     """Undoes `put_gates`."""
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), GatedForward):
-            del vars(module)["forward"]
+        _remove(module)
 
 
-def _is_alone(module: nn.Module, layers: Sequence[SnipLayer]) -> bool:
-    """Returns True if the module trains nothing but the linears, and nothing would notice a trial of its parts."""
-    own = {id(parameter) for layer in layers for parameter in layer.parameters()}
+def _remove(module: nn.Module) -> None:
+    own = getattr(vars(module).get("forward"), "__func__", None)
+    # One that something else has put there since is left alone.
+    if vars(module).pop(_NAMES, None) is not None and own in (forward, type(module).forward):
+        del vars(module)["forward"]
+
+
+def _find(module: nn.Module, layers: Mapping[str, SnipLayer]) -> tuple[str, ...] | None:
+    """Returns the names of the linears as gate, up and down if the module computes the formula, else None."""
+    own = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
+    trains_more = any(id(parameter) not in own for parameter in module.parameters())
+    # A trial of its parts would be noticed.
     has_hooks = any(_has_hooks(part) for part in module.modules() if part is not module)
-    return not has_hooks and all(id(parameter) in own for parameter in module.parameters())
-
-
-def _gate_up_down(module: nn.Module, layers: Sequence[SnipLayer]) -> tuple[SnipLayer, ...] | None:
-    """Returns the linears as gate, up and down if the module computes the formula, else None."""
-    for order in permutations(layers):
-        gate, up, down = order
+    if trains_more or has_hooks or "forward" in vars(module):
+        return None
+    for names in permutations(layers):
+        gate, up, down = order = [layers[name] for name in names]
         outer, inner = {gate.in_features, up.in_features}, {gate.out_features, up.out_features, down.in_features}
         if len(outer) == len(inner) == 1 and _computes(module, order):
-            return order
+            return names
     return None
 
 

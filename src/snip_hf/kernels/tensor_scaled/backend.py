@@ -75,17 +75,20 @@ class TensorScaled(TensorCoreBackend):
             return None
         if any(layer.snip_backend is not self or not _is_gated_here(layer, device_type) for layer in layers):
             return None
-        # As each layer would cast it, for the sum of the gradients.
-        x, trains = (input.to(dtype), input.to(dtype)), torch.is_grad_enabled()
+        trains, tied = torch.is_grad_enabled(), [layer.snip_cache.tied for layer in layers[:2]]
+        x, up_x = input.to(dtype), None if input.dtype == dtype else input.to(dtype)
         gemms = 0, 2 if trains else -1
-        inputs = [self.shared_input(layer, input, one, gemms) for layer, one in zip(layers, x, strict=False)]
+        inputs = [self.shared_input(layer, input, x, gemms) for layer in layers[:2]]
+        # A tensor may be given to an autograd function once in a compiled graph.
+        inputs = inputs[:1] if tied[0] is not None and tied[0] is tied[1] and not tied[0].parted else inputs
         weights = [weights_of(layer) for layer in layers]
-        how = gated_linear.How(trains, trains, trains and input.requires_grad, tuple(map(len, weights)))
+        given = len(inputs), tuple(map(len, weights))
+        how = gated_linear.How(trains, trains, trains and input.requires_grad, *given)
         own = [_records(layer, input.device) for layer in layers]
         tensors = [tensor for layer, one in zip(layers, own, strict=True) for tensor in (layer.snip_state, one.record)]
         quantized = [tensor for one in (*inputs, *weights) for tensor in one]
         matrices = [layer.matrix for layer in layers]
-        y: Tensor = gated_linear.GatedGemms.apply(*x, *matrices, own[0].table, *tensors, how, *quantized)
+        y: Tensor = gated_linear.GatedGemms.apply(x, up_x, *matrices, own[0].table, *tensors, how, *quantized)
         return y
 
     def refuses_groups(self, layer: GroupedLayer) -> str | None:

@@ -29,6 +29,8 @@ class How(NamedTuple):
     has_backward: bool
     has_grad_input: bool
     """Whether the backward pass computes the gradient of x."""
+    inputs: int
+    """1: x is quantized once for gate and up. 2: for each."""
     kept: tuple[int, ...]
     """Of each weight, how many tensors of its layouts are given: all four or none."""
 
@@ -39,21 +41,22 @@ class GatedGemms(torch.autograd.Function):
     Saved for backward are x's columns, a byte per element, and gate and up in BF16.
 
     Args of forward:
-        x, up_x: (..., I), BF16: the input as it is for gate, and for up. Where both are cast from FP32, their gradients
-            are added in FP32.
+        x: (..., I), BF16.
+        up_x: the same for up, where x is cast from FP32: the gradients of both are then added in FP32, as those of two
+            layers are. None: x is the input itself.
         gate_weight, up_weight, down_weight: the parameters themselves, FP32 or BF16; all are trained.
         table: of the records.
         gate_state, gate_record, up_state, up_record, down_state, down_record: of the three layers.
         how: what is known before.
-        quantized: x as `quantize_input` gives it for gate, and for up; then the layouts of the weights that are kept,
-            in the order of the layers.
+        quantized: x as `quantize_input` gives it, once or for gate and for up; then the layouts of the weights that are
+            kept, in the order of the layers.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        up_x: Tensor,
+        up_x: Tensor | None,
         gate_weight: Tensor,
         up_weight: Tensor,
         down_weight: Tensor,
@@ -69,27 +72,19 @@ class GatedGemms(torch.autograd.Function):
     ) -> Tensor:
         states, records = (gate_state, up_state, down_state), (gate_record, up_record, down_record)
         weights, tokens = (gate_weight, up_weight, down_weight), x.numel() // x.shape[-1]
-        layers = _layers(weights, states, records, table, how.kept, quantized[8:])
+        of_gate, of_up = quantized[:4], quantized[4 * how.inputs - 4 : 4 * how.inputs]
+        layers = _layers(weights, states, records, table, how.kept, quantized[4 * how.inputs :])
         how_inner = how.has_grad_input, how.counts
-        gate, gate_kept = forward_product(quantized[:2], layers[0], how_inner, tokens, x.dtype)
-        up, up_kept = forward_product(quantized[4:6], layers[1], how_inner, tokens, x.dtype)
+        gate, gate_kept = forward_product(of_gate[:2], layers[0], how_inner, tokens, x.dtype)
+        up, up_kept = forward_product(of_up[:2], layers[1], how_inner, tokens, x.dtype)
         rows = fold_gated(gate, up, table, [down_state, down_record], how.counts)
         y, down_kept = forward_product(rows, layers[2], (how.has_backward, how.counts), tokens, x.dtype)
         # The states themselves: in a compiled graph a copy would be made in the backward pass (`TensorScaledGemms`).
         kept = gate_kept, up_kept, down_kept
-        ctx.save_for_backward(
-            gate,
-            up,
-            table,
-            *weights,
-            *states,
-            *records,
-            *quantized[2:4],
-            *quantized[6:8],
-            *gate_kept,
-            *up_kept,
-            *down_kept,
-        )
+        columns = of_gate[2:] if how.inputs == 1 else (*of_gate[2:], *of_up[2:])
+        layouts = [tensor for one in kept for tensor in one]
+        ctx.save_for_backward(gate, up, table, *weights, *states, *records, *columns, *layouts)
+        ctx.inputs = how.inputs
         ctx.kept, ctx.counts, ctx.x_shape = tuple(map(len, kept)), how.counts, x.shape
         result: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], down_weight.shape[0]])
         return result
@@ -98,7 +93,7 @@ class GatedGemms(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gate, up, table, *rest = ctx.saved_tensors
         weights, states, records = rest[:LAYERS], rest[LAYERS : 2 * LAYERS], rest[2 * LAYERS : 3 * LAYERS]
-        gate_x, up_x, kept = rest[9:11], rest[11:13], rest[13:]
+        columns, kept = rest[3 * LAYERS :][: 2 * ctx.inputs], rest[3 * LAYERS + 2 * ctx.inputs :]
         layers = _layers(weights, states, records, table, ctx.kept, kept)
         counts, needs_x, tokens = ctx.counts, ctx.needs_input_grad[0], gate.shape[0]
         g = grad_output.reshape(tokens, weights[2].shape[0])
@@ -111,8 +106,9 @@ class GatedGemms(torch.autograd.Function):
         if needs_x:
             pairs = zip((of_gate, of_up), layers, strict=False)
             products = [grad_input_product(one[:2], own, counts, tokens, g.dtype) for one, own in pairs]
-            grads_x = [product.view(ctx.x_shape) for product in products]
-        operands = (of_gate[2:], gate_x), (of_up[2:], up_x), (output[2:], activation)
+            products = products if ctx.needs_input_grad[1] else [products[0] + products[1]]
+            grads_x[: len(products)] = [product.view(ctx.x_shape) for product in products]
+        operands = (of_gate[2:], columns[:2]), (of_up[2:], columns[-2:]), (output[2:], activation)
         grads = [
             _weight_gradient(*pair, weight, g.dtype, record)
             for pair, weight, record in zip(operands, weights, records, strict=True)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..launching import launch
 from ..tensor_core import Quantized
-from .operators import Tile, empty_layouts, fold_into, needs_scales, padded, parts_of
+from . import operators
+from .operators import Tile, empty_layouts, needs_scales, padded, parts_of
 
 if TYPE_CHECKING or find_spec("triton") is not None:
     from .gated_tiles import fold_gated_gradients_kernel, fold_gated_kernel
@@ -55,7 +56,7 @@ class Operand(NamedTuple):
         return needs_scales(self.tensors[0], self.operand, self.gemms, self.counts)
 
     def fold(self, values: Tensor, by_kernel: bool) -> None:
-        fold_into(values, *self[:-1], self.outputs, by_kernel)
+        operators.fold_into(values, *self[:-1], self.outputs, by_kernel)
 
 
 def activation_of(gate: Tensor, up: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from .layer import Dispatch, SnipLayer
-from .linear import SnipLinear
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ def put_gates(model: nn.Module) -> int:
     found: list[str] = []
     others: list[str] = []
     for name, module in model.named_modules():
-        layers = {child_name: child for child_name, child in module.named_children() if type(child) is SnipLinear}
+        layers = {child_name: child for child_name, child in module.named_children() if isinstance(child, SnipLayer)}
         can = len(layers) == _LAYERS and all(layer.snip_backend.runs_gates for layer in layers.values())
         if not can or is_gated(module):
             continue
@@ -121,7 +120,8 @@ def _computes(module: nn.Module, layers: Sequence[SnipLayer]) -> bool:
     given = {id(layer): output for layer, output in zip(layers, outputs, strict=True)}
 
     def record(layer: SnipLayer, input: Tensor, dispatch: Dispatch | None) -> Tensor:
-        inputs[id(layer)].append(input.clone())
+        if dispatch is None:  # one matrix for all tokens
+            inputs[id(layer)].append(input.clone())
         return given[id(layer)].clone()
 
     try:

@@ -85,10 +85,10 @@ class TensorScaled(TensorCoreBackend):
         given = len(inputs), tuple(map(len, weights))
         how = gated_linear.How(trains, trains, trains and input.requires_grad, *given)
         own = [_records(layer, input.device) for layer in layers]
-        tensors = [tensor for layer, one in zip(layers, own, strict=True) for tensor in (layer.snip_state, one.record)]
+        tensors = *(layer.snip_state for layer in layers), *(one.record for one in own)
         quantized = [tensor for one in (*inputs, *weights) for tensor in one]
         matrices = [layer.matrix for layer in layers]
-        y: Tensor = gated_linear.GatedGemms.apply(x, up_x, *matrices, own[0].table, *tensors, how, *quantized)
+        y: Tensor = gated_linear.GatedGemms.apply(x, up_x, *matrices, own[0].table, how, *tensors, *quantized)
         return y
 
     def refuses_groups(self, layer: GroupedLayer) -> str | None:

@@ -46,10 +46,9 @@ class GatedGemms(torch.autograd.Function):
             layers are. None: x is the input itself.
         gate_weight, up_weight, down_weight: the parameters themselves, FP32 or BF16; all are trained.
         table: of the records.
-        gate_state, gate_record, up_state, up_record, down_state, down_record: of the three layers.
         how: what is known before.
-        quantized: x as `quantize_input` gives it, once or for gate and for up; then the layouts of the weights that are
-            kept, in the order of the layers.
+        tensors: the states of the three layers, and their records; x as `quantize_input` gives it, once or for gate and
+            for up; the layouts of the weights that are kept, in the order of the layers.
     """
 
     @staticmethod
@@ -61,23 +60,17 @@ class GatedGemms(torch.autograd.Function):
         up_weight: Tensor,
         down_weight: Tensor,
         table: Tensor,
-        gate_state: Tensor,
-        gate_record: Tensor,
-        up_state: Tensor,
-        up_record: Tensor,
-        down_state: Tensor,
-        down_record: Tensor,
         how: How,
-        *quantized: Tensor,
+        *tensors: Tensor,
     ) -> Tensor:
-        states, records = (gate_state, up_state, down_state), (gate_record, up_record, down_record)
+        states, records, quantized = tensors[:LAYERS], tensors[LAYERS : 2 * LAYERS], tensors[2 * LAYERS :]
         weights, tokens = (gate_weight, up_weight, down_weight), x.numel() // x.shape[-1]
         of_gate, of_up = quantized[:4], quantized[4 * how.inputs - 4 : 4 * how.inputs]
         layers = _layers(weights, states, records, table, how.kept, quantized[4 * how.inputs :])
         how_inner = how.has_grad_input, how.counts
         gate, gate_kept = forward_product(of_gate[:2], layers[0], how_inner, tokens, x.dtype)
         up, up_kept = forward_product(of_up[:2], layers[1], how_inner, tokens, x.dtype)
-        rows = fold_gated(gate, up, table, [down_state, down_record], how.counts)
+        rows = fold_gated(gate, up, table, [states[2], records[2]], how.counts)
         y, down_kept = forward_product(rows, layers[2], (how.has_backward, how.counts), tokens, x.dtype)
         # The states themselves: in a compiled graph a copy would be made in the backward pass (`TensorScaledGemms`).
         kept = gate_kept, up_kept, down_kept

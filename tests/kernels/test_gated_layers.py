@@ -227,7 +227,15 @@ def emulated(mlp: nn.Module) -> None:
     mlp.down_proj.use_backend(EMULATED)
 
 
-@pytest.mark.parametrize("change", [frozen, with_bias, with_bf16, hooked, emulated])
+def wrapped(mlp: nn.Module) -> None:
+    mlp.up_proj = nn.Sequential(mlp.up_proj)  # as an adapter holds it
+
+
+def restored(mlp: nn.Module) -> None:
+    mlp.up_proj.restore()
+
+
+@pytest.mark.parametrize("change", [frozen, with_bias, with_bf16, hooked, emulated, wrapped, restored])
 def test_layers_that_need_their_own_call_run_one_by_one(change: Callable[[nn.Module], None]) -> None:
     mlp = mlp_of()
     assert is_one(mlp)

@@ -31,14 +31,14 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a gated MLP in a run. A copy of the module has it too; a pickled one has its class's."""
     layers = gate_up_down(self)
-    if len(args) == 1 and not kwargs and not any(map(_is_watched, layers)):
+    if len(args) == 1 and not kwargs and not any(map(_needs_call, layers)):
         y = layers[-1].snip_backend.gated_forward(layers, args[0])
         if y is not None:
             return y
     return type(self).forward(self, *args, **kwargs)
 
 
-def gate_up_down(module: nn.Module) -> tuple[SnipLayer, ...]:
+def gate_up_down(module: nn.Module) -> tuple[Any, ...]:
     """Returns the linears of a module that `put_gates` has found."""
     return tuple(getattr(module, name) for name in vars(module)[_NAMES])
 
@@ -48,8 +48,11 @@ def is_gated(module: nn.Module) -> bool:
     return getattr(vars(module).get("forward"), "__func__", None) is forward
 
 
-def _is_watched(layer: SnipLayer) -> bool:
-    """Returns True if something wants to see the layer's own input or output, or its backend runs it alone."""
+def _needs_call(layer: nn.Module) -> bool:
+    """Returns True if a layer has to be called by itself: something sees its input or output, its backend runs it
+    alone, or something else, such as an adapter, has taken its place since."""
+    if not isinstance(layer, SnipLayer):
+        return True
     return layer.snip_recorder is not None or not layer.snip_backend.runs_gates or _has_hooks(layer)
 
 
@@ -74,9 +77,9 @@ def put_gates(model: nn.Module) -> int:
             # torch.compile guards the function of a method, and so compiles blocks alike once.
             vars(module).update({_NAMES: names, "forward": MethodType(forward, module)})
     if found:
-        logger.info("snip-hf: %d gated MLPs run as one where they are compiled: %s, ...", len(found), found[0])
+        logger.info("snip-hf: %d gated MLPs run as one where they are compiled: %s, ....", len(found), found[0])
     if others:
-        logger.info("snip-hf: linears run one by one in %s, ...: no down(silu(gate(x)) * up(x)).", others[0])
+        logger.debug("snip-hf: three linears each run one by one in %s, ....", others[0])
     return len(gated) + len(found)
 
 

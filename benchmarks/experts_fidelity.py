@@ -34,7 +34,10 @@ Ratios = dict[tuple[str, str, bool], dict[int, list[float]]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=int, default=3, help="seeds of models, from 0")
+    parser.add_argument("--shapes", nargs="+", choices=("qwen3-moe", "gpt-oss"), default=["qwen3-moe", "gpt-oss"])
+    parser.add_argument("--models", type=int, default=3, help="how many seeds of models")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="of the steps before")
     parser.add_argument("--draws", type=int, default=4, help="of stochastic rounding, for the truth")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--experts", type=int, default=8)
@@ -42,10 +45,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=96, help="tokens of each of a batch's four rows")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
-    setting = {name: value for name, value in vars(options).items() if name != "output"}
-    for shape in ("qwen3-moe", "gpt-oss"):
+    setting = {name: value for name, value in vars(options).items() if name not in ("output", "shapes")}
+    for shape in options.shapes:
         ratios: Ratios = defaultdict(lambda: defaultdict(list))
-        for seed in range(options.models):
+        for seed in range(options.first, options.first + options.models):
             note_model(shape, seed, options, ratios)
         with options.output.open("a") as file:
             for (part, fmt, is_fixed), by_direction in sorted(ratios.items()):
@@ -57,7 +60,7 @@ def main() -> None:
 def note_model(shape: str, seed: int, options: argparse.Namespace, ratios: Ratios) -> None:
     """Adds part, format and kind of truth -> direction -> estimate / truth of all layers."""
     model = built(shape, seed, options.hidden, options.experts, options.top_k)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     for step in range(STEPS):
         model(**text(options.length, step)).loss.backward()
         optimizer.step()

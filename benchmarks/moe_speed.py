@@ -111,8 +111,10 @@ class Training:
         return sum(layer.snip_backend is EMULATED for layer in snip_linears(self.model).values())
 
 
-def build_model(size: Size, seed: int, device: torch.device) -> Qwen3MoeForCausalLM:
-    """Returns a Qwen3-MoE in training mode, its weights in BF16."""
+def build_model(
+    size: Size, seed: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> Qwen3MoeForCausalLM:
+    """Returns a Qwen3-MoE in training mode, its weights in a dtype."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         hidden_size=size.hidden,
@@ -132,7 +134,7 @@ def build_model(size: Size, seed: int, device: torch.device) -> Qwen3MoeForCausa
         experts_implementation=IMPLEMENTATION,
     )
     with device:
-        return Qwen3MoeForCausalLM(config).to(torch.bfloat16).train()
+        return Qwen3MoeForCausalLM(config).to(dtype).train()
 
 
 def measure(recipe: str, options: argparse.Namespace) -> Iterator[Row]:

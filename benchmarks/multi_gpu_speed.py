@@ -2,10 +2,15 @@
 
     python benchmarks/multi_gpu_speed.py --cases 1:none 2:ddp 2:fsdp2 --output runs/multi_gpu_speed.jsonl
 
-A case is a number of processes and how they share the model: "none" (one process), "ddp" or "fsdp2". Each case trains a
-Llama by a plain loop, with compiled decoder layers, in BF16 and under SNIP (75%, by GEMM, siblings tied): steps are
-timed under the plan of the second refresh, and that refresh is timed itself. Tokens per process are the same in all
-cases. Master weights are FP32; the compute dtype is BF16 on CUDA (FSDP2 gathers BF16), FP32 on a CPU.
+A case is a number of processes and how they share the model: "none" (one process), "ddp", "ddp-views" (gradients are
+views of large buckets) or "fsdp2". Each case trains a Llama by a plain loop, with compiled decoder layers, in BF16 and
+under SNIP (75%, by GEMM, siblings tied): steps are timed under the plan of the second refresh, and that refresh is
+timed itself. Tokens per process are the same in all cases. Master weights are FP32; the compute dtype is BF16 on CUDA
+(FSDP2 gathers BF16), FP32 on a CPU.
+
+With --profile, which needs a GPU, there are no refreshes, and any 75% of the GEMMs' work is in 4 bits. Lines then say
+what two steps spend their time on: milliseconds by kind of kernel, those in which the GPU does nothing but communicate,
+those in which it waits, and those that the host takes to launch a step.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +35,10 @@ import torch
 import torch.distributed as dist
 from shared.origin import origin_of
 from speed_parts import measuring, setting
+from step_profile import by_kind, milliseconds_alone, spans_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig, SnipController, convert_model
@@ -39,6 +47,10 @@ MODELS = {**setting.MODELS, "small": (256, 768, 2, 4, 2)}
 RECIPES = ("BF16", "SNIP 75%")
 # Plans are applied so many steps after the probe, and steps are timed from so many steps after that on.
 DELAY, SETTLED = 2, 3
+# Of DDP where gradients are views of its buckets.
+BUCKET_MB = 200
+# Steps before those that are timed where there is a profile, and steps in it.
+WARM_UP, PROFILED = 8, 2
 
 
 def main() -> None:
@@ -50,6 +62,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (default 2048)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default 10)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--profile", action="store_true", help="say what steps spend their time on")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--output", type=Path, help="JSONL file; lines are added")
     parser.add_argument("--worker", metavar="KIND", help=argparse.SUPPRESS)
@@ -59,6 +72,8 @@ def main() -> None:
         return
     print(", ".join(f"{name} {value}" for name, value in origin_of("cuda" if on_cuda() else "cpu").items()))
     rows = [row for case in options.cases for row in run_case(case, options)]
+    if options.profile:
+        return
     print("\n| processes | kind | recipe | step, ms | speed-up | refresh, s | in steps |\n|" + "---|" * 7)
     for row in rows:
         bf16 = next(x for x in rows if (x["case"], x["recipe"]) == (row["case"], RECIPES[0]))
@@ -75,7 +90,8 @@ def run_case(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the lines that the first process of a case writes."""
     processes, kind = case.split(":")
     given = ["--model", options.model, *(f"--{name}={getattr(options, name)}" for name in ("rows", "length", "steps"))]
-    given += [f"--seed={options.seed}", "--worker", kind] + ["--eager"] * options.eager
+    given += [f"--seed={options.seed}", "--worker", kind]
+    given += [f"--{name}" for name in ("eager", "profile") if getattr(options, name)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.jsonl")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
@@ -97,7 +113,7 @@ def work(options: argparse.Namespace) -> None:
     if options.worker != "none":
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     for recipe in RECIPES:
-        row = train(recipe, options.worker, options, device)
+        row = (profiled if options.profile else train)(recipe, options.worker, options, device)
         if int(os.environ["RANK"]) == 0:
             with options.output.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(row) + "\n")
@@ -108,25 +124,13 @@ def work(options: argparse.Namespace) -> None:
 
 def train(recipe: str, kind: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Trains and returns the median step in ms, and the seconds of the second refresh."""
-    torch.manual_seed(options.seed)
-    model, config = new_model(options, device), snip_config(options)
-    if recipe != RECIPES[0]:
-        convert_model(model, config)
-    if not options.eager:
-        for layer in model.model.layers:
-            layer.compile()
-    wrapped, optimizer = wrap(model, kind, device)
-    controller = None if recipe == RECIPES[0] else SnipController(wrapped, optimizer, config)
-    training = Training(wrapped, optimizer, controller, batch_of_rank(options, device), device)
+    config = snip_config(options)
+    training = begin(recipe, kind, options, device, config)
+    controller = training.controller
     second = 1 + config.refresh_every
     first_timed = second + DELAY + SETTLED
     refresh = sum(training.step(number, number in (second, second + DELAY)) for number in range(1, first_timed))
-    marks = [measuring.mark(device)]
-    for number in range(first_timed, first_timed + options.steps):
-        training.step(number)
-        marks.append(measuring.mark(device))
-    probe_cost.wait(device)
-    median = statistics.median(map(measuring.milliseconds_between, marks, marks[1:]))
+    median = median_step(training, first_timed, options.steps)
     return {
         "recipe": recipe,
         "step_ms": median,
@@ -135,6 +139,60 @@ def train(recipe: str, kind: str, options: argparse.Namespace, device: torch.dev
         "fp4_fraction": controller.plan.fp4_fraction if controller else None,
         "backend": controller.backend if controller else None,
         "peak_gib": measuring.peak(device) / 2**30,
+    }
+
+
+def begin(recipe: str, kind: str, options: argparse.Namespace, device: torch.device, config: SnipConfig) -> Training:
+    """Returns a training that has not done a step."""
+    torch.manual_seed(options.seed)
+    model = new_model(options, device)
+    if recipe != RECIPES[0]:
+        convert_model(model, config)
+    if not options.eager:
+        for layer in model.model.layers:
+            layer.compile()
+    wrapped, optimizer = wrap(model, kind, device)
+    controller = None if recipe == RECIPES[0] else SnipController(wrapped, optimizer, config)
+    return Training(wrapped, optimizer, controller, batch_of_rank(options, device), device)
+
+
+def median_step(training: Training, first: int, steps: int) -> float:
+    """Does so many steps from a first one on, and returns the median of their milliseconds."""
+    marks = [measuring.mark(training.device)]
+    for number in range(first, first + steps):
+        training.step(number)
+        marks.append(measuring.mark(training.device))
+    probe_cost.wait(training.device)
+    return statistics.median(map(measuring.milliseconds_between, marks, marks[1:]))
+
+
+def profiled(recipe: str, kind: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Trains without refreshes and returns what steps spend their time on."""
+    config = SnipConfig.preset(
+        "hopper", policy="random", target_fp4_fraction=0.75, granularity="gemm", ties=setting.TIES, seed=options.seed
+    )
+    training = begin(recipe, kind, options, device, config)
+    for number in range(1, WARM_UP):
+        training.step(number)
+    median = median_step(training, WARM_UP, options.steps)
+    number = WARM_UP + options.steps
+    start = time.perf_counter()
+    training.step(number)
+    host = 1e3 * (time.perf_counter() - start)
+    probe_cost.wait(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for later in range(1, PROFILED + 1):
+            training.step(number + later)
+        probe_cost.wait(device)
+    spans = spans_of(profiler)
+    return {
+        "recipe": recipe,
+        "step_ms": median,
+        "host_ms": round(host, 1),
+        "communication_alone_ms": round(milliseconds_alone(spans, "communication") / PROFILED, 3),
+        **{
+            f"profiled_{name}" if name == "step_ms" else name: value for name, value in by_kind(spans, PROFILED).items()
+        },
     }
 
 
@@ -222,8 +280,10 @@ def wrap(model: LlamaForCausalLM, kind: str, device: torch.device) -> tuple[torc
         for layer, following in itertools.pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([layer])
-    elif kind == "ddp":
-        wrapped = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    elif kind.startswith("ddp"):
+        views = {"gradient_as_bucket_view": True, "bucket_cap_mb": BUCKET_MB} if kind == "ddp-views" else {}
+        ids = [device.index] if device.type == "cuda" else None
+        wrapped = DistributedDataParallel(model, device_ids=ids, **views)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     return wrapped, optimizer
 

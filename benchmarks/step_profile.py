@@ -54,6 +54,7 @@ REFRESHING = SnipConfig.preset(
 )
 # Kind -> what the names of its kernels hold; the first that fits.
 KINDS = {
+    "communication": r"^nccl",
     "fold an operand": r"fold_kernel|fold_gated",
     "find its scales": r"scales_kernel",
     "FP8 product": r"nvjet_sm90_qq|e4m3|fp8",
@@ -150,11 +151,7 @@ class Window:
 
     def figures(self) -> dict[str, Any]:
         """Returns what a line has."""
-        spans = sorted(
-            (event.time_range.start, event.time_range.end, event.name)
-            for event in self._profiler.events()
-            if event.device_type == torch._C._autograd.DeviceType.CUDA
-        )
+        spans = spans_of(self._profiler)
         times = of_steps(list(map(milliseconds_between, self._marks, self._marks[1:])), self._refreshes)
         return {**times, **by_kind(spans, self.steps), **self._folds.figures(spans, self.steps)}
 
@@ -247,6 +244,31 @@ class Folds:
         names = ("launches", "ms", "bound_ms")
         rows = {name: dict(zip(names, [round(one, 3) for one in row], strict=True)) for name, row in ordered}
         return {"folds": rows}
+
+
+def spans_of(profiler: profile) -> list[Span]:
+    """Returns what the GPU did, in the order in which it began."""
+    return sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events()
+        if event.device_type == torch._C._autograd.DeviceType.CUDA
+    )
+
+
+def milliseconds_alone(spans: Sequence[Span], kind: str) -> float:
+    """Returns for how long kernels of this kind run, and no others."""
+    alone = reached = 0.0
+    others = sorted(span[:2] for span in spans if kind_of(span[2]) != kind)
+    for start, end, name in spans:
+        if kind_of(name) != kind or end <= reached:
+            continue
+        start, reached = max(start, reached), end
+        covered, at = 0.0, start
+        for begin, stop in others:
+            covered += max(min(stop, end) - max(begin, at), 0.0)
+            at = max(at, min(stop, end))
+        alone += end - start - covered
+    return 1e-3 * alone
 
 
 def kind_of(name: str) -> str:

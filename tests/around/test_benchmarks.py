@@ -418,15 +418,8 @@ def speed_options(*arguments: str) -> argparse.Namespace:
     return speed.parse(["--device", "cpu", "--rows", "2", "--length", "128", "--steps", "2", *arguments])
 
 
-def compiles(test: Any) -> Any:
-    """Ignores what torch's compiler does inside and torch warns of."""
-    for warning in (
-        "`torch.jit.:DeprecationWarning",
-        "<class 'torch.autograd.function.Function'> should not:DeprecationWarning",
-        "The .grad attribute of a Tensor that is not a leaf:UserWarning",
-    ):
-        test = pytest.mark.filterwarnings(f"ignore:{warning}")(test)
-    return test
+# What torch's compiler does inside, and torch warns of.
+compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
 @pytest.fixture

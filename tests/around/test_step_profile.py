@@ -26,6 +26,12 @@ def test_kernels_are_added_up_by_kind_and_waits_lie_between_them() -> None:
     assert found["idle_ms_up_to"] == {2: 0.0, 5: 0.002, 20: 0.002, 100: 0.002, 1000: 0.002}
 
 
+def test_communication_that_no_other_kernel_covers_is_counted_once() -> None:
+    spans = [(0, 10, "nccl"), (2, 4, "gemm"), (3, 6, "gemm"), (8, 20, "gemm"), (12, 15, "nccl"), (20, 30, "nccl")]
+    spans += [(22, 23, "fold_kernel"), (25, 40, "nccl")]
+    assert step_profile.milliseconds_alone(spans, "communication") == pytest.approx(0.004 + 0.009 + 0.010)
+
+
 def test_a_refresh_is_what_its_two_steps_take_beyond_ordinary_ones() -> None:
     times = [2.0, 2.0, 2.0, 2.0, 2.0, 50.0, 3.0, 5.0, 1.0, 1.0]  # of steps 5 to 14: step 10 probes, 12 applies
     assert step_profile.of_steps(times) == {"alone_ms": 2.0}

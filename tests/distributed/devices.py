@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 
 NCCL = "nccl"
 """The word among a script's arguments that puts its ranks on GPUs."""
@@ -50,7 +50,7 @@ def accelerator(
     """Returns a new Accelerator in a process that may have had others.
 
     Args:
-        wrapper: "ddp" or "fsdp2".
+        wrapper: "ddp", "ddp-views", in which gradients are views of buckets, or "fsdp2".
         block: the class that FSDP2 shards one by one.
         mixed_precision: "no" or "bf16".
         plugin: further settings of FSDP2.
@@ -63,8 +63,9 @@ def accelerator(
     several = DistributedType.MULTI_CPU if cpu else DistributedType.MULTI_GPU
     is_alone = cpu and processes.num_processes == 1
     processes.distributed_type = DistributedType.NO if is_alone else several
-    if wrapper == "ddp":
-        return Accelerator(cpu=cpu, mixed_precision=mixed_precision)
+    if wrapper.startswith("ddp"):
+        handlers = [DistributedDataParallelKwargs(gradient_as_bucket_view=wrapper == "ddp-views")]
+        return Accelerator(cpu=cpu, mixed_precision=mixed_precision, kwargs_handlers=handlers)
     settings = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",

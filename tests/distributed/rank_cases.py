@@ -38,6 +38,7 @@ _LATER = SCHEDULE | {"first_refresh": 3, "start_format": "bf16"}
 SHARDED = {
     "fsdp2-adamw": Training(_LATER, "adamw", wrapper="fsdp2", steps=8),
     "ddp-adamw": Training(_LATER, "adamw", steps=8),
+    "ddp-views-adamw": Training(_LATER, "adamw", wrapper="ddp-views", steps=8),
     "fsdp2-conv1d": Training(_LATER | {"granularity": "gemm"}, "sgd", wrapper="fsdp2", steps=8, is_conv1d=True),
     "ddp-conv1d": Training(_LATER | {"granularity": "gemm"}, "sgd", steps=8, is_conv1d=True),
     "fsdp2-experts": Training(_LATER | {"granularity": "gemm"}, "sgd", wrapper="fsdp2", steps=8, is_mixture=True),

@@ -31,9 +31,6 @@ from snip_hf.layers.state import snip_linears
 from snip_hf.parallel.ranks import Processes, Ranks
 from snip_hf.python_state import collecting_no_garbage
 
-# torch loads its forward-mode decompositions through torch.jit.script, which warns of itself.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-
 LAYERS = ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"]
 # One central difference in FP32 at a relative step of 1e-3: rounding (6e-8 / 1e-3, and more by cancellation).
 FIRST_ORDER = 1e-3
@@ -930,6 +927,26 @@ def test_a_stage_without_layers_meets_the_others_before_its_pass_as_they_do() ->
     assert moved.by_parameter() == {} and met == [[0, 0, 0, 0]]
     moved.turn()
     assert moved.epsilon == 1.0 and len(met) == 1
+
+
+def test_stages_agree_on_the_size_of_the_step_before_any_of_them_begins_a_pass() -> None:
+    attention = nn.functional.scaled_dot_product_attention
+    before_a_pass: list[bool] = []
+
+    class Stage(Ranks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.size = 2
+
+        def gather(self, value: Any, what: str = "figures") -> list[Any]:
+            before_a_pass.append(nn.functional.scaled_dot_product_attention is attention)
+            return [value, value]
+
+    model = tiny_llama(hidden=32)
+    convert_model(model, SnipConfig())
+    pullbacks = pullbacks_of(sensitivity_of(model, list(snip_linears(model))))
+    run_probe(model, Batch.of(text(2, 16)), pullbacks, ProbeSettings(), Processes(pipeline=Stage()))
+    assert before_a_pass == [True]
 
 
 def test_a_probe_leaves_no_tensors_for_the_garbage_collector() -> None:

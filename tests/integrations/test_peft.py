@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,15 @@ from tiny_runs import SCHEDULE, Run, data, differing, one_thread, train, weights
 from torch import nn
 from transformers import Trainer
 
-from snip_hf import SnipCallback, SnipConfig, convert_model, coverage, estimate_divergence, restore_model
+from snip_hf import (
+    SnipCallback,
+    SnipConfig,
+    SnipController,
+    convert_model,
+    coverage,
+    estimate_divergence,
+    restore_model,
+)
 from snip_hf.estimation.table import DivergenceTable
 from snip_hf.layers.selection import skip_reasons
 from snip_hf.layers.state import plain_name, snip_linears
@@ -157,6 +166,27 @@ def test_other_policies_work_on_a_frozen_base(policy: str, tmp_path: Path) -> No
     schedule = SCHEDULE if policy in ("fisher", "min-abs-err") else {}
     finished = run(tmp_path, adapted(), SnipConfig(policy=policy, **schedule), max_steps=4)
     assert finished.callback.controller.plan.fp4_fraction >= 0.75  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_adapted", "is_said"),
+    [({}, True, True), ({}, False, False), ({"probes": 4}, True, False), ({"policy": "fisher"}, True, False)],
+)
+def test_the_log_says_that_one_direction_is_noisy_on_a_frozen_base(
+    fields: dict[str, Any], is_adapted: bool, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = adapted() if is_adapted else tiny_llama(hidden=32)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with caplog.at_level(logging.INFO, "snip_hf"):
+        SnipController(model, torch.optim.AdamW(trained), SnipConfig(**fields)).close()
+    said = [record for record in caplog.records if record.getMessage().startswith("snip-hf: the swapped weights are")]
+    assert bool(said) == is_said
+    for record in said:
+        assert record.levelno == logging.INFO and record.getMessage() == (
+            "snip-hf: the swapped weights are frozen. What is trained beside them has few parameters, so that weight "
+            "divergences along one random direction are noisy, though they rank layers much alike. "
+            "SnipConfig(probes=4) is nearer to the truth and costs six passes more per refresh (docs/adapters.md)."
+        )
 
 
 def test_a_resumed_run_is_the_whole_run_to_the_bit(tmp_path: Path) -> None:

@@ -356,12 +356,9 @@ def block() -> Iterator[Block]:
     torch._dynamo.reset()
 
 
-# Dynamo's and inductor's own doing.
-OF_TORCH = "ignore:.*(should not be instantiated|script_method).*:DeprecationWarning"
 PLANS = [("mxfp8",) * 3, ("nvfp4",) * 3, ("mxfp4", "mxfp8", "nvfp4"), ("bf16", "nvfp4", "bf16"), ("bf16",) * 3]
 
 
-@pytest.mark.filterwarnings(OF_TORCH)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_layers_are_one_graph_and_new_plans_compile_nothing(block: Block, backend: str) -> None:
     compiled = torch.compile(block, fullgraph=True, backend=backend)
@@ -376,7 +373,6 @@ def test_layers_are_one_graph_and_new_plans_compile_nothing(block: Block, backen
                 assert_close(got, expected)
 
 
-@pytest.mark.filterwarnings(OF_TORCH)
 def test_kept_weights_of_another_size_compile_nothing_after_the_first(block: Block) -> None:
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     layers, x = snip_linears(block), torch.randn(40, 64, generator=torch.Generator().manual_seed(1)).to(BF16)

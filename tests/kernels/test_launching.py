@@ -95,3 +95,17 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(100):
         launch(kernel, (1,), (X, Y), (number,), (True,))
     assert len(launching._COMPILED) <= 8
+
+
+def test_more_programs_than_a_gpu_takes_along_an_axis_are_refused() -> None:
+    def fold_kernel() -> None: ...
+
+    kernel = Kernel(Launches())
+    kernel.fn = fold_kernel
+    launch(kernel, (100_000, 65_535), (X, Y), (64,), ())
+    with pytest.raises(
+        ValueError,
+        match=r"^Got an operand of shape \(64,\) for fold_kernel, which takes 65,536 rows of blocks; expected at most "
+        r"65,535\. Use smaller micro-batches, and more of them\.$",
+    ):
+        launch(kernel, (1, 65_536), (X, Y), (65,), ())

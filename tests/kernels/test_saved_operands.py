@@ -100,11 +100,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning"),
-]
+pytestmark = pytest.mark.slow
 
 
 def test_an_operand_that_can_be_computed_again_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:

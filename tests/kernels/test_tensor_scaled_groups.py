@@ -152,6 +152,19 @@ def test_one_launch_writes_them_where_the_exponent_and_folded_formats_are_known(
     check(run, MXFP4, operand, -20, settled=True)
 
 
+@on_gpu[0]
+@on_gpu[1]
+def test_over_two_million_tokens_are_folded() -> None:
+    tokens = 32 * 65_536  # one block more than CUDA takes along a second axis of programs
+    ends = torch.tensor([tokens // 2 + 7, tokens], device="cuda")
+    x, blocks = rising(tokens, 32).cuda(), places_of(ends, tokens).blocks
+    for records in (Records.new(x.device), Records(record_with(3).cuda(), table_on(x.device))):
+        state = numbers(MXFP4).cuda()
+        got, expected = (folded(x, blocks, state, records, 0, 2, (0, 2), by_kernel) for by_kernel in (True, False))
+        for one, other in zip(got, expected, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("operand", OPERANDS)
@@ -343,7 +356,7 @@ def test_experts_that_it_cannot_run_are_emulated_and_the_log_says_why(
     emulated = [name for name, layer in layers.items() if layer.snip_backend is EMULATED]
     assert emulated == [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
     assert (
-        "grouped FP8 products need features that are multiples of 32: 2 layers of experts, such as "
+        "grouped FP8 products need features that are multiples of 32: 2 layers, such as "
         "model.layers.0.mlp.experts.gate_up_proj, run emulated, slower than BF16." in caplog.text
     )
     controller.close()

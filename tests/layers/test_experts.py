@@ -180,7 +180,6 @@ def test_a_compiled_module_is_one_graph_that_reads_formats_and_keys_as_data(auto
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torch while it compiles
 def test_on_a_gpu_a_compiled_model_gives_the_loss_of_the_eager_one() -> None:
     model = in_fp4("qwen3-moe").cuda()
     compiled, tokens = torch.compile(model, fullgraph=True), ids().cuda()
@@ -322,6 +321,9 @@ class TestBackends:
             found = {name: layer.snip_backend.name for name, layer in snip_linears(model).items()}
         assert {name for name, backend in found.items() if backend == "emulated"} == set(experts_of(model))
         assert set(found.values()) == {"alone", "emulated"}
+        for layer in snip_linears(model).values():
+            layer.use_backend(Alone())
+        assert {name: layer.snip_backend.name for name, layer in snip_linears(model).items()} == found
         with pytest.raises(NotImplementedError, match="'alone' does not run layers of several matrices"):
             Backend.grouped_forward(Alone(), *[None] * 4)  # type: ignore[arg-type]
 
@@ -337,7 +339,7 @@ class TestBackends:
         with caplog.at_level(logging.INFO, "snip_hf"):
             use_backend(layers, Alone(), Ranks(), None, SnipConfig(), logger)
         assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
-            "snip-hf: backend alone runs no grouped products: 4 layers of experts, such as "
+            "snip-hf: backend alone runs no grouped products: 4 layers, such as "
             "model.layers.0.mlp.experts.gate_up_proj, run emulated, slower than BF16. Name them in skip_modules to "
             "keep them in high precision."
         ]

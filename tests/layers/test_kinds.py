@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from snip_hf import SnipConfig, SnipLinear, convert_model, restore_model
+from snip_hf.kernels.backend import BACKENDS, Backend, register_backend
+from snip_hf.kernels.emulated import EMULATED, Emulated
 from snip_hf.layers.kinds import LAYER_KINDS, LayerKind, kind_of, known_weights, register_layer_kind
 from snip_hf.layers.layer import SnipLayer
 from snip_hf.layers.selection import skip_reasons
@@ -116,6 +118,25 @@ def test_several_matrices_in_one_weight_need_a_forward_of_their_own() -> None:
         "Halves has a weight of 2 matrices; expected one. A class whose weight holds several must run them in a "
         "forward of its own."
     )
+
+
+def test_a_layer_that_refuses_a_backend_runs_emulated() -> None:
+    class Alone(Emulated):
+        name = "alone"
+
+    class Refuses(SnipScale):
+        def refused_by(self, backend: Backend) -> str | None:
+            return None if backend is EMULATED else "too odd"
+
+    kind = ScaleKind()
+    kind.layer = Refuses
+    register_layer_kind(kind)
+    model = block(up=nn.Linear(8, 8), small=Scale(8))
+    with BACKENDS.restored():
+        register_backend(Alone())
+        convert_model(model, SnipConfig(backend="alone"))
+    assert [layer.snip_backend.name for layer in snip_linears(model).values()] == ["alone", "emulated"]
+    assert model["layers"][0]["small"](torch.ones(1, 8)).shape == (1, 8)
 
 
 def test_a_kind_s_name_is_taken_once() -> None:

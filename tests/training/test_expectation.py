@@ -102,8 +102,6 @@ def test_speeds_between_measured_sizes_are_interpolated_and_tokens_are_counted_w
 # --------------------------------------------------------------------------------------------------- the Trainer
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("asked", [None, slow("false")])
 def test_a_trainer_compiles_by_regions_unless_the_user_said_otherwise(

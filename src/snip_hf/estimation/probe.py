@@ -232,6 +232,8 @@ class _Passes:
 
         def both(draw: Draw) -> _Sides:
             moved = MovedWeights(self._layers, pullbacks, draw, step, self._processes, settings.thrift.remade, others)
+            if self._processes.pipeline.size > 1:
+                _ = moved.epsilon  # is collective; a stage that waits for another one is not in the middle of a pass
             plus = self.record(moved)
             moved.turn()
             return _Sides(plus, self.record(moved), moved.epsilon)

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from ..config import SnipConfig
 from ..layers.convert import convert_model
 from ..layers.run_hooks import RunMark, marks_on
+from ..parallel.sharding import gather_ahead
 from ..parallel.wrappers import unwrap
 from ..records.event_writer import Tracker, check_tracker
 from ..text import WITHOUT_PROBE, printable
@@ -130,6 +131,9 @@ class SnipCallback(TrainerCallback):
             solving=self._solving,
         )
         self.controller.compiled = how_compiled(args, AcceleratorState())
+        told = gather_ahead(model)
+        if told:
+            logger.info("snip-hf: FSDP2 gathers the weights of %d blocks while the one before each runs.", told)
         for tracker in (*self._trackers, self._figures.note):
             self.controller.add_tracker(tracker)
         self._mark = RunMark(self._end_restored)

@@ -17,6 +17,7 @@ from torch import Tensor
 _COMPILED: dict[tuple[Any, ...], Any] = {}
 _MOST = 4096
 _ALIGNED = 15  # of the bytes that Triton compiles for: multiples of 16 or any
+_MOST_PROGRAMS = 65_535  # of CUDA, along all axes but the first
 
 
 def launch(
@@ -39,6 +40,9 @@ def launch(
         free: numbers of which Triton sees nothing: floats, and whole ones whose parameters have a type and are not
             specialized. Other values need no other kernel.
         options: warps, and others of the compiler.
+
+    Raises:
+        ValueError: there are more programs along an axis than a GPU takes.
     """
     first, together = tensors[0], 0
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -50,6 +54,11 @@ def launch(
         # Of an address Triton does not ask the driver whether the device can read it.
         compiled[(*grid, 1, 1)[:3]](*addresses, *free, *numbers, *constants)
         return
+    if max(grid[1:], default=0) > _MOST_PROGRAMS:
+        raise ValueError(
+            f"Got an operand of shape {tuple(first.shape)} for {kernel.fn.__name__}, which takes {max(grid[1:]):,} "
+            f"rows of blocks; expected at most {_MOST_PROGRAMS:,}. Use smaller micro-batches, and more of them."
+        )
     compiled = kernel[grid](*tensors, *free, *numbers, *constants, **options)
     if together & _ALIGNED or compiled is None:  # the interpreter compiles nothing
         return

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.backend import Backend
-from ..kernels.emulated import EMULATED
 from .experts_interface import LAYERS, Layout, holder_of, register, switch_off, switch_on
 from .kinds import LayerKind, kind_of, register_layer_kind
 from .layer import STATE, Dispatch, SnipLayer
@@ -150,10 +149,6 @@ class SnipExperts(SnipLayer):
         if not backend.runs_groups:
             return f"backend {backend.name} runs no grouped products"
         return backend.refuses_groups(self)
-
-    def use_backend(self, backend: Backend) -> None:
-        """Lets these kernels run the layer from now on, or the emulated ones where they refuse it."""
-        super().use_backend(backend if self.refused_by(backend) is None else EMULATED)
 
     def restore(self) -> None:
         """Takes the layer from its module, which runs as before the swap once it has none left."""

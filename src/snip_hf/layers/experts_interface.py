@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..kernels.grouped import unquantized
 from .layer import Dispatch
-from .token_moves import permuted, sorted_tokens, unsorted
+from .token_moves import inverse, permuted, sorted_tokens, unsorted
 
 IMPLEMENTATION = "snip"
 # Where a module that holds experts' parameters holds their layers.
@@ -59,13 +59,14 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         top_k_weights: (T, K).
     """
     order, dispatch = dispatched(top_k_index, self.num_experts)
-    x = sorted_tokens(hidden_states, order)
+    back = inverse(order)
+    x = sorted_tokens(hidden_states, order, back)
     inner = project(self, "gate_up_proj" if self.has_gate else "up_proj", x, dispatch)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     output = project(self, "down_proj", inner, dispatch)
     if getattr(self, "has_post_expert_norm", False):
         output = self.post_expert_norm(output)
-    return weighted_sum(output, order, top_k_weights).to(hidden_states.dtype)
+    return weighted_sum(output, order, back, top_k_weights).to(hidden_states.dtype)
 
 
 def dispatched(top_k_index: Tensor, experts: int) -> tuple[Tensor, Dispatch]:
@@ -76,11 +77,14 @@ def dispatched(top_k_index: Tensor, experts: int) -> tuple[Tensor, Dispatch]:
     return order, Dispatch(ends, order // top_k_index.shape[1], top_k_index.shape[0])
 
 
-def weighted_sum(output: Tensor, order: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Returns the sum of each token's outputs (S, H), sorted by `order`, with its weights (T, K): (T, H)."""
-    weighted = output * permuted(top_k_weights.reshape(-1), order).unsqueeze(-1)
+def weighted_sum(output: Tensor, order: Tensor, back: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Returns the sum of each token's outputs (S, H), sorted by `order`, with its weights (T, K): (T, H).
+
+    `back` is the order's inverse.
+    """
+    weighted = output * permuted(top_k_weights.reshape(-1), order, back).unsqueeze(-1)
     # In the order of the batch again, so that the sum over a token's experts has a fixed order.
-    return unsorted(weighted, order).view(*top_k_weights.shape, -1).sum(dim=1)
+    return unsorted(weighted, order, back).view(*top_k_weights.shape, -1).sum(dim=1)
 
 
 class Layout(NamedTuple):

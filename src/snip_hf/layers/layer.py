@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.backend import Backend
+from ..kernels.emulated import EMULATED
 from ..numerics.formats import FORMATS, check_format, format_of_code
 from ..numerics.gemms import GEMMS
 
@@ -173,9 +174,10 @@ class SnipLayer(nn.Module):
         return None
 
     def use_backend(self, backend: Backend) -> None:
-        """Lets these kernels run the layer from now on, with what formats it has."""
-        self.snip_backend = backend
-        backend.attach(self)
+        """Lets these kernels run the layer from now on, with what formats it has, or the emulated ones where
+        `refused_by` says why not."""
+        self.snip_backend = backend if self.refused_by(backend) is None else EMULATED
+        self.snip_backend.attach(self)
 
     def restore(self) -> None:
         """Undoes `LayerKind.swap`: the module is again of the class that it was."""

@@ -19,7 +19,7 @@ from .experts import Experts
 from .experts_interface import Layout, dispatched, experts_forward, project, weighted_sum
 from .kinds import register_layer_kind
 from .layer import Dispatch
-from .token_moves import sorted_tokens
+from .token_moves import inverse, sorted_tokens
 
 
 def _llama4(self: Any, hidden_states: Tensor) -> Tensor:
@@ -34,12 +34,13 @@ def _llama4(self: Any, hidden_states: Tensor) -> Tensor:
 def _longcat_flash(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Experts behind the last routed one give back what they get. gate_up_proj has matrices for them too."""
     order, dispatch = dispatched(top_k_index, self.num_routed_experts)
-    x, last = sorted_tokens(hidden_states, order), dispatch.ends[-1:]
+    back = inverse(order)
+    x, last = sorted_tokens(hidden_states, order, back), dispatch.ends[-1:]
     of_all = dispatch._replace(ends=torch.cat([dispatch.ends, last.expand(self.zero_expert_num)]))
     gate, up = project(self, "gate_up_proj", x, of_all).chunk(2, dim=-1)
     is_routed = torch.arange(len(order), device=order.device) < last
     output = torch.where(is_routed[:, None], project(self, "down_proj", self.act_fn(gate) * up, dispatch), x)
-    return weighted_sum(output, order, top_k_weights).to(hidden_states.dtype)
+    return weighted_sum(output, order, back, top_k_weights).to(hidden_states.dtype)
 
 
 def _jetmoe(self: Any, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
@@ -56,9 +57,10 @@ def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
 
     tokens = hidden_states.reshape(-1, self.hidden_size)
     order, dispatch = dispatched(top_k_index, self.num_experts)
-    x = sorted_tokens(tokens, order)
+    back = inverse(order)
+    x = sorted_tokens(tokens, order, back)
     inner = self.mlp.activation_fn(run("mlp.w1", x)) * run("mlp.v1", x)
-    output = weighted_sum(run("mlp.w2", inner), order, top_k_weights).to(hidden_states.dtype)
+    output = weighted_sum(run("mlp.w2", inner), order, back, top_k_weights).to(hidden_states.dtype)
     return output.view(hidden_states.shape[0], -1, self.hidden_size)
 
 

@@ -4,6 +4,8 @@ Legend: T tokens, K experts per token, S = T * K pairs of a token and its expert
 
 torch's own gradient of `x[index]` adds into zeros. On GPUs compiled code does that by atomic operations, in any order.
 Here the order is known to be a permutation of the pairs, so that each gradient is read from its place instead.
+
+`back` is everywhere `inverse(order)`, which a pass computes once.
 """
 
 from __future__ import annotations
@@ -14,26 +16,26 @@ import torch
 from torch import Tensor
 
 
-def sorted_tokens(hidden_states: Tensor, order: Tensor) -> Tensor:
+def sorted_tokens(hidden_states: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """Returns each pair's token, (S, *), for hidden_states (T, *) and the order of the pairs (S,)."""
-    x: Tensor = _Sorted.apply(hidden_states, order, _inverse(order))
+    x: Tensor = _Sorted.apply(hidden_states, order, back)
     return x
 
 
-def unsorted(x: Tensor, order: Tensor) -> Tensor:
+def unsorted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """Returns x (S, *), whose rows are in an order (S,) of the pairs, in the order of the batch again."""
-    result: Tensor = _Permuted.apply(x, _inverse(order), order)
+    result: Tensor = _Permuted.apply(x, back, order)
     return result
 
 
-def permuted(x: Tensor, order: Tensor) -> Tensor:
+def permuted(x: Tensor, order: Tensor, back: Tensor) -> Tensor:
     """Returns x (S, *), whose rows are in the order of the batch, in another order (S,)."""
-    result: Tensor = _Permuted.apply(x, order, _inverse(order))
+    result: Tensor = _Permuted.apply(x, order, back)
     return result
 
 
-def _inverse(order: Tensor) -> Tensor:
-    """Returns where each pair of the batch is in an order."""
+def inverse(order: Tensor) -> Tensor:
+    """Returns where each pair of the batch is in an order, (S,)."""
     back = torch.empty_like(order)
     back[order] = torch.arange(order.shape[0], device=order.device)
     return back

@@ -1,9 +1,10 @@
-"""Sharded tensors: their whole, the part of them that this process holds, and FSDP2's hooks."""
+"""Sharded tensors: their whole, the part of them that this process holds, and FSDP2's hooks and order of gathers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,6 +20,31 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 def is_fully_sharded(model: nn.Module) -> bool:
     """Returns True if FSDP2 shards the model or a part of it."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def gather_ahead(model: nn.Module) -> int:
+    """Has FSDP2 gather the weights of each of a model's blocks while the block before it runs (ours).
+
+    By itself it gathers a block's weights when that block is called, which the host may reach too late. Takes the
+    memory of one more block's weights. Leaves alone blocks in whose list some were told already what to gather ahead.
+
+    Args:
+        model: whose `ModuleList`s are looked at.
+
+    Returns: how many blocks were told.
+    """
+    told = 0
+    for blocks in model.modules():
+        members: list[Any] = list(blocks) if isinstance(blocks, nn.ModuleList) else []
+        if len(members) < 2 or not all(isinstance(block, FSDPModule) for block in members):
+            continue
+        if any(getattr(block._get_fsdp_state(), "_states_to_forward_prefetch", None) for block in members):
+            continue
+        for block, following in pairwise(members):
+            block.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([block])
+        told += len(members)
+    return told
 
 
 def offloads(policy: object) -> bool:

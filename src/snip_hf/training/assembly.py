@@ -23,7 +23,7 @@ from ..parallel.ranks import Processes
 from ..parallel.wrappers import deepspeed_engine, unwrap
 from ..planning.solver.process import check_solver
 from ..policies.notices import notices
-from ..policies.registry import aims_at_share, needs_probe
+from ..policies.registry import aims_at_share, needs_probe, weighs_updates
 from ..policies.setting import Setting
 from ..policies.target import check_attainable
 from ..records.event_writer import EventWriter
@@ -97,7 +97,7 @@ def assemble(
     say_if_off(optimizer, accelerator, next(bare.parameters()).device, log)
     keep_states_apart([model] if isinstance(model, nn.Module) else model)
     config = _with_ties(bare, config, log)
-    probed = _checked_for_probe(bare, config, source)
+    probed = _checked_for_probe(bare, config, source, log)
     setting = find_setting(bare, config, processes.pipeline)
     in_force = _first_in_force(bare, kernels.name, setting, processes, events, log)
     probe = StepProbe(bare, probed, setting.flops, layers, source, processes)
@@ -121,14 +121,22 @@ def _with_ties(model: nn.Module, config: SnipConfig, log: logging.Logger) -> Sni
     return replace(config, ties=ties)
 
 
-def _checked_for_probe(model: nn.Module, config: SnipConfig, source: GradientSource) -> SnipConfig:
+def _checked_for_probe(model: nn.Module, config: SnipConfig, source: GradientSource, log: logging.Logger) -> SnipConfig:
     """Returns the configuration with as many tokens as the bound on memory allows; refuses what cannot be probed."""
     if not needs_probe(config):
         return config
     source.check()
     check_model(model)
     check_parts(parts_of(model))
-    POLICIES[config.policy].criterion.check_layers(snip_linears(model), source.trains())
+    layers = snip_linears(model)
+    POLICIES[config.policy].criterion.check_layers(layers, source.trains())
+    is_frozen = not any(layer.weight.requires_grad for layer in layers.values())
+    if config.probes == 1 and weighs_updates(config) and is_frozen:
+        log.info(
+            "snip-hf: the swapped weights are frozen. What is trained beside them has few parameters, so that weight "
+            "divergences along one random direction are noisy, though they rank layers much alike. "
+            "SnipConfig(probes=4) is nearer to the truth and costs six passes more per refresh (docs/adapters.md)."
+        )
     return bounded(config, model)
 
 

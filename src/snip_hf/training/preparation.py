@@ -158,8 +158,8 @@ def use_backend(
         log.info("snip-hf: backend %s: %s", backend.name, text)
     for reason, names in left.items():
         log.warning(
-            "snip-hf: %s: %d layers of experts, such as %s, run emulated, slower than BF16. Name them in skip_modules "
-            "to keep them in high precision.",
+            "snip-hf: %s: %d layers, such as %s, run emulated, slower than BF16. Name them in skip_modules to keep "
+            "them in high precision.",
             reason,
             len(names),
             names[0],

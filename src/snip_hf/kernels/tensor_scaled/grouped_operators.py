@@ -172,7 +172,7 @@ def _launch(
     width = min(_WIDTHS[operand], channels & -channels)
     launch(
         grouped_fold_kernel,
-        (channels // width, count),
+        (channels // width * count,),
         (x, table_of, state, own, table, amaxes, row_scales, column_scales, rows, columns),
         (height, channels, count * BLOCK, x.stride(0)),
         (gemms[0] >= 0, gemms[1] >= 0, *gemms, needs, operand == _GRADIENT, counts, is_even, width),

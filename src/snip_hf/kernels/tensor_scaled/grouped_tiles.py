@@ -161,16 +161,20 @@ def grouped_fold_kernel(
     EVEN: tl.constexpr,
     CHANNELS: tl.constexpr,  # a multiple of 32 that divides the channels
 ):
-    """Both layouts of 32 places by CHANNELS channels, from one read of x, and each matrix's scales."""
-    block = tl.program_id(1)
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    """Both layouts of 32 places by CHANNELS channels, from one read of x, and each matrix's scales.
+
+    Programs have one axis, since along others there may be no more than 65,535.
+    """
+    across = channels // CHANNELS
+    block, part = tl.program_id(0) // across, tl.program_id(0) % across
+    channel = part * CHANNELS + tl.arange(0, CHANNELS)
     matrix, first, count, offset, tokens = _block_of(blocks, block, height, EVEN)
     a, b, c, d = _load(x, first, count, channel, stride)
     exponent, seen = tl.load(record + _EXPONENT), tl.load(record + _LARGEST)
     largest, amax_bits = seen, exponent * 0
     if NEEDS:
         amax_bits = tl.load(amaxes + matrix).to(tl.int64)
-    writes_scales = (offset == 0) & (tl.program_id(0) == 0)
+    writes_scales = (offset == 0) & (part == 0)
     row_known, column_known = table, table
     row_spacing, column_spacing, scale, inverse = 0.0, 0.0, 1.0, 1.0
     row_inverse, column_inverse = 1.0, 1.0

@@ -1,0 +1,35 @@
+"""What `benchmarks/gather_speed.py` gathers."""
+
+from __future__ import annotations
+
+import gather_speed
+import torch
+
+
+def test_weights_folded_before_a_gather_are_the_bytes_of_those_folded_after_it() -> None:
+    layers = [gather_speed.Layer("small", torch.device("cpu"), rank, 2) for rank in range(2)]
+    for way in gather_speed.PASSES:
+        found = {}
+        for carrier in gather_speed.CARRIERS:
+            first, second = (layer.part(carrier, way) for layer in layers)
+            first.before()
+            second.before()
+            first.gathered.copy_(torch.cat([first.own, second.own]))
+            first.after()
+            found[carrier] = torch.cat([layout.flatten() for layout in first.layouts])
+        assert found["byte"].count_nonzero() > 0.9 * found["byte"].numel()
+        assert torch.equal(found["byte"], found["BF16"]) and torch.equal(found["BF16"], found["FP32"])
+
+
+def test_what_a_byte_spares_is_counted_over_both_passes_of_all_layers() -> None:
+    figures = {"BF16": (2.0, 4.0, 3.0, 10.0), "byte": (1.0, 3.5, 1.0, 9.0)}
+    names = ("before_ms", "after_ms", "gather_ms", "beside_ms")
+    rows = [
+        {"shape": "small", "layers": 2, "carrier": carrier, "pass": way, **dict(zip(names, values, strict=True))}
+        for carrier, values in figures.items()
+        for way in gather_speed.PASSES
+    ]
+    assert gather_speed.spared(rows) == (
+        "small, 2 layers, both passes, a byte in the place of BF16: 6.00 ms less of casting, copying and folding, "
+        "gathers 8.00 ms shorter, products beside them 4.00 ms."
+    )

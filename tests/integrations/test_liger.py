@@ -1,0 +1,37 @@
+"""Is a loss that Liger's kernels compute probed as one that torch computes? They run on a GPU alone."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from small import tiny_llama
+from tiny_runs import SCHEDULE, train
+from transformers.models.llama import modeling_llama
+
+from snip_hf import SnipConfig
+from snip_hf.records.divergences import read_divergence
+
+pytest.importorskip("liger_kernel", reason="Liger's kernels are not installed; they need a GPU")
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_loss_by_liger_s_kernels_is_probed_as_torch_s_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Liger exchanges this one for all models.
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_llama.apply_rotary_pos_emb)
+    tables = []
+    for uses in (False, True):
+        folder, config = tmp_path / str(uses), SnipConfig(**SCHEDULE)
+        options = {"use_cpu": False, "use_liger_kernel": uses, "max_steps": 4}
+        finished = train(folder, config, model=tiny_llama(hidden=64), **options)
+        assert [(line["step"], line["status"]) for line in finished.refreshes] == [(2, "applied")]
+        norm = finished.model.model.norm.forward.__func__
+        assert norm.__module__.startswith("liger_kernel") == uses
+        tables.append(read_divergence(folder / "snip" / "divergence-2.json")[1])
+    for figure in ("loss_divergence", "weight_divergence"):
+        pairs = [(one[figure], other[figure]) for one, other in zip(*tables, strict=True)]
+        assert statistics.median(abs(one / other - 1) for one, other in pairs if other) < 0.02

@@ -1,0 +1,79 @@
+"""Does FSDP2 gather blocks' weights ahead, where nobody has told it anything else?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small import tiny_llama
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import Trainer, TrainingArguments
+
+from snip_hf import SnipCallback, SnipConfig
+from snip_hf.parallel.sharding import gather_ahead
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded() -> tuple[Any, list[Any]]:
+    """Returns a tiny Llama and its blocks, which FSDP2 shards one by one."""
+    model = tiny_llama(hidden=16, layers=3)
+    mesh, blocks = init_device_mesh("cpu", (1,)), list(model.model.layers)
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh), blocks
+
+
+def ahead(blocks: list[Any]) -> tuple[list[list[int]], list[list[int]]]:
+    """Returns which blocks each one gathers ahead in a forward and in a backward pass."""
+    states = [block._get_fsdp_state() for block in blocks]
+    forward = [[states.index(other) for other in state._states_to_forward_prefetch] for state in states]
+    return forward, [[states.index(other) for other in state._states_to_backward_prefetch] for state in states]
+
+
+def test_each_block_gathers_that_of_the_next_one_and_the_pass_is_the_same() -> None:
+    model, blocks = sharded()
+    ids = torch.arange(8).reshape(1, 8)
+    expected = model(input_ids=ids, labels=ids).loss
+    assert gather_ahead(model) == 3
+    assert ahead(blocks) == ([[1], [2], []], [[], [0], [1]])
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert torch.equal(loss, expected) and all(p.grad is not None for p in model.parameters())
+
+
+def test_what_somebody_told_blocks_stays() -> None:
+    model, blocks = sharded()
+    blocks[0].set_modules_to_forward_prefetch(blocks[1:])
+    assert gather_ahead(model) == 0
+    assert ahead(blocks) == ([[1, 2], [], []], [[], [], []])
+
+
+def test_blocks_that_are_not_sharded_are_told_nothing() -> None:
+    assert gather_ahead(tiny_llama(hidden=16, layers=2)) == 0
+    half = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    fully_shard(half[0], mesh=init_device_mesh("cpu", (1,)))
+    assert gather_ahead(half) == 0
+
+
+def test_a_trainer_with_the_callback_trains_with_blocks_that_gather_ahead(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, blocks = sharded()
+    row = {"input_ids": list(range(8)), "labels": list(range(8))}
+    args = TrainingArguments(str(tmp_path), max_steps=1, save_strategy="no", use_cpu=True, log_level="info")
+    Trainer(model, args, train_dataset=[row] * 8, callbacks=[SnipCallback(SnipConfig(policy="uniform-fp8"))]).train()
+    assert ahead(blocks)[0] == [[1], [2], []]
+    assert "FSDP2 gathers the weights of 3 blocks while the one before each runs" in caplog.text

@@ -30,9 +30,9 @@ FORWARD_TILES: tuple[operators.Tile, ...] = (
 )
 BACKWARD_TILES: tuple[operators.Tile, ...] = (
     gated_operators.TILES[1],
+    (8, 64, 2, 168),
     (8, 64, 2, None),
     (8, 32, 1, None),
-    (8, 32, 1, 168),
     (8, 32, 2, None),
     (8, 32, 2, 96),
     (8, 64, 4, None),

@@ -30,7 +30,7 @@ from snip_hf import SnipConfig
 ARMS: dict[str, tuple[str | None, tuple[str, ...]]] = {
     BF16: (None, CHANGES),
     "fast sums": ("tensor-scaled", CHANGES),
-    "exact sums": ("tensor-scaled", ("spared launches", "late columns")),
+    "exact sums": ("tensor-scaled", ("spared launches", "late columns", "fused gates")),
     "emulated": ("emulated", CHANGES),
 }
 _LAST = 50

@@ -3,7 +3,7 @@
     python benchmarks/speed.py --output runs/speed.jsonl
     python benchmarks/speed.py --quick --parts kernels models
 
-Needs one Hopper GPU. Parts; the last two run only if `--parts` names them, since they take minutes of their own:
+Needs one Hopper GPU. Parts; the last three run only if `--parts` names them, since they take minutes of their own:
 
 kernels  the quantization kernels, against the time that their bytes take at the copy rate measured just before
 folding  operands folded into tensor-scaled E4M3, against the same, by tile; their products, with errors
@@ -18,6 +18,7 @@ linears  one linear, forward and backward, with the quantization of its weight
 trainer  runs of the Hugging Face Trainer with torch_compile=True, by regions, and the preset "hopper": median step
          after the first plan, two refreshes apart, memory with and without them, the first step, recompilations
 crossing one decoder layer, hidden 512 to 8192, 2,048 to 32,768 tokens: where low precision begins to pay
+gates    silu(gate) * up and its gradients, computed and folded in one launch, against their bytes, by tile
 
 BF16 is measured first and last, and the others are compared with the median of both, since clocks drift. What fails is
 printed with its error, and the rest goes on. JSON lines go to --output, with the machine, versions and the command.
@@ -38,6 +39,7 @@ from speed_parts import setting
 from speed_parts.bf16_mix import bf16_mix_part
 from speed_parts.crossing import crossing_part
 from speed_parts.folding import folding_part
+from speed_parts.gates import gates_part
 from speed_parts.kernels import gemms_part, kernels_part
 from speed_parts.linears import linears_part
 from speed_parts.measuring import described
@@ -61,6 +63,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Sequence[Row]], Iterator[Row]]] =
     "linears": linears_part,
     "trainer": trainer_part,
     "crossing": crossing_part,
+    "gates": gates_part,
 }
 
 
@@ -86,7 +89,7 @@ def main() -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options, with what --quick makes of those that are not given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:-2], metavar="PART")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:-3], metavar="PART")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and recipes: under 4 minutes instead of 9")
     parser.add_argument("--minutes", type=float, help="begin no measurement later than this (default 8.5; quick 3.5)")
     parser.add_argument("--models", nargs="+", choices=setting.MODELS, default=list(setting.MODELS), metavar="MODEL")

@@ -29,7 +29,8 @@ from typing import Any
 
 import torch
 from speed_parts.measuring import compiler, mark, milliseconds_between, release
-from speed_parts.setting import MODELS, OURS
+from speed_parts.setting import MODELS, OURS, WITH_CHANGES
+from speed_parts.switches import CHANGES, turn_on
 from speed_parts.torchao_recipes import TORCHAO
 from speed_parts.trainer_runs import arguments, compiled_by_regions, texts
 from speed_parts.training_steps import Training, build_model
@@ -37,7 +38,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import Trainer, TrainerCallback
 
 from snip_hf import SnipCallback, SnipConfig
-from snip_hf.kernels.tensor_scaled import operators
+from snip_hf.kernels.tensor_scaled import gated_operators, operators
 from snip_hf.numerics.gemms import OPERANDS
 
 WARM_UP, TIMED = 4, 8
@@ -56,7 +57,7 @@ REFRESHING = SnipConfig.preset(
 # Kind -> what the names of its kernels hold; the first that fits.
 KINDS = {
     "communication": r"^nccl",
-    "fold an operand": r"fold_kernel",
+    "fold an operand": r"fold_kernel|fold_gated",
     "find its scales": r"scales_kernel",
     "FP8 product": r"nvjet_sm90_qq|e4m3|fp8",
     "attention": r"flash|fmha|attention",
@@ -69,6 +70,7 @@ KINDS = {
 OTHER = "other"
 COPY_RATE = 4.25e9  # bytes per millisecond of an H200, read and written (docs/hopper.md)
 LONGEST = 16
+FOLDING = ("fold_kernel", "scales_kernel", "fold_gated_kernel", "fold_gated_gradients_kernel")
 Span = tuple[float, float, str]
 """Microseconds at which a kernel begins and ends, and its name."""
 
@@ -176,37 +178,59 @@ class Folds:
     """What the kernels of the backend "tensor-scaled" are launched for, in the order of their launches."""
 
     def __init__(self) -> None:
-        self._launched: dict[str, list[tuple[str, int]]] = {"fold_kernel": [], "scales_kernel": []}
+        self._launched: dict[str, list[tuple[str, int]]] = {name: [] for name in FOLDING}
         """Kernel -> of each launch the operand, and the bytes that it reads and writes."""
         self._now = ("", 0, 0)
         """Of the operand that is being folded: what it is, the bytes that are read, and those that are written."""
-        self._inner: dict[str, Any] = {}
+        self._inner: dict[tuple[Any, str], Any] = {}
 
     def note(self) -> None:
         """Takes notice of launches, until `end`."""
         for name in ("fold_into", "launch_fold", "_find_scales"):
-            self._inner[name] = getattr(operators, name)
+            self._inner[operators, name] = getattr(operators, name)
             setattr(operators, name, getattr(self, f"_{name.lstrip('_')}"))
+        for name in ("launch_forward", "launch_backward"):
+            self._inner[gated_operators, name] = getattr(gated_operators, name)
+            setattr(gated_operators, name, getattr(self, f"_{name}"))
 
     def end(self) -> None:
-        for name, inner in self._inner.items():
-            setattr(operators, name, inner)
+        for (module, name), inner in self._inner.items():
+            setattr(module, name, inner)
 
     def _fold_into(self, x: Any, state: Any, tensors: Any, operand: int, gemms: Any, *rest: Any) -> None:
         layouts = " and ".join(name for name, gemm in zip(("rows", "columns"), gemms, strict=True) if gemm >= 0)
         written = x.numel() * sum(gemm >= 0 for gemm in gemms)
         self._now = f"{OPERANDS[operand]} {x.shape[0]}x{x.shape[1]}, {layouts}", x.nbytes, written
-        self._inner["fold_into"](x, state, tensors, operand, gemms, *rest)
+        self._inner[operators, "fold_into"](x, state, tensors, operand, gemms, *rest)
 
     def _launch_fold(self, *given: Any, **more: Any) -> None:
         name, read, written = self._now
         self._launched["fold_kernel"].append((name, read + written))
-        self._inner["launch_fold"](*given, **more)
+        self._inner[operators, "launch_fold"](*given, **more)
 
     def _find_scales(self, *given: Any) -> None:
         name, read, _ = self._now
         self._launched["scales_kernel"].append((f"scales of {name}", read))
-        self._inner["_find_scales"](*given)
+        self._inner[operators, "_find_scales"](*given)
+
+    def _launch_forward(self, gate: Any, up: Any, one: Any, *rest: Any) -> Any:
+        return self._launch_gated("forward", (gate, up), [one], gate, up, one, *rest)
+
+    def _launch_backward(self, inputs: Any, operands: Any, *rest: Any) -> Any:
+        return self._launch_gated("backward", inputs, operands, inputs, operands, *rest)
+
+    def _launch_gated(self, direction: str, inputs: Any, operands: Any, *given: Any) -> Any:
+        values = self._inner[gated_operators, f"launch_{direction}"](*given)
+        plain = [values] if direction == "forward" else values
+        written = [
+            sum(layout.nbytes for layout in one.outputs[::2]) if of_one is None else of_one.nbytes
+            for one, of_one in zip(operands, plain, strict=True)
+        ]
+        shape, in_bf16 = inputs[0].shape, sum(of_one is not None for of_one in plain)
+        name = f"gate {direction} {shape[0]}x{shape[1]}, {in_bf16} of {len(plain)} in BF16"
+        kernel = "fold_gated_kernel" if direction == "forward" else "fold_gated_gradients_kernel"
+        self._launched[kernel].append((name, sum(one.nbytes for one in inputs) + sum(written)))
+        return values
 
     def figures(self, spans: Sequence[Span], steps: int) -> dict[str, Any]:
         """Returns, per operand, launches and milliseconds per step, and those in which the bytes could be moved."""
@@ -315,6 +339,8 @@ def in_trainer(recipe: str | SnipConfig, window: Window, options: argparse.Names
     model = build_model(MODELS[options.model], options.length, options.seed, options.device)
     if recipe in TORCHAO:
         TORCHAO[recipe](model)
+    if isinstance(recipe, str):
+        turn_on(WITH_CHANGES.get(recipe, CHANGES))
     if recipe in OURS:
         recipe = SnipConfig(**OURS[recipe], backend=BACKEND, seed=options.seed)
     ours = [SnipCallback(recipe)] if isinstance(recipe, SnipConfig) else []

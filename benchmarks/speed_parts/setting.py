@@ -47,8 +47,10 @@ WITH_CHANGES: dict[str, tuple[str, ...]] = {
     "snip-hf MXFP4, ties, + launches": ("spared launches",),
     "snip-hf MXFP4, ties, + sums": ("spared launches", "fast sums"),
     "snip-hf MXFP4, ties, + late": ("spared launches", "fast sums", "late columns"),
+    "snip-hf MXFP4, ties, + weights": ("spared launches", "fast sums", "late columns", "fast weight gradients"),
+    "snip-hf MXFP4 75%, ties, + weights": ("spared launches", "fast sums", "late columns", "fast weight gradients"),
 }
-OURS |= dict.fromkeys(WITH_CHANGES, OURS["snip-hf MXFP4, ties"])
+OURS |= {name: OURS[name.rpartition(", ")[0]] for name in WITH_CHANGES}
 # Those in which the tensor cores keep partial sums in 14 bits, in every GEMM.
 FAST_SUMS = ("snip-hf MXFP4, ties, fast sums",)
 OURS_ALONE = {"snip-hf FP4": "fp4", "snip-hf FP8": "fp8"}

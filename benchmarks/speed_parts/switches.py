@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from snip_hf.kernels.tensor_scaled import operators
 from snip_hf.kernels.tensor_scaled.backend import TensorScaled
 
-CHANGES = ("spared launches", "fast sums", "late columns", "fast weight gradients")
+CHANGES = ("spared launches", "fast sums", "late columns", "fast weight gradients", "fused gates")
 _FAST_SUMS_FOLDED = dict(operators.FAST_SUMS_FOLDED)
 
 
@@ -21,3 +21,4 @@ def turn_on(changes: Iterable[str]) -> None:
         change = "fast weight gradients" if gemm == "grad_weight" else "fast sums"
         operators.FAST_SUMS_FOLDED[gemm] = fast and change in chosen
     TensorScaled.quantizes_late = "late columns" in chosen
+    TensorScaled.fuses_gates = "fused gates" in chosen

@@ -147,6 +147,16 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
         "speedup": ("speed / BF16", "{:.3f}"),
         "first_s": ("first, s", "{:.1f}"),
     },
+    "gates": {
+        "operand": ("operand", "{}"),
+        "gate": ("gate", "{}"),
+        "rows": ("rows", "{:,}"),
+        "columns": ("columns", "{:,}"),
+        "tile": ("tile", "{}"),
+        "tb_per_s": ("TB/s", "{:.2f}"),
+        "both_us": ("one launch, µs", "{:.1f}"),
+        "both_ratio": ("/ bound", "{:.2f}"),
+    },
 }
 
 

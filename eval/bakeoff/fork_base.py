@@ -5,10 +5,11 @@ On CUDA, products run under BF16 autocast, on a CPU in FP32; what a plan quantiz
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
+from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup, masking_utils
 
 from snip_hf import SnipConfig, SnipController
+from snip_hf.estimation.replayed_sums import Capture, cuda_graph
 from snip_hf.kernels.emulated import Emulated
-from snip_hf.layers.state import pack_states, snip_linears
+from snip_hf.layers.state import KeysOnDevice, pack_states, snip_linears
 from snip_hf.numerics.formats import FORMATS
 
 from .compiling import compile_parts
@@ -28,6 +30,7 @@ from .fork_cells import Fork, uniform_config
 from .fork_recipe import ForkRecipe
 from .fork_shifts import Shift, batches, sequences_needed
 from .fork_text import ForkText
+from .step_graphs import StepGraphs
 from .training import adamw
 
 _SEQUENCES_PER_EVALUATION = 16
@@ -42,6 +45,7 @@ class Trainee:
         device: where.
         seed: of the first weights.
         compile: compiles the model, where the recipe says so.
+        capture: captures the passes of a step as a graph, where the recipe says so.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Trainee:
         device: torch.device,
         seed: int,
         compile: Callable[[nn.Module], object] = compile_parts,
+        capture: Capture = cuda_graph,
     ) -> None:
         self.device = device
         self._training = recipe.base
@@ -72,6 +77,8 @@ class Trainee:
         self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         if recipe.base.compile:
             compile(self.model)
+        self._graphs = StepGraphs(self._passes, self._parameters, capture) if recipe.cuda_graph else None
+        self._keys: KeysOnDevice | None = None
 
     def save(self, path: Path) -> None:
         """Writes the state; the file is there as a whole or not at all."""
@@ -95,6 +102,9 @@ class Trainee:
         self.optimizer.zero_grad()
         self.model.train()
         self._held_out = self._own_held_out
+        self._keys = None
+        if self._graphs is not None:
+            self._graphs.forget()
         digest: str = state["digest"]
         return digest
 
@@ -107,13 +117,16 @@ class Trainee:
 
     def step(self, number: int, ids: Tensor, controller: SnipController | None) -> Tensor:
         """Does optimizer step `number` (from 1) on tokens that `put` gave and returns the loss, on the device."""
-        batch = {"input_ids": ids, "labels": ids}
+        plan, is_watched = None, False
         if controller is not None:
-            controller.capture(batch)
-        with self._autocast():
-            loss = self.model(**batch).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(self._parameters, self._training.max_grad_norm)
+            one = controller.offer({"input_ids": ids, "labels": ids})
+            controller.count(one)
+            plan, is_watched = controller.plan, one.random_state is not None  # which a probe would begin with
+        if self._keys is not None:
+            self._keys.renew()
+        # What a probe begins with may need kernels that are not deterministic.
+        with contextlib.nullcontext() if is_watched else deterministic(self.device):
+            loss = self._passes(ids) if self._graphs is None else self._graphs.run(ids, plan, is_watched)
         if controller is not None:
             controller.before_optimizer_step(number)
         self.optimizer.step()
@@ -121,8 +134,23 @@ class Trainee:
         self.optimizer.zero_grad()
         if controller is not None:
             controller.after_step(number)
+        return loss
+
+    def _passes(self, ids: Tensor) -> Tensor:
+        """Leaves the clipped gradients of tokens (B, L) in the parameters and returns the loss."""
+        with self._autocast(), unpacked():
+            loss = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(self._parameters, self._training.max_grad_norm)
         result: Tensor = loss.detach()
         return result
+
+    def keep_state_on_host(self) -> None:
+        """To be called when the swapped layers run emulated: `keep_state_on_host`, also where graphs are captured."""
+        if self._graphs is None:
+            keep_state_on_host(self.model)
+        else:
+            self._keys = KeysOnDevice(snip_linears(self.model))
 
     def scale_rate(self, factor: float) -> None:
         """Multiplies the learning rate of the next step."""
@@ -141,7 +169,7 @@ class Trainee:
         """Returns the mean loss on the held-out text under the arithmetic in force."""
         self.model.eval()
         parts = self._held_out
-        with self._autocast():
+        with self._autocast(), unpacked():
             losses = [self.model(input_ids=part, labels=part).loss.double() * len(part) for part in parts]
         self.model.train()
         return float(torch.stack(losses).sum()) / sum(map(len, parts))
@@ -169,7 +197,7 @@ def train_base(recipe: ForkRecipe, text: ForkText, seed: int, device: torch.devi
         controller = SnipController(trainee.model, trainee.optimizer, config)
         controller.step = start
         if controller.backend == Emulated.name:
-            keep_state_on_host(trainee.model)
+            trainee.keep_state_on_host()
     order = _order(text, seed)
     for step in range(start + 1, max(paths) + 1):
         rows = order[(step - 1) * training.sequences : step * training.sequences]
@@ -193,9 +221,54 @@ def keep_state_on_host(model: nn.Module) -> None:
     pack_states(layers)
 
 
+@contextlib.contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """On a GPU every kernel inside gives the same bits each time; an operation that has no such kernel is refused.
+
+    Where torch only warns of those, attention's backward pass adds up in any order, and a base that is trained again
+    has other weights.
+    """
+    mode = torch.get_deterministic_debug_mode()
+    if device.type == "cuda":
+        torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+
+
+@contextlib.contextmanager
+def unpacked() -> Iterator[None]:
+    """Tells transformers that no row holds several texts. It would look for them on the device, and wait for that."""
+    kept = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = kept
+
+
 def state_path(recipe: ForkRecipe, text: ForkText, fork: Fork, folder: Path) -> Path:
     """Returns the file of the state in which a fork starts."""
     return folder / f"base-{recipe.base_id(text.digest, fork.base_seed)}-{fork.point}.pt"
+
+
+def check_state(path: Path, known: Collection[str]) -> None:
+    """Raises ValueError if a state has none of the weights that are known, where any are.
+
+    Args:
+        path: of the state.
+        known: what `Trainee.load` returned where forks with lines started.
+    """
+    if not known:
+        return
+    own = torch.load(path, map_location="cpu", mmap=True, weights_only=True)["digest"]
+    if own not in known:
+        raise ValueError(
+            f"{path.name} has the weights {own}; the lines of the output began with {', '.join(sorted(known))}. Forks "
+            "from other weights cannot be compared with them. Continue with the --cache of their run, or give another "
+            "--output."
+        )
 
 
 def sequences_of(recipe: ForkRecipe, text: ForkText, fork: Fork, steps: int) -> list[np.ndarray[Any, Any]]:

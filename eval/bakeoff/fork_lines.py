@@ -60,9 +60,10 @@ def losses_of(lines: Iterable[Row]) -> list[str]:
 
 
 def fork_key(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns what two lines have in common if they are of one fork: the very weights of its start, and the machine."""
+    """Returns what two lines have in common if they are of one fork: the very weights of its start, the machine, and
+    whether steps came from CUDA graphs."""
     parts = (line["fork"].get(part) for part in ("base_seed", "point", "data_seed", "shift"))
-    return *map(str, parts), line["state"], line["machine"]
+    return *map(str, parts), line["state"], line["machine"], line.get("cuda_graph", False)
 
 
 def pairs(lines: Iterable[Row], others: Iterable[Row], loss: str) -> list[tuple[Row, float]]:
@@ -90,7 +91,9 @@ def origin(lines: Sequence[Row]) -> str:
     machines, commits = (sorted({str(line[key]) for line in lines}) for key in ("machine", "commit"))
     where = ", ".join(machines).replace(", 1 threads", ", 1 thread")  # lines are paired by the name as it is
     counted = f"{_counted(len(forks), 'fork')} of {_counted(len(bases), 'base')}"
-    return f"{counted}; {where}; commit {', '.join(commits)}.{_kernels(lines)}"
+    captured = len({fork_key(line) for line in lines if line.get("cuda_graph")})
+    graphs = f" Steps of {_counted(captured, 'fork')} from CUDA graphs." if captured else ""
+    return f"{counted}; {where}; commit {', '.join(commits)}.{graphs}{_kernels(lines)}"
 
 
 def _kernels(lines: Iterable[Row]) -> str:

@@ -22,7 +22,7 @@ from .fork_shifts import Shift
 _KEYS = ("data", "tokenizer", "train_sequences", "model", "training", "forks", "snip", "cells")
 _OPTIONAL_KEYS = ("impossible", "comparisons", "readme", "outcome", "benchmarks", "other_data", "other_sequences")
 _FORK_KEYS = ("base_seeds", "points", "data_seeds", "steps")
-_OPTIONAL_FORK_KEYS = ("shifts", "cooldown")
+_OPTIONAL_FORK_KEYS = ("shifts", "cooldown", "cuda_graph")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,8 @@ class ForkRecipe:
     """Of every contender and of the base."""
     cools_down: bool
     """Whether the learning rate falls to zero over the steps of each fork."""
+    cuda_graph: bool
+    """Whether the passes of steps are CUDA graphs, of bases too."""
     blocks: tuple[tuple[Fork, ...], ...]
     """All cells run in the forks of the first block, then in those of the second, ..."""
     cells: tuple[Cell, ...]
@@ -138,7 +140,8 @@ class ForkRecipe:
 
     def base_id(self, text: str, seed: int) -> str:
         """Returns what tells a base from others."""
-        return _hash([text, _model_parts(self.model), self.base.to_dict(), self.backend, seed])
+        own = ["cuda_graph"] * self.cuda_graph
+        return _hash([text, _model_parts(self.model), self.base.to_dict(), self.backend, seed, *own])
 
     def fits(self, fork: Fork, steps: int) -> bool:
         """Returns True if so many steps follow a fork's point within the schedule."""
@@ -168,6 +171,7 @@ class ForkRecipe:
     def _ids(self, text: str, cell: Cell, fork: Fork) -> dict[int, str]:
         """Returns number of steps -> id of the line."""
         what = [cell.contender.to_dict(), fork.to_dict(), *([self.benchmarks] if cell.benchmarked else [])]
+        what += ["cuda_graph"] * self.cuda_graph
         return {n: _hash([self.setting(text, n, fork), *what]) for n in cell.lengths if self.fits(fork, n)}
 
 
@@ -203,7 +207,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> ForkRecipe:
         model=build(ModelSection, "model", values["model"]),
         base=base,
         backend=common.get("backend", "auto"),
-        cools_down=_cooldown(forks),
+        cools_down=_switch(forks, "cooldown"),
+        cuda_graph=_switch(forks, "cuda_graph"),
         blocks=tuple(_blocks(forks)),
         cells=cells,
         impossible=impossible_cells(values.get("impossible") or [], common),
@@ -246,10 +251,10 @@ def _check_points(points: Sequence[int], lengths: Collection[int], steps: int) -
         )
 
 
-def _cooldown(forks: Mapping[str, Any]) -> bool:
-    given = forks.get("cooldown", False)
+def _switch(forks: Mapping[str, Any], name: str) -> bool:
+    given = forks.get(name, False)
     if not isinstance(given, bool):
-        raise ValueError(f"forks.cooldown={given!r}; expected true or false.")
+        raise ValueError(f"forks.{name}={given!r}; expected true or false.")
     return given
 
 

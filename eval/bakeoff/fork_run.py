@@ -22,7 +22,7 @@ from snip_hf.numerics.formats import UNQUANTIZED
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PrecisionPlan
 
-from .fork_base import Trainee, keep_state_on_host, sequences_of, state_path
+from .fork_base import Trainee, sequences_of, state_path
 from .fork_cells import GEMM_SETS, Contender, Fork
 from .fork_recipe import ForkRecipe, ForkRun
 from .fork_text import ForkText
@@ -82,7 +82,7 @@ def run_fork(
     if planned.plan is not None:
         trainee.load(state)
     seconds = {"plan": time.perf_counter() - began, "training": 0.0, "evaluation": 0.0}
-    with _in_force(trainee, planned, contender.config(fork, recipe.backend), fork) as controller:
+    with in_force(trainee, planned, contender.config(fork, recipe.backend), fork) as controller:
         training = _Training(trainee, fork, controller, run.lengths, recipe.cools_down)
         for steps in run.lengths:
             began = time.perf_counter()
@@ -214,6 +214,8 @@ def make_plan(trainee: Trainee, contender: Contender, fork: Fork, backend: str, 
     try:
         controller.step = fork.point
         if controller.needs_probe:
+            if controller.backend == Emulated.name:
+                trainee.keep_state_on_host()
             trainee.step(first, sequences, controller)
         plan, state = controller.plan, controller.state_dict() if contender.refreshes else None
     finally:
@@ -241,7 +243,7 @@ def _only(plan: PrecisionPlan, gemms: Sequence[str]) -> PrecisionPlan:
 
 
 @contextlib.contextmanager
-def _in_force(trainee: Trainee, planned: Planned, config: SnipConfig, fork: Fork) -> Iterator[SnipController | None]:
+def in_force(trainee: Trainee, planned: Planned, config: SnipConfig, fork: Fork) -> Iterator[SnipController | None]:
     """Runs the model in a plan inside, with the fork's random numbers; outside it is unquantized."""
     if planned.plan is None:
         yield None
@@ -257,7 +259,7 @@ def _in_force(trainee: Trainee, planned: Planned, config: SnipConfig, fork: Fork
         controller.load_state_dict(planned.state)
     controller.step = fork.point
     if controller.backend == Emulated.name:
-        keep_state_on_host(trainee.model)
+        trainee.keep_state_on_host()
     try:
         yield controller
     finally:

@@ -16,6 +16,7 @@ from .significance import SIGNIFICANCE
 # Percent of the loss: the power of a test is given for this.
 EFFECT = 0.1
 NOT_TOLD = "not told apart"
+_NOT_PAIRED = "Without a fork from the same weights that ended well for both"
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,13 @@ def family_table(
     lines: Sequence[Row], family: str, pairs: Sequence[tuple[str, str]], outcome: str = "held_out_plan"
 ) -> str:
     """Returns the table of one family of comparisons."""
-    tested = tests_of(lines, pairs, outcome)
-    there = {(test.one, test.other) for test in tested}
-    missing = "; ".join(f"{one} against {other}" for one, other in pairs if (one, other) not in there)
+    found = tests_of(lines, pairs, outcome)
+    there = {(test.one, test.other) for test in found}
+    tested = [test for test in found if test.main.forks]
+    missing = _left_out("Without lines", [pair for pair in pairs if pair not in there])
+    missing += _left_out(_NOT_PAIRED, [(test.one, test.other) for test in found if not test.main.forks])
     if not tested:
-        return f"{_title(family)} No lines yet: {missing}."
+        return " ".join([_title(family), *missing])
     rows = [
         [
             f"{test.one} against {test.other}",
@@ -89,8 +92,12 @@ def family_table(
     heads += ["paired sd", "between bases", "standard error", "detectable (%)", f"forks for {EFFECT}%"]
     heads += ["p", "p, Holm", LOSSES[outcome]]
     parts = [_family_note(family, tested, outcome), markdown(heads, rows)]
-    parts += [f"Without lines: {missing}."] * bool(missing)
-    return "\n\n".join([*parts, *_by_point(lines, tested, outcome)])
+    return "\n\n".join([*parts, *missing, *_by_point(lines, tested, outcome)])
+
+
+def _left_out(why: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Returns the sentence on comparisons that a table leaves out; none without any."""
+    return [f"{why}: {'; '.join(f'{one} against {other}' for one, other in pairs)}."] if pairs else []
 
 
 def _title(family: str) -> str:
@@ -165,19 +172,23 @@ def short_table(lines: Sequence[Row], names: Sequence[str], against: str, outcom
     there = [name for name in names if name in of and name != against]
     if not there or against not in of:
         return f"No lines yet of {', '.join(name for name in names if name != against)} and {against} together."
+    found = {name: difference_of(of[name], of[against], outcome) for name in there}
+    shown = [name for name in there if found[name].forks or any(line["diverged"] for line in of[name])]
     rows = []
-    shown = [line for name in (*there, against) for line in of[name]]
-    for name in there:
-        found = difference_of(of[name], of[against], outcome)
+    for name in shown:
         share = np.mean([line["fp4_fraction"] for line in of[name]])
-        rows.append([name, f"{share:.0%}", str(found.forks), str(found), _figure(found.detectable())])
+        figures = str(found[name].forks), str(found[name]), _figure(found[name].detectable())
+        rows.append([name, f"{share:.0%}", *figures])
     heads = ["contender", "share in 4 bits", "forks", f"to {against} (%)", "detectable (%)"]
     note = (
         f"Held-out loss ({LOSSES[outcome].split(', ')[1]}) after {lines[0]['steps']} steps against `{against}` on the "
         "same forks, mean ± half of the 95% interval, uncorrected. Detectable: the true difference that a test at p < "
-        f"{SIGNIFICANCE}, uncorrected, would find with power {DETECTION}. {origin(shown)}"
+        f"{SIGNIFICANCE}, uncorrected, would find with power {DETECTION}. "
+        f"{origin([line for name in (*shown, against) for line in of[name]])}"
     )
     note += f" `{command}` writes this table." if command else ""
+    missing = [name for name in there if name not in shown]
+    note += f" Not on forks from the same weights: {', '.join(missing)}." if missing else ""
     return f"{markdown(heads, rows)}\n\n{note}"
 
 

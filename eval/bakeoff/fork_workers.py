@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -31,21 +31,22 @@ from benchmarks.shared.json_lines import drop_unfinished_line, read_lines
 from eval.scoring.evaluate import set_environment
 from eval.scoring.rows import git_commit
 from snip_hf.cli import import_modules
+from snip_hf.numerics.formats import UNQUANTIZED
 
-from .fork_base import Trainee, check_length, state_path, train_base
-from .fork_cells import Fork
+from .fork_base import Trainee, check_length, check_state, state_path, train_base
+from .fork_cells import Contender, Fork
 from .fork_lines import SCHEMA_VERSION
 from .fork_pace import Pace, overview
 from .fork_recipe import ForkRecipe, ForkRun
-from .fork_run import run_fork
+from .fork_run import in_force, make_plan, run_fork
 from .fork_text import ForkText, read_text
 
 # Between two looks whether a base is there.
 _WAIT_SECONDS = 0.2
 # By how many of its last forks a worker knows how long the next one takes.
 _FORKS_OF_PACE = 5
-# Of a base without a state.
-_FREE, _TAKEN, _FAILED = range(3)
+# Of a base: nobody trains it; somebody does or did; that failed; lines that are there began with other weights.
+_FREE, _TAKEN, _FAILED, _APART = range(4)
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Job:
     recipe: ForkRecipe
     todo: list[ForkRun]
     """Who trains on where, as far as there is no line yet."""
+    states: Mapping[tuple[int, int], set[str]]
+    """Seed and point of a base -> its weights where lines of the recipe began, as they have them."""
     options: argparse.Namespace
     deadline: float
     """Seconds since the epoch."""
@@ -86,6 +89,11 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
         return 0
     text = read_text(options.text)
     check_length(recipe, text)
+    if recipe.cuda_graph and not options.device.startswith("cuda") and not options.list:
+        raise ValueError(
+            f"forks.cuda_graph=True on the device {options.device!r}; expected 'cuda'. Run without it: --override "
+            "forks.cuda_graph=false."
+        )
     runs = recipe.runs(text.digest)
     done = {line["id"] for line in lines}
     todo = [left for run in runs if (left := run.without(done)).ids]
@@ -96,7 +104,7 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     options.cache.mkdir(parents=True, exist_ok=True)
     drop_unfinished_line(options.output)
     deadline = math.inf if options.minutes is None else began + 60 * options.minutes
-    job = Job(recipe, todo, options, deadline, os.getpid())
+    job = Job(recipe, todo, _states_of(runs, lines), options, deadline, os.getpid())
     shared = Shared(todo)
     # Workers end with this process, also when it is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -110,6 +118,16 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     return 1 if shared.failed.value else 0
 
 
+def _states_of(runs: Sequence[ForkRun], lines: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], set[str]]:
+    """Returns `Job.states`."""
+    ids = {id for run in runs for id in run.ids.values()}
+    found: dict[tuple[int, int], set[str]] = {}
+    for line in lines:
+        if line["id"] in ids:
+            found.setdefault((line["fork"]["base_seed"], line["fork"]["point"]), set()).add(line["state"])
+    return found
+
+
 def _pace_of(lines: list[dict[str, Any]], options: argparse.Namespace) -> Pace | None:
     return Pace.of([*lines, *(line for path in options.pace for line in read_lines(path))])
 
@@ -121,21 +139,20 @@ def work(index: int, job: Job, shared: Shared) -> None:
     logging.getLogger("snip_hf").setLevel(logging.WARNING)
     logging.getLogger("snip_hf").addHandler(_WARNINGS)
     text = read_text(job.options.text)
-    pace, trainee = _OwnPace(), None
-    while (run := _take(job, shared, text, device)) is not None:
+    pace, own = _OwnPace(), OwnTrainee(job.recipe, text, device)
+    while (run := _take(job, shared, text, device, own)) is not None:
         if _is_late(job, pace.seconds(run)):
             continue
         began = time.time()
         try:
-            trainee = trainee or Trainee(job.recipe, text, device, run.fork.base_seed)
             score = _score_of(job, run)
-            for steps, found in run_fork(job.recipe, text, run, device, job.options.cache, score, trainee):
+            for steps, found in run_fork(job.recipe, text, run, device, job.options.cache, score, own.get()):
                 _write(job, shared, _signed(job, run, steps, text, device) | found)
         except Exception:
             _report_failure(run.name, shared)
             if not _is_usable(device):
                 return
-            trainee = None  # the failure may have left anything in it
+            own.drop()  # the failure may have left anything in it
             continue
         pace.note(run, time.time() - began)
 
@@ -150,6 +167,52 @@ def _score_of(job: Job, run: ForkRun) -> Callable[[Trainee], dict[str, Any]] | N
 
     given = {"tasks": job.recipe.benchmarks, "text": job.options.text, "data_dir": job.options.data_dir}
     return partial(scores, **given)
+
+
+class OwnTrainee:
+    """The one model of a worker, which takes the state of each fork.
+
+    Args:
+        recipe: model and training.
+        text: what it is trained and evaluated on.
+        device: where.
+        make: makes it, with the weights of a seed.
+    """
+
+    def __init__(
+        self,
+        recipe: ForkRecipe,
+        text: ForkText,
+        device: torch.device,
+        make: Callable[[ForkRecipe, ForkText, torch.device, int], Trainee] = Trainee,
+    ) -> None:
+        self._given, self._make = (recipe, text, device), make
+        self._trainee: Trainee | None = None
+        self._is_warm = not recipe.base.compile
+
+    def get(self) -> Trainee:
+        """Returns it, made with any weights when it is first asked for."""
+        self._trainee = self._trainee or self._make(*self._given, 0)
+        return self._trainee
+
+    def drop(self) -> None:
+        """Lets go of it."""
+        self._trainee = None
+
+    def warm(self) -> None:
+        """Compiles, once, what plain linears and those in the base's format need in training and in evaluation."""
+        if self._is_warm:
+            return
+        self._is_warm = True
+        (recipe, text, _), trainee = self._given, self.get()
+        (ids,) = trainee.put([text.train[: recipe.base.sequences]])
+        fork = Fork(base_seed=0, point=0, data_seed=0)
+        for format in dict.fromkeys((UNQUANTIZED.name, recipe.base.format)):
+            contender = Contender(format, "all", {})
+            planned = make_plan(trainee, contender, fork, recipe.backend, ids)
+            with in_force(trainee, planned, contender.config(fork, recipe.backend), fork) as controller:
+                trainee.step(1, ids, controller)
+                trainee.evaluate()
 
 
 class _OwnPace:
@@ -201,7 +264,7 @@ def _device(index: int, kind: str) -> torch.device:
     device = torch.device("cuda", index % torch.cuda.device_count())
     torch.cuda.set_device(device)
     torch.set_num_threads(2)
-    # So that the same command gives the same bases on the same kind of machine, and a run can be continued there.
+    # Attention's backward pass is not deterministic all the same, as torch warns: bases differ when trained again.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it fills what is written anyway
@@ -218,10 +281,10 @@ def _is_usable(device: torch.device) -> bool:
     return True
 
 
-def _take(job: Job, shared: Shared, text: ForkText, device: torch.device) -> ForkRun | None:
+def _take(job: Job, shared: Shared, text: ForkText, device: torch.device, own: OwnTrainee) -> ForkRun | None:
     """Returns the first fork that no worker took and whose base is there; None if there will be none.
 
-    Until then it trains a base that no worker trains, or waits for one.
+    Until then it trains a base that no worker trains, or waits for one and compiles.
     """
     while os.getppid() == job.parent and not _is_late(job, 0.0):
         untrained, is_coming = None, False
@@ -229,10 +292,10 @@ def _take(job: Job, shared: Shared, text: ForkText, device: torch.device) -> For
             for position, run in enumerate(job.todo):
                 if shared.is_taken[position]:
                     continue
-                if state_path(job.recipe, text, run.fork, job.options.cache).exists():
+                base = shared.bases[run.fork.base_seed]
+                if base.value != _APART and _can_fork(job, shared, text, run.fork):
                     shared.is_taken[position] = True
                     return run
-                base = shared.bases[run.fork.base_seed]
                 is_coming |= base.value == _TAKEN
                 if base.value == _FREE and untrained is None:
                     untrained = run.fork.base_seed
@@ -242,10 +305,29 @@ def _take(job: Job, shared: Shared, text: ForkText, device: torch.device) -> For
             if not _has_trained(job, shared, text, untrained, device) and not _is_usable(device):
                 return None
         elif is_coming:
+            try:
+                own.warm()
+            except Exception:
+                _report_failure("compilation before the first fork", shared)
+                own.drop()
             time.sleep(_WAIT_SECONDS)
         else:
             return None
     return None
+
+
+def _can_fork(job: Job, shared: Shared, text: ForkText, fork: Fork) -> bool:
+    """Returns True if the state in which a fork starts is there, with the weights that earlier lines began with."""
+    path = state_path(job.recipe, text, fork, job.options.cache)
+    if not path.exists():
+        return False
+    try:
+        check_state(path, job.states.get((fork.base_seed, fork.point), ()))
+    except ValueError:
+        _report_failure(f"forks of the base of seed {fork.base_seed}", shared)
+        shared.bases[fork.base_seed].value = _APART
+        return False
+    return True
 
 
 def _has_trained(job: Job, shared: Shared, text: ForkText, seed: int, device: torch.device) -> bool:
@@ -295,6 +377,7 @@ def _signed(job: Job, run: ForkRun, steps: int, text: ForkText, device: torch.de
         "steps": steps,
         "machine": torch.cuda.get_device_name(device) if is_cuda else cpu,
         "processes_per_device": per_device,
+        "cuda_graph": job.recipe.cuda_graph,
         "torch": torch.__version__,
         "commit": job.options.commit or git_commit(),
         "command": _command(job.options),

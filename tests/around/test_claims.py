@@ -29,7 +29,7 @@ Gaps = dict[tuple[str, float | None, int], float]
 USUAL = {"start_step": 0, "objective": "additive", "loss_weight": 1.0, "weight_weight": 1.0, "switching_cost": 0.0}
 REFRESHED = 250
 CRITERIA = ROOT / "eval" / "results" / "forks-criteria.jsonl"
-GEMM_90, LAYER_75 = "{fp4, fp8}, 90% by gemm", "{fp4, fp8}, 75% by layer"
+GEMM_75, GEMM_90, LAYER_75 = "{fp4, fp8}, 75% by gemm", "{fp4, fp8}, 90% by gemm", "{fp4, fp8}, 75% by layer"
 
 
 def text_of(page: str) -> str:
@@ -251,6 +251,25 @@ def test_what_low_precision_costs_in_the_forks_of_criteria(page: str) -> None:
             assert apart(one, "bf16", steps).removeprefix("+") in text_of(page)
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/results-criteria.md", "docs/choosing.md", "docs/faq.md"])
+def test_backward_first_is_as_far_from_snip_by_gemm_at_75_as_the_forks_say(page: str) -> None:
+    assert apart(f"backward-first {GEMM_75}", f"snip {GEMM_75}") in text_of(page)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results-criteria.md"])
+def test_how_far_plans_by_gemm_at_75_are_from_snip_and_from_all_mxfp4(page: str) -> None:
+    assert apart(f"random {GEMM_75}", f"snip {GEMM_75}").removeprefix("+") in text_of(page)
+    assert apart(f"snip {GEMM_75}", "mxfp4").removeprefix("-") in text_of(page)
+
+
+@pytest.mark.parametrize("share", [50, 75, 90])
+def test_layer_position_and_random_are_as_far_from_snip_by_layer_as_the_pages_say(share: int) -> None:
+    where = f"{{fp4, fp8}}, {share}% by layer"
+    assert apart(f"random {where}", f"snip {where}") in text_of("docs/results-criteria.md")
+    for page in ("docs/results-criteria.md", "docs/choosing.md"):
+        assert apart(f"layer-position {where}", f"snip {where}") in text_of(page)
+
+
 @pytest.mark.parametrize("policy", ["hessian-trace", "greedy", "fisher", "min-abs-err", "first2-last8", "min-rel-err"])
 def test_criteria_are_as_far_from_snip_by_gemm_as_the_page_says(policy: str) -> None:
     name = f"{policy} {GEMM_90}" + (", probes 8" if policy == "hessian-trace" else "")
@@ -262,7 +281,7 @@ def told(family: str) -> set[str]:
     pairs = load_recipe(ROOT / "recipes" / "forks-criteria.yaml").comparisons[family]
     lines = [line for own in criteria(100).values() for line in own]
     found = fork_tables.tests_of(lines, pairs)
-    return {f"{test.one.split()[0]} {test.reading}" for test in found if test.reading != fork_tables.NOT_TOLD}
+    return {f"{test.one.split()[0]} {test.reading}" for test in found if test.reading in ("higher", "lower")}
 
 
 @pytest.mark.slow
@@ -270,10 +289,59 @@ def test_the_pages_name_the_contenders_that_the_forks_tell_from_snip() -> None:
     higher = {"random", "layer-type", "kl", "layer-position", "last-15-percent"}
     assert told("gemm-90") == {f"{name} higher" for name in higher}
     assert told("gemm-95") == {"kl higher", "random higher"}
-    assert told("layer-75") == {"snip-paper higher"}
+    assert told("gemm-75") == {f"{name} higher" for name in ("random", "layer-type", "min-rel-err")}
+    assert told("layer-75") == told("layer-50") == {"snip-paper higher"}
+    assert not told("layer-90")
     assert told("forward-50") == {"greedy lower"}
     assert told("forward-80") == {"random higher"}
     assert not told("forms-gemm-90") | told("forms-layer-75") | told("other-formats")
+
+
+@pytest.mark.slow
+def test_so_many_tests_of_the_forks_tell_a_policy_from_snip() -> None:
+    families = ("gemm-75", "gemm-90", "gemm-95", "layer-50", "layer-75", "layer-90", "forward-50", "forward-80")
+    after = {100: (*families, "other-formats"), 1000: ("gemm-90", "layer-75")}
+    comparisons = load_recipe(ROOT / "recipes" / "forks-criteria.yaml").comparisons
+    readings = []
+    for steps, names in after.items():
+        lines = [line for own in criteria(steps).values() for line in own]
+        for found in (fork_tables.tests_of(lines, comparisons[name]) for name in names):
+            readings += [test.reading for test in found if test.p_holm is not None]
+    counts = len(readings), readings.count("higher"), readings.count("lower")
+    assert counts == (92, 13, 1)
+    assert "Of 92 tests of other policies against SNIP" in text_of("docs/results-criteria.md")
+    assert "SNIP is told to be lower in 13 and higher in one" in text_of("docs/results-criteria.md")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("label", "where", "family", "rule", "run"),
+    [
+        ("by layer, 50%", "50% by layer", "layer-50", "first2-last8", 2),
+        ("by layer, 75%", "75% by layer", "layer-75", "layer-position", 1),
+        ("by layer, 90%", "90% by layer", "layer-90", "layer-position", 2),
+        ("by GEMM, 75%", "75% by gemm", "gemm-75", "backward-first", 2),
+        ("by GEMM, 90%", "90% by gemm", "gemm-90", "backward-first", 1),
+        ("by GEMM, 95%", "95% by gemm", "gemm-95", "backward-first", 1),
+        ("forward GEMMs, 50%", "50% by gemm, decides forward", "forward-50", "layer-position", 1),
+        ("forward GEMMs, 80%", "80% by gemm, decides forward", "forward-80", "layer-position", 1),
+    ],
+)
+def test_the_table_of_shares_is_that_of_the_forks(label: str, where: str, family: str, rule: str, run: int) -> None:
+    pairs = load_recipe(ROOT / "recipes" / "forks-criteria.yaml").comparisons[family]
+    found = fork_tables.tests_of([line for own in criteria(100).values() for line in own], pairs)
+    of = {test.one.split()[0]: test for test in found if test.main.forks}
+    cells = []
+    for policy in ("random", rule):
+        is_told = of[policy].reading != fork_tables.NOT_TOLD
+        detectable = of[policy].main.detectable(of[policy].level)
+        cells.append(f"**{of[policy].main}**" if is_told else f"{of[policy].main} ({detectable:.3f})")
+    snip = f"snip {{fp4, fp8}}, {where}"
+    cost, four_bits = (apart(snip, "bf16"), apart(snip, "fp4")) if run == 1 else ("not run", apart(snip, "mxfp4"))
+    row = f"| {label} | {run} | {cost} | {four_bits} | {cells[0]} | `{rule}` {cells[1]} |"
+    assert row in text_of("docs/results-criteria.md")
+    rules = {"backward-first", "layer-position", "layer-type", "first2-last8", "last-15-percent"} & of.keys()
+    assert rule == min(rules, key=lambda policy: of[policy].main.mean)
 
 
 @pytest.mark.slow

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import mxfp4_range
 import pytest
 import torch
 from shared import texts
-from speed_parts import folding, setting, switches
+from speed_parts import folding, gates, setting, switches
 from test_benchmarks import speed_options
 
 from snip_hf.config import SnipConfig
-from snip_hf.kernels.tensor_scaled import operators
+from snip_hf.kernels.tensor_scaled import gated_operators, operators
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
@@ -36,6 +37,21 @@ def test_layouts_and_products_are_timed_and_compared_with_exact_sums() -> None:
             (gemm, fast) for gemm in GEMMS for fast in (False, True)
         ]
         assert all(row["largest_error"] < 1e-6 and row["error_norm"] < 1e-6 for row in rows)
+
+
+def test_gates_are_timed_by_tile_with_exponents_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    def note(*given: Any) -> None:
+        operands = [given[2]] if len(given) == 4 else given[1]
+        launched.append([one.is_plain for one in operands])
+
+    launched: list[list[bool]] = []
+    monkeypatch.setattr(gated_operators, "launch_forward", note)
+    monkeypatch.setattr(gated_operators, "launch_backward", note)
+    for gate, bytes_per_element in (("forward", 2 * 2 + 1), ("backward", 3 * 2 + 2 * 2 + 1)):
+        identity = {"gate": gate, "rows": 64, "columns": 128}
+        (row,) = gates.one_tile(1e6, identity, gates.FORWARD_TILES[0], speed_options())
+        assert row["both_bound_us"] == pytest.approx(1e-3 * 64 * 128 * bytes_per_element, rel=0.05)  # and scales
+    assert {tuple(plain) for plain in launched} == {(False,), (False, False, False)}
 
 
 def test_depths_are_those_of_the_reference_s_scales_below_the_largest() -> None:
@@ -69,14 +85,17 @@ def test_a_run_looks_at_all_operands_and_follows_their_largest_magnitudes(monkey
 
 
 def test_a_recipe_has_the_changes_that_it_names_and_others_have_all() -> None:
-    def in_force() -> tuple[bool, dict[str, bool], bool]:
-        return operators.SPARES_LAUNCHES, dict(operators.FAST_SUMS_FOLDED), TENSOR_SCALED.quantizes_late
+    def in_force() -> tuple[bool, dict[str, bool], bool, bool]:
+        sums = dict(operators.FAST_SUMS_FOLDED)
+        return operators.SPARES_LAUNCHES, sums, TENSOR_SCALED.quantizes_late, TENSOR_SCALED.fuses_gates
 
     before = in_force()
     switches.turn_on(setting.WITH_CHANGES["snip-hf MXFP4, ties, before"])
-    assert in_force() == (False, dict.fromkeys(GEMMS, False), False)
+    assert in_force() == (False, dict.fromkeys(GEMMS, False), False, False)
     switches.turn_on(setting.WITH_CHANGES["snip-hf MXFP4, ties, + sums"])
-    assert in_force() == (True, before[1] | {"grad_weight": False}, False)
+    assert in_force() == (True, before[1] | {"grad_weight": False}, False, False)
+    switches.turn_on(setting.WITH_CHANGES["snip-hf MXFP4 75%, ties, + weights"])
+    assert in_force() == (*before[:3], False)
     assert before[1] == dict.fromkeys(GEMMS, True)
     with pytest.raises(ValueError, match="expected some of spared launches, fast sums, late columns, fast w"):
         switches.turn_on(["other"])

@@ -217,7 +217,7 @@ def test_what_is_impossible_is_named_with_its_reason(tmp_path: Path) -> None:
 def job_of(recipe: ForkRecipe, text: ForkText, folder: Path, lines: Path) -> fork_workers.Job:
     arguments = ["run", "recipe.yaml", "--text", str(folder / "text.npz"), "--output", str(lines), "--device", "cpu"]
     options = forks._parser().parse_args([*arguments, "--cache", str(folder)])
-    return fork_workers.Job(recipe, recipe.runs(text.digest)[:1], options, math.inf, os.getppid())
+    return fork_workers.Job(recipe, recipe.runs(text.digest)[:1], {}, options, math.inf, os.getppid())
 
 
 def test_a_fork_that_is_cut_off_keeps_the_lengths_that_it_reached(

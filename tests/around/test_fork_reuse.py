@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_forks import BF16, CPU, SNIP, random_text, write_recipe
+from small_forks import BF16, CPU, SNIP, StandIn, random_text, write_recipe
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
@@ -21,7 +22,7 @@ from eval.bakeoff.fork_lines import origin
 from eval.bakeoff.fork_recipe import ForkRecipe, ForkRun, load_recipe
 from eval.bakeoff.fork_run import run_fork
 from eval.bakeoff.fork_shifts import Shift
-from eval.bakeoff.fork_workers import _Once, _OwnPace
+from eval.bakeoff.fork_workers import OwnTrainee, _Once, _OwnPace
 from snip_hf.kernels.hopper.backend import HOPPER
 
 TRAINING = {"learning_rate": 3e-3, "steps": 20, "sequences": 4, "warmup_steps": 2}
@@ -94,6 +95,33 @@ def test_loading_a_state_leaves_nothing_of_what_was_trained_before(tmp_path: Pat
     assert all(map(torch.equal, trainee.model.parameters(), fresh.model.parameters()))
 
 
+def test_a_worker_that_waits_for_a_base_compiles_once_and_its_forks_do_not_see_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = based(tmp_path, format="fp8")
+    alone = ran(recipe, tmp_path, RANDOM, START)
+    steps: list[str | None] = []
+    step = Trainee.step
+
+    def noted(self: Trainee, number: int, ids: torch.Tensor, controller: Any) -> torch.Tensor:
+        steps.append(None if controller is None else controller.plan.provenance.policy)
+        return step(self, number, ids, controller)
+
+    monkeypatch.setattr(Trainee, "step", noted)
+    own = OwnTrainee(recipe, TEXT, CPU)
+    own.warm()
+    assert steps == []  # nothing is compiled here
+    compiled = replace(recipe, base=replace(recipe.base, compile=True))
+    own = OwnTrainee(compiled, TEXT, CPU, partial(Trainee, compile=lambda model: None))
+    own.warm()
+    own.warm()
+    assert steps == [None, "uniform-fp8"]
+    assert ran(recipe, tmp_path, RANDOM, START, own.get()) == alone
+    trainee = own.get()
+    own.drop()
+    assert own.get() is not trainee
+
+
 def test_a_worker_forgets_a_fork_that_was_compiled_when_it_says_how_long_the_next_one_takes() -> None:
     pace, run = _OwnPace(), ForkRun(BF16, START, {4: "id"})
     assert pace.seconds(run) == 0.0
@@ -128,12 +156,15 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-def test_forks_of_one_process_share_their_graphs_whatever_ran_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_forks_of_one_process_share_their_graphs_whatever_ran_before(tmp_path: Path, captured: bool) -> None:
     plain = based(tmp_path)
-    recipe = load_recipe(tmp_path / "recipe.yaml", ["training.compile=true"])
+    recipe = load_recipe(tmp_path / "recipe.yaml", ["training.compile=true", f"forks.cuda_graph={captured}"])
     state_path(plain, TEXT, START, tmp_path).rename(state_path(recipe, TEXT, START, tmp_path))
     traced = partial(compile_parts, backend="aot_eager")
-    trainee = Trainee(recipe, TEXT, CPU, 0, traced)
+    capture = StandIn()
+    trainee = Trainee(recipe, TEXT, CPU, 0, traced, capture)
+    capture.parameters = list(trainee.model.parameters())
     counts, first = [], {}
     contenders = [BF16, Contender("fp8", "all", {}), Contender("mxfp4", "forward", {}), RANDOM, REFRESHING]
     for index, contender in enumerate(contenders * 2):

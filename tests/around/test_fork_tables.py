@@ -156,8 +156,18 @@ def test_a_pair_without_lines_is_named_and_not_counted() -> None:
 
 def test_a_family_without_any_lines_has_no_table() -> None:
     assert family_table(LINES, "formats", [("fp8", "bf16"), ("fp8", "fp4")]) == (
-        "**Formats.** No lines yet: fp8 against bf16; fp8 against fp4."
+        "**Formats.** Without lines: fp8 against bf16; fp8 against fp4."
     )
+
+
+def test_a_pair_from_other_weights_is_named_and_has_no_row() -> None:
+    again = [row | {"state": "of a base that was trained again"} for row in FP8]
+    text = family_table([*LINES, *again], "formats", [("fp4", "bf16"), ("fp8", "bf16")])
+    assert "over the one test of" in text and "| fp8" not in text
+    assert text.endswith("Without a fork from the same weights that ended well for both: fp8 against bf16.")
+    short = short_table([*LINES, *again], ["fp4", "fp8"], "bf16", "held_out_plan", "")
+    assert "| fp8" not in short and "3 forks of 3 bases;" in short
+    assert short.endswith("Not on forks from the same weights: fp8.")
 
 
 def test_committed_lines_give_the_corrected_figures_of_the_log() -> None:

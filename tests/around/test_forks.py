@@ -17,7 +17,7 @@ import torch
 from small_forks import BF16, CPU, SNIP, TINY, forked, random_text, write_recipe
 
 from benchmarks.shared.json_lines import read_lines
-from eval.bakeoff import fork_run, fork_workers, forks
+from eval.bakeoff import fork_base, fork_workers, forks
 from eval.bakeoff.fork_base import Trainee, sequences_of, state_path, train_base
 from eval.bakeoff.fork_cells import Contender, Fork
 from eval.bakeoff.fork_recipe import ForkRecipe, ForkRun, load_recipe
@@ -296,15 +296,15 @@ def test_on_a_gpu_a_fork_gives_the_same_numbers_wherever_formats_and_keys_lie(
     text = random_text()
     train_base(recipe, text, 0, device, tmp_path)
     devices: list[str] = []
-    keep = fork_run.keep_state_on_host
+    keep = fork_base.keep_state_on_host
 
     def noted(model: torch.nn.Module) -> None:
         keep(model)
         devices.extend(layer.snip_state.device.type for layer in snip_linears(model).values())
 
-    monkeypatch.setattr(fork_run, "keep_state_on_host", noted)
+    monkeypatch.setattr(fork_base, "keep_state_on_host", noted)
     on_host = forked(recipe, text, contender, recipe.forks[0], tmp_path, device=device)[0]
-    monkeypatch.setattr(fork_run, "keep_state_on_host", lambda model: None)
+    monkeypatch.setattr(fork_base, "keep_state_on_host", lambda model: None)
     on_gpu = forked(recipe, text, contender, recipe.forks[0], tmp_path, device=device)[0]
     assert set(devices) == {"cpu"}
     assert on_host["shares"] == on_gpu["shares"]
@@ -358,7 +358,7 @@ def test_nothing_starts_that_would_end_too_late(based: tuple[ForkRecipe, ForkTex
         + ["cpu", "--cache", str(folder)]
     )
     todo = recipe.runs(read_text(options.text).digest)
-    job = fork_workers.Job(recipe, todo, options, 0.0, os.getppid())
+    job = fork_workers.Job(recipe, todo, {}, options, 0.0, os.getppid())
     fork_workers.work(0, job, fork_workers.Shared(job.todo))
     assert not (tmp_path / "lines").exists()
 
@@ -376,7 +376,7 @@ def test_a_fork_that_fails_leaves_no_line_and_stops_no_other(
     monkeypatch.setattr(fork_workers, "run_fork", run)
     arguments = ["run", "recipe.yaml", "--text", str(folder / "text.npz"), "--output", str(tmp_path / "lines")]
     options = forks._parser().parse_args([*arguments, "--device", "cpu", "--cache", str(folder)])
-    job = fork_workers.Job(recipe, recipe.runs(text.digest), options, math.inf, os.getppid())
+    job = fork_workers.Job(recipe, recipe.runs(text.digest), {}, options, math.inf, os.getppid())
     shared = fork_workers.Shared(job.todo)
     fork_workers.work(0, job, shared)
     assert shared.failed.value == 2
@@ -388,11 +388,13 @@ OF_BASES = [Fork(base_seed=seed, point=6, data_seed=0) for seed in (3, 5)]
 OF_TWO_BASES = [ForkRun(BF16, fork, {4: fork.name}) for fork in OF_BASES]
 
 
-def work_on_two_bases(folder: Path, cache: Path, shared: fork_workers.Shared, recipe: ForkRecipe) -> None:
+def work_on_two_bases(
+    folder: Path, cache: Path, shared: fork_workers.Shared, recipe: ForkRecipe, states: Any = None
+) -> None:
     """One worker; no base has a state."""
     arguments = ["run", "recipe.yaml", "--text", str(folder / "text.npz"), "--output", str(cache / "lines")]
     options = forks._parser().parse_args([*arguments, "--device", "cpu", "--cache", str(cache)])
-    fork_workers.work(0, fork_workers.Job(recipe, OF_TWO_BASES, options, math.inf, os.getppid()), shared)
+    fork_workers.work(0, fork_workers.Job(recipe, OF_TWO_BASES, states or {}, options, math.inf, os.getppid()), shared)
 
 
 def test_a_base_that_fails_ends_the_waiting_of_its_own_forks_alone(
@@ -435,6 +437,33 @@ def test_forks_whose_base_has_come_to_their_point_run_before_earlier_ones(
     shared.bases[3].value = fork_workers._TAKEN
     work_on_two_bases(folder, tmp_path, shared, recipe)
     assert [line["fork"]["base_seed"] for line in read_lines(tmp_path / "lines")] == [5, 3]
+
+
+def test_nothing_forks_from_other_weights_than_the_lines_that_are_there_began_with(
+    based: tuple[ForkRecipe, ForkText, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe, text, folder = based
+    for fork, digest in zip(OF_BASES, ("old", "new"), strict=True):
+        torch.save({"digest": digest}, state_path(recipe, text, fork, tmp_path))
+    states = {(fork.base_seed, fork.point): {"old"} for fork in OF_BASES}
+    monkeypatch.setattr(fork_workers, "run_fork", lambda *arguments: [(4, {"loss": {}})])
+    shared = fork_workers.Shared(OF_TWO_BASES)
+    work_on_two_bases(folder, tmp_path, shared, recipe, states)
+    assert [line["fork"]["base_seed"] for line in read_lines(tmp_path / "lines")] == [OF_BASES[0].base_seed]
+    assert shared.failed.value == 1
+    assert "has the weights new; the lines of the output began with old." in capsys.readouterr().err
+
+
+def test_the_weights_that_lines_began_with_are_those_of_the_recipe_s_own_lines() -> None:
+    runs = [ForkRun(Contender("bf16", "all", {}), fork, {4: f"id{fork.base_seed}"}) for fork in OF_BASES]
+    lines = [
+        {"id": id, "state": state, "fork": OF_BASES[0].to_dict()}
+        for id, state in ((f"id{OF_BASES[0].base_seed}", "a"), ("of another text", "b"))
+    ]
+    assert fork_workers._states_of(runs, lines) == {(OF_BASES[0].base_seed, OF_BASES[0].point): {"a"}}
 
 
 def test_a_worker_whose_gpu_is_lost_takes_no_further_base(

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from snip_hf.kernels.tensor_scaled import operators
+from snip_hf.kernels.tensor_scaled import gated_operators, operators
 from snip_hf.kernels.tensor_scaled.records import Records
 from snip_hf.numerics.formats import FORMATS
 
@@ -57,3 +57,23 @@ def test_folds_are_told_apart_by_operand_in_the_order_of_their_launches(monkeypa
         "scales of activation 64x128, rows and columns": {"launches": 1.0, "ms": 0.01, "bound_ms": 0.0},
     }
     assert folds.figures(SPANS[:1], steps=1) == {"folds": None}
+
+
+def test_the_folds_of_gates_are_told_by_how_many_operands_are_written_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gated_operators, "launch_forward", lambda *given: None)
+    monkeypatch.setattr(gated_operators, "launch_backward", lambda inputs, *given: [None, inputs[0], None])
+    monkeypatch.setattr(gated_operators.Operand, "fold", lambda *given, **more: None)
+    own, code = Records.new(torch.device("cpu")), FORMATS["mxfp4"].code
+    x, state = torch.zeros(64, 128, dtype=torch.bfloat16), torch.tensor([code, code, code, 0, 0, 1])
+    layer, folds = [state, own.record], step_profile.Folds()
+    folds.note()
+    gated_operators.folded_gated(x, x, own.table, layer, True, by_kernel=True)
+    gated_operators.folded_gated_gradients(x, x, x, own.table, layer * 3, (True, True), by_kernel=True)
+    folds.end()
+    spans = [(0.0, 10.0, "fold_gated_kernel"), (10.0, 40.0, "fold_gated_gradients_kernel")]
+    assert step_profile.by_kind(spans, steps=1)["ms"] == {"fold an operand": 0.04}
+    monkeypatch.setattr(step_profile, "COPY_RATE", 1024.0)
+    assert folds.figures(spans, steps=1)["folds"] == {
+        "gate backward 64x128, 1 of 3 in BF16": {"launches": 1.0, "ms": 0.03, "bound_ms": 8.0 * (6 + 2 + 2 + 1)},
+        "gate forward 64x128, 0 of 1 in BF16": {"launches": 1.0, "ms": 0.01, "bound_ms": 8.0 * (4 + 1)},
+    }

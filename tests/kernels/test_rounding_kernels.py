@@ -4,6 +4,7 @@ bit; sums against float64."""
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,32 @@ def test_it_does_on_every_rank(tile: tuple[int, int], shape: tuple[int, int], ra
         )
         assert not torch.equal(alone, expected)
         assert_same_bits(run("fake_quantize", x, *of_tiles(E2M1, tile), key, rank, ranks), expected)
+
+
+@pytest.mark.parametrize("tile", slow_but(TILES, ROW_TILE))
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_that_lies_beside_the_operand_gives_the_numbers_of_one_that_is_passed(
+    key: int, tile: tuple[int, int], run: Run
+) -> None:
+    x, beside = random((257, 40)), torch.tensor([key if key < 2**63 else key - 2**64])
+    for place in ((0, 1), (6, 7)):
+        expected = reference.fake_quantize_tiles(x, E2M1, tile, key, *place)
+        assert_same_bits(run("fake_quantize", x, *of_tiles(E2M1, tile), beside, *place), expected)
+        assert torch.equal(rounding.fake_quantize(x, *of_tiles(E2M1, tile), beside, *place), expected)
+
+
+def test_operations_of_torch_refuse_a_key_beside_the_operand_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, beside = random((8, 40)), torch.tensor([3])
+    for name in ("is_available", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    weights = FORMATS["fp4"], "weight", 1  # to nearest
+    assert torch.equal(rounding.fake_quantize(x, *weights, beside), rounding.fake_quantize(x, *weights))
+    with pytest.raises(
+        RuntimeError, match="'fp4' rounds a gradient by operations of torch that need the key on the host"
+    ):
+        rounding.fake_quantize(x, FORMATS["fp4"], "gradient", 1, beside)
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -328,3 +355,25 @@ def test_the_sums_of_a_refresh_are_those_of_the_kernels(
     # W in both formats, X and G along their channels, and along the tokens.
     assert kernel_calls == [(24, 16), (24, 16), (20, 16), (20, 24), (20, 24), (20, 16)]
     assert squares.sums[:6].tolist() == [2.0] * 6 and squares.sums[-2:].tolist() == [5.0] * 2
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("is_on_device", [slow(False), True], ids=["key passed", "key on the device"])
+def test_the_kernel_assembles(is_on_device: bool) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from snip_hf.kernels import rounding_kernel, rounding_tiles
+
+    how = rounding_kernel._call(FORMATS["nvfp4"], "gradient", 1)
+    kinds = ["*bf16", "*fp32", "*fp32", "*i64" if is_on_device else "*fp32", "i64", "i64", *["i32"] * 4]
+    kinds += ["fp32" if isinstance(number, float) else "i32" for number in how.numbers]
+    values = (*how.tiles, True, is_on_device, *how.flags)
+    names = rounding_tiles.rounding_kernel.arg_names
+    signature = dict(zip(names, (*kinds, *["constexpr"] * len(values)), strict=True))
+    constants = dict(zip(names[len(kinds) :], values, strict=True))
+    source = ASTSource(fn=rounding_tiles.rounding_kernel, signature=signature, constexprs=constants)
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=how.options)
+    assert len(code.asm["cubin"]) > 1000
+    assert ("ld.global.b64" in code.asm["ptx"]) is is_on_device

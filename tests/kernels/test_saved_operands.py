@@ -21,6 +21,7 @@ from snip_hf.kernels.tensor_scaled import linear
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
 from snip_hf.kernels.tensor_scaled.folding import PARAMETERS
 from snip_hf.kernels.tensor_scaled.records import LARGEST
+from snip_hf.layers.gated import put_gates
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
 
@@ -46,7 +47,13 @@ class Launches(TorchDispatchMode):
 class Block:
     """A decoder layer in MXFP4, its weights' gradients and what it noted after one pass."""
 
-    def __init__(self, tied: bool, compiler: str | None = PARTITIONED, formats: tuple[str, ...] = ("mxfp4",) * 3):
+    def __init__(
+        self,
+        tied: bool,
+        compiler: str | None = PARTITIONED,
+        formats: tuple[str, ...] = ("mxfp4",) * 3,
+        gated: bool = False,
+    ):
         model = tiny_llama(hidden=HIDDEN, layers=1).train()
         convert_model(model, SnipConfig())
         self.layers = snip_linears(model)
@@ -55,6 +62,8 @@ class Block:
             layer.set_formats(dict(zip(GEMMS, formats, strict=True)))
         if tied:
             share_inputs(self.layers, [[name for name in self.layers if name.endswith(tie)] for tie in TIES])
+        if gated:
+            assert put_gates(model) == 1
         block = model.model.layers[0]
         if compiler is not None:
             block.compile(backend=compiler)
@@ -120,6 +129,13 @@ def test_gradients_and_notes_are_those_of_columns_that_were_saved(
     assert late.largest == before.largest
     for name, gradient in before.gradients.items():
         assert torch.equal(late.gradients[name], gradient), name
+
+
+def test_a_gated_mlp_that_runs_as_one_saves_no_more() -> None:
+    gated, tied = Block(tied=True, gated=True), Block(tied=True)
+    assert gated.saved == tied.saved
+    assert gated.awaited == [PARAMETERS]  # of o; down's input is folded with the gradients of gate and up
+    assert len(tied.awaited) == 2
 
 
 def test_what_is_folded_late_waits_for_no_copy_of_a_gradient() -> None:

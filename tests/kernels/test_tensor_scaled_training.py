@@ -10,6 +10,7 @@ import torch
 from kernels.test_hopper_training import TIES, history, run
 from torch._dynamo.utils import counters
 
+from snip_hf.kernels.tensor_scaled import gated_operators
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
 
 pytestmark = [
@@ -71,3 +72,22 @@ def test_a_captured_graph_takes_new_exponents_and_notes_what_it_sees() -> None:
     assert parameters[0] == 2.0 ** int(records.record[0, EXPONENT])
     assert torch.equal(rows.float() * parameters[0], before)
     assert records.record[0, LARGEST] == bits_of(float(x.abs().max()))
+
+
+def test_gated_mlps_that_run_as_one_train_as_their_linears_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+
+    def note(inputs: Any, operands: Any, *rest: Any) -> Any:
+        values = launch_backward(inputs, operands, *rest)
+        launched.append(sum(of_one is not None for of_one in values))
+        return values
+
+    launch_backward = gated_operators.launch_backward
+    monkeypatch.setattr(gated_operators, "launch_backward", note)
+    _, _, as_one = run(tmp_path / "one", compiled=True, formats=FORMATS, ties=TIES, backend="tensor-scaled")
+    assert len(launched) == 2 * len(as_one)  # layers and steps
+    assert launched[0] == 3 and 0 in launched  # in BF16, before the first exponents and later
+    monkeypatch.setattr(type(TENSOR_SCALED), "fuses_gates", False)
+    _, _, apart = run(tmp_path / "apart", compiled=True, formats=FORMATS, ties=TIES, backend="tensor-scaled")
+    assert len(launched) == 2 * len(as_one)
+    assert all(abs(as_one[step] - apart[step]) < 1e-2 * apart[step] for step in apart)

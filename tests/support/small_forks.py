@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
+from torch import nn
 
 from eval.bakeoff.fork_cells import Contender, Fork
 from eval.bakeoff.fork_recipe import ForkRecipe, ForkRun
@@ -63,9 +65,9 @@ def write_recipe(folder: Path, cells: list[dict[str, Any]], **changes: Any) -> P
     return path
 
 
-def random_text(sequences: int = 12) -> ForkText:
+def random_text(sequences: int = 12, length: int = 64) -> ForkText:
     rng = np.random.default_rng(0)
-    return ForkText(*(rng.integers(0, 300, (count, 64)).astype(np.uint16) for count in (sequences, 4)), 300, 0)
+    return ForkText(*(rng.integers(0, 300, (count, length)).astype(np.uint16) for count in (sequences, 4)), 300, 0)
 
 
 def forked(
@@ -81,3 +83,33 @@ def forked(
     lengths = lengths or (max(steps for cell in recipe.cells for steps in cell.lengths),)
     run = ForkRun(contender, fork, {steps: str(steps) for steps in lengths})
     return [found for _, found in run_fork(recipe, text, run, device, folder)]
+
+
+class StandIn:
+    """What a CUDA graph does, on a CPU: takes tensors when it is captured, and writes them at each replay.
+
+    `parameters` are those whose gradients the captured work leaves in `grad`.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: list[nn.Parameter] = []
+        self.captures = self.replays = 0
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.captures += 1
+        work()
+        kept = [parameter.grad for parameter in self.parameters]
+        for gradient in kept:
+            assert gradient is not None
+            gradient.fill_(torch.nan)
+
+        def replay() -> None:
+            self.replays += 1
+            for parameter in self.parameters:
+                parameter.grad = None
+            work()
+            for parameter, gradient in zip(self.parameters, kept, strict=True):
+                assert gradient is not None and parameter.grad is not None
+                gradient.copy_(parameter.grad)
+
+        return replay

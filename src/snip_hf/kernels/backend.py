@@ -76,6 +76,8 @@ class Backend(ABC):
     """Whether torch.compile compiles a layer again when a GEMM of it changes to or from no quantization."""
     runs_groups: ClassVar[bool] = False
     """Whether it has `grouped_forward`. Where it has not, the emulated backend runs layers of several matrices."""
+    runs_gates: ClassVar[bool] = False
+    """Whether it has `gated_forward`. Where it has not, each layer of a gated MLP runs by itself."""
     measured_speeds: ClassVar[Mapping[int, float]] = {}
     """Hidden size -> speed of training, in that of compiled BF16, for the log. The smallest size is the least at which
     the backend pays. Empty: nothing was measured."""
@@ -123,6 +125,17 @@ class Backend(ABC):
         """Returns why a layer of several matrices is to run emulated instead, None if nothing keeps it from running
         here; asked where `runs_groups` is True."""
         return None
+
+    def gated_forward(self, layers: Sequence[Layer], input: Tensor) -> Tensor | None:
+        """Returns down(silu(gate(input)) * up(input)), differentiable; None where the layers have to run one by one.
+
+        Called only where `runs_gates` is True.
+
+        Args:
+            layers: gate, up and down.
+            input: (..., I), as their module got it.
+        """
+        raise NotImplementedError(f"The backend {self.name!r} does not run gated MLPs as one.")
 
     @abstractmethod
     def gemm_call(

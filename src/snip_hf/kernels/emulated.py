@@ -4,7 +4,8 @@ Legend: T tokens, I in_features, O out_features; x (T, I), weight (O, I), grad_o
 int64 tensor of `STATE_SIZE` numbers on its device: the format codes of the three GEMMs (in the order of `gemms.GEMMS`);
 the key of the random numbers that its output gradient is rounded with (`random_streams.stream_key`); the rank of this
 process among those that share the batch, and how many they are (`random_streams.rank_stream`). Operators read it at run
-time, so that a new plan or step is new data for the same code.
+time, so that a new plan or step is new data for the same code. A CUDA graph keeps the formats of its capture; with
+`layers.state.KeysOnDevice` it draws by the keys of each replay.
 
 Both operands are quantized along the contraction, multiplied and summed in FP32, and the result is cast to the
 operands' dtype. On CUDA, BF16 calls in formats whose rounded values are BF16 numbers (`products.fits_bf16`) multiply
@@ -34,9 +35,12 @@ _READS_ON_THE_HOST = (torch.Tag.cudagraph_unsafe,)
 
 
 @torch.library.custom_op("snip_hf::forward_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
-def forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
-    """Returns x @ weight^T + bias, (..., O) for x (..., I), in x's dtype; the bias is added after the GEMM in FP32."""
-    fmt, stream = _read(state, "forward")
+def forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, key: Tensor | None = None) -> Tensor:
+    """Returns x @ weight^T + bias, (..., O) for x (..., I), in x's dtype; the bias is added after the GEMM in FP32.
+
+    Here and below, `key` is read in place of the state's, on the device.
+    """
+    fmt, stream = _read(state, "forward", key)
     if not fmt.is_quantized:
         # x as it came: aten adds the bias inside the GEMM or after it, depending on x's dimensions and strides.
         y = torch.nn.functional.linear(x, weight, bias)
@@ -54,9 +58,9 @@ def forward_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) 
 
 
 @torch.library.custom_op("snip_hf::grad_input_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
-def grad_input_gemm(grad_output: Tensor, weight: Tensor, state: Tensor) -> Tensor:
+def grad_input_gemm(grad_output: Tensor, weight: Tensor, state: Tensor, key: Tensor | None = None) -> Tensor:
     """Returns grad_output @ weight, (T, I), in grad_output's dtype."""
-    fmt, stream = _read(state, "grad_input")
+    fmt, stream = _read(state, "grad_input", key)
     if not fmt.is_quantized:
         return grad_output.mm(weight)
     # (T, O) x (O, I): contracts O
@@ -66,9 +70,9 @@ def grad_input_gemm(grad_output: Tensor, weight: Tensor, state: Tensor) -> Tenso
 
 
 @torch.library.custom_op("snip_hf::grad_weight_gemm", mutates_args=(), tags=_READS_ON_THE_HOST)
-def grad_weight_gemm(grad_output: Tensor, x: Tensor, state: Tensor) -> Tensor:
+def grad_weight_gemm(grad_output: Tensor, x: Tensor, state: Tensor, key: Tensor | None = None) -> Tensor:
     """Returns grad_output^T @ x, (O, I), in grad_output's dtype."""
-    fmt, stream = _read(state, "grad_weight")
+    fmt, stream = _read(state, "grad_weight", key)
     if not fmt.is_quantized:
         return grad_output.t().mm(x)
     # (O, T) x (T, I): contracts T
@@ -78,45 +82,46 @@ def grad_weight_gemm(grad_output: Tensor, x: Tensor, state: Tensor) -> Tensor:
 
 
 @forward_gemm.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, key: Tensor | None = None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 @grad_input_gemm.register_fake
-def _(grad_output: Tensor, weight: Tensor, state: Tensor) -> Tensor:
+def _(grad_output: Tensor, weight: Tensor, state: Tensor, key: Tensor | None = None) -> Tensor:
     return grad_output.new_empty(grad_output.shape[0], weight.shape[1])
 
 
 @grad_weight_gemm.register_fake
-def _(grad_output: Tensor, x: Tensor, state: Tensor) -> Tensor:
+def _(grad_output: Tensor, x: Tensor, state: Tensor, key: Tensor | None = None) -> Tensor:
     return grad_output.new_empty(grad_output.shape[1], x.shape[1])
 
 
-def _read(state: Tensor, gemm: str) -> tuple[NumberFormat, tuple[int, int, int]]:
+def _read(state: Tensor, gemm: str, on_device: Tensor | None) -> tuple[NumberFormat, tuple[int | Tensor, int, int]]:
     """Returns the format of `gemm`, and key, rank and ranks for what it draws: rounding of G, noise on the weight."""
     *codes, key, rank, ranks = state.tolist()
-    return format_of_code(codes[GEMMS.index(gemm)]), (key % 2**64, rank, ranks)
+    return format_of_code(codes[GEMMS.index(gemm)]), (key % 2**64 if on_device is None else on_device, rank, ranks)
 
 
 class _ThreeGemms(torch.autograd.Function):
-    """Y = X W^T + b with the format of each GEMM read from `state`."""
+    """Y = X W^T + b with the format of each GEMM read from `state`, and the key from `key`, if it is there."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, key: Tensor | None) -> Tensor:
         # A copy: the next forward pass may write the state before this one's backward pass reads it.
-        ctx.save_for_backward(x, weight, state.clone())
-        y: Tensor = forward_gemm(x, weight, bias, state)
+        ctx.save_for_backward(x, weight, state.clone(), key)
+        y: Tensor = forward_gemm(x, weight, bias, state, key)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, state = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        x, weight, state, key = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_rows = grad_output.reshape(-1, grad_output.shape[-1])
         return (
-            grad_input_gemm(grad_rows, weight, state).view(x.shape) if needs_x else None,
-            grad_weight_gemm(grad_rows, x.reshape(-1, x.shape[-1]), state) if needs_weight else None,
+            grad_input_gemm(grad_rows, weight, state, key).view(x.shape) if needs_x else None,
+            grad_weight_gemm(grad_rows, x.reshape(-1, x.shape[-1]), state, key) if needs_weight else None,
             grad_rows.sum(0) if needs_bias else None,
+            None,
             None,
         )
 
@@ -136,8 +141,9 @@ class Emulated(Backend):
         return True
 
     def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
-        weight = layer.matrix
-        y: Tensor = _ThreeGemms.apply(x, weight.to(x.dtype) if casts else weight, bias, layer.snip_state)
+        weight, cache = layer.matrix, layer.snip_cache
+        key = cache if isinstance(cache, Tensor) else None  # another backend's cache says nothing here
+        y: Tensor = _ThreeGemms.apply(x, weight.to(x.dtype) if casts else weight, bias, layer.snip_state, key)
         return y
 
     def grouped_forward(self, layer: GroupedLayer, x: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:

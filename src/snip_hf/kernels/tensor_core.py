@@ -129,16 +129,16 @@ class TensorCoreBackend(Backend):
         is_alone = cache.tied is None and torch.compiler.is_compiling()
         is_late = self.quantizes_late and is_alone and in_features >= out_features
         gemms = -1 if high[0] else 0, 2 if keeps_x and not high[2] and not is_late else -1
+        quantized = self.shared_input(layer, input, x, gemms)
+        return self.three_gemms(layer, x, bias, keeps_x, quantized, weights_of(layer))
+
+    def shared_input(self, layer: Layer, input: Tensor, x: Tensor, gemms: tuple[int, int]) -> Quantized:
+        """Returns x quantized for the forward and the grad_weight GEMM, for all layers that `input` is tied by."""
+        cache: Cache = layer.snip_cache
         quantize = partial(self.quantize_input, layer, x, *gemms)
         if cache.tied is None or cache.tied.parted:
-            quantized = quantize()
-        else:
-            quantized = cache.tied.quantized(input, gemms, quantize)
-        # Evaluation, and generation in training mode, may follow a change of the weights that nobody told of; a pass
-        # that is trained on does not.
-        is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
-        weights = cache.weights if layer.training and torch.is_grad_enabled() and is_kept else ()
-        return self.three_gemms(layer, x, bias, keeps_x, quantized, weights)
+            return quantize()
+        return cache.tied.quantized(input, gemms, quantize)
 
     def attach(self, layer: Layer) -> None:
         layer.snip_cache = Cache(layer.weight.device.type, (False, False, False))
@@ -166,6 +166,17 @@ class TensorCoreBackend(Backend):
 
     def release(self, layers: Mapping[str, Layer]) -> None:
         drop_quantized(layers)
+
+
+def weights_of(layer: Layer) -> tuple[Tensor, ...]:
+    """Returns what is kept of the layer's weight, if the pass that begins may read it.
+
+    Evaluation, and generation in training mode, may follow a change of the weights that nobody told of; a pass that is
+    trained on does not.
+    """
+    cache: Cache = layer.snip_cache
+    is_kept = torch.compiler.is_compiling() or cache.weight_version == layer.weight._version
+    return cache.weights if layer.training and torch.is_grad_enabled() and is_kept else ()
 
 
 def keep_quantized(layers: Mapping[str, Layer], everything: bool = True) -> None:

@@ -14,6 +14,7 @@ from ..config import SnipConfig
 from ..kernels.backend import BACKENDS, Backend, select_backend
 from ..numerics.formats import FORMATS, REFERENCE, check_format
 from ..numerics.gemms import GEMMS
+from .gated import remove_gates
 from .kinds import LAYER_KINDS, LayerKind, kind_of
 from .layer import STATE, SnipLayer
 from .run_hooks import end_runs
@@ -222,6 +223,7 @@ def restore_model(model: nn.Module) -> None:
     Ends the run that an error left on the model, and removes its hooks.
     """
     end_runs(model)
+    remove_gates(model)
     for layer in snip_linears(model).values():
         layer.restore()
     _keep_ddp_out(model)

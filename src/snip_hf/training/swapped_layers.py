@@ -11,6 +11,7 @@ from torch import nn
 from ..config import SnipConfig
 from ..costs.flops import Work
 from ..kernels.backend import Backend
+from ..layers.gated import put_gates, remove_gates
 from ..layers.layer import SnipLayer
 from ..layers.state import PackedStates, set_rank, set_step, snip_linears
 from ..parallel.ranks import Processes
@@ -91,9 +92,10 @@ class SwappedLayers:
             set_rank(self.present, data.rank, data.size)
 
     def share_inputs(self, setting: Setting) -> None:
-        """Lets the kernels quantize an input of several layers once."""
+        """Lets the kernels quantize an input of several layers once, and run gated MLPs as one."""
         layers = self._run_by_kernels
         self._kernels.share_inputs(layers, [group for group in siblings(setting) if group[0] in layers])
+        put_gates(self._model)
 
     def keep_weights(self, everything: bool) -> None:
         """Quantizes the weights for a forward pass that may be backpropagated, if they are kept."""
@@ -131,3 +133,4 @@ class SwappedLayers:
     def release(self) -> None:
         """Gives up what the kernels keep."""
         self._kernels.release(self._run_by_kernels)
+        remove_gates(self._model)

@@ -12,16 +12,12 @@ import triton.language as tl
 
 from ..triton_numerics import KEY, RUN, amax_of, bits_of_key, key_of_matrix, pack_fp8
 from . import folding, places
+from .scale_tiles import _BLOCKS, _LOST, _MOST, _SATURATED, _SMALL
 from .tiles import (
     _BLOCK,
-    _BLOCKS,
     _EXPONENT,
     _LARGEST,
-    _LOST,
-    _MOST,
     _PARAMETERS,
-    _SATURATED,
-    _SMALL,
     _SPACING,
     _UNSET,
     _all_rounded,

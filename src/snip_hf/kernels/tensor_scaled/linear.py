@@ -40,6 +40,48 @@ def quantize_weight(
     return quantized
 
 
+Weight = tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]
+"""A weight (O, I); its layer's state, record and table; and its layouts, as far as they are kept."""
+
+
+def forward_product(
+    rows: Sequence[Tensor], own: Weight, how: tuple[bool, bool], tokens: int, dtype: torch.dtype
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """Returns X W^T, (T, O), and the weight for grad_input, empty if it is folded again then.
+
+    Args:
+        rows: of X, and their parameters.
+        own: the weight; of its layouts both or none are kept.
+        how: whether there will be a grad_input GEMM that is quantized; whether the record takes note of the pass.
+        tokens: T.
+        dtype: of the product.
+    """
+    weight, tensors, kept = own
+    has_grad_input, counts = how
+    if kept:
+        shape = tokens, weight.shape[0]
+        return multiply("forward", rows, kept[:2], shape, dtype, tensors[1]), kept[2:]
+    keeps = has_grad_input and weight.numel() <= SMALL
+    y, *layout = multiply_weight("forward", rows, weight, tensors, (keeps, counts), tokens, dtype)
+    return y, layout if keeps else []
+
+
+def grad_input_product(rows: Sequence[Tensor], own: Weight, counts: bool, tokens: int, dtype: torch.dtype) -> Tensor:
+    """Returns G W, (T, I).
+
+    Args:
+        rows: of G, and their parameters.
+        own: the weight; of its layouts, that for grad_input is kept or none.
+        counts: whether the record takes note of the pass.
+        tokens: T.
+        dtype: of the product.
+    """
+    weight, tensors, kept = own
+    if kept:
+        return multiply("grad_input", rows, kept, (tokens, weight.shape[1]), dtype, tensors[1])
+    return multiply_weight("grad_input", rows, weight, tensors, (False, counts), tokens, dtype)[0]
+
+
 class TensorScaledGemms(torch.autograd.Function):
     """Y = X W^T + b of E4M3 operands. Of X, what is saved for backward is quantized, one byte per element.
 
@@ -79,14 +121,8 @@ class TensorScaledGemms(torch.autograd.Function):
         else:
             # The bias is added to the FP32 sums, as emulated.
             dtype = x.dtype if bias is None else torch.float32
-            tokens = x.numel() // in_features
-            if weights:
-                y = multiply("forward", rows, weights[:2], (tokens, out_features), dtype, record)
-            else:
-                keeps = has_grad_input and not high[1] and weight.numel() <= SMALL
-                tensors = state, record, table
-                y, *layout = multiply_weight("forward", rows, weight, tensors, (keeps, counts), tokens, dtype)
-                by_input = layout if keeps else []
+            own, how_weight = (weight, (state, record, table), weights), (has_grad_input and not high[1], counts)
+            y, by_input = forward_product(rows, own, how_weight, x.numel() // in_features, dtype)
             y = y if bias is None else (y + bias).to(x.dtype)
         # A copy: the next forward pass may write the state before this one's backward pass reads it. A compiled graph
         # would make it in the backward pass, where it is of no use; torch notices there if the state was written.
@@ -113,11 +149,9 @@ class TensorScaledGemms(torch.autograd.Function):
         grad_x = grad_weight = None
         if needs_x and high_input:
             grad_x = g @ weight.to(g.dtype)
-        elif needs_x and by_input:
-            grad_x = multiply("grad_input", quantized[:2], by_input, (g.shape[0], in_features), g.dtype, record)
         elif needs_x:
-            how, tensors = (False, ctx.counts), (state, record, table)
-            grad_x, *_ = multiply_weight("grad_input", quantized[:2], weight, tensors, how, g.shape[0], g.dtype)
+            own = weight, (state, record, table), by_input
+            grad_x = grad_input_product(quantized[:2], own, ctx.counts, g.shape[0], g.dtype)
         if needs_weight and high_weight:
             grad_weight = g.t() @ x.reshape(-1, in_features)
         elif needs_weight:

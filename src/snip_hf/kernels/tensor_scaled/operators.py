@@ -25,7 +25,8 @@ from .notes import note_of
 from .records import Records
 
 if TYPE_CHECKING or find_spec("triton") is not None:
-    from .tiles import fold_kernel, scales_kernel
+    from .scale_tiles import scales_kernel
+    from .tiles import fold_kernel
 
 _MULTIPLE = 64
 # Whether partial sums stay in the tensor cores' 14 bits over the whole contraction instead of 128 elements of it: in
@@ -58,17 +59,17 @@ _library.define(
 )
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
     return (size + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
 
 
-def _parts(size: int, width: int) -> int:
+def parts_of(size: int, width: int) -> int:
     """Returns how many parts of a width a size has. `triton.cdiv` takes over a microsecond."""
     return (size + width - 1) // width
 
 
-def _outputs(x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
-    tokens, channels = _padded(x.shape[0]), _padded(x.shape[1])
+def empty_layouts(x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
+    tokens, channels = padded(x.shape[0]), padded(x.shape[1])
     has_rows, has_columns = int(row_gemm >= 0), int(column_gemm >= 0)
     fp8, fp32 = torch.float8_e4m3fn, torch.float32
     return (
@@ -91,7 +92,7 @@ def _fold(
     after: Tensor | None = None,
 ) -> Quantized:
     row_gemm, column_gemm = gemms
-    outputs = _outputs(x, row_gemm, column_gemm)
+    outputs = empty_layouts(x, row_gemm, column_gemm)
     fold_into(x, state, (record, table), operand, (row_gemm, column_gemm), counts, outputs)
     return outputs
 
@@ -107,7 +108,7 @@ def _(
     counts: bool,
     after: Tensor | None = None,
 ) -> Quantized:
-    return _outputs(x, *gemms)
+    return empty_layouts(x, *gemms)
 
 
 fold_operand = torch.ops.snip_hf.fold_operand
@@ -180,7 +181,7 @@ def folded(
     x: Tensor, state: Tensor, records: Records, operand: int, gemms: tuple[int, int], by_kernel: bool | None = None
 ) -> Quantized:
     """Returns `fold_operand` by the kernels or by the reference; the records take note."""
-    outputs = _outputs(x, *gemms)
+    outputs = empty_layouts(x, *gemms)
     fold_into(x, state, (records.record, records.table), operand, gemms, True, outputs, by_kernel)
     return outputs
 
@@ -196,7 +197,7 @@ def _find_scales(
     """Launches `scales_kernel` with the operand's record and the table."""
     (tokens, channels), (row_gemm, column_gemm) = x.shape, gemms
     height, width, warps, programs, counting = _PART
-    parts = _parts(tokens, height) * _parts(channels, width)
+    parts = parts_of(tokens, height) * parts_of(channels, width)
     launch(
         scales_kernel,
         (min(parts, programs),),
@@ -228,13 +229,13 @@ def launch_fold(
     """
     rows, row_parameters, columns, column_parameters = outputs
     tokens, channels = x.shape
-    padded_tokens, padded_channels = _padded(tokens), _padded(channels)
+    padded_tokens, padded_channels = padded(tokens), padded(channels)
     runs, width, warps, registers = tile or TILES[operand]
     table, (row_gemm, column_gemm) = known or (row_parameters, (-1, -1))
     is_ragged = padded_tokens != tokens or padded_channels != channels
     launch(
         fold_kernel,
-        (_parts(padded_channels, width), _parts(padded_tokens, 4 * runs)),
+        (parts_of(padded_channels, width), parts_of(padded_tokens, 4 * runs)),
         (x, state, record, table, row_parameters, column_parameters, rows, columns),
         (tokens, channels, padded_tokens, padded_channels, x.stride(0)),
         (
@@ -343,7 +344,7 @@ def _weight_product(
 ) -> tuple[Tensor, Tensor, Tensor]:
     (state, record, table), (keeps, counts, fast), is_forward = tensors, how, gemm == 0
     gemms = 0 if is_forward else -1, 1 if keeps or not is_forward else -1
-    outputs = _outputs(weight, *gemms)
+    outputs = empty_layouts(weight, *gemms)
     fold_into(weight, state, (record, table), _WEIGHT, gemms, counts, outputs)
     right = outputs[:2] if is_forward else outputs[2:]
     product = _product([*left, *right], rows, weight.shape[gemm], fast, dtype, record, gemm)
@@ -360,7 +361,7 @@ def _(
     rows: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    outputs = _outputs(weight, -1, 1 if how[0] and gemm == 0 else -1)
+    outputs = empty_layouts(weight, -1, 1 if how[0] and gemm == 0 else -1)
     product = weight.new_empty(rows, weight.shape[gemm], dtype=dtype)
     return product, *(outputs[2:] if gemm == 0 else outputs[:2])
 

@@ -31,10 +31,7 @@ _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: added and taken away, it round
 _PARAMETERS = tl.constexpr(folding.PARAMETERS)
 _SCALE, _INVERSE, _CEILING = tl.constexpr(folding.SCALE), tl.constexpr(folding.INVERSE), tl.constexpr(folding.CEILING)
 _LEAST, _SPACING = tl.constexpr(folding.LEAST), tl.constexpr(folding.SPACING)
-_MOST, _LOST = tl.constexpr(folding.MOST), tl.constexpr(folding.LOST)
 _EXPONENT, _LARGEST = tl.constexpr(records.EXPONENT), tl.constexpr(records.LARGEST)
-_BLOCKS, _SATURATED, _SMALL = tl.constexpr(records.BLOCKS), tl.constexpr(records.SATURATED), tl.constexpr(records.SMALL)
-_AMAX, _ARRIVED = tl.constexpr(records.AMAX), tl.constexpr(records.ARRIVED)
 _UNSET, _LIMIT = tl.constexpr(records.UNSET), tl.constexpr(records.LIMIT)
 
 
@@ -83,89 +80,7 @@ def _row_amax(x, RUNS: tl.constexpr, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def _magnitudes(x, part, tokens, channels, stride, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Of a part of x, (HEIGHT, WIDTH), zeros behind its ends."""
-    across = tl.cdiv(channels, WIDTH)
-    row = (part // across * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)[:, None]
-    column = (part % across * WIDTH + tl.arange(0, WIDTH))[None, :]
-    return tl.abs(_as_bf16(tl.load(x + row * stride + column, (row < tokens) & (column < channels), other=0.0)))
-
-
-@triton.jit
-def _count(record, known, x, part, tokens, channels, stride, inverse, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Counts the 1x32 blocks of a part that are not zero, those that saturate and those that lose bits."""
-    amax = _row_amax(_magnitudes(x, part, tokens, channels, stride, HEIGHT, WIDTH) * inverse, HEIGHT, WIDTH)
-    saturated = (amax > tl.load(known + _MOST)) & (amax < float("inf"))
-    small = (amax > 0.0) & (amax <= tl.load(known + _LOST))
-    tl.atomic_add(record + _BLOCKS, tl.sum(tl.sum((amax > 0.0).to(tl.int32), 1), 0).to(tl.int64))
-    tl.atomic_add(record + _SATURATED, tl.sum(tl.sum(saturated.to(tl.int32), 1), 0).to(tl.int64))
-    tl.atomic_add(record + _SMALL, tl.sum(tl.sum(small.to(tl.int32), 1), 0).to(tl.int64))
-
-
-@triton.jit
-def scales_kernel(
-    x,
-    state,
-    record,
-    table,
-    row_parameters,
-    column_parameters,
-    tokens,
-    channels,
-    stride,
-    parts,
-    ROW_GEMM: tl.constexpr,
-    COLUMN_GEMM: tl.constexpr,
-    COUNTS: tl.constexpr,
-    COUNTING: tl.constexpr,  # programs that count at most
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """The parameters of both layouts. All of x is read only where they need its amax: without an exponent in force, or
-    in a format with one FP32 scale. Otherwise some programs count the blocks of one part that do not fit."""
-    exponent = tl.load(record + _EXPONENT)
-    needed, is_folded = exponent == _UNSET, False
-    row_known, column_known, known = table, table, table
-    if COLUMN_GEMM >= 0:
-        column_known = table + tl.load(state + COLUMN_GEMM) * _PARAMETERS
-        is_folded = tl.load(column_known + _SPACING) > 0.0
-        needed, known = needed | (not is_folded), column_known
-    if ROW_GEMM >= 0:
-        row_known = table + tl.load(state + ROW_GEMM) * _PARAMETERS
-        is_row_folded = tl.load(row_known + _SPACING) > 0.0
-        needed, known = needed | (not is_row_folded), tl.where(is_row_folded, row_known, known)
-        is_folded = is_folded | is_row_folded
-    is_last = tl.program_id(0) == 0
-    bits = exponent * 0
-    if needed:
-        largest = tl.zeros([HEIGHT, WIDTH], tl.float32)
-        # From the end, which was written last and may be in the cache, to where `fold_kernel` begins.
-        for part in range(tl.program_id(0), parts, tl.num_programs(0)):
-            largest = larger(largest, _magnitudes(x, parts - 1 - part, tokens, channels, stride, HEIGHT, WIDTH))
-        found = amax_of(amax_of(largest, 1), 0).to(tl.int32, bitcast=True).to(tl.int64)
-        tl.atomic_max(record + _AMAX, found)
-        # The last program to arrive sees what all have found, and leaves the places as they were.
-        is_last = tl.atomic_add(record + _ARRIVED, 1) == tl.num_programs(0) - 1
-        if is_last:
-            bits = tl.atomic_xchg(record + _AMAX, 0)
-            tl.atomic_xchg(record + _ARRIVED, 0)
-            if COUNTS:
-                tl.atomic_max(record + _LARGEST, tl.where(bits < 0x7F800000, bits, 0))
-    if is_last:
-        if ROW_GEMM >= 0:
-            _write_parameters(row_parameters, row_known, exponent, bits)
-        if COLUMN_GEMM >= 0:
-            _write_parameters(column_parameters, column_known, exponent, bits)
-    if COUNTS:
-        counting = tl.minimum(tl.num_programs(0), COUNTING)
-        if is_folded and exponent != _UNSET and tl.program_id(0) < counting:
-            part = tl.program_id(0) * (parts // counting)
-            inverse = ((127 - exponent.to(tl.int32)) << 23).to(tl.float32, bitcast=True)
-            _count(record, known, x, part, tokens, channels, stride, inverse, HEIGHT, WIDTH)
-
-
-@triton.jit
-def _load(x, run, channel, tokens, channels, stride, RAGGED: tl.constexpr):
+def load_runs(x, run, channel, tokens, channels, stride, RAGGED: tl.constexpr):
     """The first, second, third and fourth tokens of the runs, FP32."""
     token = run * RUN
     at = x + token[:, None] * stride + channel[None, :]
@@ -215,11 +130,18 @@ def _folded_scale(known, record, scale, inverse, FINDS: tl.constexpr):
 
 @triton.jit
 def _find_parameters(
-    state, record, table, row_parameters, column_parameters, ROW_GEMM: tl.constexpr, COLUMN_GEMM: tl.constexpr
+    state,
+    record,
+    table,
+    row_parameters,
+    column_parameters,
+    is_first,
+    ROW_GEMM: tl.constexpr,
+    COLUMN_GEMM: tl.constexpr,
 ):
     """Where the table has the formats of the rows and the columns; one program writes the parameters of both."""
     row_known, column_known = table, table
-    exponent, is_first = tl.load(record + _EXPONENT), tl.program_id(0) + tl.program_id(1) == 0
+    exponent = tl.load(record + _EXPONENT)
     if ROW_GEMM >= 0:
         row_known = table + tl.load(state + ROW_GEMM) * _PARAMETERS
         if is_first:
@@ -295,6 +217,148 @@ def _store_rows(at, a, b, c, d, padded_channels):
     tl.store(at + 3 * padded_channels, to_fp8(d))
 
 
+@triton.jit
+def _fold_rows(
+    at,
+    a,
+    b,
+    c,
+    d,
+    known,
+    spacing,
+    bits,
+    scale,
+    padded_channels,
+    IS_GRADIENT: tl.constexpr,
+    RUNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Stores the rows of a folded format; returns the bits of their largest magnitude."""
+    la, lb = _row_amax(a, RUNS, CHANNELS), _row_amax(b, RUNS, CHANNELS)
+    lc, ld = _row_amax(c, RUNS, CHANNELS), _row_amax(d, RUNS, CHANNELS)
+    largest = _largest(tl.maximum(tl.maximum(la, lb), tl.maximum(lc, ld)), scale)
+    la = _over_rows(_least_powers(la, known), RUNS, CHANNELS)
+    lb = _over_rows(_least_powers(lb, known), RUNS, CHANNELS)
+    lc = _over_rows(_least_powers(lc, known), RUNS, CHANNELS)
+    ld = _over_rows(_least_powers(ld, known), RUNS, CHANNELS)
+    a, b, c, d = _all_rounded(a, b, c, d, la, lb, lc, ld, bits, spacing, IS_GRADIENT)
+    _store_rows(at, a, b, c, d, padded_channels)
+    return largest
+
+
+@triton.jit
+def _fold_columns(
+    at,
+    a,
+    b,
+    c,
+    d,
+    known,
+    spacing,
+    bits,
+    scale,
+    IS_GRADIENT: tl.constexpr,
+    RUNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Stores the columns of a folded format; returns the bits of their largest magnitude."""
+    amax = _column_amax(a, b, c, d, RUNS, CHANNELS)
+    largest = _largest(amax, scale)
+    least = _over_columns(_least_powers(amax, known), RUNS, CHANNELS)
+    a, b, c, d = _all_rounded(a, b, c, d, least, least, least, least, bits, spacing, IS_GRADIENT)
+    tl.store(at, pack_fp8(a, b, c, d))
+    return largest
+
+
+@triton.jit
+def fold_tile(
+    a,
+    b,
+    c,
+    d,
+    state,
+    record,
+    table,  # read if FINDS
+    row_parameters,
+    column_parameters,
+    rows,
+    columns,
+    run,
+    channel,
+    is_first,  # of the operand's programs
+    tokens,
+    channels,
+    padded_tokens,
+    padded_channels,
+    HAS_ROWS: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
+    ROW_GEMM: tl.constexpr,
+    COLUMN_GEMM: tl.constexpr,
+    FINDS: tl.constexpr,
+    IS_GRADIENT: tl.constexpr,
+    COUNTS: tl.constexpr,
+    RUNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Both layouts of the runs of tokens a, b, c, d: `fold_kernel`."""
+    row_known, column_known = row_parameters, column_parameters
+    if FINDS:  # where all formats are folded and an exponent is in force
+        row_known, column_known = _find_parameters(
+            state, record, table, row_parameters, column_parameters, is_first, ROW_GEMM, COLUMN_GEMM
+        )
+    seen = tl.load(record + _LARGEST)  # by some programs; no need to wait for others
+    largest = seen
+    # Both layouts round with the same random numbers.
+    bits = bits_of_runs(state, run, channel, tokens, channels) if IS_GRADIENT else run
+    row_spacing, column_spacing, scale, inverse = 0.0, 0.0, 1.0, 1.0
+    if HAS_COLUMNS:
+        scale, inverse, column_spacing = _folded_scale(column_known, record, scale, inverse, FINDS)
+    if HAS_ROWS:
+        scale, inverse, row_spacing = _folded_scale(row_known, record, scale, inverse, FINDS)
+    a, b, c, d = a * inverse, b * inverse, c * inverse, d * inverse  # exact
+    if HAS_ROWS:
+        # Each branch stores what it computed, which takes fewer registers than to join.
+        at = rows + (run * RUN)[:, None] * padded_channels + channel[None, :]
+        if FINDS:
+            found = _fold_rows(
+                at, a, b, c, d, row_known, row_spacing, bits, scale, padded_channels, IS_GRADIENT, RUNS, CHANNELS
+            )
+            if COUNTS:
+                largest = found
+        else:
+            if row_spacing > 0.0:
+                found = _fold_rows(
+                    at, a, b, c, d, row_known, row_spacing, bits, scale, padded_channels, IS_GRADIENT, RUNS, CHANNELS
+                )
+                if COUNTS:
+                    largest = found
+            else:
+                factor = tl.load(row_parameters + _INVERSE) * scale
+                _store_rows(at, a * factor, b * factor, c * factor, d * factor, padded_channels)
+    if HAS_COLUMNS:
+        at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
+        at += channel.to(tl.int64)[None, :] * (padded_tokens // RUN) + run[:, None]
+        if FINDS:
+            found = _fold_columns(
+                at, a, b, c, d, column_known, column_spacing, bits, scale, IS_GRADIENT, RUNS, CHANNELS
+            )
+            if COUNTS and not HAS_ROWS:
+                largest = found
+        else:
+            if column_spacing > 0.0:
+                found = _fold_columns(
+                    at, a, b, c, d, column_known, column_spacing, bits, scale, IS_GRADIENT, RUNS, CHANNELS
+                )
+                if COUNTS and not HAS_ROWS:
+                    largest = found
+            else:
+                factor = tl.load(column_parameters + _INVERSE) * scale
+                tl.store(at, pack_fp8(a * factor, b * factor, c * factor, d * factor))
+    if COUNTS:
+        if largest > seen:
+            tl.atomic_max(record + _LARGEST, largest)
+
+
 # With a single token as a constant, the columns of nothing but that token were wrong on an H200 (docs/log.md).
 @triton.jit(do_not_specialize=["tokens"])
 def fold_kernel(
@@ -323,56 +387,13 @@ def fold_kernel(
     CHANNELS: tl.constexpr,  # a multiple of 32
 ):
     """Both layouts of 4 * RUNS tokens by CHANNELS channels, from one read of x."""
-    row_known, column_known = row_parameters, column_parameters
-    if FINDS:  # where all formats are folded and an exponent is in force
-        row_known, column_known = _find_parameters(
-            state, record, table, row_parameters, column_parameters, ROW_GEMM, COLUMN_GEMM
-        )
     # From the end, where x is read for the first time: it was written last and may be in the cache.
     place = tl.num_programs(1) - 1 - tl.program_id(1) if FINDS else tl.program_id(1)
     run = (place * RUNS + tl.arange(0, RUNS)).to(tl.int64)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    a, b, c, d = _load(x, run, channel, tokens, channels, stride, RAGGED)
-    seen = tl.load(record + _LARGEST)  # by some programs; no need to wait for others
-    largest = seen
-    # Both layouts round with the same random numbers.
-    bits = bits_of_runs(state, run, channel, tokens, channels) if IS_GRADIENT else run
-    row_spacing, column_spacing, scale, inverse = 0.0, 0.0, 1.0, 1.0
-    if HAS_COLUMNS:
-        scale, inverse, column_spacing = _folded_scale(column_known, record, scale, inverse, FINDS)
-    if HAS_ROWS:
-        scale, inverse, row_spacing = _folded_scale(row_known, record, scale, inverse, FINDS)
-    a, b, c, d = a * inverse, b * inverse, c * inverse, d * inverse  # exact
-    if HAS_ROWS:
-        # Each branch stores what it computed, which takes fewer registers than to join.
-        at = rows + (run * RUN)[:, None] * padded_channels + channel[None, :]
-        if row_spacing > 0.0:
-            la, lb = _row_amax(a, RUNS, CHANNELS), _row_amax(b, RUNS, CHANNELS)
-            lc, ld = _row_amax(c, RUNS, CHANNELS), _row_amax(d, RUNS, CHANNELS)
-            if COUNTS:
-                largest = _largest(tl.maximum(tl.maximum(la, lb), tl.maximum(lc, ld)), scale)
-            la = _over_rows(_least_powers(la, row_known), RUNS, CHANNELS)
-            lb = _over_rows(_least_powers(lb, row_known), RUNS, CHANNELS)
-            lc = _over_rows(_least_powers(lc, row_known), RUNS, CHANNELS)
-            ld = _over_rows(_least_powers(ld, row_known), RUNS, CHANNELS)
-            ra, rb, rc, rd = _all_rounded(a, b, c, d, la, lb, lc, ld, bits, row_spacing, IS_GRADIENT)
-            _store_rows(at, ra, rb, rc, rd, padded_channels)
-        else:
-            factor = tl.load(row_parameters + _INVERSE) * scale
-            _store_rows(at, a * factor, b * factor, c * factor, d * factor, padded_channels)
-    if HAS_COLUMNS:
-        at = columns.to(tl.pointer_type(tl.uint32), bitcast=True)
-        at += channel.to(tl.int64)[None, :] * (padded_tokens // RUN) + run[:, None]
-        if column_spacing > 0.0:
-            amax = _column_amax(a, b, c, d, RUNS, CHANNELS)
-            if COUNTS and not HAS_ROWS:
-                largest = _largest(amax, scale)
-            least = _over_columns(_least_powers(amax, column_known), RUNS, CHANNELS)
-            a, b, c, d = _all_rounded(a, b, c, d, least, least, least, least, bits, column_spacing, IS_GRADIENT)
-            tl.store(at, pack_fp8(a, b, c, d))
-        else:
-            factor = tl.load(column_parameters + _INVERSE) * scale
-            tl.store(at, pack_fp8(a * factor, b * factor, c * factor, d * factor))
-    if COUNTS:
-        if largest > seen:
-            tl.atomic_max(record + _LARGEST, largest)
+    a, b, c, d = load_runs(x, run, channel, tokens, channels, stride, RAGGED)
+    fold_tile(
+        a, b, c, d, state, record, table, row_parameters, column_parameters, rows, columns, run, channel,
+        tl.program_id(0) + tl.program_id(1) == 0, tokens, channels, padded_tokens, padded_channels, HAS_ROWS,
+        HAS_COLUMNS, ROW_GEMM, COLUMN_GEMM, FINDS, IS_GRADIENT, COUNTS, RUNS, CHANNELS,
+    )  # fmt: skip

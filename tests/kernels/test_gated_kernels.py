@@ -1,0 +1,222 @@
+"""The Triton kernels of gated MLPs: what they compute against torch, and what they fold against the reference, byte for
+byte: on a GPU, and anywhere under Triton's interpreter. And compiled for a GPU, without one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernel_runs import dump, load
+from slow_cases import slow
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from kernels.test_tensor_scaled import numbers
+
+from snip_hf.kernels.tensor_scaled import gated_operators, operators
+from snip_hf.kernels.tensor_scaled.folding import table_on
+from snip_hf.kernels.tensor_scaled.gated_operators import Operand, activation_of, gradients_of
+from snip_hf.kernels.tensor_scaled.records import EXPONENT, LARGEST, Records
+from snip_hf.numerics.formats import format_of_code
+
+Run = Callable[..., Any]
+MXFP4, UFP4, WITH_FP8 = ("mxfp4",) * 3, ("ufp4",) * 3, ("mxfp4", "mxfp4", "fp8-tensor")
+ACTIVATION, GRADIENT = 0, 1
+# The gradients of gate and up, and their product, in the order of the kernel.
+OPERANDS = (GRADIENT, GRADIENT, ACTIVATION)
+
+
+def inputs(tokens: int, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A gradient, gate and up, over some binades."""
+    generator = torch.Generator().manual_seed(tokens * channels)
+    scales = torch.tensor([0.01, 3.0, 1.0])
+    found = torch.randn(3, tokens, channels, generator=generator) * scales[:, None, None]
+    grad, gate, up = (found * torch.linspace(0.05, 4, channels)).to(torch.bfloat16)
+    return grad, gate, up
+
+
+def operand(number: int, formats: Sequence[str], like: Tensor, gemms: tuple[int, int], settled: bool) -> Operand:
+    """What is folded, with an exponent that the host knows of or not."""
+    records = Records.new(like.device)
+    records.record[:, EXPONENT] = -3
+    records.note.take([format_of_code(code) for code in numbers(formats)[:3].tolist()])
+    records.note.known = [settled] * 3
+    KEPT.append(records)
+    counts = number == GRADIENT or gemms[0] >= 0
+    layouts = operators.empty_layouts(like, *gemms)
+    tensors = records.record, table_on(like.device)
+    return Operand(numbers(formats).to(like.device), tensors, number, gemms, counts, layouts)
+
+
+KEPT: list[Records] = []  # A note lives as long as its records.
+
+
+def by_kernels(x: tuple[Tensor, ...], formats: Sequence[Sequence[str]], settled: bool, has_rows: bool = True) -> Any:
+    """Launches both kernels: of the forward operand and of the three of backward the values, if any were written, the
+    layouts and the record."""
+    KEPT.clear()
+    _, gate, up = x
+    first = operand(ACTIVATION, formats[2], gate, (0, -1), settled)
+    found = [(gated_operators.launch_forward(gate, up, first), *first.outputs, first.tensors[0])]
+    gemms = [(1 if has_rows else -1, 2), (1 if has_rows else -1, 2), (-1, 2)]
+    rest = [
+        operand(number, names, gate, own, settled) for number, names, own in zip(OPERANDS, formats, gemms, strict=True)
+    ]
+    values = gated_operators.launch_backward(x, rest, has_rows, True)
+    found += [(of_one, *one.outputs, one.tensors[0]) for of_one, one in zip(values, rest, strict=True)]
+    return found
+
+
+def interpret(tensors: bytes, *arguments: Any) -> bytes:
+    """Launches the kernels in the process that has TRITON_INTERPRET=1."""
+    return dump(by_kernels(load(tensors), *arguments))
+
+
+@pytest.fixture(scope="module")
+def interpreter(interpreting: ProcessPoolExecutor) -> Run:
+    return lambda x, *arguments: load(interpreting.submit(interpret, dump(x), *arguments).result())
+
+
+def on_cuda(x: tuple[Tensor, ...], *arguments: Any) -> Any:
+    found = by_kernels(tuple(part.cuda() for part in x), *arguments)
+    return [[None if tensor is None else tensor.cpu() for tensor in one] for one in found]
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def run(request: pytest.FixtureRequest) -> Run:
+    return request.getfixturevalue("interpreter") if request.param == "interpreter" else on_cuda
+
+
+def check(run: Run, x: tuple[Tensor, ...], formats: Sequence[Sequence[str]], has_rows: bool = True) -> None:
+    """What is folded at once is what the reference folds of the values that the same kernels write."""
+    values = [one[0] for one in run(x, formats, False, has_rows)]
+    folded = run(x, formats, True, has_rows)
+    rows = 1 if has_rows else -1
+    cases = zip(
+        values,
+        folded,
+        (ACTIVATION, *OPERANDS),
+        (formats[2], *formats),
+        ((0, -1), (rows, 2), (rows, 2), (-1, 2)),
+        strict=True,
+    )
+    for value, (written, *got, record), number, names, gemms in cases:
+        if written is not None:  # in BF16, since a format does not fold
+            assert torch.equal(written, value)
+            continue
+        one = operand(number, names, value, gemms, settled=False)
+        one.fold(value, by_kernel=False)
+        for layout, expected in zip(got, one.outputs, strict=True):
+            assert layout.shape == expected.shape
+            assert torch.equal(layout.float().nan_to_num(9999.0), expected.float().nan_to_num(9999.0))
+        if all(part.isfinite().all() for part in x):
+            assert torch.equal(record[:, : LARGEST + 1], one.tensors[0][:, : LARGEST + 1])
+
+
+@pytest.mark.parametrize("shape", [slow((64, 128)), (70, 66)])
+def test_the_kernels_compute_what_torch_does(shape: tuple[int, int], run: Run) -> None:
+    x = inputs(*shape)
+    expected = activation_of(*x[1:]), *gradients_of(*x), activation_of(*x[1:])
+    for (got, *_), other in zip(run(x, [MXFP4] * 3, False), expected, strict=True):
+        # One step of BF16 where the last bits of FP32 decide.
+        assert torch.allclose(got.float(), other.float(), rtol=2.0**-7, atol=1e-30)
+        assert (got == other).float().mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    ("shape", "formats", "has_rows"),
+    [
+        ((70, 66), [MXFP4] * 3, True),
+        slow((64, 128), [MXFP4, UFP4, MXFP4], True),
+        slow((70, 66), [UFP4, MXFP4, UFP4], True),
+        slow((33, 64), [MXFP4] * 3, False),
+    ],
+)
+def test_what_is_folded_at_once_is_what_the_reference_folds(
+    shape: tuple[int, int], formats: list[tuple[str, ...]], has_rows: bool, run: Run
+) -> None:
+    check(run, inputs(*shape), formats, has_rows)
+
+
+@pytest.mark.slow
+def test_an_operand_whose_format_does_not_fold_is_written_as_it_is(run: Run) -> None:
+    x, formats = inputs(40, 64), [MXFP4, WITH_FP8, MXFP4]
+    assert [one[0] is None for one in run(x, formats, True)] == [True, True, False, True]
+    check(run, x, formats)
+    check(run, x, [WITH_FP8, MXFP4, WITH_FP8])
+
+
+@pytest.mark.slow
+def test_infinities_and_nan_make_nan_of_their_blocks_alone(run: Run) -> None:
+    grad, gate, up = inputs(64, 64)
+    grad[3, 5], gate[40, 7], gate[50, 50], up[60, 60] = torch.inf, -torch.inf, torch.nan, torch.inf
+    check(run, (grad, gate, up), [MXFP4] * 3)
+    gate[:], up[:] = 0.0, 0.0
+    check(run, (grad, gate, up), [MXFP4] * 3)
+
+
+@pytest.mark.slow
+def test_the_operators_fold_what_the_kernels_leave(interpreting: ProcessPoolExecutor) -> None:
+    """Through the operators' own functions, with and without exponents that the host knows of."""
+    found = [load(interpreting.submit(through_operators, settled).result()) for settled in (False, True)]
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.float(), other.float())
+
+
+def through_operators(settled: bool) -> bytes:
+    KEPT.clear()
+    grad, gate, up = inputs(40, 64)
+    table, layers = table_on(gate.device), []
+    for number, formats in zip((GRADIENT, GRADIENT, ACTIVATION), (MXFP4, WITH_FP8, MXFP4), strict=True):
+        one = operand(number, formats, gate, (-1, 2), settled)
+        layers += [one.state, one.tensors[0]]
+    found = [*gated_operators.folded_gated(gate, up, table, layers[4:], True, by_kernel=True)]
+    found += gated_operators.folded_gated_gradients(grad, gate, up, table, layers, (True, True), by_kernel=True)
+    return dump(found)
+
+
+def compiled(backward: bool, capability: int) -> Any:
+    """A kernel for a GPU, assembled by the ptxas that is part of Triton."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from snip_hf.kernels.tensor_scaled import gated_tiles
+
+    kernel = gated_tiles.fold_gated_gradients_kernel if backward else gated_tiles.fold_gated_kernel
+    runs, width, warps, registers = gated_operators.TILES[int(backward)]
+    constants: dict[str, Any] = {"COUNTS": True, "RAGGED": False, "RUNS": runs, "CHANNELS": width}
+    constants |= {"HAS_ROWS": True} if backward else {}
+    kinds = {"state": "*i64", "record": "*i64", "parameters": "*fp32", "table": "*fp32", "values": "*bf16"}
+    kinds |= {"rows": "*fp8e4nv", "columns": "*fp8e4nv"} | dict.fromkeys(("grad", "gate", "up"), "*bf16")
+    names = kernel.arg_names
+    signature = {arg: "constexpr" if arg in constants else kinds.get(arg.split("_")[-1], "i32") for arg in names}
+    free = (*constants, "plain", "tokens")
+    divisible = {(index,): [["tt.divisibility", 16]] for index, arg in enumerate(names) if arg not in free}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
+    options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": True}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("capability", [89, 90, 120])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_the_kernels_assemble_and_on_hopper_spill_no_registers(backward: bool, capability: int, tmp_path: Path) -> None:
+    import triton
+
+    code = compiled(backward, capability)
+    assert "cvt.rn.satfinite.e4m3x2" in code.asm["ptx"]
+    if capability == 90:
+        (tmp_path / "cubin").write_bytes(code.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        told = subprocess.run([tool, "--dump-resource-usage", tmp_path / "cubin"], capture_output=True, text=True)
+        assert re.findall(r"STACK:(\d+)", told.stdout) == ["0"]

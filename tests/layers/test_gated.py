@@ -1,0 +1,149 @@
+"""Gated MLPs: which modules are taken for one, and what putting their forward in place leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from small import tiny_llama
+from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
+
+from snip_hf import SnipConfig, convert_model, restore_model
+from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED
+from snip_hf.layers.gated import gate_up_down, is_gated, put_gates, remove_gates
+from snip_hf.layers.state import snip_linears
+
+Formula = Callable[["MLP", Tensor], Tensor]
+
+
+class MLP(nn.Module):
+    """Three linears, named as in no family, and what they compute."""
+
+    def __init__(self, formula: Formula, inner: int = 24, outer: int = 16) -> None:
+        super().__init__()
+        self.c = nn.Linear(inner, outer)
+        self.a, self.b = nn.Linear(16, inner), nn.Linear(16, inner)
+        self.dropout, self.formula = nn.Dropout(0.5), formula
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.formula(self, x)
+
+
+class Decoder(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([mlp])
+
+
+def gated(mlp: MLP, x: Tensor) -> Tensor:
+    y: Tensor = mlp.c(silu(mlp.b(x)) * mlp.a(x))
+    return y
+
+
+def swapped(mlp: nn.Module) -> nn.Module:
+    """The MLP with linears on the backend that runs gates."""
+    model = Decoder(mlp)
+    convert_model(model, SnipConfig())
+    for layer in snip_linears(model).values():
+        layer.use_backend(TENSOR_SCALED)
+    return model
+
+
+def test_a_gated_mlp_is_found_by_what_it_computes_whatever_its_linears_are_called() -> None:
+    model = swapped(MLP(gated))
+    assert put_gates(model) == 1
+    mlp = model.layers[0]
+    assert is_gated(mlp) and gate_up_down(mlp) == (mlp.b, mlp.a, mlp.c)
+    assert put_gates(model) == 1  # and again, as when a run takes the model back
+
+
+def test_those_of_llama_are_found() -> None:
+    model = tiny_llama(layers=2)
+    convert_model(model, SnipConfig())
+    assert put_gates(model) == 0  # the emulated backend runs none
+    for layer in snip_linears(model).values():
+        layer.use_backend(TENSOR_SCALED)
+    assert put_gates(model) == 2
+    mlp = model.model.layers[1].mlp
+    assert gate_up_down(mlp) == (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+
+
+def limited(mlp: MLP, x: Tensor) -> Tensor:
+    y: Tensor = mlp.c(silu(mlp.b(x)).clamp(max=7.0) * mlp.a(x))
+    return y
+
+
+OTHERS: dict[str, Formula] = {
+    "GELU": lambda mlp, x: mlp.c(gelu(mlp.b(x)) * mlp.a(x)),
+    "limited": limited,
+    "dropout in training": lambda mlp, x: mlp.c(mlp.dropout(silu(mlp.b(x)) * mlp.a(x))),
+    "a scaled output": lambda mlp, x: 0.5 * gated(mlp, x),
+    "a residual": lambda mlp, x: x + gated(mlp, x),
+    "another input": lambda mlp, x: mlp.c(silu(mlp.b(x)) * mlp.a(x.flip(-1))),
+    "a linear called twice": lambda mlp, x: mlp.c(silu(mlp.b(x)) * mlp.a(x)) + 0 * mlp.c(mlp.a(x)),
+    "two outputs": lambda mlp, x: (gated(mlp, x), x),  # type: ignore[dict-item,return-value]
+    "an error": lambda mlp, x: gated(mlp, x[..., :3, :].reshape(7, 7)),
+}
+
+
+@pytest.mark.parametrize("formula", OTHERS.values(), ids=OTHERS)
+def test_other_modules_are_left_alone(formula: Formula) -> None:
+    model = swapped(MLP(formula).eval())
+    random_state = torch.random.get_rng_state()
+    assert put_gates(model) == 0
+    assert vars(model.layers[0]).keys().isdisjoint({"forward", "snip_gate_up_down"})
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    assert not model.layers[0].dropout.training
+    assert all(layer.snip_recorder is None for layer in snip_linears(model).values())
+
+
+def test_so_are_modules_that_train_more_than_their_linears_or_are_watched() -> None:
+    trained, hooked, replaced, partly = (swapped(MLP(gated)) for _ in range(4))
+    trained.layers[0].scale = nn.Parameter(torch.ones(1))
+    hooked.layers[0].a.register_forward_hook(lambda *_: None)
+    replaced.layers[0].forward = lambda x: x
+    partly.layers[0].a = nn.Sequential(partly.layers[0].a)  # as an adapter holds it
+    for model in (trained, hooked, replaced, partly):
+        assert put_gates(model) == 0
+
+
+def test_without_torch_compile_the_module_computes_what_it_did() -> None:
+    model, x = swapped(MLP(gated)), torch.randn(3, 16)
+    expected = model.layers[0](x)
+    put_gates(model)
+    assert torch.equal(model.layers[0](x), expected)
+    remove_gates(model)
+    assert vars(model.layers[0]).keys().isdisjoint({"forward", "snip_gate_up_down"})
+    assert torch.equal(model.layers[0](x), expected)
+
+
+def test_a_restored_model_has_its_own_forward() -> None:
+    model = swapped(MLP(gated))
+    put_gates(model)
+    restore_model(model)
+    assert vars(model.layers[0]).keys().isdisjoint({"forward", "snip_gate_up_down"})
+    assert type(model.layers[0].a) is nn.Linear
+
+
+def test_copies_run_by_themselves() -> None:
+    model = tiny_llama(layers=1)
+    convert_model(model, SnipConfig())
+    for layer in snip_linears(model).values():
+        layer.use_backend(TENSOR_SCALED)
+    put_gates(model)
+    ids = torch.arange(8)[None]
+    expected = model(input_ids=ids).logits
+    twin, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    mlp = twin.model.layers[0].mlp
+    assert mlp.forward.__self__ is mlp and gate_up_down(mlp)[0] is mlp.gate_proj
+    assert not is_gated(pickled.model.layers[0].mlp)
+    for one in (twin, pickled):
+        assert torch.equal(one(input_ids=ids).logits, expected)
+    assert put_gates(pickled) == 1
+    for one in (twin, pickled, pickle.loads(pickle.dumps(twin))):
+        restore_model(one)
+        assert "forward" not in vars(one.model.layers[0].mlp)

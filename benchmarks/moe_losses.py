@@ -1,6 +1,7 @@
 """What low precision costs a mixture of experts in loss: emulated, on FP8 tensor cores, and with BF16 products.
 
     python benchmarks/moe_losses.py --text criteria-text.npz --output runs/moe_losses.jsonl
+    python benchmarks/moe_losses.py --text criteria-text.npz --steps 100 --minutes 3 --output runs/moe_losses.jsonl
     python benchmarks/moe_losses.py --tiny --device cpu --seeds 0 --steps 4 --arms BF16 "MXFP4, emulated"
 
 Trains a Qwen3-MoE from random weights with each arm and seed: FP32 master weights under BF16 autocast, AdamW, a
@@ -8,6 +9,11 @@ learning rate that rises over a tenth of the steps and then falls to zero. All a
 weights and read the same text. BF16 runs through snip-hf's layers too, all of whose products are then BF16, so that the
 arms differ by formats and kernels alone. Seeds run at the same time, each in a process of its own. Prints the loss on
 held-out text, in each arm's own arithmetic, and its paired differences from BF16 and from the emulated arm.
+
+The line of an arm is written as soon as the arm ends. An arm begins only if it ends before --minutes in the time of its
+seed's longest one so far; the lines of the others say so. With the default of 30 steps this should end within 60 s on
+one H200 (not run there yet): with 100 steps, as in the second command, 115 s did not suffice for the last arm. Layers
+run uncompiled: each of three kinds of layers would compile for 17 to 20 s (`moe_speed.py`), which outweighs 30 steps.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +56,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
 REFERENCES = (BF16, "MXFP4, emulated")
 SIZE = Size(hidden=1024, inner=512, layers=4, experts=16, experts_per_token=4, rows=32, length=512)
 PEAK_RATE = 1e-3
-LAST = 20
+LAST = 10
 
 
 def run(arm: str, sequences: tuple[Tensor, Tensor], options: argparse.Namespace) -> Iterator[Row]:
@@ -130,30 +136,42 @@ def work(options: argparse.Namespace) -> None:
         torch.cuda.set_device(options.device)
     train, held_out, vocabulary = read(options)
     options.size = Size(**{**vars(options.size), "vocabulary": vocabulary, "length": train.shape[1]})
+    run_arms(options, lambda arm: run(arm, (train, held_out), options))
+
+
+def run_arms(options: argparse.Namespace, measure: Callable[[str], Iterable[Row]]) -> None:
+    """Runs one arm after the other, and writes the line of each as it ends."""
+    latest, longest = options.deadline, 0.0
     for arm in options.arms:
+        options.deadline, began = latest - longest, time.monotonic()
         identity = {"arm": arm, "seed": options.seed, "steps": options.steps}
-        rows = guarded(identity, partial(run, arm, (train, held_out), options), options)
-        with options.output.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row | vars(options.size)) + "\n" for row in rows)
+        rows = guarded(identity, partial(measure, arm), options)
+        longest = max(longest, time.monotonic() - began)
+        lines = "".join(json.dumps(row | vars(options.size) | options.origin) + "\n" for row in rows)
+        # Other seeds add to the same file: one unbuffered write keeps a line whole.
+        with options.output.open("ab", buffering=0) as file:
+            file.write(lines.encode())
 
 
 def started(options: argparse.Namespace) -> list[Row]:
-    """Runs the seeds at the same time, spread over the GPUs, and returns the lines of all."""
-    command = [sys.executable, __file__, "--worker", "--steps", str(options.steps), "--minutes", str(options.minutes)]
+    """Runs the seeds at the same time, spread over the GPUs, and returns the lines that they added."""
+    command = [sys.executable, __file__, "--steps", str(options.steps), "--until", str(options.until)]
+    command += ["--origin", json.dumps(origin_of(str(options.device)))]
     command += ["--arms", *options.arms, *(["--tiny"] if options.tiny else [])]
     command += ["--text", str(options.text)] if options.text else []
     gpus = torch.cuda.device_count() if options.device.type == "cuda" else 0
     with tempfile.TemporaryDirectory() as folder:
-        running, paths = [], []
+        path = options.output or Path(folder, "rows.jsonl")
+        path.touch()
+        earlier, running = path.stat().st_size, []
         for index, seed in enumerate(options.seeds):
-            paths.append(Path(folder, f"{seed}.jsonl"))
             device = f"cuda:{index % gpus}" if gpus else str(options.device)
-            own = ["--seeds", str(seed), "--device", device, "--output", str(paths[-1])]
+            own = ["--seeds", str(seed), "--device", device, "--output", str(path)]
             running.append(subprocess.Popen([*command, *own], stdout=subprocess.DEVNULL))
         codes = [process.wait() for process in running]
         if any(codes):
             raise RuntimeError(f"Got exit codes {codes} of the seeds {options.seeds}; expected 0.")
-        return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+        return [json.loads(line) for line in path.read_bytes()[earlier:].splitlines()]
 
 
 def paired(rows: Sequence[Row], arm: str, reference: str, figure: str) -> list[float]:
@@ -193,24 +211,23 @@ def main() -> None:
     )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--minutes", type=float, default=1.5, help="begin no arm later than this")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--minutes", type=float, default=0.8, help="begin no arm that would end later (default 0.8)")
     parser.add_argument("--tiny", action="store_true", help="a model that a CPU trains too")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", type=Path, help="JSONL file; lines are added")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    # What the process of one seed is given: when --minutes are over, by the clock, and what is added to its lines.
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--origin", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.device, options.seed = torch.device(options.device), options.seeds[0]
     options.size = moe_speed.TINY if options.tiny else SIZE
-    options.deadline = time.monotonic() + 60 * options.minutes
-    if options.worker:
+    if options.origin is not None:
+        options.deadline = time.monotonic() + options.until - time.time()
         work(options)
         return
+    options.until = time.time() + 60 * options.minutes
     rows = started(options)
-    if options.output:
-        source = origin_of(str(options.device))
-        with options.output.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row | source) + "\n" for row in rows)
     for row in rows:
         if "error" in row:
             print(json.dumps(row))

@@ -187,6 +187,35 @@ def test_the_speeds_of_experts_are_those_of_the_lines() -> None:
         assert f"| {recipe} | {row['step_ms']:.1f} | {speed} | {row['peak_gib']:.2f} |" in page
 
 
+def test_the_speeds_of_adapters_are_those_of_the_lines() -> None:
+    first, *low, last = lines_of("benchmarks/results/adapter_speed.jsonl")
+    page, mean = text_of("docs/adapters.md"), (first["step_ms"] + last["step_ms"]) / 2
+    for name, row in zip(("all in MXFP4", "75% in MXFP4"), low, strict=True):
+        figures = f"{row['step_ms']:.1f} | **{mean / row['step_ms']:.3f}** | {row['peak_gib']:.2f}"
+        assert f"| {name} | {figures} |" in page
+    losses = [f"{row['loss']:.3f}" for row in (first, *low)]
+    assert f"the loss is {losses[0]} in BF16, {losses[1]} all in MXFP4 and {losses[2]} at 75%" in page
+
+
+@pytest.mark.parametrize(
+    ("shape", "called", "step_ms"),
+    [("8B, 8 layers", "8B shape, 8 layers, a step of 240", 240), ("TinyLlama-1.1B", "1.1B, 22 layers, 185 ms", 185)],
+)
+def test_what_a_gather_in_bytes_spares_is_what_the_lines_say(shape: str, called: str, step_ms: float) -> None:
+    rows = [row for row in lines_of("benchmarks/results/gather_speed.jsonl") if row["shape"] == shape]
+
+    def spared(figure: str) -> float:
+        bf16, byte = (sum(row[figure] for row in rows if row["carrier"] == name) for name in ("BF16", "byte"))
+        return rows[0]["layers"] * (bf16 - byte)
+
+    around, products, gathers = spared("before_ms") + spared("after_ms"), spared("beside_ms"), spared("gather_ms")
+    hidden, bare = (100 * (around + more) / step_ms for more in (products, gathers))
+    figures = f"{around:.1f} ms | {products:.1f} ms | **{hidden:.1f}%** | {gathers:.1f} ms | {bare:.1f}% |"
+    page = text_of("docs/distributed.md")
+    assert called in page and figures in page and hidden < 3.0 and all(row["equal"] for row in rows)
+    assert f"{hidden:.1f}" in text_of("docs/fsdp2.md")
+
+
 def test_the_speeds_of_the_trainer_s_step_are_those_of_the_profile() -> None:
     lines = lines_of("benchmarks/results/step_profile.jsonl")
     found = {row["recipe"]: row for row in lines if row.get("note") == "0cc105f"}

@@ -187,16 +187,40 @@ def test_the_speeds_of_experts_are_those_of_the_lines() -> None:
         assert f"| {recipe} | {row['step_ms']:.1f} | {speed} | {row['peak_gib']:.2f} |" in page
 
 
-def test_the_speeds_of_the_trainer_s_step_are_those_of_the_profile() -> None:
+def of_profile(model: str, trainer: bool) -> dict[str, Any]:
+    """Returns recipe -> line of the last profile."""
     lines = lines_of("benchmarks/results/step_profile.jsonl")
-    found = {row["recipe"]: row for row in lines if row.get("note") == "0cc105f"}
-    bf16, page, speeds = found["BF16"], text_of("docs/tensor_scaled.md"), []
-    for name in ("snip-hf MXFP4 75%, ties", "snip-hf MXFP4, ties"):
-        speeds.append(f"{bf16['alone_ms'] / found[name]['alone_ms']:.3f}")
-        kernels = sum(found[name]["ms"].values())
-        assert f"| {found[name]['alone_ms']:.1f} | {speeds[-1]} | {kernels:.1f} |" in page
-        assert f"{sum(bf16['ms'].values()) / kernels:.3f}" in page
-    assert f"without refreshes: {' and '.join(speeds)} times BF16" in text_of("README.md")
+    of_run = [row for row in lines if row.get("commit") == "b0bf68a" and row["trainer"] is trainer]
+    return {row["recipe"]: row for row in of_run if row["model"] == model}
+
+
+def test_the_speeds_of_the_trainer_s_step_are_those_of_the_profile() -> None:
+    found, page, speeds = of_profile("TinyLlama-1.1B", True), text_of("docs/tensor_scaled.md"), []
+    bf16 = found.pop("BF16")
+    for row in found.values():
+        speeds.append(f"{bf16['alone_ms'] / row['alone_ms']:.3f}")
+        cells = [f"{row['alone_ms']:.1f}", speeds[-1], f"{sum(row['ms'].values()):.1f}"]
+        assert " | ".join(cells) in page.replace("**", "")
+    mxfp4, mixed = found["snip-hf MXFP4, ties"], found["snip-hf MXFP4 75%, ties"]
+    kernels = [f"{sum(bf16['ms'].values()) / sum(row['ms'].values()):.3f}" for row in (mxfp4, mixed)]
+    assert f"the ratios are {' and '.join(kernels)}" in page
+    large = of_profile("8B, 8 layers", True)
+    ratio = large["BF16"]["alone_ms"] / large["snip-hf MXFP4, ties"]["alone_ms"]
+    assert f"{speeds[1]} and {speeds[0]} times BF16 at 1.1B, and all in MXFP4 {ratio:.3f} at the 8B" in text_of(
+        "README.md"
+    )
+    assert f"at {speeds[1]} (75%) and {speeds[0]} (all) times BF16" in text_of("CHANGELOG.md")
+
+
+def test_what_a_refresh_takes_is_that_of_the_profile() -> None:
+    steps, page = [], text_of("docs/hopper.md")
+    for model in ("8B, 8 layers", "TinyLlama-1.1B"):
+        row, bf16 = (of_profile(model, False)[recipe] for recipe in ("refresh", "BF16"))
+        steps.append(row["extra_ms"] / bf16["alone_ms"])
+        assert steps[-1] == pytest.approx(row["bf16_steps"], abs=0.005)
+    assert "| in BF16 steps | " + " | ".join(f"**{number:.2f}**" for number in steps) + " |" in page
+    short = " and ".join(f"{number:.1f}" for number in steps)
+    assert f"A refresh takes the time of {short} BF16 steps" in text_of("README.md")
 
 
 def test_estimates_from_one_micro_batch_are_further_off() -> None:

@@ -12,8 +12,8 @@ held-out text, in each arm's own arithmetic, and its paired differences from BF1
 
 The line of an arm is written as soon as the arm ends. An arm begins only if it ends before --minutes in the time of its
 seed's longest one so far; the lines of the others say so. With the default of 30 steps this should end within 60 s on
-one H200 (not run there yet): with 100 steps, as in the second command, 115 s did not suffice for the last arm. Layers
-run uncompiled: each of three kinds of layers would compile for 17 to 20 s (`moe_speed.py`), which outweighs 30 steps.
+one H200 (not run there yet): with 100 steps, as in the second command, 115 s did not suffice. Layers run uncompiled: in
+`moe_speed.py` a kind of layers compiled in 17 to 20 s, and these arms have three kinds.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from .setting import Row
 # Those in use come first.
 FORWARD_TILES: tuple[operators.Tile, ...] = (
     gated_operators.TILES[0],
+    (8, 64, 1, None),
     (8, 32, 1, None),
     (8, 128, 1, None),
-    (8, 64, 2, None),
     (8, 128, 2, None),
     (16, 64, 2, None),
 )

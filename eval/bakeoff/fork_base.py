@@ -239,13 +239,18 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unpacked() -> Iterator[None]:
-    """Tells transformers that no row holds several texts. It would look for them on the device, and wait for that."""
-    kept = masking_utils.find_packed_sequence_indices
+    """Tells transformers that no row holds several texts, and that no graph is traced.
+
+    It would look for texts on the device, and wait for that. While a stream is captured, transformers 5.17 would make
+    a mask of causal attention, for which compiled layers are compiled once more.
+    """
+    kept = masking_utils.find_packed_sequence_indices, masking_utils.is_tracing
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.is_tracing = lambda tensor=None: False
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = kept
+        masking_utils.find_packed_sequence_indices, masking_utils.is_tracing = kept
 
 
 def state_path(recipe: ForkRecipe, text: ForkText, fork: Fork, folder: Path) -> Path:

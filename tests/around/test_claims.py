@@ -197,35 +197,40 @@ def test_the_speeds_of_adapters_are_those_of_the_lines() -> None:
     assert f"the loss is {losses[0]} in BF16, {losses[1]} all in MXFP4 and {losses[2]} at 75%" in page
 
 
-@pytest.mark.parametrize(
-    ("shape", "called", "step_ms"),
-    [("8B, 8 layers", "8B shape, 8 layers, a step of 240", 240), ("TinyLlama-1.1B", "1.1B, 22 layers, 185 ms", 185)],
-)
-def test_what_a_gather_in_bytes_spares_is_what_the_lines_say(shape: str, called: str, step_ms: float) -> None:
-    rows = [row for row in lines_of("benchmarks/results/gather_speed.jsonl") if row["shape"] == shape]
-
-    def spared(figure: str) -> float:
-        bf16, byte = (sum(row[figure] for row in rows if row["carrier"] == name) for name in ("BF16", "byte"))
-        return rows[0]["layers"] * (bf16 - byte)
-
-    around, products, gathers = spared("before_ms") + spared("after_ms"), spared("beside_ms"), spared("gather_ms")
-    hidden, bare = (100 * (around + more) / step_ms for more in (products, gathers))
-    figures = f"{around:.1f} ms | {products:.1f} ms | **{hidden:.1f}%** | {gathers:.1f} ms | {bare:.1f}% |"
-    page = text_of("docs/distributed.md")
-    assert called in page and figures in page and hidden < 3.0 and all(row["equal"] for row in rows)
-    assert f"{hidden:.1f}" in text_of("docs/fsdp2.md")
+def of_profile(model: str, trainer: bool) -> dict[str, Any]:
+    """Returns recipe -> line of the last profile."""
+    lines = lines_of("benchmarks/results/step_profile.jsonl")
+    of_run = [row for row in lines if row.get("commit") == "b0bf68a" and row["trainer"] is trainer]
+    return {row["recipe"]: row for row in of_run if row["model"] == model}
 
 
 def test_the_speeds_of_the_trainer_s_step_are_those_of_the_profile() -> None:
-    lines = lines_of("benchmarks/results/step_profile.jsonl")
-    found = {row["recipe"]: row for row in lines if row.get("note") == "0cc105f"}
-    bf16, page, speeds = found["BF16"], text_of("docs/tensor_scaled.md"), []
-    for name in ("snip-hf MXFP4 75%, ties", "snip-hf MXFP4, ties"):
-        speeds.append(f"{bf16['alone_ms'] / found[name]['alone_ms']:.3f}")
-        kernels = sum(found[name]["ms"].values())
-        assert f"| {found[name]['alone_ms']:.1f} | {speeds[-1]} | {kernels:.1f} |" in page
-        assert f"{sum(bf16['ms'].values()) / kernels:.3f}" in page
-    assert f"without refreshes: {' and '.join(speeds)} times BF16" in text_of("README.md")
+    found, page, speeds = of_profile("TinyLlama-1.1B", True), text_of("docs/tensor_scaled.md"), []
+    bf16 = found.pop("BF16")
+    for row in found.values():
+        speeds.append(f"{bf16['alone_ms'] / row['alone_ms']:.3f}")
+        cells = [f"{row['alone_ms']:.1f}", speeds[-1], f"{sum(row['ms'].values()):.1f}"]
+        assert " | ".join(cells) in page.replace("**", "")
+    mxfp4, mixed = found["snip-hf MXFP4, ties"], found["snip-hf MXFP4 75%, ties"]
+    kernels = [f"{sum(bf16['ms'].values()) / sum(row['ms'].values()):.3f}" for row in (mxfp4, mixed)]
+    assert f"the ratios are {' and '.join(kernels)}" in page
+    large = of_profile("8B, 8 layers", True)
+    ratio = large["BF16"]["alone_ms"] / large["snip-hf MXFP4, ties"]["alone_ms"]
+    assert f"{speeds[1]} and {speeds[0]} times BF16 at 1.1B, and all in MXFP4 {ratio:.3f} at the 8B" in text_of(
+        "README.md"
+    )
+    assert f"at {speeds[1]} (75%) and {speeds[0]} (all) times BF16" in text_of("CHANGELOG.md")
+
+
+def test_what_a_refresh_takes_is_that_of_the_profile() -> None:
+    steps, page = [], text_of("docs/hopper.md")
+    for model in ("8B, 8 layers", "TinyLlama-1.1B"):
+        row, bf16 = (of_profile(model, False)[recipe] for recipe in ("refresh", "BF16"))
+        steps.append(row["extra_ms"] / bf16["alone_ms"])
+        assert steps[-1] == pytest.approx(row["bf16_steps"], abs=0.005)
+    assert "| in BF16 steps | " + " | ".join(f"**{number:.2f}**" for number in steps) + " |" in page
+    short = " and ".join(f"{number:.1f}" for number in steps)
+    assert f"A refresh takes the time of {short} BF16 steps" in text_of("README.md")
 
 
 def test_estimates_from_one_micro_batch_are_further_off() -> None:

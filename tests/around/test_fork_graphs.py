@@ -11,6 +11,7 @@ import torch
 from small_forks import BF16, CPU, SNIP, StandIn, random_text, write_recipe
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
 
 from eval.bakeoff import forks
 from eval.bakeoff.fork_base import Trainee, deterministic, state_path, train_base, unpacked
@@ -164,6 +165,14 @@ def test_a_pass_does_not_look_for_several_texts_in_a_row(tmp_path: Path) -> None
             model(input_ids=ids, position_ids=apart, attention_mask=torch.ones_like(ids)).logits,
         )
     assert torch.equal(model(input_ids=ids, labels=ids).loss, expected)
+
+
+def test_transformers_makes_no_mask_for_a_stream_that_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert masking_utils.is_tracing()
+    with unpacked():
+        assert not masking_utils.is_tracing()
+    assert masking_utils.is_tracing()
 
 
 # ---------------------------------------------------------------------------------------------------------- the recipe

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import gather_speed
+import pytest
 import torch
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_weights_folded_before_a_gather_are_the_bytes_of_those_folded_after_it() -> None:
@@ -33,3 +39,23 @@ def test_what_a_byte_spares_is_counted_over_both_passes_of_all_layers() -> None:
         "small, 2 layers, both passes, a byte in the place of BF16: 6.00 ms less of casting, copying and folding, "
         "gathers 8.00 ms shorter, products beside them 4.00 ms."
     )
+
+
+@pytest.mark.parametrize(
+    ("shape", "called", "step_ms"),
+    [("8B, 8 layers", "8B shape, 8 layers, a step of 240", 240), ("TinyLlama-1.1B", "1.1B, 22 layers, 185 ms", 185)],
+)
+def test_what_a_gather_in_bytes_spares_is_what_the_lines_say(shape: str, called: str, step_ms: float) -> None:
+    rows = [json.loads(line) for line in (ROOT / "benchmarks/results/gather_speed.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["shape"] == shape]
+
+    def spared(figure: str) -> float:
+        bf16, byte = (sum(row[figure] for row in rows if row["carrier"] == name) for name in ("BF16", "byte"))
+        return rows[0]["layers"] * (bf16 - byte)
+
+    around, products, gathers = spared("before_ms") + spared("after_ms"), spared("beside_ms"), spared("gather_ms")
+    hidden, bare = (100 * (around + more) / step_ms for more in (products, gathers))
+    figures = f"{around:.1f} ms | {products:.1f} ms | **{hidden:.1f}%** | {gathers:.1f} ms | {bare:.1f}% |"
+    page = " ".join((ROOT / "docs/distributed.md").read_text(encoding="utf-8").split())
+    assert called in page and figures in page and hidden < 3.0 and all(row["equal"] for row in rows)
+    assert f"{hidden:.1f}" in (ROOT / "docs/fsdp2.md").read_text(encoding="utf-8")

@@ -180,6 +180,7 @@ def test_a_compiled_module_is_one_graph_that_reads_formats_and_keys_as_data(auto
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # torch warns of much while it compiles
 def test_on_a_gpu_a_compiled_model_gives_the_loss_of_the_eager_one() -> None:
     model = in_fp4("qwen3-moe").cuda()
     compiled, tokens = torch.compile(model, fullgraph=True), ids().cuda()

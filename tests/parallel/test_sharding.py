@@ -54,6 +54,14 @@ def test_each_block_gathers_that_of_the_next_one_and_the_pass_is_the_same() -> N
     assert torch.equal(loss, expected) and all(p.grad is not None for p in model.parameters())
 
 
+def test_blocks_that_are_compiled_one_by_one_gather_ahead_too() -> None:
+    model, blocks = sharded()
+    for index, block in enumerate(blocks):
+        model.model.layers[index] = torch.compile(block, backend="eager")
+    assert gather_ahead(model) == 3
+    assert ahead(blocks) == ([[1], [2], []], [[], [0], [1]])
+
+
 def test_what_somebody_told_blocks_stays() -> None:
     model, blocks = sharded()
     blocks[0].set_modules_to_forward_prefetch(blocks[1:])

@@ -35,7 +35,10 @@ def gather_ahead(model: nn.Module) -> int:
     """
     told = 0
     for blocks in model.modules():
-        members: list[Any] = list(blocks) if isinstance(blocks, nn.ModuleList) else []
+        if not isinstance(blocks, nn.ModuleList):
+            continue
+        # Accelerate's regional compilation wraps each block.
+        members: list[Any] = [getattr(block, "_orig_mod", block) for block in blocks]
         if len(members) < 2 or not all(isinstance(block, FSDPModule) for block in members):
             continue
         if any(getattr(block._get_fsdp_state(), "_states_to_forward_prefetch", None) for block in members):

@@ -26,9 +26,9 @@ if TYPE_CHECKING or find_spec("triton") is not None:
 
 _ACTIVATION, _GRADIENT = 0, 1  # in `gemms.OPERANDS`
 _FORWARD, _GRAD_INPUT, _GRAD_WEIGHT = range(3)  # in `gemms.GEMMS`
-# As `operators.TILES`: of forward and of backward, by their numbers of instructions. No thread spills its registers on
-# compute capability 9.0.
-TILES: tuple[Tile, Tile] = ((8, 64, 1, None), (8, 32, 1, 168))
+# As `operators.TILES`: of forward and of backward, the fastest of those tried on an H200 (docs/log.md). No thread
+# spills its registers on compute capability 9.0.
+TILES: tuple[Tile, Tile] = ((8, 64, 2, None), (8, 32, 1, 168))
 LAYERS = 3
 """Gate, up and down."""
 

@@ -191,7 +191,10 @@ def parts() -> Parts:
     (m, s), (n, t) = ((TIMED[name], seconds) for name, seconds in probes.items())
     per_weight = (s * n.linears - t * m.linears) / (m.weights * n.linears - n.weights * m.linears)
     per_linear = (s - per_weight * m.weights) / m.linears
-    many = {(line["case"], line["recipe"]): line["refresh_s"] for line in read_lines(RESULTS / "multi_gpu_speed.jsonl")}
+    lines = read_lines(RESULTS / "multi_gpu_speed.jsonl")
+    # One run: a later one has no FSDP2.
+    run = next(line["commit"] for line in reversed(lines) if line["case"] == "2:fsdp2")
+    many = {(line["case"], line["recipe"]): line["refresh_s"] for line in lines if line["commit"] == run}
     ddp, fsdp2, alone = (many[case, "SNIP 75%"] for case in ("2:ddp", "2:fsdp2", "1:none"))
     # That run's refresh in one process was faster than the Trainer's: the ratio of two to one is compared.
     passes = OF_PASSES * (per_linear * TINY.linears + per_weight * TINY.weights / 2)

@@ -81,7 +81,8 @@ def test_a_trainer_with_the_callback_trains_with_blocks_that_gather_ahead(
 ) -> None:
     model, blocks = sharded()
     row = {"input_ids": list(range(8)), "labels": list(range(8))}
-    args = TrainingArguments(str(tmp_path), max_steps=1, save_strategy="no", use_cpu=True, log_level="info")
+    caplog.set_level("INFO", "snip_hf")
+    args = TrainingArguments(str(tmp_path), max_steps=1, save_strategy="no", use_cpu=True)
     Trainer(model, args, train_dataset=[row] * 8, callbacks=[SnipCallback(SnipConfig(policy="uniform-fp8"))]).train()
     assert ahead(blocks)[0] == [[1], [2], []]
     assert "FSDP2 gathers the weights of 3 blocks while the one before each runs" in caplog.text

@@ -264,7 +264,7 @@ def _device(index: int, kind: str) -> torch.device:
     device = torch.device("cuda", index % torch.cuda.device_count())
     torch.cuda.set_device(device)
     torch.set_num_threads(2)
-    # Attention's backward pass is not deterministic all the same, as torch warns: bases differ when trained again.
+    # Outside of `fork_base.deterministic` torch only warns of operations that have no deterministic kernel.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it fills what is written anyway

@@ -22,6 +22,7 @@ from families import (
     text,
     with_images,
 )
+from small import tiny_llama
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -464,3 +465,16 @@ def test_as_many_grad_inputs_run_in_training_as_are_counted(
     assert len(layers) == 14 and {name for name, one in model.named_parameters() if one.requires_grad} == {
         name for name, _ in model.named_parameters() if name.startswith(trained)
     }
+
+
+@pytest.mark.parametrize(
+    ("batch", "config", "error", "message"),
+    [
+        (torch.zeros(1, 4).long(), None, TypeError, r"batch is a Tensor; expected the keyword arguments"),
+        ({"input_ids": torch.zeros(1, 4).long()}, {"policy": "snip"}, TypeError, "config is a dict; expected a SnipC"),
+        ({}, SnipConfig(skip_modules=("*.qproj",)), ValueError, r"skip_modules: '\*\.qproj' matches no linear layer"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(batch: Any, config: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        coverage(tiny_llama(hidden=16, layers=1), batch, config)

@@ -235,7 +235,19 @@ def restored(mlp: nn.Module) -> None:
     mlp.up_proj.restore()
 
 
-@pytest.mark.parametrize("change", [frozen, with_bias, with_bf16, hooked, emulated, wrapped, restored])
+def watched(mlp: nn.Module) -> None:
+    mlp.act_fn.register_forward_hook(lambda *_: None)
+
+
+def with_its_own_forward(mlp: nn.Module) -> None:
+    inner = mlp.gate_proj.forward
+    mlp.gate_proj.forward = lambda x: inner(x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [frozen, with_bias, with_bf16, hooked, emulated, wrapped, restored, watched, with_its_own_forward],
+)
 def test_layers_that_need_their_own_call_run_one_by_one(change: Callable[[nn.Module], None]) -> None:
     mlp = mlp_of()
     assert is_one(mlp)

@@ -85,6 +85,7 @@ OTHERS: dict[str, Formula] = {
     "a residual": lambda mlp, x: x + gated(mlp, x),
     "another input": lambda mlp, x: mlp.c(silu(mlp.b(x)) * mlp.a(x.flip(-1))),
     "a linear called twice": lambda mlp, x: mlp.c(silu(mlp.b(x)) * mlp.a(x)) + 0 * mlp.c(mlp.a(x)),
+    "a cast": lambda mlp, x: mlp.c((silu(mlp.b(x)) * mlp.a(x)).bfloat16()).float(),
     "two outputs": lambda mlp, x: (gated(mlp, x), x),  # type: ignore[dict-item,return-value]
     "an error": lambda mlp, x: gated(mlp, x[..., :3, :].reshape(7, 7)),
 }
@@ -118,6 +119,16 @@ def test_without_torch_compile_the_module_computes_what_it_did() -> None:
     assert torch.equal(model.layers[0](x), expected)
     remove_gates(model)
     assert vars(model.layers[0]).keys().isdisjoint({"forward", "snip_gate_up_down"})
+    assert torch.equal(model.layers[0](x), expected)
+
+
+def test_what_was_put_around_the_forward_still_runs_when_the_run_has_ended() -> None:
+    model, x = swapped(MLP(gated)), torch.randn(3, 16)
+    expected = model.layers[0](x)
+    put_gates(model)
+    inner = model.layers[0].forward
+    model.layers[0].forward = lambda x: inner(x)
+    remove_gates(model)
     assert torch.equal(model.layers[0](x), expected)
 
 

@@ -14,7 +14,7 @@ from ..config import SnipConfig
 from ..layers.adapters import ADAPTER
 from ..layers.kinds import known_weights
 from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
-from ..layers.selection import LEFT_OUT, ROUTER, refuse_quantized
+from ..layers.selection import LEFT_OUT, ROUTER, check_patterns, refuse_quantized, skip_reasons
 from ..layers.state import snip_linears
 from ..layers.weight_matrices import weight_matrices
 from ..numerics.random_state import RandomState
@@ -151,10 +151,21 @@ def coverage(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | No
         config: says what is swapped; None: what is, or the defaults in a model that is not converted.
 
     Raises:
-        ValueError: the model is already quantized by another method, as `convert_model` says.
+        TypeError: the batch is no mapping of names to values, or the configuration no `SnipConfig`.
+        ValueError: the model is already quantized by another method, or a name in `skip_modules` or `include_modules`
+            matches nothing, as `convert_model` says.
     """
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"coverage: batch is a {type(batch).__name__}; expected the keyword arguments of the model's forward, such "
+            'as {"input_ids": ids}.'
+        )
+    if config is not None and not isinstance(config, SnipConfig):
+        raise TypeError(f"coverage: config is a {type(config).__name__}; expected a SnipConfig, or None.")
     bare = unwrap(model)
     refuse_quantized(bare)
+    if config is not None and not snip_linears(bare):
+        check_patterns(bare, config, skip_reasons(bare, config))
     return count_pass(bare, batch, config).coverage
 
 

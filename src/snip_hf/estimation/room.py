@@ -33,7 +33,7 @@ _FP32 = 4
 # Bytes per token, and feature into or out of a swapped layer. A pass in FP32: 5.0 was measured for Llamas on a GPU, 4
 # for the feature itself, the rest for norms, attention and activation functions. Since then norms hold two tensors less
 # of each block, by counting 0.46.
-_IN_A_PASS = 4.5
+_IN_A_PASS = 4.55
 # A compiled training step in BF16 (Llamas: 1.34 where quantized operands are not saved, 1.67 where they are).
 _IN_A_STEP = 4 / 3
 # Per token and word of the vocabulary: logits in FP32, their logarithms and their gradients.

@@ -131,15 +131,15 @@ class SnipCallback(TrainerCallback):
             solving=self._solving,
         )
         self.controller.compiled = how_compiled(args, AcceleratorState())
-        told = gather_ahead(model)
-        if told:
-            logger.info("snip-hf: FSDP2 gathers the weights of %d blocks while the one before each runs.", told)
         for tracker in (*self._trackers, self._figures.note):
             self.controller.add_tracker(tracker)
         self._mark = RunMark(self._end_restored)
         self._mark.put_on(model)
         self._passes = TrainingPasses(outer, self.controller, self._mark)
         try:
+            told = gather_ahead(model)
+            if told:
+                logger.info("snip-hf: FSDP2 gathers the weights of %d blocks while the one before each runs.", told)
             self._connect(find_trainer(state))
             self._figures.open(find_trainer(state), self, None if output_dir is None else self._folder)
             # The first process may be the only one that sees the checkpoint.

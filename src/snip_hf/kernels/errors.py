@@ -138,7 +138,7 @@ if TYPE_CHECKING or find_spec("triton") is not None:
             other = tl.load(second + at, inside, other=0.0) - exact
             square = other * other
             tl.store(found + size + at, square, inside)
-            tl.store(found + size * 2 + at, error * other, inside)
+            tl.store(found + size + size + at, error * other, inside)
             tl.store(sums + 1, tl.sum(square, 0))
 
     @triton.jit

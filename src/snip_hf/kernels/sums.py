@@ -80,7 +80,7 @@ def token_figures(x: Tensor, grad_output: Tensor, is_kept: Tensor) -> Tensor:
         return _token_figures(x, grad_output, is_kept)
     energies = row_squares(x) * row_squares(grad_output)
     amaxes = (torch.linalg.vector_norm(one, torch.inf, 1) for one in (x, grad_output))
-    return torch.stack([energies, energies * is_kept, *amaxes], 1)
+    return torch.stack([energies, torch.where(is_kept, energies, 0.0), *amaxes], 1)
 
 
 def _squares(parts: Tensor) -> Tensor:

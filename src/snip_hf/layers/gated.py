@@ -30,9 +30,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a gated MLP in a run. A copy of the module has it too; a pickled one has its class's."""
-    layers = gate_up_down(self)
-    if len(args) == 1 and not kwargs and not any(map(_needs_call, layers)):
-        y = layers[-1].snip_backend.gated_forward(layers, args[0])
+    # Without names the run has ended, and something that was put around this forward since calls it still.
+    if len(args) == 1 and not kwargs and _NAMES in vars(self) and not _is_watched(self):
+        layers = gate_up_down(self)
+        y = None if any(map(_needs_call, layers)) else layers[-1].snip_backend.gated_forward(layers, args[0])
         if y is not None:
             return y
     return type(self).forward(self, *args, **kwargs)
@@ -53,7 +54,14 @@ def _needs_call(layer: nn.Module) -> bool:
     alone, or something else, such as an adapter, has taken its place since."""
     if not isinstance(layer, SnipLayer):
         return True
-    return layer.snip_recorder is not None or not layer.snip_backend.runs_gates or _has_hooks(layer)
+    is_its_own = type(layer).forward is not SnipLayer.forward or "forward" in vars(layer)
+    return is_its_own or layer.snip_recorder is not None or not layer.snip_backend.runs_gates
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Returns True if a part of the module has hooks: who runs it as one, or tries it, would pass them by or call them
+    for nothing."""
+    return any(_has_hooks(part) for part in module.modules() if part is not module)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -77,9 +85,9 @@ def put_gates(model: nn.Module) -> int:
             # torch.compile guards the function of a method, and so compiles blocks alike once.
             vars(module).update({_NAMES: names, "forward": MethodType(forward, module)})
     if found:
-        logger.info("snip-hf: %d gated MLPs run as one where they are compiled: %s, ....", len(found), found[0])
-    if others:
-        logger.debug("snip-hf: three linears each run one by one in %s, ....", others[0])
+        logger.info("snip-hf: %d gated MLPs run as one where they are compiled, such as %s.", len(found), found[0])
+    elif others:
+        logger.info("snip-hf: linears run one by one in %s: no down(silu(gate(x)) * up(x)).", others[0])
     return len(gated) + len(found)
 
 
@@ -98,11 +106,9 @@ def _remove(module: nn.Module) -> None:
 
 def _find(module: nn.Module, layers: Mapping[str, SnipLayer]) -> tuple[str, ...] | None:
     """Returns the names of the linears as gate, up and down if the module computes the formula, else None."""
-    own = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
+    own = {id(parameter) for layer in layers.values() for parameter in (layer.weight, layer.bias)}
     trains_more = any(id(parameter) not in own for parameter in module.parameters())
-    # A trial of its parts would be noticed.
-    has_hooks = any(_has_hooks(part) for part in module.modules() if part is not module)
-    if trains_more or has_hooks or "forward" in vars(module):
+    if trains_more or _is_watched(module) or "forward" in vars(module) or any(map(_needs_call, layers.values())):
         return None
     for names in permutations(layers):
         gate, up, down = order = [layers[name] for name in names]
@@ -116,7 +122,7 @@ def _computes(module: nn.Module, layers: Sequence[SnipLayer]) -> bool:
     """Returns True if the module's forward, on a tensor of no meaning, calls the linears as the formula does."""
     generator = torch.Generator().manual_seed(0)
     x, *outputs = (
-        _SPREAD * torch.randn(1, _TOKENS, size, generator=generator)
+        _SPREAD * torch.randn(1, _TOKENS, size, generator=generator, device="cpu", dtype=torch.float32)
         for size in (layers[0].in_features, *(layer.out_features for layer in layers))
     )
     inputs: dict[int, list[Tensor]] = {id(layer): [] for layer in layers}
@@ -145,10 +151,12 @@ def _computes(module: nn.Module, layers: Sequence[SnipLayer]) -> bool:
 
 
 def _same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    """Returns True if the tensors are equal but for the rounding of FP32."""
+    """Returns True if the tensors are equal but for the rounding of FP32; in another dtype they are not."""
     pairs = zip(got, expected, strict=False)
     return len(got) == len(expected) and all(
-        one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in pairs
+        (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+        and torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+        for one, other in pairs
     )
 
 

@@ -26,12 +26,12 @@ def gather_ahead(model: nn.Module) -> int:
     """Has FSDP2 gather the weights of each of a model's blocks while the block before it runs (ours).
 
     By itself it gathers a block's weights when that block is called, which the host may reach too late. Takes the
-    memory of one more block's weights. Leaves alone blocks in whose list some were told already what to gather ahead.
+    memory of one more block's weights. Leaves alone lists in which some block was told already what to gather ahead.
 
     Args:
-        model: whose `ModuleList`s are looked at.
+        model: whose `ModuleList`s of blocks of one class are looked at.
 
-    Returns: how many blocks were told.
+    Returns: how many blocks' weights are gathered ahead.
     """
     told = 0
     for blocks in model.modules():
@@ -39,14 +39,15 @@ def gather_ahead(model: nn.Module) -> int:
             continue
         # Accelerate's regional compilation wraps each block.
         members: list[Any] = [getattr(block, "_orig_mod", block) for block in blocks]
-        if len(members) < 2 or not all(isinstance(block, FSDPModule) for block in members):
+        if len(set(map(type, members))) != 1 or not isinstance(members[0], FSDPModule):
             continue
-        if any(getattr(block._get_fsdp_state(), "_states_to_forward_prefetch", None) for block in members):
+        states = [vars(block._get_fsdp_state()) for block in members]
+        if any(state.get(f"_states_to_{way}_prefetch") for state in states for way in ("forward", "backward")):
             continue
         for block, following in pairwise(members):
             block.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([block])
-        told += len(members)
+        told += len(members) - 1
     return told
 
 

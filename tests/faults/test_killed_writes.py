@@ -267,6 +267,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_a_run_folder_is_readable_whenever_its_run_was_killed(tmp_path: Path) -> None:
     assert in_a_process(FOLDER, tmp_path, 15).split() == ["done"]
 

@@ -188,6 +188,7 @@ def test_every_configuration_is_tested_and_in_the_readme() -> None:
 # --- the Trainer
 
 
+@pytest.mark.slow
 def test_two_processes_train_refresh_save_and_report_once(two: tuple[Path, str]) -> None:
     folder, printed = two
     assert [(line["step"], line["applied_step"], line["status"]) for line in refreshes(folder)] == [

@@ -344,6 +344,7 @@ def inductor_run(folder: Path, make: Any) -> None:
     )
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_inductor_under_a_trainer_gives_the_losses_of_an_uncompiled_run(tmp_path: Path) -> None:
     inductor_run(tmp_path, Smallest)

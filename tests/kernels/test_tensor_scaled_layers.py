@@ -14,6 +14,7 @@ import pytest
 import torch
 from kernels.test_hopper_layers import assert_close, assert_same, gradients, layer_of, linear, randn
 from models import batch
+from slow_cases import slow
 from small import checkpoint_activations, tiny_llama
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -326,7 +327,7 @@ class TestRun:
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
 def test_compiled_layers_take_new_formats_and_exponents_without_compiling(backend: str, device: str) -> None:
     layer, x = layer_of(linear(device=device), MXFP4, NAME), randn(T, I, device=device)
     twin = copy.deepcopy(layer)

@@ -32,6 +32,7 @@ from speed_parts.measuring import mark, milliseconds_between, replayed, state_of
 from torch import Tensor
 
 from snip_hf.kernels.tensor_scaled import operators
+from snip_hf.kernels.tensor_scaled.folding import PARAMETERS
 from snip_hf.kernels.tensor_scaled.records import Records, follow
 from snip_hf.numerics.gemms import OPERANDS
 
@@ -80,7 +81,7 @@ class Layer:
     def fold(self, weights: Sequence[Tensor], gemms: tuple[int, int], layouts: Sequence[Tensor]) -> None:
         """Folds weights, or shards of them, into one layout, each in one launch, as training does."""
         for weight, records, out in zip(weights, self.records, layouts, strict=True):
-            layout, parameters = out.view(torch.float8_e4m3fn), records.table.new_empty(operators.PARAMETERS)
+            layout, parameters = out.view(torch.float8_e4m3fn), records.table.new_empty(PARAMETERS)
             none = layout[:0], parameters[:0]
             outputs = (layout, parameters, *none) if gemms[0] >= 0 else (*none, layout, parameters)
             if weight.is_cuda:

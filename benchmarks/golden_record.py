@@ -43,8 +43,10 @@ from snip_hf import SnipCallback, SnipConfig, SnipController
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 VOCABULARY, LENGTH = 128, 48
 NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-# Refreshes at steps 2, 6 and 10, applied after steps 4, 8 and 12.
-SCHEDULE: dict[str, Any] = {"first_refresh": 2, "refresh_every": 4, "apply_delay": 2, "solver": "greedy"}
+# Refreshes at steps 2, 6 and 10, applied after steps 4, 8 and 12. By layer, as the first version did by default.
+SCHEDULE: dict[str, Any] = {"first_refresh": 2, "refresh_every": 4, "apply_delay": 2, "solver": "greedy"} | {
+    "granularity": "layer"
+}
 # What differs from one run to the next on the same commit.
 MEASURED = ("seconds", "memory_mib", "solver_version")
 # Parts of a configuration that a later version may add or rename; what they decide shows in the numbers.

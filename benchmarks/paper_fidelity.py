@@ -160,7 +160,8 @@ def plans_of(
     plans = {}
     for name in (*ESTIMATORS, *(f"random-{index}" for index in range(options.random))):
         policy, _, draw = name.partition("-") if name.startswith("random") else (name, "", "0")
-        config = SnipConfig(policy=policy, target_fp4_fraction=options.share, seed=int(draw), solver="highs")
+        by_layer: dict[str, Any] = {"granularity": "layer", "target_fp4_fraction": options.share}
+        config = SnipConfig(policy=policy, **by_layer, seed=int(draw), solver="highs")
         setting = Setting(config, flops, find_stages(list(flops), config))
         if name in tables:
             start = {layer: dict.fromkeys(GEMMS, "fp8") for layer in flops}

@@ -127,8 +127,9 @@ def one_fork(
 ) -> dict[str, Any]:
     """Trains one arm from a base's state; returns its held-out loss, and what its refreshes changed."""
     first, refreshes = options.point + 1, []
-    values = {"stages": 2, "first_refresh": first, "refresh_every": 10, "apply_delay": 0, "seed": fork}
-    config = SnipConfig(**values | {"solver": "highs", "probe_batch_tokens": None} | ARMS[variant])
+    values: dict[str, Any] = {"granularity": "layer", "stages": 2, "first_refresh": first, "refresh_every": 10}
+    values |= {"apply_delay": 0, "seed": fork, "solver": "highs", "probe_batch_tokens": None}
+    config = SnipConfig(**values | ARMS[variant])
 
     def note(event: Event) -> None:
         if isinstance(event, Refresh):

@@ -81,7 +81,7 @@ def run(options: argparse.Namespace, scenario: str, index: int) -> None:
     state.train(text, options.early if scenario == "early" else options.late)
     convert_model(state.model, SnipConfig(start_format="bf16"))
     flops = linear_flops(state.model)
-    config = SnipConfig()
+    config = SnipConfig(granularity="layer")
     setting = Setting(config, flops, find_stages(list(flops), config))
     start = state.step
     old = estimate(state, text)

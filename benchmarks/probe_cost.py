@@ -178,6 +178,8 @@ def settings(options: argparse.Namespace, formats: str) -> SnipConfig:
         apply_delay=options.delay,
         refresh_on_drift=0.0,
         drift_every=1,
+        # As in the figures of docs/fidelity.md; by GEMM the program has three times the groups.
+        granularity="layer",
         solver="highs",
         formats=tuple(formats.split(",")),
         **{name: value or None for name, value in given.items() if value is not None},

@@ -214,14 +214,13 @@ def parts() -> Parts:
 
 def other_mxfp4() -> dict[str, float]:
     """Returns the speeds by BF16's of 75% in MXFP4 that the arithmetic does not take, by their places in the page."""
-    trainer, folding = (read_lines(RESULTS / f"speed_{name}.jsonl") for name in ("trainer", "folding"))
+    trainer, folding, later = (read_lines(RESULTS / f"speed_{name}.jsonl") for name in ("trainer", "folding", "mxfp4"))
     other = {line["model"]: line["speedup"] for line in folding if line.get("recipe") == "snip-hf MXFP4 75%, ties"}
-    [tiny] = [
-        line["speedup"]
-        for line in trainer
-        if (line["model"], line["recipe"]) == (TINY.name, "snip-hf 75%") and line["formats"][0] == "mxfp4"
-    ]
-    return {"mxfp4_other": other[SHAPE_8B.name], "mxfp4_tiny": tiny, "mxfp4_tiny_other": other[TINY.name]}
+    large, tiny = (
+        [line["speedup"] for line in lines if line["recipe"] == "snip-hf 75%" and line["model"] == model.name]
+        for lines, model in ((later, SHAPE_8B), (trainer, TINY))
+    )
+    return {"mxfp4_other": other[SHAPE_8B.name], "mxfp4_later": large[-1], "mxfp4_tiny": tiny[-1]}
 
 
 def _probes(lines: list[dict[str, Any]], model: str) -> Iterator[float]:

@@ -98,9 +98,9 @@ INPUTS = (
     (
         "a step at 75% in 4 bits, by BF16's speed",
         "{fp4} (FP4 and FP8), {mxfp4} (MXFP4 and `fp8-tensor`)",
-        "the same lines, one run each; taken for both models, although hidden 8,192 was not timed. Another run of "
-        "MXFP4 and `fp8-tensor`, by GEMM at random, had {mxfp4_other}; at 1.1B the two were {mxfp4_tiny} and "
-        "{mxfp4_tiny_other} ([tensor_scaled.md](tensor_scaled.md))",
+        "the same lines, one run each; taken for both models, although hidden 8,192 was not timed. Other runs of "
+        "MXFP4 and `fp8-tensor` had {mxfp4_other} (by GEMM at random) and {mxfp4_later} (a later version); at 1.1B the "
+        "newest had {mxfp4_tiny} ([tensor_scaled.md](tensor_scaled.md))",
     ),
     (
         "a probe, in one process with 4,096 tokens",

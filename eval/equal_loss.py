@@ -38,6 +38,9 @@ SHARES = (0.75, 0.8)
 # Name of a model in the lines -> its parameters.
 SIZES = {"30M": "30M", "120M": "124M"}
 SHAPES = ("8B, 8 layers", "TinyLlama-1.1B")
+SPEEDS = ("speed_trainer", "speed_mxfp4")
+# Of the Trainer's runs in these lines, oldest first.
+COMMITS = ("e38ca4d-dirty", "d00eed9", "b0d2509")
 
 
 @dataclass(frozen=True)
@@ -75,22 +78,17 @@ def read(path: str) -> list[dict[str, Any]]:
 
 
 def measured_speeds() -> dict[str, dict[str, float]]:
-    """Returns kind of plan -> shape -> speed of a step by BF16's."""
+    """Returns kind of plan -> shape -> speed of a step by BF16's, the newest one through the Trainer."""
     found: dict[str, dict[str, float]] = {}
-    names = {"snip-hf 75%": "75%", "snip-hf 100%": "100%", "snip-hf MXFP4, ties": "100%"}
-    for line in read("benchmarks/results/speed_trainer.jsonl") + read("benchmarks/results/speed_folding.jsonl"):
-        name = names.get(line.get("recipe", ""))
-        if name and line.get("speedup"):
-            first = (line.get("formats") or ["mxfp4"])[0]
-            found.setdefault(f"{first} {name}", {})[line["model"]] = line["speedup"]
+    names = {"snip-hf 75%": "75%", "snip-hf 100%": "100%"}
+    lines = [line for name in SPEEDS for line in read(f"benchmarks/results/{name}.jsonl")]
+    for line in sorted((line for line in lines if line.get("recipe") in names), key=_age):
+        found.setdefault(f"{line['formats'][0]} {names[line['recipe']]}", {})[line["model"]] = line["speedup"]
     return found
 
 
-def _slower() -> str:
-    """Returns the speeds of a second run of 75% in MXFP4, whose formats were at random, by shape."""
-    lines = read("benchmarks/results/speed_folding.jsonl")
-    found = {line["model"]: line["speedup"] for line in lines if line.get("recipe") == "snip-hf MXFP4 75%, ties"}
-    return " and ".join(f"{found[shape]:.3f} ({shape})" for shape in SHAPES)
+def _age(line: dict[str, Any]) -> int:
+    return COMMITS.index(line["commit"])
 
 
 def full_runs(speeds: dict[str, dict[str, float]]) -> Iterator[Gap]:
@@ -184,8 +182,8 @@ def section() -> str:
         "Gap to BF16 (natural logarithm of the losses' ratio) and slope: mean ± half of the 95% interval over seeds or "
         "forks. More steps and speed at equal loss: value (95% interval, both errors as independent), not corrected "
         f"for the number of rows. The laws' slopes at 7B parameters and 140B tokens: {slopes}. Speeds beside "
-        "{mxfp4, mxfp8} are those of {mxfp4, fp8-tensor}, since MXFP8 was not timed; another run of that mix was "
-        f"slower, {_slower()} ([tensor_scaled.md](tensor_scaled.md))."
+        "{mxfp4, mxfp8} are those of {mxfp4, fp8-tensor}, since MXFP8 was not timed. Each speed is the newest through "
+        "the Trainer ([tensor_scaled.md](tensor_scaled.md))."
     )
     return f"{wrapped(legend)}\n\n{markdown(columns, rows)}"
 

@@ -44,8 +44,8 @@ def test_configs_saved_without_a_speed_up_load_as_they_were() -> None:
         ),
         (
             {"rates": "a100"},
-            "Unknown table of rates 'a100' for rates; expected one of ideal, h100, b200, gb300, rtx50, mi355. Did you "
-            "mean 'h100'?",
+            "Unknown table of rates 'a100' for rates. Did you mean 'h100'? Expected one of ideal, h100, b200, gb300, "
+            "rtx50, mi355.",
         ),
         (
             {"rates": "ideal", "budget": "measured"},

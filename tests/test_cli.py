@@ -179,7 +179,7 @@ def test_inspect_compares_with_one_constraint_by_the_divergences_beside_the_plan
     plan_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = PrecisionPlan.load(plan_path)
-    config = SnipConfig(policy="min-abs-err", target_fp4_fraction=0.5).to_dict()
+    config = SnipConfig(policy="min-abs-err", granularity="layer", target_fp4_fraction=0.5).to_dict()
     provenance = dataclasses.replace(plan.provenance, policy="min-abs-err", config=config)
     dataclasses.replace(plan, provenance=provenance).save(plan_path)
     write_divergences(plan, plan_path.parent / "divergence-39.json")
@@ -342,7 +342,7 @@ def test_inspect_names_an_unknown_format_of_the_divergences_beside_the_plan(
     write(plan_path.parent / f"divergence-{step}.json", {"step": step, "records": [row]})
     assert main(["inspect", str(plan_path)]) == 2
     error = capsys.readouterr().err
-    assert f"divergence-{step}.json cannot be read: Unknown format 'my-e3m1' for records[0].format; expected" in error
+    assert f"divergence-{step}.json cannot be read: Unknown format 'my-e3m1' for records[0].format. " in error
     assert "by `--import MODULE` on the command line" in error and "move it away" not in error
 
 
@@ -388,6 +388,19 @@ def test_a_folder_in_place_of_a_plan_or_a_run_is_told_which_one_to_give(
     )
 
 
+def test_report_of_a_file_is_told_which_folder_to_give(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_run(plan_path)
+    run = tmp_path / "run"
+    shutil.copy(plan_path, run / "snip" / "plan.json")
+    for file in (run / "snip" / "plan.json", run / "snip" / "history.jsonl"):
+        assert main(["report", str(file)]) == 2
+        assert capsys.readouterr().err == f"snip-hf: {file} is a file; give the folder: {run}\n"
+    assert main(["report", str(plan_path)]) == 2
+    assert capsys.readouterr().err == f"snip-hf: {plan_path} is a file; expected a run's output folder.\n"
+
+
 @pytest.mark.parametrize(("arguments", "code"), [(["--version"], 0), (["--help"], 0), ([], 2), (["solve"], 2)])
 def test_usage_exits_with_argparses_codes(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -411,10 +424,25 @@ def test_the_help_has_examples_of_commands_that_there_are(capsys: pytest.Capture
             ["export", "p.json"],
             "snip-hf export: the following arguments are required: --to. See snip-hf export --help.\n",
         ),
+        (
+            ["inspec", "plan.json"],
+            "snip-hf: argument COMMAND: unknown 'inspec'. Did you mean 'inspect'? Expected one of report, inspect, "
+            "compare, export, recipe, solve, doctor, completion. See snip-hf --help.\n",
+        ),
+        (
+            ["recipe", "lst"],
+            "snip-hf recipe: argument ACTION: unknown 'lst'. Did you mean 'list'? Expected one of list, copy. "
+            "See snip-hf recipe --help.\n",
+        ),
+        (
+            ["completion", "powershell"],
+            "snip-hf completion: argument shell: unknown 'powershell'; expected one of bash, zsh, fish, tcsh. "
+            "See snip-hf completion --help.\n",
+        ),
         (["solve", "a", "-q"], "snip-hf: unrecognized arguments: -q. See snip-hf --help.\n"),
     ],
 )
-def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_one_line(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
     assert capsys.readouterr().err == sentence

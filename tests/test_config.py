@@ -33,7 +33,7 @@ OTHER: dict[str, Any] = {
     "target_linear_speedup": 2.5,
     "rates": "ideal",
     "formats": ("fp4", "fp8", "bf16"),
-    "granularity": "gemm",
+    "granularity": "layer",
     "decides": "forward",
     "stages": (("a.0", "a.1"), ("a.2",)),
     "ties": (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
@@ -116,9 +116,9 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
         for policy in ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent")
     ),
     (
-        {"policy": "backward-first"},
-        "policy='backward-first' with granularity='layer' cannot work: it decides the GEMMs of a linear apart. "
-        "Set granularity='gemm'.",
+        {"policy": "backward-first", "granularity": "layer"},
+        "granularity='layer' with policy='backward-first' cannot work: it decides the GEMMs of a linear apart. Leave "
+        "granularity out or set it to None, or take another policy.",
     ),
     (
         {"policy": "hessian-trace", "refresh_on_drift": 0.8},
@@ -127,17 +127,16 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"policy": "snip-paper", "granularity": "gemm"},
-        "granularity='gemm' with policy='snip-paper' cannot work: the paper's estimate is one figure per linear. Set "
-        "granularity='layer', or policy='snip'.",
+        "granularity='gemm' with policy='snip-paper' cannot work: it decides for whole linears. Leave granularity out "
+        "or set it to None, or take another policy.",
     ),
     *(
         (
             {"policy": "snip-paper", "granularity": granularity, "decides": "forward"},
             "decides='forward' with policy='snip-paper' cannot work: the paper's estimate is one figure per linear, "
-            "and does not tell its forward GEMM apart. Set decides='all' and granularity='layer', or policy='snip' "
-            "with granularity='gemm'.",
+            "and does not tell its forward GEMM apart. Set decides='all', or policy='snip'.",
         )
-        for granularity in ("layer", "gemm")
+        for granularity in (None, "layer")
     ),
     (
         {"policy": "snip-paper", "refresh_on_drift": 0.8},
@@ -178,7 +177,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"decides": "backward"}, "decides='backward' is not known; expected one of all, forward."),
     (
-        {"decides": "forward"},
+        {"decides": "forward", "granularity": "layer"},
         "decides='forward' with granularity='layer' cannot work: it decides the forward GEMM of a linear apart from "
         "the others. Set granularity='gemm'.",
     ),
@@ -226,18 +225,25 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"granularity": "block"}, "granularity='block' is not known; expected one of layer, gemm."),
     (
         {"policy": "snap"},
-        "policy='snap' is not known; expected one of snip, snip-paper, bf16, uniform-fp8, uniform-fp4, "
-        + "".join(f"uniform-{name}, " for name in list(FORMATS)[3:])
-        + "random, layer-type, layer-position, first2-last8, last-15-percent, backward-first, first2-last8-bf16, "
-        "last-15-percent-bf16, first-last-bf16, min-abs-err, min-rel-err, fisher, hessian-trace, greedy, kl. Did "
-        "you mean 'snip'?",
+        f"policy='snap' is not known. Did you mean 'snip'? `list(snip_hf.config.POLICIES)` lists all {len(POLICIES)}.",
     ),
     (
         {"policy": "paper"},
-        f"policy='paper' is not known; expected one of {', '.join(POLICIES)}. 'paper' is a preset: "
-        "SnipConfig.preset('paper').",
+        "policy='paper' is not known. 'paper' is a preset: SnipConfig.preset('paper'). "
+        f"`list(snip_hf.config.POLICIES)` lists all {len(POLICIES)}.",
     ),
-    ({"policy": "SNIP"}, f"policy='SNIP' is not known; expected one of {', '.join(POLICIES)}. Did you mean 'snip'?"),
+    (
+        {"policy": "maximal"},
+        f"policy='maximal' is not known. `list(snip_hf.config.POLICIES)` lists all {len(POLICIES)}.",
+    ),
+    (
+        {"policy": "SNIP"},
+        f"policy='SNIP' is not known. Did you mean 'snip'? `list(snip_hf.config.POLICIES)` lists all {len(POLICIES)}.",
+    ),
+    (
+        {"solver": "hihgs"},
+        "solver='hihgs' is not known. Did you mean 'highs'? Expected one of auto, cbc, highs, greedy.",
+    ),
     (
         {"start_format": "int8"},
         "start_format='int8' is not among formats=('fp4', 'fp8'); expected one of fp4, fp8, bf16, or None for the last "
@@ -245,8 +251,9 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"start_format": "int9"},
-        f"Unknown format 'int9' for start_format; expected one of {', '.join(FORMATS)}. Did you mean 'int8'? A format "
-        "of your own is registered first: by `snip_hf.register_format`, or by `--import MODULE` on the command line.",
+        f"Unknown format 'int9' for start_format. Did you mean 'int8'? `list(snip_hf.formats)` lists all "
+        f"{len(FORMATS)}. A format of your own is registered first: by `snip_hf.register_format`, or by `--import "
+        "MODULE` on the command line.",
     ),
     (
         {"start_format": "fp4", "formats": ("fp8", "bf16")},
@@ -286,8 +293,9 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"formats": ("fp4", "int9")},
-        f"Unknown format 'int9' for formats; expected one of {', '.join(FORMATS)}. Did you mean 'int8'? A format of "
-        "your own is registered first: by `snip_hf.register_format`, or by `--import MODULE` on the command line.",
+        f"Unknown format 'int9' for formats. Did you mean 'int8'? `list(snip_hf.formats)` lists all {len(FORMATS)}. A "
+        "format of your own is registered first: by `snip_hf.register_format`, or by `--import MODULE` on the command "
+        "line.",
     ),
     ({"objective": "sum"}, "objective='sum' is not known; expected one of additive, horizon, paper."),
     (
@@ -423,7 +431,8 @@ BAD_TYPES: list[tuple[str, Any, str]] = [
     ("budget", None, "budget=None has type NoneType; expected str."),
     ("timing_file", 1, "timing_file=1 has type int; expected str | None."),
     ("timing_tokens", 4096.0, "timing_tokens=4096.0 has type float; expected int | None."),
-    ("granularity", None, "granularity=None has type NoneType; expected str."),
+    ("granularity", 1, "granularity=1 has type int; expected str | None."),
+    ("decides", None, "decides=None has type NoneType; expected str."),
     ("policy", ["snip"], "policy=['snip'] has type list; expected str."),
     ("fixed_plan", 3, "fixed_plan=3 has type int; expected str | None."),
     ("refresh_every", 10.0, "refresh_every=10.0 has type float; expected int | None."),
@@ -499,8 +508,6 @@ def test_every_field_survives_to_dict_json_and_from_dict(name: str) -> None:
     needed = {"budget": "measured"} if name.startswith("timing_") else {}
     if name == "target_linear_speedup":
         needed = {"rates": "ideal"}
-    if name == "decides":
-        needed = {"granularity": "gemm"}
     if name == "guard_noise":
         needed = {"guard": "raise"}
     config = SnipConfig(**{"apply_delay": 1, **needed, name: OTHER[name]})
@@ -552,9 +559,11 @@ def test_lists_become_tuples_so_that_a_config_cannot_be_changed_through_them() -
     assert (config.skip_modules, config.ties, config.stages) == (("a",), (("a", "b"),), (("x",),))
 
 
-def test_an_unknown_field_is_refused_with_the_fields_that_there_are() -> None:
-    guess = "Did you mean 'target_fp4_fraction'?"
-    message = f"Unknown SnipConfig field 'target_fp4'; the fields are {', '.join(FIELDS)}. {guess}"
+def test_an_unknown_field_is_refused_with_the_closest_one_and_where_all_are() -> None:
+    message = (
+        "Unknown SnipConfig field 'target_fp4'. Did you mean 'target_fp4_fraction'? docs/config.md lists all "
+        f"{len(FIELDS)}."
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         SnipConfig.from_dict({"target_fp4": 0.75})
 
@@ -631,17 +640,16 @@ def test_a_config_can_be_copied_and_pickled_and_shows_its_fields_as_its_signatur
 def test_presets_differ_from_the_default_in_what_their_page_says() -> None:
     plain = SnipConfig().to_dict()
     sets: dict[str, dict[str, Any]] = {
-        "layer": {},
-        "gemm": {"granularity": "gemm"},
+        "gemm": {},
+        "layer": {"granularity": "layer"},
         "hopper": {
             "formats": ["mxfp4", "fp8-tensor"],
             "start_format": "fp8-tensor",
-            "granularity": "gemm",
             "ties": "auto",
             "first_refresh": 200,
             "apply_delay": 20,
         },
-        "paper": {"objective": "paper"},
+        "paper": {"granularity": "layer", "objective": "paper"},
     }
     assert {name: SnipConfig.preset(name).to_dict() for name in sets} == {
         name: plain | values for name, values in sets.items()
@@ -654,17 +662,28 @@ def test_presets_differ_from_the_default_in_what_their_page_says() -> None:
     recipe = yaml.safe_load((REPOSITORY / "recipes" / "hopper.yaml").read_text(encoding="utf-8"))
     assert SnipConfig.from_dict(recipe["snip"]) == SnipConfig.preset("hopper")
     assert SnipConfig.preset("hopper", ties=(), formats=("fp4", "fp8"), seed=3) == SnipConfig(
-        granularity="gemm", first_refresh=200, apply_delay=20, seed=3
+        first_refresh=200, apply_delay=20, seed=3
     )
-    message = "Unknown preset 'gem'; expected one of paper, layer, gemm, hopper. Did you mean 'gemm'?"
+    message = "Unknown preset 'gem'. Did you mean 'gemm'? Expected one of paper, layer, gemm, hopper."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         SnipConfig.preset("gem")
 
 
-def test_the_readme_shows_the_preset_that_is_the_best_known() -> None:
+def test_a_policy_says_what_granularity_is_where_it_is_left_out() -> None:
+    by_layer_only = "snip-paper"
+    for policy in POLICIES:
+        config = SnipConfig(policy=policy, formats=("fp4", "bf16"))
+        assert config.granularity == ("layer" if policy == by_layer_only else "gemm")
+        assert SnipConfig.from_dict(config.to_dict()) == config
+    assert SnipConfig(policy=by_layer_only, granularity=None).granularity == "layer"
+    # A plan file is asked in place of the policy.
+    assert SnipConfig(policy=by_layer_only, granularity="gemm", fixed_plan="plan.json").granularity == "gemm"
+
+
+def test_the_readme_shows_the_default() -> None:
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     [shown] = re.findall(r"SnipCallback\((.*)\)\]\)$", text, re.MULTILINE)
-    assert eval(shown, {"SnipConfig": SnipConfig}) == SnipConfig.preset("gemm")
+    assert eval(shown, {"SnipConfig": SnipConfig}) == SnipConfig()
 
 
 def test_every_field_begins_with_a_sentence_of_one_line_which_its_page_repeats() -> None:
@@ -720,11 +739,9 @@ def test_the_ends_of_every_range_are_allowed() -> None:
 def test_measured_cost_needs_no_number_of_tokens_where_nothing_or_a_probe_decides() -> None:
     rules = ("random", "layer-type", "layer-position", "first2-last8", "last-15-percent", "backward-first")
     for policy in POLICIES:
-        by_rule, unit = policy in rules, "gemm" if policy == "backward-first" else "layer"
-        formats = ("fp4", "bf16")  # which published rules need
-        SnipConfig(
-            budget="measured", policy=policy, granularity=unit, formats=formats, timing_tokens=1 if by_rule else None
-        )
+        tokens = 1 if policy in rules else None
+        # Which published rules need.
+        SnipConfig(budget="measured", policy=policy, formats=("fp4", "bf16"), timing_tokens=tokens)
         SnipConfig(budget="measured", policy=policy, fixed_plan="plan.json")
 
 
@@ -741,7 +758,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "budget": "flops",
         "timing_file": None,
         "timing_tokens": None,
-        "granularity": "layer",
+        "granularity": "gemm",
         "decides": "all",
         "policy": "snip",
         "fixed_plan": None,

@@ -54,7 +54,7 @@ def test_without_arguments_the_config_is_the_default() -> None:
         ("probe_memory_mib", "512", 512),
         ("refresh_on_drift", "0.8", 0.8),
         ("start_format", "bf16", "bf16"),
-        ("granularity", "gemm", "gemm"),
+        ("granularity", "layer", "layer"),
         ("solver_gap", "1e-3", 1e-3),
         ("seed", "7", 7),
     ],

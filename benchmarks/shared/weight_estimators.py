@@ -158,7 +158,9 @@ def weight_estimates(point: Point) -> dict[str, Table]:
         if name == "adjoint":
             for column in ("absolute_error", "relative_error"):
                 tables[column.replace("_", "-")] = _column(found, column)
-    paper = estimate_divergence(point.model, point.inputs, point.optimizer, replace(point.config, policy="snip-paper"))
+    paper = estimate_divergence(
+        point.model, point.inputs, point.optimizer, replace(point.config, policy="snip-paper", granularity="layer")
+    )
     tables["snip-paper"] = {
         cell: value for cell, value in _column(paper, "weight_divergence").items() if cell[1] == LAYER
     }

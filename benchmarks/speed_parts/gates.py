@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from snip_hf.kernels.tensor_scaled import gated_operators, operators
+from snip_hf.kernels.tensor_scaled import gated_operators, layouts, operators
 from snip_hf.kernels.tensor_scaled.gated_operators import Operand
 from snip_hf.kernels.tensor_scaled.records import Records, follow
 from snip_hf.numerics.formats import FORMATS
@@ -87,5 +87,5 @@ def settled(like: Tensor, operand: int, gemms: tuple[int, int], kept: list[Recor
     records.note.take([FORMATS["mxfp4"]] * len(GEMMS))
     records.note.steps = 0  # no step in which blocks are counted
     kept.append(records)
-    outputs = operators.empty_layouts(like, *gemms)
+    outputs = layouts.empty_layouts(like, *gemms)
     return Operand(state, (records.record, records.table), operand, gemms, operand == _GRADIENT, outputs)

@@ -17,9 +17,9 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from snip_hf.layers.labels import LayerLabels, split_layer
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.numerics.gemms import GEMMS
-from snip_hf.policies.stages import split_layer
 
 from .contenders import Contender, contenders
 from .gaps import diverged
@@ -304,11 +304,11 @@ def _plan_preference(line: Row) -> tuple[bool, float, int, int]:
 
 def _name_layers(axes: Sequence[Axes], layers: Sequence[str]) -> None:
     """First layer on top, every layer named, or every block if there are many; white lines between blocks."""
-    names = [split_layer(layer) for layer in layers]
+    names, label = [split_layer(layer) for layer in layers], LayerLabels(layers)
     firsts = [row for row, name in enumerate(names) if row == 0 or name[0] != names[row - 1][0]]
     axes[0].set_ylim(len(layers) - 0.5, -0.5)
     if len(layers) <= _MOST_NAMED_ROWS:
-        labels = [f"{block.rpartition('.')[2]} {kind}" for block, kind in names]
+        labels = [f"{label.block(block)} {kind}".lstrip() for block, kind in names]
         axes[0].set_yticks(range(len(layers)), labels, fontsize=6.5)
     else:
         axes[0].set_yticks(firsts, [names[row][0] or names[row][1] for row in firsts], fontsize=6.5)

@@ -5,6 +5,7 @@ A difference is 100 * (loss / loss of the other - 1), in percent, on the same fo
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from .fork_statistics import Difference
 Row = dict[str, Any]
 
 SCHEMA_VERSION = 1
+# How a line's plan writes places in its `shares`.
+PLACES = string.digits + string.ascii_letters
 LOSSES = {
     "held_out_plan": "held out, plan",
     "held_out_high_precision": "held out, BF16",

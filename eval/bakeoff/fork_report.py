@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .documents import marked_names, replace_between, wrapped
-from .fork_figures import write_family_figure
+from .fork_figures import write_family_figure, write_length_figure
+from .fork_lengths import courses_of, length_table
 from .fork_lines import Row, read_forks
+from .fork_plans import plan_table
 from .fork_recipe import ForkRecipe
 from .fork_score_table import has_scores, score_table
 from .fork_tables import family_table, short_table, table, tests_of
@@ -31,6 +33,8 @@ class Asked:
     """Contenders of the short table; none: no such table."""
     outcome: str = "held_out_plan"
     """The loss that is tested."""
+    over_lengths: bool = False
+    """Whether lengths are of one training, measured on the way, so that their differences are compared."""
     prefix: str = "forks"
     """Of the markers in documents, and of the names of figures."""
     command: str = ""
@@ -46,7 +50,13 @@ class Asked:
             # Lines of a length that the recipe no longer has are of another version of it.
             return recipe.comparisons_after(steps) if steps in lengths else recipe.comparisons
 
-        return cls(prefix=path.stem, families_after=families_after, **named, **others)
+        return cls(
+            prefix=path.stem,
+            families_after=families_after,
+            over_lengths=not recipe.cools_down and len(lengths) > 1,
+            **named,
+            **others,
+        )
 
     def families_of(self, lines: Sequence[Row]) -> Families:
         """Returns the comparisons to test in one setting's lines."""
@@ -68,7 +78,8 @@ def write_report(
         asked: what it shows; None: the first table.
         docs: Markdown files whose tables between `<!-- PREFIX:NAME -->` and `<!-- /PREFIX:NAME -->` are renewed; NAME
             is "all" (the first table), "readme" (the short one), "scores" or a family's. With forks of several lengths,
-            "-" and the length follow, and with a shift "-" and its name.
+            "-" and the length follow, and with a shift "-" and its name. Lengths of one training have "FAMILY-lengths",
+            on how differences change with the length, and "plans", with a shift followed by its name too.
         figures: folder for a figure of each family; None: none.
 
     Raises:
@@ -95,6 +106,9 @@ def write_report(
             for family, pairs in asked.families_of(lines).items():
                 path = figures / f"{asked.prefix}-{family}{end}.png"
                 write_family_figure(tests_of(lines, pairs, asked.outcome), lines[0]["steps"], path)
+    if asked.over_lengths and len(set(ends)) == len(ends):
+        sections |= (found := _sections_over_lengths(list(settings.values()), asked, figures))
+        bodies += found.values()
     text = "\n\n".join(bodies) + "\n"
     marked = {path: marked_names(path, asked.prefix, sections) for path in docs}
     if output is not None:
@@ -115,6 +129,24 @@ def _ends(lines: Sequence[Row]) -> list[str]:
         (length if several else "") + (f"-{shift['name']}" if shift else "")
         for length, shift in zip(steps, shifts, strict=True)
     ]
+
+
+def _sections_over_lengths(settings: Sequence[list[Row]], asked: Asked, figures: Path | None) -> dict[str, str]:
+    """Returns name -> Markdown of the lengths of each training; with a folder, writes a figure of each family."""
+    trainings: dict[str, list[Row]] = {}
+    for lines in settings:
+        shift = lines[0]["fork"].get("shift")
+        trainings.setdefault(f"-{shift['name']}" if shift else "", []).extend(lines)
+    found = {}
+    for end, lines in trainings.items():
+        for family, pairs in asked.families.items():
+            courses = courses_of(lines, pairs, asked.outcome)
+            found[f"{family}-lengths{end}"] = length_table(lines, family, courses)
+            if figures is not None:
+                write_length_figure(courses, figures / f"{asked.prefix}-{family}-lengths{end}.png")
+        every = [pair for pairs in asked.families.values() for pair in pairs]
+        found[f"plans{end}"] = plan_table(lines, every)
+    return {name: wrapped(text) for name, text in found.items() if text}
 
 
 def _sections(lines: Sequence[Row], asked: Asked) -> dict[str, str]:

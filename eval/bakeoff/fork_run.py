@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-import string
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from snip_hf.planning.plan import PrecisionPlan
 
 from .fork_base import Trainee, sequences_of, state_path
 from .fork_cells import GEMM_SETS, Contender, Fork
+from .fork_lines import PLACES
 from .fork_recipe import ForkRecipe, ForkRun
 from .fork_text import ForkText
 from .training import ends_above_its_lowest, flop_shares
@@ -31,8 +31,6 @@ from .weight_means import WeightMeans
 
 # The training loss of a fork is the mean over so many of its last steps, and so are the averaged weights.
 LAST_STEPS = 25
-# How a line's plan writes places in its `shares`.
-_PLACES = string.digits + string.ascii_letters
 
 
 @dataclass(frozen=True)
@@ -277,7 +275,7 @@ def _of_plan(plan: PrecisionPlan | None) -> dict[str, Any]:
     return {
         "shares": found,
         "fp4_fraction": round(plan.fp4_fraction, 6),
-        "plan": "".join(_PLACES[place] for place in places) if len(names) > 1 else None,
+        "plan": "".join(PLACES[place] for place in places) if len(names) > 1 else None,
     }
 
 

@@ -28,6 +28,7 @@ from benchmarks.shared.origin import origin_of
 
 from .fork_base import Trainee
 from .fork_cells import Contender, Fork, contender_of
+from .fork_device import check_graphs, set_up_device
 from .fork_recipe import ForkRecipe, load_recipe
 from .fork_run import in_force, make_plan
 from .fork_text import ForkText
@@ -48,8 +49,13 @@ _CELLS: Sequence[dict[str, Any]] = (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures each contender with each number of processes, and adds a line for each."""
-    options = _parser().parse_args(arguments)
-    recipe = load_recipe(options.recipe, options.override)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        recipe = load_recipe(options.recipe, options.override)
+        check_graphs(recipe.cuda_graph, options.device)
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        parser.error(str(error))
     typed = sys.argv[1:] if arguments is None else arguments
     options.origin = origin_of(options.device) | {
         "command": shlex.join(["python", "-m", "eval.bakeoff.fork_steps", *typed])
@@ -66,12 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _measure(index: int, recipe: ForkRecipe, options: argparse.Namespace, state: Path, barrier: Any, own: Any) -> None:
     """One of the processes; the first one writes lines."""
-    device = torch.device(options.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.set_num_threads(2)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+    device = set_up_device(index, options.device)
     text = _random_text(recipe, options.steps)
     trainee = Trainee(recipe, text, device, 0)
     ids = trainee.put(np.array_split(text.train, _WARM_STEPS + options.steps))

@@ -74,16 +74,16 @@ def family_table(
     missing = _left_out("Without lines", [pair for pair in pairs if pair not in there])
     missing += _left_out(_NOT_PAIRED, [(test.one, test.other) for test in found if not test.main.forks])
     if not tested:
-        return " ".join([_title(family), *missing])
+        return " ".join([title(family), *missing])
     rows = [
         [
             f"{test.one} against {test.other}",
             str(test.main.forks),
             *(str(difference) for difference in test.found.values()),
-            *map(_figure, (test.main.deviation, test.main.between, test.main.error)),
-            _figure(test.main.detectable(test.level)),
+            *map(figure, (test.main.deviation, test.main.between, test.main.error)),
+            figure(test.main.detectable(test.level)),
             _count(test.main.forks_for(EFFECT, test.level)),
-            *map(_p, (test.main.p, test.p_holm)),
+            *map(p_value, (test.main.p, test.p_holm)),
             test.reading,
         ]
         for test in tested
@@ -100,13 +100,14 @@ def _left_out(why: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{why}: {'; '.join(f'{one} against {other}' for one, other in pairs)}."] if pairs else []
 
 
-def _title(family: str) -> str:
+def title(family: str) -> str:
+    """Returns what a table of a family begins with."""
     return f"**{family.replace('-', ' ').capitalize()}.**"
 
 
 def _family_note(family: str, tested: Sequence[Tested], outcome: str) -> str:
     count = sum(test.p_holm is not None for test in tested)
-    start = f"{_title(family)} Differences in percent, mean ± half of the 95% interval (uncorrected)."
+    start = f"{title(family)} Differences in percent, mean ± half of the 95% interval (uncorrected)."
     if not count:
         return f"{start} Nothing is tested yet: a test needs two forks of both contenders."
     return (
@@ -177,7 +178,7 @@ def short_table(lines: Sequence[Row], names: Sequence[str], against: str, outcom
     rows = []
     for name in shown:
         share = np.mean([line["fp4_fraction"] for line in of[name]])
-        figures = str(found[name].forks), str(found[name]), _figure(found[name].detectable())
+        figures = str(found[name].forks), str(found[name]), figure(found[name].detectable())
         rows.append([name, f"{share:.0%}", *figures])
     heads = ["contender", "share in 4 bits", "forks", f"to {against} (%)", "detectable (%)"]
     note = (
@@ -209,7 +210,7 @@ def _cells(name: str, lines: Sequence[Row], others: Sequence[Row], losses: Seque
         _shares(lines),
         str(len(lines) if is_self else main.forks) + (f" ({', '.join(notes)})" if notes else ""),
         *("0" if is_self else str(difference) for difference in found.values()),
-        *("-" if is_self else _figure(figure) for figure in (main.deviation, main.error)),
+        *("-" if is_self else figure(value) for value in (main.deviation, main.error)),
         f"{step_ms:.0f}",
     ]
 
@@ -236,14 +237,16 @@ def _shares(lines: Sequence[Row]) -> str:
     return ", ".join(f"{name} {np.mean([line['shares'].get(name, 0.0) for line in lines]):.1%}" for name in names)
 
 
-def _figure(value: float | None) -> str:
+def figure(value: float | None) -> str:
+    """Returns a figure as tables have it; "-" for None and NaN."""
     if value is None or math.isnan(value):
         return "-"
     return f"{value:.3f}"
 
 
-def _p(value: float | None) -> str:
-    return "< 0.001" if value is not None and value < 0.0005 else _figure(value)
+def p_value(value: float | None) -> str:
+    """Returns a p-value as tables have it."""
+    return "< 0.001" if value is not None and value < 0.0005 else figure(value)
 
 
 def _count(forks: int | None) -> str:

@@ -35,6 +35,7 @@ from snip_hf.numerics.formats import UNQUANTIZED
 
 from .fork_base import Trainee, check_length, check_state, state_path, train_base
 from .fork_cells import Contender, Fork
+from .fork_device import check_graphs, set_up_device
 from .fork_lines import SCHEMA_VERSION
 from .fork_pace import Pace, overview
 from .fork_recipe import ForkRecipe, ForkRun
@@ -89,11 +90,8 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
         return 0
     text = read_text(options.text)
     check_length(recipe, text)
-    if recipe.cuda_graph and not options.device.startswith("cuda") and not options.list:
-        raise ValueError(
-            f"forks.cuda_graph=True on the device {options.device!r}; expected 'cuda'. Run without it: --override "
-            "forks.cuda_graph=false."
-        )
+    if not options.list:
+        check_graphs(recipe.cuda_graph, options.device)
     runs = recipe.runs(text.digest)
     done = {line["id"] for line in lines}
     todo = [left for run in runs if (left := run.without(done)).ids]
@@ -135,7 +133,7 @@ def _pace_of(lines: list[dict[str, Any]], options: argparse.Namespace) -> Pace |
 def work(index: int, job: Job, shared: Shared) -> None:
     """Trains bases and runs forks that no other worker took; what fails is reported and left."""
     import_modules(job.options.modules)
-    device = _device(index, job.options.device)
+    device = set_up_device(index, job.options.device)
     logging.getLogger("snip_hf").setLevel(logging.WARNING)
     logging.getLogger("snip_hf").addHandler(_WARNINGS)
     text = read_text(job.options.text)
@@ -255,20 +253,6 @@ def _write(job: Job, shared: Shared, line: dict[str, Any]) -> None:
         file.write(json.dumps(line, allow_nan=False) + "\n")
     fork = Fork.of_dict(line["fork"])
     print(f"{line['contender']}, {fork.name}, {line['steps']} steps: {line['loss']}", flush=True)
-
-
-def _device(index: int, kind: str) -> torch.device:
-    """Returns the device of a worker; on GPUs they take turns."""
-    if kind != "cuda":
-        return torch.device(kind)
-    device = torch.device("cuda", index % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    torch.set_num_threads(2)
-    # Outside of `fork_base.deterministic` torch only warns of operations that have no deterministic kernel.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it fills what is written anyway
-    return device
 
 
 def _is_usable(device: torch.device) -> bool:

@@ -30,6 +30,8 @@ _OBJECTIVE_KEYS = ("objective", "loss_divergence_factor", "weight_divergence_fac
 _OPTION_KEYS = ("formats", "target_linear_speedup", "rates", "decides", "estimate_memory")
 _BUDGET_KEYS = ("budget", "target_linear_speedup", "rates", "timing_file", "timing_tokens")
 _NAMES = {"target_fp4_fraction": "share"}
+# What decides the ids and fills what has no bearing: the defaults of the first lines, where granularity was "layer".
+_PLAIN = SnipConfig(granularity="layer")
 # Fields of SnipConfig whose value is a list, and how deep it is nested.
 _LIST_FIELDS = {"formats": 1, "skip_modules": 1, "ties": 2, "stages": 2, "share": 2, "target_fp4_fraction": 2}
 
@@ -97,11 +99,11 @@ class Spec:
 
     def _options(self) -> dict[str, Any]:
         """Returns what bears on the policy and is not the default: formats, target speed, shares that change, ..."""
-        config, plain = self.snip, SnipConfig()
+        config = self.snip
         if not aims_at_share(config):
             return {}
         found = {name: getattr(config, name) for name in _OPTION_KEYS}
-        chosen = {name: value for name, value in found.items() if value != getattr(plain, name)}
+        chosen = {name: value for name, value in found.items() if value != getattr(_PLAIN, name)}
         if self._changes_share:
             chosen["target_fp4_fraction"] = config.to_dict()["target_fp4_fraction"]
         return chosen | ({"formats": list(config.formats)} if "formats" in chosen else {})
@@ -230,7 +232,7 @@ def _chosen(section: Any) -> dict[str, Any]:
 
 def _chosen_settings(config: SnipConfig) -> dict[str, Any]:
     """Returns the settings that are not at their defaults, by their first names: renaming one renames no run."""
-    first_names, plain = {new: old for old, new in RENAMED.items()}, asdict(SnipConfig())
+    first_names, plain = {new: old for old, new in RENAMED.items()}, asdict(_PLAIN)
     return {first_names.get(name, name): value for name, value in asdict(config).items() if value != plain[name]}
 
 
@@ -293,10 +295,9 @@ def _spec(
         for name in ("target_linear_speedup", "decides"):
             settings.pop(name, None)
     config = SnipConfig.from_dict(settings)
-    plain = SnipConfig()
     if not aims_at_share(config):
         unused = (*_SHARE_KEYS, *_BUDGET_KEYS, "decides", "ties", "stages", "formats", "start_format")
-        config = replace(config, **{name: getattr(plain, name) for name in unused})
+        config = replace(config, **{name: getattr(_PLAIN, name) for name in unused})
     if not needs_probe(config):
         kept = ("policy", "seed", "formats", "ties", "stages", "skip_modules", "backend", "decides")
         config = SnipConfig(**{name: getattr(config, name) for name in (*kept, *_SHARE_KEYS, *_BUDGET_KEYS)})

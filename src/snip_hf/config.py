@@ -32,11 +32,11 @@ from .field_values import (
 )
 from .kernels.backend import BACKENDS
 from .numerics.formats import FORMATS
-from .registry import Registry, did_you_mean
+from .registry import Registry, choices, did_you_mean
 from .schedule_checks import Share, largest_share, share_at
 
 # Who decides. The entries are in `policies`, one file per family; `policies.registry.Policy` says what they are.
-POLICIES: Registry[Any] = Registry("policy", "snip_hf.policies")
+POLICIES: Registry[Any] = Registry("policy", "snip_hf.policies", "`list(snip_hf.config.POLICIES)`")
 
 
 class DoesNotFit(ValueError):
@@ -104,11 +104,12 @@ class SnipConfig(FieldNames):
     `target_linear_speedup` it only tells reports what speed-up a plan has."""
     formats: tuple[str, ...] = ("fp4", "fp8")
     """Formats that the plan chooses from for each GEMM, the least precise first (`snip_hf.formats`)."""
-    granularity: Granularity = "layer"
-    """What shares a format: "layer", the GEMMs of a linear (the paper); "gemm", each is decided by itself (ours)."""
+    granularity: Granularity | None = None
+    """What shares a format: "gemm", each GEMM is decided by itself (ours); "layer", those of a linear (the paper).
+    None: "gemm", which lost less in long trainings (docs/config.md), unless the policy decides by layer only."""
     decides: Decides = "all"
     """GEMMs that the plan decides on and the target is a share of: "all", or "forward", those alone (ours).
-    "forward" needs `granularity="gemm"`. Every plan then runs all other GEMMs in the least precise of `formats`."""
+    "forward" needs granularity "gemm". Every plan then runs all other GEMMs in the least precise of `formats`."""
     stages: int | tuple[tuple[str, ...], ...] | None = None
     """Pipeline stages, each of which attains `target_fp4_fraction` by itself.
     None: the whole model is one. A number: so many contiguous, equal runs of blocks. Or the layer names of each."""
@@ -239,19 +240,21 @@ class SnipConfig(FieldNames):
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            annotation = "str" if field.name in _CHOICES else self.field_types[field.name]
+            annotation = self.field_types[field.name]
+            if field.name in _CHOICES:
+                annotation = "str | None" if "None" in annotation else "str"
             check_type(field.name, getattr(self, field.name), annotation, _ADVICE.get(field.name, ""))
             check_bits(field.name, getattr(self, field.name))
-        closed = {name: get_args(choices) for name, choices in _CHOICES.items()}
+        closed = {name: get_args(literal) for name, literal in _CHOICES.items()}
         registered = {"policy": tuple(POLICIES), "backend": ("auto", *BACKENDS)}
-        for name, choices in (closed | registered).items():
-            if getattr(self, name) not in choices:
-                guess = did_you_mean(getattr(self, name), choices)
+        for name, known in (closed | registered).items():
+            if getattr(self, name) not in (*known, None):
+                guess = did_you_mean(getattr(self, name), known)
                 if name == "policy" and self.policy in _PRESETS:
                     guess = f" {self.policy!r} is a preset: SnipConfig.preset({self.policy!r})."
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not known; expected one of {', '.join(choices)}.{guess}"
-                )
+                listing = POLICIES.listing if name == "policy" else None
+                raise ValueError(f"{name}={getattr(self, name)!r} is not known{choices(known, guess, listing)}")
+        self._check_granularity()
         check_least(self)
         is_default = self.target_fp4_fraction is None
         fraction = fp4_fraction_of(self.target_fp4_fraction, self.target_linear_speedup)
@@ -267,6 +270,17 @@ class SnipConfig(FieldNames):
         if not (self.stages is None or isinstance(self.stages, int)):
             object.__setattr__(self, "stages", tuple(as_names("stages", stage) for stage in self.stages))
         check_stages(self.stages)
+
+    def _check_granularity(self) -> None:
+        supported = POLICIES[self.policy].granularities
+        if self.granularity is None:
+            object.__setattr__(self, "granularity", supported[0])
+        if self.granularity not in supported and self.fixed_plan is None:
+            what = "for whole linears" if supported == ("layer",) else "the GEMMs of a linear apart"
+            raise ValueError(
+                f"granularity={self.granularity!r} with policy={self.policy!r} cannot work: it decides {what}. Leave "
+                "granularity out or set it to None, or take another policy."
+            )
 
     def _check_formats(self) -> None:
         object.__setattr__(self, "formats", as_names("formats", self.formats))
@@ -328,10 +342,9 @@ class SnipConfig(FieldNames):
     def preset(cls, name: str, **changes: Any) -> SnipConfig:
         """Builds a config from a named set of values (docs/config.md says why these).
 
-        "layer": the default. "gemm": the three GEMMs of a linear apart, the best known for the loss. "hopper": as
-        "gemm", for an H100 or H200, in MXFP4 and FP8 with one scale per tensor, with ties that let linears of the same
-        input quantize it once. "paper": by layer,
-        Q = dL + dW, as far as the paper is known.
+        "gemm": the default, the three GEMMs of a linear apart. "layer": together. "hopper": as "gemm", for an H100 or
+        H200, in MXFP4 and FP8 with one scale per tensor, with ties that let linears of the same input quantize it
+        once. "paper": by layer, Q = dL + dW, as far as the paper is known.
 
         Args:
             name: of the preset.
@@ -341,8 +354,7 @@ class SnipConfig(FieldNames):
             ValueError: an unknown name, or as the constructor.
         """
         if name not in _PRESETS:
-            guess = did_you_mean(name, _PRESETS)
-            raise ValueError(f"Unknown preset {name!r}; expected one of {', '.join(_PRESETS)}.{guess}")
+            raise ValueError(f"Unknown preset {name!r}{choices(_PRESETS, did_you_mean(name, _PRESETS))}")
         return cls(**(_PRESETS[name] | changes))
 
     @classmethod
@@ -357,7 +369,7 @@ class SnipConfig(FieldNames):
         unknown = [key for key in values if key not in known]
         if unknown:
             guess = did_you_mean(unknown[0], known)
-            raise ValueError(f"Unknown SnipConfig field {unknown[0]!r}; the fields are {', '.join(known)}.{guess}")
+            raise ValueError(f"Unknown SnipConfig field {unknown[0]!r}{choices(known, guess, 'docs/config.md')}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:

@@ -37,6 +37,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def choices(known: Iterable[str], guess: str = "", listing: str | None = None) -> str:
+    """Returns the end of a message that refuses a name: the closest one first, then which ones there are.
+
+    Args:
+        known: the names that there are.
+        guess: as `did_you_mean` returns it.
+        listing: what lists names that are too many for a message, e.g. "docs/config.md"; None: the message lists them.
+    """
+    names = list(known)
+    if listing is not None:
+        return f".{guess} {listing} lists all {len(names)}."
+    return f".{guess} Expected one of {', '.join(names)}." if guess else f"; expected one of {', '.join(names)}."
+
+
 class Registry(Mapping[str, Entry]):
     """A mapping from names to entries, in the order of their registration.
 
@@ -44,10 +58,12 @@ class Registry(Mapping[str, Entry]):
         kind: what the entries are, for error messages, e.g. "format".
         built_in: the module that registers the entries that come with snip-hf. It is imported on first use, so that the
             names can be checked by modules below it.
+        listing: the expression that lists the names, of entries that are too many for a message.
     """
 
-    def __init__(self, kind: str, built_in: str | None = None) -> None:
+    def __init__(self, kind: str, built_in: str | None = None, listing: str | None = None) -> None:
         self.kind = kind
+        self.listing = listing
         self._entries: dict[str, Entry] = {}
         self._built_in = built_in
 
@@ -77,14 +93,14 @@ class Registry(Mapping[str, Entry]):
         """Returns `name` if an entry has it.
 
         Raises:
-            ValueError: there is none; names `where` the name was given, lists the entries and guesses which was meant.
-                It is an `UnknownName` where an entry might have the name.
+            ValueError: there is none; names `where` the name was given, guesses which was meant and says which there
+                are. It is an `UnknownName` where an entry might have the name.
         """
-        message = f"Unknown {self.kind} {name!r} for {where}; expected one of {', '.join(self)}."
+        message = f"Unknown {self.kind} {name!r} for {where}"
         if not isinstance(name, str):
-            raise ValueError(message)
+            raise ValueError(message + choices(self, listing=self.listing))
         if name not in self:
-            raise UnknownName(message + did_you_mean(name, self))
+            raise UnknownName(message + choices(self, did_you_mean(name, self), self.listing))
         return name
 
     def __getitem__(self, name: str) -> Entry:

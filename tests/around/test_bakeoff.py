@@ -103,7 +103,7 @@ def test_runs_at_another_speed_are_named_so(tmp_path: Path) -> None:
     entry = {"model": "tiny", "policy": "snip", "share": None, "formats": ["nvfp4", "mxfp8"], "rates": "b200"}
     slow, fast = specs(tmp_path, entry | {"target_linear_speedup": [2.5, 3.0]})
     assert (slow.label, fast.label) == tuple(
-        f"snip, layer, {{nvfp4, mxfp8}}, {t} times BF16 (b200)" for t in ("2.5", "3")
+        f"snip, gemm, {{nvfp4, mxfp8}}, {t} times BF16 (b200)" for t in ("2.5", "3")
     )
     assert slow.to_dict() | {"target_linear_speedup": 3.0} == fast.to_dict()
 
@@ -116,7 +116,7 @@ def test_shares_that_change_are_one_value_and_their_runs_have_the_mean_share(tmp
     plain, changing = specs(tmp_path, {"model": "tiny", "policy": "snip", "share": [mean, shares]})
     assert changing.snip.target_fp4_fraction == ((1, 0.5), (half, 1.0))
     assert changing.to_dict() == plain.to_dict() | {"target_fp4_fraction": shares}
-    assert changing.label == f"snip, layer, 50% from step 1, 100% from step {half}"
+    assert changing.label == f"snip, gemm, 50% from step 1, 100% from step {half}"
     assert specs(tmp_path, {"model": "tiny", "policy": "snip", "share": shares}) == [changing]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ import pytest
 import refresh_steps
 import truth_at_size
 import weight_gradients
+from committed import ROOT, lines_of, text_of
 
 from eval.bakeoff import fork_tables
 from eval.bakeoff.fork_lines import by_contender, difference_of, read_forks
@@ -22,7 +22,6 @@ from eval.bakeoff.fork_recipe import load_recipe
 from eval.bakeoff.fork_report import Asked, write_report
 from eval.bakeoff.fork_statistics import Difference
 
-ROOT = Path(__file__).resolve().parents[2]
 # (model, share, seed) -> gap to BF16 of the same seed, in percent
 Gaps = dict[tuple[str, float | None, int], float]
 # What a run of SNIP has in the main comparison; other runs vary one of these.
@@ -30,15 +29,6 @@ USUAL = {"start_step": 0, "objective": "additive", "loss_weight": 1.0, "weight_w
 REFRESHED = 250
 CRITERIA = ROOT / "eval" / "results" / "forks-criteria.jsonl"
 GEMM_75, GEMM_90, LAYER_75 = "{fp4, fp8}, 75% by gemm", "{fp4, fp8}, 90% by gemm", "{fp4, fp8}, 75% by layer"
-
-
-def text_of(page: str) -> str:
-    """A page, each run of white space as one space."""
-    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
-
-
-def lines_of(path: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (ROOT / path).read_text(encoding="utf-8").splitlines()]
 
 
 @cache
@@ -142,95 +132,6 @@ def test_what_the_paired_tests_of_snip_by_gemm_would_have_found() -> None:
     page = text_of("docs/results.md")
     assert f"{layer} points to SNIP by layer (13 pairs), {backward} to `backward-first` (18)" in page
     assert f"{least} to {most} to `fisher`, `greedy` and `hessian-trace` (6) and {static}" in page
-
-
-def test_torchao_s_fp8_is_faster_at_8b_and_slower_at_1_1b() -> None:
-    lines = lines_of("benchmarks/results/speed.jsonl")
-    lines += lines_of("benchmarks/results/speed_trainer.jsonl")
-    ahead: dict[str, list[float]] = {}
-    fp4: dict[str, float] = {}
-    for line in lines:
-        recipe, model = line.get("recipe"), line.get("model")
-        if recipe in ("snip-hf FP4, ties", "snip-hf 100%"):
-            fp4[model] = line["step_ms"]
-        if recipe == "torchao tensorwise" and model in fp4:
-            ahead.setdefault(model, []).append(100 * (fp4.pop(model) / line["step_ms"] - 1))
-    large, small = ahead["8B, 8 layers"], ahead["TinyLlama-1.1B"]
-    # The fourth run at 8B, of 0.5%, is that of docs/hopper.md, whose lines are not kept.
-    assert len(large) == 3 and all(0.85 < value < 1.3 for value in large)
-    assert len(small) == 3 and all(-1.0 < value < -0.3 for value in small)
-    assert "0.5 to 1.3% faster than FP4" in text_of("README.md")
-    assert "0.3 to 0.9% slower at 1.1B" in text_of("README.md")
-
-
-def test_the_speeds_and_memory_of_mxfp4_are_those_of_the_lines() -> None:
-    rows = [line for line in lines_of("benchmarks/results/speed_mxfp4.jsonl") if line["part"] == "trainer"]
-    found = {(row["model"], row["recipe"]): row for row in rows if row["recipe"] != "BF16"}
-    models, recipes = ("8B, 8 layers", "TinyLlama-1.1B"), ("snip-hf 75%", "snip-hf 100%", "torchao tensorwise")
-    text, page = text_of("README.md"), text_of("docs/tensor_scaled.md")
-    for recipe, model in ((recipe, model) for recipe in recipes for model in models):
-        row = found[model, recipe]
-        speed, memory = f"{row['speedup']:.3f}", f"{row['refresh_peak_ratio']:.3f}"
-        assert speed in text and memory in text and speed in page and memory in page
-    speeds = [found[model, "snip-hf 75%"]["speedup"] for model in reversed(models)]
-    assert f"{speeds[0]:.2f} and {speeds[1]:.2f} times as fast" in text
-
-
-def test_the_speeds_of_experts_are_those_of_the_lines() -> None:
-    found = {row["recipe"]: row for row in lines_of("benchmarks/results/moe_speed.jsonl")}
-    mxfp4, mixed = (f"{found[recipe]['speedup']:.3f}" for recipe in ("snip-hf MXFP4", "snip-hf MXFP4 75%"))
-    assert f"A mixture of experts of 1.1B ran at {mixed} and {mxfp4}" in text_of("README.md")
-    assert f"at {mxfp4} times BF16 all in MXFP4 and at {mixed} at 75%" in text_of("CHANGELOG.md")
-    page = text_of("docs/tensor_scaled.md")
-    for recipe, speed in (("all in MXFP4", mxfp4), ("75% in MXFP4", mixed)):
-        row = found[f"snip-hf MXFP4{' 75%' if speed == mixed else ''}"]
-        assert f"| {recipe} | {row['step_ms']:.1f} | {speed} | {row['peak_gib']:.2f} |" in page
-
-
-def test_the_speeds_of_adapters_are_those_of_the_lines() -> None:
-    first, *low, last = lines_of("benchmarks/results/adapter_speed.jsonl")
-    page, mean = text_of("docs/adapters.md"), (first["step_ms"] + last["step_ms"]) / 2
-    for name, row in zip(("all in MXFP4", "75% in MXFP4"), low, strict=True):
-        figures = f"{row['step_ms']:.1f} | **{mean / row['step_ms']:.3f}** | {row['peak_gib']:.2f}"
-        assert f"| {name} | {figures} |" in page
-    losses = [f"{row['loss']:.3f}" for row in (first, *low)]
-    assert f"the loss is {losses[0]} in BF16, {losses[1]} all in MXFP4 and {losses[2]} at 75%" in page
-
-
-def of_profile(model: str, trainer: bool) -> dict[str, Any]:
-    """Returns recipe -> line of the last profile."""
-    lines = lines_of("benchmarks/results/step_profile.jsonl")
-    of_run = [row for row in lines if row.get("commit") == "b0bf68a" and row["trainer"] is trainer]
-    return {row["recipe"]: row for row in of_run if row["model"] == model}
-
-
-def test_the_speeds_of_the_trainer_s_step_are_those_of_the_profile() -> None:
-    found, page, speeds = of_profile("TinyLlama-1.1B", True), text_of("docs/tensor_scaled.md"), []
-    bf16 = found.pop("BF16")
-    for row in found.values():
-        speeds.append(f"{bf16['alone_ms'] / row['alone_ms']:.3f}")
-        cells = [f"{row['alone_ms']:.1f}", speeds[-1], f"{sum(row['ms'].values()):.1f}"]
-        assert " | ".join(cells) in page.replace("**", "")
-    mxfp4, mixed = found["snip-hf MXFP4, ties"], found["snip-hf MXFP4 75%, ties"]
-    kernels = [f"{sum(bf16['ms'].values()) / sum(row['ms'].values()):.3f}" for row in (mxfp4, mixed)]
-    assert f"the ratios are {' and '.join(kernels)}" in page
-    large = of_profile("8B, 8 layers", True)
-    ratio = large["BF16"]["alone_ms"] / large["snip-hf MXFP4, ties"]["alone_ms"]
-    assert f"{speeds[1]} and {speeds[0]} times BF16 at 1.1B, and all in MXFP4 {ratio:.3f} at the 8B" in text_of(
-        "README.md"
-    )
-    assert f"at {speeds[1]} (75%) and {speeds[0]} (all) times BF16" in text_of("CHANGELOG.md")
-
-
-def test_what_a_refresh_takes_is_that_of_the_profile() -> None:
-    steps, page = [], text_of("docs/hopper.md")
-    for model in ("8B, 8 layers", "TinyLlama-1.1B"):
-        row, bf16 = (of_profile(model, False)[recipe] for recipe in ("refresh", "BF16"))
-        steps.append(row["extra_ms"] / bf16["alone_ms"])
-        assert steps[-1] == pytest.approx(row["bf16_steps"], abs=0.005)
-    assert "| in BF16 steps | " + " | ".join(f"**{number:.2f}**" for number in steps) + " |" in page
-    short = " and ".join(f"{number:.1f}" for number in steps)
-    assert f"A refresh takes the time of {short} BF16 steps" in text_of("README.md")
 
 
 def test_estimates_from_one_micro_batch_are_further_off() -> None:
@@ -391,3 +292,18 @@ def test_the_tables_of_criteria_are_those_of_the_lines(tmp_path: Path) -> None:
     for page, copy in zip(pages, copies, strict=True):
         assert Path(copy).read_text(encoding="utf-8") == (ROOT / page).read_text(encoding="utf-8")
     assert text == (ROOT / "eval" / "results" / "forks-criteria.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/config.md", "docs/choosing.md", "CHANGELOG.md"])
+def test_by_layer_is_as_far_above_by_gemm_in_long_forks_as_the_pages_say(page: str) -> None:
+    lines = read_forks([ROOT / "eval" / "results" / "forks-longer.jsonl"])
+    text = text_of(page)
+    for steps in (700, 1400, 2100):
+        found = by_contender(line for line in lines if line["steps"] == steps)
+        layer, gemm = (found[f"snip {{fp4, fp8}}, 75% by {unit}, refresh_every 250"] for unit in ("layer", "gemm"))
+        difference = difference_of(layer, gemm, "held_out_plan")
+        assert difference.forks == 8
+        is_told = difference.mean > difference.half_width
+        assert is_told == (steps > 700)
+        if is_told or page in ("README.md", "docs/config.md"):
+            assert f"{difference.mean:.2f} ± {difference.half_width:.2f}%" in text

@@ -26,6 +26,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 EVAL = Path(__file__).resolve().parents[2] / "eval"
 
 Row = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def no_list_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval lists what pip has installed and what the machine is, for a second each time; no row has it."""
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")
+
+
 END = "<|endoftext|>"
 
 # One document per task, in the Hub's columns and in the local layout. The first is HellaSwag's own example.

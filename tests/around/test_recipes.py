@@ -388,7 +388,10 @@ def test_overrides_are_dotted_keys_with_yaml_values() -> None:
         ("modle.name=x", "recipe: the key 'modle' is not known; known keys are model, tokenizer, data, training, snip"),
         ("data.stream=true", "data: the key 'stream' is not known; known keys are source, files"),
         ("training.learning_rat=1", "training: the key 'learning_rat' is not known; known keys are output_dir"),
-        ("snip.target=0.5", "Unknown SnipConfig field 'target'; the fields are target_fp4_fraction"),
+        (
+            "snip.target=0.5",
+            r"Unknown SnipConfig field 'target'\. Did you mean 'target_fp4_fraction'\? docs/config.md lists all ",
+        ),
         ("training.max_steps", "'training.max_steps' is not understood; expected dotted.key=value"),
         ("training..x=1", "'training..x=1' is not understood"),
         ("data=3", "data: got 3; expected keys with values"),

@@ -169,6 +169,17 @@ def test_shares_of_flops_and_time_are_those_of_all_layers_of_a_kind() -> None:
     assert [(share.kind, share.gemm) for share in cost_shares(flops, measured)][-1] == ("v", "grad_input")
 
 
+def test_kinds_of_one_last_name_count_apart_and_experts_of_one_projection_together() -> None:
+    names = ("attn.c_proj", "mlp.c_proj", "mlp.experts.0.up", "mlp.experts.1.up")
+    layers = [f"h.{block}.{name}" for block in range(2) for name in names]
+    flops = {layer: dict.fromkeys(GEMMS, 1.0) for layer in layers}
+    seconds = {layer: {gemm: {"bf16": 2.0, "fp8": 1.0} for gemm in GEMMS} for layer in layers}
+    shares = cost_shares(flops, MeasuredCost(machine=MACHINE, tokens=1, seconds=seconds))
+    kinds = [kind for kind in ("attn.c_proj", "mlp.c_proj", "up") for _ in GEMMS]
+    assert [share.kind for share in shares] == kinds
+    assert [share.flops for share in shares] == [pytest.approx(n / 24) for n in [2] * 6 + [4] * 3]
+
+
 def test_the_sentence_names_the_totals_and_what_differs_most() -> None:
     assert describe_cost(*hand_cost()) == (
         "All GEMMs of the linears take 60 ms in BF16, 30 ms in FP8, 15 ms in FP4 per micro-batch of 4096 tokens "
@@ -227,7 +238,7 @@ BAD_TIMES: list[tuple[Any, str]] = [
     (changed(machine={}), "measured.machine has no entry 'device'; expected exactly device, torch_version, backend, "),
     (changed(seconds={}), "measured.seconds is empty, expected at least one layer."),
     (changed(extra=1), "measured has an unknown entry 'extra'; expected exactly machine, tokens, seconds, reference."),
-    (changed(reference="fp9"), "Unknown format 'fp9' for measured.reference; expected one of "),
+    (changed(reference="fp9"), "Unknown format 'fp9' for measured.reference. `list(snip_hf.formats)` lists all "),
     (changed(reference="mxfp8"), "measured.seconds['layers.0.up']['forward'] has no entry 'mxfp8'."),
     (
         lambda m: m["machine"].update(device="a\x1b[2J"),
@@ -374,7 +385,8 @@ def test_a_probing_policy_measures_at_its_first_refresh_for_the_tokens_of_its_mi
     tmp_path: Path, timer: list[GemmShape], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="snip_hf")
-    loop = Loop(tmp_path).run(1)  # The probe may take a part of the micro-batch; training multiplies all of it.
+    # The probe may take a part of the micro-batch; training multiplies all of it.
+    loop = Loop(tmp_path, granularity="layer").run(1)
     assert timer == []
     assert loop.controller.plan.measured is None
     loop.run(2)

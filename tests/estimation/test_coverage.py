@@ -235,6 +235,10 @@ def test_a_product_counts_if_a_parameter_is_its_operand_in_any_shape(
     assert beside(run, *shape) == 2.0 * products
 
 
+def test_a_weight_without_elements_has_no_products() -> None:
+    assert beside(lambda bank, x: nn.functional.pad(x @ bank.weight, (0, 8)), 8, 0) == 0.0
+
+
 @pytest.mark.parametrize("last", [4, 6])
 def test_rows_after_the_last_group_do_not_count(last: int) -> None:
     def grouped(bank: Bank, x: Tensor) -> Tensor:
@@ -478,3 +482,16 @@ def test_as_many_grad_inputs_run_in_training_as_are_counted(
 def test_what_cannot_be_counted_is_refused(batch: Any, config: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         coverage(tiny_llama(hidden=16, layers=1), batch, config)
+
+
+def test_a_model_of_which_nothing_can_be_swapped_is_counted() -> None:
+    batch = {"input_ids": torch.zeros(1, TOKENS, dtype=torch.long)}
+    found = coverage(tiny_llama(), batch, SnipConfig(skip_modules=("*",)))
+    assert found.share == 0.0
+    assert found.uncovered
+
+
+def test_a_misspelt_name_is_refused_where_nothing_can_be_swapped() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(8, 8)})
+    with pytest.raises(ValueError, match="'mlp' matches no linear layer; the model has none"):
+        coverage(model, {}, SnipConfig(skip_modules=("mlp",)))

@@ -190,14 +190,17 @@ RELU_FAMILIES: dict[str, tuple[Callable[[int], nn.Module], float, float]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("family", RELU_FAMILIES)
 def test_no_kink_of_relu_is_taken_for_curvature(family: str) -> None:
-    """Over 3 models. With kinks left as they are, the largest tenth is 3 to 6 times the truth, under ReLU."""
+    """Over 6 models. With kinks left as they are, the largest tenth is 3 to 6 times the truth, under ReLU.
+
+    Trained models differ by processor; of 3 of them, chance alone may move a median error by a third.
+    """
     build, *most = RELU_FAMILIES[family]
     ratios: dict[str, list[float]] = {fmt: [] for fmt in SnipConfig().formats[::-1]}
-    for index in range(3):
+    for index in range(6):
         model = build(index)
         optimizer, batch = adamw_after(model, steps=60), text(4, 96, 60)
         truth = weight_divergences(measure_divergence(model, batch, optimizer, draws=4, gemms=(LAYER,)))
-        for seed in range(3):
+        for seed in range(2):
             config = SnipConfig(probe_tokens=None, probe_batch_tokens=None, seed=seed)
             estimate = weight_divergences(estimate_divergence(model, batch, optimizer, config))
             for key, value in truth.items():

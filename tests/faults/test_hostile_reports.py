@@ -305,7 +305,7 @@ REPORTED: dict[str, tuple[Spoil, str]] = {
     ),
     "a config of another version": (config(of_tomorrow=1), "There is no table of reasons: Unknown SnipConfig field"),
     "a config whose plan is a list": (config(fixed_plan=["x"]), "Plan file a list of 1, held fixed"),
-    "a config with 100,000 ties": (config(ties=[[f"a{n}"] for n in range(10**5)]), "Why (probe of step 300"),
+    "100,000 ties": (config(ties=[[f"a{n}"] for n in range(10**5)]), "Why (probe of step 300"),
     "a config with too many ties": (many_ties, "There is no table of reasons: ties has 5,001 names"),
     "a config with endless solving": (config(solver_time_limit=1e101), ""),
     "a reason of escapes": (
@@ -438,7 +438,7 @@ DRAWN = (
 
 
 @pytest.mark.parametrize(
-    "case", [*REFUSED, *(slow(case) if case == "100,000 refreshes" else case for case in REPORTED)]
+    "case", [*REFUSED, *(slow(case) if case.startswith("100,000 ") else case for case in REPORTED)]
 )
 def test_a_report_of_a_hostile_folder_is_one_sentence_or_a_report_with_notes(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -29,8 +29,9 @@ ilp.solve = lambda problem: subprocess.run([sys.executable, "-S", "-c", stubborn
 sys.exit(ilp.main())
 """
 
-# Trains in children of its own, which are killed by SIGKILL: while the solver runs (after the save of step 3), in the
-# middle of the probe of step 2, and in the middle of the write of the plan that is applied after step 4.
+# Trains in children of its own, one for each place that is named, which are killed by SIGKILL: while the solver runs
+# (after the save of step 3), in the middle of the probe of step 2, and in the middle of the write of the plan that is
+# applied after step 4.
 PROGRAM = """
 import os, signal, sys, threading
 from pathlib import Path
@@ -39,7 +40,7 @@ from tiny_runs import train
 from transformers import TrainerCallback
 import snip_hf.training.step_probe, snip_hf.json_io, snip_hf.planning.solver.process
 from snip_hf import SnipCallback
-folder, hanging = Path(sys.argv[1]), sys.argv[2]
+folder, hanging, *places = Path(sys.argv[1]), *sys.argv[2:]
 
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -54,7 +55,7 @@ class Killer(TrainerCallback):
         if state.global_step == 3 and where == "plan":
             snip_hf.json_io.os.replace = die
 
-for where in ("solver", "probe", "plan"):
+for where in places:
     child = os.fork()
     if child:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, where
@@ -69,27 +70,35 @@ for where in ("solver", "probe", "plan"):
 """
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folders that the killed runs left, and the id of the solver that one of them had."""
-    folder = tmp_path_factory.mktemp("killed")
+def killed_at(folder: Path, *places: str) -> Path:
+    """Leaves in the folder those of the killed runs, and the id of the solver that one of them had."""
     stub = folder / "hanging.py"
     stub.write_text(HANGING.format(folder=str(Path(ilp.__file__).parent)))
-    in_a_process(PROGRAM, folder, stub)
+    in_a_process(PROGRAM, folder, stub, *places)
     return folder
 
 
+@pytest.fixture(scope="module")
+def killed_while_solving(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return killed_at(tmp_path_factory.mktemp("solver"), "solver")
+
+
+@pytest.fixture(scope="module")
+def killed_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return killed_at(tmp_path_factory.mktemp("others"), "probe", "plan")
+
+
 @pytest.mark.slow
-def test_a_solver_does_not_outlive_a_trainer_that_was_killed(killed: Path) -> None:
-    """By the time that the fixture is done the other two runs have been trained and killed too."""
-    pid = int((killed / "pid").read_text())
+def test_a_solver_does_not_outlive_a_trainer_that_was_killed(killed_while_solving: Path) -> None:
+    pid = int((killed_while_solving / "pid").read_text())
     wait_until(lambda: not alive(pid) and members(pid) == [], BOUND)
 
 
 @pytest.mark.parametrize(("where", "step"), [("solver", 3), slow("probe", 1), slow("plan", 3)])
 def test_a_run_that_was_killed_in_a_refresh_goes_on_to_the_bit(
-    where: str, step: int, killed: Path, undisturbed: Run
+    where: str, step: int, undisturbed: Run, request: pytest.FixtureRequest
 ) -> None:
+    killed: Path = request.getfixturevalue("killed_while_solving" if where == "solver" else "killed_elsewhere")
     folder = killed / where
     temporary = [path.name for path in (folder / "snip").glob(".*")]
     assert len(temporary) == (where == "plan")  # killed between the write and the rename

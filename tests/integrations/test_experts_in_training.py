@@ -66,7 +66,12 @@ def test_groups_of_experts_get_formats_of_their_own(tmp_path: Path) -> None:
     tokens = {name: plan.tokens[name] for name in groups}
     assert all(tokens[name] + tokens[name.replace("[0:2]", "[2:4]")] == 2 for name in groups if name.endswith("[0:2]"))
     work = {name: sum(row.values()) * plan.tokens[name] for name, row in plan.flops.items()}
-    low = sum(work[name] for name, row in plan.assignment.items() if row["forward"] == "fp4")
+    low = sum(
+        plan.flops[name][gemm] * plan.tokens[name]
+        for name, row in plan.assignment.items()
+        for gemm, fmt in row.items()
+        if fmt == "fp4"
+    )
     assert plan.fp4_fraction == pytest.approx(low / sum(work.values()))
     assert load_run(tmp_path).plans[-1][1].assignment == plan.assignment
 

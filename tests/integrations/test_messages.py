@@ -53,14 +53,14 @@ def test_a_run_with_log_level_info_says_what_it_begins_with_each_refresh_and_wha
     assert begin == [
         "  plan       policy snip, 0.0% of the linear FLOPs in FP4 (per stage: 0.0%)",
         "  target     at least 75.0% of the linears' FLOPs in FP4",
-        "  formats    FP4, FP8, decided per layer",
+        "  formats    FP4, FP8, decided per gemm",
         "  backend    emulated",
         "  coverage   the plan can decide on 100.0% of the model's matmul FLOPs (output head and attention products "
         "aside)",
         "  refreshes  at step 2, then every 4 steps; a plan is applied 2 steps later; until then BF16",
         "  speed      slower than BF16: the backend emulates",
     ]
-    shares = "76.2% of the linear FLOPs in FP4 (per stage: 76.2%)"
+    shares = "75.4% of the linear FLOPs in FP4 (per stage: 75.4%)"
     assert text.count("snip-hf: training under SNIP.") == 1
     assert (
         text.count(f"snip-hf: plan of step 2 applied after step 4: {shares}, 14 layers changed; the probe took ") == 1

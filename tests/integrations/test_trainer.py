@@ -505,12 +505,13 @@ def test_a_plan_file_of_another_model_or_a_damaged_one_is_refused(run: Run, tmp_
     )
     path.write_text(json.dumps(document)[:-1])
     assert refused(tmp_path / "out", ValueError, config).startswith(
-        f"{path} is not a usable precision plan: it is not valid JSON, perhaps truncated"
+        f"fixed_plan: {path} is not a usable precision plan: it is not valid JSON, perhaps truncated"
     )
     del document["assignment"]["model.layers.0.mlp.up_proj"]["forward"]
     path.write_text(json.dumps(document))
     assert refused(tmp_path / "out", ValueError, config).startswith(
-        f"{path} is not a usable precision plan: assignment['model.layers.0.mlp.up_proj'] has no entry 'forward'"
+        f"fixed_plan: {path} is not a usable precision plan: assignment['model.layers.0.mlp.up_proj'] has no entry "
+        "'forward'"
     )
     path.unlink()
     with pytest.raises(ValueError, match=r"^fixed_plan='.*plan\.json' cannot be read: .*No such file or directory"):
@@ -763,7 +764,7 @@ def test_a_config_that_is_none_is_refused_by_its_type() -> None:
 
 
 def test_the_report_says_why_with_the_prices_of_the_program_that_was_solved(tmp_path: Path) -> None:
-    train(tmp_path, CONFIG)
+    train(tmp_path, SnipConfig(stages=2, granularity="layer", **SCHEDULE))
     table = reason_table(load_run(tmp_path))
     assert table is not None
     cells = [list(column.cells) for column in table.columns]

@@ -218,6 +218,66 @@ def test_a_loss_that_cannot_be_probed_costs_the_refresh(kind: type[Trainer], rea
     assert line["status"] == "kept" and reason in line["reason"]
 
 
+class Popped(Trainer):
+    """Takes the labels out of the inputs before the model sees them."""
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any) -> Tensor:
+        model.train()
+        return self.backward(model, self._prepare_inputs(inputs))
+
+    def backward(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        labels = inputs.pop("labels")
+        loss = token_loss(model(**inputs).logits, labels)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class PoppedLater(Popped):
+    """From the second step on."""
+
+    def backward(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        if self.state.global_step:
+            return super().backward(model, inputs)
+        loss: Tensor = model(**inputs).loss
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class InComputeLoss(Popped):
+    """As the message advises."""
+
+    def backward(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        labels = inputs.pop("labels")
+        return token_loss(model(**inputs).logits, labels)
+
+
+NO_LABELS = (
+    "The batch has no labels (its keys are input_ids), so the model gives no loss to probe. Expected a causal LM batch "
+    "with `labels`. If the model does not return the loss, compute it in an override of the Trainer's compute_loss, or "
+    "by compute_loss_func, and have training_step call compute_loss, or use a policy that needs no probe, such as "
+    "policy='layer-position'."
+)
+
+
+def test_a_trainer_that_takes_the_labels_out_is_told_what_a_trainer_can_do(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as caught:
+        train(tmp_path, CONFIG, trainer_class=Popped, **SHORT)
+    assert str(caught.value) == NO_LABELS
+
+
+@pytest.mark.slow
+def test_what_it_is_told_helps_and_is_told_of_a_later_step_too(tmp_path: Path) -> None:
+    advised = train(tmp_path / "advised", CONFIG, trainer_class=InComputeLoss, **SHORT)
+    later = train(tmp_path / "later", CONFIG, trainer_class=PoppedLater, **SHORT)
+    assert [line["status"] for line in (*advised.refreshes, *later.refreshes)] == ["applied", "kept"]
+    assert later.refreshes[0]["reason"] == f"ValueError: {NO_LABELS}"
+
+
 def test_the_trainer_is_found_by_its_state_from_within_its_training_loop(tmp_path: Path) -> None:
     found: list[Any] = []
 

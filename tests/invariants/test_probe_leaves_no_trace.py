@@ -150,7 +150,7 @@ def refresh(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer |
 def refresh_with_noise(model: nn.Module, inputs: Inputs, optimizer: torch.optim.Optimizer | None) -> None:
     weights = {name: layer.weight for name, layer in snip_linears(model).items()}
     gradients = {name: torch.ones_like(weight) for name, weight in weights.items()}
-    config = replace(CONFIG, policy="snip-paper", probes=2)
+    config = replace(CONFIG, policy="snip-paper", granularity=None, probes=2)
     divergences_at(model, Batch.of(inputs), OptimizerStep(gradients, responses(optimizer, weights)), config, step=3)
 
 

@@ -21,9 +21,10 @@ pytest.importorskip("triton")
 
 from kernels.test_tensor_scaled import numbers
 
-from snip_hf.kernels.tensor_scaled import gated_operators, operators
+from snip_hf.kernels.tensor_scaled import gated_operators
 from snip_hf.kernels.tensor_scaled.folding import table_on
 from snip_hf.kernels.tensor_scaled.gated_operators import Operand, activation_of, gradients_of
+from snip_hf.kernels.tensor_scaled.layouts import empty_layouts
 from snip_hf.kernels.tensor_scaled.records import EXPONENT, LARGEST, Records
 from snip_hf.numerics.formats import format_of_code
 
@@ -51,7 +52,7 @@ def operand(number: int, formats: Sequence[str], like: Tensor, gemms: tuple[int,
     records.note.known = [settled] * 3
     KEPT.append(records)
     counts = number == GRADIENT or gemms[0] >= 0
-    layouts = operators.empty_layouts(like, *gemms)
+    layouts = empty_layouts(like, *gemms)
     tensors = records.record, table_on(like.device)
     return Operand(numbers(formats).to(like.device), tensors, number, gemms, counts, layouts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from functorch.compile import make_boxed_func
 from small import tiny_llama
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.nn.functional import gelu, silu
 from torch.utils.checkpoint import checkpoint
 
 from snip_hf import SnipConfig, SnipController, convert_model
@@ -24,8 +26,10 @@ from snip_hf.layers.gated import put_gates
 from snip_hf.layers.layer import SnipLayer
 from snip_hf.layers.state import set_step, snip_linears
 from snip_hf.numerics.gemms import GEMMS
+from snip_hf.parallel.ranks import Ranks
 
 HIDDEN = 64
+LOG = logging.getLogger("snip_hf.test")
 MXFP4, WITH_FP8 = ("mxfp4",) * 3, ("fp8-tensor", "mxfp4", "fp8-tensor")
 
 pytestmark = [
@@ -87,7 +91,7 @@ def mlp_of(formats: Mapping[str, tuple[str, ...]] | None = None, ties: bool = Tr
         layer.set_formats(dict(zip(GEMMS, (formats or {}).get(name.rpartition(".")[2], MXFP4), strict=True)))
     set_step(found, 0, 1, 0)
     TENSOR_SCALED.share_inputs(found, [[name for name in found if "down" not in name]] if ties else [])
-    assert put_gates(model) == 1
+    assert put_gates(model, LOG) == 1
     mlp: nn.Module = model.model.layers[0].mlp
     return mlp
 
@@ -239,20 +243,73 @@ def watched(mlp: nn.Module) -> None:
     mlp.act_fn.register_forward_hook(lambda *_: None)
 
 
+def with_gelu(mlp: nn.Module) -> None:
+    mlp.act_fn = nn.GELU()
+
+
+def with_an_own_forward_of_its_activation(mlp: nn.Module) -> None:
+    mlp.act_fn.forward = torch.nn.functional.gelu
+
+
+def with_another_class(mlp: nn.Module) -> None:
+    mlp.__class__ = type("Half", (type(mlp),), {"forward": lambda self, x: 0.5 * one_by_one(self, x)})
+
+
 def with_its_own_forward(mlp: nn.Module) -> None:
     inner = mlp.gate_proj.forward
     mlp.gate_proj.forward = lambda x: inner(x)
 
 
+OTHERS = with_gelu, with_an_own_forward_of_its_activation, with_another_class
+
+
 @pytest.mark.parametrize(
     "change",
-    [frozen, with_bias, with_bf16, hooked, emulated, wrapped, restored, watched, with_its_own_forward],
+    [frozen, with_bias, with_bf16, hooked, emulated, wrapped, restored, watched, with_its_own_forward, *OTHERS],
 )
 def test_layers_that_need_their_own_call_run_one_by_one(change: Callable[[nn.Module], None]) -> None:
     mlp = mlp_of()
     assert is_one(mlp)
     change(mlp)
     assert not is_one(mlp)
+
+
+@pytest.mark.parametrize("change", OTHERS)
+def test_an_activation_that_is_replaced_is_seen_at_the_next_call(change: Callable[[nn.Module], None]) -> None:
+    mlp, graphs = mlp_of(), Graphs()
+    compiled = torch.compile(mlp, backend=graphs.backend)
+    x = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled(x)
+        assert graphs.gated() > 0
+        change(mlp)
+        found, expected = compiled(x), type(mlp).forward(mlp, x)
+    assert torch.equal(found, expected)
+
+
+def test_so_are_functions_and_settings() -> None:
+    class WithFunction(nn.Module):
+        def __init__(self, mlp: nn.Module) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+            self.act, self.limit, self.layer_index = silu, None, 3
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate = self.act(self.gate_proj(x))
+            y: Tensor = self.down_proj((gate if self.limit is None else gate.clamp(max=self.limit)) * self.up_proj(x))
+            return y
+
+    for name, value in (("act", gelu), ("limit", 0.25), ("act", nn.GELU())):
+        torch._dynamo.reset()
+        mlp, graphs = WithFunction(mlp_of()), Graphs()
+        assert put_gates(mlp, LOG) == 1
+        compiled = torch.compile(mlp, backend=graphs.backend)
+        x = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(0))
+        with torch.autocast("cpu", torch.bfloat16):
+            compiled(x)
+            assert graphs.gated() > 0
+            setattr(mlp, name, value)
+            assert torch.equal(compiled(x), type(mlp).forward(mlp, x))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -266,9 +323,10 @@ def test_blocks_alike_are_compiled_once() -> None:
     TENSOR_SCALED.share_inputs(
         layers, [[f"model.layers.{block}.mlp.{name}_proj" for name in ("gate", "up")] for block in range(3)]
     )
-    assert put_gates(model) == 3
+    assert put_gates(model, LOG) == 3
     graphs, ids = Graphs(), torch.arange(32)[None]
-    for block in model.model.layers:
+    for index, block in enumerate(model.model.layers):
+        block.mlp.layer_index = index  # as models number their parts
         block.compile(backend=graphs.backend, fullgraph=True)
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
@@ -298,12 +356,19 @@ def test_a_training_pass_without_gradients_folds_alike() -> None:
     assert all(layer.snip_cache.own.record[:, LARGEST].count_nonzero() == 0 for layer in linears(mlp).values())
 
 
-def test_a_run_puts_the_forwards_in_place_and_takes_them_away(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_run_puts_the_forwards_in_place_and_takes_them_away(
+    is_first: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Ranks, "is_first", is_first)
     monkeypatch.setattr(type(TENSOR_SCALED), "lacks", lambda self, device: None)
     monkeypatch.setattr(type(TENSOR_SCALED), "fails", lambda self, format, device: None)
     model = tiny_llama(hidden=HIDDEN, layers=2)
     config = SnipConfig(policy="uniform-mxfp4", formats=("mxfp4", "fp8-tensor"), backend="tensor-scaled")
-    run = SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    with caplog.at_level(logging.INFO, "snip_hf"):
+        run = SnipController(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    # The first rank says it for all.
+    assert sum("2 gated MLPs run as one" in record.getMessage() for record in caplog.records) == int(is_first)
     assert ["forward" in vars(layer.mlp) for layer in model.model.layers] == [True, True]
     run.close()
     assert ["forward" in vars(layer.mlp) for layer in model.model.layers] == [False, False]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from snip_hf.kernels import launching
-from snip_hf.kernels.launching import launch
+from snip_hf.kernels.launching import launch, relaunch
+from snip_hf.kernels.tensor_scaled import gated_operators, operators
+from snip_hf.kernels.tensor_scaled.gated_operators import Operand, launch_backward, launch_forward
+from snip_hf.kernels.tensor_scaled.layouts import empty_layouts
+from snip_hf.kernels.tensor_scaled.records import Records
 
 
 class Launches:
@@ -51,13 +56,24 @@ X, Y = torch.zeros(64), torch.zeros(64)
 
 def test_the_second_launch_with_such_arguments_goes_to_the_compiled_kernel() -> None:
     kernel = Kernel(Launches())
-    for grid in ((3,), (5, 2)):
-        launch(kernel, grid, (X, Y), (64, 1), (True,), num_warps=4)
+    for _ in range(2):
+        launch(kernel, (5, 2), (X, Y), (64, 1), (True,), (0.5,), num_warps=4)
     assert kernel.options == [{"num_warps": 4}]
     assert kernel.compiled is not None
     [(grid, arguments)] = kernel.compiled.seen
     assert grid == (5, 2, 1)
-    assert arguments == (X.data_ptr(), Y.data_ptr(), 64, 1, True)
+    assert arguments == (X.data_ptr(), Y.data_ptr(), 0.5, 64, 1, True)
+
+
+def test_a_key_stands_for_the_arguments_but_for_tensors_and_free_numbers() -> None:
+    kernel, other = Kernel(Launches()), torch.zeros(64)
+    assert not relaunch("key", (X, Y), (0.5,))
+    launch(kernel, (5,), (X, Y), (64,), (True,), (0.5,), "key", num_warps=4)
+    assert relaunch("key", (other, Y), (0.25,))
+    assert not relaunch("another", (X, Y), (0.5,))
+    assert not relaunch("key", (X[1:], Y), (0.5,))  # Triton compiled for addresses that are multiples of 16
+    assert kernel.compiled is not None
+    assert kernel.compiled.seen == [((5, 1, 1), (other.data_ptr(), Y.data_ptr(), 0.25, 64, True))]
 
 
 @pytest.mark.parametrize(
@@ -109,3 +125,77 @@ def test_more_programs_than_a_gpu_takes_along_an_axis_are_refused() -> None:
         r"65,535\. Use smaller micro-batches, and more of them\.$",
     ):
         launch(kernel, (1, 65_536), (X, Y), (65,), ())
+
+
+def folds() -> Iterator[Callable[[], Any]]:
+    """Launches of the kernels that fold, which differ in one thing each."""
+    state, own = torch.zeros(6, dtype=torch.int64), Records.new(torch.device("cpu"))
+
+    def fold(
+        shape: tuple[int, int] = (128, 192),
+        dtype: torch.dtype = torch.bfloat16,
+        is_part: bool = False,
+        operand: int = 0,
+        gemms: tuple[int, int] = (0, 2),
+        counts: bool = True,
+        is_known: bool = True,
+        tile: Any = None,
+    ) -> Callable[[], Any]:
+        x = torch.zeros(shape[0], shape[1] + 64 * is_part, dtype=dtype)[:, : shape[1]]
+        outputs, known = empty_layouts(x, *gemms), (own.table, gemms) if is_known else None
+        return lambda: operators.launch_fold(x, state, own.record[operand], operand, counts, outputs, tile, known)
+
+    def gate(
+        shape: tuple[int, int] = (128, 192), counts: bool = True, has_rows: bool | None = None, tile: Any = None
+    ) -> Callable[[], Any]:
+        x = torch.zeros(*shape, dtype=torch.bfloat16)
+        gemms = 0 if has_rows is None or has_rows else -1, 2
+        one = [
+            Operand(state, (own.record, own.table), operand, gemms, counts, empty_layouts(x, *gemms))
+            for operand in (1, 1, 0)
+        ]
+        if has_rows is None:
+            return lambda: launch_forward(x, x, one[2], tile)
+        return lambda: launch_backward((x, x, x), one, has_rows, counts, tile)
+
+    yield from (fold(), fold((128, 256)), fold((192, 192)), fold((100, 192)), fold(dtype=torch.float32))
+    yield from (fold(is_part=True), fold(operand=1), fold(operand=2), fold(gemms=(0, -1)), fold(gemms=(1, 2)))
+    yield from (fold(gemms=(-1, 2)), fold(counts=False), fold(is_known=False), fold(tile=(8, 32, 4, 128)))
+    yield from (gate(), gate((128, 256)), gate((100, 192)), gate(counts=False), gate(tile=(8, 32, 4, 128)))
+    for has_rows in (True, False):
+        yield from (gate(has_rows=has_rows), gate((64, 192), has_rows=has_rows), gate(counts=False, has_rows=has_rows))
+        yield gate(has_rows=has_rows, tile=(8, 64, 1, None))
+
+
+def test_the_keys_of_folds_tell_apart_all_launches_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+
+    class Compiling(Kernel):
+        """Notes what it is asked to compile, and what is launched then."""
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def run(*arguments: Any, **options: Any) -> Launches:
+                rest = [argument for argument in arguments if not isinstance(argument, Tensor)]
+                launches = Launches()
+                compiled.append((self, grid, rest, options, launches))
+                return launches
+
+            return run
+
+    for module, name in (
+        (operators, "fold_kernel"),
+        (gated_operators, "fold_gated_kernel"),
+        (gated_operators, "fold_gated_gradients_kernel"),
+    ):
+        monkeypatch.setattr(module, name, Compiling(None))
+    calls = list(folds())
+    for call in calls:
+        call()
+    assert len(compiled) == len(calls)
+    for call in calls:
+        call()
+    assert len(compiled) == len(calls)
+    for _, grid, rest, _, launches in compiled:
+        [(seen_grid, seen)] = launches.seen
+        assert seen_grid == (*grid, 1, 1)[:3]
+        assert list(seen[len(seen) - len(rest) :]) == rest

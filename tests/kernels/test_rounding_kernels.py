@@ -82,9 +82,16 @@ def of_tiles(grid: ElementGrid, tile: tuple[int, int]) -> tuple[NumberFormat, st
 # ------------------------------------------------------------------------------------- the numbers
 
 
-@pytest.mark.parametrize(("data", "dtype"), DATA)
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("fmt", slow_but(GRIDS, E2M1, E4M3), ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize(
+    ("fmt", "tile", "data", "dtype"),
+    [
+        # Of the first two grids every other case, which have all pairs of grid, tile and data.
+        (fmt, tile, *data) if fmt is not E5M2 and (i + j + k) % 2 == 0 else slow(fmt, tile, *data)
+        for i, fmt in enumerate(GRIDS)
+        for j, tile in enumerate(TILES)
+        for k, data in enumerate(DATA)
+    ],
+)
 def test_the_kernel_rounds_as_the_reference_does(
     fmt: ElementGrid, tile: tuple[int, int], data: Any, dtype: torch.dtype, run: Run
 ) -> None:

@@ -5,6 +5,7 @@ torch.compile decides what is saved and what is computed again, by the same rule
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,7 +64,7 @@ class Block:
         if tied:
             share_inputs(self.layers, [[name for name in self.layers if name.endswith(tie)] for tie in TIES])
         if gated:
-            assert put_gates(model) == 1
+            assert put_gates(model, logging.getLogger("snip_hf.test")) == 1
         block = model.model.layers[0]
         if compiler is not None:
             block.compile(backend=compiler)

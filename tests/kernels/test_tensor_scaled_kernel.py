@@ -3,6 +3,7 @@ Triton's interpreter. And compiled for a GPU, without one."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_runs import dump, load, moved
+from slow_cases import slow
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -167,9 +169,13 @@ def compiled(is_gradient: bool, capability: int, finds: bool) -> Any:
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("capability", [89, 90, 120])
-@pytest.mark.parametrize("is_gradient", [False, True], ids=["activation", "gradient"])
-@pytest.mark.parametrize("finds", [False, True], ids=["given", "found"])
+@pytest.mark.parametrize(
+    ("is_gradient", "capability", "finds"),
+    [
+        case if case in ((False, 89, True), (True, 90, False), (True, 120, True), (False, 90, False)) else slow(*case)
+        for case in itertools.product((False, True), (89, 90, 120), (False, True))
+    ],
+)
 def test_the_kernel_assembles_and_converts_to_fp8_in_hardware(is_gradient: bool, capability: int, finds: bool) -> None:
     code = compiled(is_gradient, capability, finds)
     assert len(code.asm["cubin"]) > 1000

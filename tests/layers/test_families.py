@@ -71,7 +71,7 @@ def test_every_layer_that_runs_and_is_trained_has_finite_divergences(family: str
 
 def test_a_layer_that_a_model_never_calls_has_no_part_in_the_fp4_share(tmp_path: Path) -> None:
     rows = [{name: [token % VOCABULARY for token in row] for name, row in one.items()} for one in data()]
-    config = SnipConfig(**SCHEDULE, target_fp4_fraction=0.5)
+    config = SnipConfig(**SCHEDULE, granularity="layer", target_fp4_fraction=0.5)
     train(tmp_path, config, model=build("mamba"), trainer={"train_dataset": rows}, max_steps=5)
     plan = PrecisionPlan.load(tmp_path / "snip" / "plan.json")
     uncalled = {layer for layer in plan.assignment if layer.endswith(".dt_proj")}

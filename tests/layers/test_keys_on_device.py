@@ -48,3 +48,15 @@ def test_keys_of_layers_that_do_not_run_emulated_stay_where_they_are() -> None:
     layers["1"].snip_backend = TENSOR_SCALED
     with pytest.raises(ValueError, match=r"Layer '1' is a SnipLinear on the backend 'tensor-scaled'; expected a layer"):
         KeysOnDevice(layers)
+
+
+def test_a_tensor_that_another_backend_keeps_of_a_layer_is_no_key() -> None:
+    (model, _), (other, _) = swapped(), swapped()
+    layers, x = snip_linears(model), torch.randn(8, 32)
+    for layer in layers.values():
+        layer.snip_cache = torch.full((1,), 7)  # and runs the layer emulated in this pass
+    for one in (model, other):
+        one(x).square().sum().backward()
+    for parameter, expected in zip(model.parameters(), other.parameters(), strict=True):
+        assert parameter.grad is not None and expected.grad is not None
+        assert torch.equal(parameter.grad, expected.grad)

@@ -17,9 +17,11 @@ import torch
 from models import CONFIGS, LINEARS, batch, build
 from oracles.rounding import stream_halves
 from oracles.three_gemms import GRAD_OUTPUT, Layer
+from slow_cases import slow
 from torch import Tensor, nn
 from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -224,9 +226,16 @@ class TestBf16:
         )
 
 
-@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no-bias"])
-@pytest.mark.parametrize("shape", INPUTS)
-@pytest.mark.parametrize("fmt", tuple(FORMATS))
+@pytest.mark.parametrize(
+    ("fmt", "shape", "with_bias"),
+    [
+        # All formats on one shape, and all shapes in one format.
+        (fmt, shape, with_bias) if shape == "2-D" or fmt == "fp4" else slow(fmt, shape, with_bias)
+        for fmt in FORMATS
+        for shape in INPUTS
+        for with_bias in (True, False)
+    ],
+)
 def test_an_output_can_be_changed_in_place(fmt: str, shape: str, with_bias: bool) -> None:
     """As Falcon's parallel attention does with `attention_output += mlp_output`."""
     layer, x = swapped(linear(with_bias), fmt), INPUTS[shape]()
@@ -507,9 +516,9 @@ class TestFormats:
             ),
             (
                 {**dict.fromkeys(GEMMS, "fp8"), "grad_input": "int9"},
-                f"Unknown format 'int9' for grad_input; expected one of {', '.join(FORMATS)}. Did you mean 'int8'? A "
-                "format of your own is registered first: by `snip_hf.register_format`, or by `--import MODULE` on the "
-                "command line.",
+                "Unknown format 'int9' for grad_input. Did you mean 'int8'? `list(snip_hf.formats)` lists all "
+                f"{len(FORMATS)}. A format of your own is registered first: by `snip_hf.register_format`, or by "
+                "`--import MODULE` on the command line.",
             ),
         ],
     )
@@ -810,8 +819,7 @@ class TestSkipping:
         with caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
             convert_model(build("llama"), SnipConfig(skip_modules=("*.self_attn.*",)))
         assert caplog.messages == [
-            "snip-hf swapped 6 layers; skipped 9 (skip_modules: model.layers.0.self_attn.q_proj, "
-            "model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj, ...; output head: lm_head).",
+            "snip-hf swapped 6 layers; skipped 9 (skip_modules: 8, output head: 1).",
             "snip-hf: these weights stay in high precision (embeddings and output head aside): "
             "model.layers.*.self_attn.q_proj x 2 (Linear, skip_modules), "
             "model.layers.*.self_attn.o_proj x 2 (Linear, skip_modules), "
@@ -985,7 +993,9 @@ class TestQuantize:
         assert set(snip_linears(model)) == LINEARS["falcon"]
 
     def test_a_filter_that_lets_another_class_pass_is_refused(self) -> None:
-        for module, name in ((Router(8, 4), "Router"), (nn.LayerNorm(8), "LayerNorm")):
+        pruned = prune.identity(nn.Linear(8, 4), "weight")
+        computed = "Linear (its weight is computed from other parameters, e.g. by weight_norm)"
+        for module, name in ((Router(8, 4), "Router"), (nn.LayerNorm(8), "LayerNorm"), (pruned, computed)):
             with pytest.raises(TypeError) as error:
                 quantize_(nn.Sequential(module), SnipLinearConfig(), filter_fn=lambda _, name: name == "0")
             assert str(error.value) == (
@@ -996,7 +1006,7 @@ class TestQuantize:
     def test_an_unknown_format_is_refused(self) -> None:
         with pytest.raises(ValueError) as error:
             SnipLinearConfig(start_format="fp6")
-        expected = f"Unknown format 'fp6' for start_format; expected one of {', '.join(FORMATS)}. Did you mean 'mxfp6'?"
+        expected = "Unknown format 'fp6' for start_format. Did you mean 'mxfp6'?"
         assert str(error.value).startswith(expected)
 
     def test_twice_changes_nothing(self) -> None:

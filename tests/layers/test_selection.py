@@ -34,7 +34,7 @@ def test_of_a_vision_language_model_the_language_model_is_swapped() -> None:
     names = convert_model(model, SnipConfig())
     assert len(names) == 14 and all(name.startswith("model.language_model.layers.") for name in names)
     reasons = skip_reasons(model, SnipConfig())
-    tower = "outside the language model's decoder (include_modules)"
+    tower = "outside the language model's decoder (include_modules=('model.vision_tower.*',) swaps it)"
     assert reasons["model.vision_tower.encoder.layers.0.mlp.fc1"] == tower
     assert reasons["model.multi_modal_projector.linear_1"] == "outside the transformer blocks"
 
@@ -47,6 +47,25 @@ def test_a_vision_tower_and_its_projector_are_swapped_if_they_are_named() -> Non
     assert "model.vision_tower.encoder.layers.1.self_attn.q_proj" in names
     assert not any(name.endswith("fc2") or name == "lm_head" for name in names)
     assert set(convert_model(model, SnipConfig())) < set(names), "another config restores what it does not take"
+
+
+def test_the_pattern_that_is_advised_swaps_what_it_is_said_of() -> None:
+    """Beside the decoder, in a module that has both."""
+    model = nn.Module()
+    model.outer = nn.ModuleDict({name: nn.ModuleList([nn.Linear(8, 8)]) for name in ("text", "tower")})
+    model.get_decoder = lambda: model.outer["text"]
+    advised = "outside the language model's decoder (include_modules=('outer.tower.*',) swaps it)"
+    assert skip_reasons(model, SnipConfig()) == {"outer.text.0": None, "outer.tower.0": advised}
+    config = SnipConfig(include_modules=("outer.tower.*",))
+    assert convert_model(model, config) == ["outer.text.0", "outer.tower.0"]
+
+
+def test_a_layer_beside_the_decoder_is_advised_by_its_own_name() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8)]))
+    model.get_decoder = lambda: model[1]
+    advised = "outside the language model's decoder (include_modules=('0',) swaps it)"
+    assert skip_reasons(model, SnipConfig()) == {"0": advised, "1.0": None}
+    assert convert_model(model, SnipConfig(include_modules=("0",))) == ["0", "1.0"]
 
 
 def test_a_classification_head_is_swapped_if_it_is_named() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from models import build
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.utils import prune
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     AutoModelForCausalLM,
@@ -21,10 +23,14 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 from transformers.pytorch_utils import Conv1D
 
 from snip_hf import SnipConfig, convert_model
+from snip_hf.layers.layer import SnipLayer
+from snip_hf.layers.selection import skip_reasons
 from snip_hf.layers.weight_matrices import WeightMatrix, describe_unswapped, weight_matrices
 
 HIDDEN, INNER, EXPERTS, LAYERS = 64, 96, 4, 2
@@ -125,6 +131,17 @@ def test_of_a_model_of_linears_nothing_is_said(family: str, caplog: pytest.LogCa
     assert len(caplog.messages) == 1 and not summary(model)
 
 
+def test_the_encoder_that_is_left_out_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"vocab_size": 80, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    with torch.device("meta"), caplog.at_level(logging.INFO, "snip_hf.layers.convert"):
+        convert_model(T5ForConditionalGeneration(T5Config(**sizes)), SnipConfig())
+    said, named = caplog.messages
+    outside = "outside the language model's decoder (include_modules=('encoder.*',) swaps it)"
+    assert said == f"snip-hf swapped 20 layers; skipped 13 ({outside}: 12, output head: 1)."
+    for kind in ("SelfAttention.q", "SelfAttention.o", "DenseReluDense.wi", "DenseReluDense.wo"):
+        assert named.count(f"encoder.block.*.layer.*.{kind} x 2 (Linear, {outside})") == 1
+
+
 def test_linears_that_are_skipped_by_rule_have_the_reason_of_the_rule() -> None:
     """OPT's projections between embeddings and blocks, 48 wide."""
     outside = "outside the transformer blocks"
@@ -132,6 +149,44 @@ def test_linears_that_are_skipped_by_rule_have_the_reason_of_the_rule() -> None:
         "model.decoder.project_out": ("Linear", outside, 1, 48 * 64),
         "model.decoder.project_in": ("Linear", outside, 1, 48 * 64),
     }
+
+
+@pytest.mark.parametrize(
+    ("compute", "names"),
+    [
+        (nn.utils.weight_norm, ("weight_v", "weight_g")),
+        (nn.utils.spectral_norm, ("weight_orig",)),
+        (partial(prune.l1_unstructured, name="weight", amount=0.5), ("weight_orig",)),
+        (
+            nn.utils.parametrizations.weight_norm,
+            ("parametrizations.weight.original1", "parametrizations.weight.original0"),
+        ),
+        (nn.utils.parametrizations.orthogonal, ("parametrizations.weight.original",)),
+    ],
+)
+@pytest.mark.parametrize(("family", "layer"), [("llama", "self_attn.q_proj"), ("gpt2", "attn.c_attn")])
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_a_weight_that_is_computed_is_left_alone_and_listed(
+    compute: Callable[[nn.Module], nn.Module], names: tuple[str, ...], family: str, layer: str
+) -> None:
+    model = build(family)
+    swapped_before = convert_model(build(family), SnipConfig())
+    blocks = "transformer.h" if family == "gpt2" else "model.layers"
+    module = model.get_submodule(f"{blocks}.0.{layer}")
+    compute(module)
+    reason = "its weight is computed from other parameters, e.g. by weight_norm"
+    assert convert_model(model, SnipConfig()) == [name for name in swapped_before if name != f"{blocks}.0.{layer}"]
+    assert skip_reasons(model, SnipConfig())[f"{blocks}.0.{layer}"] == reason
+    assert not isinstance(module, SnipLayer)
+    listed = {(one.name, one.reason) for one in weight_matrices(model, None) if f".{layer}." in one.name}
+    assert listed == {(f"{blocks}.*.{layer}.{name}", reason) for name in names}
+
+
+def test_what_an_output_heads_weight_is_computed_from_has_the_heads_reason() -> None:
+    model = build("llama")
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    listed = [(one.name, one.reason) for one in weight_matrices(model, SnipConfig()) if "lm_head" in one.name]
+    assert listed == [(f"lm_head.parametrizations.weight.original{n}", "output head") for n in (0, 1)]
 
 
 def test_conv1d_is_covered_and_a_subclass_of_it_is_named() -> None:
@@ -160,6 +215,12 @@ def test_what_the_user_left_out_is_named_with_that_reason() -> None:
     assert summary(block_of_linears(), SnipConfig(skip_modules=("*.down",))) == {
         "layers.*.down": ("Linear", "skip_modules", 1, 64)
     }
+
+
+def test_a_weight_that_the_model_itself_holds_has_its_own_name() -> None:
+    model = block_of_linears()
+    model.register_parameter("mixing", nn.Parameter(torch.ones(8, 8)))
+    assert summary(model) == {"mixing": ("ModuleDict", "no layer kind takes a ModuleDict", 1, 64)}
 
 
 def test_a_tied_weight_is_told_once_and_not_at_all_if_it_is_an_embedding_s() -> None:

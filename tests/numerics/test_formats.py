@@ -106,21 +106,24 @@ FIRST = (
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"),
+    ("name", "guess", "advice"),
     [
-        ("FP4", " Did you mean 'fp4'?" + FIRST),
-        ("int9", " Did you mean 'int8'?" + FIRST),
-        ("", FIRST),
-        (None, ""),
-        (2, ""),
-        (["fp4"], ""),
+        ("FP4", " Did you mean 'fp4'?", FIRST),
+        ("int9", " Did you mean 'int8'?", FIRST),
+        ("", "", FIRST),
+        (None, "", ""),
+        (2, "", ""),
+        (["fp4"], "", ""),
     ],
 )
-def test_an_unknown_format_is_named_with_its_place_the_known_ones_and_advice(name: object, advice: str) -> None:
+def test_an_unknown_format_is_named_with_its_place_the_closest_one_and_advice(
+    name: object, guess: str, advice: str
+) -> None:
     with pytest.raises(ValueError) as error:
         check_format(name, "model.layers.0.q_proj:forward")
     assert str(error.value) == (
-        f"Unknown format {name!r} for model.layers.0.q_proj:forward; expected one of {', '.join(ORDER)}.{advice}"
+        f"Unknown format {name!r} for model.layers.0.q_proj:forward.{guess} `list(snip_hf.formats)` lists all "
+        f"{len(ORDER)}.{advice}"
     )
 
 

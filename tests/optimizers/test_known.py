@@ -321,6 +321,27 @@ def test_the_trainer_s_names_train_and_refresh(package: str, name: str, tmp_path
     assert run.refreshes[1]["divergence"]["fp4"]["weight"] > 0
 
 
+def test_the_log_names_the_package_of_an_optimizer_whose_class_has_the_name_of_torch_s(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    named = {}
+    for case in ("GaLore", "APOLLO", "AdamW in 8 bits", "schedule-free AdamW"):
+        _, name, arguments, options = CASES[case]
+        optimizer = getattr(stand_ins, name)([{"params": [nn.Parameter(torch.zeros(8, 8))], **options}], **arguments)
+        caplog.clear()
+        with caplog.at_level("INFO", "snip_hf"):
+            check_optimizer(optimizer)
+        named[case] = caplog.messages
+    assert named == {
+        "GaLore": ["snip-hf: the update of galore_torch.adamw.AdamW is differentiated by the autograd rule."],
+        "APOLLO": ["snip-hf: the update of apollo_torch.apollo.AdamW is differentiated by the autograd rule."],
+        "AdamW in 8 bits": ["snip-hf: the update of bitsandbytes.AdamW is differentiated by the analytic rule."],
+        "schedule-free AdamW": [
+            "snip-hf: the update of schedulefree.AdamWScheduleFree is differentiated by the analytic rule."
+        ],
+    }
+
+
 # Refusals
 
 

@@ -268,7 +268,8 @@ def test_the_way_in_which_an_optimizer_is_differentiated_is_logged_once(caplog: 
             with caplog.at_level(logging.INFO):
                 for _ in range(3):
                     responses(optimizer, parameters)
-            name = type(optimizer).__name__
+            name, package = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
+            name = name if package == "torch" or name == "Lion" else f"{package}.{name}"
             wanted = f"snip-hf: the update of {name} is differentiated by the {way} rule."
             assert [record.getMessage() for record in caplog.records] == [wanted]
 

@@ -204,8 +204,8 @@ FP8 = dict.fromkeys(GEMMS, "fp8")
         ),
         (
             {"assignment": {"a": FP8, "b": {**FP8, "forward": "fp6"}}},
-            f"Unknown format 'fp6' for assignment['b']['forward']; expected one of {', '.join(FORMATS)}. "
-            f"Did you mean 'mxfp6'? {FIRST}",
+            "Unknown format 'fp6' for assignment['b']['forward']. Did you mean 'mxfp6'? "
+            f"`list(snip_hf.formats)` lists all {len(FORMATS)}. {FIRST}",
         ),
         ({"assignment": {"a": FP8}}, "assignment has no entry for layer 'b'; both must name the same layers."),
         ({"flops": {"a": ROW}}, "flops has no entry for layer 'b'; both must name the same layers."),

@@ -27,7 +27,9 @@ from snip_hf.training.checkpoint import SavedState
 
 
 def setting(**options: Any) -> Setting:
-    return setting_of(plain_flops(1.0, 1.0), **{"policy": "min-abs-err", "estimate_memory": 0.75, **options})
+    return setting_of(
+        plain_flops(1.0, 1.0), **{"policy": "min-abs-err", "granularity": "layer", "estimate_memory": 0.75, **options}
+    )
 
 
 def table_of(first: float, second: float | None = None, fp8: float = 0.0) -> DivergenceTable:

@@ -58,11 +58,15 @@ def test_start_does_not_wait_for_a_child_that_never_reads_its_input() -> None:
     assert time.monotonic() - started < 10
 
 
-def test_the_process_that_imports_the_parent_side_never_loads_a_solver() -> None:
+@pytest.fixture(scope="module")
+def printed_by_a_trainer() -> list[str]:
+    """Of a process that solved a problem, and ended while another solver ran: what it had used and loaded, and the id
+    of that solver. One process, since it takes seconds to import what it needs."""
     program = (
         "import json, sys; from snip_hf.planning.solver.process import SolverProcess;"
         "result = SolverProcess.start(json.load(sys.stdin)).result(60);"
-        "print(result.solver, 'mip' in sys.modules, 'scipy.optimize._milp' in sys.modules)"
+        "print(result.solver, 'mip' in sys.modules, 'scipy.optimize._milp' in sys.modules);"
+        "p = SolverProcess.start({}, [sys.executable, '-c', 'import time; time.sleep(60)']); print(p._process.pid)"
     )
     source = str(Path(ilp.__file__).parents[3])
     done = subprocess.run(
@@ -73,7 +77,11 @@ def test_the_process_that_imports_the_parent_side_never_loads_a_solver() -> None
         text=True,
         check=True,
     )
-    assert done.stdout.split()[:2] == ["cbc", "False"]
+    return done.stdout.split()
+
+
+def test_the_process_that_imports_the_parent_side_never_loads_a_solver(printed_by_a_trainer: list[str]) -> None:
+    assert printed_by_a_trainer[:2] == ["cbc", "False"]
 
 
 def test_the_child_runs_with_raised_niceness() -> None:
@@ -341,20 +349,8 @@ def test_a_thread_that_cannot_be_started_leaves_no_process(monkeypatch: pytest.M
     assert not Path(f"/proc/{started[0]}").exists()
 
 
-def test_a_trainer_that_ends_takes_its_solver_along() -> None:
-    program = (
-        "import sys; from snip_hf.planning.solver.process import SolverProcess;"
-        "p = SolverProcess.start({}, [sys.executable, '-c', 'import time; time.sleep(60)']); print(p._process.pid)"
-    )
-    source = str(Path(ilp.__file__).parents[3])
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": source},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert not alive(int(done.stdout))
+def test_a_trainer_that_ends_takes_its_solver_along(printed_by_a_trainer: list[str]) -> None:
+    assert not alive(int(printed_by_a_trainer[3]))
 
 
 def test_no_file_and_no_open_descriptor_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

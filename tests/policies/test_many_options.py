@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 from oracles.brute_force import best_map
-from policy_settings import LISTS, TIES, assert_complete, llama_flops, plain_flops, setting_of, stage_shares
+from policy_settings import (
+    LISTS,
+    TIES,
+    assert_complete,
+    llama_flops,
+    plain_flops,
+    setting_by_layer,
+    setting_of,
+    stage_shares,
+)
+from slow_cases import slow
 
 from snip_hf.budget_checks import RATES
 from snip_hf.config import SnipConfig
@@ -90,8 +100,14 @@ def stage_speedups(setting: Setting, assignment: dict[str, dict[str, str]], rate
 
 
 @pytest.mark.parametrize(("policy", "granularity"), [*RULES_AT, *PROBED_AT])
-@pytest.mark.parametrize("formats", [THREE, FIVE], ids=["three", "five"])
-@pytest.mark.parametrize(("stages", "ties"), [(None, ()), (2, TIES), (LISTS, ())], ids=["one", "two-tied", "lists"])
+@pytest.mark.parametrize(
+    ("formats", "stages", "ties"),
+    [
+        *[(FIVE, None, ()), (THREE, 2, TIES), (FIVE, LISTS, ())],
+        *[slow(THREE, None, ()), slow(FIVE, 2, TIES), slow(THREE, LISTS, ())],
+    ],
+    ids=["five-one", "three-two-tied", "five-lists", "three-one", "five-two-tied", "three-lists"],
+)
 def test_every_stage_meets_either_target(
     policy: str, granularity: str, formats: tuple[str, ...], stages: Any, ties: Any
 ) -> None:
@@ -143,7 +159,7 @@ def test_the_solution_is_the_best_of_all_assignments(
 
 def test_options_come_most_precise_first_and_bf16_costs_and_saves_nothing() -> None:
     flops = plain_flops(1.0, 3.0)
-    setting = setting_of(flops, formats=THREE, target_linear_speedup=2.0, rates="ideal")
+    setting = setting_by_layer(flops, formats=THREE, target_linear_speedup=2.0, rates="ideal")
     before = {layer: dict.fromkeys(GEMMS, "fp8") for layer in flops}
     program = problem(setting, table_of(flops, THREE), before)
     first, second = (group["options"] for group in program["groups"])
@@ -173,19 +189,19 @@ def formats_chosen(setting: Setting, table: DivergenceTable) -> list[str]:
 
 def test_beside_a_share_of_fp4_bf16_takes_all_the_rest_and_under_a_speed_up_fp8_has_a_place() -> None:
     flops = plain_flops(*[1.0] * 4)
-    share = setting_of(flops, formats=THREE, target_fp4_fraction=0.5)
+    share = setting_by_layer(flops, formats=THREE, target_fp4_fraction=0.5)
     assert formats_chosen(share, damage(0.01, 1.0)) == ["fp4", "fp4", "bf16", "bf16"]
-    speed = setting_of(flops, formats=THREE, target_linear_speedup=2.0, rates="ideal")
+    speed = setting_by_layer(flops, formats=THREE, target_linear_speedup=2.0, rates="ideal")
     assert formats_chosen(speed, damage(0.01, 1.0)) == ["fp8"] * 4
     # 4 / (1/4 + 3/2) = 2.29
-    speed = setting_of(flops, formats=THREE, target_linear_speedup=2.2, rates="ideal")
+    speed = setting_by_layer(flops, formats=THREE, target_linear_speedup=2.2, rates="ideal")
     assert formats_chosen(speed, damage(0.01, 1.0)) == ["fp4", "fp8", "fp8", "fp8"]
 
 
 def test_a_less_precise_format_that_does_less_damage_takes_the_others_place() -> None:
     flops = plain_flops(*[1.0] * 4)
     for target in ({"target_fp4_fraction": 0.25}, {"target_linear_speedup": 1.5, "rates": "ideal"}):
-        setting = setting_of(flops, formats=("fp4", "fp8"), **target)
+        setting = setting_by_layer(flops, formats=("fp4", "fp8"), **target)
         assert formats_chosen(setting, damage(1.0, 0.5)) == ["fp4"] * 4
 
 
@@ -198,7 +214,7 @@ def test_a_total_of_0_in_the_least_precise_format_does_not_hide_what_the_others_
         rows.append(Divergence(layer, gemm, "fp8", figure, 0.0, 1.0, criterion=figure))
         rows.append(Divergence(layer, gemm, "fp4", 0.0, 0.0, 1.0, criterion=0.0))
     for policy in ("snip", "fisher"):
-        setting = setting_of(flops, policy=policy, target_fp4_fraction=0.0)
+        setting = setting_by_layer(flops, policy=policy, target_fp4_fraction=0.0)
         before = {layer: dict.fromkeys(GEMMS, "fp8") for layer in flops}
         program = problem(setting, DivergenceTable(1.0, tuple(rows)), before)
         assert [group["options"][0]["cost"] for group in program["groups"]] == [0.25, 0.75]
@@ -271,7 +287,7 @@ def timed(setting: Setting, **seconds: float) -> Setting:
 
 
 def test_measured_savings_are_of_each_gemm_and_below_0_where_a_format_is_slower_than_bf16() -> None:
-    setting = setting_of(plain_flops(1.0, 1.0), formats=THREE, target_linear_speedup=1.2, budget="measured")
+    setting = setting_by_layer(plain_flops(1.0, 1.0), formats=THREE, target_linear_speedup=1.2, budget="measured")
     setting = timed(setting, bf16=4.0, fp8=5.0, fp4=2.0)
     assert contributions(setting, setting.stages[0]) == {
         layer: {"fp4": 0.25, "fp8": -0.125, "bf16": 0.0} for layer in setting.flops

@@ -19,6 +19,7 @@ from snip_hf.json_io import read_json
 from snip_hf.layers.convert import convert_model
 from snip_hf.layers.state import snip_linears
 from snip_hf.records.load import load_run
+from snip_hf.training.checkpoint import SavedState
 from snip_hf.training.controller import SnipController
 
 DATA = Path(__file__).parents[1] / "data"
@@ -115,6 +116,19 @@ def test_a_stored_state_resumes_where_skip_modules_names_what_was_not_swapped_th
     controller = resume("*.experts")
     assert formats(controller.model) == state["plan"]["assignment"]
     controller.close()
+
+
+def test_a_stored_state_by_layer_stays_by_layer_and_is_not_taken_for_the_default() -> None:
+    run = next(path for path in sorted(DATA.glob("*/layer")))
+    state = read_json(run / f"checkpoint-{IDLE}" / "snip_state.json")
+    named = SnipConfig.from_dict(state["config"])
+    left_out = SnipConfig.from_dict({**state["config"], "granularity": None})
+    assert (named.granularity, left_out.granularity) == ("layer", "gemm")
+    flops = SavedState.of(state).plan.flops
+    assert SavedState.of(state).fitted(named, flops, IDLE, None).config["granularity"] == "layer"
+    message = "The checkpoint was trained with granularity='layer', this run asks for granularity='gemm'"
+    with pytest.raises(ValueError, match=f"^{message}"):
+        SavedState.of(state).fitted(left_out, flops, IDLE, None)
 
 
 def test_a_stored_state_without_experts_resumes_with_any_number_of_their_groups() -> None:

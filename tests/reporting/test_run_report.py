@@ -408,6 +408,18 @@ def test_every_layer_of_eighty_blocks_has_a_name_that_can_be_read(tmp_path: Path
     assert all(above.y0 >= below.y1 for above, below in pairwise(boxes))
 
 
+def test_layers_of_one_last_name_and_block_number_are_told_apart(tmp_path: Path) -> None:
+    layers = [f"{stack}.block.{n}.{kind}.q" for stack in ("encoder", "decoder") for n in (0, 1) for kind in ("a", "b")]
+    low, high = ({layer: dict.fromkeys(GEMMS, name) for layer in layers} for name in ("fp4", "fp8"))
+    write_run(tmp_path, [high, low])
+    write_divergence(tmp_path, 100, {(layer, gemm): (0.3, 0.0) for layer in layers for gemm in GEMMS})
+    labels = {f"{stack} {n} {kind}.q" for stack in ("encoder", "decoder") for n in (0, 1) for kind in ("a", "b")}
+    shown = [" ".join(line[1:4]) for line in rows(printed(tmp_path).partition("Why (")[2]) if len(line) == 8]
+    assert sorted(shown) == sorted(f"{label}:{gemm}" for label in labels for gemm in GEMMS)
+    names = plan_figure(load_run(tmp_path)).axes[0].get_yticklabels()
+    assert {name.get_text() for name in names} == labels
+
+
 def test_run_report_prints_and_writes_every_figure_where_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,23 @@ def test_groups_of_experts_are_rows_and_fit_into_80_characters() -> None:
     assert "…" not in text
 
 
+def test_columns_and_rows_of_one_last_name_are_told_apart_and_not_cut() -> None:
+    text = plan_in_80_characters([f"h.{block}.{kind}" for block in range(2) for kind in ("attn.c_proj", "mlp.c_proj")])
+    assert ["block", "attn.c_proj", "mlp.c_proj"] in rows(text)
+    stacks = [f"{stack}.block.0.layer.{n}.{name}" for stack, n, name in (("encoder", 0, "q"), ("decoder", 1, "q"))]
+    text = plan_in_80_characters(stacks)
+    assert ["block", "0.q", "1.q"] in rows(text)
+    assert ["encoder", "0", "4/8/8"] in rows(text) and ["decoder", "0", "4/8/8"] in rows(text)
+    experts = [f"h.0.mlp.experts.{name}[{at}:{at + 2}]" for name in ("up", "down") for at in (0, 2)]
+    text = plan_in_80_characters(["h.0.mlp.shared_expert.down", *experts])
+    assert ["block", "shared_expert.down"] in rows(text)
+    assert ["block", "experts", "up", "experts.down"] in rows(text)
+    wide = [f"h.0.{part}.{name}" for part in ("SelfAttention", "EncDecAttention") for name in "abcdef"]
+    assert "…" not in plan_in_80_characters(wide)
+    odd = ["h.0.q[0:1][2:3]", "1.q[0:1].3[1:2]", "h..0.q"]  # as files from elsewhere may name layers
+    assert ["1", "1:2", "4/8/8"] in rows(plan_in_80_characters(odd))
+
+
 def test_a_plan_of_groups_alone_has_no_empty_table() -> None:
     text = plan_in_80_characters(["h.0.experts.up[0:2]", "h.0.experts.up[2:4]"])
     assert joined(text).startswith("Plan of groups of experts (one format: all three GEMMs;")

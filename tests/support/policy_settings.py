@@ -40,6 +40,10 @@ def setting_of(flops: dict[str, dict[str, float]], **options: Any) -> Setting:
     return Setting(config, flops, find_stages(list(flops), config))
 
 
+def setting_by_layer(flops: dict[str, dict[str, float]], **options: Any) -> Setting:
+    return setting_of(flops, granularity="layer", **options)
+
+
 def stage_shares(setting: Setting, assignment: dict[str, dict[str, str]]) -> tuple[float, ...]:
     """As the plan computes them."""
     return PrecisionPlan(

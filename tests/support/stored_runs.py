@@ -19,7 +19,9 @@ from snip_hf import SnipConfig
 # Optimizer steps of a saved state between two refreshes, and of one whose solver still runs.
 IDLE, PENDING = 5, 6
 RUNS = {
-    "layer": SnipConfig(**SCHEDULE, stages=2, refresh_on_drift=0.5, drift_every=3, target_fp4_fraction=0.5),
+    "layer": SnipConfig(
+        **SCHEDULE, granularity="layer", stages=2, refresh_on_drift=0.5, drift_every=3, target_fp4_fraction=0.5
+    ),
     "gemm": SnipConfig(**SCHEDULE, granularity="gemm", budget="measured", timing_file="times.json"),
 }
 

@@ -27,7 +27,9 @@ ERRORS = {"a": 1.0, "b": 5.0, "c": 2.0, "d": 9.0}
 
 def plan(in_fp4: str, config: Mapping[str, Any] | None = None, **changes: Any) -> PrecisionPlan:
     """The plan with these layers in FP4, made by minimum absolute error unless `config` says otherwise."""
-    values = SnipConfig(policy="min-abs-err", target_fp4_fraction=0.2).to_dict() | dict(config or {})
+    values = SnipConfig(policy="min-abs-err", granularity="layer", target_fp4_fraction=0.2).to_dict() | dict(
+        config or {}
+    )
     provenance = PlanProvenance(step=10, policy=values["policy"], config=values)
     assignment = {layer: dict.fromkeys(GEMMS, "fp4" if layer in in_fp4 else "fp8") for layer in FLOPS}
     return dataclasses.replace(PrecisionPlan(assignment, FLOPS, STAGES, provenance), **changes)

@@ -18,6 +18,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ParallelismConfig
 from own_loop import CONFIG, Loop
+from slow_cases import slow, slow_but
 from small import text, tiny_llama
 from tiny_runs import (
     FAST,
@@ -319,8 +320,14 @@ def events(folder: Path) -> list[tuple[Any, ...]]:
     ]
 
 
-@pytest.mark.parametrize("policy", ("fisher", "hessian-trace", "greedy", "kl"))
-@pytest.mark.parametrize("granularity", ["layer", "gemm"])
+@pytest.mark.parametrize(
+    ("granularity", "policy"),
+    [
+        *(("layer", policy) for policy in ("fisher", "hessian-trace", "greedy", "kl")),
+        *(("gemm", policy) for policy in ("fisher", "greedy")),
+        *(slow("gemm", policy) for policy in ("hessian-trace", "kl")),
+    ],
+)
 def test_a_run_decides_by_the_criterion_that_its_file_of_divergences_has(
     policy: str, granularity: str, tmp_path: Path
 ) -> None:
@@ -424,7 +431,7 @@ def test_there_is_no_check_while_a_plan_waits_for_its_application(
     ]
 
 
-@pytest.mark.parametrize(("token", "early"), [(None, []), (5, [29])])
+@pytest.mark.parametrize(("token", "early"), [slow(None, []), (5, [29])])
 def test_an_abrupt_change_of_the_data_refreshes_early_and_the_same_data_does_not(
     token: int | None, early: list[int], tmp_path: Path
 ) -> None:
@@ -447,7 +454,7 @@ def test_an_abrupt_change_of_the_data_refreshes_early_and_the_same_data_does_not
     assert [(line["step"], line["status"]) for line in refreshes] == [(step, "applied") for step in (20, *early)]
 
 
-@pytest.mark.parametrize("policy", ["snip", "min-rel-err", "fisher", "greedy", "kl"])
+@pytest.mark.parametrize("policy", slow_but(["snip", "min-rel-err", "fisher", "greedy", "kl"], "snip", "fisher"))
 def test_a_check_leaves_no_trace(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {**DRIFT, "policy": policy}
     expected = Loop(SnipConfig(**config | {"refresh_on_drift": None})).run(9)
@@ -717,9 +724,28 @@ def test_a_plan_file_is_held_fixed_and_that_of_another_model_is_refused(tmp_path
         "'model.layers.2.self_attn.q_proj' (it names 14 layers, e.g. 'model.layers.0.self_attn.q_proj'). Was it "
         "made for another model? Run `snip-hf inspect PLAN --model MODEL` to compare."
     )
-    path.write_bytes(path.read_bytes()[:500])
-    message = refusal(lambda: Loop(SnipConfig(fixed_plan=str(path))))
-    assert message.startswith(f"{path} is not a usable precision plan: it is not valid JSON, perhaps truncated (line ")
+
+
+def test_a_plan_file_that_is_none_is_refused_by_field_path_and_what_was_expected(tmp_path: Path) -> None:
+    path, folder = tmp_path / "plan.json", tmp_path / "nothing"
+    Loop().controller.plan.save(path)
+    text = path.read_text()
+
+    def said(content: str, where: Path = path) -> str:
+        path.write_text(content)
+        return refusal(lambda: Loop(SnipConfig(fixed_plan=str(where))))
+
+    expected = "Expected a plan that a run wrote (OUTPUT_DIR/snip/plan.json) or `PrecisionPlan.save`."
+    advice = f"Restore the file or let a run write it again. {expected}"
+    start = f"fixed_plan: {path} is not a usable precision plan: "
+    cut = said(text[:500])
+    assert cut.startswith(f"{start}it is not valid JSON, perhaps truncated (line ") and cut.endswith(advice)
+    assert said("[1]") == f"{start}the document is [1], expected a JSON object. {advice}"
+    assert said("{}") == f"{start}kind is None, expected 'snip-hf precision plan'. {advice}"
+    unknown = said(text.replace('"fp8"', '"fp9"', 1))
+    assert unknown.startswith(f"fixed_plan: {path} cannot be read: Unknown format 'fp9' for assignment['model.layers.")
+    missing = said(text, folder)
+    assert missing.startswith(f"fixed_plan={str(folder)!r} cannot be read: ") and missing.endswith(expected)
 
 
 def test_the_backend_is_chosen_by_the_formats_of_a_plan_file(tmp_path: Path) -> None:

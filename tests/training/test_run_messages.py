@@ -36,7 +36,7 @@ def test_a_run_says_what_it_begins_with_and_what_it_came_to_once(caplog: pytest.
     assert list(lines(begin)) == ["plan", "target", "formats", "backend", "coverage", "refreshes", "speed"]
     assert lines(begin)["plan"].startswith("policy snip, 0.0% of the linear FLOPs in FP4")
     assert lines(begin)["refreshes"].endswith("every 4 steps; a plan is applied 2 steps later; until then FP8")
-    assert end.startswith("snip-hf: ended after step 8: 76.2% of the linear FLOPs in FP4 (per stage: 76.2%). New plans")
+    assert end.startswith("snip-hf: ended after step 8: 75.4% of the linear FLOPs in FP4 (per stage: 75.4%). New plans")
     assert ". New plans: 2; refreshes that kept the plan: 0; checks for drift: 0. Probes took " in end
 
 
@@ -57,7 +57,7 @@ def test_a_run_that_took_no_step_came_to_nothing(caplog: pytest.LogCaptureFixtur
         ({"target_fp4_fraction": ((1, 0.9), (5, 0.5))}, "target", "at least 90.0% from step 1, 50.0% from step 5 of "),
         ({"decides": "forward", "granularity": "gemm"}, "target", "at least 75.0% of the forward GEMMs' FLOPs in FP4"),
         ({"refresh_every": None}, "refreshes", "at step 2, no more; a plan is applied 2 steps later; until then FP8"),
-        ({"formats": ("nvfp4", "mxfp8")}, "formats", "NVFP4, MXFP8, decided per layer"),
+        ({"formats": ("nvfp4", "mxfp8")}, "formats", "NVFP4, MXFP8, decided per gemm"),
         ({"refresh_on_drift": 0.5, "drift_every": 1}, "refreshes", "until then FP8; earlier if rankings drift "),
     ],
 )

@@ -47,7 +47,7 @@ def in_a_config(folder: Path) -> Any:
 MODEL = model_with_dropout()
 
 
-UNKNOWN = ("Unknown format 'own-fp4' for ", "; expected one of bf16, fp8, fp4, ", ADVICE)
+UNKNOWN = ("Unknown format 'own-fp4' for ", ". `list(snip_hf.formats)` lists all ", ADVICE)
 OTHER = (
     "The checkpoint was trained with formats=['own-fp4', 'fp8'], this run asks for formats=['fp4', 'fp8']",
     "Use the checkpoint's configuration to resume its run, or SnipCallback(..., resume=False)",

@@ -117,10 +117,10 @@ def needed_files(root: Path, chosen: list[str]) -> list[str]:
 def _known(name: str, recipes: dict[str, str]) -> str:
     stem = name.removesuffix(".yaml").removesuffix(".py")
     if stem not in recipes:
-        from ..registry import did_you_mean
+        from ..registry import choices, did_you_mean
 
         guess = did_you_mean(stem, recipes)
-        raise ValueError(f"There is no recipe {name!r}; expected one of {', '.join(recipes)}.{guess}")
+        raise ValueError(f"There is no recipe {name!r}{choices(recipes, guess, '`snip-hf recipe list`')}")
     return stem
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from torch import nn
 
+from ..layers.labels import endings, split_layer, without_numbers
 from ..layers.state import gemms_of, snip_linears
 from ..numerics.formats import FORMATS, REFERENCE
 from ..numerics.gemms import GEMMS
@@ -67,9 +68,10 @@ class MeasuredCost:
 
 @dataclass(frozen=True)
 class CostShare:
-    """What one GEMM of all linears of one kind (last name) costs, by both measures."""
+    """What one GEMM of all linears of one kind costs, by both measures."""
 
     kind: str
+    """The end of their names, but for numbers, that tells them from other kinds."""
     gemm: str
     flops: float
     """Share of the linear FLOPs, 0..1."""
@@ -136,11 +138,14 @@ def predicted_times(flops: Work, measured: MeasuredCost | None) -> Mapping[str, 
 
 def cost_shares(flops: Work, measured: MeasuredCost) -> list[CostShare]:
     """Returns the shares of FLOPs and time of every kind of linear and GEMM that has any, in the model's order."""
+    kinds = {layer: without_numbers(split_layer(layer)[1]) for layer in flops}
+    names = list(dict.fromkeys(kinds.values()))
+    labels = dict(zip(names, endings(names), strict=True))
     members: dict[tuple[str, str], list[str]] = {}
     for layer, row in flops.items():
         for gemm, number in row.items():
             if number > 0:
-                members.setdefault((layer.rpartition(".")[2], gemm), []).append(layer)
+                members.setdefault((labels[kinds[layer]], gemm), []).append(layer)
     all_flops = math.fsum(value for row in flops.values() for value in row.values())
     all_seconds = measured.total(measured.reference)
     shares = []

@@ -27,6 +27,8 @@ _BY_SEQUENCE = {
 }
 # The label of tokens that have no part in the loss, in torch and Hugging Face models.
 _NO_LABEL = -100
+LOSS_OF_LOOP = "say how it is computed (compute_loss=...)"
+"""What to do in a loop of one's own where the model does not return the loss."""
 
 
 class BatchCounts(NamedTuple):
@@ -51,10 +53,16 @@ class Batch:
     """Tokens that the model saw of it in training; 0: not known."""
 
     @classmethod
-    def of(cls, kwargs: Mapping[str, Any], objective: Objective | None = None, seen: int = 0) -> Batch:
+    def of(
+        cls, kwargs: Mapping[str, Any], objective: Objective | None = None, seen: int = 0, advice: str = LOSS_OF_LOOP
+    ) -> Batch:
         """Keeps references to the inputs, not copies.
 
         `num_items_in_batch` is dropped: without it, Hugging Face models return the mean loss of the micro-batch.
+
+        Args:
+            kwargs, objective, seen: as the fields.
+            advice: what to do where the model does not return the loss, for the message of the error.
 
         Raises:
             ValueError: there are no labels, so that the model gives no loss; or no token ids, so that nothing is known
@@ -68,8 +76,8 @@ class Batch:
         if objective is None and kwargs.get("labels") is None:
             raise ValueError(
                 f"The batch has no labels (its keys are {', '.join(kwargs) or 'none'}), so the model gives no loss to "
-                "probe. Expected a causal LM batch with `labels`. If the model does not return the loss, say how it is "
-                f"computed (compute_loss=...), or use {WITHOUT_PROBE}."
+                f"probe. Expected a causal LM batch with `labels`. If the model does not return the loss, {advice}, or "
+                f"use {WITHOUT_PROBE}."
             )
         kept = {key: value for key, value in kwargs.items() if objective or key != "num_items_in_batch"}
         return cls(kept, RandomState.now(), objective=objective, seen=seen)

@@ -11,22 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from ..config import SnipConfig
-from ..layers.adapters import ADAPTER
-from ..layers.kinds import known_weights
+from ..layers.adapters import ADAPTER, is_adapted
+from ..layers.kinds import kind_of, known_weights
+from ..layers.labels import without_numbers
 from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
-from ..layers.selection import LEFT_OUT, ROUTER, check_patterns, refuse_quantized, skip_reasons
-from ..layers.state import snip_linears
-from ..layers.weight_matrices import weight_matrices
+from ..layers.selection import LEFT_OUT, ROUTER, check_patterns, head_of, refuse_quantized, skip_reasons
+from ..layers.state import plain_name, snip_linears
+from ..layers.weight_matrices import class_name, layer_reasons, weight_matrices
 from ..numerics.random_state import RandomState
 from ..parallel.sharding import whole
 from ..parallel.wrappers import unwrap
 from ..text import printable
-from .matrix_products import ProductCounter, needs_gradient
+from .fixed_tensors import FixedTensor, fixed_tensors
+from .matrix_products import Call, ProductCounter, needs_gradient
 from .passes import call, stand_in, traceless
 
 # Coverage below this share is worth a warning.
 LITTLE = 0.5
 _HEAD = "output head"
+# Of the tensors that a reason names; the rest is counted.
+_MOST_NAMED = 4
 # As Mamba does with `dt_proj`, and its fused kernels on a GPU with `out_proj`: no format reaches such a product.
 _NO_CALL = "the model multiplies with its weight without a call of the layer"
 # Reasons that are no clause.
@@ -57,9 +61,9 @@ class Coverage:
     """What a plan can decide on, of the matrix products of one micro-batch."""
 
     flops: float
-    """FLOPs of a forward and a backward pass: those of all matrix products with a parameter, by the tokens that it
-    saw. Each product counts as forward, as grad_input if its input needs a gradient, and as grad_weight if the
-    parameter is trained. The output head and products of activations with each other are aside."""
+    """FLOPs of a forward and a backward pass: those of all matrix products with a weight, by the tokens that it saw.
+    Each product counts as forward, as grad_input if its input needs a gradient, and as grad_weight if the weight is
+    trained. The output head and products of activations with each other are aside."""
     covered: float
     """Those among them that a plan decides on."""
     uncovered: list[Uncovered]
@@ -147,7 +151,8 @@ def coverage(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | No
 
     Args:
         model: a model, converted or not; wrappers are looked through. It is not changed.
-        batch: keyword arguments of its forward, on its device; labels are not needed.
+        batch: keyword arguments of its forward, on its device; labels are not needed, but where an encoder-decoder
+            makes its decoder's inputs of them.
         config: says what is swapped; None: what is, or the defaults in a model that is not converted.
 
     Raises:
@@ -180,33 +185,90 @@ def count_pass(model: nn.Module, batch: Mapping[str, Any], config: SnipConfig | 
     tokens, returned = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     # Before stand-ins take the parameters' places.
-    holders = [(module, [names[id(weight)] for weight in known_weights(module)]) for module in model.modules()]
+    calls = [
+        Call(name, module, tuple(names[id(weight)] for weight in known_weights(module)))
+        for name, module in model.named_modules()
+    ]
     before = RandomState.now()
     try:
         with traceless(model), _following_gradients(model):
-            counter = ProductCounter(dict(model.named_parameters()), kwargs.values())
-            with _counting(layers, (tokens, returned), counter), _noting_calls(holders, counter), counter:
+            fixed = fixed_tensors(model)
+            counter = ProductCounter(dict(model.named_parameters()), kwargs.values(), fixed)
+            with _counting(layers, (tokens, returned), counter), _noting_calls(calls, counter), counter:
                 call(model, kwargs)
+            counter.leave_out_states(model)
     finally:
         before.restore()
     covered = head = 0.0
     groups: dict[tuple[str, str, str], float] = {}
     for one in matrices:
         name = names[id(one.parameter)]
-        # Forward, and grad_weight only of what is trained; grad_input of what returns.
-        times = 1.0 + one.parameter.requires_grad
-        count = times * counter.flops[name] + counter.returned[name]
+        count = float(counter.flops[name])
         if one.is_aside:
             head += count
             continue
-        in_calls = 0.0
-        if one.reason is None:
-            in_calls = times * counter.in_calls[name] + counter.returned_in_calls[name]
+        in_calls = float(counter.in_calls[name]) if one.reason is None else 0.0
         covered += in_calls
         if count > in_calls:
             key = one.name, one.kind, one.reason or _NO_CALL
             groups[key] = groups.get(key, 0.0) + count - in_calls
+    of_fixed = _of_fixed(counter.with_fixed, fixed, layer_reasons(model, config), head_of(model))
+    covered, head = covered + of_fixed.covered, head + of_fixed.head
+    groups |= of_fixed.left
     return CountedPass(covered, groups, {_HEAD: head, _ACTIVATIONS: 3.0 * counter.without_parameter}, tokens, returned)
+
+
+class _OfFixed(NamedTuple):
+    """FLOPs of products whose weights are fixed tensors, as `CountedPass` has them."""
+
+    covered: float
+    head: float
+    left: dict[tuple[str, str, str], float]
+
+
+def _of_fixed(
+    counted: Mapping[tuple[Call, frozenset[str]], int],
+    fixed: Mapping[str, FixedTensor],
+    reasons: Mapping[str, str | None],
+    output_head: object,
+) -> _OfFixed:
+    """Returns what products with fixed tensors are, by the modules that run them.
+
+    A layer whose own weight is a buffer is swapped, or not, as any other. For other modules the reason names the
+    tensors: as the module holds its own, and others in full.
+    """
+    covered = head = 0.0
+    flops: dict[tuple[str, str], float] = {}
+    weights: dict[tuple[str, str], set[str]] = {}
+    plain: set[tuple[str, str]] = set()
+    for (caller, names), count in counted.items():
+        name = plain_name(caller.name)
+        module = without_numbers(name), class_name(caller.module)
+        if caller.module is output_head:
+            head += count
+        elif _is_layer(caller.module) and reasons.get(name, _NO_CALL) is None:
+            covered += count
+        else:
+            flops[module] = flops.get(module, 0.0) + count
+            own = f"{caller.name}."
+            told = (one.removeprefix(own) if one.startswith(own) else plain_name(one) for one in names)
+            weights.setdefault(module, set()).update(map(without_numbers, told))
+            if not all(fixed[one].is_buffer for one in names):
+                plain.add(module)
+    left = {(*module, _no_parameters(weights[module], module in plain)): count for module, count in flops.items()}
+    return _OfFixed(covered, head, left)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Returns True for a layer of a known kind, and not for what PEFT puts around it under its name."""
+    return kind_of(module) is not None and not is_adapted(module)
+
+
+def _no_parameters(names: Iterable[str], some_plain: bool) -> str:
+    ordered = sorted(names)
+    more = [f"and {len(ordered) - _MOST_NAMED} more"] * (len(ordered) > _MOST_NAMED)
+    what = "tensors that are no parameters" if some_plain else "buffers"
+    return f"its weights are {what}: {', '.join(ordered[:_MOST_NAMED] + more)}"
 
 
 @contextmanager
@@ -234,18 +296,12 @@ def _forgotten(_: Tensor) -> Any:
 
 
 @contextmanager
-def _noting_calls(holders: Iterable[tuple[nn.Module, list[str]]], counter: ProductCounter) -> Iterator[None]:
-    """Tells the counter when a module runs that plans can decide on.
-
-    Args:
-        holders: modules, with the names of their weights.
-        counter: is told.
-    """
+def _noting_calls(calls: Iterable[Call], counter: ProductCounter) -> Iterator[None]:
+    """Tells the counter when a module runs."""
     hooks = []
-    for module, names in holders:
-        if names:
-            hooks.append(module.register_forward_pre_hook(lambda *_, names=names: counter.enter(names)))
-            hooks.append(module.register_forward_hook(lambda *_, names=names: counter.leave(names), always_call=True))
+    for one in calls:
+        hooks.append(one.module.register_forward_pre_hook(lambda *_, one=one: counter.enter(one)))
+        hooks.append(one.module.register_forward_hook(lambda *_: counter.leave(), always_call=True))
     try:
         yield
     finally:

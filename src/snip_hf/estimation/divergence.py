@@ -173,8 +173,8 @@ class _Estimate:
             if unit <= 0:
                 raise ValueError(
                     f"The loss of the probed micro-batch is {loss}; expected a positive number, which the loss "
-                    "divergence is relative to. For a loss that is no mean over labelled tokens, say what it is a mean "
-                    "over: capture(batch, compute_loss, terms=...)."
+                    "divergence is relative to. If it is no mean over labelled tokens, give capture() its terms=...; "
+                    "in a Trainer, rename the input `labels`, and it counts as a mean over sequences."
                 )
             for layer in self._whole_layers(samples, updates, clip_factor):
                 with self._attempt:  # the others go on gathering what is sharded, and so does this rank

@@ -206,7 +206,7 @@ class LayerSums:
 
     def _grad_weight_sums(self, name: str, key: int | None) -> Tensor:
         """Returns what `Sizes.of_pieces` takes, for J (Q(G)^T Q(X) - G^T X), no derivative of the model needed."""
-        if self._pushforward is None:
+        if self._pushforward is None or not (FORMATS[name].gradient.quantized or FORMATS[name].activation.quantized):
             return self.w.new_zeros(2)
         left, right = self.gradient_error(name, key)
         if isinstance(self._pushforward, Tensor):
@@ -336,16 +336,8 @@ class LayerSums:
         """Returns "x", "g" or "w" as a GEMM sees it that contracts this dimension of it; each is rounded once."""
         at = (operand, name, contracts, key)
         if at not in self._quantized:
-            self._quantized[at] = fake_quantize(
-                getattr(self, operand),
-                FORMATS[name],
-                OPERANDS[operand],
-                contracts,
-                key,
-                0,
-                1,
-                self._amaxes.get(operand),
-            )
+            kind, amax = OPERANDS[operand], self._amaxes.get(operand)
+            self._quantized[at] = fake_quantize(getattr(self, operand), FORMATS[name], kind, contracts, key, 0, 1, amax)
         return self._quantized[at]
 
 

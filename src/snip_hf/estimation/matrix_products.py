@@ -5,19 +5,18 @@ torch's own `FlopCounterMode` sees modules and not parameters, and knows no grou
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from ..parallel.sharding import is_sharded
+from ..layers.adapters import is_adapted
+from .fixed_tensors import FixedTensor, fixed_tensors
+from .origins import ACTIVATION, Origin, Origins, is_mask, tensors_in, union
 
 # Operator -> where its two operands stand among its arguments. Each one contracts the first one's last dimension.
 _OPERANDS = {
@@ -39,138 +38,186 @@ _OPERANDS = {
 _GROUPED = ("aten::_grouped_mm", "aten::_scaled_grouped_mm", "transformers::grouped_mm_fallback")
 _CONVOLUTIONS = ("aten::convolution", "aten::_convolution", "aten::mkldnn_convolution", "aten::cudnn_convolution")
 _ATTENTION = "scaled_dot_product"
-# These look rows up in a table: of a matrix of embeddings they give activations, of stacked matrices some of these.
-_LOOKUPS = ("aten::index", "aten::index_select", "aten::embedding", "aten::gather", "aten::take_along_dim")
 
 
-class _Origin(NamedTuple):
-    """What a tensor was computed from."""
+class Call(NamedTuple):
+    """A module that runs."""
 
-    parameters: frozenset[str] = frozenset()
-    """Those that it is a view, a copy or another function of; none if it depends on an activation."""
-    is_activation: bool = False
-
-
-_NOTHING = _Origin()
-_ACTIVATION = _Origin(is_activation=True)
+    name: str
+    module: nn.Module
+    weights: tuple[str, ...] = ()
+    """Names of the parameters that plans decide on by its calls."""
 
 
 class ProductCounter(TorchDispatchMode):
     """Counts the FLOPs of all matrix products that run inside the context, a multiplication and an addition as two.
 
-    A product belongs to the parameter that one of its operands is, or is computed from by anything but a matrix
-    product: a view, a cast, chosen experts, a sum with another parameter, or with a product of two. A
-    convolution of one channel per group multiplies element by element and is no matrix product.
+    A product belongs to the parameter that one of its operands is, or is computed from: a view, a cast, chosen experts,
+    a sum with another parameter or with a product of two. A weight that a module composes of its own parameters by
+    products, as LoHa does, belongs to these, by their sizes. A convolution of one channel per group multiplies element
+    by element and is no matrix product.
+
+    A product without a parameter belongs to the module that runs it, if an operand is a fixed tensor, or is computed
+    from such tensors alone, and is a weight. It is none
+
+    - if the pass writes to the tensor what depends on the inputs or on positions, or puts that in its place: this is a
+      running state;
+    - if the operand has no value but 0 and one other: this is a mask, a choice of rows, or a mean;
+    - if its rows are looked up, or if it is a part as long as the batch's sequences: this is a table of positions. In
+      modules of adapters parts are weights: VeRA's layers share one tensor, of which each uses a part.
+
+    Each product counts as forward, again for the gradient of the other operand, unless the pass runs with gradients and
+    that operand needs none, and once more for the gradient of the weight if that is trained.
 
     Args:
         parameters: name -> parameter, as the pass uses it. Of one tensor with several names only the first is told.
         inputs: of the pass; what depends on them is an activation.
+        fixed: name -> tensor that is no parameter and may be a weight.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, parameters: Mapping[str, Tensor], inputs: Iterable[Any]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], inputs: Iterable[Any], fixed: Mapping[str, FixedTensor] | None = None
+    ) -> None:
         super().__init__()
         self.flops: Counter[str] = Counter()
         """Name of a parameter -> FLOPs of the products that it is an operand of."""
         self.in_calls: Counter[str] = Counter()
-        """Those among them that ran between `enter` and `leave` of the parameter."""
-        self.returned: Counter[str] = Counter()
-        """Name of a parameter -> those of its FLOPs that run again for the gradient of the other operand: all, unless
-        the pass runs with gradients and that operand needs none."""
-        self.returned_in_calls: Counter[str] = Counter()
-        """Those among them that ran between `enter` and `leave`."""
+        """Those among them that ran between `enter` and `leave` of a call with this parameter among its weights."""
+        self.with_fixed: Counter[tuple[Call, frozenset[str]]] = Counter()
+        """(module, names of fixed tensors) -> FLOPs of the products that it runs with them as weights."""
         self.without_parameter = 0
-        """FLOPs of products of activations with each other, as in attention."""
-        self._sizes: dict[str, int] = {}
-        self._entered: Counter[str] = Counter()
-        # Weak references to storages keep their addresses from being used again.
-        self._origins: dict[int, tuple[StorageWeakRef, _Origin]] = {}
-        # Storage -> where in it a parameter begins, and its name: flattened parameters share a storage.
-        self._homes: dict[int, tuple[StorageWeakRef, list[tuple[int, str]]]] = {}
-        for name, parameter in parameters.items():
-            if _has_storage(parameter):
-                self.note_parameter(name, parameter)
-        for tensor in _tensors(inputs):
-            self._note(tensor, _ACTIVATION)
+        """FLOPs of the forward products of activations with each other, as in attention."""
+        self._fixed = dict(fixed or {})
+        self._origins = Origins(parameters, self._fixed, inputs)
+        self._trained = {name for name, parameter in parameters.items() if needs_gradient(parameter)}
+        self._names = {id(one.tensor): name for name, one in self._fixed.items()}
+        self._names |= {id(parameter): name for name, parameter in parameters.items()}
+        self._forward: Counter[tuple[Call, frozenset[str]]] = Counter()
+        self._masks: dict[frozenset[str], bool] = {}
+        self._running: list[Call] = []
+        self._held: dict[int, frozenset[str]] = {}
 
     def note_parameter(self, name: str, tensor: Tensor) -> None:
         """Takes a tensor for a parameter from now on, such as the whole of a sharded one."""
-        self._sizes[name] = tensor.numel()
-        place = StorageWeakRef(tensor.untyped_storage())
-        homes = self._homes.setdefault(place.cdata, (place, []))[1]
-        if all(begin != tensor.storage_offset() for begin, _ in homes):
-            homes.append((int(tensor.storage_offset()), name))
-            homes.sort()
+        self._origins.add(name, tensor)
 
-    def enter(self, names: Iterable[str]) -> None:
-        """Notes that a module which holds these parameters begins its forward pass."""
-        self._entered.update(names)
+    def enter(self, call: Call) -> None:
+        """Notes that a module begins its forward pass."""
+        self._running.append(call)
 
-    def leave(self, names: Iterable[str]) -> None:
-        self._entered.subtract(names)
+    def leave(self) -> None:
+        """Notes that the module that began last has ended."""
+        self._running.pop()
+
+    def leave_out_states(self, model: nn.Module) -> None:
+        """Takes the products with running states for those of activations, at the end of the pass.
+
+        Args:
+            model: what has run; a fixed tensor may have another one in its place now.
+        """
+        states, after = set(self._origins.written), fixed_tensors(model)
+        for name, one in self._fixed.items():
+            now = after[name].tensor if name in after else None
+            # What was moved or cast is the same weight.
+            if now is not one.tensor and (now is None or self._origins.of(now).fixed != {name}):
+                states.add(name)
+        for key in [key for key in self.with_fixed if not states.isdisjoint(key[1])]:
+            self.without_parameter += self._forward[key]
+            del self.with_fixed[key]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Before the call, which may write to one of them.
-        origins = [self._origin(tensor) for tensor in _tensors((args, kwargs))]
-        result, made = func(*args, **kwargs), _ACTIVATION
+        parts = [(tensor, self._origins.of(tensor)) for tensor in tensors_in((args, kwargs))]
+        result, made = func(*args, **kwargs), ACTIVATION
         name = getattr(getattr(func, "_schema", None), "name", str(func))
         if name in _OPERANDS:
             operands = [args[position] for position in _OPERANDS[name]]
-            if all(map(self._is_whole_parameter, operands)):
-                # What an adapter adds to a weight: the sum is that weight still.
-                made = _NOTHING if 0 in _OPERANDS[name] else self._origin(args[0])
+            made = self._made(operands, parts, result)
             self._count(operands, _product_flops(name, operands[0], result, args, kwargs))
         elif name in _CONVOLUTIONS:
+            made = self._made(args[:2], parts, result)
             self._count(args[:2], _convolution_flops(args, kwargs, result))
         elif _ATTENTION in name:
             query, key, value = args[:3]
             self.without_parameter += 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
         else:
-            origin = _joined(name, args, origins, self._origin)
-            for tensor in _tensors(result):
-                self._note(tensor, origin)
-            return result
-        for tensor in _tensors(result):
-            self._note(tensor, made)
+            made = self._origins.joined(name, args, parts, result)
+        writes = getattr(getattr(func, "_schema", None), "is_mutable", False)
+        for tensor in tensors_in(args[0] if writes and result is None else result):
+            self._origins.note(tensor, made, writes)
         return result
+
+    def _made(self, operands: Sequence[Tensor], parts: Sequence[tuple[Tensor, Origin]], result: Tensor) -> Origin:
+        """Returns what the result of a product comes from, to which another one of the tensors may be added."""
+        product = self._composed(operands)
+        if product is None:
+            return ACTIVATION
+        added = [(tensor, one) for tensor, one in parts if all(tensor is not operand for operand in operands)]
+        return self._origins.joined("", (), [*added, (result, product)], result)
 
     def _count(self, operands: Sequence[Tensor], flops: int) -> None:
         """Adds a product to its parameter; of two parameters the second operand is the weight."""
+        if flops == 0:  # of an empty tensor
+            return
         first, second = operands
-        for operand, other in ((second, first), (first, second)):
-            parameters = self._origin(operand).parameters
-            if parameters:
-                total = sum(self._sizes[name] for name in parameters)
-                returns = needs_gradient(other)
-                for name in sorted(parameters):
-                    part = flops * self._sizes[name] // total
-                    in_call = part if self._entered[name] > 0 else 0
-                    self.flops[name] += part
-                    self.in_calls[name] += in_call
-                    self.returned[name] += part if returns else 0
-                    self.returned_in_calls[name] += in_call if returns else 0
+        pairs = [(self._origins.of(weight), weight, other) for weight, other in ((second, first), (first, second))]
+        for origin, weight, other in pairs:
+            if origin.parameters:
+                is_trained = weight.requires_grad or not self._trained.isdisjoint(origin.parameters)
+                self._share_out(origin.parameters, flops, 1 + needs_gradient(other) + is_trained)
+                return
+        for origin, weight, other in pairs:
+            if self._running and origin.fixed and not self._is_mask(origin, weight):
+                key = self._running[-1], origin.fixed
+                self._forward[key] += flops
+                # Where all parameters are trained, the pass does not tell that a fixed tensor has no gradient.
+                returns = needs_gradient(other) and not self._origins.of(other).fixed
+                self.with_fixed[key] += flops * (1 + returns)
                 return
         self.without_parameter += flops
 
-    def _is_whole_parameter(self, tensor: Tensor) -> bool:
-        """Returns True for a parameter in another form, and not for rows that were looked up in one."""
-        names = self._origin(tensor).parameters
-        return len(names) == 1 and tensor.numel() == self._sizes[min(names)]
+    def _share_out(self, parameters: frozenset[str], flops: int, gemms: int) -> None:
+        """Adds so many GEMMs to the parameters that the weight comes from, by their sizes."""
+        total = sum(self._origins.sizes[name] for name in parameters)
+        for name in parameters:
+            part = gemms * (flops * self._origins.sizes[name] // total)
+            self.flops[name] += part
+            self.in_calls[name] += part if self._is_in_call(name) else 0
 
-    def _origin(self, tensor: Tensor) -> _Origin:
-        place = StorageWeakRef(tensor.untyped_storage()).cdata
-        if place in self._homes:
-            homes = self._homes[place][1]
-            found = bisect.bisect_right([begin for begin, _ in homes], tensor.storage_offset())
-            return _Origin(frozenset([homes[max(0, found - 1)][1]]))
-        return self._origins[place][1] if place in self._origins else _NOTHING
+    def _is_in_call(self, name: str) -> bool:
+        return any(name in call.weights for call in self._running)
 
-    def _note(self, tensor: Tensor, origin: _Origin) -> None:
-        place = StorageWeakRef(tensor.untyped_storage())
-        if place.cdata not in self._homes:
-            self._origins[place.cdata] = place, origin
+    def _composed(self, operands: Sequence[Tensor]) -> Origin | None:
+        """Returns what a product of weights comes from, if it is a weight itself; None for all other products.
+
+        It is one if the innermost module that holds weights holds all of these, and if no layer is called: what a layer
+        makes of learned queries are activations. Within PEFT's adapters layers are called on weights, too.
+        """
+        origin = union(map(self._origins.of, operands))
+        if origin.is_activation or origin.is_position or not origin.names:
+            return None
+        held = [(is_adapted(call.module), self._names_in(call.module)) for call in reversed(self._running)]
+        innermost = next((names for _, names in held if names), frozenset())
+        is_inside = origin.names <= innermost and not any(map(self._is_in_call, origin.names))
+        if is_inside or any(of_adapter and origin.names <= names for of_adapter, names in held):
+            return origin._replace(is_composed=True)
+        return None
+
+    def _names_in(self, module: nn.Module) -> frozenset[str]:
+        """Returns the names of all parameters and fixed tensors that a module holds."""
+        if id(module) not in self._held:
+            fixed = (one.tensor for one in fixed_tensors(module).values())
+            ids = map(id, (*module.parameters(), *fixed))
+            self._held[id(module)] = frozenset(self._names[one] for one in ids if one in self._names)
+        return self._held[id(module)]
+
+    def _is_mask(self, origin: Origin, operand: Tensor) -> bool:
+        if origin.fixed not in self._masks:
+            self._masks[origin.fixed] = is_mask(operand)
+        return self._masks[origin.fixed]
 
 
 def needs_gradient(tensor: Tensor) -> bool:
@@ -180,25 +227,6 @@ def needs_gradient(tensor: Tensor) -> bool:
     checkpointing).
     """
     return tensor.requires_grad or not torch.is_grad_enabled()
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and _has_storage(leaf)]
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return not (tensor.is_sparse or tensor.is_mkldnn or is_sharded(tensor))
-
-
-def _joined(name: str, args: tuple[Any, ...], origins: list[_Origin], origin_of: Any) -> _Origin:
-    """Returns what the result of an operator that is no product comes from."""
-    if name in _LOOKUPS and isinstance(args[0], Tensor):
-        table = origin_of(args[0])
-        if table.parameters and args[0].dim() > 2:
-            return _Origin(table.parameters)
-    if any(origin.is_activation for origin in origins):
-        return _ACTIVATION
-    return _Origin(frozenset().union(*(origin.parameters for origin in origins)))
 
 
 def _product_flops(name: str, first: Tensor, result: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
@@ -213,7 +241,7 @@ def _product_flops(name: str, first: Tensor, result: Tensor, args: tuple[Any, ..
 
 def _ends(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Returns where the groups of a grouped product end: its only one-dimensional tensor of whole numbers."""
-    found = [tensor for tensor in _tensors((args, kwargs)) if tensor.dim() == 1 and not tensor.is_floating_point()]
+    found = [tensor for tensor in tensors_in((args, kwargs)) if tensor.dim() == 1 and not tensor.is_floating_point()]
     return found[0] if found and found[0].numel() else None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ..layers.labels import endings
 from ..records.load import load_recorded
 from ..records.losses import read_log
 from ..records.run_folder import FOLDER
@@ -79,15 +80,10 @@ def _bf16_losses(name: str) -> dict[int, dict[str, float]]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Returns of each path the last parts, as many as no other one ends with; equal paths get a number."""
-    parts = [[part for part in _plain(name).parts if part != os.sep] or [name] for name in names]
-    shown: list[str] = []
-    for own in parts:
-        ends = [own[-count:] for count in range(1, len(own) + 1)]
-        found = next((end for end in ends if sum(other[-len(end) :] == end for other in parts) == 1), own)
-        number = f" #{len(shown) + 1}" if parts.count(own) > 1 else ""
-        shown.append("/".join(found) + number)
-    return shown
+    """Returns of each path the last parts, as few as no other one ends with; equal paths get a number."""
+    paths = ["/".join(part for part in _plain(name).parts if part != os.sep) or name for name in names]
+    numbers = [f" #{index}" * (paths.count(path) > 1) for index, path in enumerate(paths, 1)]
+    return [(end or path) + number for end, path, number in zip(endings(paths, "/"), paths, numbers, strict=True)]
 
 
 def _plain(name: str) -> Path:

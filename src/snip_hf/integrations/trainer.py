@@ -31,7 +31,7 @@ from .reference import AS_POLICY, Reference, check_reference, find_reference, gi
 from .state_files import StateFiles, load_state
 from .trackers import Trackers
 from .trainer_guard import StepLosses, end_step, watch_losses
-from .trainer_loss import LossSeam, computes_loss, find_trainer
+from .trainer_loss import LOSS_OF_TRAINER, LossSeam, computes_loss, find_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class SnipCallback(TrainerCallback):
             self.controller.add_tracker(tracker)
         self._mark = RunMark(self._end_restored)
         self._mark.put_on(model)
-        self._passes = TrainingPasses(outer, self.controller, self._mark)
+        self._passes = TrainingPasses(outer, self.controller, self._mark, LOSS_OF_TRAINER)
         try:
             told = gather_ahead(model)
             if told:

@@ -24,6 +24,11 @@ from ..python_state import Kept
 from ..training.counted_passes import TrainingPasses
 from .reference import Reference
 
+LOSS_OF_TRAINER = (
+    "compute it in an override of the Trainer's compute_loss, or by compute_loss_func, and have training_step call "
+    "compute_loss"
+)
+"""What a Trainer's user can do where the model does not return the loss (`estimation.batch.Batch.of`)."""
 _NAME = "compute_loss"
 _COUNT = "num_items_in_batch"
 

@@ -129,7 +129,7 @@ class Backend(ABC):
     def gated_forward(self, layers: Sequence[Layer], input: Tensor) -> Tensor | None:
         """Returns down(silu(gate(input)) * up(input)), differentiable; None where the layers have to run one by one.
 
-        Called only where `runs_gates` is True.
+        Called only where `runs_gates` is True, and only while torch.compile traces the module.
 
         Args:
             layers: gate, up and down.

@@ -17,7 +17,7 @@ such a layer gives the same bits as an `nn.Linear`. `grouped.py` has the same op
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,6 +126,13 @@ class _ThreeGemms(torch.autograd.Function):
         )
 
 
+class KeyOnDevice(NamedTuple):
+    """What `layers.state.KeysOnDevice` puts in a layer's cache."""
+
+    key: Tensor
+    """(1,), int64, on the weight's device: read in place of the state's."""
+
+
 class Emulated(Backend):
     """Rounding in software, products in FP32, on any device that torch runs on."""
 
@@ -142,7 +149,7 @@ class Emulated(Backend):
 
     def forward(self, layer: Layer, input: Tensor, x: Tensor, bias: Tensor | None, casts: bool) -> Tensor:
         weight, cache = layer.matrix, layer.snip_cache
-        key = cache if isinstance(cache, Tensor) else None  # another backend's cache says nothing here
+        key = cache.key if type(cache) is KeyOnDevice else None  # another backend's cache says nothing here
         y: Tensor = _ThreeGemms.apply(x, weight.to(x.dtype) if casts else weight, bias, layer.snip_state, key)
         return y
 

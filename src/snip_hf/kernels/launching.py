@@ -7,17 +7,46 @@ launched here at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-# (Kernel, device, kind of the first tensor, numbers, constants, options) -> the compiled kernel. Texts of ever other
-# lengths would fill it.
-_COMPILED: dict[tuple[Any, ...], Any] = {}
+# Key -> the compiled kernel as it is launched on a grid, and its last arguments. At `_MOST` entries it is emptied:
+# sequences of ever new lengths would fill it.
+_COMPILED: dict[Hashable, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
 _MOST = 4096
 _ALIGNED = 15  # of the bytes that Triton compiles for: multiples of 16 or any
 _MOST_PROGRAMS = 65_535  # of CUDA, along all axes but the first
+
+
+def is_elsewhere(x: Tensor) -> bool:
+    """Returns True if a tensor is on a GPU that is not the current device, on which Triton launches."""
+    return x.is_cuda and x.get_device() != torch.cuda.current_device()
+
+
+def relaunch(key: Hashable, tensors: Sequence[Tensor], free: tuple[float, ...] = ()) -> bool:
+    """Launches a kernel as `launch` did before with this key; returns False if it did not, or may not again.
+
+    Args:
+        key: names the kernel, the device, and all that the arguments of `launch` are derived from but for the tensors'
+            addresses and the free numbers.
+        tensors, free: as in `launch`.
+    """
+    known = _COMPILED.get(key)
+    if known is None:
+        return False
+    together = 0
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    for address in addresses:
+        together |= address
+    if together & _ALIGNED:
+        return False
+    run, rest = known
+    # Of an address Triton does not ask the driver whether the device can read it.
+    run(*addresses, *free, *rest)
+    return True
 
 
 def launch(
@@ -27,6 +56,7 @@ def launch(
     numbers: tuple[float, ...],
     constants: tuple[Any, ...],
     free: tuple[float, ...] = (),
+    key: Hashable = None,
     **options: Any,
 ) -> None:
     """Launches a kernel on the current device.
@@ -39,29 +69,26 @@ def launch(
         constants: its `tl.constexpr` parameters.
         free: numbers of which Triton sees nothing: floats, and whole ones whose parameters have a type and are not
             specialized. Other values need no other kernel.
+        key: what the caller has just tried `relaunch` with, so that the next such launch need not make these arguments;
+            None: they are the key.
         options: warps, and others of the compiler.
 
     Raises:
         ValueError: there are more programs along an axis than a GPU takes.
     """
-    first, together = tensors[0], 0
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    for address in addresses:
-        together |= address
-    key = (kernel.fn, first.get_device(), first.dtype, numbers, constants, *options.values())
-    compiled = None if together & _ALIGNED else _COMPILED.get(key)
-    if compiled is not None:
-        # Of an address Triton does not ask the driver whether the device can read it.
-        compiled[(*grid, 1, 1)[:3]](*addresses, *free, *numbers, *constants)
-        return
+    first = tensors[0]
+    if key is None:
+        key = (kernel.fn, first.get_device(), first.dtype, grid, numbers, constants, *options.values())
+        if relaunch(key, tensors, free):
+            return
     if max(grid[1:], default=0) > _MOST_PROGRAMS:
         raise ValueError(
             f"Got an operand of shape {tuple(first.shape)} for {kernel.fn.__name__}, which takes {max(grid[1:]):,} "
             f"rows of blocks; expected at most {_MOST_PROGRAMS:,}. Use smaller micro-batches, and more of them."
         )
     compiled = kernel[grid](*tensors, *free, *numbers, *constants, **options)
-    if together & _ALIGNED or compiled is None:  # the interpreter compiles nothing
+    if compiled is None or any(tensor.data_ptr() & _ALIGNED for tensor in tensors):  # the interpreter compiles nothing
         return
     if len(_COMPILED) >= _MOST:
         _COMPILED.clear()
-    _COMPILED[key] = compiled
+    _COMPILED[key] = compiled[(*grid, 1, 1)[:3]], (*numbers, *constants)

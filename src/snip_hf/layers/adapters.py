@@ -24,6 +24,17 @@ def adapter_reasons(model: nn.Module) -> dict[int, str]:
     return {id(part): reason for module in model.modules() for part, reason in _parts(module)}
 
 
+def adapter_modules(model: nn.Module) -> set[int]:
+    """Returns the ids of the modules that PEFT puts in the place of layers, and of what these hold but the layers."""
+    parts = {part for part, reason in adapter_reasons(model).items() if reason == ADAPTER}
+    return parts | {id(module) for module in model.modules() if is_adapted(module)}
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Returns True for a module that PEFT puts in the place of a layer, around it."""
+    return module._modules.get("base_layer") is not None
+
+
 def switched_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Returns the parameters whose `requires_grad` PEFT sets whenever adapters are switched, on or off."""
     modules = {id(module): module for module in model.modules()}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 # The class and not only its name: a swapped layer stays an instance of it, which adapters ask for.
 from transformers.pytorch_utils import Conv1D
 
-from .kinds import LayerKind, register_layer_kind
+from .kinds import COMPUTED_WEIGHT, LayerKind, has_computed_weight, register_layer_kind
 from .layer import SnipLayer
 
 
@@ -48,6 +48,8 @@ class Conv1DKind(LayerKind):
         return isinstance(module, Conv1D)
 
     def refuses(self, module: nn.Module) -> str | None:
+        if has_computed_weight(module):
+            return COMPUTED_WEIGHT
         return None if type(module) is Conv1D else f"class {type(module).__name__}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -78,9 +79,12 @@ def _swap(module: nn.Module, config: SnipLinearConfig) -> nn.Module:
     if isinstance(module, SnipLayer):
         return module
     kind = kind_of(module)
-    if kind is None or kind.refuses(module) is not None:
+    refusal = None if kind is None else kind.refuses(module)
+    if kind is None or refusal is not None:
+        described = type(module).__name__
+        why = "" if refusal in (None, f"class {described}") else f" ({refusal})"
         raise TypeError(
-            f"Cannot quantize a {type(module).__name__}; expected "
+            f"Cannot quantize a {described}{why}; expected "
             f"{'; or '.join(kind.accepts for kind in LAYER_KINDS.values())}. Let the filter pass only such modules."
         )
     for layer in kind.swap(module):
@@ -169,7 +173,9 @@ def convert_model(model: nn.Module, config: SnipConfig) -> list[str]:
     if before.keys() != layers.keys():
         if not divided:
             _warn_of_groups(config.expert_groups)
-        logger.info("snip-hf swapped %d layers; skipped %d (%s).", len(layers), len(skipped), summary(skipped))
+        # Their names are in the next line, with those of weights that no layer kind takes.
+        counts = ", ".join(f"{reason}: {count}" for reason, count in Counter(skipped.values()).items())
+        logger.info("snip-hf swapped %d layers; skipped %d (%s).", len(layers), len(skipped), counts or "none")
         if rest := describe_unswapped(weight_matrices(model, config)):
             logger.info("snip-hf: these weights stay in high precision (embeddings and output head aside): %s.", rest)
     return list(layers)

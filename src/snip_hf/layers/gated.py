@@ -1,7 +1,8 @@
 """Gated MLPs, down(silu(gate(x)) * up(x)), found by what they compute, and run as one where their backend can.
 
 A module is taken for one if it has three swapped linears and its forward, with outputs put in their place, gives the
-second two what the formula says. For the time of a run it then has a forward of its own, which asks the backend first.
+second two what the formula says. For the time of a run it then has a forward of its own. Where that is compiled, it
+asks the backend first, unless something that the module's own forward reads has changed since.
 """
 
 from __future__ import annotations
@@ -10,28 +11,67 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import permutations
-from types import MethodType
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, MethodType, NoneType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .layer import Dispatch, SnipLayer
 
-logger = logging.getLogger(__name__)
-
 _LAYERS = 3
-# Where a module has the names of its gate, up and down.
-_NAMES = "snip_gate_up_down"
+# Where a module has the names of its gate, up and down, and what it was made of when it was found.
+_NAMES, _MADE_OF = "snip_gate_up_down", "snip_made_of"
 # Of the trial: tokens, and the spread of what stands for the outputs of gate and up. Large numbers tell limits.
 _TOKENS, _SPREAD = 5, 8.0
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Attributes that may say what a forward computes. Not whole numbers and texts: torch.compile guards what is compared,
+# and a layer's index or name would have each block compiled by itself.
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
+_READ = (*_FUNCTIONS, bool, float, NoneType)
+
+
+class _Part(NamedTuple):
+    """A part of a gated MLP beside its linears, or the MLP itself, as it was when the MLP was found."""
+
+    path: tuple[str, ...]
+    """Names that lead to it; () is the MLP."""
+    class_: type[nn.Module]
+    forward: Any
+    """Of the class."""
+    attributes: tuple[tuple[str, Any], ...]
+
+    def is_in(self, module: nn.Module) -> bool:
+        """Returns True if the MLP has this part as it was."""
+        part: Any = module
+        for name in self.path:
+            part = getattr(part, name, None)
+        if type(part) is not self.class_ or self.class_.forward is not self.forward:
+            return False
+        # Read before, since torch.compile guards the attribute alone.
+        if self.path and (part.forward is None or "forward" in vars(part)):
+            return False
+        return all(getattr(part, name, ...) == value for name, value in self.attributes)
+
+
+class _MadeOf:
+    """The parts of a gated MLP beside its linears; copies share it, and pickles leave it out with the forward."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self.parts = tuple(parts)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _MadeOf:
+        return self
+
+    def __reduce__(self) -> tuple[type[_MadeOf], tuple[tuple[()]]]:
+        return _MadeOf, ((),)
 
 
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a gated MLP in a run. A copy of the module has it too; a pickled one has its class's."""
-    # Without names the run has ended, and something that was put around this forward since calls it still.
-    if len(args) == 1 and not kwargs and _NAMES in vars(self) and not _is_watched(self):
+    # Without names the run has ended, and something that was put around this forward since calls it still. What is
+    # looked at here torch.compile looks at once, and guards.
+    if torch.compiler.is_compiling() and len(args) == 1 and not kwargs and _NAMES in vars(self) and _is_as_found(self):
         layers = gate_up_down(self)
         y = None if any(map(_needs_call, layers)) else layers[-1].snip_backend.gated_forward(layers, args[0])
         if y is not None:
@@ -47,6 +87,11 @@ def gate_up_down(module: nn.Module) -> tuple[Any, ...]:
 def is_gated(module: nn.Module) -> bool:
     """Returns True if `put_gates` has found the module."""
     return getattr(vars(module).get("forward"), "__func__", None) is forward
+
+
+def _is_as_found(module: nn.Module) -> bool:
+    """Returns True if nothing looks on, and the module's own forward would compute what it did when it was found."""
+    return not _is_watched(module) and all(part.is_in(module) for part in vars(module)[_MADE_OF].parts)
 
 
 def _needs_call(layer: nn.Module) -> bool:
@@ -68,8 +113,13 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(len(getattr(module, hooks)) > 0 for hooks in _HOOKS)
 
 
-def put_gates(model: nn.Module) -> int:
-    """Gives each gated MLP of a model its forward, where its backend runs such; returns how many have one."""
+def put_gates(model: nn.Module, log: logging.Logger) -> int:
+    """Gives each gated MLP of a model its forward, where its backend runs such; returns how many have one.
+
+    Args:
+        model: the model.
+        log: is told how many were found.
+    """
     gated = [module for module in model.modules() if is_gated(module)]
     found: list[str] = []
     others: list[str] = []
@@ -79,15 +129,18 @@ def put_gates(model: nn.Module) -> int:
         if not can or is_gated(module):
             continue
         _remove(module)  # what a pickled one has
-        names = _find(module, layers)
+        made_of = _made_of(module)
+        names = None if made_of is None else _find(module, layers, log)
         (others if names is None else found).append(name)
         if names is not None:
             # torch.compile guards the function of a method, and so compiles blocks alike once.
-            vars(module).update({_NAMES: names, "forward": MethodType(forward, module)})
-    if found:
-        logger.info("snip-hf: %d gated MLPs run as one where they are compiled, such as %s.", len(found), found[0])
+            vars(module).update({_NAMES: names, _MADE_OF: made_of, "forward": MethodType(forward, module)})
+    if len(found) == 1:
+        log.info("snip-hf: 1 gated MLP runs as one where it is compiled: %s.", found[0])
+    elif found:
+        log.info("snip-hf: %d gated MLPs run as one where they are compiled, such as %s.", len(found), found[0])
     elif others:
-        logger.info("snip-hf: linears run one by one in %s: no down(silu(gate(x)) * up(x)).", others[0])
+        log.info("snip-hf: linears run one by one in %s: no down(silu(gate(x)) * up(x)).", others[0])
     return len(gated) + len(found)
 
 
@@ -100,11 +153,32 @@ def remove_gates(model: nn.Module) -> None:
 def _remove(module: nn.Module) -> None:
     own = getattr(vars(module).get("forward"), "__func__", None)
     # One that something else has put there since is left alone.
+    vars(module).pop(_MADE_OF, None)
     if vars(module).pop(_NAMES, None) is not None and own in (forward, type(module).forward):
         del vars(module)["forward"]
 
 
-def _find(module: nn.Module, layers: Mapping[str, SnipLayer]) -> tuple[str, ...] | None:
+def _made_of(module: nn.Module) -> _MadeOf | None:
+    """Returns what the module's forward may read beside its linears; None if a change of that could not be seen."""
+    found = []
+    for path, part in module.named_modules():
+        if isinstance(part, SnipLayer):
+            continue
+        own = {name: value for name, value in vars(part).items() if name != "training" and not name.startswith("_")}
+        # Tensors may be written to, and callable objects may hold anything.
+        tensors = any(isinstance(value, Tensor) for value in (*part._buffers.values(), *vars(part).values()))
+        if tensors or any(map(_is_other_call, own.values())):
+            return None
+        read = tuple((name, value) for name, value in own.items() if isinstance(value, _READ))
+        found.append(_Part(tuple(path.split(".")) if path else (), type(part), type(part).forward, read))
+    return _MadeOf(found)
+
+
+def _is_other_call(value: object) -> bool:
+    return callable(value) and not isinstance(value, _FUNCTIONS)
+
+
+def _find(module: nn.Module, layers: Mapping[str, SnipLayer], log: logging.Logger) -> tuple[str, ...] | None:
     """Returns the names of the linears as gate, up and down if the module computes the formula, else None."""
     own = {id(parameter) for layer in layers.values() for parameter in (layer.weight, layer.bias)}
     trains_more = any(id(parameter) not in own for parameter in module.parameters())
@@ -113,12 +187,12 @@ def _find(module: nn.Module, layers: Mapping[str, SnipLayer]) -> tuple[str, ...]
     for names in permutations(layers):
         gate, up, down = order = [layers[name] for name in names]
         outer, inner = {gate.in_features, up.in_features}, {gate.out_features, up.out_features, down.in_features}
-        if len(outer) == len(inner) == 1 and _computes(module, order):
+        if len(outer) == len(inner) == 1 and _computes(module, order, log):
             return names
     return None
 
 
-def _computes(module: nn.Module, layers: Sequence[SnipLayer]) -> bool:
+def _computes(module: nn.Module, layers: Sequence[SnipLayer], log: logging.Logger) -> bool:
     """Returns True if the module's forward, on a tensor of no meaning, calls the linears as the formula does."""
     generator = torch.Generator().manual_seed(0)
     x, *outputs = (
@@ -139,7 +213,7 @@ def _computes(module: nn.Module, layers: Sequence[SnipLayer]) -> bool:
                 layer.snip_recorder = record
             y = type(module).forward(module, x)  # without its hooks
     except Exception as error:
-        logger.debug("snip-hf: a trial of %s failed: %s", type(module).__name__, error)
+        log.debug("snip-hf: a trial of %s failed: %s", type(module).__name__, error)
         return False
     finally:
         for layer in layers:

@@ -13,6 +13,9 @@ from torch import nn
 from ..registry import Registry
 from .layer import SnipLayer
 
+# The reason for a module whose `weight` is none of its parameters.
+COMPUTED_WEIGHT = "its weight is computed from other parameters, e.g. by weight_norm"
+
 
 class LayerKind(ABC):
     """Modules of one kind. One object per kind, without state of its own."""
@@ -80,6 +83,14 @@ def register_layer_kind(kind: LayerKind) -> LayerKind:
 def kind_of(module: nn.Module) -> LayerKind | None:
     """Returns the kind of a module, swapped or not; None if no kind knows it."""
     return next((kind for kind in LAYER_KINDS.values() if kind.knows(module)), None)
+
+
+def has_computed_weight(module: nn.Module) -> bool:
+    """Returns True if other parameters are trained in place of the module's weight, which is computed from them.
+
+    So do torch's parametrizations, and the hooks of `torch.nn.utils.weight_norm`, `spectral_norm` and `prune`.
+    """
+    return module._parameters.get("weight") is None
 
 
 def known_weights(module: nn.Module) -> tuple[nn.Parameter, ...]:

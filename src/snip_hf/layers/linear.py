@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .kinds import LayerKind, register_layer_kind
+from .kinds import COMPUTED_WEIGHT, LayerKind, has_computed_weight, register_layer_kind
 from .layer import SnipLayer
 from .linear_classes import LINEAR_CLASSES
 
@@ -16,7 +16,7 @@ class SnipLinear(SnipLayer, nn.Linear):
 class Linear(LayerKind):
     """Every `nn.Linear`, and subclasses that are known to multiply as it does. Others are left alone.
 
-    Those are routers with a softmax, adapters, and classes that nobody has registered.
+    Those are routers with a softmax, adapters, classes that nobody has registered, and those with a computed weight.
     """
 
     name = "linear"
@@ -30,6 +30,8 @@ class Linear(LayerKind):
         return isinstance(module, nn.Linear)
 
     def refuses(self, module: nn.Module) -> str | None:
+        if has_computed_weight(module):
+            return COMPUTED_WEIGHT
         kind = type(module)
         known = kind is nn.Linear or any(entry.is_of(kind) for entry in LINEAR_CLASSES.values())
         return None if known else f"class {kind.__name__}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
+from typing import NamedTuple
 
 from torch import nn
 
@@ -18,11 +20,19 @@ from .state import plain_name
 LEFT_OUT = "skip_modules"
 ROUTER = "router"
 _NO_BLOCK = "outside the transformer blocks"
-_NO_DECODER = "outside the language model's decoder (include_modules)"
 _QLORA = (
     " In place of QLoRA, train the adapters on a base in BF16: snip-hf multiplies with its frozen weights in low "
     "precision."
 )
+
+
+class _Decoder(NamedTuple):
+    """The language model's decoder."""
+
+    name: str
+    """In the model, without what wrappers add; "": it is no module of it."""
+    modules: frozenset[int]
+    """Their ids."""
 
 
 def skip_reasons(model: nn.Module, config: SnipConfig) -> dict[str, str | None]:
@@ -76,16 +86,17 @@ def check_patterns(model: nn.Module, config: SnipConfig, reasons: Mapping[str, s
     Args:
         model: the model.
         config: the names.
-        reasons: `skip_reasons`, of which at least one is None.
+        reasons: `skip_reasons`.
 
     Raises:
         DoesNotFit: names the field and the pattern.
     """
-    example = next(name for name, reason in reasons.items() if reason is None)
+    example = next((name for name, reason in reasons.items() if reason is None), next(iter(reasons), None))
+    known = "the model has none" if example is None else f"the layers are named like {example!r}"
     for pattern in config.skip_modules:
         if not any(_matches(name, [pattern]) for name in reasons):
             raise DoesNotFit(
-                f"skip_modules: {pattern!r} matches no linear layer; the layers are named like {example!r}. "
+                f"skip_modules: {pattern!r} matches no linear layer; {known}. "
                 "Use exact names or globs over the whole name, such as '*.down_proj'."
             )
     decoder, head = _decoder_of(model), head_of(model)
@@ -100,15 +111,25 @@ def check_patterns(model: nn.Module, config: SnipConfig, reasons: Mapping[str, s
             )
 
 
-def _outside(name: str, module: nn.Module, decoder: frozenset[int] | None) -> str | None:
+def _outside(name: str, module: nn.Module, decoder: _Decoder | None) -> str | None:
     """Returns why a layer is not swapped unless it is named; None if it is inside a block of the decoder."""
     if not any(part.isdigit() for part in name.split(".")):
         return _NO_BLOCK
-    return None if decoder is None or id(module) in decoder else _NO_DECODER
+    if decoder is None or id(module) in decoder.modules:
+        return None
+    return f"outside the language model's decoder (include_modules={(_part_beside(decoder, name),)!r} swaps it)"
 
 
-def _decoder_of(model: nn.Module) -> frozenset[int] | None:
-    """Returns the ids of the modules of the language model's decoder; None: the model tells no part of it from it.
+def _part_beside(decoder: _Decoder, name: str) -> str:
+    """Returns a pattern for the largest part of the model that has the layer `name` and does not have the decoder."""
+    parts = name.split(".")
+    shared = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(parts, decoder.name.split("."), strict=False))))
+    part = ".".join(parts[: shared + 1])
+    return part if part == name else f"{part}.*"
+
+
+def _decoder_of(model: nn.Module) -> _Decoder | None:
+    """Returns the language model's decoder; None: the model tells no part of it from it.
 
     Hugging Face models tell it. That of a vision-language model is its language model. What has no blocks, such as a
     head of that name, is none.
@@ -117,7 +138,10 @@ def _decoder_of(model: nn.Module) -> frozenset[int] | None:
     if not isinstance(decoder, nn.Module) or decoder is model:
         return None
     has_blocks = any(part.isdigit() for name, _ in decoder.named_modules() for part in name.split("."))
-    return frozenset(map(id, decoder.modules())) if has_blocks else None
+    if not has_blocks:
+        return None
+    name = next((name for name, module in model.named_modules() if module is decoder), "")
+    return _Decoder(plain_name(name), frozenset(map(id, decoder.modules())))
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

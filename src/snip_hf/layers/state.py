@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..kernels.emulated import EMULATED, STATE_SIZE
+from ..kernels.emulated import EMULATED, STATE_SIZE, KeyOnDevice
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
 from .layer import GRAD_OUTPUT, KEY, STATE, SnipLayer
@@ -126,7 +126,7 @@ class KeysOnDevice:
         # Two numbers per layer: Triton asks for addresses that are multiples of 16.
         self._keys = torch.zeros(len(layers), 2, dtype=torch.int64, device=first.weight.device)
         for layer, row in zip(layers.values(), self._keys.unbind(), strict=True):
-            layer.snip_cache = row[:1]
+            layer.snip_cache = KeyOnDevice(row[:1])
 
     def renew(self) -> None:
         """Takes the keys that the states have now, without waiting for the device."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,18 +11,19 @@ from torch.nn.parameter import is_lazy
 
 from ..config import SnipConfig
 from ..text import printable
-from .adapters import ADAPTER
+from .adapters import ADAPTER, adapter_reasons
 from .kinds import known_weights
+from .labels import without_numbers
 from .layer import SnipLayer
 from .routers import Routers
 from .selection import ROUTER, head_of, skip_reasons
 from .state import plain_name, snip_linears, without_group
 
 EXPERTS = "MoE experts"
-# Numbers in names: `layers.0.gate` and `layers.1.gate` are one group, `layers.*.gate`.
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 # Of the groups that a line of the log names; the rest is counted.
 _MOST_NAMED = 20
+# Between the name of a module and that of its parameters from which torch computes another one.
+_PARAMETRIZED = ".parametrizations."
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def weight_matrices(model: nn.Module, config: SnipConfig | None) -> list[WeightM
         model: a model, converted or not.
         config: says what is swapped; None: what is, or the defaults in a model that is not converted.
     """
-    reasons, routers = _reasons(model, config), Routers(model)
+    reasons, routers, adapters = layer_reasons(model, config), Routers(model), adapter_reasons(model)
     head = head_of(model)
     tables = [one for one in model.modules() if one is head or isinstance(one, nn.Embedding | nn.EmbeddingBag)]
     aside = {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
@@ -72,9 +72,13 @@ def weight_matrices(model: nn.Module, config: SnipConfig | None) -> list[WeightM
                 reason = reasons[name] if name in reasons else reasons[f"{name}.{own_name}"]
             elif f"{name}.{own_name}" in reasons:  # of a layer of the module around this one
                 reason = reasons[f"{name}.{own_name}"]
+            elif reasons.get(name.partition(_PARAMETRIZED)[0]) is not None:  # such as what the weight is computed from
+                reason = reasons[name.partition(_PARAMETRIZED)[0]]
+            elif adapters.get(id(module)) == ADAPTER:
+                reason = ADAPTER
             elif routers.is_of_class(module, (*_shape(parameter), 0)[0]):
                 reason = ROUTER
-            place = _NUMBER.sub("*", name if own_name == "weight" else f"{name}.{own_name}")
+            place = without_numbers(name if own_name == "weight" else f"{name}.{own_name}".lstrip("."))
             kind = ROUTER if reason == ROUTER else _kind(name, module, parameter)
             one = WeightMatrix(parameter, place, kind, reason, id(parameter) in aside and reason is not None)
             if id(parameter) not in found or (reason is None and found[id(parameter)].reason is not None):
@@ -82,7 +86,8 @@ def weight_matrices(model: nn.Module, config: SnipConfig | None) -> list[WeightM
     return list(found.values())
 
 
-def _reasons(model: nn.Module, config: SnipConfig | None) -> Mapping[str, str | None]:
+def layer_reasons(model: nn.Module, config: SnipConfig | None) -> Mapping[str, str | None]:
+    """Returns, for every layer of a known kind, why no plan decides on it, or None if one does; `config` as above."""
     reasons, swapped = skip_reasons(model, config or SnipConfig()), snip_linears(model)
     if config is not None or not swapped:
         return reasons
@@ -96,7 +101,12 @@ def _kind(name: str, module: nn.Module, parameter: nn.Parameter) -> str:
         return EXPERTS
     if "router" in f"{described}.{last}".lower() or last == "gate":
         return ROUTER
-    return module.snip_original_class.__name__ if isinstance(module, SnipLayer) else described
+    return class_name(module)
+
+
+def class_name(module: nn.Module) -> str:
+    """Returns the class of a module, that which a swapped one had."""
+    return (module.snip_original_class if isinstance(module, SnipLayer) else type(module)).__name__
 
 
 def describe_unswapped(matrices: list[WeightMatrix]) -> str:

@@ -248,7 +248,7 @@ class NumberFormat:
         return self.bits <= 4 and all(operand.quantized and not operand.noise for operand in operands)
 
 
-FORMATS: Registry[NumberFormat] = Registry("format")
+FORMATS: Registry[NumberFormat] = Registry("format", listing="`list(snip_hf.formats)`")
 
 UNQUANTIZED = FORMATS.register(
     NumberFormat(name="bf16", grid=None, bits=16, speed=0.5, label="BF16", colour="#dddddd", style="dim")

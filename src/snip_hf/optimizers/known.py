@@ -51,6 +51,11 @@ def rule_name(kind: type) -> str:
     return f"{kind.__module__ if package in _BY_MODULE else package}.{kind.__qualname__}"
 
 
+def shown_name(kind: type) -> str:
+    """Returns the name by which messages call this class: with its package, but for torch's own."""
+    return rule_name(kind).removeprefix("torch.")
+
+
 def way(kind: type) -> str:
     """Returns how the updates of this class are differentiated: "analytic", "autograd" or "numerical"."""
     name = rule_name(kind)

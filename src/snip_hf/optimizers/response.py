@@ -26,7 +26,7 @@ from torch import Tensor
 from ..parallel.sharding import is_sharded
 from ..text import WITHOUT_PROBE
 from .bitsandbytes_states import smoothed_lion, unpacked
-from .known import AUTOGRAD, DEFAULT, ELEMENTWISE, is_tried, refusal, rule_name, situation_of, way
+from .known import AUTOGRAD, DEFAULT, ELEMENTWISE, is_tried, refusal, rule_name, shown_name, situation_of, way
 from .parts import parts_of
 from .trial_weights import SHAPES, trial
 from .update_rules import SLOPES, Autograd, Elementwise, Situation, lion, own_step
@@ -278,7 +278,7 @@ def _check(optimizer: Any) -> None:
                 if reason:
                     raise _refusal(optimizer, reason)
     if optimizer not in _tried:
-        logger.info("snip-hf: the update of %s is differentiated by the %s rule.", kind.__name__, way(kind))
+        logger.info("snip-hf: the update of %s is differentiated by the %s rule.", shown_name(kind), way(kind))
     _tried[optimizer] = len(optimizer.param_groups)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..config import POLICIES, SnipConfig
+from ..config import POLICIES, Granularity, SnipConfig
 from ..estimation.criterion import LayerCriterion
 from ..estimation.table import Divergence, DivergenceTable
 from .setting import Setting
@@ -28,6 +28,8 @@ class Policy:
     """Returns layer -> GEMM -> format without measurements; None for a policy that needs a probe."""
     aims_at_share: bool = True
     """Whether it meets `target_fp4_fraction`; uniform policies do not."""
+    granularities: tuple[Granularity, ...] = ("gemm", "layer")
+    """Those that it can decide by; the first is what `SnipConfig.granularity` is where it is left out."""
     criterion: type[LayerCriterion] = LayerCriterion
     """What it wants to know of each layer beside the divergences."""
     weighs_updates: bool = False

@@ -94,11 +94,6 @@ def _backward_order(setting: Setting, stage: Sequence[str]) -> list[str]:
 
 
 def _refuse_without_choice(config: SnipConfig) -> None:
-    if config.granularity == "layer" and config.fixed_plan is None:
-        raise ValueError(
-            f"policy={config.policy!r} with granularity='layer' cannot work: it decides the GEMMs of a linear apart. "
-            "Set granularity='gemm'."
-        )
     if config.decides != ALL and config.fixed_plan is None:
         raise ValueError(
             f"policy={config.policy!r} with decides={config.decides!r} has no order of its own: all backward GEMMs are "
@@ -124,4 +119,4 @@ register_policy(rule("layer-type", _type_order))
 register_policy(rule("layer-position", _position_order))
 register_policy(rule("first2-last8", _nvfp4_order))
 register_policy(rule("last-15-percent", _front_order))
-register_policy(rule("backward-first", _backward_order, check=_refuse_without_choice))
+register_policy(rule("backward-first", _backward_order, granularities=("gemm",), check=_refuse_without_choice))

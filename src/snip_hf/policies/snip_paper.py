@@ -168,13 +168,7 @@ def _check(config: SnipConfig) -> None:
     if config.decides != ALL:
         raise ValueError(
             f"decides={config.decides!r} with policy='snip-paper' cannot work: the paper's estimate is one figure per "
-            "linear, and does not tell its forward GEMM apart. Set decides='all' and granularity='layer', or "
-            "policy='snip' with granularity='gemm'."
-        )
-    if config.granularity != "layer":
-        raise ValueError(
-            f"granularity={config.granularity!r} with policy='snip-paper' cannot work: the paper's estimate is one "
-            "figure per linear. Set granularity='layer', or policy='snip'."
+            "linear, and does not tell its forward GEMM apart. Set decides='all', or policy='snip'."
         )
     if config.refresh_on_drift is not None:
         raise ValueError(
@@ -183,4 +177,13 @@ def _check(config: SnipConfig) -> None:
         )
 
 
-register_policy(Policy(name="snip-paper", cost=quality, criterion=PaperEstimate, weighs_updates=True, check=_check))
+register_policy(
+    Policy(
+        name="snip-paper",
+        cost=quality,
+        granularities=("layer",),
+        criterion=PaperEstimate,
+        weighs_updates=True,
+        check=_check,
+    )
+)

@@ -1,4 +1,4 @@
-"""The stages that each have to meet the budget, and the blocks that layers are in."""
+"""The stages that each have to meet the budget."""
 
 from __future__ import annotations
 
@@ -36,9 +36,3 @@ def find_stages(layers: Sequence[str], config: SnipConfig) -> tuple[tuple[str, .
             f"{'a' if wrong[0] in layers else 'no'} swapped layer; expected every swapped layer in exactly one stage."
         )
     return config.stages
-
-
-def split_layer(layer: str) -> tuple[str, str]:
-    """Returns block and rest: "a.layers.3.mlp.up_proj" -> ("a.layers.3", "mlp.up_proj"); ("", layer) if none."""
-    block = block_of(layer)
-    return ("", layer) if block == layer else (block, layer[len(block) + 1 :])

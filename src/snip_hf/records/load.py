@@ -125,6 +125,7 @@ def load_run(run_dir: str | os.PathLike[str], checkpoint: Checkpoint | None = No
 
     Raises:
         FileNotFoundError: there is no snip/history.jsonl in it.
+        NotADirectoryError: it is a file; says which folder to give.
         OSError: the history cannot be read, or is not a regular file.
         ValueError: the history is no history, or too large; names the line and what is wrong.
     """
@@ -197,6 +198,10 @@ def _read_events(path: Path, notes: list[str], until: float) -> tuple[Start, lis
     """Returns the start, and the events up to a step; notes what is odd about them."""
     if not path.exists():
         run = path.parent.parent
+        if run.is_file():
+            is_of_run = run.parent.name == FOLDER and (run.parent / path.name).exists()
+            advice = f"give the folder: {run.parent.parent}" if is_of_run else "expected a run's output folder."
+            raise NotADirectoryError(f"{run} is a file; {advice}")
         is_inside = run.name == FOLDER and (run / path.name).exists()
         advice = f" Give the folder around it: {run.parent}" if is_inside else ""
         raise FileNotFoundError(

@@ -22,10 +22,10 @@ from matplotlib.ticker import MaxNLocator
 
 from ..estimation.pending import LAYER
 from ..json_io import write_atomic
+from ..layers.labels import LayerLabels, split_layer
 from ..numerics.formats import FORMATS
 from ..numerics.gemms import GEMMS
 from ..planning.forward_shares import forward_shares
-from ..policies.stages import split_layer
 from ..records.load import Run, thinned
 from ..records.run_folder import FOLDER
 from ..text import printable
@@ -170,10 +170,10 @@ def _layer_panels(layers: list[str], count: int, most_named: int) -> tuple[Figur
     axes[0].set_ylim(len(layers) - 0.5, -0.5)
     for panel in axes[1:]:
         panel.tick_params(left=False)
-    names = [split_layer(layer) for layer in layers]
+    names, label = [split_layer(layer) for layer in layers], LayerLabels(layers)
     firsts = [row for row, name in enumerate(names) if row == 0 or name[0] != names[row - 1][0]]
     if is_named:
-        labels = [f"{block.rpartition('.')[2]} {kind}" for block, kind in names]
+        labels = [f"{label.block(block)} {kind}".lstrip() for block, kind in names]
         shown = list(range(len(layers)))
     else:
         shown = firsts[:: math.ceil(len(firsts) / 40)]

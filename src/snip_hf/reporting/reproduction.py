@@ -34,8 +34,11 @@ def reproduction(run: Run) -> dict[str, Any]:
 
 
 def config_code(config: Mapping[str, Any]) -> str:
-    """Returns the call of `SnipConfig` that builds a configuration: the fields that differ from their defaults."""
-    defaults = SnipConfig().to_dict()
+    """Returns the call of `SnipConfig` that builds a configuration: the fields that differ from their defaults.
+
+    The granularity is always among them: what it is where it is left out depends on the policy.
+    """
+    defaults = SnipConfig().to_dict() | {"granularity": None}
     fields = [
         f"    {name}={value!r}," if name.isidentifier() else f"    # {printable(name)}: {value!r}"
         for name, value in config.items()

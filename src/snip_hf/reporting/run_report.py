@@ -15,12 +15,12 @@ from ..budget_checks import FORWARD
 from ..config import SnipConfig
 from ..estimation.pending import LAYER
 from ..estimation.table import Divergence, DivergenceTable
+from ..layers.labels import LayerLabels
 from ..numerics.formats import FORMATS
 from ..planning.pipeline_model import check_ties_are_few
 from ..planning.plan import PrecisionPlan
 from ..planning.program import problem
 from ..policies.setting import Setting
-from ..policies.stages import split_layer
 from ..records.load import Run, load_recorded, thinned
 from .facts import (
     attained_text,
@@ -246,6 +246,7 @@ def reason_table(run: Run) -> Table | None:
     table = new_table(f"Why (probe of step {step}; price: extra cost of {label} per share of the stage's {weight})")
     for heading in ("stage", "layer", "loss\ndivergence", "weight\ndivergence", "price", "format"):
         table.add_column(heading, justify="left" if heading == "layer" else "right")
+    labels = LayerLabels(plan.assignment)
     order = sorted(prices, key=lambda group: (stage_of[group], prices[group]))
     for index, group in enumerate(order):
         if _MOST_REASONS // 2 <= index < len(order) - _MOST_REASONS // 2:
@@ -256,13 +257,8 @@ def reason_table(run: Run) -> Table | None:
         damages = (None, None) if row is None else (row.loss_divergence, row.weight_divergence)
         numbers = (*(number(damage, ".1e") for damage in damages), _fixed(None if row is None else prices[group], 3))
         formats = Text(plan.assignment[layer][gemm], style=FORMATS[plan.assignment[layer][gemm]].style)
-        table.add_row(stage_of[group].removeprefix("stage "), name_text(_short_name(group)), *numbers, formats)
+        name = labels.layer(layer) + group.removeprefix(layer)  # with its GEMM, if that is decided on alone
+        table.add_row(stage_of[group].removeprefix("stage "), name_text(name), *numbers, formats)
     if idle := len(program["groups"]) - len(prices):
         table.caption = f"{idle:,} rows are left out: layers that saw no token, and GEMMs that do not run."
     return table
-
-
-def _short_name(group: str) -> str:
-    """ "model.layers.3.mlp.up_proj:forward" -> "3 up_proj:forward"."""
-    block, kind = split_layer(group)
-    return f"{block.rpartition('.')[2]} {kind.rpartition('.')[2]}"

@@ -13,12 +13,12 @@ from rich.text import Text
 
 from ..costs.measured_cost import cost_shares, describe_cost
 from ..estimation.table import Divergence, DivergenceTable
+from ..layers.labels import LayerLabels, split_layer
 from ..numerics.formats import FORMATS, REFERENCE
 from ..planning.forward_shares import forward_shares
 from ..planning.pipeline_model import ConstraintComparison, PipelineTimes, compare_constraints, pipeline_times
 from ..planning.plan import Assignment, PrecisionPlan
 from ..planning.solver.solution import SolverError
-from ..policies.stages import split_layer
 from ..text import printable
 
 # What a table shows at most: the blocks of every model of today, the kinds of linears of one without single experts.
@@ -51,12 +51,13 @@ def group_table(plan: PrecisionPlan) -> Table | None:
         return None
     kinds = list(dict.fromkeys(kind for row in cells.values() for kind in row))[:_MOST_KINDS]
     table, marks = _formats_table("Plan of groups of experts", plan)
-    table.add_column("block", justify="right")
-    for heading in ("experts", *kinds):
-        table.add_column(name_text(heading.rpartition(".")[2]))
+    labels = LayerLabels(plan.assignment)
+    table.add_column("block", justify="right", no_wrap=True)
+    for heading in ("experts", *map(labels.kind, kinds)):
+        table.add_column(name_text(heading), overflow="fold")
     for (block, experts), row in list(cells.items())[:_MOST_BLOCKS]:
         shown = [_plan_cell(row[kind], marks) if kind in row else Text("") for kind in kinds]
-        table.add_row(name_text(block.rpartition(".")[2] or block), experts, *shown)
+        table.add_row(name_text(labels.block(block)), experts, *shown)
     if len(cells) > _MOST_BLOCKS:
         table.caption = f"The first {_MOST_BLOCKS:,} of {len(cells):,} groups."
     return table
@@ -82,12 +83,13 @@ def plan_table(plan: PrecisionPlan) -> Table:
     all_blocks = list(dict.fromkeys(block for block, _ in cells))
     kinds, blocks = all_kinds[:_MOST_KINDS], all_blocks[:_MOST_BLOCKS]
     table, marks = _formats_table("Plan", plan)
-    table.add_column("block", justify="right")
+    labels = LayerLabels(plan.assignment)
+    table.add_column("block", justify="right", no_wrap=True)
     for kind in kinds:
-        table.add_column(name_text(kind.rpartition(".")[2]))
+        table.add_column(name_text(labels.kind(kind)), overflow="fold")
     for block in blocks:
         row = [_plan_cell(cells[block, kind], marks) if (block, kind) in cells else Text("") for kind in kinds]
-        table.add_row(name_text(block.rpartition(".")[2] or block), *row)
+        table.add_row(name_text(labels.block(block)), *row)
     if len(kinds) < len(all_kinds) or len(blocks) < len(all_blocks):
         table.caption = (
             f"The first {len(blocks):,} of {len(all_blocks):,} blocks and {len(kinds):,} of {len(all_kinds):,} kinds."
@@ -282,8 +284,8 @@ def say(console: Console, sentence: str, limit: int = _SENTENCE) -> None:
 
 
 def name_text(name: str) -> Text:
-    """Returns a name as a table shows it."""
-    return Text(printable(name, _NAME))
+    """Returns a name as a table shows it: on several lines where it is wider than its column."""
+    return Text(printable(name, _NAME), overflow="fold")
 
 
 def listed(items: Sequence[str], most: int = 20) -> str:

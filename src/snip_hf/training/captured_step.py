@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..estimation.batch import Batch, BatchCounts
+from ..estimation.batch import LOSS_OF_LOOP, Batch, BatchCounts
 from ..estimation.objective import Objective, copied
 from ..layers.layer import SnipLayer
 from ..numerics.random_state import RandomState
@@ -36,6 +36,8 @@ class TrainingPass:
     seen: int = 0
     """Tokens that the model has seen, where that was counted."""
     counted: bool = False
+    advice: str = LOSS_OF_LOOP
+    """As `Batch.of` takes it."""
 
     def __post_init__(self) -> None:
         if self.objective is not None:  # what computes a loss may take entries out of its inputs
@@ -45,7 +47,7 @@ class TrainingPass:
         """Raises ValueError if the probe cannot run the micro-batch."""
         if self.objective is not None and in_pipeline:
             raise ValueError("Pipeline.run computes the loss of a pipeline, and not compute_loss. Leave it out.")
-        Batch.of(self.batch, self.objective)
+        Batch.of(self.batch, self.objective, advice=self.advice)
 
 
 class StepWatch:
@@ -76,7 +78,7 @@ class StepWatch:
     def take(self, first: TrainingPass) -> None:
         """Takes the step's first micro-batch. One that cannot be probed raises when `batch` is asked for."""
         try:
-            complete = Batch.of(first.batch, first.objective, first.seen)
+            complete = Batch.of(first.batch, first.objective, first.seen, first.advice)
             if first.random_state is not None:
                 complete = replace(complete, random_state=first.random_state)
             self._batch = complete.part(self._probe_tokens)

@@ -130,7 +130,7 @@ class SnipController:
         self._layers.set_step(1, 0)
         self._chunks = ChunkNumbers(parts_of(self.model), self.config.seed, lambda: self.step + 1)
         self._source.attach(self.model, self._layers.all, lambda: self._before_optimizer_step(self.step + 1))
-        self._layers.share_inputs(self._in_force.setting)
+        self._layers.share_inputs(self._in_force.setting, self._log)
         self._schedule.say_if_too_short()
         self._refresher.say_if_untrained()
 
@@ -295,7 +295,7 @@ class SnipController:
         self._layers.retake(_replica)
         self._in_force.apply()
         self._layers.set_step(self.step + 1, self._micro_batch)
-        self._layers.share_inputs(self._in_force.setting)
+        self._layers.share_inputs(self._in_force.setting, _replica)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON data from which `load_state_dict` continues exactly here, also in the middle of a refresh."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..estimation.batch import LOSS_OF_LOOP
 from ..estimation.objective import Objective
 from ..layers.run_hooks import RunHook, RunMark
 from ..text import WITHOUT_PROBE
@@ -32,9 +33,10 @@ class TrainingPasses:
         outer: the model as the loop calls it, perhaps wrapped.
         controller: of the model inside.
         mark: gets the hooks.
+        advice: what the loop's user can do where the model does not return the loss, as `Batch.of` takes it.
     """
 
-    def __init__(self, outer: nn.Module, controller: SnipController, mark: RunMark) -> None:
+    def __init__(self, outer: nn.Module, controller: SnipController, mark: RunMark, advice: str = LOSS_OF_LOOP) -> None:
         self.is_open = False
         """Whether the loop is between the beginning of a step and its optimizer step; passes elsewhere never count."""
         self.is_suspended = False
@@ -43,6 +45,7 @@ class TrainingPasses:
         """Whether training follows the gradient of the loss that the model returns, or of one that `begin_loss` told
         of; known when a step ends."""
         self._controller = controller
+        self._advice = advice
         self._names = _positional_names(controller.model)
         self._offered: TrainingPass | None = None
         self._in_loss: TrainingPass | None = None
@@ -83,6 +86,7 @@ class TrainingPasses:
             self._controller.keep_weights()
         elif self._in_loss is None:
             self._offered = self._controller.offer(self._by_name(args) | kwargs)
+            self._offered.advice = self._advice
         else:
             self._controller.keep_weights(everything=False)
             self._in_loss.seen += _tokens(dict(zip(self._names, args, strict=False)) | kwargs)

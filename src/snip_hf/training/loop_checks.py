@@ -17,6 +17,7 @@ from ..costs.flops import Work
 from ..estimation.samples import read
 from ..layers.layer import SnipLayer
 from ..layers.state import plain_name, snip_linears
+from ..optimizers.known import shown_name
 from ..optimizers.response import check_optimizer, trained_by
 from ..parallel.ranks import Attempt, Ranks
 from ..parallel.sharding import own_part
@@ -109,7 +110,7 @@ class OptimizerWatch:
         # torch neither copies nor saves the hooks of an optimizer. These hold nothing of the run.
         self._steps = [_Steps(part) for part in holding or self._parts]
         """Of the parts of a combination that train the layers."""
-        self._kind = " and ".join(type(steps.part).__name__ for steps in self._steps)
+        self._kind = " and ".join(shown_name(type(steps.part)) for steps in self._steps)
         self._last: tuple[int, int] | None = None
         self._left_out = 0
         self._are_moved = False

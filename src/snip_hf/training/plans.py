@@ -23,7 +23,10 @@ from ..policies.setting import Assignment, Setting
 from ..records.event_writer import EventWriter
 from ..records.events import RefreshBegun, Start
 from ..records.versions import installed_versions
+from ..registry import UnknownName
 from .checks import check_sizes
+
+_EXPECTED_PLAN = "Expected a plan that a run wrote (OUTPUT_DIR/snip/plan.json) or `PrecisionPlan.save`."
 
 
 def fitting(plan: PrecisionPlan, flops: Work) -> PrecisionPlan:
@@ -276,12 +279,17 @@ def _read(path: str) -> PrecisionPlan:
     try:
         return PrecisionPlan.load(path)
     except OSError as error:
-        raise ValueError(f"fixed_plan={path!r} cannot be read: {error}.") from error
+        raise ValueError(f"fixed_plan={path!r} cannot be read: {error}. {_EXPECTED_PLAN}") from error
+    except UnknownName as error:
+        raise UnknownName(f"fixed_plan: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"fixed_plan: {error} {_EXPECTED_PLAN}") from error
 
 
 def _loaded(path: str, flops: Work) -> PrecisionPlan:
+    plan = _read(path)
     try:
-        return fitting(_read(path), flops)
+        return fitting(plan, flops)
     except (KeyError, ValueError) as error:
         raise ValueError(f"fixed_plan={path!r} does not fit the model: {error.args[0]}") from error
 

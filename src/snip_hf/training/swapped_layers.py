@@ -91,11 +91,11 @@ class SwappedLayers:
         if data.size > 1 and not self._states.set_rank(data.rank, data.size):
             set_rank(self.present, data.rank, data.size)
 
-    def share_inputs(self, setting: Setting) -> None:
-        """Lets the kernels quantize an input of several layers once, and run gated MLPs as one."""
+    def share_inputs(self, setting: Setting, log: logging.Logger) -> None:
+        """Lets the kernels quantize an input of several layers once, and run gated MLPs as one; the log says which."""
         layers = self._run_by_kernels
         self._kernels.share_inputs(layers, [group for group in siblings(setting) if group[0] in layers])
-        put_gates(self._model)
+        put_gates(self._model, log)
 
     def keep_weights(self, everything: bool) -> None:
         """Quantizes the weights for a forward pass that may be backpropagated, if they are kept."""

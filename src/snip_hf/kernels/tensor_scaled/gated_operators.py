@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..launching import launch
+from ..launching import is_elsewhere, launch, relaunch
 from ..tensor_core import Quantized
 from . import operators
-from .operators import Tile, empty_layouts, needs_scales, padded, parts_of
+from .layouts import empty_layouts, one_layout, padded, parts_of
+from .notes import note_of
+from .operators import Tile, needs_scales
 
 if TYPE_CHECKING or find_spec("triton") is not None:
     from .gated_tiles import fold_gated_gradients_kernel, fold_gated_kernel
@@ -52,6 +54,12 @@ class Operand(NamedTuple):
     outputs: Quantized
 
     @property
+    def row(self) -> Tensor:
+        """Of the record."""
+        note = note_of(self.tensors[0])
+        return self.tensors[0][self.operand] if note is None else note.rows[self.operand]
+
+    @property
     def is_plain(self) -> bool:
         """Whether it is written in BF16 first."""
         return needs_scales(self.tensors[0], self.operand, self.gemms, self.counts)
@@ -81,12 +89,14 @@ def folded_gated(
     """Returns `fold_gated` by the kernels or by torch; None leaves the choice to the device."""
     state, record = layer
     gemms = _FORWARD, -1
-    one = Operand(state, (record, table), _ACTIVATION, gemms, counts, empty_layouts(gate, *gemms))
+    one = Operand(state, (record, table), _ACTIVATION, gemms, counts, one_layout(gate, *gemms))
     if _by_kernel(gate, by_kernel):
-        with torch.cuda.device_of(gate):
-            values = launch_forward(gate, up, one)
-            if values is not None:
-                one.fold(values, by_kernel=True)
+        if is_elsewhere(gate):  # Triton launches on the current device
+            with torch.cuda.device_of(gate):
+                return folded_gated(gate, up, table, layer, counts, by_kernel)
+        values = launch_forward(gate, up, one)
+        if values is not None:
+            one.fold(values, by_kernel=True)
     else:
         one.fold(activation_of(gate, up), by_kernel=False)
     return one.outputs[:2]
@@ -111,14 +121,16 @@ def folded_gated_gradients(
     ]
     # Forward has taken note of the activation.
     gemms = -1, _GRAD_WEIGHT
-    last = Operand(states[-1], (records[-1], table), _ACTIVATION, gemms, False, empty_layouts(gate, *gemms))
+    last = Operand(states[-1], (records[-1], table), _ACTIVATION, gemms, False, one_layout(gate, *gemms))
     operands.append(last)
     if _by_kernel(gate, by_kernel):
-        with torch.cuda.device_of(gate):
-            values = launch_backward((grad, gate, up), operands, has_rows, counts)
-            for one, of_one in zip(operands, values, strict=True):
-                if of_one is not None:
-                    one.fold(of_one, by_kernel=True)
+        if is_elsewhere(gate):
+            with torch.cuda.device_of(gate):
+                return folded_gated_gradients(grad, gate, up, table, layers, how, by_kernel)
+        values = launch_backward((grad, gate, up), operands, has_rows, counts)
+        for one, of_one in zip(operands, values, strict=True):
+            if of_one is not None:
+                one.fold(of_one, by_kernel=True)
     else:
         for one, of_one in zip(operands, (*gradients_of(grad, gate, up), activation_of(gate, up)), strict=True):
             one.fold(of_one, by_kernel=False)
@@ -126,7 +138,7 @@ def folded_gated_gradients(
 
 
 def _by_kernel(x: Tensor, by_kernel: bool | None) -> bool:
-    return x.numel() > 0 and (x.is_cuda if by_kernel is None else by_kernel)
+    return x.numel() > 0 and (operators.runs_kernels(x) if by_kernel is None else by_kernel)
 
 
 def _sizes(x: Tensor, tile: Tile) -> tuple[tuple[int, int], tuple[int, ...], bool]:
@@ -140,19 +152,24 @@ def _sizes(x: Tensor, tile: Tile) -> tuple[tuple[int, int], tuple[int, ...], boo
 
 def launch_forward(gate: Tensor, up: Tensor, one: Operand, tile: Tile | None = None) -> Tensor | None:
     """Launches `fold_gated_kernel`; returns silu(gate) * up in BF16 if that is still to be folded, else None."""
-    runs, width, warps, registers = tile or TILES[0]
-    grid, numbers, is_ragged = _sizes(gate, (runs, width, warps, registers))
-    record, table = one.tensors
+    runs, width, warps, registers = tile = tile or TILES[0]
     values = torch.empty_like(gate) if one.is_plain else None
     rows, parameters, *_ = one.outputs
+    # An operand that is folded writes no values: any tensor does.
+    tensors = gate, up, one.state, one.row, one.tensors[1], parameters, rows, gate if values is None else values
+    free = (int(values is not None),)
+    key = fold_gated_kernel.fn, gate.get_device(), gate.dtype, gate.shape, one.counts, tile
+    if relaunch(key, tensors, free):
+        return values
+    grid, numbers, is_ragged = _sizes(gate, tile)
     launch(
         fold_gated_kernel,
         grid,
-        # An operand that is folded writes no values: any tensor does.
-        (gate, up, one.state, record[_ACTIVATION], table, parameters, rows, gate if values is None else values),
+        tensors,
         numbers,
         (one.counts, is_ragged, runs, width),
-        free=(int(values is not None),),
+        free,
+        key,
         num_warps=warps,
         maxnreg=registers,
         enable_fp_fusion=True,  # where it could change a bit, the kernels fuse by themselves
@@ -176,22 +193,28 @@ def launch_backward(
         counts: whether the pass is trained on.
         tile: None: the fastest known.
     """
-    runs, width, warps, registers = tile or TILES[1]
-    grid, numbers, is_ragged = _sizes(inputs[1], (runs, width, warps, registers))
-    values = [torch.empty_like(inputs[1]) if one.is_plain else None for one in operands]
+    runs, width, warps, registers = tile = tile or TILES[1]
+    grad, gate, _ = inputs
+    values = [torch.empty_like(gate) if one.is_plain else None for one in operands]
     tensors = list(inputs)
     for one, of_one in zip(operands, values, strict=True):
-        record, table = one.tensors
         layouts = one.outputs if one.operand == _GRADIENT else one.outputs[2:]
         ordered = [*layouts[1::2], *layouts[::2]]  # parameters first
-        tensors += [one.state, record[one.operand], *ordered, inputs[1] if of_one is None else of_one]
+        tensors += [one.state, one.row, *ordered, gate if of_one is None else of_one]
+    tensors.append(operands[0].tensors[1])
+    free = (sum(1 << index for index, of_one in enumerate(values) if of_one is not None),)
+    key = fold_gated_gradients_kernel.fn, gate.get_device(), grad.dtype, gate.shape, has_rows, counts, tile
+    if relaunch(key, tensors, free):
+        return values
+    grid, numbers, is_ragged = _sizes(gate, tile)
     launch(
         fold_gated_gradients_kernel,
         grid,
-        (*tensors, table),
+        tensors,
         numbers,
         (has_rows, counts, is_ragged, runs, width),
-        free=(sum(1 << index for index, of_one in enumerate(values) if of_one is not None),),
+        free,
+        key,
         num_warps=warps,
         maxnreg=registers,
         enable_fp_fusion=True,  # where it could change a bit, the kernels fuse by themselves

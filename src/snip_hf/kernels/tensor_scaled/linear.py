@@ -63,7 +63,7 @@ def forward_product(
         return multiply("forward", rows, kept[:2], shape, dtype, tensors[1]), kept[2:]
     keeps = has_grad_input and weight.numel() <= SMALL
     y, *layout = multiply_weight("forward", rows, weight, tensors, (keeps, counts), tokens, dtype)
-    return y, layout if keeps else []
+    return y, layout
 
 
 def grad_input_product(rows: Sequence[Tensor], own: Weight, counts: bool, tokens: int, dtype: torch.dtype) -> Tensor:

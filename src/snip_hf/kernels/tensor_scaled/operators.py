@@ -17,18 +17,17 @@ import torch
 from torch import Tensor
 
 from ...numerics.gemms import GEMMS
-from ..launching import launch
+from ..launching import is_elsewhere, launch, relaunch
 from ..tensor_core import Quantized
 from . import reference
-from .folding import PARAMETERS
-from .notes import note_of
+from .layouts import MULTIPLE, empty_layouts, one_layout, padded, parts_of
+from .notes import Note, note_of
 from .records import Records
 
 if TYPE_CHECKING or find_spec("triton") is not None:
     from .scale_tiles import scales_kernel
     from .tiles import fold_kernel
 
-_MULTIPLE = 64
 # Whether partial sums stay in the tensor cores' 14 bits over the whole contraction instead of 128 elements of it: in
 # every format, and where the format is folded (docs/log.md has the errors).
 FAST_SUMS = {"forward": False, "grad_input": False, "grad_weight": False}
@@ -55,29 +54,18 @@ _library.define(
 )
 _library.define(
     "tensor_scaled_weight_product(Tensor[] left, Tensor weight, Tensor[] tensors, int gemm, bool[] how, SymInt rows, "
-    "ScalarType dtype) -> (Tensor, Tensor, Tensor)"
+    "ScalarType dtype) -> Tensor[]"
 )
 
 
-def padded(size: int) -> int:
-    return (size + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
+def runs_kernels(x: Tensor) -> bool:
+    """Returns True if the kernels of `tiles` and torch's FP8 products run where a tensor is."""
+    return x.is_cuda
 
 
-def parts_of(size: int, width: int) -> int:
-    """Returns how many parts of a width a size has. `triton.cdiv` takes over a microsecond."""
-    return (size + width - 1) // width
-
-
-def empty_layouts(x: Tensor, row_gemm: int, column_gemm: int) -> Quantized:
-    tokens, channels = padded(x.shape[0]), padded(x.shape[1])
-    has_rows, has_columns = int(row_gemm >= 0), int(column_gemm >= 0)
-    fp8, fp32 = torch.float8_e4m3fn, torch.float32
-    return (
-        x.new_empty(tokens * has_rows, channels, dtype=fp8),
-        x.new_empty(PARAMETERS * has_rows, dtype=fp32),
-        x.new_empty(channels * has_columns, tokens, dtype=fp8),
-        x.new_empty(PARAMETERS * has_columns, dtype=fp32),
-    )
+def is_captured(x: Tensor) -> bool:
+    """Returns True if what is launched now becomes part of a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @torch.library.impl(_library, "fold_operand", "CompositeExplicitAutograd")
@@ -150,19 +138,23 @@ def fold_into(
     if x.numel() == 0 or max(gemms) < 0:
         for output in outputs:
             output.view(torch.uint8).zero_()
-    elif x.is_cuda if by_kernel is None else by_kernel:
+    elif runs_kernels(x) if by_kernel is None else by_kernel:
+        if is_elsewhere(x):  # Triton launches on the current device
+            with torch.cuda.device_of(x):
+                return fold_into(x, state, tensors, operand, gemms, counts, outputs, by_kernel)
         x = x if x.stride(1) == 1 else x.contiguous()
-        with torch.cuda.device_of(x):  # Triton launches on the current device
-            if needs_scales(record, operand, gemms, counts):
-                _find_scales(x, state, (record[operand], table), gemms, counts, outputs)
-                launch_fold(x, state, record[operand], operand, counts, outputs)
-            else:
-                launch_fold(x, state, record[operand], operand, counts, outputs, known=(table, gemms))
+        note = note_of(record)
+        row = record[operand] if note is None else note.rows[operand]
+        if _needs_scales(note, record, operand, gemms, counts):
+            _find_scales(x, state, (row, table), gemms, counts, outputs)
+            launch_fold(x, state, row, operand, counts, outputs)
+        else:
+            launch_fold(x, state, row, operand, counts, outputs, known=(table, gemms))
     else:
         found = reference.fold(x, state, record, table, operand, gemms, counts)
         for index, layout in enumerate(found):
             if layout is not None:
-                outputs[2 * index].copy_(reference.padded(layout[0], _MULTIPLE))
+                outputs[2 * index].copy_(reference.padded(layout[0], MULTIPLE))
                 outputs[2 * index + 1].copy_(layout[1])
 
 
@@ -171,10 +163,13 @@ def needs_scales(record: Tensor, operand: int, gemms: tuple[int, int], counts: b
 
     In a graph that is captured they always have one: it is replayed under other plans too.
     """
-    note = note_of(record)
+    return _needs_scales(note_of(record), record, operand, gemms, counts)
+
+
+def _needs_scales(note: Note | None, record: Tensor, operand: int, gemms: tuple[int, int], counts: bool) -> bool:
     if not SPARES_LAUNCHES or note is None or not note.is_settled(operand, gemms):
         return True
-    return (counts and note.looks) or (record.is_cuda and torch.cuda.is_current_stream_capturing())
+    return (counts and note.looks) or is_captured(record)
 
 
 def folded(
@@ -228,28 +223,23 @@ def launch_fold(
             force and writes them; None: `scales_kernel` has written them.
     """
     rows, row_parameters, columns, column_parameters = outputs
+    table, gemms = known or (row_parameters, (-1, -1))
+    tensors = x, state, record, table, row_parameters, column_parameters, rows, columns
+    layouts, pitch, tile = (rows.shape[0] > 0, columns.shape[0] > 0), x.stride(0), tile or TILES[operand]
+    key = fold_kernel.fn, x.get_device(), x.dtype, x.shape, pitch, operand, counts, layouts, known is None, gemms, tile
+    if relaunch(key, tensors):
+        return
     tokens, channels = x.shape
     padded_tokens, padded_channels = padded(tokens), padded(channels)
-    runs, width, warps, registers = tile or TILES[operand]
-    table, (row_gemm, column_gemm) = known or (row_parameters, (-1, -1))
+    runs, width, warps, registers = tile
     is_ragged = padded_tokens != tokens or padded_channels != channels
     launch(
         fold_kernel,
         (parts_of(padded_channels, width), parts_of(padded_tokens, 4 * runs)),
-        (x, state, record, table, row_parameters, column_parameters, rows, columns),
-        (tokens, channels, padded_tokens, padded_channels, x.stride(0)),
-        (
-            rows.shape[0] > 0,
-            columns.shape[0] > 0,
-            row_gemm,
-            column_gemm,
-            known is not None,
-            operand == _GRADIENT,
-            counts,
-            is_ragged,
-            runs,
-            width,
-        ),
+        tensors,
+        (tokens, channels, padded_tokens, padded_channels, pitch),
+        (*layouts, *gemms, known is not None, operand == _GRADIENT, counts, is_ragged, runs, width),
+        key=key,
         num_warps=warps,
         maxnreg=registers,
         enable_fp_fusion=True,  # products with powers of two are exact
@@ -269,7 +259,7 @@ def _product(
     left, left_parameters, right, right_parameters = operands
     if left.numel() == 0 or right.numel() == 0:
         return left.new_zeros(rows, columns, dtype=dtype)
-    if not left.is_cuda:
+    if not runs_kernels(left):
         with torch.autocast("cpu", enabled=False):
             a, b = left.to(torch.float32) * left_parameters[0], right.to(torch.float32) * right_parameters[0]
             return (a @ b.t())[:rows, :columns].to(dtype).contiguous()
@@ -292,7 +282,7 @@ def is_folded(record: Tensor | None, gemm: int) -> bool:
     note = None if record is None else note_of(record)
     if record is None or note is None or not note.folded[gemm]:
         return False
-    return not (record.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not is_captured(record)
 
 
 @torch.library.register_fake("snip_hf::tensor_scaled_product", lib=_library)
@@ -341,14 +331,14 @@ def _weight_product(
     how: Sequence[bool],
     rows: int,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     (state, record, table), (keeps, counts, fast), is_forward = tensors, how, gemm == 0
     gemms = 0 if is_forward else -1, 1 if keeps or not is_forward else -1
-    outputs = empty_layouts(weight, *gemms)
+    outputs = empty_layouts(weight, *gemms) if keeps else one_layout(weight, *gemms)
     fold_into(weight, state, (record, table), _WEIGHT, gemms, counts, outputs)
     right = outputs[:2] if is_forward else outputs[2:]
     product = _product([*left, *right], rows, weight.shape[gemm], fast, dtype, record, gemm)
-    return product, *(outputs[2:] if is_forward else outputs[:2])
+    return [product, *outputs[2:]] if keeps else [product]
 
 
 @torch.library.register_fake("snip_hf::tensor_scaled_weight_product", lib=_library)
@@ -360,10 +350,9 @@ def _(
     how: Sequence[bool],
     rows: int,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    outputs = empty_layouts(weight, -1, 1 if how[0] and gemm == 0 else -1)
+) -> list[Tensor]:
     product = weight.new_empty(rows, weight.shape[gemm], dtype=dtype)
-    return product, *(outputs[2:] if gemm == 0 else outputs[:2])
+    return [product, *empty_layouts(weight, -1, 1)[2:]] if how[0] else [product]
 
 
 def multiply_weight(
@@ -374,7 +363,7 @@ def multiply_weight(
     how: tuple[bool, bool],
     rows: int,
     dtype: torch.dtype,
-) -> tuple[Tensor, ...]:
+) -> list[Tensor]:
     """Returns the product of an operand with a layer's weight, which is folded for it; and the weight for grad_input.
 
     One operator instead of two: the host takes some microseconds for each, over a hundred times per step.
@@ -388,9 +377,9 @@ def multiply_weight(
         rows: M without the padding.
         dtype: of the product, BF16 or FP32.
 
-    Returns: the product, and (I', O') E4M3 with its parameters, empty if it is not asked for.
+    Returns: the product, and, if it is asked for, (I', O') E4M3 with its parameters.
     """
-    found: tuple[Tensor, ...] = torch.ops.snip_hf.tensor_scaled_weight_product(
+    found: list[Tensor] = torch.ops.snip_hf.tensor_scaled_weight_product(
         list(left), weight.detach(), list(tensors), GEMMS.index(gemm), [*how, FAST_SUMS[gemm]], rows, dtype
     )
     return found

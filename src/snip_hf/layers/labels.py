@@ -1,0 +1,80 @@
+"""The names of layers as tables, figures and messages show them: short, and no two of a model alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, takewhile
+from operator import eq
+
+from .state import block_of, without_group
+
+# Numbers in names, as those of linears that are an expert each.
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def split_layer(layer: str) -> tuple[str, str]:
+    """Returns block and rest: "a.layers.3.mlp.up_proj" -> ("a.layers.3", "mlp.up_proj"); ("", layer) if none."""
+    block = block_of(layer)
+    return ("", layer) if block == layer else (block, layer[len(block) + 1 :])
+
+
+def without_numbers(name: str) -> str:
+    """Returns a name with `*` for each number: `layers.0.gate` and `layers.1.gate` are both `layers.*.gate`."""
+    return _NUMBER.sub("*", name)
+
+
+def endings(names: Sequence[str], separator: str = ".") -> list[str]:
+    """Returns the shortest ending of each name that no other name has; the whole name if others end with it.
+
+    Args:
+        names: equal ones are returned as they are.
+        separator: stands between the parts of a name.
+    """
+    parts = [name.split(separator)[::-1] for name in names]
+    counts = [1] * len(parts)
+    # In this order a name has most of its last parts in common with the one before or after it.
+    for one, other in pairwise(sorted(range(len(parts)), key=parts.__getitem__)):
+        common = sum(takewhile(bool, map(eq, parts[one], parts[other])))
+        counts[one], counts[other] = max(counts[one], common + 1), common + 1
+    return [separator.join(own[:count][::-1]) for own, count in zip(parts, counts, strict=True)]
+
+
+class LayerLabels:
+    """Labels of a model's blocks, of the layers within a block, and of both: "3", "up_proj" and "3 up_proj".
+
+    Each is the shortest ending that tells it from the others of the model (`endings`): "up_proj", but
+    "experts.down_proj" beside "shared_expert.down_proj". Blocks of one number are told apart by the first part of that
+    ending: "encoder 3" and "decoder 3".
+
+    Args:
+        layers: the names of all layers of the model, or of its plan.
+    """
+
+    def __init__(self, layers: Iterable[str]) -> None:
+        pairs = [split_layer(layer) for layer in layers]
+        blocks = list(dict.fromkeys(block for block, _ in pairs))
+        kinds = list(dict.fromkeys(without_group(kind) for _, kind in pairs))
+        self._blocks: dict[str, str] = dict(zip(blocks, _first_and_last(endings(blocks)), strict=True))
+        self._kinds: dict[str, str] = dict(zip(kinds, endings(kinds), strict=True))
+
+    def block(self, block: str) -> str:
+        """Returns the label of a block, as `split_layer` gives it; "" of layers outside blocks."""
+        return self._blocks[block]
+
+    def kind(self, kind: str) -> str:
+        """Returns the label of what `split_layer` gives beside the block, with a group's experts as in the name."""
+        projection = kind if kind in self._kinds else without_group(kind)
+        return self._kinds[projection] + kind[len(projection) :]
+
+    def layer(self, layer: str) -> str:
+        """Returns the label of a layer."""
+        block, kind = split_layer(layer)
+        return f"{self.block(block)} {self.kind(kind)}".lstrip()
+
+
+def _first_and_last(names: list[str]) -> list[str]:
+    """Returns "encoder 0" for "encoder.block.0", unless two names would then be alike."""
+    parts = [name.split(".") for name in names]
+    short = [" ".join(dict.fromkeys((own[0], own[-1]))) for own in parts]
+    return short if len(set(short)) == len(names) else names

@@ -90,7 +90,7 @@ def has_computed_weight(module: nn.Module) -> bool:
 
     So do torch's parametrizations, and the hooks of `torch.nn.utils.weight_norm`, `spectral_norm` and `prune`.
     """
-    return module._parameters.get("weight") is None
+    return module._parameters.get("weight") is None and module._buffers.get("weight") is None
 
 
 def known_weights(module: nn.Module) -> tuple[nn.Parameter, ...]:

@@ -182,6 +182,16 @@ def test_a_weight_that_is_computed_is_left_alone_and_listed(
     assert listed == {(f"{blocks}.*.{layer}.{name}", reason) for name in names}
 
 
+def test_a_linear_whose_weight_is_a_buffer_is_swapped() -> None:
+    model = build("llama")
+    layer = model.model.layers[0].self_attn.q_proj
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.register_buffer("weight", weight)
+    assert convert_model(model, SnipConfig()) == convert_model(build("llama"), SnipConfig())
+    assert isinstance(layer, SnipLayer)
+
+
 def test_what_an_output_heads_weight_is_computed_from_has_the_heads_reason() -> None:
     model = build("llama")
     nn.utils.parametrizations.weight_norm(model.lm_head)

@@ -88,7 +88,8 @@ def kind_of(module: nn.Module) -> LayerKind | None:
 def has_computed_weight(module: nn.Module) -> bool:
     """Returns True if other parameters are trained in place of the module's weight, which is computed from them.
 
-    So do torch's parametrizations, and the hooks of `torch.nn.utils.weight_norm`, `spectral_norm` and `prune`.
+    So do torch's parametrizations, and the hooks of `torch.nn.utils.weight_norm`, `spectral_norm` and `prune`. A weight
+    that is a buffer is not computed; it is frozen.
     """
     return module._parameters.get("weight") is None and module._buffers.get("weight") is None
 

@@ -85,8 +85,8 @@ def test_a_growing_gap_is_told_by_layer_alone() -> None:
     page = text_of("docs/results-longer.md")
     assert all(str(course.change["held_out_plan"]) in page for course in courses.values())
     by_gemm = courses[BY_GEMM].change["held_out_plan"]
-    quoted = f"{by_gemm} from 700 to 2,700 steps, detectable {by_gemm.detectable(courses[BY_GEMM].level):.3f}"
-    assert quoted in text_of("README.md")
+    quoted = f"{by_gemm} from 700 to 2,700 steps (detectable {by_gemm.detectable(courses[BY_GEMM].level):.3f})"
+    assert quoted in page
 
 
 def test_snip_by_gemm_at_75_is_backward_first_but_for_a_quarter_of_the_forward_flops() -> None:

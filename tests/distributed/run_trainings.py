@@ -23,9 +23,7 @@ if __name__ == "__main__":
     if NCCL in sys.argv:
         join(sys.argv)
     states = torch.load(folder / "states.pt", weights_only=True) if (folder / "states.pt").exists() else {}
-    found = {
-        name: asdict(train(training, folder / name, states.get(name))) for name, training in CASES[group].items()
-    }
+    found = {name: asdict(train(training, folder / name, states.get(name))) for name, training in CASES[group].items()}
     if group == "two":
         found["gradients"] = {fmt: unreduced_gradients(fmt) for fmt in ("fp8", "fp4")}
         found["states"] = {order: states_under_ddp(order) for order in ("before", "after")}

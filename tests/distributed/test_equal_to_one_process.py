@@ -19,8 +19,8 @@ from rank_runs import Following, some_slow
 
 Runs = dict[str, dict[str, Any]]
 PLANNED = [name for name in SHARED if not name.startswith("fp4")]
-# Ranks -> of loss divergences, weight divergences and gradients. Thirds are no powers of two: sums and FP8 scales differ
-# in their last bits, so that elements flip and directions differ.
+# Ranks -> of loss divergences, weight divergences and gradients. Thirds are no powers of two: sums and FP8 scales
+# differ in their last bits, so that elements flip and directions differ.
 _BOUNDS_OF_FOLLOWING = {2: (1e-5, 1e-3, 1e-5), 3: (1e-4, 1e-2, 1e-2)}
 ADAMW = [name for name in PLANNED if not name.startswith("sgd")]
 
@@ -106,11 +106,11 @@ def test_later_tables_are_those_of_one_process_up_to_flips_and_noise(one: Runs, 
 def test_ranks_that_begin_every_step_where_one_process_does_find_its_tables(
     one: Runs, following: Following, name: str
 ) -> None:
-    """AdamW makes whole steps of gradients that flips change, so free runs drift apart: by 2e-5 of a weight's norm after
-    eight steps. Then a weight next to a rounding threshold is rounded to the other side. A loss divergence is a sum of
-    squares over tokens of which one may hold 99%, so one such flip changed it by 0.7 of itself. One process differs as
-    much from itself once its first weights are changed by 1e-7 (docs/log.md, 2026-11-23). From equal weights and
-    moments, what is left is made by the ranks.
+    """Under AdamW free runs drift apart, because it makes whole steps of what flips change in small gradients: weights
+    differ by 2e-5 of their norm after eight steps. Then a weight next to a rounding threshold is rounded to the other
+    side. A loss divergence is a sum of squares over tokens of which one may hold 99%, so one such flip changed it by
+    0.7 of itself. One process differs as much from itself once its first weights are changed by 1e-7 (docs/log.md,
+    2026-11-23). From equal weights and moments, what is left is made by the ranks.
     """
     ours, theirs = following.runs[name], one[name]
     assert len({str(plan) for plan in theirs["plans"]}) >= 3

@@ -107,16 +107,16 @@ def test_ranks_that_begin_every_step_where_one_process_does_find_its_tables(
     one: Runs, following: Following, name: str
 ) -> None:
     """Under AdamW free runs drift apart, because it makes whole steps of what flips change in small gradients: weights
-    differ by 2e-5 of their norm after eight steps. Then a weight next to a rounding threshold is rounded to the other
-    side. A loss divergence is a sum of squares over tokens of which one may hold 99%, so one such flip changed it by
-    0.7 of itself. One process differs as much from itself once its first weights are changed by 1e-7 (docs/log.md,
+    differ by up to 4e-5 of their norm after eight steps. Then a weight next to a rounding threshold is rounded to the
+    other side. A loss divergence is a sum of squares over tokens of which one may hold 99%, so one such flip changed it
+    by 0.7 of itself. One process differs as much from itself once its first weights are changed by 1e-7 (docs/log.md,
     2026-11-23). From equal weights and moments, what is left is made by the ranks.
     """
     ours, theirs = following.runs[name], one[name]
     assert len({str(plan) for plan in theirs["plans"]}) >= 3
     assert ours["plans"] == theirs["plans"]
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
-    assert list(ours["tables"]) == list(theirs["tables"]) and len(theirs["tables"]) == 3
+    assert set(ours["tables"]) == set(theirs["tables"]) == {1, 5, 9}
     on_loss, on_weight, on_gradients = _BOUNDS_OF_FOLLOWING[following.ranks]
     for step, table in theirs["tables"].items():
         assert max(errors(ours["tables"][step], table, LOSS)) < on_loss

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from rank_cases import FOLLOWING
 from rank_processes import assert_succeeded, launch_ranks, start_ranks
-from rank_runs import OneOfTwo, OneProcess, found_by
+from rank_runs import Following, OneOfTwo, OneProcess, found_by
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +29,15 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
 def one(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
     """Returns name -> what one process found that has all the data."""
     return OneProcess(tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="session", params=[2, 3], ids=["two", "three"])
+def following(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, one: OneProcess) -> Following:
+    """Returns what two or three ranks found that began every step with the weights and moments of one process."""
+    folder = tmp_path_factory.mktemp("following")
+    torch.save({name: one[name]["states"] for name in FOLLOWING}, folder / "states.pt")
+    launch_ranks("run_trainings.py", folder, "following", folder=folder, ranks=request.param)
+    return Following(request.param, found_by(0, folder))
 
 
 @pytest.fixture(scope="session")

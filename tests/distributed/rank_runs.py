@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -47,6 +47,14 @@ class OneOfTwo(dict[str, dict[str, Any]]):
             launch_ranks("run_trainings.py", folder, group, folder=folder)
         self.update(found_by(self._rank, folder))
         return self[name]
+
+
+class Following(NamedTuple):
+    """What the first of several ranks found that began every step where one process began it."""
+
+    ranks: int
+    runs: dict[str, dict[str, Any]]
+    """By name."""
 
 
 def found_by(rank: int, folder: Path) -> dict[str, dict[str, Any]]:

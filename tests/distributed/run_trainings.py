@@ -1,7 +1,8 @@
 """Trains what `CASES` names, one after the other, on all ranks. Started by the tests in several processes.
 
 Arguments: a folder, for rank<N>.pt with {name: what `train` found}; the name of a group of `CASES`; "nccl" for GPUs,
-where the ranks are not started by Accelerate.
+where the ranks are not started by Accelerate. What every step of a run begins with is read from states.pt, if the
+folder has one: {name: states as `train` takes them}.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ if __name__ == "__main__":
     folder, group = Path(sys.argv[1]), sys.argv[2]
     if NCCL in sys.argv:
         join(sys.argv)
-    found = {name: asdict(train(training, folder / name)) for name, training in CASES[group].items()}
+    states = torch.load(folder / "states.pt", weights_only=True) if (folder / "states.pt").exists() else {}
+    found = {name: asdict(train(training, folder / name, states.get(name))) for name, training in CASES[group].items()}
     if group == "two":
         found["gradients"] = {fmt: unreduced_gradients(fmt) for fmt in ("fp8", "fp4")}
         found["states"] = {order: states_under_ddp(order) for order in ("before", "after")}

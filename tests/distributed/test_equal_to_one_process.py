@@ -14,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 from comparing import LOSS, WEIGHT, distance, errors, share_below
-from rank_cases import SHARED
-from rank_runs import some_slow
+from rank_cases import FOLLOWING, SHARED
+from rank_runs import Following, some_slow
 
 Runs = dict[str, dict[str, Any]]
 PLANNED = [name for name in SHARED if not name.startswith("fp4")]
+# Ranks -> of loss divergences, weight divergences and gradients. Thirds are no powers of two: sums and FP8 scales
+# differ in their last bits, so that elements flip and directions differ.
+_BOUNDS_OF_FOLLOWING = {2: (1e-5, 1e-3, 1e-5), 3: (1e-4, 1e-2, 1e-2)}
 ADAMW = [name for name in PLANNED if not name.startswith("sgd")]
 
 
@@ -89,12 +92,36 @@ def test_the_first_table_of_experts_is_that_of_one_process(one: Runs, two: list[
         assert share_below(1e-4, found) > 0.5 and max(found) < 1e-2
 
 
-@pytest.mark.parametrize("name", some_slow(["adamw", "sgd-gemm-accumulated-clipped"]))
-def test_later_tables_are_those_of_one_process_up_to_flips_and_noise(one: Runs, two: list[Runs], name: str) -> None:
+def test_later_tables_are_those_of_one_process_up_to_flips_and_noise(one: Runs, two: list[Runs]) -> None:
+    """Under SGD, whose weights differ no more than their gradients do."""
+    name = "sgd-gemm-accumulated-clipped"
     assert len(one[name]["tables"]) > 1
     for step, theirs in one[name]["tables"].items():
         for column in (LOSS, WEIGHT):
             assert max(errors(two[0][name]["tables"][step], theirs, column)) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_ranks_that_begin_every_step_where_one_process_does_find_its_tables(
+    one: Runs, following: Following, name: str
+) -> None:
+    """Under AdamW free runs drift apart, because it makes whole steps of what flips change in small gradients: weights
+    differ by up to 4e-5 of their norm after eight steps. Then a weight next to a rounding threshold is rounded to the
+    other side. A loss divergence is a sum of squares over tokens of which one may hold 99%, so one such flip changed it
+    by 0.7 of itself. One process differs as much from itself once its first weights are changed by 1e-7 (docs/log.md,
+    2026-11-23). From equal weights and moments, what is left is made by the ranks.
+    """
+    ours, theirs = following.runs[name], one[name]
+    assert len({str(plan) for plan in theirs["plans"]}) >= 3
+    assert ours["plans"] == theirs["plans"]
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
+    assert set(ours["tables"]) == set(theirs["tables"]) == {1, 5, 9}
+    on_loss, on_weight, on_gradients = _BOUNDS_OF_FOLLOWING[following.ranks]
+    for step, table in theirs["tables"].items():
+        assert max(errors(ours["tables"][step], table, LOSS)) < on_loss
+        assert max(errors(ours["tables"][step], table, WEIGHT)) < on_weight
+    assert distance(ours["gradients"], theirs["gradients"]) < on_gradients
 
 
 @pytest.mark.slow
@@ -149,5 +176,3 @@ def test_three_ranks_plan_and_lose_as_one_process(one: Runs, three: list[Runs]) 
     assert ours["losses"] == pytest.approx(theirs["losses"][:steps], rel=1e-4)
     assert max(errors(ours["tables"][1], theirs["tables"][1], LOSS)) < 1e-4
     assert max(errors(ours["tables"][1], theirs["tables"][1], WEIGHT)) < 1e-2
-    assert max(errors(ours["tables"][5], theirs["tables"][5], LOSS)) < 0.5
-    assert max(errors(ours["tables"][5], theirs["tables"][5], WEIGHT)) < 0.1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from snip_hf.training.clipping import Clipping
 from snip_hf.training.refresh import Solving
 
 LENGTH = 128  # one tile, so that whole tiles are of one rank
+States = dict[str, dict[str, Tensor]]
+"""Parameter -> its weight and the optimizer's state of it, by name."""
 SCHEDULE: dict[str, Any] = {"first_refresh": 1, "refresh_every": 4, "apply_delay": 1, "probe_tokens": None}
 
 
@@ -60,6 +62,8 @@ class Training:
     mixed_precision: str = "no"
     solves: bool = True
     """False: the solver cannot be started, so that nothing is ever applied."""
+    keeps_states: bool = False
+    """Whether `Found.states` is wanted; not of sharded weights."""
 
 
 @dataclass
@@ -78,6 +82,8 @@ class Found:
     """The rank's own part."""
     state: dict[str, Tensor] = field(default_factory=dict)
     """Of the optimizer."""
+    states: dict[int, States] = field(default_factory=dict)
+    """Step -> what it began with."""
     tables: dict[int, Any] = field(default_factory=dict)
     """Step -> "layer gemm format" -> loss divergence, weight divergence."""
     probe_losses: dict[int, float] = field(default_factory=dict)
@@ -90,12 +96,14 @@ class Found:
     """Step -> how the parameters are sharded after the probe."""
 
 
-def train(training: Training, folder: Path) -> Found:
+def train(training: Training, folder: Path, states: Mapping[int, States] | None = None) -> Found:
     """Trains on all ranks of the run, or on this process if it is alone.
 
     Args:
         training: what.
         folder: gets the `snip/` folder.
+        states: `Found.states` of another run, with which every step begins; None: each begins where the one before
+            ended.
     """
     block = "Qwen3MoeDecoderLayer" if training.is_mixture else "LlamaDecoderLayer"
     accelerator = accelerator_of(training.wrapper, block, training.mixed_precision)
@@ -104,6 +112,13 @@ def train(training: Training, folder: Path) -> Found:
     torch.manual_seed(7 + accelerator.process_index)
     with _clip_factors_noted(found):
         for step in range(1, training.steps + 1):
+            if states is not None:
+                _set_states(states[step], model, optimizer)
+            if training.keeps_states:
+                found.states[step] = {
+                    name: {key: tensor.clone() for key, tensor in own.items()}
+                    for name, own in _states(model, optimizer).items()
+                }
             found.losses.append(_backward(training, step, model, controller, accelerator))
             if training.clip is not None:
                 norm = accelerator.clip_grad_norm_(model.parameters(), training.clip)
@@ -182,6 +197,17 @@ def _note_weights(found: Found, model: nn.Module, optimizer: torch.optim.Optimiz
         found.own_weights[name] = (own.to_local() if isinstance(own, DTensor) else own).clone()
         for key, value in optimizer.state[parameter].items():
             found.state[f"{name} {key}"] = _whole(torch.as_tensor(value).detach()).clone()
+
+
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> States:
+    """Returns the tensors themselves."""
+    return {name: {"weight": own.detach(), **optimizer.state[own]} for name, own in _named(model)}
+
+
+def _set_states(states: States, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for name, own in _states(model, optimizer).items():
+        for key, tensor in own.items():
+            tensor.copy_(states[name][key])
 
 
 def _indices(training: Training, step: int) -> range:

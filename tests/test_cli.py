@@ -382,6 +382,17 @@ def test_report_of_a_folder_of_runs_names_one_of_them(
     assert capsys.readouterr().err.endswith(f" Give one of the runs in it, such as {tmp_path / 'run'}\n")
 
 
+def test_a_report_refuses_its_other_folders_before_it_prints_anything(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run, none = write_run(plan_path), tmp_path / "none"
+    assert main(["report", str(run), "--out", str(plan_path)]) == 2
+    assert capsys.readouterr() == ("", f"snip-hf: --out {plan_path} is a file; expected a folder.\n")
+    assert main(["report", str(run), "--html", "--bf16", str(none)]) == 2
+    error = f"snip-hf: --bf16 {none} does not exist; expected the output folder of a run.\n"
+    assert capsys.readouterr() == ("", error)
+
+
 def test_a_folder_in_place_of_a_plan_or_a_run_is_told_which_one_to_give(
     plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

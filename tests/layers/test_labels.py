@@ -96,7 +96,7 @@ def test_layers_have_the_shortest_labels_that_tell_them_apart(layers: list[str],
 
 
 def test_all_blocks_are_named_with_their_stack_where_two_have_the_same_number() -> None:
-    layers = [f"{stack}.block.{block}.wi" for stack, count in (("encoder", 1), ("decoder", 3)) for block in range(count)]
+    layers = ["encoder.block.0.wi", *(f"decoder.block.{block}.wi" for block in range(3))]
     shown = LayerLabels([*layers, "head"])
     labels = [shown.layer(layer) for layer in (*layers, "head")]
     assert labels == ["encoder 0 wi", "decoder 0 wi", "decoder 1 wi", "decoder 2 wi", "head"]

@@ -40,7 +40,7 @@ def empty_model(name: str) -> nn.Module:
     except Exception as error:  # Whatever a foreign config makes of it.
         what = f"Cannot build the model {name!r} from its config"
         if not Path(name).is_dir():
-            what = f"There is no folder {name!r} here, and no model of this name can be built from its config on the Hub"
+            what = f"There is no folder {name!r} here, and no model of the Hub can be built by this name"
         raise ValueError(f"{what}: {error}") from error
     return model
 

@@ -21,8 +21,8 @@ def add(commands: Commands) -> None:
     report = commands.add_parser(
         "report",
         help="tables, figures and a page of one run or several",
-        description="Prints the tables of a run: refreshes, losses, the plan at its end, its stages, and why each layer "
-        "has its format. Writes its figures as PNG files.",
+        description="Prints the tables of a run: refreshes, losses, the plan at its end, its stages, and why each "
+        "layer has its format. Writes its figures as PNG files.",
         epilog=examples(_EXAMPLES),
     )
     report.add_argument(

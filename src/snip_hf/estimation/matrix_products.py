@@ -68,8 +68,8 @@ class ProductCounter(TorchDispatchMode):
       modules of adapters parts are weights: VeRA's layers share one tensor, of which each uses a part.
 
     Each product counts as forward, again for the gradient of the other operand, unless the pass runs with gradients and
-    that operand needs none, and once more for the gradient of the weight if that is trained. The weight of `nn.Bilinear`
-    has two other operands.
+    that operand needs none, and once more for the gradient of the weight if that is trained. The weight of a bilinear
+    layer has two other operands.
 
     Args:
         parameters: name -> parameter, as the pass uses it. Of one tensor with several names only the first is told.
@@ -237,7 +237,7 @@ def _product_flops(name: str, first: Tensor, result: Tensor, args: tuple[Any, ..
     if name == "aten::addbmm":  # it sums over the batch
         return 2 * result.numel() * first.shape[0] * first.shape[-1]
     if name == "aten::_trilinear":  # of a weight (O, I, J) and rows of I and of J
-        return 2 * result.numel() * first.shape[-1] * args[2].shape[-1]
+        return 2 * result.numel() * first.shape[-1] * int(args[2].shape[-1])
     rows = first.shape[0]
     ends = _ends(args, kwargs) if name in _GROUPED and first.dim() == 2 and result.dim() == 2 else None
     if ends is not None and rows:  # no group has the rows after the last end

@@ -8,7 +8,7 @@ from .commands import Commands, examples
 from .own_modules import add_import_option
 
 _EXAMPLES = {
-    "snip-hf compare runs/mine runs/other runs/bf16": "runs, one of them without snip-hf",
+    "snip-hf compare runs/mine runs/other runs/plain": "runs, one of them without snip-hf",
     "snip-hf compare old.json runs/mine/snip/plan.json": "plans",
 }
 

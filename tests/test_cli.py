@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from snip_hf.cli import main
+from snip_hf.cli import build_parser, main
 from snip_hf.config import SnipConfig
 from snip_hf.costs.flops import linear_flops
 from snip_hf.costs.gemm_timing import Machine
@@ -202,9 +202,12 @@ def test_no_micro_batches_are_refused_in_one_line(
     plan_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     path = write_run(plan_path) if command == "report" else plan_path
-    assert main([command, str(path), "--micro-batches", "0"]) == 2
-    error = "snip-hf: micro_batches is 0, expected at least 1; it is the number per optimizer step.\n"
-    assert capsys.readouterr().err == error
+    for count in ("0", "-1", "two"):
+        with pytest.raises(SystemExit) as left:
+            main([command, str(path), "--micro-batches", count])
+        assert left.value.code == 2
+        error = f"snip-hf {command}: argument --micro-batches: {count!r} is no whole number of at least 1. See snip-hf "
+        assert capsys.readouterr() == ("", f"{error}{command} --help.\n")
 
 
 def test_inspect_refuses_damaged_divergences_in_one_line(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -366,6 +369,28 @@ def test_report_of_a_folder_that_holds_no_run_is_one_line_and_2(
         "expected the output folder of a run with SnipCallback.\n"
     )
     assert list(tmp_path.iterdir()) == []
+    assert main(["report", str(tmp_path / "none")]) == 2
+    expected = f"snip-hf: {tmp_path}/none does not exist; expected the output folder of a run with SnipCallback.\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_report_of_a_folder_of_runs_names_one_of_them(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_run(plan_path)
+    assert main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith(f" Give one of the runs in it, such as {tmp_path / 'run'}\n")
+
+
+def test_a_report_refuses_its_other_folders_before_it_prints_anything(
+    plan_path: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run, none = write_run(plan_path), tmp_path / "none"
+    assert main(["report", str(run), "--out", str(plan_path)]) == 2
+    assert capsys.readouterr() == ("", f"snip-hf: --out {plan_path} is a file; expected a folder.\n")
+    assert main(["report", str(run), "--html", "--bf16", str(none)]) == 2
+    error = f"snip-hf: --bf16 {none} does not exist; expected the output folder of a run.\n"
+    assert capsys.readouterr() == ("", error)
 
 
 def test_a_folder_in_place_of_a_plan_or_a_run_is_told_which_one_to_give(
@@ -417,6 +442,22 @@ def test_the_help_has_examples_of_commands_that_there_are(capsys: pytest.Capture
     assert all(re.search(rf"^    {command}\b", text, re.MULTILINE) for command in shown)
 
 
+@pytest.mark.parametrize("command", ["report", "inspect", "compare", "export", "recipe", "solve", "doctor"])
+def test_the_help_of_a_command_fits_a_terminal_and_says_what_each_argument_is(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    before, _, shown = capsys.readouterr().out.partition("examples:")
+    assert max(map(len, before.splitlines())) < 80
+    assert all(line.startswith("  snip-hf ") for line in shown.splitlines() if line)
+    (commands,) = [action for action in build_parser()._actions if isinstance(action.choices, dict)]
+    described = commands.choices[command]
+    arguments = [action for action in described._actions if not isinstance(action.choices, dict)]
+    assert described.description and all(action.help for action in arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -439,7 +480,11 @@ def test_the_help_has_examples_of_commands_that_there_are(capsys: pytest.Capture
             "snip-hf completion: argument shell: unknown 'powershell'; expected one of bash, zsh, fish, tcsh. "
             "See snip-hf completion --help.\n",
         ),
-        (["solve", "a", "-q"], "snip-hf: unrecognized arguments: -q. See snip-hf --help.\n"),
+        (["solve", "a", "-q"], "snip-hf solve: unrecognized arguments: -q. See snip-hf solve --help.\n"),
+        (
+            ["report", "a", "--htlm", "--x"],
+            "snip-hf report: unrecognized arguments: --htlm --x. Did you mean '--html'? See snip-hf report --help.\n",
+        ),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -476,5 +521,6 @@ def test_the_module_runs_as_a_process_of_its_own(tmp_path: Path, module: str) ->
     command[-1] = str(tmp_path / "none.json")
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("snip-hf: [Errno 2] No such file or directory: ")
+    error = f"snip-hf: {command[-1]} does not exist; expected an integer program as JSON."
+    assert done.stderr.splitlines()[-1] == error
     assert "Traceback" not in done.stderr

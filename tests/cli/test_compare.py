@@ -60,9 +60,32 @@ def test_plans_are_compared_by_shares_settings_and_layers(tmp_path: Path, capsys
     assert sentence(lines, "From A to B").startswith(
         "From A to B, 4 of 12 GEMMs in 2 of 4 layers change, 0.3333 of the FLOPs: 2 fp4 -> fp8, 2 fp8 -> fp4."
     )
-    assert ["layers.0.up", "grad_input,", "grad_weight", "fp4", "fp8"] in lines
-    assert ["layers.1.down", "forward,", "grad_input", "fp8", "fp4"] in lines
+    assert ["0", "up", "grad_input,", "grad_weight", "fp4", "fp8"] in lines
+    assert ["1", "down", "forward,", "grad_input", "fp8", "fp4"] in lines
     assert not any("losses" in line for line in lines)
+
+
+def test_layers_of_long_names_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stem = "base_model.model.model.language_model.shared_transformer_decoder.layers.0.feed_forward"
+    layers = tuple(f"{stem}.{kind}" for kind in ("gate", "up", "out", "down"))
+    one = save(tmp_path / "one.json", dict.fromkeys(layers, GEMMS), layers)
+    other = save(tmp_path / "other.json", {}, layers)
+    lines = compare(capsys, one, other)
+    for kind in ("gate", "up", "out", "down"):
+        assert ["0", kind, "forward,", "grad_input,", "grad_weight", "fp4", "fp8"] in lines
+
+
+def test_settings_that_are_lists_are_told_apart_by_what_they_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [save(tmp_path / f"{name}.json", {}) for name in ("one", "other")]
+    for name, formats in zip(names, (["fp4", "fp8"], ["fp4", "bf16"]), strict=True):
+        plan = json.loads(Path(name).read_text())
+        plan["provenance"]["config"] |= {"formats": formats, "skip_modules": ["a" * 70]}
+        Path(name).write_text(json.dumps(plan))
+    lines = compare(capsys, *names)
+    assert ["formats", "['fp4',", "'fp8']", "['fp4',", "'bf16']"] in lines
+    assert not any(line[:1] == ["skip_modules"] for line in lines)
 
 
 def test_equal_plans_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import pytest
 from written_runs import random_assignments, write_run
 
 from snip_hf.cli import main
-from snip_hf.cli.messages import NO_READER
+from snip_hf.cli.messages import NO_READER, drop_output
 
 PROBLEM = {
     "groups": [{"name": "a", "options": [{"name": "fp8", "cost": 0.0, "weight": 0.0}]}],
@@ -70,6 +70,17 @@ def test_a_command_whose_reader_has_gone_ends_quietly(
 def test_an_error_that_nobody_reads_is_no_traceback(stream: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     assert main(["recipe", "copy", "nothing"]) == NO_READER
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="Linux lists the open files of a process there")
+@pytest.mark.parametrize("stream", [-1], indirect=True)
+def test_output_that_is_dropped_leaves_no_file_open(stream: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream.write("what nobody reads")
+    monkeypatch.setattr(sys, "stdout", stream)
+    before = sorted(os.listdir("/proc/self/fd"))
+    assert drop_output(NO_READER) == NO_READER
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert os.path.samestat(os.fstat(stream.fileno()), os.stat(os.devnull))
 
 
 @pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])

@@ -235,6 +235,40 @@ def test_a_product_counts_if_a_parameter_is_its_operand_in_any_shape(
     assert beside(run, *shape) == 2.0 * products
 
 
+@pytest.mark.parametrize(
+    ("frozen", "linear", "gemms"),
+    [
+        (None, 3, 4),  # forward, the gradients of both inputs and of the weight
+        ("other", 2, 3),
+        ("up", 1, 2),  # no gradients of the inputs
+    ],
+)
+def test_a_bilinear_layer_counts_once_per_gradient_and_is_listed(frozen: str | None, linear: int, gemms: int) -> None:
+    model = Model(nn.Bilinear(8, 2, 5), lambda layer, x: layer(x, x[:, :2]))
+    if frozen is not None:
+        getattr(model.layers[0], frozen).requires_grad_(False)
+    found = coverage(model, {"x": torch.ones(6, 8)})
+    assert found.covered == linear * 2.0 * 64 * 6
+    (left,) = found.uncovered
+    assert left.share * found.flops == pytest.approx(gemms * 2.0 * 6 * 8 * 2 * 5)
+    assert (left.name, left.kind, left.reason) == ("layers.*.other", "Bilinear", "no layer kind takes a Bilinear")
+
+
+def test_a_bilinear_product_with_a_buffer_belongs_to_the_module_that_runs_it() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("factors", torch.randn(5, 8, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.bilinear(x, x[:, :2], self.factors)
+
+    found = coverage(Model(Fixed(), lambda module, x: module(x)), {"x": torch.ones(6, 8)})
+    (left,) = found.uncovered
+    assert left.share * found.flops == pytest.approx(3 * 2.0 * 6 * 8 * 2 * 5)
+    assert (left.kind, left.reason) == ("Fixed", "its weights are buffers: factors")
+
+
 def test_a_weight_without_elements_has_no_products() -> None:
     assert beside(lambda bank, x: nn.functional.pad(x @ bank.weight, (0, 8)), 8, 0) == 0.0
 

@@ -79,7 +79,8 @@ def test_a_name_that_others_end_with_stays_whole() -> None:
         (QWEN2_MOE, ["0 mlp.down_proj", "1 gate_up_proj", "1 experts.down_proj", "1 shared_expert.down_proj"]),
         (BERT, ["0 attention.output.dense", "0 intermediate.dense", "0 output.dense"]),
         (["visual.blocks.0.fc", "language_model.layers.0.fc"], ["blocks 0 fc", "layers 0 fc"]),
-        (["a.x.0.q", "b.x.0.q", "a.y.0.q", "b.y.0.q"], ["a.x.0 q", "b.x.0 q", "a.y.0 q", "b.y.0 q"]),
+        (["a.x.0.q", "b.x.0.q", "a.y.0.q", "b.y.0.q"], ["a.x 0 q", "b.x 0 q", "a.y 0 q", "b.y 0 q"]),
+        (["0.q", "encoder.0.q", "encoder.1.q", "pooler.q"], ["0 q", "encoder 0 q", "encoder 1 q", "pooler.q"]),
         (["encoder.0.q", "pooler.dense"], ["0 q", "dense"]),
         (
             ["h.0.experts.down[0:2]", "h.0.experts.down[2:4]", "h.0.shared.down"],
@@ -92,6 +93,13 @@ def test_layers_have_the_shortest_labels_that_tell_them_apart(layers: list[str],
     labels = [shown.layer(layer) for layer in layers]
     assert labels[-len(last) :] == last
     assert len(set(labels)) == len(layers)
+
+
+def test_all_blocks_are_named_with_their_stack_where_two_have_the_same_number() -> None:
+    layers = ["encoder.block.0.wi", *(f"decoder.block.{block}.wi" for block in range(3))]
+    shown = LayerLabels([*layers, "head"])
+    labels = [shown.layer(layer) for layer in (*layers, "head")]
+    assert labels == ["encoder 0 wi", "decoder 0 wi", "decoder 1 wi", "decoder 2 wi", "head"]
 
 
 def test_a_block_and_the_rest_of_a_name() -> None:

@@ -319,6 +319,34 @@ def test_layers_whose_gradients_are_lost_in_noise_are_raised_in_each_new_plan(tm
     assert json.loads(json.dumps(second.controller.state_dict()))["pending"]["noise"] == noise
 
 
+def test_decided_by_layer_such_layers_are_raised_in_all_gemms(tmp_path: Path) -> None:
+    loop = Provoked(config(granularity="layer", target_fp4_fraction=1.0, guard_noise=6.0), tmp_path).run(4)
+    (alarm,) = alarms(tmp_path)
+    raised = {layer for layer, row in loop.formats().items() if set(row.values()) == {"fp8"}}
+    assert 0 < len(raised) < len(loop.formats()) and used(loop) == {"fp4", "fp8"}
+    assert alarm.changes == {
+        f"{layer}:{gemm}": ("fp4", "fp8") for layer in raised for gemm in ("forward", "grad_input", "grad_weight")
+    }
+
+
+def test_a_plan_file_stays_as_it_is_whatever_the_bound_on_noise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is measured without refreshes. An alarm raises the file's formats in all GEMMs, for good."""
+    first = Provoked(config(guard="off", policy="uniform-fp4"), tmp_path / "first").run(1)
+    assert first.controller is not None
+    first.controller.plan.save(tmp_path / "plan.json")
+    with caplog.at_level(logging.WARNING, "snip_hf"):
+        asked = config(fixed_plan=str(tmp_path / "plan.json"), guard_noise=1e9)
+        loop = Provoked(asked, tmp_path / "second", factors={7: float("nan")})
+    assert "guard_noise=1000000000.0 has no effect with fixed_plan=" in caplog.text
+    loop.run(6)
+    assert used(loop) == {"fp4"} and alarms(tmp_path / "second") == []
+    loop.run(16)
+    assert [(alarm.step, alarm.figure) for alarm in alarms(tmp_path / "second")] == [(7, "loss")]
+    assert {tuple(row.values()) for row in loop.formats().values()} == {("fp8",) * 3}
+
+
 class Engine(nn.Module):
     """Stands for DeepSpeed's."""
 

@@ -68,7 +68,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="snip-hf",
         description="Runs and plans of adaptive FP4/FP8 training: look at them, compare them, take them elsewhere.",
-        epilog=examples(_EXAMPLES, "COMMAND --help says more about a command."),
+        epilog=examples(_EXAMPLES, "`snip-hf COMMAND --help` says more about a command."),
     )
     parser.add_argument("--version", action="version", version=f"snip-hf {snip_hf.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from .commands import Commands
+from .commands import Commands, examples
 from .own_modules import add_import_option
+
+_EXAMPLES = {
+    "snip-hf compare runs/mine runs/other runs/plain": "runs, one of them without snip-hf",
+    "snip-hf compare old.json runs/mine/snip/plan.json": "plans",
+}
 
 
 def add(commands: Commands) -> None:
@@ -14,6 +19,7 @@ def add(commands: Commands) -> None:
         help="two or more runs or plans: shares, changes, losses",
         description="Prints the FP4 shares, the settings that differ, which layers have other formats, and the losses "
         "at common steps. The first run or plan is what the others are compared with.",
+        epilog=examples(_EXAMPLES),
     )
     compare.add_argument(
         "sources",

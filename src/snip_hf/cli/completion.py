@@ -25,7 +25,7 @@ def add(commands: Commands) -> None:
         description="Prints a script that completes commands, options and files.",
         epilog=examples(_EXAMPLES),
     )
-    completion.add_argument("shell", choices=SHELLS)
+    completion.add_argument("shell", choices=SHELLS, help="the shell that is to load it")
     completion.set_defaults(run=run)
 
 

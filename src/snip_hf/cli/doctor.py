@@ -51,7 +51,7 @@ Section = Callable[[list[str]], Iterator[str]]
 def add(commands: Commands) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="what runs here, what is missing and how to install it; a self-test",
+        help="what runs here, what is missing, and a short test of it all",
         description="Lists packages, extras, devices, backends, formats and solvers, and says what is missing and how "
         "to install it. Then rounds to every format, and trains a tiny model under a plan. Exit code 1 if something "
         "that is installed does not work; a missing extra is no error.",

@@ -38,7 +38,10 @@ def empty_model(name: str) -> nn.Module:
             with torch.device("meta"):
                 model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # Whatever a foreign config makes of it.
-        raise ValueError(f"Cannot build the model {name!r} from its config: {error}") from error
+        what = f"Cannot build the model {name!r} from its config"
+        if not Path(name).is_dir():
+            what = f"There is no folder {name!r} here, and no model of the Hub can be built by this name"
+        raise ValueError(f"{what}: {error}") from error
     return model
 
 

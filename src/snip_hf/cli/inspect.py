@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .commands import Commands, add_micro_batches
+from .commands import PLAN, Commands, add_micro_batches
 from .messages import MOST_SHOWN
 from .model_fit import compare_with_model
 from .own_modules import add_import_option
@@ -21,9 +21,16 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    inspect = commands.add_parser("inspect", help="show a plan; with --model, compare it with a model")
-    inspect.add_argument("plan", type=Path, metavar="plan.json")
-    inspect.add_argument("--model", metavar="NAME_OR_DIR", help="a causal LM; only its config is read")
+    inspect = commands.add_parser(
+        "inspect",
+        help="show a plan; with --model, compare it with a model",
+        description="Prints a plan: the format of each GEMM, its stages, and the run and the settings that it comes "
+        "from. With --model, says whether the plan fits the model; exit code 1 if it does not.",
+    )
+    inspect.add_argument("plan", type=Path, metavar="plan.json", help=PLAN)
+    inspect.add_argument(
+        "--model", metavar="NAME_OR_DIR", help="a causal LM, as a folder or a name on the Hub; only its config is read"
+    )
     inspect.set_defaults(run=run)
     add_import_option(inspect)
     add_micro_batches(inspect)

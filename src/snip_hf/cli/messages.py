@@ -39,8 +39,8 @@ def drop_output(code: int) -> int:
         try:
             stream.flush()
         except OSError:
-            with contextlib.suppress(OSError):  # of a stream without a file
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            with contextlib.suppress(OSError), open(os.devnull, "wb") as null:  # of a stream without a file
+                os.dup2(null.fileno(), stream.fileno())
     return code
 
 

@@ -5,13 +5,26 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .commands import Commands, add_micro_batches
+from .commands import Commands, add_micro_batches, examples
 from .messages import shown_path
 from .own_modules import add_import_option
 
+_EXAMPLES = {
+    "snip-hf report runs/mine": "tables, and figures in runs/mine/snip",
+    "snip-hf report runs/mine --html --csv": "also a page, and the figures' data",
+    "snip-hf report runs/a runs/b --html": "several runs on one page",
+    "snip-hf report runs/mine/checkpoint-1000": "the run up to a checkpoint",
+}
+
 
 def add(commands: Commands) -> None:
-    report = commands.add_parser("report", help="tables, figures and a page of one run or several")
+    report = commands.add_parser(
+        "report",
+        help="tables, figures and a page of one run or several",
+        description="Prints the tables of a run: refreshes, losses, the plan at its end, its stages, and why each "
+        "layer has its format. Writes its figures as PNG files.",
+        epilog=examples(_EXAMPLES),
+    )
     report.add_argument(
         "runs",
         nargs="+",

@@ -13,8 +13,13 @@ from .messages import fail, shown_path
 
 
 def add(commands: Commands) -> None:
-    solve = commands.add_parser("solve", help="solve an integer program, as JSON, in a process of its own")
-    solve.add_argument("problem", type=Path, metavar="problem.json")
+    solve = commands.add_parser(
+        "solve",
+        help="solve an integer program, as JSON, in a process of its own",
+        description="Solves an integer program that chooses one option per group, as a refresh does. docs/files.md "
+        "describes the program and the solution.",
+    )
+    solve.add_argument("problem", type=Path, metavar="problem.json", help="the program, with its solver")
     solve.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the solution here, not to stdout")
     solve.set_defaults(run=run)
 
@@ -22,6 +27,8 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     try:
         problem = read_json(arguments.problem)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{arguments.problem} does not exist; expected an integer program as JSON.") from error
     except ValueError as error:
         raise ValueError(f"{arguments.problem} is not a usable problem: {error}") from error
     if not isinstance(problem, dict):

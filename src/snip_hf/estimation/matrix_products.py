@@ -18,7 +18,7 @@ from ..layers.adapters import is_adapted
 from .fixed_tensors import FixedTensor, fixed_tensors
 from .origins import ACTIVATION, Origin, Origins, is_mask, tensors_in, union
 
-# Operator -> where its two operands stand among its arguments. Each one contracts the first one's last dimension.
+# Operator -> where its operands stand among its arguments. Each one contracts the first one's last dimension.
 _OPERANDS = {
     "aten::mm": (0, 1),
     "aten::addmm": (1, 2),
@@ -33,6 +33,7 @@ _OPERANDS = {
     "aten::_grouped_mm": (0, 1),
     "aten::_scaled_grouped_mm": (0, 1),
     "transformers::grouped_mm_fallback": (0, 1),
+    "aten::_trilinear": (0, 2, 1),
 }
 # These take an activation and where its groups of rows end.
 _GROUPED = ("aten::_grouped_mm", "aten::_scaled_grouped_mm", "transformers::grouped_mm_fallback")
@@ -67,7 +68,8 @@ class ProductCounter(TorchDispatchMode):
       modules of adapters parts are weights: VeRA's layers share one tensor, of which each uses a part.
 
     Each product counts as forward, again for the gradient of the other operand, unless the pass runs with gradients and
-    that operand needs none, and once more for the gradient of the weight if that is trained.
+    that operand needs none, and once more for the gradient of the weight if that is trained. The weight of a bilinear
+    layer has two other operands.
 
     Args:
         parameters: name -> parameter, as the pass uses it. Of one tensor with several names only the first is told.
@@ -159,23 +161,25 @@ class ProductCounter(TorchDispatchMode):
         return self._origins.joined("", (), [*added, (result, product)], result)
 
     def _count(self, operands: Sequence[Tensor], flops: int) -> None:
-        """Adds a product to its parameter; of two parameters the second operand is the weight."""
+        """Adds a product to its parameter; of several parameters the last operand is the weight."""
         if flops == 0:  # of an empty tensor
             return
-        first, second = operands
-        pairs = [(self._origins.of(weight), weight, other) for weight, other in ((second, first), (first, second))]
-        for origin, weight, other in pairs:
+        choices = [
+            (self._origins.of(weight), weight, [*operands[:index], *operands[index + 1 :]])
+            for index, weight in reversed(list(enumerate(operands)))
+        ]
+        for origin, weight, others in choices:
             if origin.parameters:
                 is_trained = weight.requires_grad or not self._trained.isdisjoint(origin.parameters)
-                self._share_out(origin.parameters, flops, 1 + needs_gradient(other) + is_trained)
+                self._share_out(origin.parameters, flops, 1 + sum(map(needs_gradient, others)) + is_trained)
                 return
-        for origin, weight, other in pairs:
+        for origin, weight, others in choices:
             if self._running and origin.fixed and not self._is_mask(origin, weight):
                 key = self._running[-1], origin.fixed
                 self._forward[key] += flops
                 # Where all parameters are trained, the pass does not tell that a fixed tensor has no gradient.
-                returns = needs_gradient(other) and not self._origins.of(other).fixed
-                self.with_fixed[key] += flops * (1 + returns)
+                returned = sum(needs_gradient(other) and not self._origins.of(other).fixed for other in others)
+                self.with_fixed[key] += flops * (1 + returned)
                 return
         self.without_parameter += flops
 
@@ -232,6 +236,8 @@ def needs_gradient(tensor: Tensor) -> bool:
 def _product_flops(name: str, first: Tensor, result: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     if name == "aten::addbmm":  # it sums over the batch
         return 2 * result.numel() * first.shape[0] * first.shape[-1]
+    if name == "aten::_trilinear":  # of a weight (O, I, J) and rows of I and of J
+        return 2 * result.numel() * first.shape[-1] * int(args[2].shape[-1])
     rows = first.shape[0]
     ends = _ends(args, kwargs) if name in _GROUPED and first.dim() == 2 and result.dim() == 2 else None
     if ends is not None and rows:  # no group has the rows after the last end

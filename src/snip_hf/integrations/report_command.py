@@ -35,6 +35,8 @@ def report(arguments: argparse.Namespace, console: Console | None = None) -> lis
     console = console or Console()
     if arguments.bf16 is not None and not arguments.html:
         raise ValueError("--bf16 adds a run to the page; expected --html with it.")
+    if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
+        raise NotADirectoryError(f"--out {arguments.out} is a file; expected a folder.")
     if len(arguments.runs) > _MOST_RUNS:
         raise ValueError(f"Got {len(arguments.runs)} runs, expected at most {_MOST_RUNS} in one report.")
     sources = [run_source(str(name)) for name in arguments.runs]
@@ -70,10 +72,14 @@ def _bf16_losses(name: str) -> dict[int, dict[str, float]]:
     """Returns the losses of the run in BF16, which may be of a Trainer without SNIP.
 
     Raises:
+        FileNotFoundError: there is no such folder.
         ValueError: there are no losses.
     """
     notes: list[str] = []
-    losses = read_log(run_source(name).folder, notes).losses
+    folder = run_source(name).folder
+    if not folder.exists():
+        raise FileNotFoundError(f"--bf16 {name} does not exist; expected the output folder of a run.")
+    losses = read_log(folder, notes).losses
     if not losses:
         raise ValueError(f"--bf16 {name} has no losses: {' '.join(notes)}")
     return losses

@@ -44,8 +44,8 @@ class LayerLabels:
     """Labels of a model's blocks, of the layers within a block, and of both: "3", "up_proj" and "3 up_proj".
 
     Each is the shortest ending that tells it from the others of the model (`endings`): "up_proj", but
-    "experts.down_proj" beside "shared_expert.down_proj". Blocks of one number are told apart by the first part of that
-    ending: "encoder 3" and "decoder 3".
+    "experts.down_proj" beside "shared_expert.down_proj". Blocks are numbers; where two blocks of a model have the same
+    one, all of them are named with their stack: "encoder 3" and "decoder 3", and "decoder 4" without an "encoder 4".
 
     Args:
         layers: the names of all layers of the model, or of its plan.
@@ -55,7 +55,7 @@ class LayerLabels:
         pairs = [split_layer(layer) for layer in layers]
         blocks = list(dict.fromkeys(block for block, _ in pairs))
         kinds = list(dict.fromkeys(without_group(kind) for _, kind in pairs))
-        self._blocks: dict[str, str] = dict(zip(blocks, _first_and_last(endings(blocks)), strict=True))
+        self._blocks: dict[str, str] = dict(zip(blocks, _block_labels(blocks), strict=True))
         self._kinds: dict[str, str] = dict(zip(kinds, endings(kinds), strict=True))
 
     def block(self, block: str) -> str:
@@ -73,8 +73,13 @@ class LayerLabels:
         return f"{self.block(block)} {self.kind(kind)}".lstrip()
 
 
-def _first_and_last(names: list[str]) -> list[str]:
-    """Returns "encoder 0" for "encoder.block.0", unless two names would then be alike."""
-    parts = [name.split(".") for name in names]
-    short = [" ".join(dict.fromkeys((own[0], own[-1]))) for own in parts]
-    return short if len(set(short)) == len(names) else names
+def _block_labels(blocks: Sequence[str]) -> list[str]:
+    """Returns "0" for "encoder.block.0", or "encoder 0" for it and so for all blocks if two have the same number."""
+    pairs = [block.rpartition(".")[::2] for block in blocks]
+    if len({number for _, number in pairs}) == len(pairs):
+        return [number for _, number in pairs]
+    stacks = list(dict.fromkeys(stack for stack, _ in pairs))
+    names = endings(stacks)
+    first_parts = [name.partition(".")[0] for name in names]
+    label = dict(zip(stacks, first_parts if len(set(first_parts)) == len(names) else names, strict=True))
+    return [f"{label[stack]} {number}".strip() for stack, number in pairs]

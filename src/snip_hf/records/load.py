@@ -202,10 +202,14 @@ def _read_events(path: Path, notes: list[str], until: float) -> tuple[Start, lis
             is_of_run = run.parent.name == FOLDER and (run.parent / path.name).exists()
             advice = f"give the folder: {run.parent.parent}" if is_of_run else "expected a run's output folder."
             raise NotADirectoryError(f"{run} is a file; {advice}")
-        is_inside = run.name == FOLDER and (run / path.name).exists()
-        advice = f" Give the folder around it: {run.parent}" if is_inside else ""
+        advice = ""
+        if run.name == FOLDER and (run / path.name).exists():
+            advice = f" Give the folder around it: {run.parent}"
+        elif inside := sorted(run.glob(f"*/{FOLDER}/{path.name}")):
+            advice = f" Give one of the runs in it, such as {inside[0].parent.parent}"
+        missing = path if run.exists() else run
         raise FileNotFoundError(
-            f"{path} does not exist; expected the output folder of a run with SnipCallback.{advice}"
+            f"{missing} does not exist; expected the output folder of a run with SnipCallback.{advice}"
         )
     start, *later = list(read_history(path, notes))
     assert isinstance(start, Start)

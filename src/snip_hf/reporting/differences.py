@@ -12,19 +12,24 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..field_names import current_names
+from ..layers.labels import LayerLabels
 from ..planning.plan import PrecisionPlan
 from ..records.checkpoints import STATE_NAME
 from ..records.load import Run, load_recorded, thinned
 from ..records.losses import read_log
 from ..records.run_folder import FOLDER
 from ..records.values import short
+from ..text import printable
 from .tables import listed, name_text, new_table, number, say
 
 MOST_COMPARED = len(string.ascii_uppercase)
 _MOST_ROWS = 12
 _MOST_LAYERS = 20
+# Characters of the value of a field.
+_VALUE = 200
 # Kinds of losses in a run's files, and how tables name them.
 _KINDS = {"eval_loss": "validation", "loss": "training"}
 
@@ -135,15 +140,15 @@ def settings_table(compared: Sequence[Compared]) -> Table | None:
     """The fields of `SnipConfig` whose values differ; None if none does, or fewer than two have a config."""
     configured = [one for one in compared if one.config]
     fields = list(dict.fromkeys(name for one in configured for name in one.config))
-    shown = {name: [short(one.config.get(name)) for one in configured] for name in fields}
-    differing = [name for name, values in shown.items() if len(set(values)) > 1]
+    values = {name: [repr(one.config.get(name)) for one in configured] for name in fields}
+    differing = [name for name in fields if len(set(values[name])) > 1]
     if not differing:
         return None
     table = new_table("Settings that differ")
     for heading in ("field", *(one.letter for one in configured)):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for name in differing[:_MOST_LAYERS]:
-        table.add_row(name_text(name), *map(name_text, shown[name]))
+        table.add_row(name_text(name), *(Text(printable(value, _VALUE)) for value in values[name]))
     if len(differing) > _MOST_LAYERS:
         table.caption = f"The first {_MOST_LAYERS} of {len(differing):,} fields."
     return table
@@ -175,16 +180,18 @@ def _print_changes(first: Compared, other: Compared, console: Console) -> None:
         f"{len(work):,} layers change, {share:.4f} of the FLOPs: "
         f"{listed([f'{count:,} {kind}' for kind, count in kinds.most_common()])}.",
     )
-    console.print(_layer_table(first, other, layers))
+    console.print(_layer_table(first, other, layers, LayerLabels(work)))
 
 
-def _layer_table(first: Compared, other: Compared, layers: Mapping[str, Mapping[str, Sequence[str]]]) -> Table:
+def _layer_table(
+    first: Compared, other: Compared, layers: Mapping[str, Mapping[str, Sequence[str]]], labels: LayerLabels
+) -> Table:
     table = new_table(f"Layers that change from {first.letter} to {other.letter}")
     for heading in ("layer", "GEMMs", first.letter, other.letter):
         table.add_column(heading)
     for layer in list(layers)[:_MOST_LAYERS]:
         for gemms, formats in _alike(layers[layer]):
-            table.add_row(name_text(layer), ", ".join(gemms), *formats)
+            table.add_row(name_text(labels.layer(layer)), ", ".join(gemms), *formats)
     if len(layers) > _MOST_LAYERS:
         table.caption = f"The first {_MOST_LAYERS} of {len(layers):,} layers."
     return table

@@ -93,7 +93,8 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         process.wait(_REAPING)
 
 
-def _give_up(process: subprocess.Popen[bytes], files: list[IO[bytes]], owner: int) -> None:
+def give_up(process: subprocess.Popen[bytes], files: list[IO[bytes]], owner: int) -> None:
+    """Ends a process with its group, if this process is its owner, and closes files."""
     if os.getpid() == owner:  # and not a copy of it that a fork made
         _end_group(process)
     for file in files:
@@ -155,7 +156,7 @@ class SolverProcess:
         self._outcome: SolverResult | SolverError | None = None
         self._watch = _Watch(process, limit)
         self._watch.start()
-        self._finalizer = weakref.finalize(self, _give_up, process, files, os.getpid())
+        self._finalizer = weakref.finalize(self, give_up, process, files, os.getpid())
 
     @classmethod
     def start(
@@ -194,7 +195,7 @@ class SolverProcess:
         try:
             return cls(problem, process, [stdout, stderr], seconds)
         except RuntimeError as error:  # no thread can be started
-            _give_up(process, [stdout, stderr], os.getpid())
+            give_up(process, [stdout, stderr], os.getpid())
             raise _not_started(error) from error
 
     def poll(self) -> bool:

@@ -73,7 +73,6 @@ def _multiplied(left: Tensor, right: Tensor, is_narrow: bool = False) -> Tensor:
 
 def is_split(left: Tensor, right: Tensor) -> bool:
     """Returns True if `product` splits these operands: FP32, outside of autocast, on a GPU with BF16 tensor cores."""
-    if left.is_cpu or torch.is_autocast_enabled("cuda"):
+    if capability(left.device) < _AMPERE or torch.is_autocast_enabled("cuda"):
         return False
-    is_fp32 = left.dtype == right.dtype == torch.float32
-    return is_fp32 and left.numel() * right.numel() > 0 and capability(left.device) >= _AMPERE
+    return left.dtype == right.dtype == torch.float32 and left.numel() * right.numel() > 0

@@ -36,7 +36,7 @@ class Attention(NamedTuple):
 def takes(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
     """Returns True if `attend` runs on these: FP32 (B, H, L, D), outside of autocast, on Hopper with Triton."""
     tensors = (query, key, value)
-    if any(type(one) is not Tensor or one.is_cpu or one.dtype != torch.float32 for one in tensors):
+    if any(type(one) is not Tensor or one.dtype != torch.float32 for one in tensors):
         return False
     if torch.is_autocast_enabled("cuda") or not fits(query, key, value, is_causal):
         return False

@@ -89,15 +89,22 @@ def probed(config: dict[str, Any], model: dict[str, Any], batch: tuple[int, int]
     optimizer.zero_grad()
     controller.after_step(1)
     pass_of_step()
-    process = controller._ahead._process
-    assert process is not None
-    process.process.wait()
-    said, asked, tables, divergences_at = process.close(), list[str](), list[Any](), step_probe.divergences_at
+    assert controller._ahead._process is not None
+    code = controller._ahead._process.wait()
+    errors = controller._ahead._files[1]
+    errors.seek(0)
+    said, asked, tables, divergences_at = errors.read().decode(), list[str](), list[Any](), step_probe.divergences_at
     step_probe.divergences_at = lambda *of, **how: tables.append(divergences_at(*of, **how)) or tables[0]
     missed = take_the_ways_of_a_gpu(asked)
     with Filled():
         controller.before_optimizer_step(2)
-    return {"said": said, "asked": len(asked), "missed": missed, "rows": sum(len(table.rows) for table in tables)}
+    return {
+        "code": code,
+        "said": said,
+        "asked": len(asked),
+        "missed": missed,
+        "rows": sum(len(table.rows) for table in tables),
+    }
 
 
 if __name__ == "__main__":

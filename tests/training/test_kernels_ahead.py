@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from own_loop import CONFIG, Loop
 from snip_hf.estimation.foreseen import compile_kernels
 from snip_hf.training import kernels_ahead
 from snip_hf.training.captured_step import TrainingPass
-from snip_hf.training.kernels_ahead import AheadProcess, KernelsAhead
+from snip_hf.training.kernels_ahead import KernelsAhead
 
 HOPPER = (9, 0)
 SCRIPT = Path(__file__).parents[1] / "support" / "probe_after_compiling.py"
@@ -40,7 +41,7 @@ def first_pass(loop: Loop) -> TrainingPass:
     return TrainingPass(loop.batch(0), None)
 
 
-def started(loop: Loop) -> AheadProcess:
+def started(loop: Loop) -> subprocess.Popen[bytes]:
     assert loop.controller is not None
     process = loop.controller._ahead._process
     assert process is not None
@@ -52,7 +53,7 @@ def test_a_run_on_a_cpu_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> No
     assert loop.controller is not None
     for first in (False, True):
         loop.controller._ahead._may_begin = first
-        monkeypatch.setattr(kernels_ahead, "AheadProcess", None)
+        monkeypatch.setattr(KernelsAhead, "_start", None)
         loop.controller._ahead.begin(first_pass(loop), refreshes=True)
         assert loop.controller._ahead._process is None
 
@@ -63,18 +64,20 @@ def test_the_first_micro_batch_starts_a_process_that_ends_with_the_run(
     assert loop.controller._ahead._process is None
     loop.run(1)
     process = started(loop)
-    assert process.process.poll() is None
+    assert process.poll() is None
     loop.run(2)
     assert started(loop) is process
     with caplog.at_level(logging.DEBUG, "snip_hf"):
         loop.controller.close()
-    assert process.process.wait(10) < 0 and "(ended by the run)" in caplog.text
+    assert process.wait(10) < 0 and "(ended by the run)" in caplog.text
 
 
 def test_the_process_ends_with_its_owner(loop: Any) -> None:
-    loop.run(1)
-    process = started(loop).process
-    loop.controller._ahead._process = None
+    ahead = KernelsAhead(loop.controller._probe, loop.model, CONFIG, True, logging.getLogger())
+    ahead.begin(first_pass(loop), refreshes=True)
+    process = ahead._process
+    assert process is not None and process.poll() is None
+    del ahead
     assert process.wait(10) < 0
 
 
@@ -122,7 +125,7 @@ def test_what_fails_is_only_logged(
 
 
 def test_what_is_foreseen_follows_from_model_batch_config_and_optimizer(loop: Any) -> None:
-    found = loop.controller._ahead.foreseen(first_pass(loop)).to_dict()
+    found = asdict(loop.controller._ahead.foreseen(first_pass(loop)))
     shapes = [layer.pop("shape") for layer in found["layers"]]
     assert shapes == [[32, 32], [16, 32], [80, 32], [32, 80]]
     assert all(layer.pop("stride") == [shape[1], 1] for layer, shape in zip(found["layers"], shapes, strict=True))
@@ -201,6 +204,6 @@ def test_a_probe_compiles_no_kernel_after_it(case: str, tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found["missed"] == [] and found["rows"] > 0
     compiled = int(found["said"].split()[0])
-    assert "(exit code 0)" in found["said"] and compiled >= found["asked"] > 25
+    assert found["code"] == 0 and compiled >= found["asked"] > 25
     for folder in (tmp_path / "home" / ".triton" / "cache", tmp_path / "inductor" / "triton" / "0"):
         assert len([entry for entry in folder.iterdir() if any(entry.glob("*.cubin"))]) == compiled

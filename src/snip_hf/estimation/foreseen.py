@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,9 +45,6 @@ class Foreseen:
     measures_noise: bool
     response: str
     """How the optimizer answers to gradients: "adam" by `kernels.adam_slopes`, "elementwise", or "other"."""
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def layer_of(matrix: Tensor, dtype: torch.dtype, is_trained: bool) -> dict[str, Any]:

@@ -7,18 +7,16 @@ priority and a bounded life, and ends with the run. Whatever it does not foresee
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +28,7 @@ from ..estimation.objective import token_ids
 from ..kernels.ahead import capability, compile_for, is_compiled
 from ..layers.layer import SnipLayer
 from ..planning.solver.ilp import end_with
-from ..planning.solver.process import give_up, import_paths
+from ..planning.solver.process import give_up, import_paths, run_beside
 from .captured_step import TrainingPass
 from .step_probe import StepProbe
 
@@ -60,7 +58,7 @@ class KernelsAhead:
         self._probe, self._model, self._config, self._log = probe, model, config, log
         self._device = next(model.parameters()).device
         self._may_begin = is_first_here
-        self._process: AheadProcess | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self, first: TrainingPass, refreshes: bool) -> None:
         """Starts the process, unless that was done or nothing is to be compiled. Never raises.
@@ -74,8 +72,7 @@ class KernelsAhead:
         self._may_begin = False
         try:
             if refreshes and self._probe.processes.run is None and is_compiled(self._device):
-                foreseen = self.foreseen(first)
-                self._process = AheadProcess(foreseen, capability(self._device), torch.cuda.device_count())
+                self._start(self.foreseen(first))
         except Exception as error:
             self._log.debug("snip-hf: the first probe compiles its kernels itself: %s: %s", type(error).__name__, error)
 
@@ -97,58 +94,28 @@ class KernelsAhead:
             probe.source.response(),
         )
 
-    def close(self) -> None:
-        """Ends the process."""
-        process, self._process = self._process, None
-        self._may_begin = False
-        if process is not None:
-            self._log.debug("snip-hf: compiling kernels ahead: %s", process.close())
-
-
-class AheadProcess:
-    """The process; killed with all that it started when its owner is collected and when Python ends, too.
-
-    Args:
-        foreseen: the probe.
-        gpu: the compute capability to compile for.
-        devices: how many GPUs the machine has.
-
-    Raises:
-        OSError: it cannot be started.
-    """
-
-    def __init__(self, foreseen: Foreseen, gpu: tuple[int, int], devices: int) -> None:
+    def _start(self, foreseen: Foreseen) -> None:
         given = {
             "paths": [str(Path(__file__).parents[2]), *import_paths()],
             "parent": os.getpid(),
-            "gpu": gpu,
-            "devices": devices,
-            "foreseen": foreseen.to_dict(),
+            "gpu": capability(self._device),
+            "devices": torch.cuda.device_count(),
+            "foreseen": asdict(foreseen),
         }
-        with contextlib.ExitStack() as on_failure:
-            stdin, self._said = (on_failure.enter_context(tempfile.TemporaryFile()) for _ in range(2))
-            stdin.write(json.dumps(given).encode())
-            stdin.seek(0)
-            self.process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _PROGRAM],
-                stdin=stdin,
-                stdout=subprocess.DEVNULL,
-                stderr=self._said,
-                cwd="/",
-                start_new_session=True,
-            )
-            on_failure.pop_all()
-        stdin.close()
-        files: list[IO[bytes]] = [self._said]
-        self._finalizer = weakref.finalize(self, give_up, self.process, files, os.getpid())
+        self._process, self._files = run_beside([sys.executable, "-I", "-c", _PROGRAM], given)
+        self._give_up = weakref.finalize(self, give_up, self._process, self._files, os.getpid())
 
-    def close(self) -> str:
-        """Ends the process; returns the last lines of what it said."""
-        ended = self.process.poll()
-        self._said.seek(max(self._said.seek(0, os.SEEK_END) - _MAX_ERROR_BYTES, 0))
-        said = self._said.read(_MAX_ERROR_BYTES).decode(errors="replace").strip()
-        self._finalizer()
-        return f"{said} (ended by the run)" if ended is None else f"{said} (exit code {ended})"
+    def close(self) -> None:
+        """Ends the process with all that it started. So do the end of this object and that of Python."""
+        process, self._process = self._process, None
+        self._may_begin = False
+        if process is not None:
+            code, said = process.poll(), self._files[1]
+            said.seek(max(said.seek(0, os.SEEK_END) - _MAX_ERROR_BYTES, 0))
+            text = said.read(_MAX_ERROR_BYTES).decode(errors="replace").strip()
+            self._give_up()
+            end = "ended by the run" if code is None else f"exit code {code}"
+            self._log.debug("snip-hf: compiling the first probe's kernels ahead: %s (%s)", text, end)
 
 
 def main(given: dict[str, Any]) -> None:

@@ -101,6 +101,31 @@ def give_up(process: subprocess.Popen[bytes], files: list[IO[bytes]], owner: int
         file.close()
 
 
+def run_beside(words: Sequence[str], given: dict[str, Any]) -> tuple[subprocess.Popen[bytes], list[IO[bytes]]]:
+    """Starts a program with JSON data as its input, in a session of its own.
+
+    Returns: the process, and the files that get its output and its error output.
+
+    Raises:
+        OSError: it cannot be started, or the disk of temporary files is full.
+    """
+    with contextlib.ExitStack() as on_failure:
+        stdin, stdout, stderr = (on_failure.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        stdin.write(json.dumps(given).encode())
+        stdin.seek(0)
+        process = subprocess.Popen(
+            words,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            cwd="/",  # CBC aborts where the working directory is gone
+            start_new_session=True,
+        )
+        on_failure.pop_all()
+    stdin.close()
+    return process, [stdout, stderr]
+
+
 class _Watch(threading.Thread):
     """Ends a process's group when the process ends, and both at its limit, also if nobody asks for the result."""
 
@@ -176,26 +201,13 @@ class SolverProcess:
         seconds = (min(float(limit), LONGEST_WAIT) if is_finite_number(limit) and limit > 0 else 0.0) + allowance
         words = own_command() if command is None else list(command)
         try:
-            with contextlib.ExitStack() as on_failure:
-                stdin, stdout, stderr = (on_failure.enter_context(tempfile.TemporaryFile()) for _ in range(3))
-                stdin.write(json.dumps(problem).encode())
-                stdin.seek(0)
-                process = subprocess.Popen(
-                    words,
-                    stdin=stdin,
-                    stdout=stdout,
-                    stderr=stderr,
-                    cwd="/",  # CBC aborts where the working directory is gone
-                    start_new_session=True,
-                )
-                on_failure.pop_all()
+            process, files = run_beside(words, problem)
         except OSError as error:  # also a full disk
             raise _not_started(error) from error
-        stdin.close()
         try:
-            return cls(problem, process, [stdout, stderr], seconds)
+            return cls(problem, process, files, seconds)
         except RuntimeError as error:  # no thread can be started
-            give_up(process, [stdout, stderr], os.getpid())
+            give_up(process, files, os.getpid())
             raise _not_started(error) from error
 
     def poll(self) -> bool:

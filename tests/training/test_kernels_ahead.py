@@ -144,8 +144,6 @@ def test_what_is_foreseen_follows_from_model_batch_config_and_optimizer(loop: An
 
 def test_a_part_that_fails_leaves_the_others_alone(loop: Any, capsys: pytest.CaptureFixture[str]) -> None:
     foreseen = loop.controller._ahead.foreseen(first_pass(loop))
-    compile_kernels(foreseen)
-    assert capsys.readouterr().err == ""
     foreseen.layers.insert(0, {**foreseen.layers[0], "dtype": "float31"})
     compile_kernels(foreseen)
     said = capsys.readouterr().err.splitlines()

@@ -1,6 +1,6 @@
 """Which kernels does a probe compile after another process has compiled ahead?
 
-A training of a small Llama on a CPU, in a process of its own. The other process is the real one, for a GPU of compute
+A training of a small Llama, in a process of its own. On a CPU the other process is the real one, for a GPU of compute
 capability 9.0. The probe then takes the ways of such a GPU, but for launches, which only compile. What kernels would
 have written is set to 1. It looks for kernels where Inductor has a process look. Prints a JSON object: what the other
 process said, how many kernels the probe asked for, which of these were not in the cache, and how many rows it found.
@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -69,17 +70,33 @@ def take_the_ways_of_a_gpu(asked: list[str]) -> list[str]:
     return compiled
 
 
-def probed(config: dict[str, Any], model: dict[str, Any], batch: tuple[int, int], dtype: str) -> dict[str, Any]:
-    llama = LlamaForCausalLM(LlamaConfig(**model)).to(getattr(torch, dtype))
+def note_compilations(asked: list[str]) -> list[str]:
+    """As `take_the_ways_of_a_gpu`, on one."""
+    compiled = list[str]()
+
+    def note(*, src: Any, cache_hit: bool, **rest: Any) -> None:
+        asked.append(src.name)
+        if not cache_hit:
+            compiled.append(src.name)
+
+    triton.knobs.compilation.listener = note
+    return compiled
+
+
+def probed(
+    config: dict[str, Any], model: dict[str, Any], batch: tuple[int, int], dtype: str, device: str = "cpu"
+) -> dict[str, Any]:
+    llama = LlamaForCausalLM(LlamaConfig(**model)).to(device, getattr(torch, dtype))
     optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-4)
     controller = SnipController(llama, optimizer, SnipConfig(first_refresh=2, **config), max_steps=50)
-    controller._ahead._may_begin = True
-    kernels_ahead.is_compiled = lambda device: True
-    kernels_ahead.capability = lambda device: HOPPER
-    torch.cuda.device_count = lambda: 1
+    if device == "cpu":
+        controller._ahead._may_begin = True
+        kernels_ahead.is_compiled = lambda device: True
+        kernels_ahead.capability = lambda device: HOPPER
+        torch.cuda.device_count = lambda: 1
 
     def pass_of_step() -> None:
-        ids = torch.randint(model["vocab_size"], batch)
+        ids = torch.randint(model["vocab_size"], batch, device=device)
         controller.capture({"input_ids": ids, "labels": ids})
         llama(input_ids=ids, labels=ids).loss.backward()
 
@@ -95,8 +112,8 @@ def probed(config: dict[str, Any], model: dict[str, Any], batch: tuple[int, int]
     errors.seek(0)
     said, asked, tables, divergences_at = errors.read().decode(), list[str](), list[Any](), step_probe.divergences_at
     step_probe.divergences_at = lambda *of, **how: tables.append(divergences_at(*of, **how)) or tables[0]
-    missed = take_the_ways_of_a_gpu(asked)
-    with Filled():
+    missed = take_the_ways_of_a_gpu(asked) if device == "cpu" else note_compilations(asked)
+    with Filled() if device == "cpu" else nullcontext():
         controller.before_optimizer_step(2)
     return {
         "code": code,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from own_loop import CONFIG, Loop
 
 from snip_hf.estimation.foreseen import compile_kernels
@@ -188,20 +189,33 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_a_probe_compiles_no_kernel_after_it(case: str, tmp_path: Path) -> None:
+def probed(folder: Path, **case: Any) -> dict[str, Any]:
+    """What the script prints of a case, with caches in a folder."""
     pytest.importorskip("triton")
-    folders = {"TRITON_HOME": str(tmp_path / "home"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    folders = {"TRITON_HOME": str(folder / "home"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
     paths = os.pathsep.join(entry for entry in sys.path if entry)
     environment = {**os.environ, **folders, "PYTHONPATH": paths, "TRITON_DEFAULT_FP_FUSION": "1"}
     environment.pop("TRITON_CACHE_DIR", None)
-    command = [sys.executable, str(SCRIPT), json.dumps(CASES[case])]
+    command = [sys.executable, str(SCRIPT), json.dumps(case)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_probe_compiles_no_kernel_after_it(case: str, tmp_path: Path) -> None:
+    found = probed(tmp_path, **CASES[case])
     assert found["missed"] == [] and found["rows"] > 0
     compiled = int(found["said"].split()[0])
     assert found["code"] == 0 and compiled >= found["asked"] > 25
     for folder in (tmp_path / "home" / ".triton" / "cache", tmp_path / "inductor" / "triton" / "0"):
         assert len([entry for entry in folder.iterdir() if any(entry.glob("*.cubin"))]) == compiled
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_probe_on_a_gpu_compiles_no_kernel_after_it(tmp_path: Path) -> None:
+    found = probed(tmp_path, **CASES["a part of the tokens"], device="cuda")
+    assert found["code"] == 0 and found["missed"] == [] and found["asked"] > 0 and found["rows"] > 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.ahead import capability
 from ..kernels.bf16_parts import bf16_parts
 from ..kernels.rounding import has_kernels
 
@@ -72,7 +73,6 @@ def _multiplied(left: Tensor, right: Tensor, is_narrow: bool = False) -> Tensor:
 
 def is_split(left: Tensor, right: Tensor) -> bool:
     """Returns True if `product` splits these operands: FP32, outside of autocast, on a GPU with BF16 tensor cores."""
-    if not left.is_cuda or torch.version.cuda is None or torch.is_autocast_enabled("cuda"):
+    if capability(left.device) < _AMPERE or torch.is_autocast_enabled("cuda"):
         return False
-    is_fp32 = left.dtype == right.dtype == torch.float32
-    return is_fp32 and left.numel() * right.numel() > 0 and torch.cuda.get_device_capability(left.device) >= _AMPERE
+    return left.dtype == right.dtype == torch.float32 and left.numel() * right.numel() > 0

@@ -86,6 +86,9 @@ def launch(
             f"Got an operand of shape {tuple(first.shape)} for {kernel.fn.__name__}, which takes {max(grid[1:]):,} "
             f"rows of blocks; expected at most {_MOST_PROGRAMS:,}. Use smaller micro-batches, and more of them."
         )
+    if first.is_meta:  # in a process that compiles for another one (`ahead`)
+        kernel.warmup(*tensors, *free, *numbers, *constants, grid=grid, **options)
+        return
     compiled = kernel[grid](*tensors, *free, *numbers, *constants, **options)
     if compiled is None or any(tensor.data_ptr() & _ALIGNED for tensor in tensors):  # the interpreter compiles nothing
         return

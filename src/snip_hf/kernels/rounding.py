@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..numerics import rounding
 from ..numerics.formats import REFERENCE, NumberFormat
+from .ahead import capability
 
 if TYPE_CHECKING or find_spec("triton") is not None:
     from .rounding_kernel import round_by_kernel, takes
@@ -86,9 +87,7 @@ def _on_host(key: Tensor, format: NumberFormat, operand: str) -> int | None:
 @cache
 def has_kernels(device: torch.device) -> bool:
     """Returns True if Triton's kernels run on a device, by a trial: they are compiled there, with a C compiler."""
-    if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
-        return False
-    if torch.cuda.get_device_capability(device) < _AMPERE:
+    if find_spec("triton") is None or capability(device) < _AMPERE:
         return False
     try:
         round_by_kernel(torch.ones(1, 1, device=device), REFERENCE, "activation", 1)

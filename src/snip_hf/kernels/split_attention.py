@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from .ahead import capability
 from .rounding import has_kernels
 
 _CHANNELS = (64, 128)
@@ -35,11 +36,11 @@ class Attention(NamedTuple):
 def takes(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
     """Returns True if `attend` runs on these: FP32 (B, H, L, D), outside of autocast, on Hopper with Triton."""
     tensors = (query, key, value)
-    if any(type(one) is not Tensor or not one.is_cuda or one.dtype != torch.float32 for one in tensors):
+    if any(type(one) is not Tensor or one.dtype != torch.float32 for one in tensors):
         return False
     if torch.is_autocast_enabled("cuda") or not fits(query, key, value, is_causal):
         return False
-    return torch.cuda.get_device_capability(query.device)[0] == _HOPPER and has_kernels(query.device)
+    return capability(query.device)[0] == _HOPPER and has_kernels(query.device)
 
 
 def fits(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:

@@ -99,9 +99,7 @@ class SnipController:
         self._calls = CallOrder(self.needs_probe, self._log)
         self._micro_batch = 0
         self._armed: StepWatch | None = None
-        self._has_labels = False
-        self._started = False
-        self._is_new = True
+        self._has_labels, self._started, self._is_new = False, False, True
         run, attempt = None, Attempt()
         with attempt:  # what one rank refuses, all of them do
             run = assemble(model, optimizer, accelerator, config, self.processes, self._events, solving, self._log)
@@ -123,7 +121,7 @@ class SnipController:
         self._expectation = Expectation(run.backend, run.layers.present, self._log)
         self._layers, self._source, self._probe = run.layers, run.source, run.probe
         self._in_force, self._refresher, self._detector = run.in_force, run.refresher, run.detector
-        self._coverage, self._messages = run.coverage, run.messages
+        self._coverage, self._messages, self._ahead = run.coverage, run.messages, run.ahead
         self._guard = guard_of(run, self._schedule, self.processes, self._events, self._log)
         self._resuming = Resuming(run, self._schedule, self._events, self._log)
         check_alike(self._layers.present, self.plan, max_steps, self.processes)
@@ -212,6 +210,7 @@ class SnipController:
         if self.needs_probe and not self._has_labels:
             one.check(in_pipeline=self.processes.run is not None)
             self._has_labels = True
+            self._ahead.begin(one, self._schedule.will_refresh)
         if not self._started:
             self.start()
         if not self._expectation.is_said:
@@ -280,6 +279,7 @@ class SnipController:
         """Stops a solver that is still running, and ends the record. The model keeps the plan in force."""
         self._layers.say_findings(self._log)
         self._layers.release()
+        self._ahead.close()
         self._chunks.close()
         self._source.close()
         if self._guard is not None:

@@ -85,18 +85,25 @@ class Schedule:
                 self.max_steps,
             )
 
+    @property
+    def will_refresh(self) -> bool:
+        """Whether a plan can be applied before training ends, as far as that is known."""
+        return self._needs_probe and (self.max_steps is None or self.max_steps >= self._first_due)
+
+    @property
+    def _first_due(self) -> int:
+        return self._config.first_refresh + self._config.apply_delay
+
     def say_if_too_short(self) -> None:
         """Says that training is known to end before the first plan could be applied."""
-        config = self._config
-        due = config.first_refresh + config.apply_delay
-        if self._needs_probe and self.max_steps is not None and self.max_steps < due:
+        if self._needs_probe and not self.will_refresh:
             self._said_too_short = True
             self._log.warning(
                 "snip-hf: training ends at step %d, before the first plan would be applied after step %d "
                 "(first_refresh + apply_delay): everything stays in %s.",
                 self.max_steps,
-                due,
-                config.start_format,
+                self._first_due,
+                self._config.start_format,
             )
 
     def say_if_ended_early(self, step: int) -> None:

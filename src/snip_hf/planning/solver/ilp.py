@@ -716,7 +716,7 @@ def solve(problem: dict[str, Any]) -> dict[str, Any]:
     return solution(status, attained, choices=choices, objective=objective, bound=bound, gap=gap)
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """End this process soon after the process `parent` has, even if that is killed and can end nothing itself.
 
     With it ends all that it started, if it leads a process group of its own.
@@ -742,7 +742,7 @@ def main() -> int:
     parser.add_argument("--path", action="append", default=[], metavar="FOLDER", help="import the solver from here too")
     options = parser.parse_args()
     if options.parent is not None:
-        _end_with(options.parent)
+        end_with(options.parent)
     # Behind the interpreter's own, so that nothing there takes the place of what is found without it.
     sys.path += [path for path in options.path if path not in sys.path]
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]

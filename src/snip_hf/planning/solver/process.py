@@ -93,11 +93,37 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         process.wait(_REAPING)
 
 
-def _give_up(process: subprocess.Popen[bytes], files: list[IO[bytes]], owner: int) -> None:
+def give_up(process: subprocess.Popen[bytes], files: list[IO[bytes]], owner: int) -> None:
+    """Ends a process with its group, if this process is its owner, and closes files."""
     if os.getpid() == owner:  # and not a copy of it that a fork made
         _end_group(process)
     for file in files:
         file.close()
+
+
+def run_beside(words: Sequence[str], given: dict[str, Any]) -> tuple[subprocess.Popen[bytes], list[IO[bytes]]]:
+    """Starts a program with JSON data as its input, in a session of its own.
+
+    Returns: the process, and the files that get its output and its error output.
+
+    Raises:
+        OSError: it cannot be started, or the disk of temporary files is full.
+    """
+    with contextlib.ExitStack() as on_failure:
+        stdin, stdout, stderr = (on_failure.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        stdin.write(json.dumps(given).encode())
+        stdin.seek(0)
+        process = subprocess.Popen(
+            words,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            cwd="/",  # CBC aborts where the working directory is gone
+            start_new_session=True,
+        )
+        on_failure.pop_all()
+    stdin.close()
+    return process, [stdout, stderr]
 
 
 class _Watch(threading.Thread):
@@ -155,7 +181,7 @@ class SolverProcess:
         self._outcome: SolverResult | SolverError | None = None
         self._watch = _Watch(process, limit)
         self._watch.start()
-        self._finalizer = weakref.finalize(self, _give_up, process, files, os.getpid())
+        self._finalizer = weakref.finalize(self, give_up, process, files, os.getpid())
 
     @classmethod
     def start(
@@ -175,26 +201,13 @@ class SolverProcess:
         seconds = (min(float(limit), LONGEST_WAIT) if is_finite_number(limit) and limit > 0 else 0.0) + allowance
         words = own_command() if command is None else list(command)
         try:
-            with contextlib.ExitStack() as on_failure:
-                stdin, stdout, stderr = (on_failure.enter_context(tempfile.TemporaryFile()) for _ in range(3))
-                stdin.write(json.dumps(problem).encode())
-                stdin.seek(0)
-                process = subprocess.Popen(
-                    words,
-                    stdin=stdin,
-                    stdout=stdout,
-                    stderr=stderr,
-                    cwd="/",  # CBC aborts where the working directory is gone
-                    start_new_session=True,
-                )
-                on_failure.pop_all()
+            process, files = run_beside(words, problem)
         except OSError as error:  # also a full disk
             raise _not_started(error) from error
-        stdin.close()
         try:
-            return cls(problem, process, [stdout, stderr], seconds)
+            return cls(problem, process, files, seconds)
         except RuntimeError as error:  # no thread can be started
-            _give_up(process, [stdout, stderr], os.getpid())
+            give_up(process, files, os.getpid())
             raise _not_started(error) from error
 
     def poll(self) -> bool:

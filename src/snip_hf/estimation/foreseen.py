@@ -1,0 +1,140 @@
+"""A probe as it can be foreseen, and the kernels that it will launch, found by its own code on tensors without memory.
+
+Legend: I in_features, O out_features, T tokens that a process probes, n sampled ones of all processes; B sequences of L
+tokens in H heads, of which some share the keys of one; D channels of a head.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import adam_slopes
+from ..kernels.split_attention import Attention, attend, attention_gradients, takes
+from ..numerics.formats import FORMATS
+from .criterion import LayerCriterion
+from .extrapolation import BatchSizes
+from .optimizer_step import UpdateChange
+from .products import product
+from .samples import LayerSample, Recorder, SamplePlan
+from .whole_layer import Task, WholeLayer
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What decides which kernels a probe launches; JSON data."""
+
+    layers: list[dict[str, Any]]
+    """`layer_of` each kind of layer that the model has."""
+    tokens: list[int]
+    """Data rank -> T."""
+    attention: list[int] | None
+    """B, L, H, heads of keys, D of torch's causal attention; None: the model has another one, or it is not known."""
+    formats: list[str]
+    probes: int
+    probe_tokens: int | None
+    loss_estimator: str
+    measures_noise: bool
+    response: str
+    """How the optimizer answers to gradients: "adam" by `kernels.adam_slopes`, "elementwise", or "other"."""
+
+
+def layer_of(matrix: Tensor, dtype: torch.dtype, is_trained: bool) -> dict[str, Any]:
+    """Returns what is to be known of a layer of one matrix, (O, I).
+
+    Args:
+        matrix: its weight as a matrix.
+        dtype: of the parameter.
+        is_trained: whether the optimizer updates it.
+    """
+    return {
+        "shape": list(matrix.shape),
+        "stride": list(matrix.stride()),
+        "dtype": str(dtype).removeprefix("torch."),
+        "is_trained": is_trained,
+    }
+
+
+def compile_kernels(foreseen: Foreseen) -> None:
+    """Calls what a probe calls, part by part, on tensors without memory; says on stderr which part failed."""
+    for name, part in _parts(foreseen):
+        try:
+            part()
+        except Exception as error:  # the probe then compiles what is left out here
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def _parts(foreseen: Foreseen) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Gives the parts of a probe in its order."""
+    for layer in foreseen.layers:
+        if layer["is_trained"] and foreseen.response == "adam":
+            yield f"Adam's slopes of {layer}", partial(_slopes, layer)
+    if foreseen.attention is not None:
+        yield "attention", partial(_attend, *foreseen.attention)
+    for layer in foreseen.layers:
+        yield f"sums of {layer}", partial(_sums, foreseen, layer)
+
+
+def _slopes(layer: Mapping[str, Any]) -> None:
+    gradient = torch.empty(layer["shape"], device=_META)
+    first, second = (torch.empty_like(gradient, dtype=getattr(torch, layer["dtype"])) for _ in range(2))
+    numbers = adam_slopes.AdamNumbers(*[1.0] * len(adam_slopes.AdamNumbers._fields))
+    for tangent in (torch.empty_like(gradient), gradient.new_empty(()).expand_as(gradient)):
+        if adam_slopes.takes(gradient, first, second, tangent):
+            adam_slopes.adam_slopes(gradient, first, second, tangent, numbers)
+
+
+def _attend(batch: int, length: int, heads: int, shared_heads: int, channels: int) -> None:
+    # Projections give (B, L, H, D).
+    query, key, value = (
+        torch.empty(batch, length, count, channels, device=_META).transpose(1, 2)
+        for count in (heads, shared_heads, shared_heads)
+    )
+    if takes(query, key, value, is_causal=True):
+        task = Attention(channels**-0.5, is_causal=True)
+        out, logs = attend(query, key, value, task)
+        attention_gradients(torch.empty_like(out), (query, key, value), out, logs, task)
+
+
+def _sums(foreseen: Foreseen, layer: Mapping[str, Any]) -> None:
+    """The passes of one layer, and the sums over what they show."""
+    (outputs, inputs), laid_out = layer["shape"], partial(torch.empty_strided, layer["shape"], layer["stride"])
+    moved = laid_out(device=_META)  # in FP32
+    x, grad_output = (torch.empty(foreseen.tokens[0], size, device=_META) for size in (inputs, outputs))
+    product(x, moved.t())
+    product(grad_output, moved)
+    sample = _sample(foreseen, x, grad_output)
+    weight = laid_out(device=_META, dtype=getattr(torch, layer["dtype"]))
+    push: UpdateChange | tuple[Tensor, ...] | None = None
+    if layer["is_trained"]:
+        push = UpdateChange(torch.clone, torch.clone) if foreseen.response == "other" else (moved,)
+    batch = BatchSizes.complete(sample.tokens, sample.tokens)
+    task = Task(LayerCriterion, foreseen.loss_estimator, foreseen.formats, 1, batch, foreseen.measures_noise)
+    WholeLayer("", (weight,), None, push).figures(sample, task, (0, 1), None)
+
+
+def _sample(foreseen: Foreseen, x: Tensor, grad_output: Tensor) -> LayerSample:
+    """Returns the sample of all processes, where each keeps its part of such X (T, I) and G (T, O)."""
+    whole_amax = any(FORMATS[name].has_tensor_scale for name in foreseen.formats)
+    plan = SamplePlan(foreseen.probe_tokens, 0, 0, 0, tuple(foreseen.tokens), whole_amax)
+    recorder = Recorder(plan)
+    recorder.keep("", x, grad_output)
+    amaxes = recorder.records[""].amaxes
+    count = sum(len(plan._replace(rank=rank).kept(tokens)) for rank, tokens in enumerate(foreseen.tokens))
+    x, grad_output = (one.new_empty(count, one.shape[1]) for one in (x, grad_output))
+    return LayerSample(
+        sum(foreseen.tokens),
+        x,
+        grad_output,
+        [torch.empty_like(x) for _ in range(foreseen.probes)],
+        [torch.empty_like(grad_output) for _ in range(foreseen.probes)],
+        amaxes=(amaxes[0], amaxes[1].clone()) if len(amaxes) else None,
+    )

@@ -1,0 +1,145 @@
+"""The process beside training that compiles the kernels of the first probe into Triton's cache on disk (ours).
+
+A probe launches some thirty Triton kernels that no training step does, and Triton compiles each where it is first
+launched. This process compiles them while training begins, from `estimation.foreseen`. It uses no GPU, has a low
+priority and a bounded life, and ends with the run. Whatever it does not foresee, or fails at, the probe compiles.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import SnipConfig
+from ..estimation.batch import Batch
+from ..estimation.foreseen import Foreseen, compile_kernels, layer_of
+from ..estimation.objective import token_ids
+from ..kernels.ahead import capability, compile_for, is_compiled
+from ..layers.layer import SnipLayer
+from ..planning.solver.ilp import end_with
+from ..planning.solver.process import give_up, import_paths, run_beside
+from .captured_step import TrainingPass
+from .step_probe import StepProbe
+
+# Seconds that the process lives at most.
+_LONGEST = 300
+# `main` in a Python that finds what this one does, without the working directory and the script's folder.
+_PROGRAM = "import json, sys; given = json.load(sys.stdin); sys.path[:] = given['paths']; " + (
+    f"from {__name__} import main; main(given)"
+)
+_MAX_ERROR_BYTES = 4 * 2**10
+
+
+class KernelsAhead:
+    """Starts the process with the first micro-batch of a run, and ends it with the run.
+
+    Args:
+        probe: what the run probes.
+        model: as there.
+        config: as there.
+        is_first_here: whether this process is the first one of its machine, which compiles for all of them.
+        log: is told, for debugging, what becomes of it.
+    """
+
+    def __init__(
+        self, probe: StepProbe, model: nn.Module, config: SnipConfig, is_first_here: bool, log: logging.Logger
+    ) -> None:
+        self._probe, self._model, self._config, self._log = probe, model, config, log
+        self._device = next(model.parameters()).device
+        self._may_begin = is_first_here
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def begin(self, first: TrainingPass, refreshes: bool) -> None:
+        """Starts the process, unless that was done or nothing is to be compiled. Never raises.
+
+        Args:
+            first: the micro-batch.
+            refreshes: whether the run will take a probe, as far as is known.
+        """
+        if not self._may_begin:
+            return
+        self._may_begin = False
+        try:
+            if refreshes and self._probe.processes.run is None and is_compiled(self._device):
+                self._start(self.foreseen(first))
+        except Exception as error:
+            self._log.debug("snip-hf: the first probe compiles its kernels itself: %s: %s", type(error).__name__, error)
+
+    def foreseen(self, first: TrainingPass) -> Foreseen:
+        """Returns the first probe as this micro-batch lets it be foreseen."""
+        probe, config = self._probe, self._config
+        batch = Batch.of(first.batch, first.objective, first.seen, first.advice).part(probe.batch_tokens)
+        is_trained = probe.source.trains()
+        layers = [_layer(layer, is_trained(layer.weight)) for layer in probe.layers.present.values()]
+        return Foreseen(
+            [layer for index, layer in enumerate(layers) if layer is not None and layer not in layers[:index]],
+            [batch.tokens] * probe.processes.data.size,
+            _attention(self._model, batch),
+            list(config.quantized_formats),
+            config.probes,
+            config.probe_tokens,
+            config.loss_estimator,
+            config.guard_noise is not None,
+            probe.source.response(),
+        )
+
+    def _start(self, foreseen: Foreseen) -> None:
+        given = {
+            "paths": [str(Path(__file__).parents[2]), *import_paths()],
+            "parent": os.getpid(),
+            "gpu": capability(self._device),
+            "devices": torch.cuda.device_count(),
+            "foreseen": asdict(foreseen),
+        }
+        self._process, self._files = run_beside([sys.executable, "-I", "-c", _PROGRAM], given)
+        self._give_up = weakref.finalize(self, give_up, self._process, self._files, os.getpid())
+
+    def close(self) -> None:
+        """Ends the process with all that it started. So do the end of this object and that of Python."""
+        process, self._process = self._process, None
+        self._may_begin = False
+        if process is not None:
+            code, said = process.poll(), self._files[1]
+            said.seek(max(said.seek(0, os.SEEK_END) - _MAX_ERROR_BYTES, 0))
+            text = said.read(_MAX_ERROR_BYTES).decode(errors="replace").strip()
+            self._give_up()
+            end = "ended by the run" if code is None else f"exit code {code}"
+            self._log.debug("snip-hf: compiling the first probe's kernels ahead: %s (%s)", text, end)
+
+
+def main(given: dict[str, Any]) -> None:
+    """What the process does."""
+    os.nice(10)
+    signal.alarm(_LONGEST)
+    end_with(given["parent"])
+    began = time.monotonic()
+    compiled = compile_for(tuple(given["gpu"]), given["devices"])
+    compile_kernels(Foreseen(**given["foreseen"]))
+    print(f"{len(compiled)} kernels in {time.monotonic() - began:.1f} s", file=sys.stderr)
+
+
+def _layer(layer: SnipLayer, is_trained: bool) -> dict[str, Any] | None:
+    """Returns what is to be known of a layer; None of one of several matrices, whose rows a router decides."""
+    matrices: tuple[Tensor, ...] = layer.matrices(layer.weight.detach())
+    return layer_of(matrices[0], layer.weight.dtype, is_trained) if len(matrices) == 1 else None
+
+
+def _attention(model: nn.Module, batch: Batch) -> list[int] | None:
+    """Returns `Foreseen.attention` of a model of transformers."""
+    config, ids = getattr(model, "config", None), token_ids(batch.kwargs)
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None or not ids or getattr(config, "_attn_implementation", None) != "sdpa":
+        return None
+    channels = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
+    return [*ids[0].shape, heads, getattr(config, "num_key_value_heads", None) or heads, channels]

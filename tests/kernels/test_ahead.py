@@ -1,0 +1,55 @@
+"""Are kernels compiled ahead for the tensors that stand for a GPU's, and only in the process that does so?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from snip_hf.estimation.products import is_split
+from snip_hf.kernels import ahead
+from snip_hf.kernels.rounding import has_kernels
+
+
+def test_tensors_without_memory_have_a_gpu_only_in_a_process_that_compiles_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meta, one = torch.device("meta"), torch.ones(2, 2, device="meta")
+    assert ahead.capability(meta) == (0, 0) and not is_split(one, one) and not has_kernels(meta)
+    monkeypatch.setattr(ahead, "_of_meta", [(9, 0)])
+    assert ahead.capability(meta) == (9, 0) and is_split(one, one)
+    assert ahead.capability(torch.device("cpu")) == (0, 0)
+
+
+def test_kernels_are_compiled_where_triton_launches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    assert not ahead.is_compiled(torch.device("cpu"))
+    monkeypatch.setattr(ahead, "capability", lambda device: (8, 0))
+    for interprets in (False, True):
+        with triton.knobs.runtime.scope():
+            triton.knobs.runtime.interpret = interprets
+            assert ahead.is_compiled(torch.device("cuda")) is not interprets
+    monkeypatch.setattr(ahead, "capability", lambda device: (7, 5))
+    assert not ahead.is_compiled(torch.device("cuda"))
+
+
+def test_a_compiled_kernel_is_copied_to_another_cache(tmp_path: Path) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.runtime.cache import get_cache_manager
+
+    key, here, there = "ab" * 32, str(tmp_path / "here"), str(tmp_path / "there")
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = here
+        cache = get_cache_manager(key)
+        files = {name: cache.put(content, name) for name, content in (("one.json", "{}"), ("one.cubin", b"\x00\xff"))}
+        for _ in range(2):
+            ahead._copy(key, files, there)
+        assert triton.knobs.cache.dir == here
+        triton.knobs.cache.dir = there
+        found = get_cache_manager(key).get_group("one.json")
+    assert found is not None and all(path.startswith(there) for path in found.values())
+    assert {name: Path(path).read_bytes() for name, path in found.items()} == {
+        "one.json": b"{}",
+        "one.cubin": b"\x00\xff",
+    }

@@ -1,0 +1,221 @@
+"""Does a process compile the probe's kernels beside training, and does it do no harm?"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_loop import CONFIG, Loop
+
+from snip_hf.estimation.foreseen import compile_kernels
+from snip_hf.training import kernels_ahead
+from snip_hf.training.captured_step import TrainingPass
+from snip_hf.training.kernels_ahead import KernelsAhead
+
+HOPPER = (9, 0)
+SCRIPT = Path(__file__).parents[1] / "support" / "probe_after_compiling.py"
+SLEEP = "import time; time.sleep(60)"
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One as on the first GPU of a machine, whose process only sleeps."""
+    monkeypatch.setattr(kernels_ahead, "_PROGRAM", SLEEP)
+    monkeypatch.setattr(kernels_ahead, "is_compiled", lambda device: True)
+    monkeypatch.setattr(kernels_ahead, "capability", lambda device: HOPPER)
+    loop = Loop()
+    loop.controller._ahead._may_begin = True
+    yield loop
+    loop.controller.close()
+
+
+def first_pass(loop: Loop) -> TrainingPass:
+    return TrainingPass(loop.batch(0), None)
+
+
+def started(loop: Loop) -> subprocess.Popen[bytes]:
+    assert loop.controller is not None
+    process = loop.controller._ahead._process
+    assert process is not None
+    return process
+
+
+def test_a_run_on_a_cpu_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop()
+    assert loop.controller is not None
+    for first in (False, True):
+        loop.controller._ahead._may_begin = first
+        monkeypatch.setattr(KernelsAhead, "_start", None)
+        loop.controller._ahead.begin(first_pass(loop), refreshes=True)
+        assert loop.controller._ahead._process is None
+
+
+def test_the_first_micro_batch_starts_a_process_that_ends_with_the_run(
+    loop: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert loop.controller._ahead._process is None
+    loop.run(1)
+    process = started(loop)
+    assert process.poll() is None
+    loop.run(2)
+    assert started(loop) is process
+    with caplog.at_level(logging.DEBUG, "snip_hf"):
+        loop.controller.close()
+    assert process.wait(10) < 0 and "(ended by the run)" in caplog.text
+
+
+def test_the_process_ends_with_its_owner(loop: Any) -> None:
+    ahead = KernelsAhead(loop.controller._probe, loop.model, CONFIG, True, logging.getLogger())
+    ahead.begin(first_pass(loop), refreshes=True)
+    process = ahead._process
+    assert process is not None and process.poll() is None
+    del ahead
+    assert process.wait(10) < 0
+
+
+def test_a_run_that_ends_before_its_first_plan_starts_none(loop: Any) -> None:
+    loop.controller._schedule.max_steps = 3  # the plan is due after step 4
+    loop.run(1)
+    assert loop.controller._ahead._process is None
+
+
+def test_another_process_of_the_machine_starts_none(loop: Any) -> None:
+    loop.controller._ahead._may_begin = False
+    loop.run(1)
+    assert loop.controller._ahead._process is None
+
+
+def no_process(*given: Any, **options: Any) -> None:
+    raise OSError("Too many processes.")
+
+
+def not_foreseen(self: KernelsAhead, first: TrainingPass) -> None:
+    raise ValueError("An odd model.")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fails", "said"),
+    [
+        (subprocess, "Popen", no_process, "Too many processes."),
+        (KernelsAhead, "foreseen", not_foreseen, "An odd model."),
+    ],
+)
+def test_what_fails_is_only_logged(
+    owner: Any,
+    name: str,
+    fails: Callable[..., None],
+    said: str,
+    loop: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with monkeypatch.context() as patch, caplog.at_level(logging.DEBUG, "snip_hf"):
+        patch.setattr(owner, name, fails)
+        loop.run(1)
+    (record,) = [record for record in caplog.records if said in record.message]
+    assert record.levelno == logging.DEBUG and loop.controller._ahead._process is None
+
+
+def test_what_is_foreseen_follows_from_model_batch_config_and_optimizer(loop: Any) -> None:
+    found = asdict(loop.controller._ahead.foreseen(first_pass(loop)))
+    shapes = [layer.pop("shape") for layer in found["layers"]]
+    assert shapes == [[32, 32], [16, 32], [80, 32], [32, 80]]
+    assert all(layer.pop("stride") == [shape[1], 1] for layer, shape in zip(found["layers"], shapes, strict=True))
+    assert found == {
+        "layers": [{"dtype": "float32", "is_trained": True}] * 4,
+        "tokens": [48],
+        "attention": [2, 24, 4, 2, 8],
+        "formats": list(CONFIG.quantized_formats),
+        "probes": CONFIG.probes,
+        "probe_tokens": CONFIG.probe_tokens,
+        "loss_estimator": "token-fisher",
+        "measures_noise": False,
+        "response": "adam",
+    }
+
+
+def test_a_part_that_fails_leaves_the_others_alone(loop: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    foreseen = loop.controller._ahead.foreseen(first_pass(loop))
+    foreseen.layers.insert(0, {**foreseen.layers[0], "dtype": "float31"})
+    compile_kernels(foreseen)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and all("float31" in line and "AttributeError" in line for line in said)
+
+
+@pytest.mark.slow
+def test_the_process_ends_when_the_run_is_killed() -> None:
+    given = {"paths": sys.path, "parent": 1, "gpu": HOPPER, "devices": 0, "foreseen": {}}
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-c", kernels_ahead._PROGRAM + "; import time; time.sleep(60)"],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    with process.stdin as stdin:
+        stdin.write(json.dumps(given).encode())
+    assert process.wait(60) < 0
+
+
+SMALL = {"vocab_size": 128, "num_hidden_layers": 1}
+CASES: dict[str, dict[str, Any]] = {
+    "a part of the tokens": {
+        "config": {"formats": ["mxfp4", "fp8-tensor"]},
+        "model": {
+            **SMALL,
+            "hidden_size": 256,
+            "intermediate_size": 640,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+        "batch": [10, 128],
+        "dtype": "float32",
+    },
+    "all tokens, odd widths, BF16": {
+        "config": {"formats": ["fp4", "fp8"]},
+        "model": {**SMALL, "hidden_size": 210, "intermediate_size": 300, "num_attention_heads": 3, "head_dim": 64},
+        "batch": [7, 100],
+        "dtype": "bfloat16",
+    },
+}
+
+
+def probed(folder: Path, **case: Any) -> dict[str, Any]:
+    """What the script prints of a case, with caches in a folder."""
+    pytest.importorskip("triton")
+    folders = {"TRITON_HOME": str(folder / "home"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    paths = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = {**os.environ, **folders, "PYTHONPATH": paths, "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment.pop("TRITON_CACHE_DIR", None)
+    command = [sys.executable, str(SCRIPT), json.dumps(case)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_probe_compiles_no_kernel_after_it(case: str, tmp_path: Path) -> None:
+    found = probed(tmp_path, **CASES[case])
+    assert found["missed"] == [] and found["rows"] > 0
+    compiled = int(found["said"].split()[0])
+    assert found["code"] == 0 and compiled >= found["asked"] > 25
+    for folder in (tmp_path / "home" / ".triton" / "cache", tmp_path / "inductor" / "triton" / "0"):
+        assert len([entry for entry in folder.iterdir() if any(entry.glob("*.cubin"))]) == compiled
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_probe_on_a_gpu_compiles_no_kernel_after_it(tmp_path: Path) -> None:
+    found = probed(tmp_path, **CASES["a part of the tokens"], device="cuda")
+    assert found["code"] == 0 and found["missed"] == [] and found["asked"] > 0 and found["rows"] > 0

@@ -16,7 +16,7 @@ from .fork_tables import EFFECT, Tested
 
 _INCHES_PER_ROW = 0.28
 # After Holm's correction.
-_TOLD, _NOT_TOLD = "#b2182b", "#4d4d4d"
+_SIGNIFICANT, _NOT_SIGNIFICANT = "#b2182b", "#4d4d4d"
 
 
 def write_family_figure(tested: Sequence[Tested], steps: int, path: Path) -> None:
@@ -35,13 +35,13 @@ def write_family_figure(tested: Sequence[Tested], steps: int, path: Path) -> Non
     axes.axvline(0, color="black", linewidth=0.8)
     for row, test in enumerate(tested):
         half = test.main.half_width if test.main.forks > 1 else 0.0
-        colour = _TOLD if test.reading in ("higher", "lower") else _NOT_TOLD
+        colour = _SIGNIFICANT if test.reading in ("higher", "lower") else _NOT_SIGNIFICANT
         axes.errorbar(test.main.mean, row, xerr=half, fmt="o", color=colour, capsize=3, markersize=4)
     axes.set_yticks(range(len(tested)), [f"{test.one}\nagainst {test.other}" for test in tested], fontsize=6)
     axes.set_ylim(len(tested) - 0.5, -0.5)
     axes.set_xlabel(f"difference of the loss {LOSSES[tested[0].outcome]!r} after {steps} steps (%)")
     axes.set_title(
-        f"mean and 95% interval; red: told apart after Holm's correction; grey band: ± {EFFECT}%", fontsize=8
+        f"mean and 95% interval; red: significant at 5% after Holm's correction; grey band: ± {EFFECT}%", fontsize=8
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

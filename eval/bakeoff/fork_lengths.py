@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .documents import markdown
 from .fork_lines import LOSSES, Row, by_contender, difference_of, fork_key, losses_of, pairs
 from .fork_statistics import DETECTION, Difference, holm
-from .fork_tables import NOT_TOLD, figure, p_value, title
+from .fork_tables import NOT_SIGNIFICANT, figure, p_value, title
 from .significance import SIGNIFICANCE
 
 
@@ -34,9 +34,9 @@ class Course:
 
     @property
     def reading(self) -> str:
-        """What the test says."""
+        """What the test says: "rises" and "falls" are significant after Holm's correction."""
         if self.p_holm >= SIGNIFICANCE:
-            return NOT_TOLD
+            return NOT_SIGNIFICANT
         return "rises" if self.change[self.outcome].mean > 0 else "falls"
 
 
@@ -82,10 +82,11 @@ def length_table(lines: Sequence[Row], family: str, courses: Sequence[Course]) -
     note = (
         f"{title(f'{family} over lengths')} Lengths are steps of one training, measured on the way, on the same forks. "
         f"Differences of the loss {outcome!r} in percent, mean ± half of the 95% interval (uncorrected), after each "
-        "length. Change: the difference after the last of two lengths less that after the first, fork by fork. Tested "
-        f'is that of {outcome!r}, which the columns from "paired sd" on are of, with Holm\'s correction over '
-        f"{len(courses)} changes. Detectable: the smallest true change that the test would find with power {DETECTION} "
-        f"at p < {SIGNIFICANCE} / {len(courses)}."
+        "length. Change: the difference after the last of two lengths less that after the first, fork by fork. Paired "
+        f"tests of the change of {outcome!r}, with Holm's correction over {len(courses)} changes; the columns from "
+        f'"paired sd" on are of it. "Rises" and "falls" are significant: p < {SIGNIFICANCE} after the correction. '
+        f"Detectable: the smallest true change that the test would find with power {DETECTION} at p < {SIGNIFICANCE} / "
+        f"{len(courses)}."
     )
     return f"{note}\n\n{markdown(heads, rows)}"
 

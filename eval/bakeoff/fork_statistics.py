@@ -40,7 +40,7 @@ class Difference:
     freedom: float
     """Degrees of freedom of the standard error."""
     between: float = math.nan
-    """Standard deviation of what forks of one base have in common; NaN where that cannot be told."""
+    """Standard deviation of what forks of one base have in common; NaN where it cannot be estimated."""
 
     @classmethod
     def of(cls, differences: Sequence[float], bases: Sequence[Hashable] | None = None) -> Difference:

@@ -15,7 +15,7 @@ from .significance import SIGNIFICANCE
 
 # Percent of the loss: the power of a test is given for this.
 EFFECT = 0.1
-NOT_TOLD = "not told apart"
+NOT_SIGNIFICANT = "not significant"
 _NOT_PAIRED = "Without a fork from the same weights that ended well for both"
 
 
@@ -41,12 +41,12 @@ class Tested:
 
     @property
     def reading(self) -> str:
-        """What the test says."""
+        """What the test says: "higher" and "lower" are significant after Holm's correction."""
         if self.p_holm is None:
             return "not tested"
         if self.p_holm < SIGNIFICANCE:
             return "higher" if self.main.mean > 0 else "lower"
-        return NOT_TOLD
+        return NOT_SIGNIFICANT
 
 
 def tests_of(lines: Sequence[Row], pairs: Iterable[tuple[str, str]], outcome: str = "held_out_plan") -> list[Tested]:
@@ -111,13 +111,13 @@ def _family_note(family: str, tested: Sequence[Tested], outcome: str) -> str:
     if not count:
         return f"{start} Nothing is tested yet: a test needs two forks of both contenders."
     return (
-        f'{start} Paired tests of the loss {LOSSES[outcome]!r}, which all columns from "paired sd" on are of; Holm\'s '
-        f"correction over {_tests(count)} of this table. Forks are the units, and bases a random effect (mixed model; "
-        'with one fork per base a paired t-test); "between bases" is that effect\'s standard deviation. Detectable: '
-        f"the smallest true difference that the test would find with power {DETECTION}, with these forks and this "
-        f"paired standard deviation, at p < {SIGNIFICANCE} / {count}, Holm's first step. Smaller differences may well "
-        f"be there where two are not told apart.{_powers(tested)} The forks that find {EFFECT}% with power {DETECTION} "
-        "are of the same test."
+        f"{start} Paired tests of the loss {LOSSES[outcome]!r}, with Holm's correction over {_tests(count)} of this "
+        'table; all columns from "paired sd" on are of this loss. "Higher" and "lower" are significant: p < '
+        f"{SIGNIFICANCE} after the correction. Forks are the units, and bases a random effect (mixed model; with one "
+        'fork per base a paired t-test); "between bases" is that effect\'s standard deviation. Detectable: the '
+        f"smallest true difference that the test would find with power {DETECTION}, with these forks and this paired "
+        f"standard deviation, at p < {SIGNIFICANCE} / {count}, Holm's first step.{_powers(tested)} The forks that find "
+        f"{EFFECT}% with power {DETECTION} are of the same test."
     )
 
 
@@ -126,12 +126,13 @@ def _tests(count: int) -> str:
 
 
 def _powers(tested: Sequence[Tested]) -> str:
-    """Returns the sentence on the power of the tests that told nothing apart; empty without any."""
-    powers = [test.main.power(EFFECT, test.level) or 0.0 for test in tested if test.reading == NOT_TOLD]
+    """Returns the sentence on the power of the tests without a significant difference; empty if all have one."""
+    powers = [test.main.power(EFFECT, test.level) or 0.0 for test in tested if test.reading == NOT_SIGNIFICANT]
     if not powers:
         return ""
     least, most = f"{min(powers):.2f}", f"{max(powers):.2f}"
-    return f" The power for {EFFECT}% is {least if least == most else f'{least} to {most}'} in these rows."
+    power = least if least == most else f"{least} to {most}"
+    return f" Rows that are not significant do not exclude smaller differences; their power for {EFFECT}% is {power}."
 
 
 def _by_point(lines: Sequence[Row], tested: Sequence[Tested], outcome: str) -> list[str]:

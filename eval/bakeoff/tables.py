@@ -305,7 +305,7 @@ def _score_cell(contender: Contender, task: str, metric: str) -> str:
 
 
 def _near_chance(lines: Iterable[Row], tasks: Mapping[tuple[str, str], float | None]) -> str:
-    """Says in words on which tasks BF16 itself is above, below or not to be told from guessing."""
+    """Says in words on which tasks BF16 itself is above, below or near guessing."""
     bf16 = [line for line in lines if line["spec"]["policy"] == "bf16" and line.get("benchmarks")]
     if not bf16:
         return "No BF16 run was scored, so nothing can be said about chance."

@@ -107,7 +107,7 @@ def test_how_far_snip_by_gemm_is_above_bf16() -> None:
     assert f"({interval(above)}" in text_of("docs/results.md")
 
 
-def test_by_layer_and_by_gemm_are_not_told_apart() -> None:
+def test_by_layer_and_by_gemm_are_not_significantly_different() -> None:
     difference = paired(gaps("snip", "layer"), gaps("snip", "gemm"))
     assert difference.forks == 13
     assert f"{difference.mean:.2f} points (95% interval {interval(difference)}" in text_of("docs/config.md")
@@ -213,8 +213,8 @@ def test_criteria_are_as_far_from_snip_by_gemm_as_the_page_says(policy: str) -> 
     assert apart(name, f"snip {GEMM_90}") in text_of("docs/results-criteria.md")
 
 
-def told(family: str) -> set[str]:
-    """The policies of a family of comparisons after 100 steps that are told apart after Holm's correction."""
+def significant(family: str) -> set[str]:
+    """The policies of a family of comparisons after 100 steps that differ significantly after Holm's correction."""
     pairs = load_recipe(ROOT / "recipes" / "forks-criteria.yaml").comparisons[family]
     lines = [line for own in criteria(100).values() for line in own]
     found = fork_tables.tests_of(lines, pairs)
@@ -222,20 +222,20 @@ def told(family: str) -> set[str]:
 
 
 @pytest.mark.slow
-def test_the_pages_name_the_contenders_that_the_forks_tell_from_snip() -> None:
+def test_the_pages_name_the_contenders_that_differ_significantly_from_snip() -> None:
     higher = {"random", "layer-type", "kl", "layer-position", "last-15-percent"}
-    assert told("gemm-90") == {f"{name} higher" for name in higher}
-    assert told("gemm-95") == {"kl higher", "random higher"}
-    assert told("gemm-75") == {f"{name} higher" for name in ("random", "layer-type", "min-rel-err")}
-    assert told("layer-75") == told("layer-50") == {"snip-paper higher"}
-    assert not told("layer-90")
-    assert told("forward-50") == {"greedy lower"}
-    assert told("forward-80") == {"random higher"}
-    assert not told("forms-gemm-90") | told("forms-layer-75") | told("other-formats")
+    assert significant("gemm-90") == {f"{name} higher" for name in higher}
+    assert significant("gemm-95") == {"kl higher", "random higher"}
+    assert significant("gemm-75") == {f"{name} higher" for name in ("random", "layer-type", "min-rel-err")}
+    assert significant("layer-75") == significant("layer-50") == {"snip-paper higher"}
+    assert not significant("layer-90")
+    assert significant("forward-50") == {"greedy lower"}
+    assert significant("forward-80") == {"random higher"}
+    assert not significant("forms-gemm-90") | significant("forms-layer-75") | significant("other-formats")
 
 
 @pytest.mark.slow
-def test_so_many_tests_of_the_forks_tell_a_policy_from_snip() -> None:
+def test_so_many_tests_of_the_forks_find_a_significant_difference_to_snip() -> None:
     families = ("gemm-75", "gemm-90", "gemm-95", "layer-50", "layer-75", "layer-90", "forward-50", "forward-80")
     after = {100: (*families, "other-formats"), 1000: ("gemm-90", "layer-75")}
     comparisons = load_recipe(ROOT / "recipes" / "forks-criteria.yaml").comparisons
@@ -247,7 +247,7 @@ def test_so_many_tests_of_the_forks_tell_a_policy_from_snip() -> None:
     counts = len(readings), readings.count("higher"), readings.count("lower")
     assert counts == (92, 13, 1)
     assert "Of 92 tests of other policies against SNIP" in text_of("docs/results-criteria.md")
-    assert "SNIP is told to be lower in 13 and higher in one" in text_of("docs/results-criteria.md")
+    assert "SNIP is significantly lower in 13 and significantly higher in one" in text_of("docs/results-criteria.md")
 
 
 @pytest.mark.slow
@@ -270,9 +270,9 @@ def test_the_table_of_shares_is_that_of_the_forks(label: str, where: str, family
     of = {test.one.split()[0]: test for test in found if test.main.forks}
     cells = []
     for policy in ("random", rule):
-        is_told = of[policy].reading != fork_tables.NOT_TOLD
+        is_significant = of[policy].reading != fork_tables.NOT_SIGNIFICANT
         detectable = of[policy].main.detectable(of[policy].level)
-        cells.append(f"**{of[policy].main}**" if is_told else f"{of[policy].main} ({detectable:.3f})")
+        cells.append(f"**{of[policy].main}**" if is_significant else f"{of[policy].main} ({detectable:.3f})")
     snip = f"snip {{fp4, fp8}}, {where}"
     cost, four_bits = (apart(snip, "bf16"), apart(snip, "fp4")) if run == 1 else ("not run", apart(snip, "mxfp4"))
     row = f"| {label} | {run} | {cost} | {four_bits} | {cells[0]} | `{rule}` {cells[1]} |"
@@ -304,7 +304,7 @@ def test_by_layer_is_as_far_above_by_gemm_in_long_forks_as_the_pages_say(page: s
         layer, gemm = (found[f"snip {{fp4, fp8}}, 75% by {unit}, refresh_every 250"] for unit in ("layer", "gemm"))
         difference = difference_of(layer, gemm, "held_out_plan")
         assert difference.forks == 8
-        is_told = difference.mean > difference.half_width
-        assert is_told == (steps > 700)
-        if is_told or page == "docs/config.md":
+        is_significant = difference.mean > difference.half_width
+        assert is_significant == (steps > 700)
+        if is_significant or page == "docs/config.md":
             assert f"{difference.mean:.2f} ± {difference.half_width:.2f}%" in text

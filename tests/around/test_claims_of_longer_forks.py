@@ -49,7 +49,7 @@ def test_what_75_percent_cost_over_a_whole_training_and_that_the_target_was_miss
     assert str(longer_test(BY_LAYER, "bf16", "to-bf16", 2100).main).removeprefix("+") in text
     if page != "docs/choosing.md":
         fp8, above = longer_test("fp8", "bf16", "to-bf16", 2700), longer_test(BY_GEMM, "fp8", "to-fp8", 2700)
-        assert fp8.reading == fork_tables.NOT_TOLD and str(fp8.main).removeprefix("+") in text
+        assert fp8.reading == fork_tables.NOT_SIGNIFICANT and str(fp8.main).removeprefix("+") in text
         assert f"(detectable {fp8.main.detectable(fp8.level):.3f})" in text
         assert above.reading == "higher" and str(above.main).removeprefix("+") in text
         assert "arget" in text and "was missed" in text
@@ -57,10 +57,10 @@ def test_what_75_percent_cost_over_a_whole_training_and_that_the_target_was_miss
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/results-longer.md", "docs/choosing.md", "docs/faq.md"])
-def test_a_rule_without_a_probe_is_not_told_from_snip_by_gemm_over_a_whole_training(page: str) -> None:
+def test_a_rule_without_a_probe_is_not_significantly_different_from_snip_by_gemm_in_any_length(page: str) -> None:
     for steps in (700, 1400, 2100, 2700):
         found = longer_test(RULE, BY_GEMM, "to-snip-by-gemm", steps)
-        assert found.reading == fork_tables.NOT_TOLD
+        assert found.reading == fork_tables.NOT_SIGNIFICANT
         if page == "docs/results-longer.md" or steps == 2700:
             assert str(found.main) in text_of(page)
             assert f"{found.main.detectable(found.level):.3f}" in text_of(page)
@@ -69,7 +69,7 @@ def test_a_rule_without_a_probe_is_not_told_from_snip_by_gemm_over_a_whole_train
 @pytest.mark.slow
 def test_by_layer_ends_above_by_gemm_after_1400_and_2100_steps() -> None:
     page = text_of("docs/results-longer.md")
-    readings = {700: fork_tables.NOT_TOLD, 1400: "higher", 2100: "higher"}
+    readings = {700: fork_tables.NOT_SIGNIFICANT, 1400: "higher", 2100: "higher"}
     for steps, reading in readings.items():
         found = longer_test(BY_LAYER, BY_GEMM, "to-snip-by-gemm", steps)
         assert found.reading == reading and str(found.main) in page
@@ -77,11 +77,11 @@ def test_by_layer_ends_above_by_gemm_after_1400_and_2100_steps() -> None:
 
 
 @pytest.mark.slow
-def test_a_growing_gap_is_told_by_layer_alone() -> None:
+def test_the_gap_grows_significantly_by_layer_alone() -> None:
     pairs = load_recipe(ROOT / "recipes" / "forks-longer.yaml").comparisons["to-bf16"]
     courses = {course.one: course for course in courses_of(longer(), pairs, "held_out_plan")}
     assert {name for name, course in courses.items() if course.reading == "rises"} == {BY_LAYER}
-    assert {course.reading for course in courses.values()} == {"rises", fork_tables.NOT_TOLD}
+    assert {course.reading for course in courses.values()} == {"rises", fork_tables.NOT_SIGNIFICANT}
     page = text_of("docs/results-longer.md")
     assert all(str(course.change["held_out_plan"]) in page for course in courses.values())
     by_gemm = courses[BY_GEMM].change["held_out_plan"]

@@ -66,7 +66,7 @@ def test_the_readings_are_corrected_together() -> None:
     ps = [course.change["held_out_plan"].p for course in found]
     assert [course.level for course in found] == [0.025, 0.025]
     assert found[0].p_holm == pytest.approx(2 * ps[0]) and found[1].p_holm == pytest.approx(ps[1])
-    assert [course.reading for course in found] == ["rises", "not told apart"]
+    assert [course.reading for course in found] == ["rises", "not significant"]
     assert [course.reading for course in courses_of([*LINES, *many], [("bf16", "fp4")], "held_out_plan")] == ["falls"]
 
 

@@ -30,7 +30,7 @@ SHARED = {
         rows=4,
         steps=6,
     ),
-    "uneven-labels": Training(SCHEDULE, "warm", labels="uneven", steps=7),
+    "uneven-labels": Training(SCHEDULE, "warm", labels="uneven", steps=3),
     "ragged": Training(SCHEDULE | {"start_format": "bf16"}, "warm", labels="ragged", steps=1),
     "fp4": Training({"policy": "uniform-fp4"}, "sgd", steps=1),
     "fp4-seed-1": Training({"policy": "uniform-fp4", "seed": 1}, "sgd", steps=1),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import assert_succeeded, launch_ranks, start_ranks
+from rank_processes import assert_succeeded, start_ranks
 from rank_runs import OneOfTwo, OneProcess, found_by
 
 
@@ -20,7 +20,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[OneOfTwo]:
 @pytest.fixture(scope="session")
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("three")
-    launch_ranks("run_trainings.py", folder, "three", folder=folder, ranks=3)
+    assert_succeeded(start_ranks("run_trainings.py", folder, "three", folder=folder, ranks=3))
     return [found_by(rank, folder) for rank in range(3)]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import mip
 import pytest
 import scipy
+from slow_cases import slow
 from small_problem import make_problem
 from tiny_runs import SCHEDULE, train
 
@@ -169,7 +170,7 @@ def test_the_solver_that_a_policy_asks_for_is_the_one_that_is_tried_out(
             "'greedy', since no other can be used: ",
             "greedy",
         ),
-        (WITHOUT_MIP, logging.INFO, f"'highs' (scipy {scipy.__version__}): ", "highs"),
+        slow(WITHOUT_MIP, logging.INFO, f"'highs' (scipy {scipy.__version__}): ", "highs"),
     ],
 )
 def test_auto_says_before_training_that_it_does_not_take_the_first_choice(

@@ -183,8 +183,7 @@ def _scaled(folder: Path, scale: float, unscales: bool, clips: bool) -> None:
             controller.after_step(step)
 
 
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize(("unscales", "clips"), [(False, False), (False, True), slow(True, False), (True, True)])
 def test_gradients_that_a_scaler_left_scaled_keep_the_plan(unscales: bool, clips: bool, tmp_path: Path) -> None:
     _scaled(tmp_path, 65536.0, unscales, clips)
     ((number, status, reason),) = outcomes(tmp_path)
@@ -239,7 +238,7 @@ def _with_trained_norms(requires_grad: bool = False) -> tuple[Any, torch.optim.O
     return model, torch.optim.AdamW(norms, lr=1e-2)
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("requires_grad", [False, slow(True)])
 def test_where_swapped_weights_are_not_trained_the_updates_of_all_that_is_trained_count(
     requires_grad: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

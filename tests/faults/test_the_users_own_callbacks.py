@@ -62,14 +62,26 @@ def run(folder: Path, *callbacks: TrainerCallback, policy: str = "snip", **chang
     return train(folder, config, model=tiny_llama(hidden=32), callbacks=callbacks, **SHORT | changes)
 
 
+class Quiet(dict[str, tuple[Run, Any]]):
+    """Policy -> the run that nothing disturbs, and where it leaves the random generators; made when first asked for."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self.factory = factory
+
+    def __missing__(self, policy: str) -> tuple[Run, Any]:
+        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        done = run(self.factory.mktemp(policy), policy=policy)
+        self[policy] = done, random_states()
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        return self[policy]
+
+
 @pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Run, Any]]:
-    """The runs that nothing disturbs, and where they leave the random generators."""
-    runs = {}
-    for policy in POLICIES:
-        done = run(tmp_path_factory.mktemp(policy), policy=policy)
-        runs[policy] = done, random_states()
-    return runs
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> Quiet:
+    return Quiet(tmp_path_factory)
 
 
 def random_states() -> Any:
@@ -77,8 +89,9 @@ def random_states() -> Any:
 
 
 def assert_same(found: Run, quiet: dict[str, tuple[Run, Any]], policy: str = "snip") -> None:
+    found_states = random_states()
     expected, states = quiet[policy]
-    assert random_states() == states
+    assert found_states == states
     assert found.losses == expected.losses
     assert without_seconds(found.history) == without_seconds(expected.history)
     assert differing(weights(found.model), weights(expected.model)) == []
@@ -127,7 +140,8 @@ def test_passes_that_are_not_backpropagated_change_nothing(
     assert_same(run(tmp_path, At(event, in_training_mode(all_of_them))), quiet)
 
 
-@pytest.mark.parametrize("policy", slow_but(POLICIES, "snip"))
+@pytest.mark.slow  # fast: sampling in every step, in tests/invariants/test_in_company.py
+@pytest.mark.parametrize("policy", POLICIES)
 def test_sampling_every_five_steps_changes_nothing(
     policy: str, quiet: dict[str, tuple[Run, Any]], tmp_path: Path
 ) -> None:
@@ -165,6 +179,7 @@ def test_a_loop_that_generates_in_each_step_is_refreshed_as_if_it_did_not(
     assert_same(Run(tmp_path, trainer, None), quiet)
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_recomputes_under_the_key_of_its_own_pass(
     quiet: dict[str, tuple[Run, Any]], tmp_path: Path
 ) -> None:
@@ -276,11 +291,7 @@ def use(model: nn.Module) -> float:
 
 @pytest.mark.parametrize(
     ("way", "policy"),
-    [
-        # Each of the first two ways under one policy.
-        case if case in list(zip(COPIES, POLICIES, strict=False)) else slow(*case)
-        for case in itertools.product(COPIES, POLICIES)
-    ],
+    [case if case == ("deepcopy", "snip") else slow(*case) for case in itertools.product(COPIES, POLICIES)],
 )
 def test_copies_in_mid_run_train_and_evaluate_without_touching_the_run(
     way: str, policy: str, quiet: dict[str, tuple[Run, Any]], tmp_path: Path
@@ -321,6 +332,7 @@ def test_a_copy_holds_neither_the_run_nor_its_batches() -> None:
     assert not any(parameter._post_accumulate_grad_hooks for parameter in copied.parameters())
 
 
+@pytest.mark.slow  # fast: tests/invariants/test_in_company.py
 def test_a_moving_average_of_the_weights_runs_beside_the_run(quiet: dict[str, tuple[Run, Any]], tmp_path: Path) -> None:
     averages: list[AveragedModel] = []
 

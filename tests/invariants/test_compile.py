@@ -115,7 +115,7 @@ def assert_same_pass(got: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tens
 # ------------------------------------------------------------------------------------------------ models and layers
 
 
-@pytest.mark.parametrize("family", slow_but(FAMILIES, "llama"))
+@pytest.mark.parametrize("family", slow_but(FAMILIES))
 def test_whole_models_are_one_graph_and_compute_what_they_do_uncompiled_under_any_plan(family: str) -> None:
     plain, model = (one_block(family) for _ in range(2))
     for one in (plain, model):

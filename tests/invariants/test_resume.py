@@ -450,6 +450,8 @@ def test_the_best_model_at_the_end_has_its_plan_in_its_checkpoint_and_the_record
     run = train(
         tmp_path,
         CONFIG,
+        trainer={},
+        gradient_accumulation_steps=2,
         load_best_model_at_end=True,
         eval_strategy="steps",
         eval_steps=3,

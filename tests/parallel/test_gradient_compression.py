@@ -237,7 +237,8 @@ def two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(
     params=[
-        "two_ranks",
+        # Seconds for the imports of each process alone; tests/distributed has ranks that fast tests look at.
+        pytest.param("two_ranks", marks=pytest.mark.slow),
         pytest.param("three_ranks", marks=pytest.mark.slow),
         pytest.param("two_gpus", marks=pytest.mark.gpu),
     ]
@@ -284,6 +285,7 @@ def test_averaged_gradients_have_four_significant_bits(ranks: Results) -> None:
     assert torch.equal(mantissa * 16, (mantissa * 16).round())
 
 
+@pytest.mark.slow
 def test_the_mean_of_many_draws_converges_to_the_true_mean(two_ranks: Results) -> None:
     truth = true_mean(2, 0)
     errors = two_ranks[0]["draws"].double() - truth

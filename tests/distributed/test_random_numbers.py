@@ -36,7 +36,7 @@ def test_ddp_which_broadcasts_buffers_leaves_the_layers_states_alone(two: list[d
 @pytest.mark.slow
 def test_weights_that_all_ranks_have_stay_the_same_to_the_bit_under_fp4(two: list[dict[str, Any]]) -> None:
     first, second = (found["adamw"] for found in two)
-    assert sum("fp4" in row.values() for row in first["plans"][2].values()) >= 5  # five more steps follow
+    assert sum("fp4" in row.values() for row in first["plans"][2].values()) >= 5  # seven more steps follow
     assert [
         name for name, own in first["own_weights"].items() if not torch.equal(own, second["own_weights"][name])
     ] == []

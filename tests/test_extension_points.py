@@ -300,9 +300,10 @@ class CountingBackend(Backend):
 
 def test_a_new_backend_runs_the_layers_of_a_run(tmp_path: Path) -> None:
     register_backend(CountingBackend())
-    expected = train(tmp_path / "emulated", SnipConfig(**SCHEDULE, backend="emulated"))
+    accumulated = {"gradient_accumulation_steps": 2}
+    expected = train(tmp_path / "emulated", SnipConfig(**SCHEDULE, backend="emulated"), **accumulated)
     assert CountingBackend.passes == 0
-    run = train(tmp_path / "counting", SnipConfig(**SCHEDULE, backend="counting"))
+    run = train(tmp_path / "counting", SnipConfig(**SCHEDULE, backend="counting"), **accumulated)
     assert run.losses == expected.losses and differing(weights(run.model), weights(expected.model)) == []
     # Two micro-batches per step, but for the last of an epoch.
     assert CountingBackend.passes == (2 * STEPS - 1) * len(snip_linears(run.model))

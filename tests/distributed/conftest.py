@@ -21,7 +21,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[OneOfTwo]:
 @pytest.fixture(scope="session")
 def three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("three")
-    launch_ranks("run_trainings.py", folder, "three", folder=folder, ranks=3)
+    assert_succeeded(start_ranks("run_trainings.py", folder, "three", folder=folder, ranks=3))
     return [found_by(rank, folder) for rank in range(3)]
 
 

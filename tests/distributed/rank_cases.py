@@ -30,25 +30,25 @@ SHARED = {
         rows=4,
         steps=6,
     ),
-    "uneven-labels": Training(SCHEDULE, "warm", labels="uneven", steps=7),
+    "uneven-labels": Training(SCHEDULE, "warm", labels="uneven", steps=3),
     "ragged": Training(SCHEDULE | {"start_format": "bf16"}, "warm", labels="ragged", steps=1),
     "fp4": Training({"policy": "uniform-fp4"}, "sgd", steps=1),
     "fp4-seed-1": Training({"policy": "uniform-fp4", "seed": 1}, "sgd", steps=1),
 }
-_LATER = SCHEDULE | {"first_refresh": 3, "start_format": "bf16"}
+_LATER = SCHEDULE | {"first_refresh": 3, "refresh_every": 2, "start_format": "bf16"}
 SHARDED = {
-    "fsdp2-adamw": Training(_LATER, "adamw", wrapper="fsdp2", steps=8),
-    "ddp-adamw": Training(_LATER, "adamw", steps=8),
-    "ddp-views-adamw": Training(_LATER, "adamw", wrapper="ddp-views", steps=8),
-    "fsdp2-conv1d": Training(_LATER | {"granularity": "gemm"}, "sgd", wrapper="fsdp2", steps=8, is_conv1d=True),
-    "ddp-conv1d": Training(_LATER | {"granularity": "gemm"}, "sgd", steps=8, is_conv1d=True),
-    "fsdp2-experts": Training(_LATER | {"granularity": "gemm"}, "sgd", wrapper="fsdp2", steps=8, is_mixture=True),
-    "ddp-experts": Training(_LATER | {"granularity": "gemm"}, "sgd", steps=8, is_mixture=True),
+    "fsdp2-adamw": Training(_LATER, "adamw", wrapper="fsdp2", steps=6),
+    "ddp-adamw": Training(_LATER, "adamw", steps=6),
+    "ddp-views-adamw": Training(_LATER, "adamw", wrapper="ddp-views", steps=6),
+    "fsdp2-conv1d": Training(_LATER | {"granularity": "gemm"}, "sgd", wrapper="fsdp2", steps=6, is_conv1d=True),
+    "ddp-conv1d": Training(_LATER | {"granularity": "gemm"}, "sgd", steps=6, is_conv1d=True),
+    "fsdp2-experts": Training(_LATER | {"granularity": "gemm"}, "sgd", wrapper="fsdp2", steps=6, is_mixture=True),
+    "ddp-experts": Training(_LATER | {"granularity": "gemm"}, "sgd", steps=6, is_mixture=True),
     "fsdp2-expert-groups": Training(
-        _LATER | {"expert_groups": 2, "granularity": "gemm"}, "adamw", wrapper="fsdp2", steps=8, is_mixture=True
+        _LATER | {"expert_groups": 2, "granularity": "gemm"}, "adamw", wrapper="fsdp2", steps=6, is_mixture=True
     ),
     "ddp-expert-groups": Training(
-        _LATER | {"expert_groups": 2, "granularity": "gemm"}, "adamw", steps=8, is_mixture=True
+        _LATER | {"expert_groups": 2, "granularity": "gemm"}, "adamw", steps=6, is_mixture=True
     ),
     "fsdp2-sgd-gemm-accumulated-clipped": replace(SHARED["sgd-gemm-accumulated-clipped"], wrapper="fsdp2"),
 }

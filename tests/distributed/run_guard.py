@@ -48,7 +48,9 @@ def trained(folder: Path, config: SnipConfig, added: dict[int, float], **changes
     """Trains under DDP, once more if the guard asks for it."""
     model = model_with_dropout()
     provoke = Provoke(model, added)
-    args = arguments(folder, learning_rate=1e-3, max_steps=8, use_cpu=not on_gpu(), **changes)
+    args = arguments(
+        folder, learning_rate=1e-3, max_steps=8, gradient_accumulation_steps=2, use_cpu=not on_gpu(), **changes
+    )
     trainer = Trainer(model, args, train_dataset=data(), callbacks=[SnipCallback(config), provoke])
     stopped = None
     try:

@@ -62,7 +62,7 @@ def trainers(folder: Path) -> dict[str, Any]:
     """Trains under the Trainer; then the second rank sees another file system, without a `snip_state.json`."""
     config, saving = (
         SnipConfig(**SCHEDULE, estimate_memory=0.5),
-        {"save_strategy": "steps", "save_steps": 3, "max_steps": 6},
+        {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "gradient_accumulation_steps": 2},
     )
     whole = train(folder / "shared", config, **saving)
     dist.barrier()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from comparing import CRITERION, LOSS, WEIGHT, errors
 from rank_cases import JUDGED
-from rank_processes import launch_ranks
+from rank_processes import assert_succeeded, start_ranks
 from trainings import train
 
 pytestmark = pytest.mark.slow
@@ -20,7 +20,7 @@ Runs = dict[str, dict[str, Any]]
 def judged(tmp_path_factory: pytest.TempPathFactory) -> list[Runs]:
     """Returns rank -> name -> what two ranks found."""
     folder = tmp_path_factory.mktemp("judged")
-    launch_ranks("run_trainings.py", folder, "judged", folder=folder)
+    assert_succeeded(start_ranks("run_trainings.py", folder, "judged", folder=folder))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
 
 

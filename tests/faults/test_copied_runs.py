@@ -20,7 +20,7 @@ from snip_hf import SnipCallback, SnipConfig
 from snip_hf.layers.convert import convert_model
 from snip_hf.training.fingerprint import weights_fingerprint
 
-SAVING = {"save_strategy": "steps", "save_steps": 4, "max_steps": 12}
+SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 9}
 OTHER_WEIGHTS = (
     "Cannot resume from {path}: The SNIP state was saved with other weights than those that were loaded: the two are "
     "of different runs, or one of them was exchanged. Name the folder of the weights in SnipCallback(resume=FOLDER), "
@@ -31,15 +31,15 @@ OTHER_WEIGHTS = (
 
 @pytest.fixture(scope="module")
 def copies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    """Two runs that go on from copies of one run's first four steps, each in its own way."""
+    """Two runs that go on from copies of one run's first three steps, each in its own way."""
     folder = tmp_path_factory.mktemp("copies")
     first = train(folder / "first", CONFIG, **SAVING)
     found = []
     for name, norm in (("a", 0.5), ("b", 0.1)):
         (folder / name).mkdir()
-        checkpoint = shutil.copytree(first.folder / "checkpoint-4", folder / name / "checkpoint-4")
+        checkpoint = shutil.copytree(first.folder / "checkpoint-3", folder / name / "checkpoint-3")
         found.append(train(folder / name, CONFIG, resume=checkpoint, max_grad_norm=norm, **SAVING))
-    marks = [mark(run.folder / "checkpoint-8") for run in found]
+    marks = [mark(run.folder / "checkpoint-6") for run in found]
     assert marks[0] == marks[1] and differing(weights(found[0].model), weights(found[1].model))
     return found[0], found[1]
 
@@ -49,9 +49,9 @@ def mark(checkpoint: Path) -> Any:
 
 
 def copy_of(run: Run, folder: Path) -> Path:
-    """Returns checkpoint-8 of a copy of the run, whose files may be changed."""
+    """Returns checkpoint-6 of a copy of the run, whose files may be changed."""
     shutil.copytree(run.folder, folder)
-    return folder / "checkpoint-8"
+    return folder / "checkpoint-6"
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -83,7 +83,7 @@ def test_the_state_of_a_copy_that_went_its_own_way_is_refused(copies: tuple[Run,
 
 def test_weights_that_were_exchanged_by_hand_are_noticed(copies: tuple[Run, Run], tmp_path: Path) -> None:
     checkpoint = copy_of(copies[0], tmp_path / "run")
-    shutil.copy(copies[1].folder / "checkpoint-8" / "model.safetensors", checkpoint)
+    shutil.copy(copies[1].folder / "checkpoint-6" / "model.safetensors", checkpoint)
     message = refused(tmp_path / "run", SnipCallback(CONFIG), checkpoint)
     assert message == OTHER_WEIGHTS.format(path=checkpoint / "snip_state.json")
 
@@ -122,7 +122,7 @@ def test_a_damaged_mark_in_the_trainers_state_is_refused_by_the_name_of_its_file
     (checkpoint / "snip_state.json").unlink()
     assert "the file is damaged" in refused(tmp_path / "run", SnipCallback(CONFIG), checkpoint)
     train(tmp_path / "run", callback=SnipCallback(CONFIG, resume=False), resume=checkpoint, **SAVING)
-    assert list(mark(tmp_path / "run" / "checkpoint-12")) == ["run"]
+    assert list(mark(tmp_path / "run" / "checkpoint-9")) == ["run"]
 
 
 def test_a_fingerprint_is_that_of_the_weights_in_every_precision_wrapper_and_use() -> None:
@@ -177,5 +177,5 @@ class Exchanged(TrainerCallback):
 def test_a_run_whose_weights_a_callback_exchanges_around_saving_resumes(tmp_path: Path, at: str, before: bool) -> None:
     callbacks = [Exchanged(at), SnipCallback(CONFIG)] if before else [SnipCallback(CONFIG), Exchanged(at)]
     train(tmp_path, callbacks=callbacks, **SAVING)
-    resumed = train(tmp_path, CONFIG, resume=tmp_path / "checkpoint-8", **SAVING)
-    assert max(resumed.losses) == 12
+    resumed = train(tmp_path, CONFIG, resume=tmp_path / "checkpoint-6", **SAVING)
+    assert max(resumed.losses) == 9

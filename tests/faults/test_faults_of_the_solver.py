@@ -105,9 +105,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], SolverProcess], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "fault", slow_but(FAULTS, "killed as the OOM killer does", "printing garbage", "CBC is missing")
-)
+@pytest.mark.parametrize("fault", slow_but(FAULTS, "printing garbage", "CBC is missing"))
 def test_a_solver_that_fails_costs_one_refresh_and_no_loss_changes(
     fault: str,
     without_first: Run,

@@ -152,7 +152,7 @@ def furnished_run(folder: Path, config: SnipConfig | None) -> tuple[Any, ...]:
     global GLOBAL_COUNT
     GLOBAL_COUNT = 0
     model, ear, noise = furnished()
-    run = train(folder, config, model=model, max_steps=6, trainer_class=WithPenalty)
+    run = train(folder, config, model=model, max_steps=6, trainer_class=WithPenalty, gradient_accumulation_steps=2)
     norm: Any = model.model.norm
     return run, weights(model), ear.heard, noise.state(), norm.state(), GLOBAL_COUNT
 
@@ -281,7 +281,7 @@ def test_what_hooks_did_to_the_inputs_that_snip_noted_is_not_done_twice(tmp_path
     model = model_with_dropout()
     model.register_forward_pre_hook(drop_the_last, with_kwargs=True)
     lengths = watched(model.model.embed_tokens, lambda output: output.shape[1])
-    run = train(tmp_path, replace(PROBES_ALONE, apply_delay=1), model=model, max_steps=3)
+    run = train(tmp_path, replace(PROBES_ALONE, apply_delay=1), model=model, max_steps=3, gradient_accumulation_steps=2)
     assert run.refreshes[0]["loss"] is not None
     # Six micro-batches, the pass that counts what is covered, and two passes of the probe.
     assert lengths() == [23] * 9

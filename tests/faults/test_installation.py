@@ -15,7 +15,7 @@ from typing import Any
 import mip
 import pytest
 import scipy
-from slow_cases import slow_but
+from slow_cases import slow
 from small_problem import make_problem
 from tiny_runs import SCHEDULE, train
 
@@ -44,7 +44,8 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "bin" / "python")
 
 
-@pytest.mark.parametrize("how", slow_but(["PYTHONPATH", "sys.path"], "sys.path"))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["PYTHONPATH", "sys.path"])
 def test_packages_that_only_the_training_process_sees_are_shown_to_the_solver(how: str, bare_python: str) -> None:
     program = (
         f"import sys; sys.path += {PATHS if how == 'sys.path' else []!r}; import json;"
@@ -169,7 +170,7 @@ def test_the_solver_that_a_policy_asks_for_is_the_one_that_is_tried_out(
             "'greedy', since no other can be used: ",
             "greedy",
         ),
-        (WITHOUT_MIP, logging.INFO, f"'highs' (scipy {scipy.__version__}): ", "highs"),
+        slow(WITHOUT_MIP, logging.INFO, f"'highs' (scipy {scipy.__version__}): ", "highs"),
     ],
 )
 def test_auto_says_before_training_that_it_does_not_take_the_first_choice(

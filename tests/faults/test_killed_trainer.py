@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from fault_runs import CONFIG, SAVING, SHORT, in_a_process
 from processes import alive, members, wait_until
-from slow_cases import slow
 from tiny_runs import Run, differing, train, weights, without_seconds
 
 from snip_hf.planning.solver import ilp
@@ -94,7 +93,8 @@ def test_a_solver_does_not_outlive_a_trainer_that_was_killed(killed_while_solvin
     wait_until(lambda: not alive(pid) and members(pid) == [], BOUND)
 
 
-@pytest.mark.parametrize(("where", "step"), [("solver", 3), slow("probe", 1), slow("plan", 3)])
+@pytest.mark.parametrize(("where", "step"), [("solver", 3), ("probe", 1), ("plan", 3)])
+@pytest.mark.slow
 def test_a_run_that_was_killed_in_a_refresh_goes_on_to_the_bit(
     where: str, step: int, undisturbed: Run, request: pytest.FixtureRequest
 ) -> None:

@@ -88,7 +88,7 @@ def assert_round_trip(decided: Decided, folder: Path, layers: int) -> None:
 def test_what_a_refresh_writes_is_read_back_and_grows_to_the_largest_model(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert_round_trip(Decided(2000), tmp_path, 2000)
+    assert_round_trip(Decided(500), tmp_path, 500)
     assert caplog.messages == []
 
 

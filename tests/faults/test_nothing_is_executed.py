@@ -36,7 +36,8 @@ def trespasses(text: str) -> list[str]:
 def test_no_script_unpickles_what_it_loads(folder: str) -> None:
     found = set()
     for path in (Path(__file__).parents[2] / folder).rglob("*.py"):
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        text = path.read_text()
+        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)] if "load" in text else []
         loads = [call for call in calls if getattr(call.func, "attr", "") == "load"]
         loads = [call for call in loads if ast.unparse(call.func) == "torch.load"]
         found |= {path.name} if any(trespasses(ast.unparse(load)) for load in loads) else set()

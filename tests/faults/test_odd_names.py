@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fault_runs import CONFIG, SAVING, SHORT
+from slow_cases import slow_but
 from small import tiny_llama
 from tiny_runs import SCHEDULE, differing, train, weights
 from torch import Tensor, nn
@@ -114,7 +115,7 @@ def test_a_folder_whose_name_is_no_utf8_takes_a_run_and_a_plan(tmp_path: Path, l
     assert any("moved what an earlier run recorded" in line and r"caf\udce9" in line for line in lines(logged))
 
 
-@pytest.mark.parametrize("solver", ["greedy", "highs", "cbc"])
+@pytest.mark.parametrize("solver", slow_but(["greedy", "highs", "cbc"], "greedy"))
 def test_a_module_of_any_name_is_planned_saved_and_resumed(
     solver: str, tmp_path: Path, logged: io.TextIOWrapper
 ) -> None:

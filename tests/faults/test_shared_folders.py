@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from events import refresh_event, small_plan, start_event
-from fault_runs import CONFIG, SAVING, SHORT
+from fault_runs import CONFIG, SHORT
 from tiny_runs import SCHEDULE, Run, history, model_with_dropout, train
 from transformers import TrainerCallback
 
@@ -81,28 +81,30 @@ def test_a_second_run_moves_the_record_of_the_first_aside_where_it_can_be_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "snip_hf")
-    for number in (1, 2):
-        run = train(tmp_path, CONFIG, **SHORT)
+    run = train(tmp_path, CONFIG, **SHORT)
+    assert {"plan.json", "history.jsonl", "divergence-2.json", "divergence-6.json"} == set(contents(tmp_path / "snip"))
+    for number, applied in ((1, [4, 8]), (2, [4])):
         before = contents(tmp_path / "snip")
-        assert {"plan.json", "history.jsonl", "divergence-2.json", "divergence-6.json"} == set(before)
-        train(tmp_path, CONFIG, **SHORT)
-        earlier = tmp_path / f"_snip-earlier-{2 * number - 1}"
+        later = train(tmp_path, CONFIG, **SHORT | {"max_steps": 4})
+        earlier = tmp_path / f"_snip-earlier-{number}"
         assert contents(earlier / "snip") == before
         assert f"snip-hf: moved what an earlier run recorded in {tmp_path / 'snip'} to {earlier / 'snip'}." in (
             caplog.messages
         )
         read = load_run(earlier)
-        assert [refresh.applied_step for refresh in read.refreshes] == [4, 8]
+        assert [refresh.applied_step for refresh in read.refreshes] == applied
         assert read.plans[-1][1].assignment == run.callback.controller.plan.assignment
-    assert [line["event"] for line in history(tmp_path)] == ["start", "refresh", "refresh"]
+        run = later
+    assert [line["event"] for line in history(tmp_path)] == ["start", "refresh"]
 
 
-def test_a_resumed_run_moves_nothing_aside(tmp_path: Path) -> None:
-    run = train(tmp_path, CONFIG, **SHORT, **SAVING)
+def test_a_resumed_run_moves_nothing_aside(undisturbed: Run, tmp_path: Path) -> None:
+    for name in ("snip", "checkpoint-6"):
+        shutil.copytree(undisturbed.folder / name, tmp_path / name)
     resumed = train(tmp_path, CONFIG, resume=tmp_path / "checkpoint-6", **SHORT)
     assert not list(tmp_path.glob("_snip*"))
     assert [line["applied_step"] for line in resumed.refreshes] == [4, 8]
-    assert resumed.losses == run.losses
+    assert resumed.losses == undisturbed.losses
 
 
 def test_a_move_that_was_cut_short_is_completed_by_the_next_run(tmp_path: Path) -> None:
@@ -201,7 +203,7 @@ def test_a_run_into_the_folder_of_a_running_one_is_refused_at_the_start(tmp_path
 
 
 def test_a_run_that_ended_leaves_no_lock(tmp_path: Path) -> None:
-    train(tmp_path, CONFIG, **SHORT)
+    train(tmp_path, CONFIG, **SHORT | {"max_steps": 1})
     process = holding(tmp_path)
     assert [path.name for path in tmp_path.glob("_snip*")] == ["_snip.lock"]
     process.communicate("")
@@ -239,8 +241,8 @@ class _Interrupt(TrainerCallback):
 def test_after_a_run_that_an_error_ended_the_same_process_trains_into_the_folder_again(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="interrupted") as caught:  # kept, as a notebook does, and its frames with it
         train(tmp_path, CONFIG, callbacks=[_Interrupt()], **SHORT)
-    run = train(tmp_path, CONFIG, **SHORT)
-    assert [line["applied_step"] for line in run.refreshes] == [4, 8]
+    run = train(tmp_path, CONFIG, **SHORT | {"max_steps": 4})
+    assert [line["applied_step"] for line in run.refreshes] == [4]
     assert caught.value is not None
 
 
@@ -304,8 +306,8 @@ def test_where_files_cannot_be_locked_a_run_goes_on_with_a_warning(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(lock_module.fcntl, "flock", refuse)
-    run = train(tmp_path, CONFIG, **SHORT)
-    assert [line["applied_step"] for line in run.refreshes] == [4, 8]
+    run = train(tmp_path, CONFIG, **SHORT | {"max_steps": 4})
+    assert [line["applied_step"] for line in run.refreshes] == [4]
     (message,) = [message for message in caplog.messages if "lock" in message]
     assert message == (
         f"snip-hf: could not lock {tmp_path}, training goes on; do not start a second run there: "

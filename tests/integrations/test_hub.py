@@ -24,7 +24,6 @@ import pytest
 import yaml
 from events import counted_event, refresh_event, start_event
 from hub_server import TOKEN, USER, Hub, Repository
-from slow_cases import slow_but
 from tiny_runs import SCHEDULE, train
 from torch import nn
 from transformers import Trainer
@@ -113,7 +112,8 @@ def test_the_client_asked_the_server_nothing_that_it_does_not_know(pushed: Any) 
     assert any(request.startswith("PUT /lfs/") for request in hub.requests)
 
 
-@pytest.mark.parametrize("name", slow_but(["every-save", "last-checkpoint", "at-the-end", "kept-card"], "every-save"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["every-save", "last-checkpoint", "at-the-end", "kept-card"])
 def test_plan_history_divergences_and_figures_travel_with_the_model(pushed: Any, name: str) -> None:
     hub, folder, _ = pushed
     files = repository(hub, name).files
@@ -125,6 +125,7 @@ def test_plan_history_divergences_and_figures_travel_with_the_model(pushed: Any,
     assert not any("tmp" in path or path.startswith("_") for path in files)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["every-save", "last-checkpoint"])
 def test_a_push_during_training_carries_card_section_and_tags(pushed: Any, name: str) -> None:
     hub, folder, _ = pushed
@@ -135,6 +136,7 @@ def test_a_push_during_training_carries_card_section_and_tags(pushed: Any, name:
     assert (folder / name / "snip" / "README.md").read_bytes().strip() in files["README.md"]
 
 
+@pytest.mark.slow
 def test_a_pushed_checkpoint_is_the_one_on_disk_with_the_state_to_resume_from(pushed: Any) -> None:
     hub, folder, _ = pushed
     files = repository(hub, "last-checkpoint").files
@@ -144,6 +146,7 @@ def test_a_pushed_checkpoint_is_the_one_on_disk_with_the_state_to_resume_from(pu
         assert files[f"last-checkpoint/{path.name}"] == path.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_trainer_keeps_our_tags_but_not_our_section_in_its_own_card(pushed: Any) -> None:
     # Fails when transformers gets an event after create_model_card: then keep_model_card is no longer needed.
     card = repository(pushed[0], "at-the-end").files["README.md"]
@@ -151,6 +154,7 @@ def test_the_trainer_keeps_our_tags_but_not_our_section_in_its_own_card(pushed: 
     assert b"How this model was trained" not in card
 
 
+@pytest.mark.slow
 def test_a_kept_model_card_has_the_trainers_text_and_our_section_once(pushed: Any) -> None:
     hub, folder, _ = pushed
     card = repository(hub, "kept-card").files["README.md"]
@@ -166,11 +170,13 @@ def test_a_kept_model_card_has_the_trainers_text_and_our_section_once(pushed: An
     assert re.search(rb"\| time for refreshes \| [\d.]+ s in probes, [\d.]+ s waiting for the solver \|", card)
 
 
+@pytest.mark.slow
 def test_the_pushed_checkpoint_is_an_ordinary_one(pushed: Any) -> None:
     # The other process loaded it from the server with `from_pretrained`.
     assert pushed[2]["same weights"] is True
 
 
+@pytest.mark.slow
 def test_a_hub_that_refuses_the_push_lets_training_end_and_a_push_by_hand_says_so(pushed: Any) -> None:
     hub, folder, printed = pushed
     assert printed["refused at step"] == 2

@@ -94,6 +94,13 @@ def two(recipe: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder, launch(cache, "ddp", "pretrain.py", str(recipe), "--override", TWO, f"training.output_dir={folder}")
 
 
+@pytest.fixture(scope="module")
+def loop_of_two(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The output folder of the loop on two processes, and what it printed."""
+    folder = tmp_path_factory.mktemp("loop") / "two"
+    return folder, launch(cache, "ddp", "accelerate_loop.py", str(folder), "--batch", "2")
+
+
 def launch(cache: Path, config: str, script: str, *arguments: str) -> str:
     """Runs a recipe's script under `accelerate launch` and returns what it wrote to stdout and stderr."""
     return launch_all(cache, [["--config_file", str(CONFIGS / f"{config}.yaml"), str(RECIPES / script), *arguments]])[0]
@@ -272,17 +279,19 @@ def _steps(printed: str) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_the_loop_trains_under_two_processes_and_goes_on_in_one(cache: Path, tmp_path: Path) -> None:
-    whole = _steps(launch(cache, "ddp", "accelerate_loop.py", str(tmp_path / "two"), "--batch", "2"))
+def test_the_loop_trains_under_two_processes_and_goes_on_in_one(
+    loop_of_two: tuple[Path, str], cache: Path, tmp_path: Path
+) -> None:
+    two, whole = loop_of_two[0], _steps(loop_of_two[1])
     assert list(whole) == list(range(1, 41))
     assert whole[40] < whole[1] - 0.5
-    lines = refreshes(tmp_path / "two")
+    lines = refreshes(two)
     assert [(line["step"], line["applied_step"]) for line in lines] == [(5, 7), (15, 17), (25, 27), (35, 37)]
     assert all(line["fp4_fraction"] >= 0.75 for line in lines)
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "two").state_dict()
-    trained = load_file(tmp_path / "two" / "checkpoint-40" / "model.safetensors")
+    saved = AutoModelForCausalLM.from_pretrained(two).state_dict()
+    trained = load_file(two / "checkpoint-40" / "model.safetensors")
     assert all(torch.equal(saved[name], tensor) for name, tensor in trained.items())
-    resumable(tmp_path / "two", tmp_path / "one", 30)
+    resumable(two, tmp_path / "one", 30)
     # A checkpoint that was being written when the run was killed has no snip_state.json, and is left alone.
     (tmp_path / "one" / "checkpoint-40").mkdir()
     rest = _steps(launch(cache, "single", "accelerate_loop.py", str(tmp_path / "one"), "--batch", "4"))
@@ -293,7 +302,9 @@ def test_the_loop_trains_under_two_processes_and_goes_on_in_one(cache: Path, tmp
 
 
 @pytest.mark.slow
-def test_two_machines_with_a_process_each_are_one_with_two(cache: Path, tmp_path: Path) -> None:
+def test_two_machines_with_a_process_each_are_one_with_two(
+    loop_of_two: tuple[Path, str], cache: Path, tmp_path: Path
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -307,6 +318,5 @@ def test_two_machines_with_a_process_each_are_one_with_two(cache: Path, tmp_path
     printed = launch_all(cache, commands)
     # Accelerate prints once per machine; both say the same, the mean over all processes.
     assert _steps(printed[0]) == _steps(printed[1])
-    together = _steps(launch(cache, "ddp", "accelerate_loop.py", str(tmp_path / "one"), "--batch", "2"))
-    assert _steps(printed[0]) == together
-    assert refreshes(tmp_path / "machines") == refreshes(tmp_path / "one")
+    assert _steps(printed[0]) == _steps(loop_of_two[1])
+    assert refreshes(tmp_path / "machines") == refreshes(loop_of_two[0])

@@ -14,10 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_runs
 import torch
 import transformers
 from accelerate import FullyShardedDataParallelPlugin
 from divergence_files import records_of
+from safetensors.torch import load_file
 from slow_cases import slow, slow_but
 from small import tiny_llama
 from tiny_runs import (
@@ -25,7 +27,6 @@ from tiny_runs import (
     SCHEDULE,
     STEPS,
     Run,
-    arguments,
     data,
     differing,
     history,
@@ -33,12 +34,11 @@ from tiny_runs import (
     noted_divergences,
     one_thread,
     solve_with,
-    train,
     weights,
     without_seconds,
 )
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from snip_hf import PrecisionPlan, SnipCallback, SnipConfig, SnipController
 from snip_hf.integrations import trainer as trainer_module
@@ -49,6 +49,16 @@ from snip_hf.reporting.run_report import reason_table
 from snip_hf.training.refresh import Solving
 
 CONFIG = SnipConfig(stages=2, **SCHEDULE)
+SHORT = 5
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    """Two micro-batches a step."""
+    return tiny_runs.arguments(folder, **{"gradient_accumulation_steps": 2} | changes)
+
+
+def train(folder: Path, config: SnipConfig | None = None, **options: Any) -> Run:
+    return tiny_runs.train(folder, config, **{"gradient_accumulation_steps": 2} | options)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -88,6 +98,14 @@ def watch() -> Watch:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, watch: Watch) -> Run:
     return train(tmp_path_factory.mktemp("run"), CONFIG, callbacks=[watch], save_strategy="steps", save_steps=STEPS)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Without dropout, to the first step under the first plan."""
+    run = train(tmp_path_factory.mktemp("short"), CONFIG, model=tiny_llama(hidden=32), max_steps=SHORT)
+    assert "fp4" in names(formats(run.model))
+    return run
 
 
 # -------------------------------------------------------------------------------------------------------- the refresh
@@ -230,7 +248,7 @@ def test_without_a_delay_a_plan_is_applied_after_the_step_it_was_probed_in(tmp_p
     assert any(len(set(layer.values())) == 2 for layer in watch.before[2].values())
 
 
-@pytest.mark.parametrize("policy", ["min-abs-err", "min-rel-err"])
+@pytest.mark.parametrize("policy", [slow("min-abs-err"), "min-rel-err"])
 def test_the_local_error_baselines_are_refreshed_like_snip(policy: str, run: Run, tmp_path: Path) -> None:
     baseline = train(tmp_path, SnipConfig(policy=policy, stages=2, **SCHEDULE), max_steps=5)
     (line,) = baseline.refreshes
@@ -261,22 +279,23 @@ def test_a_policy_without_a_probe_is_in_force_before_the_first_step_and_stays(po
 def test_a_plan_file_is_held_fixed(run: Run, tmp_path: Path) -> None:
     watch = Watch()
     fixed = train(
-        tmp_path, SnipConfig(fixed_plan=str(run.folder / "snip" / "plan.json"), **SCHEDULE), callbacks=[watch]
+        tmp_path,
+        SnipConfig(fixed_plan=str(run.folder / "snip" / "plan.json"), **SCHEDULE),
+        callbacks=[watch],
+        max_steps=SHORT,
     )
     assert len(fixed.history) == 1
     assert all(assignment == formats(run.model) for assignment in watch.before.values())
-    assert len(watch.before) == STEPS
+    assert len(watch.before) == SHORT
 
 
-def test_evaluation_in_between_changes_nothing(tmp_path: Path) -> None:
+def test_evaluation_in_between_changes_nothing(short: Run, tmp_path: Path) -> None:
     """Without dropout and within an epoch: an evaluation's data loader draws from torch's generator, SNIP or not."""
-    runs = [
-        train(tmp_path / strategy, CONFIG, model=tiny_llama(hidden=32), max_steps=9, eval_strategy=strategy, **more)
-        for strategy, more in [("no", {}), ("steps", {"eval_steps": 1, "eval_on_start": True})]
-    ]
-    assert len(runs[1].eval_losses) == 10
-    assert runs[0].losses == runs[1].losses
-    assert without_seconds(runs[0].history) == without_seconds(runs[1].history)
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
+    run = train(tmp_path, CONFIG, model=tiny_llama(hidden=32), max_steps=SHORT, **evaluating)
+    assert len(run.eval_losses) == SHORT + 1
+    assert run.losses == short.losses
+    assert without_seconds(run.history) == without_seconds(short.history)
 
 
 @pytest.mark.slow
@@ -298,32 +317,25 @@ def test_a_callback_that_is_added_later_and_a_model_init_give_the_same_run(run: 
         assert differing(weights(other.model), weights(run.model)) == []
 
 
-def test_a_recomputed_forward_does_not_count_as_another_micro_batch(tmp_path: Path) -> None:
+def test_a_recomputed_forward_does_not_count_as_another_micro_batch(short: Run, tmp_path: Path) -> None:
     """Recomputation draws the same rounding numbers again, so that it changes nothing, in FP4 as in BF16."""
-
-    def checkpointed() -> nn.Module:
-        model = tiny_llama(hidden=32)
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-        return model
-
-    runs = [
-        train(tmp_path / str(index), CONFIG, model=model, max_steps=7)
-        for index, model in enumerate([tiny_llama(hidden=32), checkpointed()])
-    ]
-    assert "fp4" in names(formats(runs[0].model))
-    assert runs[0].losses == runs[1].losses
-    assert without_seconds(runs[0].refreshes) == without_seconds(runs[1].refreshes)
+    model = tiny_llama(hidden=32)
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    run = train(tmp_path, CONFIG, model=model, max_steps=SHORT)
+    assert run.losses == short.losses
+    assert without_seconds(run.refreshes) == without_seconds(short.refreshes)
 
 
 def test_the_divergences_are_told_the_trainers_clip_factor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = noted_divergences(monkeypatch)
-    run = train(tmp_path, CONFIG)
-    norms = [run.losses[step][1] for step in (2, 6, 10)]
+    config = SnipConfig(first_refresh=2, refresh_every=1, apply_delay=1, **FAST)
+    run = train(tmp_path, config, trainer={"train_dataset": data(10)}, max_steps=4)
+    norms = [run.losses[step][1] for step in (2, 3)]
     assert min(norms) > 0.6
     steps = [call["optimizer_step"] for call in calls]
     assert [step.clip_factor for step in steps] == pytest.approx([0.5 / norm for norm in norms], rel=1e-5)
-    # Step 10 ends the epoch with a single micro-batch.
-    assert [step.micro_batches for step in steps] == [2, 2, 1]
+    # Step 3 ends the epoch with a single micro-batch.
+    assert [step.micro_batches for step in steps] == [2, 1]
 
 
 class Batches(Trainer):
@@ -342,8 +354,8 @@ def test_a_plain_loop_over_the_same_batches_gives_the_trainers_losses_and_plans(
     settings = {"lr_scheduler_type": "constant", "warmup_steps": 0, "optim": "adamw_torch", "weight_decay": 0.0}
     trainer = Batches(
         model=tiny_llama(hidden=32),
-        args=arguments(tmp_path / "trainer", **settings),
-        train_dataset=data(),
+        args=arguments(tmp_path / "trainer", max_steps=SHORT, **settings),
+        train_dataset=data(14),  # step 4 ends the epoch with a single micro-batch
         callbacks=[SnipCallback(CONFIG)],
     )
     trainer.train()
@@ -354,7 +366,7 @@ def test_a_plain_loop_over_the_same_batches_gives_the_trainers_losses_and_plans(
     controller = SnipController(model, optimizer, CONFIG, output_dir=tmp_path / "loop")
     controller.start()
     losses = {}
-    for step in range(1, STEPS + 1):
+    for step in range(1, SHORT + 1):
         total = 0.0
         for batch in (batch for done, batch in trainer.kept if done == step - 1):
             controller.capture(batch)
@@ -375,7 +387,7 @@ def test_a_plain_loop_over_the_same_batches_gives_the_trainers_losses_and_plans(
     assert differing(weights(model), weights(run.model)) == []
 
 
-def test_training_again_starts_a_new_history_and_asks_no_batch_twice(run: Run, tmp_path: Path) -> None:
+def test_training_again_starts_a_new_history_and_asks_no_batch_twice(short: Run, tmp_path: Path) -> None:
     class Stop(TrainerCallback):
         def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 1 and not stopped:
@@ -383,17 +395,17 @@ def test_training_again_starts_a_new_history_and_asks_no_batch_twice(run: Run, t
                 raise MemoryError  # between the micro-batches of step 2, whose gradients are being watched
 
     stopped: list[bool] = []
-    model, callbacks = model_with_dropout(), [SnipCallback(CONFIG), Stop()]
-    before = weights(model)
-    trainer = Trainer(model=model, args=arguments(tmp_path), train_dataset=data(), callbacks=callbacks)
+    model, callbacks = tiny_llama(hidden=32), [SnipCallback(CONFIG), Stop()]
+    before, settings = weights(model), arguments(tmp_path, max_steps=SHORT)
+    trainer = Trainer(model=model, args=settings, train_dataset=data(), callbacks=callbacks)
     with pytest.raises(MemoryError):
         trainer.train()
     model.load_state_dict(before)
-    again = Trainer(model=model, args=arguments(tmp_path), train_dataset=data(), callbacks=callbacks)
+    again = Trainer(model=model, args=settings, train_dataset=data(), callbacks=callbacks)
     again.train()
     second = Run(tmp_path, again, None)
-    assert second.losses == run.losses
-    assert without_seconds(second.history) == without_seconds(run.history)
+    assert second.losses == short.losses
+    assert without_seconds(second.history) == without_seconds(short.history)
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     assert len(model._forward_pre_hooks) == 0
 
@@ -576,7 +588,8 @@ def test_every_kind_of_failure_in_one_run_keeps_the_plan_and_leaves_no_process(
     )
     config = SnipConfig(first_refresh=1, refresh_every=2, apply_delay=1, solver_time_limit=0.3, solver="greedy")
     callback = SnipCallback(config, solving=Solving(grace=0.0), keep_formats=True)
-    run = train(tmp_path, callback=callback, model=model, callbacks=[NanLoss()], max_steps=10)
+    one = {"gradient_accumulation_steps": 1}
+    run = train(tmp_path, callback=callback, model=model, callbacks=[NanLoss()], max_steps=10, **one)
     reasons = [(line["step"], line["status"], line["reason"]) for line in run.refreshes]
     assert len(processes) == 4
     assert [step for step, _, _ in reasons] == [1, 3, 5, 7, 9]
@@ -623,24 +636,36 @@ def test_the_checkpoint_is_one_of_plain_transformers(run: Run) -> None:
     assert "quantization_config" not in config
     assert "snip" not in json.dumps(config).lower()
 
+    model, report = AutoModelForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    saved = load_file(checkpoint / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items() if name in saved)
+    assert {type(module) for module in model.modules() if isinstance(module, nn.Linear)} == {nn.Linear}
+    ids = torch.arange(24)[None]
+    expected = plain_of(run)(input_ids=ids, labels=ids).loss.item()
+    assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def plain_of(run: Run) -> nn.Module:
+    """The run's weights in a model that was never converted."""
+    plain = tiny_llama(hidden=32)
+    plain.load_state_dict(weights(run.model))
+    return plain.eval()
+
+
+@pytest.mark.slow
+def test_the_checkpoint_is_read_without_snip_hf(run: Run) -> None:
     program = """
 import sys, torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-model, report = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
-assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 assert not any(name.partition(".")[0] == "snip_hf" for name in sys.modules)
-saved = load_file(sys.argv[1] + "/model.safetensors")
-assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items() if name in saved)
-assert {type(m).__name__ for m in model.modules() if isinstance(m, torch.nn.Linear)} == {"Linear"}
 ids = torch.arange(24)[None]
 print(model(input_ids=ids, labels=ids).loss.item())
 """
-    plain = tiny_llama(hidden=32)
-    plain.load_state_dict(weights(run.model))
     ids = torch.arange(24)[None]
-    assert float(in_a_process(program, str(checkpoint))) == pytest.approx(
-        plain.eval()(input_ids=ids, labels=ids).loss.item(), rel=1e-6
+    assert float(in_a_process(program, str(run.folder / f"checkpoint-{STEPS}"))) == pytest.approx(
+        plain_of(run)(input_ids=ids, labels=ids).loss.item(), rel=1e-6
     )
 
 
@@ -687,9 +712,9 @@ class OwnStep(Trainer):
         return model(**inputs)["loss"] + model(**inputs)["loss"]
 
 
-def own_step(folder: Path, config: SnipConfig) -> Trainer:
+def own_step(folder: Path, config: SnipConfig, steps: int = 4) -> Trainer:
     callback = SnipCallback(config)
-    return OwnStep(model_with_dropout(), arguments(folder), train_dataset=data(), callbacks=[callback])
+    return OwnStep(model_with_dropout(), arguments(folder, max_steps=steps), train_dataset=data(), callbacks=[callback])
 
 
 def test_a_loss_that_nobody_sees_is_refused_before_the_first_step(tmp_path: Path) -> None:
@@ -703,7 +728,7 @@ def test_a_loss_that_nobody_sees_is_refused_before_the_first_step(tmp_path: Path
         "compute_loss_func, or in the model, or use a policy that needs no probe, such as policy='layer-position'."
     )
     assert differing(weights(trainer.model), before) == []
-    own_step(tmp_path, SnipConfig(policy="layer-position")).train()
+    own_step(tmp_path, SnipConfig(policy="layer-position"), steps=1).train()
 
 
 def test_a_refused_run_leaves_the_record_of_the_run_before_it(tmp_path: Path) -> None:
@@ -738,15 +763,16 @@ def test_a_plan_file_of_a_model_with_other_sizes_is_refused(tmp_path: Path) -> N
     )
 
 
-def test_two_snip_callbacks_of_one_trainer_are_refused_and_one_that_an_error_left_is_released(tmp_path: Path) -> None:
+def test_two_snip_callbacks_of_one_trainer_are_refused_and_one_that_an_error_left_is_released(
+    short: Run, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError) as caught:
         train(tmp_path / "two", CONFIG, callbacks=[SnipCallback(SnipConfig(policy="uniform-fp8"))])
     assert str(caught.value) == "The Trainer has two SnipCallbacks; expected one. Remove the other."
-    model = model_with_dropout()
+    model = tiny_llama(hidden=32)
     with pytest.raises(ValueError):
         train(tmp_path / "left", CONFIG, model=model, trainer={"train_dataset": [{"input_ids": [1, 2, 3]}] * 8})
-    again = train(tmp_path / "again", CONFIG, model=model)
-    assert again.losses == train(tmp_path / "fresh", CONFIG).losses
+    assert train(tmp_path / "again", CONFIG, model=model, max_steps=SHORT).losses == short.losses
 
 
 def test_a_run_that_ends_before_its_first_plan_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -764,7 +790,7 @@ def test_a_config_that_is_none_is_refused_by_its_type() -> None:
 
 
 def test_the_report_says_why_with_the_prices_of_the_program_that_was_solved(tmp_path: Path) -> None:
-    train(tmp_path, SnipConfig(stages=2, granularity="layer", **SCHEDULE))
+    train(tmp_path, SnipConfig(stages=2, granularity="layer", **SCHEDULE), max_steps=4)
     table = reason_table(load_run(tmp_path))
     assert table is not None
     cells = [list(column.cells) for column in table.columns]

@@ -81,7 +81,9 @@ def test_a_loss_that_the_trainers_log_hides_raises_formats_after_its_step(tmp_pa
 @pytest.mark.slow
 def test_the_loss_and_the_norm_of_a_step_are_those_that_the_trainer_logs(tmp_path: Path) -> None:
     """Also of the tenth step, the last one of the epoch, which has one micro-batch in place of two."""
-    run = train(tmp_path, config(guard="watch", policy="uniform-fp4"), max_steps=10, **LOW)
+    run = train(
+        tmp_path, config(guard="watch", policy="uniform-fp4"), max_steps=10, gradient_accumulation_steps=2, **LOW
+    )
     assert run.callback is not None and run.callback.controller is not None
     recent = run.callback.controller.state_dict()["guard"]["recent"]
     logged = [run.losses[step] for step in range(3, 11)]

@@ -117,14 +117,16 @@ def test_probes_whose_solver_always_fails_leave_no_trace(
     assert differing(weights(run.model), weights(plain.model)) == []
 
 
-@pytest.fixture(scope="module", params=COMPANY)
+@pytest.fixture(scope="module")
 def full(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Run]:
     run = in_company(request.param, tmp_path_factory.mktemp("full"), CONFIG, **SAVING)
     assert [(line["step"], line["applied_step"]) for line in run.refreshes] == [(2, 4), (6, 8)]
     return request.param, run
 
 
-@pytest.mark.parametrize("step", slow_but([1, 3, 6], 3))
+@pytest.mark.parametrize(
+    ("full", "step"), [*((kind, 3) for kind in COMPANY), ("all of them", 1), ("all of them", 6)], indirect=["full"]
+)
 @pytest.mark.slow
 def test_resuming_gives_the_uninterrupted_run(full: tuple[str, Run], step: int, tmp_path: Path) -> None:
     kind, expected = full

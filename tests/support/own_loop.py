@@ -20,14 +20,14 @@ CONFIG = SnipConfig(**SCHEDULE)
 
 
 class Loop:
-    """A training loop without Trainer: AdamW, two micro-batches a step, clipping; with or without Accelerate."""
+    """A training loop without Trainer: AdamW and clipping; with or without Accelerate."""
 
     def __init__(
         self,
         config: SnipConfig | None = CONFIG,
         folder: Path | None = None,
         accelerator: Accelerator | None = None,
-        accumulation: int = 2,
+        accumulation: int = 1,
         max_norm: float = 0.5,
         dropout: float = 0.1,
         solving: Solving | None = None,

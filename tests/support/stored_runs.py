@@ -33,7 +33,8 @@ def stored_model() -> LlamaForCausalLM:
 def write(folder: Path) -> None:
     for name, config in RUNS.items():
         with tempfile.TemporaryDirectory() as output:
-            train(Path(output), config, model=stored_model(), max_steps=8, save_steps=1, save_strategy="steps")
+            settings = {"max_steps": 8, "gradient_accumulation_steps": 2, "save_steps": 1, "save_strategy": "steps"}
+            train(Path(output), config, model=stored_model(), **settings)
             shutil.copytree(Path(output, "snip"), folder / name / "snip")
             for step in (IDLE, PENDING):
                 (folder / name / f"checkpoint-{step}").mkdir()

@@ -95,7 +95,6 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
     values: dict[str, Any] = {
         "max_steps": STEPS,
         "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 2,

@@ -156,7 +156,7 @@ def build(
     if config is not None:
         callback = SnipCallback(config, keep_formats=True)
     common: dict[str, Any] = {
-        "max_steps": 5,
+        "max_steps": 4,
         "learning_rate": 1e-2,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,

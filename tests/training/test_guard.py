@@ -79,12 +79,11 @@ def threads() -> Iterator[None]:
 
 
 HEALTHY: dict[str, tuple[int, dict[str, Any]]] = {
-    "by layer": (20, {"guard_window": 16}),
+    "by layer": (12, {"guard_window": 8}),
     "all in FP4": (24, {"guard_window": 16, "policy": "uniform-fp4"}),
     # As long as it takes for the default's window to be half full, and a while longer.
-    "by layer, defaults": (84, {"guard_window": 128}),
+    "by layer, defaults": (72, {"guard_window": 128}),
     "by GEMM, two stages": (24, {"guard_window": 16, "granularity": "gemm", "stages": 2}),
-    "all in FP4, defaults": (84, {"guard_window": 128, "policy": "uniform-fp4"}),
     "checks of the ranking": (24, {"guard_window": 16, "refresh_on_drift": 0.5, "drift_every": 3}),
 }
 

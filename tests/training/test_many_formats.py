@@ -23,7 +23,7 @@ def test_five_formats_train_resume_to_the_bit_report_and_export(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = SnipConfig(**SCHEDULE, formats=NAMES, target_fp4_fraction=0.5, granularity="gemm")
-    whole = train(tmp_path / "whole", config, save_strategy="steps", save_steps=3)
+    whole = train(tmp_path / "whole", config, max_steps=5, save_strategy="steps", save_steps=3)
     plan = PrecisionPlan.load(tmp_path / "whole" / "snip" / "plan.json")
     used = {name for row in plan.assignment.values() for name in row.values()}
     assert used <= set(NAMES) and used & {"nvfp4-rht", "mxfp4"} and plan.fp4_fraction >= 0.5
@@ -35,7 +35,9 @@ def test_five_formats_train_resume_to_the_bit_report_and_export(
     assert size["fp8-tensor"] < size["mxfp6"] < min(size["mxfp4"], size["nvfp4-rht"])
     # Saved between a probe and the application of its plan.
     checkpoint = tmp_path / "whole" / "checkpoint-3"
-    resumed = train(tmp_path / "resumed", callback=SnipCallback(config, resume=checkpoint), resume=checkpoint)
+    resumed = train(
+        tmp_path / "resumed", callback=SnipCallback(config, resume=checkpoint), resume=checkpoint, max_steps=5
+    )
     assert differing(weights(resumed.model), weights(whole.model)) == []
     run_report(tmp_path / "whole")
     assert (tmp_path / "whole" / "snip" / "plan.png").stat().st_size > 10_000

@@ -216,14 +216,23 @@ def tile_amax(x_fp32: Tensor, tile: tuple[int, int]) -> Tensor:
 
 def _blocks(x: Tensor, tile: tuple[int, int]) -> Tensor:
     """Returns x (R, C), zeros behind its ends, as (tiles along R, rows, tiles along C, columns)."""
-    rows, columns = tile
-    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
-    return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+    rows, columns = _within(tile, x.shape)
+    if x.shape[0] % rows or x.shape[1] % columns:
+        x = torch.nn.functional.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    return x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
+
+
+def _within(tile: tuple[int, int], shape: torch.Size) -> tuple[int, int]:
+    """Returns a tile no larger than x (R, C): of a tile that reaches beyond its ends nothing but zeros is cut off.
+
+    A dimension of x that is empty has tiles of 1.
+    """
+    return min(tile[0], max(1, shape[0])), min(tile[1], max(1, shape[1]))
 
 
 def _scale_tiles(x: Tensor, factors: Tensor, tile: tuple[int, int]) -> Tensor:
     """Returns x (R, C) with every element multiplied by its tile's entry of `factors`."""
-    rows, columns = tile
+    rows, columns = _within(tile, x.shape)
     if x.shape[0] % rows == 0 and x.shape[1] % columns == 0:
         blocks = x.reshape(factors.shape[0], rows, factors.shape[1], columns)
         return (blocks * factors[:, None, :, None]).view(x.shape)

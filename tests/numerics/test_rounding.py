@@ -771,6 +771,12 @@ class TestUniform:
         assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 0)])
+def test_an_empty_matrix_has_empty_scales(shape: tuple[int, int]) -> None:
+    scales = tile_scales(torch.zeros(shape), E4M3, SQUARE_TILE)
+    assert scales.shape == tuple(int(size > 0) for size in shape)
+
+
 def test_ml_dtypes_rounds_the_oracle_s_midpoints_to_even() -> None:
     """The oracle itself: ties between neighbouring codes go to the even one, by a rule it does not use."""
     for grid in rounding.GRIDS:

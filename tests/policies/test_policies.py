@@ -107,7 +107,7 @@ def test_every_stage_meets_every_target_and_exceeds_it_by_less_than_a_unit(
         assert_complete(setting, assignment)
         for stage, share in zip(setting.stages, stage_shares(setting, assignment), strict=True):
             assert share >= target - 1e-9
-            largest = max(setting.shares(stage)[group] for group in setting.groups(stage)) * (3 if ties else 1)
+            largest = max(setting.shares(stage).values()) * (3 if ties else 1)
             assert share < target + largest + 1e-9
             assert needs_all(setting, stage, assignment, share)
             if target == 0:
@@ -124,13 +124,14 @@ def test_every_stage_meets_every_target_and_exceeds_it_by_less_than_a_unit(
 def needs_all(setting: Setting, stage: Any, assignment: dict[str, dict[str, str]], share: float) -> bool:
     """No unit in FP4 could go back to FP8 with the target still met."""
     parts: dict[Any, float] = {}
+    shares = setting.shares(stage)
     for group in setting.groups(stage):
         layer, gemm = setting.members(group)[0]
         parent, _, last = layer.rpartition(".")
         tie = next((names for names in setting.config.ties if last in names), last)
         key = (parent, tie, gemm)
         if assignment[layer][gemm] == "fp4":
-            parts[key] = parts.get(key, 0) + setting.shares(stage)[group]
+            parts[key] = parts.get(key, 0) + shares[group]
     return all(share - part < setting.config.target_fp4_fraction - 1e-9 for part in parts.values())
 
 

@@ -24,7 +24,7 @@ BF16 = Contender("bf16", "all", {})
 TINY = [
     "model.config.hidden_size=32",
     "model.config.intermediate_size=48",
-    "model.config.num_hidden_layers=2",
+    "model.config.num_hidden_layers=1",
     "model.config.num_attention_heads=2",
     "model.config.num_key_value_heads=2",
     "training.steps=5",
@@ -43,7 +43,7 @@ def write_recipe(folder: Path, cells: list[dict[str, Any]], **changes: Any) -> P
     rng = random.Random(0)
     for name in ("train", "held-out"):
         (folder / f"{name}.txt").write_text(" ".join(rng.choice(words) for _ in range(4000)), encoding="utf-8")
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     recipe = {
         "data": {
             "source": "files",

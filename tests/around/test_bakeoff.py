@@ -41,7 +41,7 @@ def write_grid(folder: Path, experiments: dict[str, Any], **training: Any) -> Pa
     rng = random.Random(0)
     for name in ("train", "held-out"):
         (folder / f"{name}.txt").write_text(" ".join(rng.choice(words) for _ in range(4000)), encoding="utf-8")
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     grid = {
         "data": {
             "source": "files",
@@ -342,7 +342,7 @@ def test_a_line_holds_losses_plans_and_costs(tiny: tuple[Grid, Path]) -> None:
     # Probed at 3, 7 and 11 and applied one step later; each plan in its three letters per layer.
     assert [plan["step"] for plan in line["plans"]] == [0, 4, 8, 12]
     assert len(line["refresh_seconds"]) == 3 and min(line["refresh_seconds"]) > 0
-    assert {len(plan["formats"]) for plan in line["plans"]} == {3 * len(line["layers"])} == {3 * 14}
+    assert {len(plan["formats"]) for plan in line["plans"]} == {3 * len(line["layers"])} == {3 * 7}
     assert set(line["plans"][0]["formats"]) == {"8"} and set(line["plans"][-1]["formats"]) == {"4", "8"}
     assert not line["diverged"] and line["kept"] == []
 

@@ -6,6 +6,7 @@ percent of the loss.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +92,7 @@ class Difference:
         bound, shift = student_t.isf(level / 2, freedom), abs(effect) / self.error
         # Given the deviation that an experiment finds, relative to the true one, t is normal: the mean over deviations.
         # scipy's noncentral t is NaN for large shifts.
-        found = np.sqrt(chi2.ppf((np.arange(_DEVIATIONS) + 0.5) / _DEVIATIONS, freedom) / freedom)
+        found = _relative_deviations(freedom)
         return float(np.mean(norm.sf(bound * found - shift) + norm.sf(bound * found + shift)))
 
     def detectable(self, level: float = SIGNIFICANCE) -> float | None:
@@ -142,6 +143,13 @@ class Difference:
         if not self.forks:
             return "-"
         return f"{self.mean:+.3f}" + (f" ± {self.half_width:.3f}" if self.forks > 1 else "")
+
+
+@functools.lru_cache(maxsize=512)
+def _relative_deviations(freedom: float) -> np.ndarray:
+    """Returns deviations that experiments find, relative to the true one, all equally likely."""
+    deviations: np.ndarray = np.sqrt(chi2.ppf((np.arange(_DEVIATIONS) + 0.5) / _DEVIATIONS, freedom) / freedom)
+    return deviations
 
 
 def holm(ps: Sequence[float | None]) -> list[float | None]:

@@ -99,7 +99,7 @@ def test_hessian_traces_are_products_with_the_exact_hessian(curved: Any) -> None
 
 def test_hessian_traces_average_to_the_trace_of_each_block(curved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, blocks = curved
-    probes = 400
+    probes = 240
     monkeypatch.setattr(weight_estimators, "PROBES", probes)
     traces = weight_estimators.hessian_traces(point_of(model, batch))
     for name in LAYERS:

@@ -126,7 +126,7 @@ def test_every_kind_of_contender_of_the_criteria_trains_a_small_model(tmp_path: 
 def test_the_small_recipe_goes_the_whole_way_of_a_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, text, output = ROOT / "recipes" / "forks-small.yaml", tmp_path / "text.npz", tmp_path / "lines.jsonl"
     assert forks.main(["text", str(recipe), "--text", str(text)]) == 0
-    less = ["--override", "forks.base_seeds=[0]", "forks.points=[20]", "training.steps=70"]
+    less = ["--override", "forks.base_seeds=[0]", "forks.points=[20]", "training.steps=70", *TINY[:6]]
     command = [sys.executable, "-m", "eval.bakeoff.forks", "run", str(recipe), "--text", str(text), "--device", "cpu"]
     command += ["--output", str(output), "--cache", str(tmp_path / "cache"), "--workers", "2", *less]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)

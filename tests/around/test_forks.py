@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -483,7 +482,9 @@ def test_a_worker_whose_gpu_is_lost_takes_no_further_base(
 
 
 @pytest.mark.slow
-def test_a_format_of_one_s_own_is_a_cell_once_its_module_is_imported(tmp_path: Path) -> None:
+def test_a_format_of_one_s_own_is_a_cell_once_its_module_is_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "my_formats.py").write_text(
         "from snip_hf.numerics.formats import NumberFormat, integers, register_format\n"
         "fields = {'bits': 3, 'speed': 2.0, 'label': 'INT3', 'colour': '#000000'}\n"
@@ -497,10 +498,9 @@ def test_a_format_of_one_s_own_is_a_cell_once_its_module_is_imported(tmp_path: P
     command = [sys.executable, "-m", "eval.bakeoff.forks", "run", str(recipe), "--text", str(tmp_path / "text.npz")]
     command += ["--output", str(tmp_path / "lines"), "--cache", str(tmp_path), "--device", "cpu"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    run = partial(subprocess.run, cwd=ROOT, env=environment, capture_output=True, text=True)
-    refused = run(command)
-    assert (refused.returncode, "Unknown format 'my-int3' for cells: format" in refused.stderr) == (1, True)
-    run([*command, "--import", "my_formats"], check=True)
+    assert forks.main(command[3:]) == 1
+    assert "Unknown format 'my-int3' for cells: format" in capsys.readouterr().err
+    subprocess.run([*command, "--import", "my_formats"], cwd=ROOT, env=environment, capture_output=True, check=True)
     lines = read_lines(tmp_path / "lines")
     assert {line["contender"] for line in lines} == {"bf16", "my-int3"}
     assert {line["command"].split(" --import ")[1] for line in lines} == {"my_formats"}

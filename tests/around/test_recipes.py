@@ -594,10 +594,10 @@ def test_a_snip_run_refreshes_reports_and_evaluates_in_both_arithmetics(
 ) -> None:
     output = tmp_path / "run"
     refreshes = ["snip.first_refresh=2", "snip.refresh_every=2", "snip.apply_delay=1", "snip.probe_tokens=128"]
-    result = pretrain.run(tiny(folder, output, "training.max_steps=9", *refreshes))
+    result = pretrain.run(tiny(folder, output, "training.max_steps=5", *refreshes))
     history = [json.loads(line) for line in (output / "snip" / "history.jsonl").read_text().splitlines()]
     refreshes = [line for line in history if line["event"] == "refresh"]
-    assert [(line["step"], line["status"]) for line in refreshes] == [(s, "applied") for s in (2, 4, 6, 8)]
+    assert [(line["step"], line["status"]) for line in refreshes] == [(s, "applied") for s in (2, 4)]
     assert all(min(line["stage_fp4_fractions"]) >= 0.75 for line in refreshes)
     assert len(history[0]["stages"]) == 2
     shown = capsys.readouterr().out

@@ -13,6 +13,7 @@ import pytest
 import torch
 from rounded import fake_quantize
 from scipy.stats import entropy
+from slow_cases import slow_but
 from small import adamw_after, text, tiny_llama, tiny_lm, tokens
 from sums_of_layer import LayerSums
 from torch import Tensor, nn
@@ -312,7 +313,7 @@ def test_half_of_a_micro_batch_stands_for_a_whole_whose_other_half_is_the_same(p
         assert a.criterion == pytest.approx(b.criterion, rel=0.1 if policy == "kl" else 1e-2, abs=1e-3 * largest)
 
 
-@pytest.mark.parametrize("policy", ["fisher", "greedy", "kl"])
+@pytest.mark.parametrize("policy", slow_but(["fisher", "greedy", "kl"], "greedy"))
 def test_a_sample_of_tokens_stands_for_all(policy: str) -> None:
     inputs = text(16, 128)
     every = table_at(policy, inputs, kept=2048)

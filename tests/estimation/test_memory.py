@@ -74,7 +74,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, *list(CASES)[:2]))
+@pytest.mark.parametrize("case", slow_but(CASES, "bf16"))
 @pytest.mark.parametrize(("probes", "kept"), [slow(1, None), (1, 128), slow(2, None), slow(3, 256)])
 def test_a_probe_holds_what_is_predicted_beyond_the_activations_of_a_pass(
     case: str, probes: int, kept: int | None
@@ -95,7 +95,7 @@ def test_the_prediction_is_exact_where_activations_and_the_share_of_one_layer_ar
     assert taken == pytest.approx(probe_memory(model, 1, 4), rel=0.03)
 
 
-@pytest.mark.parametrize("probes", [1, 2, 3])
+@pytest.mark.parametrize("probes", slow_but([1, 2, 3], 2))
 def test_the_samples_take_what_is_predicted_of_them(probes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = llama(), Batch.of(text(2, 256))
     samples = probe_memory(model, probes, 384) - probe_memory(model, probes, 0)
@@ -201,7 +201,7 @@ def test_the_controller_probes_within_the_bound_and_writes_the_prediction(
     assert history(tmp_path)[0]["config"]["probe_tokens"] is None
 
 
-@pytest.mark.parametrize(("asked", "tokens"), [(None, 1024), (700, 512), (128, 256)])
+@pytest.mark.parametrize(("asked", "tokens"), [slow(None, 1024), (700, 512), slow(128, 256)])
 def test_the_controller_probes_a_part_of_the_micro_batch_and_predicts_what_it_keeps_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None, tokens: int
 ) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from backends import gemm_call, hopper_lacks, select_backend
-from kernel_runs import dump, interpreting, load, patch_once_a_launch
+from interpreter_speed import hasten_the_interpreter
+from kernel_runs import dump, interpreting, load
 from oracles.three_gemms import product
 from rounded import quantize
 
@@ -60,7 +61,7 @@ def correct_the_interpreter() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    patch_once_a_launch()
+    hasten_the_interpreter()
     dtypes = {tl.float32: torch.float32, tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
     raw = {torch.float32: (np.float32, torch.float32), torch.bfloat16: (np.uint16, torch.uint16)}
     raw[torch.float8_e4m3fn] = (np.uint8, torch.uint8)

@@ -17,6 +17,7 @@ import torch._inductor.config
 from backends import hopper_lacks
 from models import batch, build
 from rounded import quantize
+from slow_cases import pairwise, slow, slow_but
 from small import checkpoint_activations, tiny_llama
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -37,10 +38,12 @@ from snip_hf.numerics.rounding import Quantized
 
 T, I, O = 150, 200, 136  # tokens, in_features, out_features: ragged in every tiling  # noqa: E741
 BF16 = torch.bfloat16
-COMBINATIONS = list(itertools.product(("bf16", "fp8", "fp4"), repeat=3))
+NAMES = ("bf16", "fp8", "fp4")
+COMBINATIONS = list(itertools.product(NAMES, repeat=3))
 QUANTIZED = [formats for formats in COMBINATIONS if set(formats) != {"bf16"}]
 
-each_combination = pytest.mark.parametrize("formats", COMBINATIONS, ids="/".join)
+each_combination = pytest.mark.parametrize("formats", slow_but(COMBINATIONS, *pairwise(NAMES)), ids="/".join)
+each_quantized = pytest.mark.parametrize("formats", slow_but(QUANTIZED, *pairwise(NAMES)), ids="/".join)
 on_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(hopper_lacks(torch.device("cuda")) is not None, reason="needs a Hopper GPU"),
@@ -277,7 +280,7 @@ class TestOneLayer:
         assert ours["y"].dtype == BF16 and ours["weight"].dtype == ours["x"].dtype == torch.float32
         assert_close(ours, emulated, plain.bias)
 
-    @pytest.mark.parametrize("formats", MIXED, ids="/".join)
+    @pytest.mark.parametrize("formats", slow_but(MIXED, *MIXED[:2]), ids="/".join)
     @pytest.mark.parametrize("shape", INPUTS)
     @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no-bias"])
     def test_takes_any_dimensions_and_strides(
@@ -298,7 +301,7 @@ class TestOneLayer:
         if device == "cpu":
             assert hopper.operators.calls == []
 
-    @pytest.mark.parametrize("formats", QUANTIZED, ids="/".join)
+    @each_quantized
     @pytest.mark.parametrize("shape", [(0, I), (2, 0, I)], ids=str)
     def test_no_tokens_give_an_empty_output_and_zero_gradients(
         self, device: str, formats: tuple[str, str, str], shape: tuple[int, ...]
@@ -376,7 +379,7 @@ class TestOneLayer:
         if device == "cpu":
             assert hopper.operators.calls == []
 
-    @pytest.mark.parametrize("formats", QUANTIZED, ids="/".join)
+    @each_quantized
     def test_kernels_run_for_what_is_needed_only(self, stand_in: StandIn, formats: tuple[str, str, str]) -> None:
         """Each operand is quantized once, in the layouts of the GEMMs that are not in BF16."""
         forward, grad_input, grad_weight = (fmt != "bf16" for fmt in formats)
@@ -447,7 +450,9 @@ class TestSaved:
             layer(x)
         return [tensor for tensor in tensors if tensor.data_ptr() != layer.weight.data_ptr() or tensor.numel() == 0]
 
-    @pytest.mark.parametrize("formats", [f for f in QUANTIZED if f[2] != "bf16"], ids="/".join)
+    @pytest.mark.parametrize(
+        "formats", slow_but([f for f in QUANTIZED if f[2] != "bf16"], *pairwise(NAMES)), ids="/".join
+    )
     @pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
     def test_of_the_input_one_byte_per_element_is_kept(
         self, device: str, formats: tuple[str, str, str], autocast: bool
@@ -516,7 +521,7 @@ def together(layers: list[SnipLinear], x: Tensor) -> list[Tensor]:
 
 
 class TestTied:
-    @pytest.mark.parametrize("formats", QUANTIZED, ids="/".join)
+    @each_quantized
     def test_layers_that_share_an_input_compute_what_each_does_by_itself(
         self, device: str, formats: tuple[str, str, str]
     ) -> None:
@@ -653,7 +658,7 @@ class TestTied:
 
 
 class TestKept:
-    @pytest.mark.parametrize("formats", QUANTIZED, ids="/".join)
+    @each_quantized
     @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["float32", "bfloat16"])
     def test_passes_with_kept_weights_are_those_without(
         self, device: str, formats: tuple[str, str, str], dtype: torch.dtype
@@ -1094,8 +1099,11 @@ class Siblings(nn.Module):
         return q + k * v
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["quantized-in-passes", "kept"])
-@pytest.mark.parametrize("tied", [False, True], ids=["alone", "tied"])
+@pytest.mark.parametrize(
+    ("tied", "kept"),
+    [(False, False), slow(False, True), slow(True, False), (True, True)],
+    ids=["alone-quantized-in-passes", "alone-kept", "tied-quantized-in-passes", "tied-kept"],
+)
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not:DeprecationWarning")
 def test_layers_are_one_graph_and_new_plans_and_steps_compile_nothing(
     tied: bool, kept: bool, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ import pytest
 import torch
 from kernels.test_hopper_layers import assert_close, assert_same, gradients, layer_of, linear, randn
 from models import batch
-from slow_cases import slow
+from slow_cases import pairwise, slow, slow_but
 from small import checkpoint_activations, tiny_llama
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -31,7 +31,8 @@ from snip_hf.layers.state import snip_linears
 T, I, O = 150, 200, 136  # as in test_hopper_layers  # noqa: E741
 BF16 = torch.bfloat16
 NAME = TENSOR_SCALED.name
-COMBINATIONS = list(itertools.product(("bf16", "mxfp4", "fp8-tensor"), repeat=3))
+NAMES = ("bf16", "mxfp4", "fp8-tensor")
+COMBINATIONS = list(itertools.product(NAMES, repeat=3))
 MIXED = [("mxfp4", "mxfp4", "mxfp4"), ("ufp4", "fp8-tensor", "mxfp4"), ("bf16", "mxfp4", "ufp4")]
 MXFP4, OTHER = MIXED[0], MIXED[1]
 
@@ -68,7 +69,7 @@ def record_of(layer: SnipLinear) -> Tensor:
 # ------------------------------------------------------------------------------------- one layer
 
 
-@pytest.mark.parametrize("formats", COMBINATIONS, ids="/".join)
+@pytest.mark.parametrize("formats", slow_but(COMBINATIONS, *pairwise(NAMES)), ids="/".join)
 def test_a_layer_computes_what_the_emulated_backend_does(formats: tuple[str, ...], device: str) -> None:
     plain, x = linear(device=device), randn(T, I, device=device)
     got = gradients(layer_of(plain, formats, NAME), x)

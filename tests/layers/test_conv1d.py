@@ -128,8 +128,10 @@ def plan_of(folder: Path) -> PrecisionPlan:
 def test_gpt2_is_probed_planned_trained_saved_and_restored_as_its_twin_of_linears(tmp_path: Path) -> None:
     config = SnipConfig(**SCHEDULE, target_fp4_fraction=0.5, granularity="gemm")
     accumulated = {"gradient_accumulation_steps": 2}
-    run = train(tmp_path / "conv1d", config, model=gpt2(), save_strategy="steps", save_steps=3, **accumulated)
-    linears = train(tmp_path / "linear", config, model=gpt2(nn.Linear), **accumulated)
+    run = train(
+        tmp_path / "conv1d", config, model=gpt2(), save_strategy="steps", save_steps=3, max_steps=5, **accumulated
+    )
+    linears = train(tmp_path / "linear", config, model=gpt2(nn.Linear), max_steps=5, **accumulated)
     assert plan_of(linears.folder).assignment == plan_of(run.folder).assignment
     assert list(plan_of(run.folder).assignment) == NAMES
     assert plan_of(linears.folder).flops == plan_of(run.folder).flops
@@ -140,7 +142,9 @@ def test_gpt2_is_probed_planned_trained_saved_and_restored_as_its_twin_of_linear
     # Saved between a probe and the application of its plan.
     checkpoint = tmp_path / "conv1d" / "checkpoint-3"
     callback = SnipCallback(config, resume=checkpoint)
-    resumed = train(tmp_path / "resumed", callback=callback, model=gpt2(), resume=checkpoint, **accumulated)
+    resumed = train(
+        tmp_path / "resumed", callback=callback, model=gpt2(), resume=checkpoint, max_steps=5, **accumulated
+    )
     assert differing(weights(resumed.model), weights(run.model)) == []
     restore_model(run.model)
     run.model.save_pretrained(tmp_path / "plain")

@@ -17,7 +17,7 @@ import torch
 from models import CONFIGS, LINEARS, batch, build
 from oracles.rounding import stream_halves
 from oracles.three_gemms import GRAD_OUTPUT, Layer
-from slow_cases import slow
+from slow_cases import pairwise, slow, slow_but
 from torch import Tensor, nn
 from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
@@ -36,10 +36,11 @@ from snip_hf.numerics.gemms import GEMMS
 
 T, I, O = 150, 200, 136  # tokens, in_features, out_features: ragged in every tiling  # noqa: E741
 FAMILIES = list(LINEARS)
-COMBINATIONS = list(itertools.product(("bf16", "fp8", "fp4"), repeat=3))
+NAMES = ("bf16", "fp8", "fp4")
+COMBINATIONS = list(itertools.product(NAMES, repeat=3))
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 
-each_combination = pytest.mark.parametrize("formats", COMBINATIONS, ids="/".join)
+each_combination = pytest.mark.parametrize("formats", slow_but(COMBINATIONS, *pairwise(NAMES)), ids="/".join)
 each_family = pytest.mark.parametrize("family", FAMILIES)
 
 

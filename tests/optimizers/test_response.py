@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from shared import small_models as reference
+from slow_cases import slow_but
 from torch import Tensor, nn, optim
 from torch.optim import SGD, Adam, AdamW
 from transformers.optimization import Adafactor as TransformersAdafactor
@@ -239,7 +240,7 @@ def test_vectors_are_answered_too_where_matrices_are_factored(rule: str, steps: 
     torch.testing.assert_close(answer.pushforward(gradient, tangent).double(), slope, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 7])
+@pytest.mark.parametrize("steps", slow_but([0, 1, 7], 0, 7))
 @pytest.mark.parametrize("rule", IN_FP64)
 def test_update_and_products_are_those_of_the_real_optimizer(rule: str, steps: int) -> None:
     check_against_real_steps(IN_FP64[rule], *trained(IN_FP64[rule], steps), steps)
@@ -709,7 +710,7 @@ def bits(value: Any) -> Any:
     return [bits(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("steps", slow_but([0, 2], 2))
 @pytest.mark.parametrize("rule", ALL)
 def test_asking_changes_neither_state_nor_parameters(rule: str, steps: int) -> None:
     parameters, optimizer = trained(ALL[rule], steps)

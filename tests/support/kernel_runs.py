@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from interpreter_speed import hasten_the_interpreter
 from torch import Tensor
 
 from snip_hf.kernels import adam_slopes, bf16_parts, rounding, sums
@@ -42,29 +43,6 @@ def load(data: bytes) -> Any:
         return torch.load(io.BytesIO(data), weights_only=True)
 
 
-def patch_once_a_launch() -> None:
-    """Lets Triton's interpreter replace the functions of its language where a launch begins in a module.
-
-    Its own way is to look through all of them at each call of a device function, which is half of a launch's time.
-    """
-    from triton.runtime import interpreter
-
-    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched: set[int] = set()
-
-    def patch_a_new_module(function: Any) -> Any:
-        if id(function.__globals__) in patched:
-            return None
-        patched.add(id(function.__globals__))
-        return patch(function)
-
-    def launch_anew(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        patched.clear()  # since each launch ends with the functions put back
-        return launch(executor, *args, **kwargs)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_a_new_module, launch_anew
-
-
 def correct_the_interpreter() -> None:
     """Gives Triton's interpreter BF16 as GPUs have it: its own way to FP32 takes subnormal numbers for others, and its
     way from there cuts digits off instead of rounding to nearest. Its products take the bits of BF16 for whole numbers.
@@ -72,7 +50,7 @@ def correct_the_interpreter() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    patch_once_a_launch()
+    hasten_the_interpreter()
     convert = interpreter._convert_float
 
     def widened(data: Any, source: Any, target: Any, rounding_mode: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,11 @@ import pytest
 def slow(*values: Any) -> Any:
     """One case, of these arguments."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def pairwise(names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Nine of the 27 triples of three names, in which any two places have every pair of names once."""
+    return [(one, other, names[(i + j) % 3]) for i, one in enumerate(names) for j, other in enumerate(names)]
 
 
 def slow_but(cases: Iterable[Any], *fast: Any) -> list[Any]:

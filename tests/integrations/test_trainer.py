@@ -40,7 +40,7 @@ from tiny_runs import (
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from snip_hf import PrecisionPlan, SnipCallback, SnipConfig, SnipController
+from snip_hf import PrecisionPlan, SnipCallback, SnipConfig, SnipController, convert_model
 from snip_hf.integrations import trainer as trainer_module
 from snip_hf.layers.state import snip_linears
 from snip_hf.numerics.gemms import GEMMS
@@ -761,6 +761,17 @@ def test_a_plan_file_of_a_model_with_other_sizes_is_refused(tmp_path: Path) -> N
         "of 2048 FLOPs per token, the model's has 8192. Was it made for another model? Run `snip-hf inspect PLAN "
         "--model MODEL` to compare."
     )
+
+
+def test_a_start_that_is_refused_leaves_the_model_plain_unless_the_user_converted_it(tmp_path: Path) -> None:
+    config = SnipConfig(fixed_plan=str(tmp_path / "missing.json"))
+    for is_converted in (False, True):
+        model = tiny_llama(hidden=32)
+        if is_converted:
+            convert_model(model, SnipConfig())
+        with pytest.raises(ValueError, match="missing.json"):
+            train(tmp_path / "run", config, model=model)
+        assert bool(snip_linears(model)) == is_converted
 
 
 def test_two_snip_callbacks_of_one_trainer_are_refused_and_one_that_an_error_left_is_released(

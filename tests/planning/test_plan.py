@@ -140,6 +140,17 @@ def test_changes_name_what_leads_from_one_plan_to_the_other() -> None:
     assert old.changes(old) == {}
 
 
+def test_changes_leave_out_the_grad_weight_of_a_layer_that_is_frozen_in_one_plan() -> None:
+    trained = small_plan()
+    gemms = ("forward", "grad_input")
+    frozen = small_plan(
+        assignment={"a": trained.assignment["a"], "b": dict.fromkeys(gemms, "fp4")},
+        flops={"a": trained.flops["a"], "b": dict.fromkeys(gemms, 1.0)},
+    )
+    assert trained.changes(frozen) == {f"b:{gemm}": ["fp8", "fp4"] for gemm in gemms}
+    assert frozen.changes(trained) == {f"b:{gemm}": ["fp4", "fp8"] for gemm in gemms}
+
+
 def test_changes_between_plans_of_two_models_are_refused() -> None:
     other = PrecisionPlan.uniform({"a": dict.fromkeys(GEMMS, 2.0)}, "fp8", [["a"]], PlanProvenance(step=0, policy="x"))
     for one, two in ((small_plan(), other), (other, small_plan())):

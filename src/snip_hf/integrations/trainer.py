@@ -13,8 +13,9 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..config import SnipConfig
-from ..layers.convert import convert_model
+from ..layers.convert import convert_model, restore_model
 from ..layers.run_hooks import RunMark, marks_on
+from ..layers.state import snip_linears
 from ..parallel.sharding import gather_ahead
 from ..parallel.wrappers import unwrap
 from ..records.event_writer import Tracker, check_tracker
@@ -89,6 +90,8 @@ class SnipCallback(TrainerCallback):
         """The run's output folder, by its real path, where it is written to."""
         self._is_restored = False
         """Whether `restore_model` has ended SNIP in the run, which goes on without it."""
+        self._has_swapped = False
+        """Whether the model was plain until this callback got it."""
         self._state: TrainerState | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -100,6 +103,7 @@ class SnipCallback(TrainerCallback):
         model = unwrap(kwargs["model"])
         # What trains inside another run gets the layers that it asks for when it begins.
         if not any(run._is_training() for run in _runs_on(model)):
+            self._has_swapped = not snip_linears(model)
             convert_model(model, self.config)
 
     def on_train_begin(
@@ -109,9 +113,20 @@ class SnipCallback(TrainerCallback):
         check_trainer(args)
         follow_transformers(args)
         check_launch(self.config, AcceleratorState())
-        outer: nn.Module = kwargs["model"]
-        model = unwrap(outer)
+        model = unwrap(kwargs["model"])
+        self._has_swapped |= not snip_linears(model)
         self._take_from_others(model, state)
+        try:
+            self._begin(args, state, kwargs["model"], kwargs["optimizer"])
+        except Exception:
+            self._release()  # The folder too, for the run that is started next.
+            if self._has_swapped and self._outer_run is None:
+                restore_model(model)
+            raise
+
+    def _begin(self, args: TrainingArguments, state: TrainerState, outer: nn.Module, optimizer: Any) -> None:
+        """Starts the controller of a run, and continues from its checkpoint."""
+        model = unwrap(outer)
         self._state, self._is_restored, self._figures = state, False, Trackers()
         output_dir = args.output_dir if state.is_world_process_zero else None
         self._folder = None if output_dir is None else os.path.realpath(output_dir)
@@ -123,7 +138,7 @@ class SnipCallback(TrainerCallback):
             output_dir = None
         self.controller = SnipController(
             model,
-            kwargs["optimizer"],
+            optimizer,
             self.config,
             AcceleratorState(),
             output_dir,
@@ -136,21 +151,17 @@ class SnipCallback(TrainerCallback):
         self._mark = RunMark(self._end_restored)
         self._mark.put_on(model)
         self._passes = TrainingPasses(outer, self.controller, self._mark, LOSS_OF_TRAINER)
-        try:
-            told = gather_ahead(model)
-            if told:
-                logger.info("snip-hf: FSDP2 gathers the weights of %d blocks while the one before each runs.", told)
-            self._connect(find_trainer(state))
-            self._figures.open(find_trainer(state), self, None if output_dir is None else self._folder)
-            # The first process may be the only one that sees the checkpoint.
-            saved = self.controller.processes.everyone.by_first(lambda: self._files.read(args, state))
-            if saved is not None:
-                load_state(self.controller, saved, state)
-        except Exception:
-            self._release()  # The folder too, for the run that is started next.
-            raise
+        told = gather_ahead(model)
+        if told:
+            logger.info("snip-hf: FSDP2 gathers the weights of %d blocks while the one before each runs.", told)
+        self._connect(find_trainer(state))
+        self._figures.open(find_trainer(state), self, None if output_dir is None else self._folder)
+        # The first process may be the only one that sees the checkpoint.
+        saved = self.controller.processes.everyone.by_first(lambda: self._files.read(args, state))
         if saved is None:
             self.controller.step = state.global_step
+        else:
+            load_state(self.controller, saved, state)
         self._let_reference_follow()
         self._files.begin(state, is_resumed=saved is not None)
 

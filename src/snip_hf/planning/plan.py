@@ -186,6 +186,8 @@ class PrecisionPlan:
     def changes(self, other: PrecisionPlan) -> dict[str, list[str]]:
         """What changes from this plan to `other`: {"layer:gemm": [format here, format in other]}, equal ones left out.
 
+        So are GEMMs that only one of them has: the grad_weight of a layer whose weight is frozen in the other.
+
         Raises:
             ValueError: the two plans do not name the same layers.
         """
@@ -197,7 +199,7 @@ class PrecisionPlan:
             f"{layer}:{gemm}": [old, other.assignment[layer][gemm]]
             for layer, formats in self.assignment.items()
             for gemm, old in formats.items()
-            if old != other.assignment[layer][gemm]
+            if old != other.assignment[layer].get(gemm, old)
         }
 
     def mismatches(self, layers: Iterable[str]) -> tuple[list[str], list[str]]:

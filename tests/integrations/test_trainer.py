@@ -769,7 +769,7 @@ def test_a_start_that_is_refused_leaves_the_model_plain_unless_the_user_converte
         model = tiny_llama(hidden=32)
         if is_converted:
             convert_model(model, SnipConfig())
-        with pytest.raises(ValueError, match="missing.json"):
+        with pytest.raises(ValueError, match=r"missing\.json"):
             train(tmp_path / "run", config, model=model)
         assert bool(snip_linears(model)) == is_converted
 

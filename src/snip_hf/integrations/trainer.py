@@ -130,7 +130,7 @@ class SnipCallback(TrainerCallback):
         self._state, self._is_restored, self._figures = state, False, Trackers()
         output_dir = args.output_dir if state.is_world_process_zero else None
         self._folder = None if output_dir is None else os.path.realpath(output_dir)
-        if output_dir is not None and self._is_of_outer_run(self._folder):
+        if output_dir is not None and _writes_to(self._folder, self._outer_run):
             logger.warning(
                 "snip-hf: %s is where the run around this one records its plans; this one records nothing there.",
                 printable(output_dir, 1000),
@@ -151,9 +151,7 @@ class SnipCallback(TrainerCallback):
         self._mark = RunMark(self._end_restored)
         self._mark.put_on(model)
         self._passes = TrainingPasses(outer, self.controller, self._mark, LOSS_OF_TRAINER)
-        told = gather_ahead(model)
-        if told:
-            logger.info("snip-hf: FSDP2 gathers the weights of %d blocks while the one before each runs.", told)
+        _gather_ahead(model)
         self._connect(find_trainer(state))
         self._figures.open(find_trainer(state), self, None if output_dir is None else self._folder)
         # The first process may be the only one that sees the checkpoint.
@@ -162,7 +160,8 @@ class SnipCallback(TrainerCallback):
             self.controller.step = state.global_step
         else:
             load_state(self.controller, saved, state)
-        self._let_reference_follow()
+        if self._reference is not None:
+            self._reference.follow()
         self._files.begin(state, is_resumed=saved is not None)
 
     def _connect(self, trainer: Trainer | None) -> None:
@@ -172,10 +171,6 @@ class SnipCallback(TrainerCallback):
         self._losses = watch_losses(trainer, self.controller)
         if trainer is not None and self.controller.needs_probe and computes_loss(trainer):
             self._seam = LossSeam(trainer, self._passes, self._reference)
-
-    def _let_reference_follow(self) -> None:
-        if self._reference is not None:
-            self._reference.follow()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -206,7 +201,8 @@ class SnipCallback(TrainerCallback):
         if self._is_restored:
             return
         end_step(self._running(), args, state, self._release)
-        self._let_reference_follow()
+        if self._reference is not None:
+            self._reference.follow()
         self._figures.flush(args, state, control)
         # Callbacks may exchange weights around saving, before or after this one; the checkpoint gets those of now, or
         # those that are found when it is there.
@@ -333,11 +329,6 @@ class SnipCallback(TrainerCallback):
             self._files.end(self._state)
             logger.warning("snip-hf: the model was restored in mid-run; training goes on without SNIP.")
 
-    def _is_of_outer_run(self, folder: str | None) -> bool:
-        """Returns True if one of the runs inside which this one runs writes to a folder."""
-        outer = self._outer_run
-        return outer is not None and (outer._folder == folder or outer._is_of_outer_run(folder))
-
     def _running(self) -> SnipController:
         if self.controller is None:
             raise RuntimeError(
@@ -352,3 +343,14 @@ def _runs_on(model: nn.Module) -> list[SnipCallback]:
     """Returns the callbacks of the runs on a model that have not been released."""
     drivers = (mark.driver for mark in marks_on(model))
     return [driver for driver in drivers if isinstance(driver, SnipCallback)]
+
+
+def _gather_ahead(model: nn.Module) -> None:
+    told = gather_ahead(model)
+    if told:
+        logger.info("snip-hf: FSDP2 gathers the weights of %d blocks while the one before each runs.", told)
+
+
+def _writes_to(folder: str | None, run: SnipCallback | None) -> bool:
+    """Returns True if a run, or one of those inside which it runs, writes to a folder."""
+    return run is not None and (run._folder == folder or _writes_to(folder, run._outer_run))

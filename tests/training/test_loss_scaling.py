@@ -219,8 +219,9 @@ class OverflowingTrainer(HalfTrainer):
 
 @pytest.mark.slow
 def test_a_trainer_in_fp16_plans_as_one_in_fp32(tmp_path: Path) -> None:
-    plain = train(tmp_path / "1", CONFIG, max_steps=4)
-    half = train(tmp_path / "2", CONFIG, trainer_class=HalfTrainer, fp16=True, max_steps=4)
+    of_step = {"max_steps": 4, "gradient_accumulation_steps": 2}
+    plain = train(tmp_path / "1", CONFIG, **of_step)
+    half = train(tmp_path / "2", CONFIG, trainer_class=HalfTrainer, fp16=True, **of_step)
     assert half.trainer.accelerator.scaler.get_scale() == 65536.0
     (expected,), (found,) = plain.refreshes, half.refreshes
     assert (found["step"], found["status"]) == (2, "applied")

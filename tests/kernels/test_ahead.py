@@ -34,6 +34,20 @@ def test_kernels_are_compiled_where_triton_launches_them(monkeypatch: pytest.Mon
     assert not ahead.is_compiled(torch.device("cuda"))
 
 
+def test_caches_of_inductor_that_cannot_be_written_leave_tritons_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    triton = pytest.importorskip("triton")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    assert ahead._folders(2) == [triton.knobs.cache.dir]
+    with ahead._said("A folder"):
+        ahead._copy("ab" * 32, {"one.json": str(tmp_path / "missing")}, str(tmp_path / "file" / "there"))
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("Inductor's cache: FileExistsError") and second.startswith("A folder: NotADirectoryError")
+
+
 def test_a_compiled_kernel_is_copied_to_another_cache(tmp_path: Path) -> None:
     triton = pytest.importorskip("triton")
     from triton.runtime.cache import get_cache_manager

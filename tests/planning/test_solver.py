@@ -343,7 +343,7 @@ def test_a_thread_that_cannot_be_started_leaves_no_process(monkeypatch: pytest.M
         raise RuntimeError("can't start new thread")
 
     started: list[int] = []
-    monkeypatch.setattr(process_module._Watch, "start", refuse)
+    monkeypatch.setattr(process_module.Watch, "start", refuse)
     with pytest.raises(SolverError, match="could not be started: can't start new thread"):
         SolverProcess.start(make_problem(), python("import time; time.sleep(60)"))
     assert not Path(f"/proc/{started[0]}").exists()

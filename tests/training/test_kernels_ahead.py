@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from own_loop import CONFIG, Loop
 
 from snip_hf.estimation.foreseen import compile_kernels
+from snip_hf.planning.solver.process import import_paths
 from snip_hf.training import kernels_ahead
 from snip_hf.training.captured_step import TrainingPass
 from snip_hf.training.kernels_ahead import KernelsAhead
@@ -141,6 +142,25 @@ def test_what_is_foreseen_follows_from_model_batch_config_and_optimizer(loop: An
         "measures_noise": False,
         "response": "adam",
     }
+
+
+def test_heads_that_differ_from_block_to_block_leave_attention_out_alone(loop: Any) -> None:
+    vars(loop.model.config)["num_attention_heads"] = [4, 2]
+    found = loop.controller._ahead.foreseen(first_pass(loop))
+    assert found.attention is None and len(found.layers) == 4
+
+
+def test_formats_that_a_user_registered_are_left_to_the_probe(loop: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    foreseen = loop.controller._ahead.foreseen(first_pass(loop))
+    compile_kernels(replace(foreseen, formats=[*foreseen.formats, "fp4-of-a-user"]))
+    assert capsys.readouterr().err == ""
+
+
+def test_the_process_imports_what_this_one_does_and_this_package() -> None:
+    own, paths = str(Path(kernels_ahead.__file__).resolve().parents[2]), kernels_ahead._paths()
+    standard = os.path.realpath(os.path.dirname(os.__file__))
+    assert paths.count(own) == 1 and [path for path in paths if path in import_paths()] == import_paths()
+    assert standard in paths
 
 
 def test_a_part_that_fails_leaves_the_others_alone(loop: Any, capsys: pytest.CaptureFixture[str]) -> None:

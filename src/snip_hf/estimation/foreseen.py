@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,11 @@ def layer_of(matrix: Tensor, dtype: torch.dtype, is_trained: bool) -> dict[str, 
 
 
 def compile_kernels(foreseen: Foreseen) -> None:
-    """Calls what a probe calls, part by part, on tensors without memory; says on stderr which part failed."""
+    """Calls what a probe calls, part by part, on tensors without memory; says on stderr which part failed.
+
+    Formats that a user registered are not known here; what they need, the probe compiles.
+    """
+    foreseen = replace(foreseen, formats=[name for name in foreseen.formats if name in FORMATS])
     for name, part in _parts(foreseen):
         try:
             part()

@@ -8,7 +8,8 @@ kernels in training compiles the same ones here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,8 @@ def compile_for(gpu: tuple[int, int], devices: int) -> list[str]:
         if not rest["cache_hit"]:
             compiled.append(src.name)
         for folder in folders[1:]:
-            _copy(metadata["hash"], metadata_group, folder)
+            with _said(folder):
+                _copy(metadata["hash"], metadata_group, folder)
 
     triton.knobs.cache.dir = folders[0]
     triton.knobs.compilation.listener = keep
@@ -73,6 +75,15 @@ class _NamedGpu:
         return 0
 
 
+@contextlib.contextmanager
+def _said(what: str) -> Iterator[None]:
+    """Says on stderr what keeps a cache from being written, which does no harm to others."""
+    try:
+        yield
+    except OSError as error:
+        print(f"{what}: {type(error).__name__}: {error}", file=sys.stderr)
+
+
 def _folders(devices: int) -> Sequence[str]:
     """Returns where a process of the same environment looks for compiled kernels.
 
@@ -81,7 +92,7 @@ def _folders(devices: int) -> Sequence[str]:
     import triton
 
     folders = [triton.knobs.cache.dir]
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(ImportError), _said("Inductor's cache"):
         from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
 
         folders += [triton_cache_dir(device) for device in range(devices)]

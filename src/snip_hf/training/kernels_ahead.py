@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -28,15 +27,16 @@ from ..estimation.objective import token_ids
 from ..kernels.ahead import capability, compile_for, is_compiled
 from ..layers.layer import SnipLayer
 from ..planning.solver.ilp import end_with
-from ..planning.solver.process import give_up, import_paths, run_beside
+from ..planning.solver.process import Watch, give_up, import_paths, run_beside
 from .captured_step import TrainingPass
 from .step_probe import StepProbe
 
 # Seconds that the process lives at most.
 _LONGEST = 300
-# `main` in a Python that finds what this one does, without the working directory and the script's folder.
-_PROGRAM = "import json, sys; given = json.load(sys.stdin); sys.path[:] = given['paths']; " + (
-    f"from {__name__} import main; main(given)"
+# `main` in a Python that finds what this one does, without the working directory and the script's folder. Imports, of
+# torch above all, are part of what has a low priority and a bounded life.
+_PROGRAM = f"import json, os, signal, sys; os.nice(10); signal.alarm({_LONGEST}); " + (
+    f"given = json.load(sys.stdin); sys.path[:] = given['paths']; from {__name__} import main; main(given)"
 )
 _MAX_ERROR_BYTES = 4 * 2**10
 
@@ -96,14 +96,17 @@ class KernelsAhead:
 
     def _start(self, foreseen: Foreseen) -> None:
         given = {
-            "paths": [str(Path(__file__).parents[2]), *import_paths()],
+            "paths": _paths(),
             "parent": os.getpid(),
             "gpu": capability(self._device),
             "devices": torch.cuda.device_count(),
             "foreseen": asdict(foreseen),
         }
-        self._process, self._files = run_beside([sys.executable, "-I", "-c", _PROGRAM], given)
+        words = [sys.executable, "-I", *(["-B"] if sys.dont_write_bytecode else []), "-c", _PROGRAM]
+        # Where this process is: the folders of caches may be relative.
+        self._process, self._files = run_beside(words, given, folder=None)
         self._give_up = weakref.finalize(self, give_up, self._process, self._files, os.getpid())
+        Watch(self._process, _LONGEST).start()
 
     def close(self) -> None:
         """Ends the process with all that it started. So do the end of this object and that of Python."""
@@ -120,13 +123,18 @@ class KernelsAhead:
 
 def main(given: dict[str, Any]) -> None:
     """What the process does."""
-    os.nice(10)
-    signal.alarm(_LONGEST)
     end_with(given["parent"])
     began = time.monotonic()
     compiled = compile_for(tuple(given["gpu"]), given["devices"])
     compile_kernels(Foreseen(**given["foreseen"]))
     print(f"{len(compiled)} kernels in {time.monotonic() - began:.1f} s", file=sys.stderr)
+
+
+def _paths() -> list[str]:
+    """Returns where the process imports from: as this one, and this package even if it came from the script's folder,
+    which `import_paths` leaves out."""
+    paths, own = import_paths(), str(Path(__file__).resolve().parents[2])
+    return paths if own in paths else [own, *paths]
 
 
 def _layer(layer: SnipLayer, is_trained: bool) -> dict[str, Any] | None:
@@ -139,7 +147,11 @@ def _attention(model: nn.Module, batch: Batch) -> list[int] | None:
     """Returns `Foreseen.attention` of a model of transformers."""
     config, ids = getattr(model, "config", None), token_ids(batch.kwargs)
     heads = getattr(config, "num_attention_heads", None)
-    if heads is None or not ids or getattr(config, "_attn_implementation", None) != "sdpa":
+    shared_heads = getattr(config, "num_key_value_heads", None) or heads
+    # Some models have a list, of a number per block.
+    if not isinstance(heads, int) or not isinstance(shared_heads, int) or not ids:
+        return None
+    if getattr(config, "_attn_implementation", None) != "sdpa":
         return None
     channels = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
-    return [*ids[0].shape, heads, getattr(config, "num_key_value_heads", None) or heads, channels]
+    return [*ids[0].shape, heads, shared_heads, channels]

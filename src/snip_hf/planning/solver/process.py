@@ -101,8 +101,15 @@ def give_up(process: subprocess.Popen[bytes], files: list[IO[bytes]], owner: int
         file.close()
 
 
-def run_beside(words: Sequence[str], given: dict[str, Any]) -> tuple[subprocess.Popen[bytes], list[IO[bytes]]]:
+def run_beside(
+    words: Sequence[str], given: dict[str, Any], folder: str | None = "/"
+) -> tuple[subprocess.Popen[bytes], list[IO[bytes]]]:
     """Starts a program with JSON data as its input, in a session of its own.
+
+    Args:
+        words: the program and its arguments.
+        given: its input.
+        folder: its working directory; None: this process's own. CBC aborts where the working directory is gone.
 
     Returns: the process, and the files that get its output and its error output.
 
@@ -118,7 +125,7 @@ def run_beside(words: Sequence[str], given: dict[str, Any]) -> tuple[subprocess.
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            cwd="/",  # CBC aborts where the working directory is gone
+            cwd=folder,
             start_new_session=True,
         )
         on_failure.pop_all()
@@ -126,11 +133,16 @@ def run_beside(words: Sequence[str], given: dict[str, Any]) -> tuple[subprocess.
     return process, [stdout, stderr]
 
 
-class _Watch(threading.Thread):
-    """Ends a process's group when the process ends, and both at its limit, also if nobody asks for the result."""
+class Watch(threading.Thread):
+    """Ends a process's group when the process ends, and both at its limit, also if nobody asks for the result.
+
+    Args:
+        process: as `run_beside` started it.
+        limit: seconds.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], limit: float) -> None:
-        super().__init__(name="snip-hf solver", daemon=True)
+        super().__init__(name="snip-hf watch", daemon=True)
         self.ran_late = False
         self.deadline = time.monotonic() + limit
         self._process = process
@@ -179,7 +191,7 @@ class SolverProcess:
         self._files = files
         self._limit = limit
         self._outcome: SolverResult | SolverError | None = None
-        self._watch = _Watch(process, limit)
+        self._watch = Watch(process, limit)
         self._watch.start()
         self._finalizer = weakref.finalize(self, give_up, process, files, os.getpid())
 

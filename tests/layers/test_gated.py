@@ -8,6 +8,7 @@ import logging
 import pickle
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from small import tiny_llama
@@ -115,8 +116,23 @@ def test_so_are_modules_that_hold_more_than_their_linears_or_are_watched() -> No
     buffered.layers[0].register_buffer("factor", torch.ones(1))
     plain.layers[0]._factor = torch.ones(1)
     calling.layers[0].act = functools.partial(silu, inplace=False)
-    for model in (trained, hooked, replaced, partly, buffered, plain, calling):
+    unequal, patched = (swapped(MLP(gated)) for _ in range(2))
+    unequal.layers[0].limit = float("nan")
+    patched.layers[0].dropout.forward = lambda x: x
+    for model in (trained, hooked, replaced, partly, buffered, plain, calling, unequal, patched):
         assert put_gates(model, LOG) == 0
+
+
+@pytest.mark.parametrize("now", [2.0, None, torch.ones(2), np.ones(2)])
+def test_an_attribute_of_another_value_or_type_is_a_change(now: object) -> None:
+    model = swapped(MLP(gated))
+    mlp = model.layers[0]
+    mlp.limit = 1.0
+    assert put_gates(model, LOG) == 1
+    parts = vars(mlp)["snip_made_of"].parts
+    assert all(part.is_in(mlp) for part in parts)
+    mlp.limit = now
+    assert not all(part.is_in(mlp) for part in parts)
 
 
 def test_without_torch_compile_the_module_computes_what_it_did() -> None:

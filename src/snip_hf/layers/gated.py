@@ -51,7 +51,12 @@ class _Part(NamedTuple):
         # Read before, since torch.compile guards the attribute alone.
         if self.path and (part.forward is None or "forward" in vars(part)):
             return False
-        return all(getattr(part, name, ...) == value for name, value in self.attributes)
+        return all(_is_equal(getattr(part, name, ...), value) for name, value in self.attributes)
+
+
+def _is_equal(now: Any, value: Any) -> bool:
+    # What is of another type may have no truth value, as comparisons of tensors.
+    return type(now) is type(value) and bool(now == value)
 
 
 class _MadeOf:
@@ -159,7 +164,8 @@ def _remove(module: nn.Module) -> None:
 
 
 def _made_of(module: nn.Module) -> _MadeOf | None:
-    """Returns what the module's forward may read beside its linears; None if a change of that could not be seen."""
+    """Returns what the module's forward may read beside its linears; None if a change of that could not be seen, or
+    would be seen where there is none: NaN is not equal to itself."""
     found = []
     for path, part in module.named_modules():
         if isinstance(part, SnipLayer):
@@ -171,7 +177,7 @@ def _made_of(module: nn.Module) -> _MadeOf | None:
             return None
         read = tuple((name, value) for name, value in own.items() if isinstance(value, _READ))
         found.append(_Part(tuple(path.split(".")) if path else (), type(part), type(part).forward, read))
-    return _MadeOf(found)
+    return _MadeOf(found) if all(part.is_in(module) for part in found) else None
 
 
 def _is_other_call(value: object) -> bool:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -772,6 +773,16 @@ def test_a_start_that_is_refused_leaves_the_model_plain_unless_the_user_converte
         with pytest.raises(ValueError, match=r"missing\.json"):
             train(tmp_path / "run", config, model=model)
         assert bool(snip_linears(model)) == is_converted
+
+
+def test_a_second_start_that_is_refused_leaves_the_formats_that_the_first_run_kept(tmp_path: Path) -> None:
+    callback = SnipCallback(CONFIG, keep_formats=True)
+    run = train(tmp_path, callback=callback, max_steps=4, save_strategy="steps", save_steps=3)
+    kept = list(snip_linears(run.model))
+    callback.config = replace(CONFIG, target_fp4_fraction=0.5, granularity="layer")
+    with pytest.raises(ValueError, match="granularity"):
+        run.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert kept and list(snip_linears(run.model)) == kept
 
 
 def test_two_snip_callbacks_of_one_trainer_are_refused_and_one_that_an_error_left_is_released(

@@ -91,7 +91,7 @@ class SnipCallback(TrainerCallback):
         self._is_restored = False
         """Whether `restore_model` has ended SNIP in the run, which goes on without it."""
         self._has_swapped = False
-        """Whether the model was plain until this callback got it."""
+        """Whether the model of a Trainer that has not begun to train was plain until this callback got it."""
         self._state: TrainerState | None = None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -114,13 +114,13 @@ class SnipCallback(TrainerCallback):
         follow_transformers(args)
         check_launch(self.config, AcceleratorState())
         model = unwrap(kwargs["model"])
-        self._has_swapped |= not snip_linears(model)
+        was_plain, self._has_swapped = self._has_swapped or not snip_linears(model), False
         self._take_from_others(model, state)
         try:
             self._begin(args, state, kwargs["model"], kwargs["optimizer"])
         except Exception:
             self._release()  # The folder too, for the run that is started next.
-            if self._has_swapped and self._outer_run is None:
+            if was_plain and self._outer_run is None:
                 restore_model(model)
             raise
 

@@ -244,6 +244,14 @@ def test_a_layer_whose_weight_is_a_buffer_is_covered_unless_it_is_left_out() -> 
     ]
 
 
+def test_a_model_without_memory_has_the_coverage_of_one_with_memory() -> None:
+    other = Holder(matrix(WIDTH, WIDTH), lambda self, x: x @ self.fixed)
+    model = Model(other)
+    expected = coverage(model, {"x": matrix(BATCH, LENGTH, WIDTH)})
+    found = coverage(model.to("meta"), {"x": torch.empty(BATCH, LENGTH, WIDTH, device="meta")})
+    assert found == expected and 0 < found.share < 1
+
+
 def test_a_head_whose_weight_is_a_buffer_is_aside() -> None:
     model = build("llama")
     expected = coverage(model, text())

@@ -156,7 +156,12 @@ def union(origins: Iterable[Origin]) -> Origin:
 
 
 def is_mask(tensor: Tensor) -> bool:
-    """Returns True if a tensor has no value but 0 and one other: a mask, a choice of rows, a mean over all of them."""
+    """Returns True if a tensor has no value but 0 and one other: a mask, a choice of rows, a mean over all of them.
+
+    Of a tensor without memory that is not known, and not said.
+    """
+    if tensor.is_meta:
+        return False
     low, high = torch.aminmax(tensor.detach().to(torch.float32))
     other = low if high == 0 else high
     return bool(((tensor == 0) | (tensor == other)).all())

@@ -118,7 +118,8 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     (
         {"policy": "backward-first", "granularity": "layer"},
         "granularity='layer' with policy='backward-first' cannot work: it decides the GEMMs of a linear apart. Leave "
-        "granularity out or set it to None, or take another policy.",
+        "granularity out, or set it to None where a config is changed (dataclasses.replace, to_dict), or take another "
+        "policy.",
     ),
     (
         {"policy": "hessian-trace", "refresh_on_drift": 0.8},
@@ -127,8 +128,8 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"policy": "snip-paper", "granularity": "gemm"},
-        "granularity='gemm' with policy='snip-paper' cannot work: it decides for whole linears. Leave granularity out "
-        "or set it to None, or take another policy.",
+        "granularity='gemm' with policy='snip-paper' cannot work: it decides for whole linears. Leave granularity "
+        "out, or set it to None where a config is changed (dataclasses.replace, to_dict), or take another policy.",
     ),
     *(
         (

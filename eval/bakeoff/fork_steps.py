@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _measure(index: int, recipe: ForkRecipe, options: argparse.Namespace, state: Path, barrier: Any, own: Any) -> None:
     """One of the processes; the first one writes lines."""
-    device = set_up_device(index, options.device)
+    device = set_up_device(0, options.device)  # all on one, which a line's figures per device are of
     text = _random_text(recipe, options.steps)
     trainee = Trainee(recipe, text, device, 0)
     ids = trainee.put(np.array_split(text.train, _WARM_STEPS + options.steps))

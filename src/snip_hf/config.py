@@ -105,8 +105,8 @@ class SnipConfig(FieldNames):
     formats: tuple[str, ...] = ("fp4", "fp8")
     """Formats that the plan chooses from for each GEMM, the least precise first (`snip_hf.formats`)."""
     granularity: Granularity | None = None
-    """What shares a format: "gemm", each GEMM is decided by itself (ours); "layer", those of a linear (the paper).
-    None: "gemm", which lost less in long trainings (docs/config.md), unless the policy decides by layer only."""
+    """Unit that gets a format: "layer" (the paper), "gemm" (ours), or None: "gemm" unless the policy is by layer only.
+    By layer the three GEMMs of a linear share one format. By GEMM long trainings lost less (docs/config.md)."""
     decides: Decides = "all"
     """GEMMs that the plan decides on and the target is a share of: "all", or "forward", those alone (ours).
     "forward" needs granularity "gemm". Every plan then runs all other GEMMs in the least precise of `formats`."""
@@ -279,7 +279,8 @@ class SnipConfig(FieldNames):
             what = "for whole linears" if supported == ("layer",) else "the GEMMs of a linear apart"
             raise ValueError(
                 f"granularity={self.granularity!r} with policy={self.policy!r} cannot work: it decides {what}. Leave "
-                "granularity out or set it to None, or take another policy."
+                "granularity out, or set it to None where a config is changed (dataclasses.replace, to_dict), or take "
+                "another policy."
             )
 
     def _check_formats(self) -> None:

@@ -56,7 +56,7 @@ class _AskedForText(Exception):
     """What a process does after its device is set up."""
 
 
-def test_a_process_of_the_benchmark_of_steps_is_set_up_as_a_worker_is(
+def test_all_processes_of_the_benchmark_of_steps_are_set_up_on_one_gpu_as_workers_are(
     two_gpus: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def random_text(*_: Any) -> None:
@@ -66,7 +66,7 @@ def test_a_process_of_the_benchmark_of_steps_is_set_up_as_a_worker_is(
     options = Namespace(device="cuda", steps=2)
     with pytest.raises(_AskedForText):
         fork_steps._measure(3, cast(Any, None), options, Path(), None, None)
-    assert two_gpus == [1] and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert two_gpus == [0] and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_the_benchmark_of_steps_refuses_graphs_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
     python benchmarks/speed.py --output runs/speed.jsonl
     python benchmarks/speed.py --quick --parts kernels models
 
-Needs one Hopper GPU. Parts; the last three run only if `--parts` names them, since they take minutes of their own:
+Needs one Hopper GPU. Parts; the last four run only if `--parts` names them, since they take minutes of their own:
 
 kernels  the quantization kernels, against the time that their bytes take at the copy rate measured just before
 folding  operands folded into tensor-scaled E4M3, against the same, by tile; their products, with errors
@@ -18,6 +18,7 @@ linears  one linear, forward and backward, with the quantization of its weight
 trainer  runs of the Hugging Face Trainer with torch_compile=True, by regions, and the preset "hopper": median step
          after the first plan, two refreshes apart, memory with and without them, the first step, recompilations
 crossing one decoder layer, hidden 512 to 8192, 2,048 to 32,768 tokens: where low precision begins to pay
+first    first step and first refresh of part trainer's runs, each in a process of its own with empty caches
 gates    silu(gate) * up and its gradients, computed and folded in one launch, against their bytes, by tile
 
 BF16 is measured first and last, and the others are compared with the median of both, since clocks drift. What fails is
@@ -38,6 +39,7 @@ from shared.origin import origin_of
 from speed_parts import setting
 from speed_parts.bf16_mix import bf16_mix_part
 from speed_parts.crossing import crossing_part
+from speed_parts.first_steps import first_part
 from speed_parts.folding import folding_part
 from speed_parts.gates import gates_part
 from speed_parts.kernels import gemms_part, kernels_part
@@ -63,6 +65,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, Sequence[Row]], Iterator[Row]]] =
     "linears": linears_part,
     "trainer": trainer_part,
     "crossing": crossing_part,
+    "first": first_part,
     "gates": gates_part,
 }
 
@@ -89,7 +92,7 @@ def main() -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options, with what --quick makes of those that are not given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:-3], metavar="PART")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:-4], metavar="PART")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and recipes: under 4 minutes instead of 9")
     parser.add_argument("--minutes", type=float, help="begin no measurement later than this (default 8.5; quick 3.5)")
     parser.add_argument("--models", nargs="+", choices=setting.MODELS, default=list(setting.MODELS), metavar="MODEL")
@@ -100,9 +103,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=8, help="sequences per micro-batch (default 8)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (default 2048)")
     parser.add_argument("--steps", type=int, default=10, help=f"steps to time, after {WARM_UP} more (default 10)")
-    parser.add_argument("--trainer-steps", type=int, help="of a run of part trainer (default 60; quick 24)")
+    parser.add_argument("--trainer-steps", type=int, help="of a run of parts trainer and first (default 60; quick 24)")
     parser.add_argument(
-        "--formats", nargs="+", metavar="FORMAT", help="of parts trainer and crossing (default fp4 fp8)"
+        "--formats", nargs="+", metavar="FORMAT", help="of parts trainer, first and crossing (default fp4 fp8)"
     )
     parser.add_argument("--backend", default="auto", help="of the same parts (default auto)")
     parser.add_argument("--mode", choices=("default", "reduce-overhead"), default="default", help="of models")

@@ -147,6 +147,17 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
         "speedup": ("speed / BF16", "{:.3f}"),
         "first_s": ("first, s", "{:.1f}"),
     },
+    "first": {
+        "model": ("model", "{}"),
+        "recipe": ("recipe", "{}"),
+        "first_s": ("first step, s", "{:.1f}"),
+        "first_ratio": ("/ BF16", "{:.2f}"),
+        "first_refresh_ms": ("first refresh, ms", "{:.0f}"),
+        "first_two_ratio": ("both / BF16's first step", "{:.2f}"),
+        "refresh_ms": ("second refresh, ms", "{:.0f}"),
+        "slowest_ms": ("slowest other step, ms", "{:.0f}"),
+        "step_ms": ("median step, ms", "{:.1f}"),
+    },
     "gates": {
         "operand": ("operand", "{}"),
         "gate": ("gate", "{}"),

@@ -90,15 +90,19 @@ class Plan:
 
 
 def trainer_part(options: argparse.Namespace, found: Sequence[Row]) -> Iterator[Row]:
-    # What a user's log says: kernels, compilation, what to expect, what a probe does twice.
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("snip_hf").setLevel(logging.INFO)
+    logged()
     recipes = [recipe for recipe in (*IN_TRAINER, *TORCHAO_IN_TRAINER) if recipe in options.recipes]
     for name in options.models:
         rows = []
         for recipe in (BF16, *recipes, BF16):
             rows += guarded({"model": name, "recipe": recipe}, partial(run, name, recipe, options), options)
         yield from in_units_of_others(compared(rows, "step_ms"))
+
+
+def logged() -> None:
+    """Prints what a user's log says: kernels, compilation, what to expect, what a probe does twice."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("snip_hf").setLevel(logging.INFO)
 
 
 def in_units_of_others(rows: Sequence[Row]) -> list[Row]:

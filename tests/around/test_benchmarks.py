@@ -6,6 +6,7 @@ import argparse
 import inspect
 import json
 import math
+import os
 import random
 import sys
 from pathlib import Path
@@ -471,7 +472,7 @@ def test_a_table_has_the_figures_and_below_it_what_failed() -> None:
 
 def test_quick_measures_less_and_what_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     full, quick = speed_options(), speed_options("--quick", "--linears", "256x384", "--parts", "linears", "kernels")
-    assert [*full.parts, "trainer", "crossing", "gates"] == list(speed.PARTS) == list(tables.TABLES)
+    assert [*full.parts, "trainer", "crossing", "first", "gates"] == list(speed.PARTS) == list(tables.TABLES)
     assert quick.parts == ["linears", "kernels"]
     assert set(quick.recipes) < set(full.recipes) and quick.linears == [(256, 384)]
     assert len(quick.channels) < len(full.channels) and quick.deadline < full.deadline
@@ -590,6 +591,23 @@ def test_runs_of_the_trainer_are_measured_with_their_refreshes(tiny_speed: None)
         assert row["speedup"] > 0 and row["tokens_per_s"] == pytest.approx(256e3 / row["step_ms"])
     for row in first, part, whole, last:
         assert row["graphs"] > 0 and (row["breaks"], row["recompilations"]) == (0, 0)
+
+
+@pytest.mark.slow
+def test_first_steps_are_timed_in_processes_that_find_nothing_compiled(
+    tiny_speed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A cache of the user's, which no run may read or write.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    options = speed_options("--recipes", "snip-hf 75%", "--trainer-steps", "18")
+    bf16, ours = speed.run_part("first", options, [])
+    assert [row["recipe"] for row in (bf16, ours)] == ["BF16", "snip-hf 75%"]
+    assert bf16["first_ratio"] == 1 and ours["first_ratio"] == ours["first_s"] / bf16["first_s"]
+    both = ours["first_s"] + ours["first_refresh_ms"] / 1e3
+    assert ours["first_two_ratio"] == pytest.approx(both / bf16["first_s"]) and ours["backend"] == "emulated"
+    assert list(tmp_path.iterdir()) == []
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
 
 
 @compiles

@@ -144,6 +144,6 @@ def test_what_a_refresh_takes_is_that_of_the_profile() -> None:
         assert steps[-1] == pytest.approx(row["bf16_steps"], abs=0.005)
     assert "| in BF16 steps | " + " | ".join(f"**{number:.2f}**" for number in steps) + " |" in page
     small = of_trainer()["TinyLlama-1.1B", "snip-hf 75%"]["refresh_steps"]
-    said = f"the time of {small:.2f} BF16 steps at 1.1B, and at the 8B shape {steps[0]:.2f}, timed later in a plain loop"
-    assert said in text_of("README.md")
+    of_both = f"{small:.2f} BF16 steps at 1.1B, and at the 8B shape {steps[0]:.2f}, timed later in a plain loop"
+    assert f"the time of {of_both}" in text_of("README.md")
     assert f"the time of {steps[0]:.1f} to {small:.2f} BF16 steps" in text_of("docs/choosing.md")

@@ -8,6 +8,7 @@ import pytest
 from comparing import LOSS, WEIGHT, distance, errors, share_below
 from rank_runs import some_slow
 from slow_cases import slow
+from wrapped_models import CASES, counted
 
 Runs = dict[str, dict[str, Any]]
 SGD = "sgd-gemm-accumulated-clipped"
@@ -43,6 +44,16 @@ def test_plans_are_those_under_ddp(two: list[Runs], sharded: str, copied: str) -
 @pairs
 def test_the_flops_that_are_counted_are_those_under_ddp(two: list[Runs], sharded: str, copied: str) -> None:
     assert two[0][sharded]["coverage"] == two[1][sharded]["coverage"] == two[0][copied]["coverage"] is not None
+
+
+@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # PEFT calls transformers by old names
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_that_are_wrapped_and_sharded_are_counted_as_plain_ones(two: list[Runs], case: str) -> None:
+    if case == "LoRA":
+        pytest.importorskip("peft")
+    expected = counted(case, on_ranks=False)
+    assert two[0]["wrapped"][case] == two[1]["wrapped"][case] == expected
+    assert expected["covered"] > 0
 
 
 @pairs

@@ -167,6 +167,18 @@ def _prepared(training: Training, accelerator: Accelerator, folder: Path) -> tup
     return model, optimizer, SnipController(model, optimizer, config, accelerator, folder, solving=solving)
 
 
+def with_lora(model: nn.Module) -> nn.Module:
+    """Returns the model with adapters whose both matrices are random, so that all of them have gradients at once."""
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        adapted: nn.Module = get_peft_model(
+            model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        )
+    return adapted
+
+
 def _backward(
     training: Training, step: int, model: nn.Module, controller: SnipController | None, accelerator: Accelerator
 ) -> float:

@@ -336,7 +336,7 @@ def _counted(name: str, tokens: tuple[dict[str, int], dict[str, int]], counter: 
         x = input.reshape(-1, input.shape[-1])
         weight, bias = whole(layer.weight), layer.bias
         if weight is not layer.weight:
-            counter.note_parameter(layer.weight_name(name), weight)
+            counter.note_whole(layer.weight, weight)
         matrices = layer.matrices(weight)
         rows = x.shape[0] if dispatch is None else int(dispatch.ends[-1])
         seen[name] += rows

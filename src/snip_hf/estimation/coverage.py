@@ -73,8 +73,8 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """The part of the FLOPs that a plan can decide on, 0..1; 1 if there are none."""
-        return self.covered / self.flops if self.flops else 1.0
+        """The part of the FLOPs that a plan can decide on, 0..1; 0 if there are none, since it decides on nothing."""
+        return self.covered / self.flops if self.flops else 0.0
 
     def by_kind(self) -> dict[tuple[str, str], float]:
         """Returns (kind, reason) -> share of what is not covered, the largest first."""

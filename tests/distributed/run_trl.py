@@ -37,6 +37,7 @@ CASES = {
     "DPO of adapters": Case("DPO", has_adapters=True),
     "SFT in shards": Case("SFT", shards=True),
     "SFT in shards of adapters": Case("SFT", has_adapters=True, shards=True),
+    "DPO in shards of adapters": Case("DPO", has_adapters=True, shards=True),
 }
 SAVED = 3
 """The step of the checkpoint, in the middle of a refresh."""

@@ -15,17 +15,21 @@ pytest.importorskip("peft")
 
 from run_trl import CASES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # all of seven cases, where cores are shared
 Found = list[dict[str, dict[str, Any]]]
 # Case under FSDP2 -> the same under DDP.
-SHARDED = {"SFT in shards": "SFT", "SFT in shards of adapters": "SFT of adapters"}
+SHARDED = {
+    "SFT in shards": "SFT",
+    "SFT in shards of adapters": "SFT of adapters",
+    "DPO in shards of adapters": "DPO of adapters",
+}
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Rank -> case -> what `run_trl` found."""
     folder = tmp_path_factory.mktemp("trl")
-    assert_succeeded(start_ranks("run_trl.py", folder, folder=folder, timeout=280))
+    assert_succeeded(start_ranks("run_trl.py", folder, folder=folder, timeout=500))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 

@@ -6,6 +6,8 @@ A rank computes on a GPU of its own if its process group is NCCL's. A process wi
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from transformers import trainer
 
 NCCL = "nccl"
 """The word among a script's arguments that puts its ranks on GPUs."""
@@ -74,7 +77,30 @@ def accelerator(
         **plugin,
     )
     made = Accelerator(cpu=cpu, fsdp_plugin=settings, mixed_precision=mixed_precision)
-    # Accelerate shards on accelerators only, where it sets this itself.
-    processes.distributed_type = made.state.distributed_type = DistributedType.FSDP
-    made.state.fsdp_plugin = settings
+    _shard(made, settings)
     return made
+
+
+@contextmanager
+def trainers_that_shard() -> Iterator[None]:
+    """Lets transformers' Trainers with `fsdp` among their arguments shard on CPUs."""
+
+    def made(fsdp_plugin: FullyShardedDataParallelPlugin, **settings: Any) -> Accelerator:
+        found = Accelerator(fsdp_plugin=fsdp_plugin, **settings)
+        _shard(found, fsdp_plugin)
+        return found
+
+    original = vars(trainer)["Accelerator"]
+    vars(trainer)["Accelerator"] = made
+    try:
+        yield
+    finally:
+        vars(trainer)["Accelerator"] = original
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _shard(made: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Says that an Accelerator shards. It says so itself on accelerators, and never on CPUs."""
+    PartialState().distributed_type = made.state.distributed_type = DistributedType.FSDP
+    made.state.fsdp_plugin = plugin

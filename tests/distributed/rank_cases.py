@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 from trainings import SCHEDULE, Training
 
@@ -52,6 +53,11 @@ SHARDED = {
     ),
     "fsdp2-sgd-gemm-accumulated-clipped": replace(SHARED["sgd-gemm-accumulated-clipped"], wrapper="fsdp2"),
 }
+if find_spec("peft"):
+    SHARDED |= {
+        f"{wrapper}-lora": Training(_LATER, "adamw", wrapper=wrapper, steps=6, has_adapters=True)
+        for wrapper in ("fsdp2", "ddp")
+    }
 TRACELESS = {
     f"{wrapper}-{name}": Training(config, wrapper=wrapper, steps=3, micro_batches=2, dropout=0.1, solves=False)
     for wrapper in ("ddp", "fsdp2")

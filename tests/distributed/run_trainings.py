@@ -17,6 +17,7 @@ from devices import NCCL, join
 from rank_cases import CASES
 from streams import states_under_ddp, unreduced_gradients
 from trainings import train
+from wrapped_models import counted_on_ranks
 
 if __name__ == "__main__":
     folder, group = Path(sys.argv[1]), sys.argv[2]
@@ -27,6 +28,7 @@ if __name__ == "__main__":
     if group == "two":
         found["gradients"] = {fmt: unreduced_gradients(fmt) for fmt in ("fp8", "fp4")}
         found["states"] = {order: states_under_ddp(order) for order in ("before", "after")}
+        found["wrapped"] = counted_on_ranks()
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

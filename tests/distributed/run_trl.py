@@ -6,18 +6,39 @@ Argument: a folder, for rank<N>.pt with {case: {"whole" and "resumed": what `_fo
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from devices import trainers_that_shard
 from trl_runs import CONFIG, TRLRun, run, saved_model
 
 from snip_hf import SnipCallback
 from snip_hf.layers.state import snip_linears
+from snip_hf.parallel.sharding import is_sharded, whole
 
-# Case -> trainer, whether adapters are trained. Refreshes at step 2, applied after step 4, and at step 6.
-CASES = {"SFT of adapters": ("SFT", True), "DPO": ("DPO", False), "DPO of adapters": ("DPO", True)}
+
+class Case(NamedTuple):
+    """What is trained, and how."""
+
+    trainer: str
+    has_adapters: bool = False
+    shards: bool = False
+    """By FSDP2; the ranks have copies otherwise, under DDP."""
+
+
+# Refreshes at step 2, applied after step 4, and at step 6.
+CASES = {
+    "SFT": Case("SFT"),
+    "SFT of adapters": Case("SFT", has_adapters=True),
+    "DPO": Case("DPO"),
+    "DPO of adapters": Case("DPO", has_adapters=True),
+    "SFT in shards": Case("SFT", shards=True),
+    "SFT in shards of adapters": Case("SFT", has_adapters=True, shards=True),
+    "DPO in shards of adapters": Case("DPO", has_adapters=True, shards=True),
+}
 SAVED = 3
 """The step of the checkpoint, in the middle of a refresh."""
 STEPS = 8
@@ -25,25 +46,31 @@ STEPS = 8
 
 def train(folder: Path, case: str, model: str, resume: Path | None = None) -> dict[str, Any]:
     """Trains to the end, from the beginning or from a checkpoint."""
-    trainer, has_adapters = CASES[case]
+    trainer, has_adapters, shards = CASES[case]
     callback = SnipCallback(CONFIG, keep_formats=True)
     how: dict[str, Any] = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED}
     if has_adapters:
         from peft import LoraConfig
 
         how["more"] = {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
-    return _found(run(folder, trainer, callback=callback, model=model, resume=resume, **how), callback)
+    if shards:
+        how |= {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+    with trainers_that_shard() if shards else nullcontext():
+        return _found(run(folder, trainer, callback=callback, model=model, resume=resume, **how), callback)
 
 
 def _found(trained: TRLRun, callback: SnipCallback) -> dict[str, Any]:
     assert callback.controller is not None
     reference = getattr(trained.trainer, "ref_model", None)
+    model = trained.trainer.model
     return {
         "ranks": trained.trainer.accelerator.num_processes,
         "logged": trained.logged,
         "plan": {layer: dict(formats) for layer, formats in callback.controller.plan.assignment.items()},
+        "coverage": callback.controller.coverage and callback.controller.coverage.to_dict(),
         "refreshes": [(line["step"], line["status"]) for line in trained.refreshes] if dist.get_rank() == 0 else [],
-        "weights": {name: tensor.clone() for name, tensor in trained.trainer.model.state_dict().items()},
+        "are_sharded": {is_sharded(parameter) for parameter in model.parameters()},
+        "weights": {name: whole(tensor).clone() for name, tensor in model.state_dict().items()},
         "reference": {} if reference is None else {n: layer.formats for n, layer in snip_linears(reference).items()},
     }
 

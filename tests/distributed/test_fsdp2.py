@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 from comparing import LOSS, WEIGHT, distance, errors, share_below
+from rank_cases import SHARDED
 from rank_runs import some_slow
 from slow_cases import slow
+from wrapped_models import CASES, counted
 
 Runs = dict[str, dict[str, Any]]
 SGD = "sgd-gemm-accumulated-clipped"
-# Compared with the same under DDP. The second one accumulates gradients, which FSDP2 sums up in another order.
-PAIRS = ("fsdp2-adamw", "fsdp2-conv1d", "fsdp2-experts", "fsdp2-expert-groups", f"fsdp2-{SGD}")
+LORA = "fsdp2-lora"
+# What is compared with the same under DDP. The last one accumulates gradients, which FSDP2 sums up in another order.
+# Without PEFT there are no runs of adapters.
+PAIRS = {
+    sharded: copied
+    for sharded, copied in {
+        "fsdp2-adamw": "ddp-adamw",
+        "fsdp2-conv1d": "ddp-conv1d",
+        "fsdp2-experts": "ddp-experts",
+        "fsdp2-expert-groups": "ddp-expert-groups",
+        LORA: "ddp-lora",
+        f"fsdp2-{SGD}": SGD,
+    }.items()
+    if sharded in SHARDED
+}
 pairs = pytest.mark.parametrize(
     ("sharded", "copied"),
-    [
-        slow("fsdp2-adamw", "ddp-adamw"),
-        slow("fsdp2-conv1d", "ddp-conv1d"),
-        slow("fsdp2-experts", "ddp-experts"),
-        slow("fsdp2-expert-groups", "ddp-expert-groups"),
-        (f"fsdp2-{SGD}", SGD),
-    ],
+    [(sharded, copied) if copied == SGD else slow(sharded, copied) for sharded, copied in PAIRS.items()],
 )
 
 
@@ -45,6 +55,16 @@ def test_the_flops_that_are_counted_are_those_under_ddp(two: list[Runs], sharded
     assert two[0][sharded]["coverage"] == two[1][sharded]["coverage"] == two[0][copied]["coverage"] is not None
 
 
+@pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")  # PEFT calls transformers by old names
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_that_are_wrapped_and_sharded_are_counted_as_plain_ones(two: list[Runs], case: str) -> None:
+    if case == "LoRA":
+        pytest.importorskip("peft")
+    expected = counted(case, on_ranks=False)
+    assert two[0]["wrapped"][case] == two[1]["wrapped"][case] == expected
+    assert expected["covered"] > 0
+
+
 @pairs
 def test_losses_are_those_under_ddp(two: list[Runs], sharded: str, copied: str) -> None:
     assert two[0][sharded]["losses"] == pytest.approx(two[0][copied]["losses"], rel=2e-5)
@@ -63,6 +83,18 @@ def test_divergences_are_those_under_ddp(two: list[Runs], sharded: str, copied: 
     for step in later:
         for column in (LOSS, WEIGHT):
             assert max(errors(ours[step], theirs[step], column)) < 0.1
+
+
+@pytest.mark.slow
+def test_a_frozen_base_has_finite_divergences_and_no_grad_weight(two: list[Runs]) -> None:
+    pytest.importorskip("peft")
+    tables = two[0][LORA]["tables"]
+    assert len(tables) == 2
+    for table in tables.values():
+        assert {key.split()[1] for key in table} == {"forward", "grad_input", "layer"}
+        assert all(math.isfinite(number) for row in table.values() for number in row[: WEIGHT + 1])
+    for found in two:
+        assert {gemm for row in found[LORA]["plans"][-1].values() for gemm in row} == {"forward", "grad_input"}
 
 
 @pairs

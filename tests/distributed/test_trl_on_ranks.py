@@ -1,4 +1,4 @@
-"""Do TRL's trainers, with adapters and without, train, refresh, save and resume on two ranks as on one?"""
+"""Do TRL's trainers, with adapters and without, train, refresh, save and resume on two ranks, copied or sharded?"""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import distance
 from rank_processes import assert_succeeded, start_ranks
 from tiny_runs import differing
 
@@ -14,15 +15,21 @@ pytest.importorskip("peft")
 
 from run_trl import CASES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # all of seven cases, where cores are shared
 Found = list[dict[str, dict[str, Any]]]
+# Case under FSDP2 -> the same under DDP.
+SHARDED = {
+    "SFT in shards": "SFT",
+    "SFT in shards of adapters": "SFT of adapters",
+    "DPO in shards of adapters": "DPO of adapters",
+}
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Rank -> case -> what `run_trl` found."""
     folder = tmp_path_factory.mktemp("trl")
-    assert_succeeded(start_ranks("run_trl.py", folder, folder=folder))
+    assert_succeeded(start_ranks("run_trl.py", folder, folder=folder, timeout=500))
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
@@ -34,6 +41,28 @@ def test_the_ranks_train_alike_under_one_plan_of_two_refreshes(case: str, two: F
     assert one["plan"] == other["plan"]
     assert {"fp4", "fp8"} == {fmt for formats in one["plan"].values() for fmt in formats.values()}
     assert differing(one["weights"], other["weights"]) == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_is_sharded_under_fsdp2_and_none_under_ddp(case: str, two: Found) -> None:
+    for found in two:
+        for run in found[case].values():
+            assert run["are_sharded"] == {case in SHARDED}
+
+
+@pytest.mark.parametrize(("sharded", "copied"), SHARDED.items())
+def test_shards_train_under_the_plan_and_with_the_losses_of_copies(sharded: str, copied: str, two: Found) -> None:
+    ours, theirs = two[0][sharded]["whole"], two[0][copied]["whole"]
+    assert ours["plan"] == theirs["plan"]
+    assert [line["loss"] for line in ours["logged"]] == pytest.approx(
+        [line["loss"] for line in theirs["logged"]], rel=2e-5
+    )
+    assert distance(ours["weights"], theirs["weights"]) < 1e-3
+
+
+@pytest.mark.parametrize(("sharded", "copied"), SHARDED.items())
+def test_shards_are_counted_as_copies(sharded: str, copied: str, two: Found) -> None:
+    assert two[0][sharded]["whole"]["coverage"] == two[0][copied]["whole"]["coverage"] is not None
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name.startswith("DPO")])

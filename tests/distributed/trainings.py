@@ -58,6 +58,8 @@ class Training:
     """The MLPs are of `Conv1D`, which stores its weight as (I, O)."""
     is_mixture: bool = False
     """A Qwen3-MoE in the place of the Llama."""
+    has_adapters: bool = False
+    """LoRA on all linears of the blocks; the rest is frozen."""
     hidden: int = 32
     mixed_precision: str = "no"
     solves: bool = True
@@ -152,6 +154,8 @@ def _prepared(training: Training, accelerator: Accelerator, folder: Path) -> tup
         model = build("qwen3-moe")
     if training.is_conv1d:
         as_conv1d(model, [name for name, _ in model.named_modules() if name.endswith("_proj") and ".mlp." in name])
+    if training.has_adapters:
+        model = with_lora(model)
     if training.optimizer == "sgd":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     else:
@@ -165,6 +169,18 @@ def _prepared(training: Training, accelerator: Accelerator, folder: Path) -> tup
     model, optimizer = accelerator.prepare(model, optimizer)
     solving = Solving() if training.solves else Solving(start=_no_solver)
     return model, optimizer, SnipController(model, optimizer, config, accelerator, folder, solving=solving)
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    """Returns the model with adapters whose both matrices are random, so that all of them have gradients at once."""
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        adapted: nn.Module = get_peft_model(
+            model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        )
+    return adapted
 
 
 def _backward(

@@ -399,10 +399,12 @@ def test_a_quantized_model_is_refused() -> None:
         coverage(model, text())
 
 
-def test_a_model_without_products_is_covered() -> None:
-    assert coverage(nn.Sequential(), {"input": torch.ones(2)}) == Coverage(
+def test_of_a_model_without_products_a_plan_decides_on_nothing() -> None:
+    found = coverage(nn.Sequential(), {"input": torch.ones(2)})
+    assert found == Coverage(
         0.0, 0.0, [], {"output head": 0.0, "products of activations with each other (attention, scans)": 0.0}
     )
+    assert found.share == 0.0
 
 
 BLOCK = "model.layers"

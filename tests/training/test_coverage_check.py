@@ -17,6 +17,7 @@ from tiny_runs import one_thread
 from torch import Tensor, nn
 
 from snip_hf import PrecisionPlan, SnipConfig, SnipController, convert_model, coverage
+from snip_hf.estimation.coverage import CountedPass
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.parallel.ranks import Processes, Ranks
 from snip_hf.records.coverage import Counted
@@ -297,6 +298,16 @@ def test_a_model_that_cannot_be_counted_trains_on_and_the_log_says_why(caplog: p
     assert loop.controller.coverage is None and loop.controller.plan.tokens is None and loop.controller.step == 2
     (warning,) = [message for message in caplog.messages if "could not be counted" in message]
     assert warning.startswith("snip-hf: the FLOPs of the micro-batch of step 1") and "no gradients" in warning
+
+
+def test_a_pass_that_shows_no_product_leaves_coverage_unknown(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(coverage_check, "count_pass", lambda *_: CountedPass(0.0, {}, {}, {}, {}))
+    loop = Loop(seeded(SparseLM), SnipConfig(policy="layer-type")).run(ids(4))
+    assert loop.controller.coverage is None and loop.controller.plan.tokens is None
+    (warning,) = [message for message in caplog.messages if "could not be counted" in message]
+    assert "the forward pass showed no matrix product with a weight; expected those of the layers" in warning
 
 
 def test_ranks_count_the_micro_batches_of_all_of_them() -> None:

@@ -73,8 +73,8 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """The part of the FLOPs that a plan can decide on, 0..1; 1 if there are none."""
-        return self.covered / self.flops if self.flops else 1.0
+        """The part of the FLOPs that a plan can decide on, 0..1; 0 if there are none, since it decides on nothing."""
+        return self.covered / self.flops if self.flops else 0.0
 
     def by_kind(self) -> dict[tuple[str, str], float]:
         """Returns (kind, reason) -> share of what is not covered, the largest first."""
@@ -336,7 +336,7 @@ def _counted(name: str, tokens: tuple[dict[str, int], dict[str, int]], counter: 
         x = input.reshape(-1, input.shape[-1])
         weight, bias = whole(layer.weight), layer.bias
         if weight is not layer.weight:
-            counter.note_parameter(layer.weight_name(name), weight)
+            counter.note_whole(layer.weight, weight)
         matrices = layer.matrices(weight)
         rows = x.shape[0] if dispatch is None else int(dispatch.ends[-1])
         seen[name] += rows

@@ -101,9 +101,9 @@ class ProductCounter(TorchDispatchMode):
         self._running: list[Call] = []
         self._held: dict[int, frozenset[str]] = {}
 
-    def note_parameter(self, name: str, tensor: Tensor) -> None:
-        """Takes a tensor for a parameter from now on, such as the whole of a sharded one."""
-        self._origins.add(name, tensor)
+    def note_whole(self, parameter: Tensor, whole: Tensor) -> None:
+        """Takes the whole of a sharded parameter for that parameter from now on."""
+        self._origins.add(self._names[id(parameter)], whole)
 
     def enter(self, call: Call) -> None:
         """Notes that a module begins its forward pass."""

@@ -147,7 +147,10 @@ class CoverageCheck:
         self._processes.everyone.agree(attempt.error)
         assert own is not None
         parts, tokens = zip(*self._processes.everyone.gather([own.parts(), tokens_of(batch)], "FLOPs"), strict=True)
-        return CountedPass.sum_of(parts), None if None in tokens else sum(tokens)
+        counted = CountedPass.sum_of(parts)
+        if not counted.coverage.flops:
+            raise RuntimeError("the forward pass showed no matrix product with a weight; expected those of the layers.")
+        return counted, None if None in tokens else sum(tokens)
 
     def _use(self, step: int, counted: CountedPass, tokens: Tokens | None, is_new: bool) -> None:
         before, found = self.found, counted.coverage

@@ -1,0 +1,54 @@
+"""What is counted of models whose blocks are wrapped and sharded? For the tests and for the processes they start."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from small import text, tiny_llama
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
+from trainings import with_lora
+
+from snip_hf import SnipConfig, convert_model, coverage
+
+CASES = ("LoRA", "checkpoint_wrapper", "torch.compile", "tied", "frozen")
+"""Adapters; wrappers around each block; a weight that two layers share; a model that trains its linears alone."""
+
+
+def counted(case: str, on_ranks: bool) -> dict[str, Any]:
+    """Returns the coverage of a case, as JSON data.
+
+    Args:
+        case: one of `CASES`.
+        on_ranks: whether blocks are wrapped as the case says and sharded over the ranks, or neither.
+    """
+    model: Any = tiny_llama(hidden=32, layers=2)
+    convert_model(model, SnipConfig())
+    layers = model.model.layers
+    if case == "LoRA":
+        model = with_lora(model)
+    elif case == "tied":
+        layers[0].mlp.up_proj.weight = layers[0].mlp.gate_proj.weight
+    elif case == "frozen":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("_proj" in name)
+    if on_ranks:
+        for index, block in enumerate(layers):
+            layers[index] = _wrapped(case, block)
+            fully_shard(layers[index])
+        fully_shard(model)
+    return coverage(model, text(2, 16)).to_dict()
+
+
+def counted_on_ranks() -> dict[str, dict[str, Any]]:
+    """Returns case -> coverage; adapters are left out where PEFT is not installed."""
+    return {case: counted(case, on_ranks=True) for case in CASES if case != "LoRA" or find_spec("peft")}
+
+
+def _wrapped(case: str, block: nn.Module) -> nn.Module:
+    if case == "checkpoint_wrapper":
+        return checkpoint_wrapper(block)
+    return torch.compile(block, backend="eager") if case == "torch.compile" else block  # type: ignore[return-value]

@@ -103,6 +103,28 @@ def test_experts_with_a_gate_of_their_own_are_step3p7_s() -> None:
     assert isinstance(experts, Step3p7Experts)
 
 
+def test_shared_experts_in_one_parameter_are_inkling_s() -> None:
+    modeling = pytest.importorskip("transformers.models.inkling.modeling_inkling")
+    config = SimpleNamespace(n_shared_experts=2, hidden_size=HIDDEN, moe_intermediate_size=INNER, hidden_act="silu")
+    experts = modeling.InklingSharedExperts(config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.3, generator=generator)
+    hidden, gammas = torch.randn(3, 4, HIDDEN, generator=generator), torch.rand(3, 4, 2, generator=generator)
+    model = nn.ModuleDict({"layers": nn.ModuleList([experts])})
+
+    def output_and_gradients() -> list[Tensor]:
+        x = hidden.clone().requires_grad_()
+        output = experts(x, gammas)
+        return [output, *torch.autograd.grad(output.square().sum(), [x, *experts.parameters()])]
+
+    expected = output_and_gradients()
+    assert convert_model(model, HIGH) == [f"layers.0.{part}_proj" for part in ("gate", "up", "down")]
+    torch.testing.assert_close(output_and_gradients(), expected)
+    restore_model(model)
+    assert type(experts) is modeling.InklingSharedExperts
+
+
 def test_a_class_of_the_same_name_from_elsewhere_and_one_with_another_forward_are_left_alone() -> None:
     elsewhere = type("Llama4TextExperts", (nn.Module,), {})()
     assert not OwnExperts().knows(elsewhere)

@@ -25,6 +25,15 @@ def test_routers_that_are_linears_are_left_alone_and_the_gates_of_mlps_are_not(f
     assert not [name for name in routers if name.endswith("gate_proj")]
 
 
+@pytest.mark.skipif("zaya" not in FAMILIES, reason="this transformers has no Zaya")
+def test_all_layers_of_a_module_whose_class_is_called_a_router_are_left_alone() -> None:
+    reasons = skip_reasons(build("zaya"), SnipConfig())
+    layers = ("down_proj", "router_mlp.fc1", "router_mlp.fc2", "router_mlp.out_proj")
+    assert {name for name, reason in reasons.items() if reason == "router"} == {
+        f"model.layers.{block}.mlp.gate.{layer}" for block in (0, 1) for layer in layers
+    }
+
+
 @pytest.mark.parametrize("family", [family for family in ("deepseek_v32", "glm_moe_dsa") if family in FAMILIES])
 def test_indexers_of_sparse_attention_are_left_alone(family: str) -> None:
     reasons = skip_reasons(build(family), SnipConfig())

@@ -6,7 +6,7 @@ PYTHONPATH=src:tests/support python tests/support/families_table.py
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 from causal_families import DENSE, EXPERTS, FAMILIES, HYBRID, batch, build, class_of
@@ -15,6 +15,7 @@ from snip_hf import coverage
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 BEGIN, END = "<!-- families -->\n", "<!-- /families -->"
+OTHERS_BEGIN, OTHERS_END = "<!-- others -->\n", "<!-- /others -->"
 GROUPS = {
     "Dense": DENSE,
     "With convolutions, linear attention or state spaces": HYBRID,
@@ -39,15 +40,34 @@ def row(family: str) -> str:
     return f"| `{family}` | `{class_of(family)}` | {found.share:.1%} | {'; '.join(left) or '-'} |\n"
 
 
+def documented() -> dict[str, str]:
+    """Family -> its line of the page."""
+    lines = PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0].splitlines(keepends=True)
+    return {name: line for line in lines for name in shares(line)}
+
+
 def shares(text: str) -> dict[str, float]:
     """Family -> share covered, 0..1, as a table has it."""
     return {name: float(share) / 100 for name, share in re.findall(r"^\| `([\w-]+)` \| .* \| ([\d.]+)% \|", text, re.M)}
 
 
-def table(families: Iterable[str] = FAMILIES) -> str:
-    chosen = set(families)
+def versions() -> tuple[str, ...]:
+    """The versions of transformers that the page names, the last one being that of its names."""
+    found = re.search(r"Checked with transformers ([\d., and]+\d)", PAGE.read_text(encoding="utf-8"))
+    assert found is not None
+    return tuple(re.findall(r"\d[\d.]*\d", found[1]))
+
+
+def names_without_a_row() -> set[str]:
+    """Names of the mapping that the page lists with the reason why they have no row."""
+    part = PAGE.read_text(encoding="utf-8").split(OTHERS_BEGIN)[1].split(OTHERS_END)[0]
+    return set(re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\|[^|]*\|", part, re.M))))
+
+
+def table(rows: Mapping[str, str]) -> str:
+    """The tables of the page, of family -> its line."""
     parts = [
-        f"**{title}**\n\n{_HEADER}{''.join(row(family) for family in sorted(group) if family in chosen)}"
+        f"**{title}**\n\n{_HEADER}{''.join(rows[family] for family in sorted(group) if family in rows)}"
         for title, group in GROUPS.items()
     ]
     text = "\n".join(parts)
@@ -63,4 +83,7 @@ def _short(name: str) -> str:
 
 if __name__ == "__main__":
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    PAGE.write_text(before + BEGIN + table() + END + rest.split(END)[1], encoding="utf-8")
+    PAGE.write_text(
+        before + BEGIN + table({family: row(family) for family in FAMILIES}) + END + rest.split(END)[1],
+        encoding="utf-8",
+    )

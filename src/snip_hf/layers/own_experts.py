@@ -31,6 +31,17 @@ def _llama4(self: Any, hidden_states: Tensor) -> Tensor:
     return project(self, "down_proj", up * self.act_fn(gate), dispatch)
 
 
+def _inkling_shared(self: Any, hidden_states: Tensor, gammas: Tensor) -> Tensor:
+    """Every expert runs all tokens, and weighs them inside."""
+    tokens, experts = hidden_states.flatten(0, -2), self.n_shared_experts
+    ends = torch.arange(1, experts + 1, device=tokens.device) * len(tokens)
+    dispatch = Dispatch(ends, torch.arange(len(tokens), device=ends.device).repeat(experts), len(tokens))
+    x, weights = tokens.repeat(experts, 1), gammas.reshape(-1, experts).t().reshape(-1, 1)
+    inner = self.act_fn(project(self, "gate_proj", x, dispatch)) * project(self, "up_proj", x, dispatch) * weights
+    output = project(self, "down_proj", inner, dispatch).view(experts, *hidden_states.shape)
+    return output.float().sum(dim=0).to(hidden_states.dtype)
+
+
 def _longcat_flash(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Experts behind the last routed one give back what they get. gate_up_proj has matrices for them too."""
     order, dispatch = dispatched(top_k_index, self.num_routed_experts)
@@ -85,6 +96,7 @@ _CLASSES = {
     own.name: own
     for own in (
         OwnForward("Llama4TextExperts", _llama4, is_transposed=True),
+        OwnForward("InklingSharedExperts", _inkling_shared, parts=("gate_proj", "up_proj", "down_proj")),
         OwnForward("LongcatFlashExperts", _longcat_flash),
         OwnForward("JetMoeParallelExperts", _jetmoe, parts=("weight",)),
         OwnForward("Step3p7Experts", experts_forward),

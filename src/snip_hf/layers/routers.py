@@ -26,15 +26,21 @@ class Routers:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._names = {name for name, module in model.named_modules() if "router" in type(module).__name__.lower()}
         self._counts = {count for count in (*_of_modules(model), *_of_configs(getattr(model, "config", None))) if count}
 
     def has(self, name: str, module: nn.Module) -> bool:
         """Returns True for a linear that is called, or is inside of what is called, a router or a gate of experts.
 
+        So is one inside of a module whose class is called a router (Zaya's, by the name of `gate`).
+
         What is only called a gate must have as many outputs as the model has experts somewhere: gates of other kinds
         exist.
         """
-        words = [set(part.split("_")) for part in name.split(".")]
+        parts = name.split(".")
+        if any(".".join(parts[:end]) in self._names for end in range(1, len(parts))):
+            return True
+        words = [set(part.split("_")) for part in parts]
         if any("router" in part or ("gate" in part and part & {"expert", "experts"}) for part in words):
             return True
         is_gate = any(part & _GATES and "proj" not in part for part in words[-2:])

@@ -23,6 +23,9 @@ PLANNED = [name for name in SHARED if not name.startswith("fp4")]
 # differ in their last bits, so that elements flip and directions differ.
 _BOUNDS_OF_FOLLOWING = {2: (1e-5, 1e-3, 1e-5), 3: (1e-4, 1e-2, 1e-2)}
 ADAMW = [name for name in PLANNED if not name.startswith("sgd")]
+# Until the plan of the second probe is applied. From there on weights of free runs under AdamW have drifted apart;
+# `test_ranks_that_begin_every_step_where_one_process_does_find_its_tables` compares the later plans.
+STEPS_OF_FIRST_PLAN = 5
 
 
 @pytest.mark.parametrize("name", some_slow(PLANNED))
@@ -36,8 +39,9 @@ def test_all_ranks_have_the_same_plan_and_weights_to_the_bit(two: list[Runs], na
 
 
 @pytest.mark.parametrize("name", some_slow(PLANNED))
-def test_every_plan_is_that_of_one_process(one: Runs, two: list[Runs], name: str) -> None:
-    assert two[0][name]["plans"] == one[name]["plans"]
+def test_every_plan_from_alike_weights_is_that_of_one_process(one: Runs, two: list[Runs], name: str) -> None:
+    steps = STEPS_OF_FIRST_PLAN if name in FOLLOWING else SHARED[name].steps
+    assert two[0][name]["plans"][:steps] == one[name]["plans"][:steps]
     ours, theirs = ([(line["step"], line.get("status")) for line in run[name]["history"]] for run in (two[0], one))
     assert ours == theirs
     if SHARED[name].steps > 1:  # and they change
@@ -63,7 +67,7 @@ def test_losses_are_those_of_one_process(one: Runs, two: list[Runs], name: str) 
     ours, theirs = two[0][name]["losses"], one[name]["losses"]
     # Before anything was rounded otherwise; then up to flips, which Adam multiplies where gradients are nearly zero.
     assert ours[0] == pytest.approx(theirs[0], rel=1e-6)
-    assert ours == pytest.approx(theirs, rel=3e-4 if SHARED[name].eps == 1e-8 else 2e-5)
+    assert ours == pytest.approx(theirs, rel=3e-4 if SHARED[name].eps == 1e-8 else 1e-4 if name in ADAMW else 2e-5)
 
 
 @pytest.mark.parametrize("name", some_slow(name for name in PLANNED if name != "ragged"))

@@ -105,7 +105,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help=f"steps to time, after {WARM_UP} more (default 10)")
     parser.add_argument("--trainer-steps", type=int, help="of a run of parts trainer and first (default 60; quick 24)")
     parser.add_argument(
-        "--formats", nargs="+", metavar="FORMAT", help="of parts trainer, first and crossing (default fp4 fp8)"
+        "--formats", nargs="+", metavar="FORMAT", help="of parts trainer, first, crossing, compile (default fp4 fp8)"
     )
     parser.add_argument("--backend", default="auto", help="of the same parts (default auto)")
     parser.add_argument("--mode", choices=("default", "reduce-overhead"), default="default", help="of models")

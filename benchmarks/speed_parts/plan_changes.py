@@ -17,8 +17,11 @@ from .measuring import (
     guarded,
     release,
 )
-from .setting import TIES, Row
+from .setting import FOLDED, TIES, Row
 from .training_steps import Training, graph_counts
+
+# Formats of --formats -> recipe that runs them, on the backend that "auto" takes.
+_RECIPES = {("fp4", "fp8"): "snip-hf FP4, no ties", FOLDED: "snip-hf MXFP4, ties"}
 
 
 def compile_part(options: argparse.Namespace, found: Sequence[Row]) -> Iterator[Row]:
@@ -40,14 +43,15 @@ def changing(compiled: str, mode: str, options: argparse.Namespace) -> Iterator[
     device = options.device
     release(device)
     whole = compiled == "whole"
-    arguments = (setting.SMALL, setting.SMALL_BATCH, "snip-hf FP4, no ties", options.seed, device, whole)
+    formats = tuple(options.formats or ("fp4", "fp8"))
+    arguments = (setting.SMALL, setting.SMALL_BATCH, _RECIPES[formats], options.seed, device, whole)
     training = Training(*arguments, fullgraph=True, **compiler(mode))
     assert training.controller is not None
     layers, draws = snip_linears(training.model), random.Random(options.seed)
     losses = [training.step(), training.step()]
     before = graph_counts()
     for _ in range(setting.CHANGES):
-        draw_plan(layers, draws)
+        draw_plan(layers, draws, formats)
         losses.append(training.step())
     after = graph_counts()
     yield {
@@ -60,11 +64,10 @@ def changing(compiled: str, mode: str, options: argparse.Namespace) -> Iterator[
     }
 
 
-def draw_plan(layers: dict[str, Any], draws: random.Random) -> None:
-    """Gives every GEMM FP8 or FP4; tied layers get the same."""
+def draw_plan(layers: dict[str, Any], draws: random.Random, formats: Sequence[str]) -> None:
+    """Gives every GEMM one of the formats; tied layers get the same."""
     drawn: dict[tuple[str, Any], dict[str, str]] = {}
     for name, layer in layers.items():
         module, _, last = name.rpartition(".")
         tie = next((tie for tie in TIES if last in tie), last)
-        formats = drawn.setdefault((module, tie), {gemm: draws.choice(("fp8", "fp4")) for gemm in GEMMS})
-        layer.set_formats(formats)
+        layer.set_formats(drawn.setdefault((module, tie), {gemm: draws.choice(formats) for gemm in GEMMS}))

@@ -519,6 +519,9 @@ def test_plans_change_without_a_recompilation_and_layers_train_as_the_whole_mode
     for row in by_run["layers", "default"], by_run["whole", "default"]:
         assert (row["graphs"], row["breaks"], row["changes"], row["recompilations"]) == (1, 0, 3, 0)
         assert len(set(row["losses"])) == 5 and row["difference"] == pytest.approx(0, abs=5e-3)
+    folded = next(speed.run_part("compile", speed_options("--quick", "--formats", "mxfp4", "fp8-tensor"), []))
+    assert (folded["graphs"], folded["breaks"], folded["recompilations"]) == (1, 0, 0)
+    assert folded["losses"][0] != rows[0]["losses"][0]
 
 
 @compiles
@@ -545,7 +548,7 @@ def test_a_plan_is_drawn_for_each_gemm_and_tied_layers_share_it(tiny_speed: None
     recipe, device = "snip-hf FP4, ties", torch.device("cpu")
     training = training_steps.Training(setting.SMALL, (1, 8), recipe, 0, device, backend="eager")
     layers = snip_linears(training.model)
-    plan_changes.draw_plan(layers, random.Random(1))
+    plan_changes.draw_plan(layers, random.Random(1), ("fp4", "fp8"))
     formats = {name.removeprefix("model.layers."): layer.formats for name, layer in layers.items()}
     for one, other in (("0.self_attn.q_proj", "0.self_attn.v_proj"), ("1.mlp.gate_proj", "1.mlp.up_proj")):
         assert formats[one] == formats[other]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from committed import lines_of, text_of
+from mxfp4_range import BINADES, OPERANDS
 
 from snip_hf.kernels.tensor_scaled.backend import TensorScaled
 
@@ -112,6 +113,19 @@ def test_the_speeds_of_adapters_are_those_of_the_lines() -> None:
         assert f"| {name} | {figures} |" in page
     losses = [f"{row['loss']:.3f}" for row in (first, *low)]
     assert f"the loss is {losses[0]} in BF16, {losses[1]} all in MXFP4 and {losses[2]} at 75%" in page
+
+
+def test_the_table_of_blocks_that_lose_bits_is_that_of_the_lines() -> None:
+    page = text_of("docs/tensor_scaled.md")
+    lines = [line for line in lines_of("benchmarks/results/mxfp4_range.jsonl") if "depths" in line]
+    for operand, name in (("X", "activations"), ("G", "gradients")):
+        least = BINADES - OPERANDS[operand]
+        for masked, rest in ((0.0, ""), (0.75, ", three quarters of the labels masked")):
+            of_row = [line for line in lines if line["operand"] == operand and line["masked"] == masked]
+            cells = [f"{100 * sum(line['depths'][least:]):.2g}" for line in of_row]
+            short = name + (rest if operand == "X" else rest.replace(" of the labels", ""))
+            assert f"| {short} | {' | '.join(cells)} |" in page
+    assert not any(sum(line["depths"][BINADES - OPERANDS["W"] :]) for line in lines if line["operand"] == "W")
 
 
 def of_profile(model: str, trainer: bool) -> dict[str, Any]:

@@ -188,6 +188,15 @@ def test_the_sentence_names_the_totals_and_what_differs_most() -> None:
     )
 
 
+def test_a_second_sentence_names_what_is_fastest_in_bf16() -> None:
+    flops, measured = hand_cost()
+    for block in range(2):
+        row = dict(measured.seconds[f"layers.{block}.v"])
+        row["grad_input"] = {"bf16": 1e-3, "fp8": 2e-3, "fp4": 2e-3}
+        measured = replace(measured, seconds={**measured.seconds, f"layers.{block}.v": row})
+    assert describe_cost(flops, measured).endswith(" Fastest in BF16: v grad_input.")
+
+
 def test_predicted_times_are_the_measured_ones_or_shares_of_flops_by_the_bits_of_the_format() -> None:
     flops, measured = hand_cost()
     assert predicted_times(flops, measured) == measured.seconds

@@ -94,6 +94,19 @@ def test_measured_times_make_a_budget_of_speed(tmp_path: Path) -> None:
     assert plan.speed_source == "measured"
 
 
+def test_gemms_that_are_faster_in_bf16_stay_in_bf16(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def time(backend: str, device: torch.device, shape: GemmShape, format: str) -> float:
+        is_slow = shape.gemm == "grad_input" and format != "bf16"
+        return {"bf16": 1.0, "fp8": 0.6, "fp4": 0.5}[format] * (3 if is_slow else 1)
+
+    monkeypatch.setattr(gemm_timing_module, "time_gemm", time)
+    loop = Loop(config(target_linear_speedup=1.4, budget="measured"), tmp_path).run(4)
+    plan = loop.controller.plan
+    loop.controller.close()
+    assert plan.linear_speedup() >= 1.4 - 1e-9
+    assert {row["grad_input"] for row in plan.assignment.values()} == {"bf16"}
+
+
 @pytest.mark.usefixtures("slow_fp8")
 def test_a_measured_speed_up_out_of_reach_is_refused_before_training_where_tokens_are_known() -> None:
     with pytest.raises(ValueError, match=r"^target_linear_speedup=2\.1 is out of reach in stage 0: .* it is 2, the la"):

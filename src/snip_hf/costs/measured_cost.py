@@ -11,7 +11,7 @@ from torch import nn
 
 from ..layers.labels import endings, split_layer, without_numbers
 from ..layers.state import gemms_of, snip_linears
-from ..numerics.formats import FORMATS, REFERENCE
+from ..numerics.formats import FORMATS, REFERENCE, UNQUANTIZED
 from ..numerics.gemms import GEMMS
 from ..text import printable
 from .flops import Tokens, Work, tokens_of_gemm
@@ -157,14 +157,17 @@ def cost_shares(flops: Work, measured: MeasuredCost) -> list[CostShare]:
 
 
 def describe_cost(flops: Work, measured: MeasuredCost) -> str:
-    """Returns one sentence on how FLOPs and measured time relate."""
+    """Returns a sentence on how FLOPs and measured time relate, and one naming GEMMs that no format makes faster."""
     shares = cost_shares(flops, measured)
     dearest, cheapest = max(shares, key=lambda share: share.ratio), min(shares, key=lambda share: share.ratio)
+    fastest = [share for share in shares if min(share.seconds, key=share.seconds.__getitem__) == UNQUANTIZED.name]
+    names = ", ".join(f"{printable(share.kind)} {share.gemm}" for share in fastest)
+    left = f" Fastest in {UNQUANTIZED.label}: {names}." if fastest else ""
     totals = ", ".join(f"{measured.total(fmt) * 1e3:.4g} ms in {FORMATS[fmt].label}" for fmt in measured.formats)
     return (
         f"All GEMMs of the linears take {totals} per micro-batch of {measured.tokens} tokens "
         f"({measured.machine.backend} backend, {measured.machine.device}); by measured time "
         f"{printable(dearest.kind)} {dearest.gemm} counts {dearest.ratio:.2f} times what it counts by FLOPs "
         f"({dearest.time:.1%} against {dearest.flops:.1%}), {printable(cheapest.kind)} {cheapest.gemm} "
-        f"{cheapest.ratio:.2f} times ({cheapest.time:.1%} against {cheapest.flops:.1%})."
+        f"{cheapest.ratio:.2f} times ({cheapest.time:.1%} against {cheapest.flops:.1%}).{left}"
     )

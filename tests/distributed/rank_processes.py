@@ -42,7 +42,7 @@ def free_port() -> int:
     return port
 
 
-def launch_ranks(script: str, *words: object, folder: Path, ranks: int = 2, timeout: float = 200) -> None:
+def launch_ranks(script: str, *words: object, folder: Path, ranks: int = 2, timeout: float = 280) -> None:
     """Runs a script of this folder in so many processes, started by `accelerate launch` on gloo.
 
     Raises:
@@ -55,7 +55,7 @@ def launch_ranks(script: str, *words: object, folder: Path, ranks: int = 2, time
 
 
 def start_ranks(
-    script: str, *words: object, folder: Path, ranks: int = 2, timeout: float = 200, until: int | None = None
+    script: str, *words: object, folder: Path, ranks: int = 2, timeout: float = 280, until: int | None = None
 ) -> Ended:
     """Runs a script of this folder in so many processes with the environment that torchrun gives, each with its log.
 

@@ -53,7 +53,7 @@ LATE = replace(PATIENT, apply_delay=4)  # as many steps as there are between ref
 QUICK = replace(CONFIG, rank_timeout=2.0, solver_time_limit=4.0)
 BOUND = 6.0  # seconds that a rank then waits for the others: the sum of the two
 LAYER = "model.layers.1.mlp.down_proj"
-_PATIENCE = 100.0  # seconds for each wave of groups
+_PATIENCE = 180.0  # seconds for each wave of groups
 KILLED = "all ranks are killed"
 _START = SolverProcess.start
 _HANGING = "import time; time.sleep(600)"

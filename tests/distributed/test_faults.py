@@ -17,7 +17,7 @@ from run_faults import BOUND, ENDED, FAULTS, KILLED, POISONS, SURVIVED
 from snip_hf.parallel.ranks import RankError
 from snip_hf.training.captured_step import NOT_CAPTURED
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # all waves of groups, where cores are shared
 # Seconds beyond the bound for what comes before and after the wait on a busy machine, where all groups run at once.
 SLACK = 15.0
 Found = dict[str, list[dict[str, Any]]]
@@ -27,7 +27,7 @@ Found = dict[str, list[dict[str, Any]]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What all groups of ranks left."""
     folder = tmp_path_factory.mktemp("faults")
-    assert_succeeded(start_ranks("run_faults.py", folder, folder=folder, ranks=1, timeout=280))
+    assert_succeeded(start_ranks("run_faults.py", folder, folder=folder, ranks=1, timeout=560))
     return folder
 
 

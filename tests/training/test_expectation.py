@@ -46,8 +46,8 @@ def test_a_compiled_model_of_enough_tokens_is_told_its_speed(measured: pytest.Lo
     for layer in model.model.layers:
         layer.compile(backend="eager")
     assert said(model, 4096).text == (
-        "compiled by regions, hidden size 64: at this size one H200 with 75% in 4 bits ran at about 1.40 times the "
-        "speed of compiled BF16 (docs/hopper.md)"
+        "compiled by regions, hidden size 64: by runs on one H200 about 1.40 times the speed of compiled BF16 "
+        "(docs/hopper.md)"
     )
     assert texts(measured) == []
 

@@ -77,8 +77,8 @@ class Expectation:
             )
             return
         self.text = (
-            f"{how}, hidden size {self._hidden}: at this size one H200 with 75% in 4 bits ran at about "
-            f"{interpolated(measured, self._hidden):.2f} times the speed of compiled BF16 (docs/hopper.md)"
+            f"{how}, hidden size {self._hidden}: by runs on one H200 about {interpolated(measured, self._hidden):.2f} "
+            "times the speed of compiled BF16 (docs/hopper.md)"
         )
 
 

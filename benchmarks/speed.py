@@ -3,22 +3,30 @@
     python benchmarks/speed.py --output runs/speed.jsonl
     python benchmarks/speed.py --quick --parts kernels models
 
-Needs one Hopper GPU. Parts; the last four run only if `--parts` names them, since they take minutes of their own:
+Needs one Hopper GPU. All parts, in runs that each end within 9 minutes of one H200:
+
+    python benchmarks/speed.py
+    python benchmarks/speed.py --parts trainer
+    python benchmarks/speed.py --parts first folding gates --trainer-steps 24
+    python benchmarks/speed.py --parts crossing rounding bf16_mix
 
 kernels  the quantization kernels, against the time that their bytes take at the copy rate measured just before
-folding  operands folded into tensor-scaled E4M3, against the same, by tile; their products, with errors
-rounding the emulated backend's rounding of every format, one operand at a time, against the same bound
 gemms    the three GEMMs of every linear of the two models, without quantization, against BF16's
 models   whole training steps: AdamW fused, BF16 autocast over FP32 masters, decoder layers compiled one by one; every
          recipe quantizes the linears of the decoder layers and no other
 refresh  what a refresh costs at 1.1B, in steps of compiled BF16 (`probe_cost.py`)
 compile  graphs and recompilations while plans change; the losses under CUDA graphs
-bf16_mix steps under plans that leave some GEMMs in BF16, and the first step after each change of such a plan
 linears  one linear, forward and backward, with the quantization of its weight
+
+Only if `--parts` names them:
+
 trainer  runs of the Hugging Face Trainer with torch_compile=True, by regions, and the preset "hopper": median step
          after the first plan, two refreshes apart, memory with and without them, the first step, recompilations
-crossing one decoder layer, hidden 512 to 8192, 2,048 to 32,768 tokens: where low precision begins to pay
 first    first step and first refresh of part trainer's runs, each in a process of its own with empty caches
+folding  operands folded into tensor-scaled E4M3, against the same, by tile; their products, with errors
+crossing one decoder layer, hidden 512 to 8192, 2,048 to 32,768 tokens: where low precision begins to pay
+rounding the emulated backend's rounding of every format, one operand at a time, against the same bound
+bf16_mix steps under plans that leave some GEMMs in BF16, and the first step after each change of such a plan
 gates    silu(gate) * up and its gradients, computed and folded in one launch, against their bytes, by tile
 
 BF16 is measured first and last, and the others are compared with the median of both, since clocks drift. What fails is
@@ -55,19 +63,20 @@ from speed_parts.training_steps import models_part, refresh_part
 
 PARTS: dict[str, Callable[[argparse.Namespace, Sequence[Row]], Iterator[Row]]] = {
     "kernels": kernels_part,
-    "folding": folding_part,
-    "rounding": rounding_part,
     "gemms": gemms_part,
     "models": models_part,
     "refresh": refresh_part,
     "compile": compile_part,
-    "bf16_mix": bf16_mix_part,
     "linears": linears_part,
     "trainer": trainer_part,
-    "crossing": crossing_part,
     "first": first_part,
+    "folding": folding_part,
+    "crossing": crossing_part,
+    "rounding": rounding_part,
+    "bf16_mix": bf16_mix_part,
     "gates": gates_part,
 }
+ON_REQUEST = ("trainer", "first", "folding", "crossing", "rounding", "bf16_mix", "gates")
 
 
 def main() -> None:
@@ -92,11 +101,14 @@ def main() -> None:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options, with what --quick makes of those that are not given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:-4], metavar="PART")
+    by_default = [name for name in PARTS if name not in ON_REQUEST]
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=by_default, metavar="PART")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and recipes: under 4 minutes instead of 9")
     parser.add_argument("--minutes", type=float, help="begin no measurement later than this (default 8.5; quick 3.5)")
     parser.add_argument("--models", nargs="+", choices=setting.MODELS, default=list(setting.MODELS), metavar="MODEL")
-    parser.add_argument("--recipes", nargs="+", help="between BF16 and BF16 (default all but torchao's blockwise)")
+    parser.add_argument(
+        "--recipes", nargs="+", help="between BF16 and BF16 (default seven of ours and two of torchao's)"
+    )
     parser.add_argument(
         "--linears", type=linear_size, nargs="+", metavar="OxI", help="of part linears (default four, quick two)"
     )
@@ -122,9 +134,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     known = (*OURS, *OURS_ALONE, *IN_TRAINER, *TORCHAO)
     quickly = ("snip-hf FP4, ties", "snip-hf MXFP4, ties", "snip-hf FP4", *IN_TRAINER, "torchao tensorwise")
     # Blockwise takes 200 s to try its kernels.
-    options.recipes = options.recipes or (
-        quickly if quick else [name for name in known if name not in (BLOCKWISE, *setting.WITH_CHANGES)]
-    )
+    on_request = (BLOCKWISE, *setting.WITH_CHANGES, *setting.ON_REQUEST)
+    options.recipes = options.recipes or (quickly if quick else [name for name in known if name not in on_request])
     for recipe in options.recipes:
         if recipe not in known:
             parser.error(f"--recipes: {recipe!r} is not known; expected some of {', '.join(known)}")

@@ -24,6 +24,7 @@ from ..training.checks import check_launch, check_trainer
 from ..training.controller import SnipController
 from ..training.counted_passes import TrainingPasses
 from ..training.refresh import Solving
+from .buckets import advise_buckets
 from .compilation import compile_by_regions, how_compiled
 from .hub import prepare_push, tag_model, training_of, write_section
 from .messages import follow_transformers
@@ -100,6 +101,7 @@ class SnipCallback(TrainerCallback):
         follow_transformers(args)
         check_launch(self.config, AcceleratorState())
         compile_by_regions(self.config, args, AcceleratorState())
+        advise_buckets(self.config, args, AcceleratorState())
         model = unwrap(kwargs["model"])
         # What trains inside another run gets the layers that it asks for when it begins.
         if not any(run._is_training() for run in _runs_on(model)):

@@ -75,7 +75,7 @@ def test_the_first_micro_batch_starts_a_process_that_ends_with_the_run(
 
 
 def test_the_process_ends_with_its_owner(loop: Any) -> None:
-    ahead = KernelsAhead(loop.controller._probe, loop.model, CONFIG, True, logging.getLogger())
+    ahead = KernelsAhead(loop.controller._probe, loop.model, CONFIG, "emulated", True, logging.getLogger())
     ahead.begin(first_pass(loop), refreshes=True)
     process = ahead._process
     assert process is not None and process.poll() is None
@@ -140,6 +140,8 @@ def test_what_is_foreseen_follows_from_model_batch_config_and_optimizer(loop: An
         "probe_tokens": CONFIG.probe_tokens,
         "loss_estimator": "token-fisher",
         "measures_noise": False,
+        "backend": "emulated",
+        "micro_batch": 48,
         "response": "adam",
     }
 

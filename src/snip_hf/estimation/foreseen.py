@@ -1,4 +1,6 @@
-"""A probe as it can be foreseen, and the kernels that it will launch, found by its own code on tensors without memory.
+"""The first probe as it can be foreseen, and the kernels that it and the plan after it launch.
+
+They are found by their own code on tensors without memory.
 
 Legend: I in_features, O out_features, T tokens that a process probes, n sampled ones of all processes; B sequences of L
 tokens in H heads, of which some share the keys of one; D channels of a head.
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import adam_slopes
+from ..kernels.backend import BACKENDS
 from ..kernels.split_attention import Attention, attend, attention_gradients, takes
 from ..numerics.formats import FORMATS
 from .criterion import LayerCriterion
@@ -43,6 +46,9 @@ class Foreseen:
     probe_tokens: int | None
     loss_estimator: str
     measures_noise: bool
+    backend: str
+    micro_batch: int
+    """Tokens that a process trains on at once."""
     response: str
     """How the optimizer answers to gradients: "adam" by `kernels.adam_slopes`, "elementwise", or "other"."""
 
@@ -77,7 +83,7 @@ def compile_kernels(foreseen: Foreseen) -> None:
 
 
 def _parts(foreseen: Foreseen) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Gives the parts of a probe in its order."""
+    """Gives the parts of a probe in its order, and of the steps under its plan."""
     for layer in foreseen.layers:
         if layer["is_trained"] and foreseen.response == "adam":
             yield f"Adam's slopes of {layer}", partial(_slopes, layer)
@@ -85,6 +91,8 @@ def _parts(foreseen: Foreseen) -> Iterator[tuple[str, Callable[[], object]]]:
         yield "attention", partial(_attend, *foreseen.attention)
     for layer in foreseen.layers:
         yield f"sums of {layer}", partial(_sums, foreseen, layer)
+    if foreseen.backend in BACKENDS:  # not one that a user registered
+        yield from BACKENDS[foreseen.backend].kernels_of_plans(foreseen.layers, foreseen.micro_batch, foreseen.formats)
 
 
 def _slopes(layer: Mapping[str, Any]) -> None:

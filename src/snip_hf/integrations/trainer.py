@@ -101,7 +101,6 @@ class SnipCallback(TrainerCallback):
         follow_transformers(args)
         check_launch(self.config, AcceleratorState())
         compile_by_regions(self.config, args, AcceleratorState())
-        advise_buckets(self.config, args, AcceleratorState())
         model = unwrap(kwargs["model"])
         # What trains inside another run gets the layers that it asks for when it begins.
         if not any(run._is_training() for run in _runs_on(model)):
@@ -153,7 +152,7 @@ class SnipCallback(TrainerCallback):
         self._mark = RunMark(self._end_restored)
         self._mark.put_on(model)
         self._passes = TrainingPasses(outer, self.controller, self._mark, LOSS_OF_TRAINER)
-        _gather_ahead(model)
+        _spare_communication(model, self.config, args)
         self._connect(find_trainer(state))
         self._figures.open(find_trainer(state), self, None if output_dir is None else self._folder)
         # The first process may be the only one that sees the checkpoint.
@@ -347,7 +346,9 @@ def _runs_on(model: nn.Module) -> list[SnipCallback]:
     return [driver for driver in drivers if isinstance(driver, SnipCallback)]
 
 
-def _gather_ahead(model: nn.Module) -> None:
+def _spare_communication(model: nn.Module, config: SnipConfig, args: TrainingArguments) -> None:
+    """Has FSDP2 gather ahead, and says what would spare DDP time."""
+    advise_buckets(config, args, AcceleratorState())
     told = gather_ahead(model)
     if told:
         logger.info("snip-hf: FSDP2 gathers the weights of %d blocks while the one before each runs.", told)

@@ -109,7 +109,7 @@ def assemble(
     messages = RunMessages(config, kernels.name, log)
     # Where Accelerate does not say it, each process of a machine has a GPU of its own.
     is_first_here = getattr(accelerator, "is_local_main_process", next(bare.parameters()).device.index == 0)
-    ahead = KernelsAhead(probe, bare, probed, is_first_here, log)
+    ahead = KernelsAhead(probe, bare, probed, kernels.name, is_first_here, log)
     events.add_tracker(messages.note)
     return RunParts(
         config, bare, kernels.name, layers, source, probe, in_force, refresher, detector, coverage, messages, ahead

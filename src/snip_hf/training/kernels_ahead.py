@@ -1,8 +1,9 @@
 """The process beside training that compiles the kernels of the first probe into Triton's cache on disk (ours).
 
-A probe launches some thirty Triton kernels that no training step does, and Triton compiles each where it is first
-launched. This process compiles them while training begins, from `estimation.foreseen`. It uses no GPU, has a low
-priority and a bounded life, and ends with the run. Whatever it does not foresee, or fails at, the probe compiles.
+A probe launches some thirty Triton kernels that no training step does, and its plan some more. Triton compiles each
+where it is first launched. This process compiles them while training begins, from `estimation.foreseen`. It uses no
+GPU, has a low priority and a bounded life, and ends with the run. Whatever it does not foresee, or fails at, is
+compiled where it is launched.
 """
 
 from __future__ import annotations
@@ -48,14 +49,21 @@ class KernelsAhead:
         probe: what the run probes.
         model: as there.
         config: as there.
+        backend: name of the one in use.
         is_first_here: whether this process is the first one of its machine, which compiles for all of them.
         log: is told, for debugging, what becomes of it.
     """
 
     def __init__(
-        self, probe: StepProbe, model: nn.Module, config: SnipConfig, is_first_here: bool, log: logging.Logger
+        self,
+        probe: StepProbe,
+        model: nn.Module,
+        config: SnipConfig,
+        backend: str,
+        is_first_here: bool,
+        log: logging.Logger,
     ) -> None:
-        self._probe, self._model, self._config, self._log = probe, model, config, log
+        self._probe, self._model, self._config, self._backend, self._log = probe, model, config, backend, log
         self._device = next(model.parameters()).device
         self._may_begin = is_first_here
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,7 +87,8 @@ class KernelsAhead:
     def foreseen(self, first: TrainingPass) -> Foreseen:
         """Returns the first probe as this micro-batch lets it be foreseen."""
         probe, config = self._probe, self._config
-        batch = Batch.of(first.batch, first.objective, first.seen, first.advice).part(probe.batch_tokens)
+        whole = Batch.of(first.batch, first.objective, first.seen, first.advice)
+        batch = whole.part(probe.batch_tokens)
         is_trained = probe.source.trains()
         layers = [_layer(layer, is_trained(layer.weight)) for layer in probe.layers.present.values()]
         return Foreseen(
@@ -91,6 +100,8 @@ class KernelsAhead:
             config.probe_tokens,
             config.loss_estimator,
             config.guard_noise is not None,
+            self._backend,
+            whole.tokens,
             probe.source.response(),
         )
 

@@ -3,14 +3,15 @@
     python benchmarks/multi_gpu_speed.py --cases 1:none 2:ddp 2:fsdp2 --output runs/multi_gpu_speed.jsonl
 
 A case is a number of processes and how they share the model: "none" (one process), "ddp", "ddp-views" (gradients are
-views of large buckets) or "fsdp2". Each case trains a Llama by a plain loop, with compiled decoder layers, in BF16 and
-under SNIP (75%, by GEMM, siblings tied): steps are timed under the plan of the second refresh, and that refresh is
-timed itself. Tokens per process are the same in all cases. Master weights are FP32; the compute dtype is BF16 on CUDA
-(FSDP2 gathers BF16), FP32 on a CPU.
+views of large buckets), "fsdp2" or "fsdp2-pairs" (two decoder layers are gathered together). Each case trains a Llama
+by a plain loop, with compiled decoder layers, in BF16 and under SNIP (75%, by GEMM, siblings tied): steps are timed
+under the plan of the second refresh, and that refresh is timed itself. Tokens per process are the same in all cases.
+Master weights are FP32; the compute dtype is BF16 on CUDA (FSDP2 gathers BF16), FP32 on a CPU.
 
 With --profile, which needs a GPU, there are no refreshes, and any 75% of the GEMMs' work is in 4 bits. Lines then say
 what two steps spend their time on: milliseconds by kind of kernel, those in which the GPU does nothing but communicate,
-those in which it waits, and those that the host takes to launch a step.
+those in which it waits, and those that the host takes to launch a step, waiting for room in the GPU's queue included.
+None of these steps counts blocks outside the range, which takes more launches.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig, SnipController, convert_model
+from snip_hf.kernels.tensor_scaled.notes import Note
 
 MODELS = {**setting.MODELS, "small": (256, 768, 2, 4, 2)}
 RECIPES = ("BF16", "SNIP 75%")
@@ -175,7 +177,10 @@ def profiled(recipe: str, kind: str, options: argparse.Namespace, device: torch.
     for number in range(1, WARM_UP):
         training.step(number)
     median = median_step(training, WARM_UP, options.steps)
-    number = WARM_UP + options.steps
+    number = first_without_counts(WARM_UP + options.steps, 1 + PROFILED)
+    for earlier in range(WARM_UP + options.steps, number):
+        training.step(earlier)
+    probe_cost.wait(device)
     start = time.perf_counter()
     training.step(number)
     host = 1e3 * (time.perf_counter() - start)
@@ -194,6 +199,15 @@ def profiled(recipe: str, kind: str, options: argparse.Namespace, device: torch.
             f"profiled_{name}" if name == "step_ms" else name: value for name, value in by_kind(spans, PROFILED).items()
         },
     }
+
+
+def first_without_counts(first: int, steps: int) -> int:
+    """Returns the first step number, from `first` on, that begins so many steps in which no blocks are counted."""
+
+    def counts(number: int) -> bool:
+        return Note(steps=number - 1).looks
+
+    return next(one for one in itertools.count(first) if not any(map(counts, range(one, one + steps))))
 
 
 def new_model(options: argparse.Namespace, device: torch.device) -> LlamaForCausalLM:
@@ -270,14 +284,14 @@ class Training:
 def wrap(model: LlamaForCausalLM, kind: str, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Returns the model as the processes of this kind share it, and its optimizer."""
     wrapped: torch.nn.Module = model
-    if kind == "fsdp2":
+    if kind.startswith("fsdp2"):
         policy = MixedPrecisionPolicy(torch.bfloat16 if device.type == "cuda" else None, torch.float32)
-        for layer in model.model.layers:
-            fully_shard(layer, mp_policy=policy)
+        together, layers = 2 if kind == "fsdp2-pairs" else 1, list(model.model.layers)
+        for first in range(0, len(layers), together):
+            fully_shard(layers[first : first + together], mp_policy=policy)
         fully_shard(model, mp_policy=policy)
         # Told to gather ahead, FSDP2 does not depend on how far the host is ahead of the device.
-        layers = list(model.model.layers)
-        for layer, following in itertools.pairwise(layers):
+        for layer, following in itertools.pairwise(layers[::together]):
             layer.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([layer])
     elif kind.startswith("ddp"):

@@ -318,6 +318,27 @@ class TestStep:
         layers[name].restore()
         assert not packed.set_step(1, 2, 3)
 
+    def test_a_rank_that_is_set_again_is_not_brought_to_the_device_again(self) -> None:
+        found = []
+
+        class Copies(TorchDispatchMode):
+            def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if function is torch.ops.aten.copy_.default:
+                    found.append((args[0].device.type, args[1].device.type))
+                return function(*args, **(kwargs or {}))
+
+        model = build("llama")
+        convert_model(model, SnipConfig())
+        layers = snip_linears(model)
+        for layer in layers.values():
+            layer.snip_state = layer.snip_state.to("meta")
+        pack_states(layers)
+        packed = PackedStates(layers)
+        packed.set_rank(3, 8)
+        with Copies():
+            assert packed.set_rank(3, 8)
+        assert found == [("meta", "meta")]
+
     def test_packing_keeps_states_and_formats_can_still_be_written(self) -> None:
         model = build("llama")
         convert_model(model, SnipConfig(seed=9))

@@ -27,12 +27,12 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def sharded() -> tuple[Any, list[Any]]:
-    """Returns a tiny Llama and its blocks, which FSDP2 shards one by one."""
-    model = tiny_llama(hidden=16, layers=3)
+def sharded(layers: int = 3, together: int = 1) -> tuple[Any, list[Any]]:
+    """Returns a tiny Llama and its blocks, of which FSDP2 shards so many together."""
+    model = tiny_llama(hidden=16, layers=layers)
     mesh, blocks = init_device_mesh("cpu", (1,)), list(model.model.layers)
-    for block in blocks:
-        fully_shard(block, mesh=mesh)
+    for first in range(0, layers, together):
+        fully_shard(blocks[first : first + together], mesh=mesh)
     return fully_shard(model, mesh=mesh), blocks
 
 
@@ -60,6 +60,17 @@ def test_blocks_that_are_compiled_one_by_one_gather_ahead_too() -> None:
         model.model.layers[index] = torch.compile(block, backend="eager")
     assert gather_ahead(model) == 2
     assert ahead(blocks) == ([[1], [2], []], [[], [0], [1]])
+
+
+def test_blocks_that_are_sharded_together_gather_those_of_the_next_blocks() -> None:
+    model, blocks = sharded(layers=5, together=2)
+    ids = torch.arange(8).reshape(1, 8)
+    expected = model(input_ids=ids, labels=ids).loss
+    assert gather_ahead(model) == 2
+    assert ahead(blocks[::2]) == ([[1], [2], []], [[], [0], [1]])
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert torch.equal(loss, expected) and all(p.grad is not None for p in model.parameters())
 
 
 def test_what_somebody_told_blocks_stays() -> None:

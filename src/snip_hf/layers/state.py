@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from operator import is_
 from typing import Any
 
@@ -168,8 +169,14 @@ class PackedStates:
         """As the function `set_rank`; returns False if nothing was written."""
         base = self.writable()
         if base is not None:
-            base[:, KEY + 1 :] = torch.tensor([rank, ranks])
+            base[:, KEY + 1 :] = _on_device((rank, ranks), base.device)
         return base is not None
+
+
+@cache
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept from pass to pass: to bring them to the device, the host would wait for all that is in its queue."""
+    return torch.tensor(numbers, device=device)
 
 
 def set_step(layers: Mapping[str, SnipLayer], seed: int, step: int, micro_batch: int) -> None:

@@ -27,6 +27,7 @@ def gather_ahead(model: nn.Module) -> int:
 
     By itself it gathers a block's weights when that block is called, which the host may reach too late. Takes the
     memory of one more block's weights. Leaves alone lists in which some block was told already what to gather ahead.
+    Blocks that `fully_shard` was given together are gathered together, and count as one.
 
     Args:
         model: whose `ModuleList`s of blocks of one class are looked at.
@@ -41,13 +42,16 @@ def gather_ahead(model: nn.Module) -> int:
         members: list[Any] = [getattr(block, "_orig_mod", block) for block in blocks]
         if len(set(map(type, members))) != 1 or not isinstance(members[0], FSDPModule):
             continue
-        states = [vars(block._get_fsdp_state()) for block in members]
+        # Blocks that are gathered together have one state: told of each other, they would forget the others.
+        firsts = {id(block._get_fsdp_state()): block for block in reversed(members)}
+        groups = list(reversed(firsts.values()))
+        states = [vars(block._get_fsdp_state()) for block in groups]
         if any(state.get(f"_states_to_{way}_prefetch") for state in states for way in ("forward", "backward")):
             continue
-        for block, following in pairwise(members):
+        for block, following in pairwise(groups):
             block.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([block])
-        told += len(members) - 1
+        told += len(groups) - 1
     return told
 
 

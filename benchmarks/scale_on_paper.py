@@ -178,7 +178,7 @@ def parts() -> Parts:
     """Reads them from the committed lines."""
     trainer, found = read_lines(RESULTS / "speed_trainer.jsonl"), {}
     for formats in ("fp4", "mxfp4"):
-        [line] = [
+        *_, line = [  # the newest
             line
             for line in trainer
             if line["model"] == SHAPE_8B.name and line["recipe"] == "snip-hf 75%" and line["formats"][0] == formats

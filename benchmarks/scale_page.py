@@ -93,14 +93,14 @@ INPUTS = (
     (
         "a BF16 step, with AdamW",
         "{teraflops} TFLOP/s",
-        f"8B shape of 8 layers, one H200, median of 4 ({_TRAINER})",
+        f"8B shape of 8 layers, one H200, median of 6 ({_TRAINER})",
     ),
     (
         "a step at 75% in 4 bits, by BF16's speed",
         "{fp4} (FP4 and FP8), {mxfp4} (MXFP4 and `fp8-tensor`)",
         "the same lines, one run each; taken for both models, although hidden 8,192 was not timed. Other runs of "
-        "MXFP4 and `fp8-tensor` had {mxfp4_other} (by GEMM at random) and {mxfp4_later} (a later version); at 1.1B the "
-        "newest had {mxfp4_tiny} ([tensor_scaled.md](tensor_scaled.md))",
+        "MXFP4 and `fp8-tensor` had {mxfp4_other} (by GEMM at random) and {mxfp4_later} (an earlier version); at 1.1B "
+        "the newest had {mxfp4_tiny} ([tensor_scaled.md](tensor_scaled.md))",
     ),
     (
         "a probe, in one process with 4,096 tokens",

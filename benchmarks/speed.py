@@ -110,7 +110,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--recipes", nargs="+", help="between BF16 and BF16 (default seven of ours and two of torchao's)"
     )
     parser.add_argument(
-        "--linears", type=linear_size, nargs="+", metavar="OxI", help="of part linears (default four, quick two)"
+        "--linears", type=linear_size, nargs="+", metavar="OxI", help="of part linears (default two, quick one)"
     )
     parser.add_argument("--rows", type=int, default=8, help="sequences per micro-batch (default 8)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence (default 2048)")
@@ -128,7 +128,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     quick = options.quick
     options.device = torch.device(options.device)
     options.deadline = time.monotonic() + 60 * (options.minutes or (3.5 if quick else 8.5))
-    options.linears = options.linears or (LARGEST[:2] if quick else LARGEST)
+    options.linears = options.linears or LARGEST[: 1 if quick else 2]
     options.channels = CHANNELS[:2] if quick else CHANNELS
     options.trainer_steps = options.trainer_steps or (24 if quick else 60)
     known = (*OURS, *OURS_ALONE, *IN_TRAINER, *TORCHAO)

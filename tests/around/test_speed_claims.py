@@ -18,7 +18,7 @@ def test_torchao_s_fp8_is_faster_at_8b_and_slower_at_1_1b() -> None:
     fp4: dict[str, float] = {}
     for line in lines:
         recipe, model = line.get("recipe"), line.get("model")
-        if recipe in ("snip-hf FP4, ties", "snip-hf 100%"):
+        if recipe == "snip-hf FP4, ties" or (recipe == "snip-hf 100%" and line["formats"][0] == "fp4"):
             fp4[model] = line["step_ms"]
         if recipe == "torchao tensorwise" and model in fp4:
             ahead.setdefault(model, []).append(100 * (fp4.pop(model) / line["step_ms"] - 1))
@@ -31,11 +31,10 @@ def test_torchao_s_fp8_is_faster_at_8b_and_slower_at_1_1b() -> None:
 
 
 def of_trainer() -> dict[tuple[str, str], dict[str, Any]]:
-    """Returns model and recipe -> line of the newest run through the Trainer; torchao's is older at TinyLlama-1.1B."""
-    newest = [line for line in lines_of("benchmarks/results/speed_trainer.jsonl") if line["commit"] == "b0d2509"]
-    assert {line["model"] for line in newest} == {"TinyLlama-1.1B"}
-    rows = [line for line in lines_of("benchmarks/results/speed_mxfp4.jsonl") if line["part"] == "trainer"] + newest
-    return {(row["model"], row["recipe"]): row for row in rows} | {("TinyLlama-1.1B", "BF16 first"): newest[0]}
+    """Returns model and recipe -> line of the newest run through the Trainer; of BF16, the last one."""
+    rows = [line for line in lines_of("benchmarks/results/speed_trainer.jsonl") if line["commit"] == "c78620b"]
+    assert {row["steps"] for row in rows} == {60}
+    return {(row["model"], row["recipe"]): row for row in rows}
 
 
 MODELS, RECIPES = ("8B, 8 layers", "TinyLlama-1.1B"), ("snip-hf 75%", "snip-hf 100%", "torchao tensorwise")
@@ -69,29 +68,85 @@ def test_the_speeds_and_memory_of_mxfp4_are_those_of_the_newest_lines() -> None:
 def test_the_table_of_targets_is_that_of_the_lines() -> None:
     found, page = of_trainer(), text_of("docs/hopper.md")
     rows = [[found[model, recipe] for model in MODELS] for recipe in RECIPES[:2]]
-    (large, small), (large_all, small_all) = rows
-    assert f"| 1.45, 1.25 | {large['speedup']:.3f} | {small['speedup']:.3f} |" in page
-    profile = of_profile("8B, 8 layers", True)
-    alone = profile["BF16"]["alone_ms"] / profile["snip-hf MXFP4, ties"]["alone_ms"]
-    assert f"| {large_all['speedup']:.3f} ({alone:.3f} at `b0bf68a`, without" in page
-    assert f"without refreshes) | {small_all['speedup']:.3f} |" in page
-    older = {line["model"]: line for line in lines_of("benchmarks/results/speed_mxfp4.jsonl") if of_75(line)}
-    ahead = " | ".join(f"{older[model]['against_torchao']:.3f}" for model in MODELS)
-    assert f"`d00eed9` | above 1.05 | {ahead} |" in page
-    assert f"In torchao's own run 75% in MXFP4 was {ahead.replace(' | ', ' and ')} times" in text_of("README.md")
-    memory = " | ".join(f"{row['refresh_peak_ratio']:.3f}" for row in (large, small))
-    assert f"| at most 0.85 | {memory} |" in page
-    refresh = of_profile("8B, 8 layers", False)["refresh"]["bf16_steps"]
-    assert f"| {refresh:.2f} (`b0bf68a`, plain loop; {large['refresh_steps']:.1f} at `d00eed9`)" in page
-    assert f"`d00eed9`) | {small['refresh_steps']:.2f} |" in page
-    assert f"| {100 * small['refresh_ms'] / (500 * small['step_ms']):.1f}% |" in page
-    first = small["first_s"] + small["first_refresh_ms"] / 1000
-    assert f"| **{first / found['TinyLlama-1.1B', 'BF16 first']['first_s']:.2f}, missed** |" in page
-    assert not any(row["recompilations"] for pair in rows for row in pair)
+    mixed, of_all = rows
+
+    def row(name: str, target: str, figure: str, form: str, pair: list[dict[str, Any]]) -> str:
+        return f"| {name} | {target} | {' | '.join(form.format(line[figure]) for line in pair)} |"
+
+    assert row("75% in MXFP4, times BF16", "1.45, 1.25", "speedup", "{:.3f}", mixed) in page
+    assert row("all in MXFP4", "1.50, 1.30", "speedup", "{:.3f}", of_all) in page
+    assert row("75% against torchao tensorwise", "above 1.05", "against_torchao", "{:.3f}", mixed) in page
+    assert row("peak memory with a refresh, of BF16's", "at most 0.85", "refresh_peak_ratio", "{:.3f}", mixed) in page
+    assert row("a refresh, BF16 steps", "at most 4", "refresh_steps", "{:.2f}", mixed) in page
+    times = " | ".join(f"{100 * line['refresh_ms'] / (500 * line['step_ms']):.1f}%" for line in mixed)
+    assert f"| of the time, at a refresh every 500 steps | below 1% | {times} |" in page
+    assert not any(line["recompilations"] for pair in rows for line in pair)
+    ahead = " and ".join(f"{line['against_torchao']:.3f}" for line in mixed)
+    assert f"75% in MXFP4 was {ahead} times as fast as torchao's tensorwise FP8" in text_of("README.md")
 
 
-def of_75(line: dict[str, Any]) -> bool:
-    return line["part"] == "trainer" and line["recipe"] == "snip-hf 75%"
+def test_the_first_steps_are_those_of_the_lines() -> None:
+    lines = lines_of("benchmarks/results/speed_first.jsonl")
+    found, page = {(line["model"], line["recipe"]): line for line in lines}, text_of("docs/hopper.md")
+    bf16, mixed = ([found[model, recipe] for model in MODELS] for recipe in ("BF16", "snip-hf 75%"))
+    ratios = " | ".join(f"**{line['first_two_ratio']:.2f}, missed**" for line in mixed)
+    assert f"| first step and first probe, of BF16's first step | at most 1.3 | {ratios} |" in page
+    for name, figure, scale, rows in (
+        ("first step, BF16, s", "first_s", 1, bf16),
+        ("first step, 75% in MXFP4, s", "first_s", 1, mixed),
+        ("the first refresh beyond ordinary steps, s", "first_refresh_ms", 1e-3, mixed),
+        ("the slowest step after it, s", "slowest_ms", 1e-3, mixed),
+    ):
+        assert f"| {name} | {' | '.join(f'{scale * row[figure]:.1f}' for row in rows)} |" in page
+
+
+def test_the_tables_of_whole_steps_and_of_products_are_those_of_the_lines() -> None:
+    lines, page = lines_of("benchmarks/results/speed_all.jsonl"), text_of("docs/hopper.md").replace("**", "")
+    steps = [line for line in lines if line["part"] == "models"]
+    assert len(steps) == 26
+    for line in steps:
+        memory = f"{line['peak_gib']:.1f} | {line['peak_ratio']:.3f} |"
+        assert f"| {line['step_ms']:.1f} | {line['tokens_per_s']:,.0f} | {line['speedup']:.3f} | {memory}" in page
+    products: dict[str, list[str]] = {}
+    for line in lines:
+        if line["part"] == "gemms" and line["gemm"] in ("forward", "grad_input", "grad_weight, into FP32"):
+            size = f"{line['out_features']} x {line['in_features']}"
+            products.setdefault(size, []).append(f"{line['tflops']:.0f} / {line['bf16_tflops']:.0f}")
+    assert len(products) == 8
+    assert all(f"| {size} | {' | '.join(rates)} |" in page for size, rates in products.items())
+
+
+def test_the_table_of_where_it_begins_to_pay_is_that_of_the_lines() -> None:
+    page, speeds = text_of("docs/hopper.md"), dict[tuple[int, int], float]()
+    for line in lines_of("benchmarks/results/speed_crossing.jsonl"):
+        if line["recipe"] != "BF16":
+            speeds[line["hidden"], line["tokens"]] = line["speedup"]
+    for hidden in (512, 1024, 2048, 4096, 8192):
+        cells = [f"{speeds[hidden, tokens]:.2f}" if (hidden, tokens) in speeds else "" for tokens in TOKENS]
+        assert " ".join(f"| {hidden:,} | {' | '.join(cells)} |".split()) in page
+
+
+TOKENS = (2048, 8192, 32768)
+
+
+def test_the_speeds_on_two_gpus_are_those_of_the_lines() -> None:
+    page, found = text_of("docs/distributed.md").replace("**", ""), dict[tuple[str, str], list[list[float]]]()
+    lines = [line for line in lines_of("benchmarks/results/multi_gpu_profile.jsonl") if line["commit"] != "9c8e0a5"]
+    model, alone = MODELS[1], dict[str, float]()
+    for bf16, mixed in zip(lines[::2], lines[1::2], strict=True):
+        if bf16["case"] == "1:none":
+            model = MODELS[0] if alone else model
+            alone[model] = bf16["step_ms"] / mixed["step_ms"]
+        model = MODELS[1] if bf16["commit"] == "062d230" else model
+        speed = bf16["step_ms"] / mixed["step_ms"]
+        figures = [bf16["step_ms"], mixed["step_ms"], speed, speed / alone[model], mixed["idle_ms"]]
+        found.setdefault((model, bf16["commit"] + bf16["case"]), []).append(figures)
+    assert len(found) == 8
+    forms = ("{:.1f}", "{:.1f}", "{:.3f}", "{:.3f}", "{:.0f}")
+    for rows in found.values():
+        cells = [", ".join(form.format(row[index]) for row in rows) for index, form in enumerate(forms)]
+        cells[3] = cells[3].replace("1.000", "1") if len(rows) == 1 and rows[0][3] == 1 else cells[3]
+        assert f"| {' | '.join(cells)} |" in page
 
 
 def test_the_speeds_of_experts_are_those_of_the_lines() -> None:
@@ -157,7 +212,6 @@ def test_what_a_refresh_takes_is_that_of_the_profile() -> None:
         steps.append(row["extra_ms"] / bf16["alone_ms"])
         assert steps[-1] == pytest.approx(row["bf16_steps"], abs=0.005)
     assert "| in BF16 steps | " + " | ".join(f"**{number:.2f}**" for number in steps) + " |" in page
-    small = of_trainer()["TinyLlama-1.1B", "snip-hf 75%"]["refresh_steps"]
-    of_both = f"{small:.2f} BF16 steps at 1.1B, and at the 8B shape {steps[0]:.2f}, timed later in a plain loop"
-    assert f"the time of {of_both}" in text_of("README.md")
-    assert f"the time of {steps[0]:.1f} to {small:.2f} BF16 steps" in text_of("docs/choosing.md")
+    large, small = (of_trainer()[model, "snip-hf 75%"]["refresh_steps"] for model in MODELS)
+    assert f"the time of {large:.2f} BF16 steps at the 8B shape and {small:.2f} at 1.1B" in text_of("README.md")
+    assert f"the time of {large:.2f} to {small:.2f} BF16 steps" in text_of("docs/choosing.md")

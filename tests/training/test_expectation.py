@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from committed import lines_of
 from slow_cases import slow
 from small import text, tiny_llama
 from tiny_runs import FAST, train
@@ -17,24 +18,27 @@ from snip_hf import SnipConfig, SnipController, convert_model
 from snip_hf.integrations import compilation
 from snip_hf.kernels.emulated import EMULATED, Emulated
 from snip_hf.layers.state import snip_linears
+from snip_hf.training import expectation
 from snip_hf.training.expectation import AS_A_WHOLE, Expectation, how_compiled, interpolated, tokens_of
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Makes the emulation a backend that was measured at the size of the tests' models and at twice of it."""
+    """Makes the emulation a backend that was measured at the size of the tests' models and at twice of it, and which
+    pays there from 4,096 and 1,024 tokens on."""
     caplog.set_level(logging.INFO, "snip_hf")
     monkeypatch.setattr(Emulated, "measured_speeds", {32: 1.2, 64: 1.4}, raising=False)
+    monkeypatch.setattr(expectation, "LEAST_WORK", 2**22)
     return caplog
 
 
 def said(model: nn.Module, tokens: int | None) -> Any:
     log = logging.getLogger("snip_hf.test")
     convert_model(model, SnipConfig())
-    expectation = Expectation("emulated", snip_linears(model), log)
+    found = Expectation("emulated", snip_linears(model), log)
     for _ in range(2):
-        expectation.say(how_compiled(model), tokens)
-    return expectation
+        found.say(how_compiled(model), tokens)
+    return found
 
 
 def texts(records: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
@@ -45,7 +49,7 @@ def test_a_compiled_model_of_enough_tokens_is_told_its_speed(measured: pytest.Lo
     model = tiny_llama(hidden=64)
     for layer in model.model.layers:
         layer.compile(backend="eager")
-    assert said(model, 4096).text == (
+    assert said(model, 1024).text == (
         "compiled by regions, hidden size 64: by runs on one H200 about 1.40 times the speed of compiled BF16 "
         "(docs/hopper.md)"
     )
@@ -54,16 +58,32 @@ def test_a_compiled_model_of_enough_tokens_is_told_its_speed(measured: pytest.Lo
 
 def test_what_is_missing_is_a_warning(measured: pytest.LogCaptureFixture) -> None:
     said(tiny_llama(hidden=16), 512)
-    assert texts(measured) == [
-        (
-            "WARNING",
-            "snip-hf: backend emulated will not reach the speed that was measured (docs/hopper.md): the model is not "
-            "compiled, so that launches outweigh faster products: set torch_compile=True in TrainingArguments, or call "
-            "layer.compile() for each decoder layer; below a hidden size of 32 quantization outweighs faster products, "
-            "and this model has 16: BF16 is likely to be faster; micro-batches of 512 tokens are short: take longer or "
-            "more sequences, with at least 4,096 tokens.",
-        )
-    ]
+    said(tiny_llama(hidden=64), 1023)
+    lacking = (
+        "snip-hf: backend emulated will not reach the speed that was measured (docs/hopper.md): the model is not "
+        "compiled, so that launches outweigh faster products: set torch_compile=True in TrainingArguments, or call "
+        "layer.compile() for each decoder layer; "
+    )
+    hidden = (
+        "below a hidden size of 32 quantization outweighs faster products, and this model has 16: BF16 is likely to be "
+        "faster."
+    )
+    tokens = (
+        "micro-batches of 1,023 tokens are short at this hidden size: take longer or more sequences, with at least "
+        "1,024 tokens."
+    )
+    assert texts(measured) == [("WARNING", lacking + hidden), ("WARNING", lacking + tokens)]
+
+
+def test_the_least_number_of_tokens_is_between_those_that_were_measured() -> None:
+    speeds = {
+        (line["hidden"], line["tokens"]): line["speedup"]
+        for line in lines_of("benchmarks/results/speed_crossing.jsonl")
+        if line["recipe"] != "BF16" and line["hidden"] >= 2048
+    }
+    for (hidden, tokens), speed in speeds.items():
+        assert (tokens * hidden**2 > expectation.LEAST_WORK) is (speed > 1)
+    assert min(speeds.values()) < 1 < max(speeds.values())
 
 
 def test_a_backend_that_was_not_measured_promises_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,8 +16,9 @@ from ..layers.layer import SnipLayer
 
 BY_REGIONS = "compiled by regions"
 AS_A_WHOLE = "compiled as a whole (by regions is faster, and compiles sooner)"
-# Below this, launches take longer than what they launch (docs/hopper.md).
-FEW_TOKENS = 4096
+# Tokens of a micro-batch times the square of the hidden size: below, launches take longer than the products that they
+# spare (docs/hopper.md, "Where it begins to pay").
+LEAST_WORK = 4e10
 
 
 class Expectation:
@@ -63,10 +64,10 @@ class Expectation:
                 f"below a hidden size of {min(measured):,} quantization outweighs faster products, and this model has "
                 f"{self._hidden:,}: BF16 is likely to be faster"
             )
-        if tokens is not None and tokens < FEW_TOKENS:
+        elif tokens is not None and tokens < (enough := math.ceil(LEAST_WORK / self._hidden**2)):
             lacking.append(
-                f"micro-batches of {tokens:,} tokens are short: take longer or more sequences, with at least "
-                f"{FEW_TOKENS:,} tokens"
+                f"micro-batches of {tokens:,} tokens are short at this hidden size: take longer or more sequences, "
+                f"with at least {enough:,} tokens"
             )
         if lacking:
             self.text = "less than was measured (docs/hopper.md), as the warning says"

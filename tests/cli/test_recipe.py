@@ -22,7 +22,7 @@ def copied(folder: Path) -> set[str]:
 def test_the_list_has_each_recipe_with_what_it_says_of_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("quickstart        A first SNIP run, of three and a half minutes on two CPU cores")
+    assert lines[0].startswith("quickstart        A first SNIP run, of two to six minutes on two CPU cores")
     shown = "The quickstart by layer, as in the paper, with at least 50% of the linear FLOPs in FP4, in each stage"
     assert f"snip-50           {shown}" in lines
     assert "pipeline          A pipeline that trains under SNIP without a Trainer: four stages" in "\n".join(lines)

@@ -78,17 +78,21 @@ def length_table(lines: Sequence[Row], family: str, courses: Sequence[Course]) -
     heads = ["comparison", *(f"after {steps} (%)" for steps in lengths), "from, to", "forks"]
     heads += [f"change, {LOSSES[loss]} (%)" for loss in courses[0].change]
     heads += ["paired sd", "detectable (%)", "p", "p, Holm", "the difference"]
-    outcome = LOSSES[courses[0].outcome]
+    outcome, count = LOSSES[courses[0].outcome], len(courses)
     note = (
         f"{title(f'{family} over lengths')} Lengths are steps of one training, measured on the way, on the same forks. "
         f"Differences of the loss {outcome!r} in percent, mean ± half of the 95% interval (uncorrected), after each "
         "length. Change: the difference after the last of two lengths less that after the first, fork by fork. Paired "
-        f"tests of the change of {outcome!r}, with Holm's correction over {len(courses)} changes; the columns from "
+        f"tests of the change of {outcome!r}, with Holm's correction over {_changes(count)}; the columns from "
         f'"paired sd" on are of it. "Rises" and "falls" are significant: p < {SIGNIFICANCE} after the correction. '
         f"Detectable: the smallest true change that the test would find with power {DETECTION} at p < {SIGNIFICANCE} / "
-        f"{len(courses)}."
+        f"{count}."
     )
     return f"{note}\n\n{markdown(heads, rows)}"
+
+
+def _changes(count: int) -> str:
+    return "the one change" if count == 1 else f"{count} changes"
 
 
 def _differences(lines: Iterable[Row], one: str, other: str, loss: str) -> dict[int, dict[tuple[object, ...], float]]:

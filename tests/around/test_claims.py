@@ -299,11 +299,11 @@ def test_the_tables_of_criteria_are_those_of_the_lines(tmp_path: Path) -> None:
 def test_by_layer_is_as_far_above_by_gemm_in_long_forks_as_the_pages_say(page: str) -> None:
     lines = read_forks([ROOT / "eval" / "results" / "forks-longer.jsonl"])
     text = text_of(page)
-    for steps in (700, 1400, 2100):
+    for steps in (700, 1400, 2100, 2700):
         found = by_contender(line for line in lines if line["steps"] == steps)
         layer, gemm = (found[f"snip {{fp4, fp8}}, 75% by {unit}, refresh_every 250"] for unit in ("layer", "gemm"))
         difference = difference_of(layer, gemm, "held_out_plan")
-        assert difference.forks == 8
+        assert difference.forks == (6 if steps == 2700 else 8)
         is_significant = difference.mean > difference.half_width
         assert is_significant == (steps > 700)
         if is_significant or page == "docs/config.md":

@@ -41,7 +41,7 @@ def test_caches_of_inductor_that_cannot_be_written_leave_tritons_own(
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    assert ahead._folders(2) == [triton.knobs.cache.dir]
+    assert ahead.cache_folders(2) == [triton.knobs.cache.dir]
     with ahead._said("A folder"):
         ahead._copy("ab" * 32, {"one.json": str(tmp_path / "missing")}, str(tmp_path / "file" / "there"))
     first, second = capsys.readouterr().err.splitlines()

@@ -49,10 +49,10 @@ def compile_only(kernel: Any, grid: Any) -> Callable[..., None]:
     return run
 
 
-def take_the_ways_of_a_gpu(asked: list[str]) -> list[str]:
+def take_the_ways_of_a_gpu(asked: list[str]) -> dict[str, str]:
     """Returns what `compile_for` does; `asked` gets the names of all kernels, compiled or found in the cache."""
     os.environ["TRITON_CACHE_DIR"] = triton_cache_dir(0)
-    compiled = ahead.compile_for(HOPPER, 0)
+    compiled = ahead.compile_for(HOPPER, ahead.cache_folders(0))
     listener = triton.knobs.compilation.listener
 
     def note(**given: Any) -> None:
@@ -70,14 +70,14 @@ def take_the_ways_of_a_gpu(asked: list[str]) -> list[str]:
     return compiled
 
 
-def note_compilations(asked: list[str]) -> list[str]:
+def note_compilations(asked: list[str]) -> dict[str, str]:
     """As `take_the_ways_of_a_gpu`, on one."""
-    compiled = list[str]()
+    compiled = dict[str, str]()
 
-    def note(*, src: Any, cache_hit: bool, **rest: Any) -> None:
+    def note(*, src: Any, metadata: Any, cache_hit: bool, **rest: Any) -> None:
         asked.append(src.name)
         if not cache_hit:
-            compiled.append(src.name)
+            compiled[metadata["hash"]] = src.name
 
     triton.knobs.compilation.listener = note
     return compiled
@@ -119,7 +119,7 @@ def probed(
         "code": code,
         "said": said,
         "asked": len(asked),
-        "missed": missed,
+        "missed": list(missed.values()),
         "rows": sum(len(table.rows) for table in tables),
     }
 

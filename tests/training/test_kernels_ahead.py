@@ -7,7 +7,8 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ import pytest
 import torch
 from own_loop import CONFIG, Loop
 
-from snip_hf.estimation.foreseen import compile_kernels
+from snip_hf.estimation.foreseen import parts
+from snip_hf.estimation.objective import Objective
+from snip_hf.kernels.ahead import find_kernels
 from snip_hf.planning.solver.process import import_paths
-from snip_hf.training import kernels_ahead
+from snip_hf.training import compiling, kernels_ahead
 from snip_hf.training.captured_step import TrainingPass
 from snip_hf.training.kernels_ahead import KernelsAhead
 
@@ -30,7 +33,7 @@ SLEEP = "import time; time.sleep(60)"
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Any:
     """One as on the first GPU of a machine, whose process only sleeps."""
-    monkeypatch.setattr(kernels_ahead, "_PROGRAM", SLEEP)
+    monkeypatch.setattr(kernels_ahead, "PROGRAM", SLEEP)
     monkeypatch.setattr(kernels_ahead, "is_compiled", lambda device: True)
     monkeypatch.setattr(kernels_ahead, "capability", lambda device: HOPPER)
     loop = Loop()
@@ -81,6 +84,47 @@ def test_the_process_ends_with_its_owner(loop: Any) -> None:
     assert process is not None and process.poll() is None
     del ahead
     assert process.wait(10) < 0
+
+
+def test_the_process_is_told_before_the_first_forward_pass(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(KernelsAhead, "_tell", lambda self, given: told.append(given))
+    ahead = loop.controller._ahead
+    ahead.prepare(refreshes=True)
+    waiting = started(loop)
+    assert [set(given) for given in told] == [{"paths", "parent", "gpu", "folders"}]
+    loop.controller.offer(loop.batch(0))
+    assert started(loop) is waiting and told[1:] == [asdict(ahead.foreseen(first_pass(loop)))]
+    loop.run(1)
+    assert started(loop) is waiting and len(told) == 2
+
+
+def test_a_process_that_has_waited_for_too_long_is_replaced(loop: Any) -> None:
+    loop.controller._ahead.prepare(refreshes=True)
+    before = started(loop)
+    before.kill()
+    before.wait()
+    loop.run(1)
+    assert started(loop) is not before and started(loop).poll() is None
+
+
+def test_what_only_the_pass_shows_is_told_when_it_counts(loop: Any) -> None:
+    ids = loop.batch(0)["input_ids"]
+    one = TrainingPass({"input_ids": ids}, None, Objective(lambda model, batch: model(**batch)["logits"].mean()))
+    ahead = loop.controller._ahead
+    ahead.begin(one, refreshes=True)
+    assert ahead._process is None
+    one.counted, one.seen = True, 7
+    ahead.begin(one, refreshes=True)
+    assert started(loop).poll() is None and ahead.foreseen(one).micro_batch == 7
+
+
+def test_a_line_that_a_pipe_does_not_hold_ends_the_process(loop: Any, caplog: pytest.LogCaptureFixture) -> None:
+    foreseen = KernelsAhead.foreseen(loop.controller._ahead, first_pass(loop))
+    loop.controller._ahead.foreseen = lambda first: replace(foreseen, tokens=[48] * 2**16)
+    with caplog.at_level(logging.DEBUG, "snip_hf"):
+        loop.run(1)
+    assert "A pipe does not hold" in caplog.text and loop.controller._ahead._process is None
 
 
 def test_a_run_that_ends_before_its_first_plan_starts_none(loop: Any) -> None:
@@ -143,6 +187,7 @@ def test_what_is_foreseen_follows_from_model_batch_config_and_optimizer(loop: An
         "backend": "emulated",
         "micro_batch": 48,
         "response": "adam",
+        "gates": [],
     }
 
 
@@ -154,7 +199,7 @@ def test_heads_that_differ_from_block_to_block_leave_attention_out_alone(loop: A
 
 def test_formats_that_a_user_registered_are_left_to_the_probe(loop: Any, capsys: pytest.CaptureFixture[str]) -> None:
     foreseen = loop.controller._ahead.foreseen(first_pass(loop))
-    compile_kernels(replace(foreseen, formats=[*foreseen.formats, "fp4-of-a-user"]))
+    find_kernels(parts(replace(foreseen, formats=[*foreseen.formats, "fp4-of-a-user"])))
     assert capsys.readouterr().err == ""
 
 
@@ -168,24 +213,89 @@ def test_the_process_imports_what_this_one_does_and_this_package() -> None:
 def test_a_part_that_fails_leaves_the_others_alone(loop: Any, capsys: pytest.CaptureFixture[str]) -> None:
     foreseen = loop.controller._ahead.foreseen(first_pass(loop))
     foreseen.layers.insert(0, {**foreseen.layers[0], "dtype": "float31"})
-    compile_kernels(foreseen)
+    find_kernels(parts(foreseen))
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and all("float31" in line and "AttributeError" in line for line in said)
 
 
 @pytest.mark.slow
 def test_the_process_ends_when_the_run_is_killed() -> None:
-    given = {"paths": sys.path, "parent": 1, "gpu": HOPPER, "devices": 0, "foreseen": {}}
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-c", kernels_ahead._PROGRAM + "; import time; time.sleep(60)"],
-        stdin=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    with process.stdin as stdin:
-        stdin.write(json.dumps(given).encode())
-    assert process.wait(60) < 0
+    with waiting(parent=1) as process:
+        assert process.wait(60) < 0
+
+
+@pytest.mark.slow
+def test_a_process_that_is_told_of_no_micro_batch_ends_silently() -> None:
+    with waiting(parent=os.getpid()) as process:
+        assert process.stdin is not None and process.stderr is not None
+        process.stdin.close()
+        assert process.stderr.read() == b"" and process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_the_process_imports_nothing_that_takes_long_before_the_first_micro_batch() -> None:
+    heavy = {"transformers", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor"}
+    program = f"import sys; print(*({heavy} & set(sys.modules)), file=sys.stderr)"
+    with waiting(os.getpid(), program) as process:
+        assert process.stdin is not None and process.stderr is not None
+        process.stdin.close()
+        assert process.stderr.read() == b"\n" and process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_forks_compile_what_one_process_does(tmp_path: Path) -> None:
+    case: dict[str, Any] = {
+        "layers": [{"shape": [256, 256], "stride": [256, 1], "dtype": "float32", "is_trained": True}],
+        "tokens": [512],
+        "attention": None,
+        "formats": ["mxfp4", "fp8-tensor"],
+        "probes": 1,
+        "probe_tokens": 256,
+        "loss_estimator": "token-fisher",
+        "measures_noise": False,
+        "backend": "tensor-scaled",
+        "micro_batch": 512,
+        "response": "adam",
+        "gates": [256],
+    }
+    keys: list[set[str]] = []
+    for count in (1, 3):
+        setting = f"import {compiling.__name__} as module; module.processes_here = lambda: {count}; main(given)"
+        program, folder = compiling.PROGRAM.replace("main(given)", setting), tmp_path / str(count)
+        with waiting(os.getpid(), program=program, folder=folder) as process:
+            assert process.stdin is not None and process.stderr is not None
+            process.stdin.write(json.dumps(case).encode() + b"\n")
+            said = process.stderr.read().decode().splitlines()
+        assert process.returncode == 0 and "kernels in" in said[-1]
+        keys.append({entry.name for entry in folder.iterdir() if any(entry.glob("*.cubin"))})
+        assert len(keys[-1]) == int(said[-1].split()[0])
+    assert keys[0] == keys[1] and len(keys[0]) > 40
+
+
+@contextmanager
+def waiting(
+    parent: int, then: str = "", program: str = compiling.PROGRAM, folder: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The process as it waits for the first micro-batch.
+
+    Args:
+        parent: whom it ends with.
+        then, program: what it runs after its program, and this.
+        folder: the cache.
+    """
+    pytest.importorskip("triton")
+    given = {
+        "paths": [entry for entry in sys.path if entry],
+        "parent": parent,
+        "gpu": HOPPER,
+        "folders": [str(folder or "")],
+    }
+    command = [sys.executable, "-I", "-c", f"{program}; {then}"]
+    pipes = dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes, bufsize=0, start_new_session=True) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(given).encode() + b"\n")
+        yield process
 
 
 SMALL = {"vocab_size": 128, "num_hidden_layers": 1}

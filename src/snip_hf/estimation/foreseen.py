@@ -1,4 +1,4 @@
-"""The first probe as it can be foreseen, and the kernels that it and the plan after it launch.
+"""The first step and probe as they can be foreseen, and the kernels that they and the plan after them launch.
 
 They are found by their own code on tensors without memory.
 
@@ -8,7 +8,6 @@ tokens in H heads, of which some share the keys of one; D channels of a head.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,6 +50,8 @@ class Foreseen:
     """Tokens that a process trains on at once."""
     response: str
     """How the optimizer answers to gradients: "adam" by `kernels.adam_slopes`, "elementwise", or "other"."""
+    gates: list[int]
+    """Each width of the gated MLPs that run as one."""
 
 
 def layer_of(matrix: Tensor, dtype: torch.dtype, is_trained: bool) -> dict[str, Any]:
@@ -69,29 +70,23 @@ def layer_of(matrix: Tensor, dtype: torch.dtype, is_trained: bool) -> dict[str, 
     }
 
 
-def compile_kernels(foreseen: Foreseen) -> None:
-    """Calls what a probe calls, part by part, on tensors without memory; says on stderr which part failed.
+def parts(foreseen: Foreseen) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Gives the parts of a probe, and of the steps under its plan: name and what to call on tensors without memory.
 
+    Attention comes first: its kernels take longest to compile, and the pass that counts the first step launches them.
     Formats that a user registered are not known here; what they need, the probe compiles.
     """
     foreseen = replace(foreseen, formats=[name for name in foreseen.formats if name in FORMATS])
-    for name, part in _parts(foreseen):
-        try:
-            part()
-        except Exception as error:  # the probe then compiles what is left out here
-            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
-
-
-def _parts(foreseen: Foreseen) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Gives the parts of a probe in its order, and of the steps under its plan."""
-    for layer in foreseen.layers:
-        if layer["is_trained"] and foreseen.response == "adam":
-            yield f"Adam's slopes of {layer}", partial(_slopes, layer)
     if foreseen.attention is not None:
         yield "attention", partial(_attend, *foreseen.attention)
     for layer in foreseen.layers:
+        yield f"products of {layer}", partial(_multiply, foreseen.tokens[0], layer)
+    for layer in foreseen.layers:
+        if layer["is_trained"] and foreseen.response == "adam":
+            yield f"Adam's slopes of {layer}", partial(_slopes, layer)
+    for layer in foreseen.layers:
         yield f"sums of {layer}", partial(_sums, foreseen, layer)
-    if foreseen.backend in BACKENDS:  # not one that a user registered
+    if foreseen.backend in BACKENDS:  # not one that a user registered, or that has no part here
         yield from BACKENDS[foreseen.backend].kernels_of_plans(foreseen.layers, foreseen.micro_batch, foreseen.formats)
 
 
@@ -116,15 +111,27 @@ def _attend(batch: int, length: int, heads: int, shared_heads: int, channels: in
         attention_gradients(torch.empty_like(out), (query, key, value), out, logs, task)
 
 
-def _sums(foreseen: Foreseen, layer: Mapping[str, Any]) -> None:
-    """The passes of one layer, and the sums over what they show."""
-    (outputs, inputs), laid_out = layer["shape"], partial(torch.empty_strided, layer["shape"], layer["stride"])
-    moved = laid_out(device=_META)  # in FP32
-    x, grad_output = (torch.empty(foreseen.tokens[0], size, device=_META) for size in (inputs, outputs))
+def _multiply(tokens: int, layer: Mapping[str, Any]) -> None:
+    """The passes of one layer."""
+    moved = torch.empty_strided(layer["shape"], layer["stride"], device=_META)  # in FP32
+    x, grad_output = _inputs(tokens, layer)
     product(x, moved.t())
     product(grad_output, moved)
+
+
+def _inputs(tokens: int, layer: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Returns X (T, I) and G (T, O) of a layer, in FP32."""
+    outputs, inputs = layer["shape"]
+    return torch.empty(tokens, inputs, device=_META), torch.empty(tokens, outputs, device=_META)
+
+
+def _sums(foreseen: Foreseen, layer: Mapping[str, Any]) -> None:
+    """The sums over what the passes of one layer show."""
+    laid_out = partial(torch.empty_strided, layer["shape"], layer["stride"], device=_META)
+    moved = laid_out()  # in FP32
+    x, grad_output = _inputs(foreseen.tokens[0], layer)
     sample = _sample(foreseen, x, grad_output)
-    weight = laid_out(device=_META, dtype=getattr(torch, layer["dtype"]))
+    weight = laid_out(dtype=getattr(torch, layer["dtype"]))
     push: UpdateChange | tuple[Tensor, ...] | None = None
     if layer["is_trained"]:
         push = UpdateChange(torch.clone, torch.clone) if foreseen.response == "other" else (moved,)

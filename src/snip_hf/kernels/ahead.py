@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # The compute capability that tensors without memory have; empty in all other processes.
 _of_meta: list[tuple[int, int]] = []
+# While `find_kernels` looks for kernels: what they are compiled for -> their compilation.
+_noted: list[dict[Hashable, Callable[[], object]]] = []
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -29,32 +33,87 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def compile_for(gpu: tuple[int, int], devices: int) -> list[str]:
+def compile_for(gpu: tuple[int, int], folders: Sequence[str]) -> dict[str, str]:
     """Has this process compile kernels for a compute capability from now on, and never launch one.
 
     Args:
         gpu: the compute capability.
-        devices: how many GPUs the machine has.
+        folders: as `cache_folders` gives them, where kernels are looked for.
 
-    Returns: the names of the kernels that were compiled so far and not found in the cache; it grows.
+    Returns: the kernels that were compiled so far and not found in the first folder, cache key -> name; it grows.
     """
     import triton
 
-    folders = _folders(devices)
-    compiled: list[str] = []
+    compiled: dict[str, str] = {}
 
     def keep(*, src: Any, metadata: Mapping[str, Any], metadata_group: Mapping[str, str], **rest: Any) -> None:
         if not rest["cache_hit"]:
-            compiled.append(src.name)
+            compiled[metadata["hash"]] = src.name
         for folder in folders[1:]:
             with _said(folder):
                 _copy(metadata["hash"], metadata_group, folder)
 
     triton.knobs.cache.dir = folders[0]
     triton.knobs.compilation.listener = keep
-    triton.runtime.driver.set_active(_NamedGpu(gpu))
+    driver = _NamedGpu(gpu)
+    triton.runtime.driver.set_active(driver)
     _of_meta[:] = [gpu]
+    with contextlib.suppress(Exception):  # else the first compilation does it, in each process
+        _identify_compiler(driver.get_current_target())
     return compiled
+
+
+def _identify_compiler(target: Any) -> None:
+    """Computes what each cache key is made of, and Triton remembers: it reads all files of its own."""
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.cache import triton_key
+
+    triton_key()
+    make_backend(target).hash()
+
+
+def find_kernels(parts: Iterable[tuple[str, Callable[[], object]]]) -> list[Callable[[], object]]:
+    """Calls what launches kernels on tensors without memory; says on stderr what failed. Nothing is compiled.
+
+    Args:
+        parts: name and what to call.
+
+    Returns: the compilation of each kernel that is launched, each once, in the order of the launches.
+    """
+    _noted.append({})
+    try:
+        for name, part in parts:
+            try:
+                part()
+            except Exception as error:  # it is then compiled where it is launched
+                print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        return list(_noted[-1].values())
+    finally:
+        _noted.pop()
+
+
+def compile_or_note(
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Sequence[Tensor],
+    numbers: tuple[tuple[float, ...], tuple[float, ...], tuple[Any, ...]],
+    options: Mapping[str, Any],
+) -> None:
+    """Compiles a kernel that is launched on tensors without memory, or notes it.
+
+    Args:
+        kernel, grid, tensors, options: as in `launching.launch`.
+        numbers: its free ones, the others and the constants.
+    """
+    free, specialized, constants = numbers
+    work = partial(kernel.warmup, *tensors, *free, *specialized, *constants, grid=grid, **options)
+    if not _noted:
+        work()
+        return
+    # What Triton sees of numbers, and more where their parameters are not specialized.
+    seen = tuple((type(number), number == 1, number % 16 == 0, -(2**31) <= number < 2**31) for number in specialized)
+    places = tuple((tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors)
+    _noted[-1].setdefault((kernel.fn, places, seen, constants, *options.items()), work)
 
 
 class _NamedGpu:
@@ -84,8 +143,8 @@ def _said(what: str) -> Iterator[None]:
         print(f"{what}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
-def _folders(devices: int) -> Sequence[str]:
-    """Returns where a process of the same environment looks for compiled kernels.
+def cache_folders(devices: int) -> Sequence[str]:
+    """Returns where this process looks for compiled kernels, on a machine with so many GPUs.
 
     Where TRITON_CACHE_DIR is not set, Inductor sets it for the process that it compiles in, to a folder of the GPU's.
     """

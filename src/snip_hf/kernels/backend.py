@@ -151,6 +151,17 @@ class Backend(ABC):
             state: of a layer; its format of this GEMM must stay the same between calls.
         """
 
+    def kernels_of_first_step(
+        self, layers: Sequence[Mapping[str, Any]], gates: Sequence[int], tokens: int
+    ) -> Iterator[tuple[str, Callable[[], object]]]:
+        """Gives name and call of what launches, on tensors without memory, kernels of a run's first step.
+
+        Args:
+            layers, tokens: as `kernels_of_plans` takes them.
+            gates: C of each width of gated MLPs that `gated_forward` runs.
+        """
+        return iter(())
+
     def kernels_of_plans(
         self, layers: Sequence[Mapping[str, Any]], tokens: int, formats: Sequence[str]
     ) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -93,5 +93,7 @@ class StepWatch:
             raise self._batch
         return self._batch
 
-    def end(self) -> None:
+    def end(self, micro_batches: int = 0) -> None:
+        """Ends it, with the number of micro-batches that the step had."""
+        self.micro_batches = micro_batches
         self.clipping.end()

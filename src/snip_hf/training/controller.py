@@ -97,9 +97,8 @@ class SnipController:
         self._events = EventWriter(self._folder, is_first, self._log)
         self._schedule = Schedule(config, max_steps, self._log)
         self._calls = CallOrder(self.needs_probe, self._log)
-        self._micro_batch = 0
         self._armed: StepWatch | None = None
-        self._has_labels, self._started, self._is_new = False, False, True
+        self._micro_batch, self._has_labels, self._started, self._is_new = 0, False, False, True
         run, attempt = None, Attempt()
         with attempt:  # what one rank refuses, all of them do
             run = assemble(model, optimizer, accelerator, config, self.processes, self._events, solving, self._log)
@@ -131,6 +130,7 @@ class SnipController:
         self._layers.share_inputs(self._in_force.setting, self._log)
         self._schedule.say_if_too_short()
         self._refresher.say_if_untrained()
+        self._ahead.prepare(self._schedule.will_refresh)
 
     @property
     def plan(self) -> PrecisionPlan:
@@ -196,7 +196,9 @@ class SnipController:
             self._armed = self._probe.watch()
         is_read = is_probed or (self.needs_probe and not self._has_labels) or not self._expectation.is_said
         is_read = is_read or (self._micro_batch == 0 and self._coverage.is_due)
-        return TrainingPass(batch if is_read else {}, RandomState.now() if is_probed else None, objective)
+        one = TrainingPass(batch if is_read else {}, RandomState.now() if is_probed else None, objective)
+        self._ahead.begin(one, self._schedule.will_refresh)
+        return one
 
     def count(self, one: TrainingPass) -> None:
         """Tells the controller that a pass is a micro-batch of the step: its gradient is on its way.
@@ -210,7 +212,7 @@ class SnipController:
         if self.needs_probe and not self._has_labels:
             one.check(in_pipeline=self.processes.run is not None)
             self._has_labels = True
-            self._ahead.begin(one, self._schedule.will_refresh)
+            self._ahead.begin(one, self._schedule.will_refresh)  # what the pass has shown it knows by now
         if not self._started:
             self.start()
         if not self._expectation.is_said:
@@ -322,8 +324,7 @@ class SnipController:
         saved = agreed_state(state, self.config, flops, self.processes.everyone, at_step, weights)
         self._disarm()
         self._resuming.restore(saved, self.config, self._guard)
-        self._is_new, self._started = False, True
-        self.step, self._micro_batch = saved.step, 0
+        self._is_new, self._started, self.step, self._micro_batch = False, True, saved.step, 0
 
     def weights_fingerprint(self) -> str | None:
         """Returns what tells these weights from others, as `load_state_dict` takes it, on the first process.
@@ -343,6 +344,5 @@ class SnipController:
         """Ends what `capture` began for a refresh, and returns it."""
         watch, self._armed = self._armed, None
         if watch is not None:
-            watch.micro_batches = self._micro_batch
-            watch.end()
+            watch.end(self._micro_batch)
         return watch

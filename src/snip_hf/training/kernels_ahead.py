@@ -1,49 +1,46 @@
-"""The process beside training that compiles the kernels of the first probe into Triton's cache on disk (ours).
+"""The process beside training that compiles kernels of the first step and probe into Triton's cache on disk (ours).
 
-A probe launches some thirty Triton kernels that no training step does, and its plan some more. Triton compiles each
-where it is first launched. This process compiles them while training begins, from `estimation.foreseen`. It uses no
-GPU, has a low priority and a bounded life, and ends with the run. Whatever it does not foresee, or fails at, is
-compiled where it is launched.
+A first step launches some fifteen Triton kernels outside of compiled graphs, a probe some thirty that no step does, and
+its plan some more. Triton compiles each where it is first launched. This process compiles them while training begins,
+from `estimation.foreseen`. It starts with the run and imports until the first micro-batch comes. It uses no GPU, has a
+low priority and a bounded life, and ends with the run. Whatever it does not foresee, or fails at, is compiled where it
+is launched.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
 import sys
-import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..config import SnipConfig
 from ..estimation.batch import Batch
-from ..estimation.foreseen import Foreseen, compile_kernels, layer_of
+from ..estimation.foreseen import Foreseen, layer_of
 from ..estimation.objective import token_ids
-from ..kernels.ahead import capability, compile_for, is_compiled
+from ..kernels.ahead import cache_folders, capability, is_compiled
+from ..layers.gated import gate_up_down, is_gated
 from ..layers.layer import SnipLayer
-from ..planning.solver.ilp import end_with
 from ..planning.solver.process import Watch, give_up, import_paths, run_beside
 from .captured_step import TrainingPass
+from .compiling import LONGEST, PROGRAM
 from .step_probe import StepProbe
 
-# Seconds that the process lives at most.
-_LONGEST = 300
-# `main` in a Python that finds what this one does, without the working directory and the script's folder. Imports, of
-# torch above all, are part of what has a low priority and a bounded life.
-_PROGRAM = f"import json, os, signal, sys; os.nice(10); signal.alarm({_LONGEST}); " + (
-    f"given = json.load(sys.stdin); sys.path[:] = given['paths']; from {__name__} import main; main(given)"
-)
 _MAX_ERROR_BYTES = 4 * 2**10
 
 
 class KernelsAhead:
-    """Starts the process with the first micro-batch of a run, and ends it with the run.
+    """Starts the process with a run, tells it of the first micro-batch, and ends it with the run.
 
     Args:
         probe: what the run probes.
@@ -68,24 +65,53 @@ class KernelsAhead:
         self._may_begin = is_first_here
         self._process: subprocess.Popen[bytes] | None = None
 
-    def begin(self, first: TrainingPass, refreshes: bool) -> None:
-        """Starts the process, unless that was done or nothing is to be compiled. Never raises.
+    def prepare(self, refreshes: bool) -> None:
+        """Starts the process, which waits for `begin`, if something is to be compiled. Never raises.
 
         Args:
-            first: the micro-batch.
             refreshes: whether the run will take a probe, as far as is known.
         """
-        if not self._may_begin:
+        if self._may_begin:
+            with self._tried():
+                if self._is_due(refreshes):
+                    self._start()
+
+    def begin(self, first: TrainingPass, refreshes: bool) -> None:
+        """Has the process compile, unless that was done or nothing is to be compiled. Never raises.
+
+        Args:
+            first: the micro-batch. One that is not counted yet may not tell enough; then it does when it is.
+            refreshes: as above.
+        """
+        # Of a batch without labels the passes of the model show how many tokens they see.
+        if not self._may_begin or not (first.counted or first.batch.get("labels") is not None):
             return
-        self._may_begin = False
+        with self._tried(is_last=first.counted):
+            if not self._is_due(refreshes):
+                self.close()
+                return
+            foreseen = self.foreseen(first)
+            self._may_begin = False
+            if self._process is None or self._process.poll() is not None:  # it has waited for too long
+                self._start()
+            self._tell(asdict(foreseen))
+
+    @contextmanager
+    def _tried(self, is_last: bool = False) -> Iterator[None]:
+        """Says what goes wrong; the last time there is no process then."""
         try:
-            if refreshes and self._probe.processes.run is None and is_compiled(self._device):
-                self._start(self.foreseen(first))
+            yield
         except Exception as error:
-            self._log.debug("snip-hf: the first probe compiles its kernels itself: %s: %s", type(error).__name__, error)
+            if is_last or not self._may_begin:
+                text = "snip-hf: training compiles its kernels itself: %s: %s"
+                self._log.debug(text, type(error).__name__, error)
+                self.close()
+
+    def _is_due(self, refreshes: bool) -> bool:
+        return refreshes and self._probe.processes.run is None and is_compiled(self._device)
 
     def foreseen(self, first: TrainingPass) -> Foreseen:
-        """Returns the first probe as this micro-batch lets it be foreseen."""
+        """Returns the first step and probe as this micro-batch lets them be foreseen."""
         probe, config = self._probe, self._config
         whole = Batch.of(first.batch, first.objective, first.seen, first.advice)
         batch = whole.part(probe.batch_tokens)
@@ -103,21 +129,35 @@ class KernelsAhead:
             self._backend,
             whole.tokens,
             probe.source.response(),
+            _gates(self._model),
         )
 
-    def _start(self, foreseen: Foreseen) -> None:
-        given = {
-            "paths": _paths(),
-            "parent": os.getpid(),
-            "gpu": capability(self._device),
-            "devices": torch.cuda.device_count(),
-            "foreseen": asdict(foreseen),
-        }
-        words = [sys.executable, "-I", *(["-B"] if sys.dont_write_bytecode else []), "-c", _PROGRAM]
+    def _start(self) -> None:
+        words = [sys.executable, "-I", *(["-B"] if sys.dont_write_bytecode else []), "-c", PROGRAM]
         # Where this process is: the folders of caches may be relative.
-        self._process, self._files = run_beside(words, given, folder=None)
+        self._process, self._files = run_beside(words, given=None, folder=None)
+        self._files.append(self._input)
         self._give_up = weakref.finalize(self, give_up, self._process, self._files, os.getpid())
-        Watch(self._process, _LONGEST).start()
+        Watch(self._process, 2 * LONGEST).start()
+        folders = list(cache_folders(torch.cuda.device_count()))
+        gpu = capability(self._device)
+        self._tell({"paths": _paths(), "parent": os.getpid(), "gpu": gpu, "folders": folders})
+
+    def _tell(self, given: dict[str, Any]) -> None:
+        """Writes a line to the process, without waiting for it to read.
+
+        Raises:
+            OSError: the process has ended, or a pipe does not hold the line.
+        """
+        line = json.dumps(given).encode() + b"\n"
+        os.set_blocking(self._input.fileno(), False)
+        if self._input.write(line) != len(line):
+            raise OSError(f"A pipe does not hold {len(line):,} bytes.")
+
+    @property
+    def _input(self) -> IO[bytes]:
+        assert self._process is not None and self._process.stdin is not None
+        return self._process.stdin
 
     def close(self) -> None:
         """Ends the process with all that it started. So do the end of this object and that of Python."""
@@ -129,16 +169,7 @@ class KernelsAhead:
             text = said.read(_MAX_ERROR_BYTES).decode(errors="replace").strip()
             self._give_up()
             end = "ended by the run" if code is None else f"exit code {code}"
-            self._log.debug("snip-hf: compiling the first probe's kernels ahead: %s (%s)", text, end)
-
-
-def main(given: dict[str, Any]) -> None:
-    """What the process does."""
-    end_with(given["parent"])
-    began = time.monotonic()
-    compiled = compile_for(tuple(given["gpu"]), given["devices"])
-    compile_kernels(Foreseen(**given["foreseen"]))
-    print(f"{len(compiled)} kernels in {time.monotonic() - began:.1f} s", file=sys.stderr)
+            self._log.debug("snip-hf: compiling kernels ahead: %s (%s)", text, end)
 
 
 def _paths() -> list[str]:
@@ -152,6 +183,12 @@ def _layer(layer: SnipLayer, is_trained: bool) -> dict[str, Any] | None:
     """Returns what is to be known of a layer; None of one of several matrices, whose rows a router decides."""
     matrices: tuple[Tensor, ...] = layer.matrices(layer.weight.detach())
     return layer_of(matrices[0], layer.weight.dtype, is_trained) if len(matrices) == 1 else None
+
+
+def _gates(model: nn.Module) -> list[int]:
+    """Returns `Foreseen.gates`."""
+    gated = [gate_up_down(module)[0] for module in model.modules() if is_gated(module)]
+    return list(dict.fromkeys(layer.out_features for layer in gated))
 
 
 def _attention(model: nn.Module, batch: Batch) -> list[int] | None:

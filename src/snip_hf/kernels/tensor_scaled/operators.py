@@ -146,7 +146,7 @@ def fold_into(
         note = note_of(record)
         row = record[operand] if note is None else note.rows[operand]
         if _needs_scales(note, record, operand, gemms, counts):
-            _find_scales(x, state, (row, table), gemms, counts, outputs)
+            find_scales(x, state, (row, table), gemms, counts, outputs)
             launch_fold(x, state, row, operand, counts, outputs)
         else:
             launch_fold(x, state, row, operand, counts, outputs, known=(table, gemms))
@@ -181,7 +181,7 @@ def folded(
     return outputs
 
 
-def _find_scales(
+def find_scales(
     x: Tensor,
     state: Tensor,
     tensors: tuple[Tensor, Tensor],

@@ -102,13 +102,13 @@ def give_up(process: subprocess.Popen[bytes], files: list[IO[bytes]], owner: int
 
 
 def run_beside(
-    words: Sequence[str], given: dict[str, Any], folder: str | None = "/"
+    words: Sequence[str], given: dict[str, Any] | None, folder: str | None = "/"
 ) -> tuple[subprocess.Popen[bytes], list[IO[bytes]]]:
-    """Starts a program with JSON data as its input, in a session of its own.
+    """Starts a program in a session of its own.
 
     Args:
         words: the program and its arguments.
-        given: its input.
+        given: its input, as JSON data; None: what is written to the process's `stdin`, a pipe without a buffer.
         folder: its working directory; None: this process's own. CBC aborts where the working directory is gone.
 
     Returns: the process, and the files that get its output and its error output.
@@ -118,11 +118,13 @@ def run_beside(
     """
     with contextlib.ExitStack() as on_failure:
         stdin, stdout, stderr = (on_failure.enter_context(tempfile.TemporaryFile()) for _ in range(3))
-        stdin.write(json.dumps(given).encode())
-        stdin.seek(0)
+        if given is not None:
+            stdin.write(json.dumps(given).encode())
+            stdin.seek(0)
         process = subprocess.Popen(
             words,
-            stdin=stdin,
+            bufsize=0,
+            stdin=subprocess.PIPE if given is None else stdin,
             stdout=stdout,
             stderr=stderr,
             cwd=folder,

@@ -186,7 +186,7 @@ class Folds:
 
     def note(self) -> None:
         """Takes notice of launches, until `end`."""
-        for name in ("fold_into", "launch_fold", "_find_scales"):
+        for name in ("fold_into", "launch_fold", "find_scales"):
             self._inner[operators, name] = getattr(operators, name)
             setattr(operators, name, getattr(self, f"_{name.lstrip('_')}"))
         for name in ("launch_forward", "launch_backward"):
@@ -211,7 +211,7 @@ class Folds:
     def _find_scales(self, *given: Any) -> None:
         name, read, _ = self._now
         self._launched["scales_kernel"].append((f"scales of {name}", read))
-        self._inner[operators, "_find_scales"](*given)
+        self._inner[operators, "find_scales"](*given)
 
     def _launch_forward(self, gate: Any, up: Any, one: Any, *rest: Any) -> Any:
         return self._launch_gated("forward", (gate, up), [one], gate, up, one, *rest)

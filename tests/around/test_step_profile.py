@@ -42,7 +42,7 @@ def test_a_refresh_is_what_its_two_steps_take_beyond_ordinary_ones() -> None:
 def test_folds_are_told_apart_by_operand_in_the_order_of_their_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
     monkeypatch.setattr(operators, "launch_fold", lambda *given, **more: launched.append("fold_kernel"))
-    monkeypatch.setattr(operators, "_find_scales", lambda *given: launched.append("scales_kernel"))
+    monkeypatch.setattr(operators, "find_scales", lambda *given: launched.append("scales_kernel"))
     monkeypatch.setattr(operators, "fold_into", partial(operators.fold_into, by_kernel=True))
     own, code = Records.new(torch.device("cpu")), FORMATS["mxfp4"].code
     x, state = torch.zeros(64, 128, dtype=torch.bfloat16), torch.tensor([code, code, code, 0, 0, 1])

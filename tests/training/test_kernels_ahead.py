@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -92,20 +94,57 @@ def test_the_process_is_told_before_the_first_forward_pass(loop: Any, monkeypatc
     ahead = loop.controller._ahead
     ahead.prepare(refreshes=True)
     waiting = started(loop)
-    assert [set(given) for given in told] == [{"paths", "parent", "gpu", "folders"}]
+    assert [set(given) for given in told] == [{"paths", "parent", "gpu", "folders", "scratch"}]
     loop.controller.offer(loop.batch(0))
     assert started(loop) is waiting and told[1:] == [asdict(ahead.foreseen(first_pass(loop)))]
     loop.run(1)
     assert started(loop) is waiting and len(told) == 2
 
 
-def test_a_process_that_has_waited_for_too_long_is_replaced(loop: Any) -> None:
-    loop.controller._ahead.prepare(refreshes=True)
-    before = started(loop)
-    before.kill()
-    before.wait()
+def open_files() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_a_process_that_has_waited_for_too_long_is_replaced(loop: Any, caplog: pytest.LogCaptureFixture) -> None:
+    before, ahead = open_files(), loop.controller._ahead
+    ahead.prepare(refreshes=True)
+    first, scratch = started(loop), Path(ahead._scratch)
+    first.kill()
+    first.wait()
+    with caplog.at_level(logging.DEBUG, "snip_hf"):
+        ahead.begin(first_pass(loop), refreshes=True)
+    assert started(loop) is not first and started(loop).poll() is None
+    assert "(exit code -9)" in caplog.text and not scratch.exists()
+    scratch = Path(ahead._scratch)
+    assert scratch.is_dir()
+    ahead.close()
+    assert open_files() <= before and not scratch.exists()
+
+
+def test_a_process_that_cannot_be_told_is_given_up_and_tried_again(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = loop.controller._ahead
+    with monkeypatch.context() as patch:
+        patch.setattr(KernelsAhead, "_tell", no_process)
+        ahead.prepare(refreshes=True)
+    assert ahead._process is None and ahead._may_begin
     loop.run(1)
-    assert started(loop) is not before and started(loop).poll() is None
+    assert started(loop).poll() is None
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="needs SIGPIPE")
+def test_a_process_that_has_ended_sends_training_no_signal(loop: Any, caplog: pytest.LogCaptureFixture) -> None:
+    ahead, received = loop.controller._ahead, list[int]()
+    ahead.prepare(refreshes=True)
+    started(loop).kill()
+    started(loop).wait()
+    own = signal.signal(signal.SIGPIPE, lambda number, frame: received.append(number))
+    try:
+        with pytest.raises(BrokenPipeError):
+            ahead._tell({})
+    finally:
+        signal.signal(signal.SIGPIPE, own)
+    assert received == []
 
 
 def test_what_only_the_pass_shows_is_told_when_it_counts(loop: Any) -> None:
@@ -119,12 +158,12 @@ def test_what_only_the_pass_shows_is_told_when_it_counts(loop: Any) -> None:
     assert started(loop).poll() is None and ahead.foreseen(one).micro_batch == 7
 
 
-def test_a_line_that_a_pipe_does_not_hold_ends_the_process(loop: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_that_a_socket_does_not_hold_ends_the_process(loop: Any, caplog: pytest.LogCaptureFixture) -> None:
     foreseen = KernelsAhead.foreseen(loop.controller._ahead, first_pass(loop))
-    loop.controller._ahead.foreseen = lambda first: replace(foreseen, tokens=[48] * 2**16)
+    loop.controller._ahead.foreseen = lambda first: replace(foreseen, tokens=[48] * 2**19)
     with caplog.at_level(logging.DEBUG, "snip_hf"):
         loop.run(1)
-    assert "A pipe does not hold" in caplog.text and loop.controller._ahead._process is None
+    assert "A socket does not hold" in caplog.text and loop.controller._ahead._process is None
 
 
 def test_a_run_that_ends_before_its_first_plan_starts_none(loop: Any) -> None:
@@ -289,6 +328,7 @@ def waiting(
         "parent": parent,
         "gpu": HOPPER,
         "folders": [str(folder or "")],
+        "scratch": tempfile.gettempdir(),
     }
     command = [sys.executable, "-I", "-c", f"{program}; {then}"]
     pipes = dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)

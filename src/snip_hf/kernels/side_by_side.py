@@ -5,6 +5,7 @@ For a process without a CUDA context, whose tasks leave nothing in memory but en
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -46,7 +47,7 @@ class SideBySide:
         os.close(given)
         self._forks: list[tuple[int, int]] = []
         try:
-            for _ in range(forks):
+            for _ in range(min(forks, len(self._tasks))):
                 self._forks.append(self._fork())
         except OSError as error:  # too many processes: fewer do
             print(f"{len(self._forks)} forks: {type(error).__name__}: {error}", file=sys.stderr)
@@ -58,7 +59,7 @@ class SideBySide:
             try:
                 task()
             except Exception as error:
-                print(f"{task}: {type(error).__name__}: {error}"[:_MOST_SAID], file=sys.stderr)
+                print(f"{type(error).__name__}: {error}: {task}"[:_MOST_SAID], file=sys.stderr)
 
     def end(self) -> None:
         """Waits until all tasks are done."""
@@ -68,7 +69,8 @@ class SideBySide:
             with open(told) as answer:
                 text = answer.read()
             os.waitpid(fork, 0)
-            self._results.update(json.loads(text) if text else {})
+            with contextlib.suppress(ValueError):  # of one that died
+                self._results.update(json.loads(text))
 
     def _fork(self) -> tuple[int, int]:
         """Returns the fork's id and where it tells its results."""
@@ -84,16 +86,11 @@ class SideBySide:
         if fork > 0:
             os.close(tells)
             return fork, told
-        code = 1
         try:
             signal.setitimer(signal.ITIMER_REAL, left)  # a fork has none of its own
             self._begin(parent)
             self.help()
             with open(tells, "w") as answer:
                 json.dump(self._results, answer)
-            code = 0
-        except BaseException as error:
-            print(f"A fork: {type(error).__name__}: {error}", file=sys.stderr)
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
+        finally:  # also where the disk is full, and nothing can be said
+            os._exit(0)

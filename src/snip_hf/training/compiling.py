@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -30,6 +31,7 @@ PROGRAM = f"import json, os, signal, sys; os.nice(10); signal.alarm({LONGEST}); 
 def main(given: dict[str, Any]) -> None:
     """Compiles what the second line names, for the GPU and the caches that the first one names."""
     end_with(given["parent"])
+    tempfile.tempdir = given["scratch"]  # what is ended while it compiles leaves files there
     compiled = compile_for(tuple(given["gpu"]), given["folders"])
     line = sys.stdin.readline()
     if not line:
@@ -44,7 +46,7 @@ def main(given: dict[str, Any]) -> None:
     # Takes as long as some kernels, which are compiled meanwhile.
     from ..estimation.foreseen import Foreseen, parts
 
-    rest = SideBySide(find_kernels(parts(Foreseen(**foreseen))), compiled, forks, end_with)
-    for one in (rest, first):
-        one.end()
+    tasks = find_kernels(parts(Foreseen(**foreseen)))
+    first.end()
+    SideBySide(tasks, compiled, forks, end_with).end()
     print(f"{len(compiled)} kernels in {time.monotonic() - began:.1f} s", file=sys.stderr)

@@ -12,10 +12,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -93,6 +96,7 @@ class KernelsAhead:
             foreseen = self.foreseen(first)
             self._may_begin = False
             if self._process is None or self._process.poll() is not None:  # it has waited for too long
+                self._drop()
                 self._start()
             self._tell(asdict(foreseen))
 
@@ -134,35 +138,43 @@ class KernelsAhead:
 
     def _start(self) -> None:
         words = [sys.executable, "-I", *(["-B"] if sys.dont_write_bytecode else []), "-c", PROGRAM]
-        # Where this process is: the folders of caches may be relative.
-        self._process, self._files = run_beside(words, given=None, folder=None)
-        self._files.append(self._input)
-        self._give_up = weakref.finalize(self, give_up, self._process, self._files, os.getpid())
-        Watch(self._process, 2 * LONGEST).start()
-        folders = list(cache_folders(torch.cuda.device_count()))
-        gpu = capability(self._device)
-        self._tell({"paths": _paths(), "parent": os.getpid(), "gpu": gpu, "folders": folders})
+        self._scratch = tempfile.mkdtemp(prefix="snip-hf-")
+        self._input, theirs = socket.socketpair()
+        try:  # where this process is: the folders of caches may be relative
+            self._process, self._files = run_beside(words, theirs, folder=None)
+        except BaseException:
+            os.rmdir(self._scratch)
+            raise
+        files: list[IO[bytes] | socket.socket] = [*self._files, self._input]
+        self._give_up = weakref.finalize(self, _give_up, self._process, files, os.getpid(), self._scratch)
+        try:
+            Watch(self._process, 2 * LONGEST).start()
+            folders = list(cache_folders(torch.cuda.device_count()))
+            known = {"paths": _paths(), "parent": os.getpid(), "scratch": self._scratch}
+            self._tell({**known, "gpu": capability(self._device), "folders": folders})
+        except BaseException:
+            self._drop()
+            raise
 
     def _tell(self, given: dict[str, Any]) -> None:
-        """Writes a line to the process, without waiting for it to read.
+        """Writes a line to the process, without waiting for it to read, and without a signal if it has ended.
 
         Raises:
-            OSError: the process has ended, or a pipe does not hold the line.
+            OSError: the process has ended, or its socket does not hold the line.
         """
         line = json.dumps(given).encode() + b"\n"
-        os.set_blocking(self._input.fileno(), False)
-        if self._input.write(line) != len(line):
-            raise OSError(f"A pipe does not hold {len(line):,} bytes.")
-
-    @property
-    def _input(self) -> IO[bytes]:
-        assert self._process is not None and self._process.stdin is not None
-        return self._process.stdin
+        self._input.setblocking(False)
+        if self._input.send(line, getattr(socket, "MSG_NOSIGNAL", 0)) != len(line):
+            raise OSError(f"A socket does not hold {len(line):,} bytes.")
 
     def close(self) -> None:
         """Ends the process with all that it started. So do the end of this object and that of Python."""
-        process, self._process = self._process, None
         self._may_begin = False
+        self._drop()
+
+    def _drop(self) -> None:
+        """Ends the process, if there is one, and says what it said."""
+        process, self._process = self._process, None
         if process is not None:
             code, said = process.poll(), self._files[1]
             said.seek(max(said.seek(0, os.SEEK_END) - _MAX_ERROR_BYTES, 0))
@@ -170,6 +182,15 @@ class KernelsAhead:
             self._give_up()
             end = "ended by the run" if code is None else f"exit code {code}"
             self._log.debug("snip-hf: compiling kernels ahead: %s (%s)", text, end)
+
+
+def _give_up(
+    process: subprocess.Popen[bytes], files: Sequence[IO[bytes] | socket.socket], owner: int, scratch: str
+) -> None:
+    """As `give_up`; also removes what the process left."""
+    give_up(process, files, owner)
+    if os.getpid() == owner:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _paths() -> list[str]:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -93,7 +94,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         process.wait(_REAPING)
 
 
-def give_up(process: subprocess.Popen[bytes], files: list[IO[bytes]], owner: int) -> None:
+def give_up(process: subprocess.Popen[bytes], files: Sequence[IO[bytes] | socket.socket], owner: int) -> None:
     """Ends a process with its group, if this process is its owner, and closes files."""
     if os.getpid() == owner:  # and not a copy of it that a fork made
         _end_group(process)
@@ -102,13 +103,13 @@ def give_up(process: subprocess.Popen[bytes], files: list[IO[bytes]], owner: int
 
 
 def run_beside(
-    words: Sequence[str], given: dict[str, Any] | None, folder: str | None = "/"
+    words: Sequence[str], given: dict[str, Any] | socket.socket, folder: str | None = "/"
 ) -> tuple[subprocess.Popen[bytes], list[IO[bytes]]]:
     """Starts a program in a session of its own.
 
     Args:
         words: the program and its arguments.
-        given: its input, as JSON data; None: what is written to the process's `stdin`, a pipe without a buffer.
+        given: its input, as JSON data; or its end of a pair of sockets, which is closed here.
         folder: its working directory; None: this process's own. CBC aborts where the working directory is gone.
 
     Returns: the process, and the files that get its output and its error output.
@@ -117,14 +118,16 @@ def run_beside(
         OSError: it cannot be started, or the disk of temporary files is full.
     """
     with contextlib.ExitStack() as on_failure:
-        stdin, stdout, stderr = (on_failure.enter_context(tempfile.TemporaryFile()) for _ in range(3))
-        if given is not None:
+        stdout, stderr = (on_failure.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+        if isinstance(given, socket.socket):
+            stdin: Any = on_failure.enter_context(given)
+        else:
+            stdin = on_failure.enter_context(tempfile.TemporaryFile())
             stdin.write(json.dumps(given).encode())
             stdin.seek(0)
         process = subprocess.Popen(
             words,
-            bufsize=0,
-            stdin=subprocess.PIPE if given is None else stdin,
+            stdin=stdin,
             stdout=stdout,
             stderr=stderr,
             cwd=folder,

@@ -143,6 +143,7 @@ class KernelsAhead:
         try:  # where this process is: the folders of caches may be relative
             self._process, self._files = run_beside(words, theirs, folder=None)
         except BaseException:
+            self._input.close()
             os.rmdir(self._scratch)
             raise
         files: list[IO[bytes] | socket.socket] = [*self._files, self._input]

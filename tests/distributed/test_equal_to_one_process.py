@@ -20,8 +20,10 @@ from rank_runs import Following, some_slow
 Runs = dict[str, dict[str, Any]]
 PLANNED = [name for name in SHARED if not name.startswith("fp4")]
 # Ranks -> of loss divergences, weight divergences and gradients. Thirds are no powers of two: sums and FP8 scales
-# differ in their last bits, so that elements flip and directions differ.
-_BOUNDS_OF_FOLLOWING = {2: (1e-5, 1e-3, 1e-5), 3: (1e-4, 1e-2, 1e-2)}
+# differ in their last bits, so that elements flip and directions differ. Which ones depends on the processor: with
+# AVX-512 one flip changes a loss divergence of 1e-8 of the table's largest by 1.3e-4 of itself, all others by at most
+# 4e-5 (docs/log.md, 2026-11-26).
+_BOUNDS_OF_FOLLOWING = {2: (1e-5, 1e-3, 1e-5), 3: (1e-3, 1e-2, 1e-2)}
 ADAMW = [name for name in PLANNED if not name.startswith("sgd")]
 # Until the plan of the second probe is applied. From there on weights of free runs under AdamW have drifted apart;
 # `test_ranks_that_begin_every_step_where_one_process_does_find_its_tables` compares the later plans.
@@ -123,7 +125,8 @@ def test_ranks_that_begin_every_step_where_one_process_does_find_its_tables(
     assert set(ours["tables"]) == set(theirs["tables"]) == {1, 5, 9}
     on_loss, on_weight, on_gradients = _BOUNDS_OF_FOLLOWING[following.ranks]
     for step, table in theirs["tables"].items():
-        assert max(errors(ours["tables"][step], table, LOSS)) < on_loss
+        on_losses = errors(ours["tables"][step], table, LOSS)
+        assert max(on_losses) < on_loss and share_below(1e-4, on_losses) > 0.95
         assert max(errors(ours["tables"][step], table, WEIGHT)) < on_weight
     assert distance(ours["gradients"], theirs["gradients"]) < on_gradients
 

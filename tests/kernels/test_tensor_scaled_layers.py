@@ -23,7 +23,7 @@ from snip_hf import SnipConfig, SnipController, SnipLinear
 from snip_hf.kernels.backend import BACKENDS
 from snip_hf.kernels.tensor_core import drop_quantized, keep_quantized, share_inputs
 from snip_hf.kernels.tensor_scaled import linear as scaled_linear
-from snip_hf.kernels.tensor_scaled import operators, records
+from snip_hf.kernels.tensor_scaled import operators, records, trial
 from snip_hf.kernels.tensor_scaled.backend import TENSOR_SCALED, TensorScaled
 from snip_hf.kernels.tensor_scaled.records import BLOCKS, CLIPPED, EXPONENT, LARGEST, SATURATED, UNSET, follow
 from snip_hf.layers.state import snip_linears
@@ -221,7 +221,9 @@ def test_a_copy_has_records_of_its_own(device: str) -> None:
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend can run on a CPU."""
+    """The backend can run on a CPU; its trial, whose result is kept, is made before a test changes anything."""
+    for name in SNIP["formats"]:
+        assert trial.fault(name, torch.device("cpu")) is None
     monkeypatch.setattr(TensorScaled, "lacks", lambda self, device: None)
     monkeypatch.setattr(BACKENDS["hopper"], "lacks", lambda device: "not here", raising=False)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy.stats import t
+from scipy.stats import ttest_1samp
 from shared import texts
 from shared.origin import origin_of
 from speed_parts.measuring import release
@@ -84,7 +84,8 @@ def differences(rows: Sequence[dict[str, Any]], steps: int) -> Iterator[str]:
         seeds = [seed for arm, seed in done if arm == first and (second, seed) in done]
         found = [done[first, seed] - done[second, seed] for seed in seeds]
         if len(found) > 1:
-            half = float(t.ppf(0.975, len(found) - 1)) * statistics.stdev(found) / len(found) ** 0.5
+            interval = ttest_1samp(found, 0).confidence_interval()
+            half = (interval.high - interval.low) / 2
             yield f"{first} less {second}: {statistics.fmean(found):+.4f} ± {half:.4f} ({len(found)} seeds)"
 
 

@@ -3,7 +3,8 @@
     python benchmarks/speed.py --output runs/speed.jsonl
     python benchmarks/speed.py --quick --parts kernels models
 
-Needs one Hopper GPU. All parts, in runs that each end within 9 minutes of one H200:
+Needs one Hopper GPU. All parts, in runs that begin nothing after 8.5 minutes and name what they left out. On one H200
+the first took 495 s with more linears than now, the second 249 s; the last two have not run as a whole:
 
     python benchmarks/speed.py
     python benchmarks/speed.py --parts trainer

@@ -9,8 +9,7 @@ from accelerate.utils import DistributedType
 from transformers import TrainingArguments
 
 from ..config import SnipConfig
-from ..kernels.backend import select_backend
-from ..training.plans import formats_in_use
+from .compilation import is_emulated
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +26,7 @@ def advise_buckets(config: SnipConfig, args: TrainingArguments, accelerator: Any
     """
     if accelerator.distributed_type != DistributedType.MULTI_GPU or args.ddp_bucket_cap_mb is not None:
         return
-    if select_backend(config.backend, args.device, formats_in_use(config)).is_emulation:
+    if is_emulated(config, args):
         return
     logger.info(
         "snip-hf: DDP copies gradients into its buckets and back. ddp_bucket_cap_mb=200 in TrainingArguments and "

@@ -34,13 +34,18 @@ def compile_by_regions(config: SnipConfig, args: TrainingArguments, accelerator:
     plugin = getattr(accelerator, "dynamo_plugin", None)
     if not args.torch_compile or plugin is None or plugin.use_regional_compilation or REGIONS in os.environ:
         return
-    if select_backend(config.backend, args.device, formats_in_use(config)).is_emulation:
+    if is_emulated(config, args):
         return
     if args.world_size > 1:
         logger.info("snip-hf: %s=true may be faster than compiling the whole model, and compiles sooner.", REGIONS)
         return
     plugin.use_regional_compilation = True
     logger.info("snip-hf: the decoder layers are compiled one by one; %s=false compiles the whole model.", REGIONS)
+
+
+def is_emulated(config: SnipConfig, args: TrainingArguments) -> bool:
+    """Returns True if a run's kernels are slower than BF16's."""
+    return select_backend(config.backend, args.device, formats_in_use(config)).is_emulation
 
 
 def how_compiled(args: TrainingArguments, accelerator: Any) -> str | None:

@@ -62,5 +62,15 @@ def _run(values: dict[str, Any], name: str, recipe: str, options: argparse.Names
         setattr(setting, attribute, value)
     logged()
     (row,) = run(name, recipe, options)
-    kept = ("formats", "backend", "steps", "step_ms", "first_s", "first_refresh_ms", "refresh_ms", "slowest_ms")
+    kept = (
+        "formats",
+        "backend",
+        "steps",
+        "step_ms",
+        "start_s",
+        "first_s",
+        "first_refresh_ms",
+        "refresh_ms",
+        "slowest_ms",
+    )
     return {field: row[field] for field in kept}

@@ -150,6 +150,7 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
     "first": {
         "model": ("model", "{}"),
         "recipe": ("recipe", "{}"),
+        "start_s": ("before it, s", "{:.1f}"),
         "first_s": ("first step, s", "{:.1f}"),
         "first_ratio": ("/ BF16", "{:.2f}"),
         "first_refresh_ms": ("first refresh, ms", "{:.0f}"),

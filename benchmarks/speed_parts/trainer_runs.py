@@ -41,16 +41,19 @@ class Marks(TrainerCallback):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._began = 0.0
+        self._made, self._began = time.perf_counter(), 0.0
         self._marks: list[Any] = []
         self._peaks: list[int] = []
         self.first_s = 0.0
         """Seconds of the first step, with all that is compiled in it."""
+        self.start_s = 0.0
+        """Seconds before it: from the making of this, before the Trainer's, to its beginning."""
         self.graphs = 0
         """Graphs compiled in the first steps."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter()
+        self.start_s = self.start_s or self._began - self._made
         self._marks.append(mark(self._device))
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -157,6 +160,7 @@ def run(name: str, recipe: str, options: argparse.Namespace) -> Iterator[Row]:
         "peak_gib": max(gib[step] for step in plan.ordinary),
         "refresh_peak_gib": max(gib[step] for step in plan.refreshes),
         "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else 0.0,
+        "start_s": marks.start_s,
         "first_s": marks.first_s,
         "graphs": marks.graphs,
         "breaks": counts["breaks"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,3 +68,34 @@ def test_a_compiled_kernel_is_copied_to_another_cache(tmp_path: Path) -> None:
         "one.json": b"{}",
         "one.cubin": b"\x00\xff",
     }
+
+
+def test_the_program_that_launches_a_kernel_lies_in_every_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    from triton.backends.nvidia import driver
+
+    here, there, asked = tmp_path / "here", tmp_path / "there", list[tuple[object, int]]()
+    program = here / "key" / "launcher.so"
+    program.parent.mkdir(parents=True)
+    program.write_bytes(b"\x00\xff")
+
+    def launcher(source: object, metadata: SimpleNamespace) -> SimpleNamespace:
+        asked.append((source, metadata.num_warps))
+        if source == "fails":
+            raise RuntimeError("no C compiler")
+        return SimpleNamespace(launch=SimpleNamespace(__self__=SimpleNamespace(__file__=str(program))))
+
+    monkeypatch.setattr(driver, "CudaLauncher", launcher)
+    monkeypatch.delattr(driver, "make_launcher", raising=False)
+    ahead._Launchers([str(here), str(there)])("one", {"num_warps": 1})
+    assert not asked and not there.exists()
+    monkeypatch.setattr(driver, "make_launcher", None, raising=False)
+    compile_launcher = ahead._Launchers([str(here), str(there)])
+    for source in ("one", "two", "fails", "three"):
+        compile_launcher(source, {"num_warps": 4})
+    assert asked == [("one", 4), ("two", 4), ("fails", 4)]
+    assert [file.read_bytes() for file in (there / "key").iterdir()] == [b"\x00\xff"]
+    assert (there / "key" / "launcher.so").stat().st_mode == program.stat().st_mode
+    assert capsys.readouterr().err == "launchers of kernels: RuntimeError: no C compiler\n"

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,6 +47,7 @@ def compile_for(gpu: tuple[int, int], folders: Sequence[str]) -> dict[str, str]:
     import triton
 
     compiled: dict[str, str] = {}
+    compile_launcher = _Launchers(folders)
 
     def keep(*, src: Any, metadata: Mapping[str, Any], metadata_group: Mapping[str, str], **rest: Any) -> None:
         if not rest["cache_hit"]:
@@ -52,6 +55,7 @@ def compile_for(gpu: tuple[int, int], folders: Sequence[str]) -> dict[str, str]:
         for folder in folders[1:]:
             with _said(folder):
                 _copy(metadata["hash"], metadata_group, folder)
+        compile_launcher(src, metadata)
 
     triton.knobs.cache.dir = folders[0]
     triton.knobs.compilation.listener = keep
@@ -114,6 +118,47 @@ def compile_or_note(
     seen = tuple((type(number), number == 1, number % 16 == 0, -(2**31) <= number < 2**31) for number in specialized)
     places = tuple((tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors)
     _noted[-1].setdefault((kernel.fn, places, seen, constants, *options.items()), work)
+
+
+class _Launchers:
+    """Compiles the C programs that launch kernels. Up to version 3.6 Triton has one for each signature of a kernel, for
+    which it calls a C compiler, a quarter of a second each; later versions have one for all.
+
+    Args:
+        folders: as in `compile_for`.
+    """
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        from triton.backends.nvidia import driver
+
+        self._folders = folders
+        self._launcher = driver.CudaLauncher if hasattr(driver, "make_launcher") else None
+
+    def __call__(self, source: Any, metadata: Mapping[str, Any]) -> None:
+        if self._launcher is None:
+            return
+        try:
+            program = self._launcher(source, SimpleNamespace(**metadata)).launch.__self__
+        except (
+            Exception
+        ) as error:  # no C compiler, or no driver's library: there will be none for the next kernel either
+            self._launcher = None
+            print(f"launchers of kernels: {type(error).__name__}: {error}", file=sys.stderr)
+            return
+        file = Path(program.__file__)
+        for folder in self._folders[1:]:
+            with _said(folder):
+                _copy_file(file, Path(folder, file.parent.name, file.name))
+
+
+def _copy_file(file: Path, copy: Path) -> None:
+    """Copies a file, of which others never see a part."""
+    if not copy.exists():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as own:
+            own.write(file.read_bytes())
+        Path(own.name).chmod(file.stat().st_mode)
+        Path(own.name).replace(copy)
 
 
 class _NamedGpu:

@@ -3,8 +3,9 @@
     python benchmarks/speed.py --output runs/speed.jsonl
     python benchmarks/speed.py --quick --parts kernels models
 
-Needs one Hopper GPU. All parts, in runs that begin nothing after 8.5 minutes and name what they left out. On one H200
-the first took 495 s with more linears than now, the second 249 s; the last two have not run as a whole:
+Needs one Hopper GPU. All parts, in runs that begin nothing after 8.5 minutes and name what they left out. The first had
+more recipes when it last ran: 495 s on one H200, and beside other work on 12 cores it was not done after 535 s. The
+second took 249 s; the last two have not run as a whole:
 
     python benchmarks/speed.py
     python benchmarks/speed.py --parts trainer
@@ -108,7 +109,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="begin no measurement later than this (default 8.5; quick 3.5)")
     parser.add_argument("--models", nargs="+", choices=setting.MODELS, default=list(setting.MODELS), metavar="MODEL")
     parser.add_argument(
-        "--recipes", nargs="+", help="between BF16 and BF16 (default seven of ours and two of torchao's)"
+        "--recipes", nargs="+", help="between BF16 and BF16 (default of models: three of ours and two of torchao's)"
     )
     parser.add_argument(
         "--linears", type=linear_size, nargs="+", metavar="OxI", help="of part linears (default two, quick one)"

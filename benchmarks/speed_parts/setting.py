@@ -52,7 +52,12 @@ WITH_CHANGES: dict[str, tuple[str, ...]] = {
 }
 OURS |= {name: OURS[name.rpartition(", ")[0]] for name in WITH_CHANGES}
 # Timed only if --recipes names them.
-ON_REQUEST = ("snip-hf MXFP4, ties, fast sums", "snip-hf FP8 tensor, ties")
+ON_REQUEST = (
+    "snip-hf FP4, no ties",
+    "snip-hf FP8, ties",
+    "snip-hf MXFP4, ties, fast sums",
+    "snip-hf FP8 tensor, ties",
+)
 # Those in which the tensor cores keep partial sums in 14 bits, in every GEMM.
 FAST_SUMS = ("snip-hf MXFP4, ties, fast sums",)
 OURS_ALONE = {"snip-hf FP4": "fp4", "snip-hf FP8": "fp8"}

@@ -109,6 +109,7 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     # The workers are processes enough. What one has compiled the others find in inductor's cache.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     count = min(options.workers, len(todo))
+    print(f"{count} workers on {options.device}", flush=True)
     mp.start_processes(work, (job, shared), nprocs=count, daemon=True, start_method="spawn")
     done = {line["id"] for line in read_lines(options.output)}
     left = sum(len(run.without(done).ids) for run in runs)

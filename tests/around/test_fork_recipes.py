@@ -92,7 +92,9 @@ def test_a_block_has_enough_forks_of_both_lengths(criteria: ForkRecipe) -> None:
     assert [run.lengths for run in runs[:459]] == [(100,)] * 342 + [(1000,)] * 117
 
 
-@pytest.mark.parametrize("name", ["criteria", "criteria-124m", "continue-124m", "longer", "shifts", "small"])
+@pytest.mark.parametrize(
+    "name", ["criteria", "criteria-124m", "continue-124m", "longer", "refreshes", "shifts", "small"]
+)
 def test_every_recipe_asks_for_no_more_text_than_it_keeps(name: str) -> None:
     recipe = load_recipe(ROOT / "recipes" / f"forks-{name}.yaml")
     rows, other = (np.zeros((count, 1), np.uint16) for count in (recipe.train_sequences, recipe.other_sequences))

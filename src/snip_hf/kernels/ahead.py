@@ -139,10 +139,8 @@ class _Launchers:
             return
         try:
             program = self._launcher(source, SimpleNamespace(**metadata)).launch.__self__
-        except (
-            Exception
-        ) as error:  # no C compiler, or no driver's library: there will be none for the next kernel either
-            self._launcher = None
+        except Exception as error:
+            self._launcher = None  # without a C compiler or the driver's library the next one would fail too
             print(f"launchers of kernels: {type(error).__name__}: {error}", file=sys.stderr)
             return
         file = Path(program.__file__)

@@ -34,5 +34,6 @@ def _called_by(kernel: Any) -> Iterator[Any]:
             found = names.get(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             found = getattr(names.get(node.value.id), node.attr, None)
-        if found is not kernel and hasattr(type(found), "cache_key"):  # else the key would be computed now
+        # Asked of its class, since to ask the function computes its key.
+        if found is not kernel and hasattr(type(found), "cache_key"):
             yield found

@@ -124,11 +124,10 @@ class Trainee:
             plan, is_watched = controller.plan, one.random_state is not None  # which a probe would begin with
         if self._keys is not None:
             self._keys.renew()
-        # What a probe begins with may need kernels that are not deterministic.
-        with contextlib.nullcontext() if is_watched else deterministic(self.device):
+        with deterministic(self.device):
             loss = self._passes(ids) if self._graphs is None else self._graphs.run(ids, plan, is_watched)
-        if controller is not None:
-            controller.before_optimizer_step(number)
+            if controller is not None:
+                controller.before_optimizer_step(number)
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()

@@ -57,7 +57,7 @@ def test_an_interpreted_kernel_is_left_alone() -> None:
 
 @pytest.mark.slow
 def test_keys_do_not_depend_on_the_order_of_kernels() -> None:
-    """Up to version 3.6 of Triton they do without `settle_key`."""
+    """Up to version 3.7 of Triton they do without `settle_key`."""
     pytest.importorskip("triton")
     script = (
         "import sys\n"

@@ -1,6 +1,6 @@
 """Triton's keys of compiled kernels, made the same in every process (ours).
 
-A key names the constants of what a kernel calls. Up to version 3.6 Triton takes note of them only where a callee's own
+A key names the constants of what a kernel calls. Up to version 3.7 Triton takes note of them only where a callee's own
 key is known already, so that a key depends on which kernels the process has looked at before. A kernel that another
 process compiled is then not found.
 """

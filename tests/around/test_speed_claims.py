@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import loss_curves
 import pytest
 from committed import lines_of, text_of
 from mxfp4_range import BINADES, OPERANDS
@@ -155,6 +156,15 @@ def test_the_speeds_on_two_gpus_are_those_of_the_lines() -> None:
         cells = [", ".join(form.format(row[index]) for row in rows) for index, form in enumerate(forms)]
         cells[3] = cells[3].replace("1.000", "1") if len(rows) == 1 and rows[0][3] == 1 else cells[3]
         assert f"| {' | '.join(cells)} |" in page
+
+
+def test_what_exact_sums_gain_over_fast_ones_is_that_of_the_lines() -> None:
+    lines = [line for line in lines_of("benchmarks/results/loss_curves.jsonl") if line["commit"] == "c70b200"]
+    (found,) = loss_curves.differences(lines, 300)
+    mean, _, half = found.removeprefix("exact sums less fast sums: ").partition(" ± ")
+    mean, half = f"{-float(mean):.3f}", f"{float(half.split()[0]):.3f}"
+    text = f"exact sums end at a training loss {mean} ± {half} lower (four seeds"
+    assert text in " ".join(text_of("docs/tensor_scaled.md").split())
 
 
 def test_the_speeds_of_experts_are_those_of_the_lines() -> None:

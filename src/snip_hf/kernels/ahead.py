@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -19,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..json_io import write_atomic
 
 # The compute capability that tensors without memory have; empty in all other processes.
 _of_meta: list[tuple[int, int]] = []
@@ -145,18 +146,11 @@ class _Launchers:
             return
         file = Path(program.__file__)
         for folder in self._folders[1:]:
+            copy = Path(folder, file.parent.name, file.name)
             with _said(folder):
-                _copy_file(file, Path(folder, file.parent.name, file.name))
-
-
-def _copy_file(file: Path, copy: Path) -> None:
-    """Copies a file, of which others never see a part."""
-    if not copy.exists():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as own:
-            own.write(file.read_bytes())
-        Path(own.name).chmod(file.stat().st_mode)
-        Path(own.name).replace(copy)
+                if not copy.exists():
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    write_atomic(copy, file.read_bytes())
 
 
 class _NamedGpu:

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -83,8 +83,9 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     """Runs what has no line yet; returns 1 if something failed."""
     began = time.time()
     lines = read_lines(options.output)
+    asked = replace(recipe, cells=recipe.cells[: options.cells])
     if options.list and not options.text.is_file():
-        runs = recipe.runs("")
+        runs = asked.runs("")
         print(overview(recipe, runs, runs, _pace_of(lines, options), in_full=True))
         print(f"{options.text} does not exist, and says which lines are done: all are taken as left.")
         return 0
@@ -92,7 +93,7 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     check_length(recipe, text)
     if not options.list:
         check_graphs(recipe.cuda_graph, options.device)
-    runs = recipe.runs(text.digest)
+    runs = asked.runs(text.digest)
     done = {line["id"] for line in lines}
     todo = [left for run in runs if (left := run.without(done)).ids]
     print(overview(recipe, runs, todo, _pace_of(lines, options), options.list), flush=True)
@@ -102,7 +103,7 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     options.cache.mkdir(parents=True, exist_ok=True)
     drop_unfinished_line(options.output)
     deadline = math.inf if options.minutes is None else began + 60 * options.minutes
-    job = Job(recipe, todo, _states_of(runs, lines), options, deadline, os.getpid())
+    job = Job(recipe, todo, _states_of(recipe.runs(text.digest), lines), options, deadline, os.getpid())
     shared = Shared(todo)
     # Workers end with this process, also when it is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -64,7 +64,8 @@ def evaluate(
         EvaluationError: unknown task, missing or malformed data, or the Hub cannot be reached.
     """
     from lm_eval.evaluator import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
+
+    from .harness import ContextsOnceHFLM, templates_compiled_once
 
     settings = settings or Settings()
     with tempfile.TemporaryDirectory() as yaml_folder:
@@ -76,16 +77,17 @@ def evaluate(
             manager = local_tasks(manager, Path(data_dir).resolve(), settings.num_fewshot, Path(yaml_folder))
         loaded = _load(manager, names, from_hub=data_dir is None)
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
-    results = simple_evaluate(
-        HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=settings.batch_size),
-        tasks=[loaded["groups"].get(name) or loaded["tasks"][name] for name in names],
-        task_manager=manager,
-        num_fewshot=settings.num_fewshot,
-        limit=settings.limit,
-        bootstrap_iters=_BOOTSTRAP_DRAWS,
-        log_samples=settings.answers,
-        **dict.fromkeys(seeds, settings.seed),
-    )
+    with templates_compiled_once():
+        results = simple_evaluate(
+            ContextsOnceHFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=settings.batch_size),
+            tasks=[loaded["groups"].get(name) or loaded["tasks"][name] for name in names],
+            task_manager=manager,
+            num_fewshot=settings.num_fewshot,
+            limit=settings.limit,
+            bootstrap_iters=_BOOTSTRAP_DRAWS,
+            log_samples=settings.answers,
+            **dict.fromkeys(seeds, settings.seed),
+        )
     common = _common_fields(settings, "hub" if data_dir is None else str(data_dir), model)
     rows = rows_of(results, loaded, names, dict(origin or {}) | common)
     answers = answers_of(results) if settings.answers else {}

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,34 @@ def test_accuracies_match_likelihoods_computed_by_hand(
     assert row["metrics"]["acc_norm"]["value"] == sum(normalised_hits) / 12
     assert row["metrics"]["acc"]["stderr"] == pytest.approx(math.sqrt(mean * (1 - mean) / 11))
     assert row["chance"] == pytest.approx((11 / 4 + 1 / 3) / 12)
+
+
+def test_templates_are_compiled_once_and_contexts_tokenized_once(
+    data: Path, loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval import utils
+
+    model, tokenizer = loaded
+    compiled: list[str] = []
+    compile_template, encode = utils.env.from_string, tokenizer.encode
+
+    def from_string(template: str) -> Any:
+        compiled.append(template)
+        return compile_template(template)
+
+    encoded: list[str] = []
+
+    def spy(text: str, **others: Any) -> Any:
+        encoded.append(text)
+        return encode(text, **others)
+
+    monkeypatch.setattr(utils.env, "from_string", from_string)
+    monkeypatch.setattr(tokenizer, "encode", spy)
+    scoring.evaluate(model, tokenizer, ["arc_challenge"], data)
+    assert max(Counter(compiled).values()) <= 2  # when the task is loaded, and for its twelve questions
+    assert utils.env.from_string is from_string  # as it was
+    contexts = [text for text in encoded if text.endswith("Answer:")]
+    assert len(contexts) == len(set(contexts)) == 12
 
 
 def test_perplexities_match_likelihoods_computed_by_hand(

@@ -118,6 +118,30 @@ def test_base_seeds_in_lists_are_blocks_that_run_one_after_the_other(tmp_path: P
     assert found == [("bf16", 0), ("bf16", 1), ("fp4", 0), ("fp4", 1), ("bf16", 2), ("fp4", 2)]
 
 
+def test_a_run_of_some_contenders_takes_the_first_cells_and_knows_all_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = write_recipe(tmp_path, [{"format": ["bf16", "fp4", "int4"]}])
+    text, output = tmp_path / "text.npz", tmp_path / "lines.jsonl"
+    assert forks.main(["text", str(recipe), "--text", str(text)]) == 0
+    command = ["run", str(recipe), "--text", str(text), "--output", str(output), "--device", "cpu", "--cells", "2"]
+    assert forks.main([*command, "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert "4 lines, 0 of them done, 4 to do" in listed and "fp4: 2 of" in listed and "int4" not in listed
+    # A line of the third contender says with which weights its base began.
+    (later,) = (run for run in load_recipe(recipe).runs(read_text(text).digest)[-1:])
+    line: dict[str, Any] = {"id": next(iter(later.ids.values())), "fork": {"base_seed": 0, "point": 6}, "state": "w"}
+    line |= {"contender": "int4", "steps": 4, "processes_per_device": 1}
+    line |= {"seconds": {"plan": 1.0, "training": 1.0, "evaluation": 1.0}}
+    output.write_text(json.dumps(line) + "\n", encoding="utf-8")
+    given: list[Any] = []
+    monkeypatch.setattr(fork_workers.mp, "start_processes", lambda work, given_to, **_: given.append(given_to[0]))
+    forks.main(command)
+    (job,) = given
+    assert [run.contender.name for run in job.todo] == ["bf16", "bf16", "fp4", "fp4"]
+    assert job.states == {(0, 6): {"w"}}
+
+
 def test_the_ids_of_runs_depend_on_no_block(tmp_path: Path) -> None:
     path = write_recipe(tmp_path, [{"format": ["bf16", "fp4"]}])
     blocks = (ids(load_recipe(path, [f"forks.base_seeds={seeds}"]).runs("text")) for seeds in ("[0, 1]", "[[0], [1]]"))

@@ -3,9 +3,9 @@
     python benchmarks/speed.py --output runs/speed.jsonl
     python benchmarks/speed.py --quick --parts kernels models
 
-Needs one Hopper GPU. All parts, in runs that begin nothing after 8.5 minutes and name what they left out. The first had
-more recipes when it last ran: 495 s on one H200, and beside other work on 12 cores it was not done after 535 s. The
-second took 249 s; the last two have not run as a whole:
+Needs one Hopper GPU. All parts, in runs that begin nothing after 8.5 minutes and name what they left out. The first
+took 469 s on one H200 and left nothing out, with forks on the host's other GPUs; the second took 249 s; the last two
+have not run as a whole:
 
     python benchmarks/speed.py
     python benchmarks/speed.py --parts trainer

@@ -123,6 +123,28 @@ def test_the_tables_of_whole_steps_and_of_products_are_those_of_the_lines() -> N
     assert all(f"| {size} | {' | '.join(rates)} |" in page for size, rates in products.items())
 
 
+def test_the_whole_benchmark_ran_twice_with_the_speeds_that_the_page_has() -> None:
+    page = text_of("docs/hopper.md")
+    recipes = ("snip-hf FP4, ties", "snip-hf MXFP4, ties", "snip-hf MXFP4 75%, ties")
+    recipes += ("torchao tensorwise", "torchao rowwise")
+    apart = []
+    for model, name in zip(MODELS, ("8B shape", "TinyLlama-1.1B"), strict=True):
+        rows = []
+        for file, when in (("speed_all", "tables below"), ("speed_whole", "once more")):
+            lines = [line for line in lines_of(f"benchmarks/results/{file}.jsonl") if line["part"] == "models"]
+            found = {line["recipe"]: line for line in lines if line["model"] == model and line["accumulation"] == 1}
+            rows.append([found[recipe]["speedup"] for recipe in recipes])
+            assert f"| {name}, {when} | {' | '.join(f'{speed:.3f}' for speed in rows[-1])} |" in page
+        apart += [abs(once - again) for once, again in zip(*rows, strict=True)]
+    assert f"by up to {max(apart):.3f}" in page
+    bf16 = [line["step_ms"] for line in lines_of("benchmarks/results/speed_whole.jsonl") if is_bf16(line)]
+    assert f"BF16 alone went from {bf16[0]:.1f} to {bf16[1]:.1f} ms" in page
+
+
+def is_bf16(line: dict[str, Any]) -> bool:
+    return (line.get("model"), line.get("recipe"), line.get("accumulation")) == ("TinyLlama-1.1B", "BF16", 1)
+
+
 def test_the_table_of_where_it_begins_to_pay_is_that_of_the_lines() -> None:
     page, speeds = text_of("docs/hopper.md"), dict[tuple[int, int], float]()
     for line in lines_of("benchmarks/results/speed_crossing.jsonl"):

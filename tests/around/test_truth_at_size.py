@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import truth_at_size
+from committed import ROOT
 
 
 def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,3 +73,9 @@ def test_a_perfect_estimate_has_rank_1_and_no_error(monkeypatch: pytest.MonkeyPa
 
 def test_an_empty_file_is_no_error() -> None:
     assert truth_at_size.report([]) == "No lines yet."
+
+
+@pytest.mark.slow
+def test_the_table_of_single_layers_at_1_1b_is_that_of_its_lines() -> None:
+    _, table = truth_at_size.report(lines_of(ROOT / "benchmarks" / "results" / "truth_at_size_1.1B.jsonl")).split("\n\n")
+    assert table in (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")

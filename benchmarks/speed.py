@@ -4,12 +4,12 @@
     python benchmarks/speed.py --quick --parts kernels models
 
 Needs one Hopper GPU. All parts, in runs that begin nothing after 8.5 minutes and name what they left out. The first
-took 469 s on one H200 and left nothing out, with forks on the host's other GPUs; the second took 249 s; the last two
-have not run as a whole:
+took 469 s on one H200 and left nothing out, with forks on the host's other GPUs; the parts of the others ran in other
+runs (docs/log.md):
 
     python benchmarks/speed.py
-    python benchmarks/speed.py --parts trainer
-    python benchmarks/speed.py --parts first folding gates --trainer-steps 24
+    python benchmarks/speed.py --parts trainer --formats mxfp4 fp8-tensor --backend tensor-scaled
+    python benchmarks/speed.py --parts first folding gates --formats mxfp4 fp8-tensor --backend tensor-scaled
     python benchmarks/speed.py --parts crossing rounding bf16_mix
 
 kernels  the quantization kernels, against the time that their bytes take at the copy rate measured just before

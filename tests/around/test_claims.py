@@ -28,7 +28,9 @@ Gaps = dict[tuple[str, float | None, int], float]
 USUAL = {"start_step": 0, "objective": "additive", "loss_weight": 1.0, "weight_weight": 1.0, "switching_cost": 0.0}
 REFRESHED = 250
 CRITERIA = ROOT / "eval" / "results" / "forks-criteria.jsonl"
+CRITERIA_PAGE = "docs/results-criteria.md"
 GEMM_75, GEMM_90, LAYER_75 = "{fp4, fp8}, 75% by gemm", "{fp4, fp8}, 90% by gemm", "{fp4, fp8}, 75% by layer"
+GEMM_95, LAYER_50, LAYER_90 = "{fp4, fp8}, 95% by gemm", "{fp4, fp8}, 50% by layer", "{fp4, fp8}, 90% by layer"
 
 
 @cache
@@ -73,9 +75,19 @@ def criteria(steps: int) -> dict[str, list[dict[str, Any]]]:
     return by_contender(line for line in read_forks([CRITERIA]) if line["steps"] == steps)
 
 
+def difference(one: str, other: str, steps: int = 100, loss: str = "held_out_plan") -> Difference:
+    """The difference of a loss of two contenders of the forks of criteria."""
+    return difference_of(criteria(steps)[one], criteria(steps)[other], loss)
+
+
 def apart(one: str, other: str, steps: int = 100) -> str:
     """Mean and interval of the held-out loss of one contender less that of another, as the report writes them."""
-    return str(difference_of(criteria(steps)[one], criteria(steps)[other], "held_out_plan"))
+    return str(difference(one, other, steps))
+
+
+def from_run_3(steps: int = 100) -> list[dict[str, Any]]:
+    """Lines of the third run of the forks of criteria: its bases are the only ones above 2."""
+    return [line for own in criteria(steps).values() for line in own if line["fork"]["base_seed"] > 2]
 
 
 def interval(difference: Difference) -> str:
@@ -168,12 +180,23 @@ def test_backward_first_is_as_far_from_snip_by_gemm_as_the_forks_say(page: str, 
 
 
 def test_how_far_plans_are_from_snip_and_from_all_fp4_in_the_forks() -> None:
-    text = text_of("docs/results-criteria.md")
-    for one in ("random", "snip-paper"):
+    text = text_of(CRITERIA_PAGE)
+    for one in ("random", "snip-paper", "layer-type", "kl", "min-rel-err"):
         assert apart(f"{one} {LAYER_75}", f"snip {LAYER_75}") in text
-    assert apart(f"random {GEMM_90}", f"snip {GEMM_90}").removeprefix("+") in text
-    for steps in (100, 1000):
-        assert apart(f"snip {GEMM_90}", "fp4", steps).removeprefix("-") in text
+    for where in (GEMM_75, GEMM_90, GEMM_95):
+        assert apart(f"random {where}", f"snip {where}").removeprefix("+") in text
+        assert apart(f"snip {where}", "fp4") in text
+    for where in (GEMM_90, GEMM_95, LAYER_75):
+        assert apart(f"snip {where}", "fp4").removeprefix("-") in text
+    assert f"by {apart(f'snip {GEMM_90}', 'fp4', 1000).removeprefix('-')} after 1,000 steps" in text
+    for one in (f"random {GEMM_90}", f"snip-paper {LAYER_75}"):
+        assert f"{apart(one, 'fp4')}, detectable" in text
+
+
+@pytest.mark.parametrize("page", ["docs/fidelity.md", "docs/limitations.md"])
+@pytest.mark.parametrize("where", [LAYER_50, LAYER_75])
+def test_the_paper_s_estimator_is_as_far_above_snip_in_the_forks_as_the_pages_say(page: str, where: str) -> None:
+    assert apart(f"snip-paper {where}", f"snip {where}").removeprefix("+") in text_of(page)
 
 
 @pytest.mark.parametrize("page", ["docs/results-criteria.md", "docs/choosing.md"])
@@ -188,10 +211,63 @@ def test_backward_first_is_as_far_from_snip_by_gemm_at_75_as_the_forks_say(page:
     assert apart(f"backward-first {GEMM_75}", f"snip {GEMM_75}") in text_of(page)
 
 
-def test_how_far_plans_by_gemm_at_75_are_from_snip_and_from_all_mxfp4() -> None:
-    text = text_of("docs/results-criteria.md")
-    assert apart(f"random {GEMM_75}", f"snip {GEMM_75}").removeprefix("+") in text
-    assert apart(f"snip {GEMM_75}", "mxfp4").removeprefix("-") in text
+def test_how_far_plans_by_layer_are_from_all_mxfp4() -> None:
+    for one in (f"snip {LAYER_50}", f"snip {LAYER_90}", f"random {LAYER_50}", f"random {LAYER_90}"):
+        assert apart(one, "mxfp4").removeprefix("-") in text_of(CRITERIA_PAGE)
+
+
+def test_what_snip_and_fp8_cost_against_bf16_in_the_forks() -> None:
+    text = text_of(CRITERIA_PAGE)
+    for steps in (100, 1000):
+        assert f"{apart('fp8', 'bf16', steps)}%" in text
+    assert f"{apart(f'snip {GEMM_75}', 'bf16')}% in {difference(f'snip {GEMM_75}', 'bf16').forks} forks" in text
+    for where in (GEMM_95, LAYER_75):
+        assert f"{apart(f'snip {where}', 'bf16').removeprefix('+')}%" in text
+    for steps in (100, 1000):
+        of = criteria(steps)
+        starts = [
+            str(
+                difference_of(
+                    [line for line in of["fp4"] if line["fork"]["point"] == point], of["bf16"], "held_out_plan"
+                )
+            )
+            for point in (300, 900, 1500)
+        ]
+        first, middle, last = (start.removeprefix("+") for start in starts)
+        assert f"{first}, {middle} and {last}" in text or f"{first}, {middle}, {last}" in text
+
+
+def test_how_far_shares_of_snip_are_apart() -> None:
+    text = text_of(CRITERIA_PAGE)
+    assert f"by {apart(f'snip {GEMM_90}', f'snip {GEMM_95}').removeprefix('-')}" in text
+    assert apart(f"snip {GEMM_90}", f"snip {LAYER_75}") in text
+    gemm, layer = (apart(f"snip {GEMM_75}", f"snip {where}").removeprefix("-") for where in (GEMM_90, LAYER_75))
+    assert f"{gemm} below 90% by GEMM and {layer} below 75% by layer, in 18 forks" in text
+    assert difference(f"snip {GEMM_75}", f"snip {GEMM_90}").forks == 18
+
+
+def test_the_third_run_has_its_bases_once_and_ran_in_two_calls() -> None:
+    lines = from_run_3()
+    assert len(lines) == 990 and {line["commit"] for line in lines} == {"6237e0a"}
+    assert len({line["contender"] for line in lines}) == 55
+    states: dict[tuple[int, int], set[str]] = {}
+    for line in lines:
+        states.setdefault((line["fork"]["base_seed"], line["fork"]["point"]), set()).add(line["state"])
+    assert {seed for seed, _ in states} == set(range(3, 9)) and all(len(found) == 1 for found in states.values())
+    # The first call had four processes per GPU, the second three: both have lines of bases 3 to 5.
+    assert {line["processes_per_device"] for line in lines if line["fork"]["base_seed"] < 6} == {3, 4}
+
+
+def test_the_page_says_how_many_lines_each_run_has() -> None:
+    text = text_of(CRITERIA_PAGE)
+    commits = [line["commit"] for line in read_forks([CRITERIA])]
+    for run, commit, bases in (
+        (1, "49363c4", "0 to 2"),
+        (2, "9c8e0a5", "0 to 2, trained again"),
+        (3, "6237e0a", "3 to 8"),
+    ):
+        assert f"| {run} | {commits.count(commit)} | {bases}" in text
+    assert len(set(commits)) == 3
 
 
 @pytest.mark.parametrize("where", [GEMM_75, GEMM_90])
@@ -207,77 +283,186 @@ def test_layer_position_and_random_are_as_far_from_snip_by_layer_as_the_pages_sa
         assert apart(f"layer-position {where}", f"snip {where}") in text_of(page)
 
 
-@pytest.mark.parametrize("policy", ["hessian-trace", "greedy", "fisher", "min-abs-err", "first2-last8", "min-rel-err"])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["hessian-trace", "greedy", "fisher", "min-abs-err", "backward-first"])
 def test_criteria_are_as_far_from_snip_by_gemm_as_the_page_says(policy: str) -> None:
-    name = f"{policy} {GEMM_90}" + (", probes 8" if policy == "hessian-trace" else "")
-    assert apart(name, f"snip {GEMM_90}") in text_of("docs/results-criteria.md")
+    label = f"`{policy}`" + (", 8 probes" if policy == "hessian-trace" else "")
+    cells = [cell(against_snip(family)[policy]) for family in ("gemm-75", "gemm-90", "gemm-95")]
+    assert f"| {label} | {' | '.join(cells)} |" in text_of(CRITERIA_PAGE)
 
 
-def significant(family: str) -> set[str]:
-    """The policies of a family of comparisons after 100 steps that differ significantly after Holm's correction."""
+@cache
+def of_family(family: str, steps: int = 100, outcome: str = "held_out_plan") -> list[fork_tables.Tested]:
+    """The tests of a family of comparisons."""
     pairs = load_recipe(ROOT / "recipes" / "forks-criteria.yaml").comparisons[family]
-    lines = [line for own in criteria(100).values() for line in own]
-    found = fork_tables.tests_of(lines, pairs)
+    lines = [line for own in criteria(steps).values() for line in own]
+    return [test for test in fork_tables.tests_of(lines, pairs, outcome) if test.p_holm is not None]
+
+
+def against_snip(family: str) -> dict[str, fork_tables.Tested]:
+    """Policy -> its test against SNIP after 100 steps."""
+    return {test.one.split()[0]: test for test in of_family(family)}
+
+
+def significant(family: str, outcome: str = "held_out_plan") -> set[str]:
+    """The policies of a family of comparisons after 100 steps that differ significantly after Holm's correction."""
+    found = of_family(family, outcome=outcome)
     return {f"{test.one.split()[0]} {test.reading}" for test in found if test.reading in ("higher", "lower")}
+
+
+def higher(*policies: str) -> set[str]:
+    return {f"{policy} higher" for policy in policies}
+
+
+def cell(test: fork_tables.Tested) -> str:
+    """The difference, bold if it is significant, and else with the detectable one."""
+    if test.reading != fork_tables.NOT_SIGNIFICANT:
+        return f"**{test.main}**"
+    return f"{test.main} ({test.main.detectable(test.level):.3f})"
+
+
+MAIN = ("gemm-75", "gemm-90", "gemm-95", "layer-75")
+RULES = ("layer-type", "layer-position", "first2-last8", "last-15-percent")
+BY_GEMM = higher("kl", "min-rel-err", "random", *RULES)
+BY_LAYER = higher("snip-paper", "kl", "min-rel-err", "layer-type")
 
 
 @pytest.mark.slow
 def test_the_pages_name_the_contenders_that_differ_significantly_from_snip() -> None:
-    higher = {"random", "layer-type", "kl", "layer-position", "last-15-percent"}
-    assert significant("gemm-90") == {f"{name} higher" for name in higher}
-    assert significant("gemm-95") == {"kl higher", "random higher"}
-    assert significant("gemm-75") == {f"{name} higher" for name in ("random", "layer-type", "min-rel-err")}
-    assert significant("layer-75") == significant("layer-50") == {"snip-paper higher"}
+    assert significant("gemm-75") == BY_GEMM | higher("min-abs-err")
+    assert significant("gemm-90") == BY_GEMM | {"greedy lower"}
+    assert significant("gemm-95") == BY_GEMM
+    assert significant("layer-75") == BY_LAYER
+    assert significant("layer-50") == higher("snip-paper")
     assert not significant("layer-90")
     assert significant("forward-50") == {"greedy lower"}
-    assert significant("forward-80") == {"random higher"}
+    assert significant("forward-80") == higher("random")
     assert not significant("forms-gemm-90") | significant("forms-layer-75") | significant("other-formats")
 
 
 @pytest.mark.slow
+def test_other_losses_find_the_differences_that_the_page_names() -> None:
+    averaged, training, bf16 = "held_out_averaged", "train", "held_out_high_precision"
+    lower = {"greedy lower", "backward-first lower"}
+    assert significant("gemm-75", averaged) == BY_GEMM | higher("min-abs-err")
+    assert significant("gemm-75", training) == BY_GEMM | higher("min-abs-err", "hessian-trace")
+    assert significant("gemm-90", averaged) == BY_GEMM | lower
+    assert significant("gemm-90", training) == BY_GEMM | higher("min-abs-err") | lower
+    assert significant("gemm-95", averaged) == BY_GEMM
+    assert significant("gemm-95", training) == BY_GEMM | {"greedy lower"}
+    assert significant("layer-75", training) == BY_LAYER | higher("random") | {"greedy lower", "layer-position lower"}
+    for family in ("gemm-75", "gemm-90", "gemm-95", "layer-75"):
+        assert not [reading for reading in significant(family, bf16) if reading.endswith("lower")]
+    for policy in ("greedy", "backward-first"):
+        found = [str(difference(f"{policy} {GEMM_90}", f"snip {GEMM_90}", loss=loss)) for loss in (averaged, training)]
+        assert f"`{policy}` ({', '.join(found)})" in text_of(CRITERIA_PAGE)
+
+
+@pytest.mark.slow
 def test_so_many_tests_of_the_forks_find_a_significant_difference_to_snip() -> None:
-    families = ("gemm-75", "gemm-90", "gemm-95", "layer-50", "layer-75", "layer-90", "forward-50", "forward-80")
-    after = {100: (*families, "other-formats"), 1000: ("gemm-90", "layer-75")}
-    comparisons = load_recipe(ROOT / "recipes" / "forks-criteria.yaml").comparisons
-    readings = []
-    for steps, names in after.items():
-        lines = [line for own in criteria(steps).values() for line in own]
-        for found in (fork_tables.tests_of(lines, comparisons[name]) for name in names):
-            readings += [test.reading for test in found if test.p_holm is not None]
-    counts = len(readings), readings.count("higher"), readings.count("lower")
-    assert counts == (92, 13, 1)
-    assert "Of 92 tests of other policies against SNIP" in text_of("docs/results-criteria.md")
-    assert "SNIP is significantly lower in 13 and significantly higher in one" in text_of("docs/results-criteria.md")
+    families = (*MAIN, "layer-50", "layer-90", "forward-50", "forward-80", "other-formats")
+    found = [test for family in families for test in of_family(family)]
+    found += [test for family in ("gemm-90", "layer-75") for test in of_family(family, 1000)]
+    readings = [test.reading for test in found]
+    plans = {
+        tuple(sorted((str(line["fork"]), line["state"], line["plan"]) for line in criteria(100)[test.one]))
+        for test in found
+        if test.reading == "higher"
+    }
+    text = text_of(CRITERIA_PAGE)
+    # last-15-percent by GEMM at 95% has a fork less than the plan's other names.
+    last = {
+        test.one for test in found if test.reading == "higher" and "last-15-percent" in test.one and "95%" in test.one
+    }
+    assert len(last) == 1
+    assert f"Of {len(readings)} tests of other policies against SNIP" in text
+    assert (
+        f"SNIP is significantly lower in {readings.count('higher')} and significantly higher in two (`greedy`)" in text
+    )
+    assert [test.one.split()[0] for test in found if test.reading == "lower"] == ["greedy", "greedy"]
+    assert f"Each plan counted once, {len(plans) - len(last)} are left." in text
+
+
+@pytest.mark.slow
+def test_so_many_tests_of_the_forks_would_find_differences_of_a_tenth_and_of_half_of_it() -> None:
+    def finds(found: list[fork_tables.Tested], effect: float = 0.1) -> tuple[int, int]:
+        return sum((test.main.detectable(test.level) or 0) < effect for test in found), len(found)
+
+    main = [test for family in MAIN for test in of_family(family)]
+    detectable = [test.main.detectable(test.level) or 0 for test in main]
+    text = text_of(CRITERIA_PAGE)
+    assert finds(main) == (len(main), len(main))
+    assert f"all {len(main)} tests against SNIP would find a true difference of 0.1% with power 0.8" in text
+    assert f"(detectable {min(detectable):.3f} to {max(detectable):.3f}), and {finds(main, 0.05)[0]} would" in text
+    layer_50, layer_90, forward_50, forward_80, other = (
+        finds(of_family(family)) for family in ("layer-50", "layer-90", "forward-50", "forward-80", "other-formats")
+    )
+    long = [test for family in ("gemm-90", "layer-75") for test in of_family(family, 1000)]
+    assert f"{layer_50[0]} of {layer_50[1]} tests by layer at 50% and {layer_90[0]} of {layer_90[1]} at 90%" in text
+    assert f"{forward_50[0]} of {forward_50[1]} and {forward_80[0]} of {forward_80[1]} over the forward GEMMs" in text
+    assert (
+        f"{other[0]} of {other[1]} with other formats, {finds(long)[0]} of {finds(long)[1]} after 1,000 steps" in text
+    )
+    rules = [against_snip(family)["backward-first"] for family in ("gemm-75", "gemm-90", "gemm-95")]
+    counts = [rule.main.forks_for(0.02, rule.level) for rule in rules]
+    assert f"takes {counts[0]}, {counts[1]} and {counts[2]} forks at 75, 90 and 95%" in text
+
+
+@pytest.mark.slow
+def test_the_intervals_of_backward_first_end_where_the_page_says() -> None:
+    found = [difference(f"backward-first {where}", f"snip {where}") for where in (GEMM_75, GEMM_90, GEMM_95)]
+    ends = [f"{one.mean + one.half_width:+.3f}" for one in found]
+    assert f"The intervals end at {ends[0]}, {ends[1]} and {ends[2]} after 100 steps" in text_of(CRITERIA_PAGE)
+
+
+@pytest.mark.slow
+def test_greedy_at_90_is_not_significant_in_the_third_run_alone() -> None:
+    pairs = load_recipe(ROOT / "recipes" / "forks-criteria.yaml").comparisons["gemm-90"]
+    alone = {test.one.split()[0]: test for test in fork_tables.tests_of(from_run_3(), pairs)}["greedy"]
+    p_90, p_95 = (against_snip(family)["greedy"].p_holm for family in ("gemm-90", "gemm-95"))
+    text = text_of(CRITERIA_PAGE)
+    assert alone.reading == fork_tables.NOT_SIGNIFICANT and alone.main.forks == 18
+    assert f"({alone.main}, corrected p = {alone.p_holm:.3f})" in text
+    assert f"`greedy` at 90% has a corrected p of {p_90:.3f}, at 95% of {p_95:.3f}" in text
+
+
+@pytest.mark.slow
+def test_rules_are_as_far_from_random_plans_as_the_page_says() -> None:
+    found = of_family("rules-and-random")
+    lower = {test.one for test in found if test.reading == "lower"}
+    assert lower == {f"backward-first {where}" for where in (GEMM_75, GEMM_90, GEMM_95)} | {
+        f"layer-position {LAYER_75}"
+    }
+    text = text_of(CRITERIA_PAGE)
+    for test in found:
+        if test.one in lower or test.one in (f"layer-position {LAYER_50}", f"layer-position {LAYER_90}"):
+            assert str(test.main) in text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("label", "where", "family", "rule", "run"),
     [
-        ("by layer, 50%", "50% by layer", "layer-50", "first2-last8", 2),
-        ("by layer, 75%", "75% by layer", "layer-75", "layer-position", 1),
-        ("by layer, 90%", "90% by layer", "layer-90", "layer-position", 2),
-        ("by GEMM, 75%", "75% by gemm", "gemm-75", "backward-first", 2),
-        ("by GEMM, 90%", "90% by gemm", "gemm-90", "backward-first", 1),
-        ("by GEMM, 95%", "95% by gemm", "gemm-95", "backward-first", 1),
-        ("forward GEMMs, 50%", "50% by gemm, decides forward", "forward-50", "layer-position", 1),
-        ("forward GEMMs, 80%", "80% by gemm, decides forward", "forward-80", "layer-position", 1),
+        ("by layer, 50%", LAYER_50, "layer-50", "first2-last8", "2"),
+        ("by layer, 75%", LAYER_75, "layer-75", "layer-position", "1, 3"),
+        ("by layer, 90%", LAYER_90, "layer-90", "layer-position", "2"),
+        ("by GEMM, 75%", GEMM_75, "gemm-75", "backward-first", "2, 3"),
+        ("by GEMM, 90%", GEMM_90, "gemm-90", "backward-first", "1, 3"),
+        ("by GEMM, 95%", GEMM_95, "gemm-95", "backward-first", "1, 3"),
+        ("forward GEMMs, 50%", "{fp4, fp8}, 50% by gemm, decides forward", "forward-50", "layer-position", "1"),
+        ("forward GEMMs, 80%", "{fp4, fp8}, 80% by gemm, decides forward", "forward-80", "layer-position", "1"),
     ],
 )
-def test_the_table_of_shares_is_that_of_the_forks(label: str, where: str, family: str, rule: str, run: int) -> None:
-    pairs = load_recipe(ROOT / "recipes" / "forks-criteria.yaml").comparisons[family]
-    found = fork_tables.tests_of([line for own in criteria(100).values() for line in own], pairs)
-    of = {test.one.split()[0]: test for test in found if test.main.forks}
-    cells = []
-    for policy in ("random", rule):
-        is_significant = of[policy].reading != fork_tables.NOT_SIGNIFICANT
-        detectable = of[policy].main.detectable(of[policy].level)
-        cells.append(f"**{of[policy].main}**" if is_significant else f"{of[policy].main} ({detectable:.3f})")
-    snip = f"snip {{fp4, fp8}}, {where}"
-    cost, four_bits = (apart(snip, "bf16"), apart(snip, "fp4")) if run == 1 else ("not run", apart(snip, "mxfp4"))
-    row = f"| {label} | {run} | {cost} | {four_bits} | {cells[0]} | `{rule}` {cells[1]} |"
-    assert row in text_of("docs/results-criteria.md")
-    rules = {"backward-first", "layer-position", "layer-type", "first2-last8", "last-15-percent"} & of.keys()
+def test_the_table_of_shares_is_that_of_the_forks(label: str, where: str, family: str, rule: str, run: str) -> None:
+    of = against_snip(family)
+    cost, four_bits = ("not run", apart(f"snip {where}", "mxfp4"))
+    if run != "2":
+        cost, four_bits = apart(f"snip {where}", "bf16"), apart(f"snip {where}", "fp4")
+    forks = of["random"].main.forks
+    assert forks == of[rule].main.forks
+    row = f"| {label} | {run} | {forks} | {cost} | {four_bits} | {cell(of['random'])} | `{rule}` {cell(of[rule])} |"
+    assert row in text_of(CRITERIA_PAGE)
+    rules = {"backward-first", *RULES} & of.keys()
     assert rule == min(rules, key=lambda policy: of[policy].main.mean)
 
 

@@ -56,6 +56,15 @@ def test_a_compiled_model_of_enough_tokens_is_told_its_speed(measured: pytest.Lo
     assert texts(measured) == []
 
 
+def test_a_sharded_model_is_told_what_fsdp2_takes_off(
+    measured: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expectation, "is_sharded", lambda weight: True)
+    model = tiny_llama(hidden=64)
+    model.model.layers[0].compile(backend="eager")
+    assert said(model, 1024).text.endswith("; under FSDP2 on two GPUs it was 2 to 18% less (docs/distributed.md)")
+
+
 def test_what_is_missing_is_a_warning(measured: pytest.LogCaptureFixture) -> None:
     said(tiny_llama(hidden=16), 512)
     said(tiny_llama(hidden=64), 1023)

@@ -31,5 +31,5 @@ def advise_buckets(config: SnipConfig, args: TrainingArguments, accelerator: Any
     logger.info(
         "snip-hf: DDP copies gradients into its buckets and back. ddp_bucket_cap_mb=200 in TrainingArguments and "
         "`trainer.accelerator.ddp_handler.gradient_as_bucket_view = True` before training spare that: on two H200 "
-        "TinyLlama-1.1B then trained at 1.27 instead of 1.20 times the speed of BF16 (docs/distributed.md)."
+        "TinyLlama-1.1B then trained at 1.23 to 1.27 instead of 1.20 times the speed of BF16 (docs/distributed.md)."
     )

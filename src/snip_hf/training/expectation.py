@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..estimation.batch import is_of_sequences
 from ..kernels.backend import BACKENDS
 from ..layers.layer import SnipLayer
+from ..parallel.sharding import is_sharded
 
 BY_REGIONS = "compiled by regions"
 AS_A_WHOLE = "compiled as a whole (by regions is faster, and compiles sooner)"
@@ -38,6 +39,7 @@ class Expectation:
         """What was found, for the log; None: nothing was measured of the backend."""
         self._backend = BACKENDS[backend]
         self._hidden = mode(layer.in_features for layer in layers.values())
+        self._is_sharded = any(is_sharded(layer.weight) for layer in layers.values())
         self._log = log
 
     def say(self, how: str | None, tokens: int | None) -> None:
@@ -81,6 +83,8 @@ class Expectation:
             f"{how}, hidden size {self._hidden}: by runs on one H200 about {interpolated(measured, self._hidden):.2f} "
             "times the speed of compiled BF16 (docs/hopper.md)"
         )
+        if self._is_sharded:
+            self.text += "; under FSDP2 on two GPUs it was 2 to 18% less (docs/distributed.md)"
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int | None:

@@ -24,6 +24,7 @@ from snip_hf.estimation.replayed_sums import Capture, cuda_graph
 from snip_hf.kernels.emulated import Emulated
 from snip_hf.layers.state import KeysOnDevice, pack_states, snip_linears
 from snip_hf.numerics.formats import FORMATS
+from snip_hf.planning.plan import PrecisionPlan
 
 from .compiling import compile_parts
 from .fork_cells import Fork, uniform_config
@@ -125,7 +126,7 @@ class Trainee:
         if self._keys is not None:
             self._keys.renew()
         with deterministic(self.device):
-            loss = self._passes(ids) if self._graphs is None else self._graphs.run(ids, plan, is_watched)
+            loss = self.passes(ids, plan, is_watched)
             if controller is not None:
                 controller.before_optimizer_step(number)
         self.optimizer.step()
@@ -134,6 +135,16 @@ class Trainee:
         if controller is not None:
             controller.after_step(number)
         return loss
+
+    def passes(self, ids: Tensor, plan: PrecisionPlan | None, is_watched: bool = False) -> Tensor:
+        """Leaves the clipped gradients of tokens (B, L) in the parameters and returns the loss; from a graph, if so.
+
+        Args:
+            ids: that `put` gave.
+            plan: in force; None: nothing is quantized.
+            is_watched: whether hooks look at the passes.
+        """
+        return self._passes(ids) if self._graphs is None else self._graphs.run(ids, plan, is_watched)
 
     def _passes(self, ids: Tensor) -> Tensor:
         """Leaves the clipped gradients of tokens (B, L) in the parameters and returns the loss."""

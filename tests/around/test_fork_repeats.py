@@ -1,0 +1,49 @@
+"""Does the test of repeated passes find a pass that differs, and name what differs?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_forks import CPU, random_text, write_recipe
+from torch import Tensor
+
+from benchmarks.shared.json_lines import read_lines
+from eval.bakeoff import fork_repeats
+from eval.bakeoff.fork_base import Trainee
+from eval.bakeoff.fork_recipe import load_recipe
+
+
+@pytest.mark.slow
+def test_each_process_says_for_each_contender_how_many_passes_differed(tmp_path: Path) -> None:
+    path, output = write_recipe(tmp_path, [{"format": "bf16"}]), tmp_path / "repeats.jsonl"
+    common = ["--processes", "2", "--passes", "3", "--output", str(output), "--device", "cpu"]
+    fork_repeats.main([str(path), *common, "--contenders", "bf16", "nvfp4"])
+    lines = read_lines(output)
+    assert sorted((line["contender"], line["process"]) for line in lines) == [
+        ("bf16", 0),
+        ("bf16", 1),
+        ("nvfp4", 0),
+        ("nvfp4", 1),
+    ]
+    assert {(line["passes"], line["differing"], *line["first"]) for line in lines} == {(3, 0)}
+
+
+def test_a_pass_that_differs_is_found_and_what_differs_is_named(tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path, [{"format": "bf16"}]))
+    text = random_text(8)
+    trainee = Trainee(recipe, text, CPU, 0)
+    (ids,) = trainee.put([text.train[:2]])
+    own, done = trainee.passes, 0
+
+    def passes(ids: Tensor, plan: None, is_watched: bool = False) -> Tensor:
+        nonlocal done
+        loss, done = own(ids, plan, is_watched), done + 1
+        if done == 6:  # the third after the warm-up
+            gradient = trainee.model.model.norm.weight.grad
+            gradient[0] = torch.nextafter(gradient[0], torch.tensor(torch.inf))
+        return loss
+
+    trainee.passes = passes  # type: ignore[method-assign]
+    assert fork_repeats._differing(trainee, ids, None, 4) == [{"pass": 2, "in": ["model.norm.weight"]}]

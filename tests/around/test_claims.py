@@ -426,6 +426,19 @@ def test_greedy_at_90_is_not_significant_in_the_third_run_alone() -> None:
     assert f"`greedy` at 90% has a corrected p of {p_90:.3f}, at 95% of {p_95:.3f}" in text
 
 
+@pytest.mark.parametrize("share", [90, 95])
+def test_greedy_s_difference_grows_with_the_step_at_which_the_fork_starts(share: int) -> None:
+    of, text = criteria(100), text_of("docs/results-criteria.md")
+    greedy, snip = (of[f"{policy} {{fp4, fp8}}, {share}% by gemm"] for policy in ("greedy", "snip"))
+    found = [
+        difference_of([line for line in greedy if line["fork"]["point"] == point], snip, "held_out_plan")
+        for point in (300, 900, 1500)
+    ]
+    assert [one.forks for one in found] == [9, 9, 9]
+    assert found[0].mean > found[1].mean > found[2].mean
+    assert f"at {share}% {found[0]}, {found[1]} and {found[2]}" in text
+
+
 @pytest.mark.slow
 def test_rules_are_as_far_from_random_plans_as_the_page_says() -> None:
     found = of_family("rules-and-random")

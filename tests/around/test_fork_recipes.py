@@ -94,7 +94,7 @@ def test_a_block_has_enough_forks_of_both_lengths(criteria: ForkRecipe) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["criteria", "criteria-124m", "continue-124m", "longer", "refreshes", "shifts", "small"]
+    "name", ["criteria", "criteria-124m", "continue-124m", "longer", "objectives", "refreshes", "shifts", "small"]
 )
 def test_every_recipe_asks_for_no_more_text_than_it_keeps(name: str) -> None:
     recipe = load_recipe(ROOT / "recipes" / f"forks-{name}.yaml")

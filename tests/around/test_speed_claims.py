@@ -139,6 +139,27 @@ def test_the_whole_benchmark_ran_twice_with_the_speeds_that_the_page_has() -> No
     assert f"by up to {max(apart):.3f}" in page
     bf16 = [line["step_ms"] for line in lines_of("benchmarks/results/speed_whole.jsonl") if is_bf16(line)]
     assert f"BF16 alone went from {bf16[0]:.1f} to {bf16[1]:.1f} ms" in page
+    alone = {
+        (line["recipe"], line["in_features"]): f"{line['speedup']:.2f}"
+        for line in lines_of("benchmarks/results/speed_whole.jsonl")
+        if line["part"] == "linears"
+    }
+    ours, theirs = ([alone[recipe, size] for size in (4096, 2048)] for recipe in ("snip-hf FP4", "torchao tensorwise"))
+    assert f"at {ours[0]} times BF16 (14,336 x 4,096) and at {ours[1]} (5,632 x 2,048)" in page
+    assert f"torchao's tensorwise FP8 at {theirs[0]} and {theirs[1]}." in page
+    once, again = (of_gradients(file) for file in ("speed_all", "speed_whole"))
+    slower = max(again[case] / once[case] for case in once if case[1] <= 5632)
+    assert f"took up to {slower:.1f} times as long" in page
+
+
+def of_gradients(file: str) -> dict[tuple[str, int, str], float]:
+    """Format, channels and layout -> microseconds of a gradient's quantization."""
+    return {
+        (line["format"], line["columns"], layout): line[layout]
+        for line in lines_of(f"benchmarks/results/{file}.jsonl")
+        if line["part"] == "kernels" and line["operand"] == "gradient"
+        for layout in ("both_us", "rows_us", "columns_us")
+    }
 
 
 def is_bf16(line: dict[str, Any]) -> bool:

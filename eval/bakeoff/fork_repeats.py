@@ -3,23 +3,25 @@
     python -m eval.bakeoff.fork_repeats recipes/forks-criteria.yaml --processes 8 --passes 2000 \\
         --output runs/repeats.jsonl --override forks.cuda_graph=true
 
-Every process does the passes of one and the same step again and again: same weights, tokens and random numbers, and no
-optimizer step. A line per contender has the passes whose loss or gradients are not those of the first one, and which
-parameters they differ in. A single weight speaks of its own GEMM, all parameters from some layer to the first one of
-what that layer passes on.
+Every process does the passes of one and the same step again and again: same weights, tokens and random numbers (those
+that the plan is applied with), and no optimizer step. A line per process and contender has the passes whose loss or
+gradients are not those of most passes, and which parameters they differ in. A single weight speaks of its own GEMM, all
+parameters from some layer to the first one of what that layer passes on. `most` tells those of most passes from others:
+it is equal in all processes and runs on one kind of machine, or something does not repeat there.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
@@ -31,7 +33,8 @@ from .fork_cells import Fork, contender_of
 from .fork_device import check_graphs, set_up_device
 from .fork_recipe import ForkRecipe, load_recipe
 from .fork_run import in_force, make_plan
-from .fork_text import ForkText
+from .fork_steps import random_text
+from .forks import positive
 
 _FORK = Fork(base_seed=0, point=0, data_seed=0)
 # One per backend and kind of rounding, without a probe.
@@ -70,17 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _repeat(index: int, recipe: ForkRecipe, options: argparse.Namespace, lock: Any) -> None:
     """One of the processes."""
     device = set_up_device(0, options.device)  # all on one
-    rng = np.random.default_rng(0)
-    shapes = [(recipe.base.sequences, recipe.data.sequence_length), (1, 8)]
-    vocabulary = recipe.tokenizer.vocab_size
-    text = ForkText(*(rng.integers(0, vocabulary, shape).astype(np.uint16) for shape in shapes), vocabulary, 0)
+    text = random_text(recipe, recipe.base.sequences)
     trainee = Trainee(recipe, text, device, 0)
     (ids,) = trainee.put([text.train])
     for name in options.contenders:
         contender = contender_of(_CELLS[name], {"backend": recipe.backend, "solver": "greedy"})
         planned = make_plan(trainee, contender, _FORK, recipe.backend, ids)
         with in_force(trainee, planned, contender.config(_FORK, recipe.backend), _FORK):
-            differing = _differing(trainee, ids, planned.plan, options.passes)
+            most, differing = _compared(trainee, ids, planned.plan, options.passes)
         line = {
             "contender": contender.name,
             "backend": planned.backend,
@@ -88,6 +88,7 @@ def _repeat(index: int, recipe: ForkRecipe, options: argparse.Namespace, lock: A
             "process": index,
             "processes": options.processes,
             "passes": options.passes,
+            "most": most,
             "differing": len(differing),
             "first": differing[:_SHOWN],
             **options.origin,
@@ -99,23 +100,22 @@ def _repeat(index: int, recipe: ForkRecipe, options: argparse.Namespace, lock: A
         )
 
 
-def _differing(trainee: Trainee, ids: Tensor, plan: Any, count: int) -> list[dict[str, Any]]:
-    """Returns which passes differ from the first one after the warm-up, and in what."""
-    names, found, first = ["loss", *(name for name, _ in trainee.model.named_parameters())], [], None
-    for done in range(_WARM + count):
+def _compared(trainee: Trainee, ids: Tensor, plan: Any, count: int) -> tuple[str, list[dict[str, Any]]]:
+    """Returns what tells most passes after the warm-up from others, and those that differ from them, and in what."""
+    names, found = ["loss", *(name for name, _ in trainee.model.named_parameters())], []
+    for _ in range(_WARM + count):
         with deterministic(trainee.device):
             loss = trainee.passes(ids, plan)
-        sums = _sums(loss, trainee.model)
+        found.append(_sums(loss, trainee.model))
         trainee.optimizer.zero_grad()
-        if done >= _WARM:
-            first = sums if first is None else first
-            found.append(sums != first)
-    rows = torch.stack(found).cpu()
-    return [
-        {"pass": number, "in": [name for name, differs in zip(names, row.tolist(), strict=True) if differs]}
+    rows = [tuple(row) for row in torch.stack(found[_WARM:]).tolist()]
+    ((most, _),) = Counter(rows).most_common(1)
+    differing = [
+        {"pass": number, "in": [name for name, own, usual in zip(names, row, most, strict=True) if own != usual]}
         for number, row in enumerate(rows)
-        if row.any()
+        if row != most
     ]
+    return hashlib.sha256(repr(most).encode()).hexdigest()[:12], differing
 
 
 def _sums(loss: Tensor, model: nn.Module) -> Tensor:
@@ -128,8 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m eval.bakeoff.fork_repeats", description=__doc__)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="beside each other")
-    parser.add_argument("--passes", type=int, default=1000, metavar="N", help="of each process and contender")
+    parser.add_argument("--processes", type=positive, default=1, metavar="N", help="beside each other")
+    parser.add_argument("--passes", type=positive, default=1000, metavar="N", help="of each process and contender")
     parser.add_argument("--contenders", nargs="+", choices=_CELLS, default=["bf16", "fp8", "fp4"], metavar="NAME")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines; new ones are added")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

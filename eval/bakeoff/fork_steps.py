@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _measure(index: int, recipe: ForkRecipe, options: argparse.Namespace, state: Path, barrier: Any, own: Any) -> None:
     """One of the processes; the first one writes lines."""
     device = set_up_device(0, options.device)  # all on one, which a line's figures per device are of
-    text = _random_text(recipe, options.steps)
+    text = random_text(recipe, (_WARM_STEPS + options.steps) * recipe.base.sequences)
     trainee = Trainee(recipe, text, device, 0)
     ids = trainee.put(np.array_split(text.train, _WARM_STEPS + options.steps))
     if index == 0:
@@ -128,9 +128,10 @@ def _write(
     print(f"{contender.name} ({backend}), graphs {cuda_graph}, {count} processes: {shown}", flush=True)
 
 
-def _random_text(recipe: ForkRecipe, steps: int) -> ForkText:
+def random_text(recipe: ForkRecipe, sequences: int) -> ForkText:
+    """Returns a text of random tokens, the same ones each time."""
     rng, vocabulary = np.random.default_rng(0), recipe.tokenizer.vocab_size
-    shapes = [((_WARM_STEPS + steps) * recipe.base.sequences, recipe.data.sequence_length), (1, 8)]
+    shapes = [(sequences, recipe.data.sequence_length), (1, 8)]
     return ForkText(*(rng.integers(0, vocabulary, shape).astype(np.uint16) for shape in shapes), vocabulary, 0)
 
 

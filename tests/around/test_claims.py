@@ -17,7 +17,7 @@ import weight_gradients
 from committed import ROOT, lines_of, text_of
 
 from eval.bakeoff import fork_tables
-from eval.bakeoff.fork_lines import by_contender, difference_of, read_forks
+from eval.bakeoff.fork_lines import by_contender, difference_of, fork_key, read_forks
 from eval.bakeoff.fork_recipe import load_recipe
 from eval.bakeoff.fork_report import Asked, write_report
 from eval.bakeoff.fork_statistics import Difference
@@ -413,6 +413,33 @@ def test_the_intervals_of_backward_first_end_where_the_page_says() -> None:
     found = [difference(f"backward-first {where}", f"snip {where}") for where in (GEMM_75, GEMM_90, GEMM_95)]
     ends = [f"{one.mean + one.half_width:+.3f}" for one in found]
     assert f"The intervals end at {ends[0]}, {ends[1]} and {ends[2]} after 100 steps" in text_of(CRITERIA_PAGE)
+
+
+def test_pages_have_the_figures_of_greedy_of_rules_and_of_the_default_s_share() -> None:
+    greedy = against_snip("gemm-90")["greedy"]
+    assert greedy.reading == "lower"
+    for page in ("README.md", "docs/choosing.md"):
+        assert f"ends {greedy.main}".replace("-", "") in text_of(page)
+    rule = against_snip("gemm-75")["backward-first"]
+    quoted = f"{rule.main} points after 100 steps (detectable {rule.main.detectable(rule.level):.3f})"
+    assert quoted in text_of("README.md")
+    kind = against_snip("layer-75")["layer-type"]
+    assert kind.reading == "higher" and f"by {kind.main}".replace("+", "") in text_of("docs/faq.md")
+    position = against_snip("gemm-75")["layer-position"]
+    assert f"{position.main} above SNIP's by GEMM".removeprefix("+") in text_of(CRITERIA_PAGE)
+    by_gemm, by_layer = (criteria(100)[f"layer-position {where}"] for where in (GEMM_75, LAYER_75))
+    own = [{fork_key(line): line["loss"] for line in lines if line in from_run_3()} for lines in (by_gemm, by_layer)]
+    assert own[0] == own[1] and len(own[0]) == 18
+
+
+def test_forks_of_one_plan_under_several_names_have_the_same_losses() -> None:
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for line in from_run_3():
+        if line["plan"] is not None:
+            groups.setdefault((*fork_key(line), line["plan"], tuple(line["shares"])), []).append(line)
+    several = [lines for lines in groups.values() if len(lines) > 1]
+    assert f"{len(several)} groups of forks have one plan under several names" in text_of("docs/log.md")
+    assert all(line["loss"] == lines[0]["loss"] for lines in several for line in lines)
 
 
 @pytest.mark.slow

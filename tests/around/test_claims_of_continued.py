@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from committed import prose_of
 from scipy.stats import norm
 
 from eval.bakeoff.fork_lines import fork_key, read_forks
@@ -49,8 +50,8 @@ TASKS = {
 
 @cache
 def text() -> str:
-    """The page, each run of white space as one space."""
-    return " ".join(PAGE.read_text(encoding="utf-8").split())
+    """The prose of the page, each run of white space as one space."""
+    return prose_of("docs/results-continued.md")
 
 
 @cache
@@ -209,8 +210,12 @@ def test_losses_against_bf16() -> None:
         SNIP.format(75, "layer"),
         "layer-position {fp4, fp8}, 75% by layer",
     )
-    for name in (by_gemm, by_layer, "fp4", "fp8", rule, SNIP.format(50, "gemm")):
-        assert gap(name, 1600) in text()
+    gaps = {name: gap(name, 1600) for name in (by_gemm, by_layer, "fp4", "fp8")}
+    assert f"SNIP by GEMM at 75% ends at {gaps[by_gemm]}% in this one training, all FP4 at {gaps['fp4']}%" in text()
+    assert f"FP8 at {gaps['fp8']}%" in text()
+    assert f"{gaps[by_layer]}% at 75%, against {gaps[by_gemm]}%" in text()
+    half, most = (gap(SNIP.format(share, "layer").replace("snip", "snip-paper"), 1600) for share in (50, 75))
+    assert f"{half}% with 50% in FP4 and at {most}% with 75%, where all FP4 is at {gaps['fp4']}%" in text()
     assert f"{gap('fp8', 1000)}% with seed 0 and {gap('fp8', 1000, seed=2)}% with seed 2" in text()
     assert f"{gap(rule, 1000)} and {gap(rule, 1000, seed=2)}%" in text()
     apart = abs(float(gap("fp8", 1000)) - float(gap("fp8", 1000, seed=2)))
@@ -223,6 +228,11 @@ def test_losses_against_bf16() -> None:
     longer = " ".join((ROOT / "docs" / "results-longer.md").read_text(encoding="utf-8").split())
     assert "power 0.8: 37 per contender" in longer and "56 for SNIP by GEMM" in longer
     assert "37 to 56 forks per contender" in text()
+
+
+def test_the_readme_says_what_low_precision_costs_at_124m() -> None:
+    costs = [gap(name, 1600).removeprefix("+") for name in (SNIP.format(75, "gemm"), "fp4")]
+    assert f"SNIP by GEMM at 75% ends {costs[0]}% above BF16 and all FP4 {costs[1]}%" in prose_of("README.md")
 
 
 def test_bf16_is_above_chance_on_arc_easy_alone_but_for_a_biased_boolq() -> None:
@@ -259,6 +269,23 @@ def test_significant_differences_are_of_boolq_and_of_all_questions_alone() -> No
         "`layer-position` by layer, 75%",
         "`snip-paper` by layer, 75%",
     }
+
+    def directions(steps: int) -> dict[str, bool]:
+        """Contender -> whether it is higher than BF16 in BoolQ."""
+        own = {pair: one for (pair, task), one in significant(steps).items() if task == "boolq"}
+        return {
+            NAMES[pair.removesuffix(" against bf16")]: one.difference.mean > 0
+            for pair, one in own.items()
+            if pair.endswith("against bf16")
+        }
+
+    assert {name for name, is_higher in directions(1000).items() if is_higher} == {"SNIP by layer, 75%"}
+    assert {name for name, is_higher in directions(1600).items() if not is_higher} == {"`snip-paper` by layer, 75%"}
+    assert (
+        "SNIP by GEMM at 50 and 75% and all FP4 (lower), SNIP by layer at 75% (higher), `snip-paper` at 75% (lower); "
+        "of the 120 after 1,600: SNIP by GEMM at 50%, SNIP by layer at 75% and `layer-position` (higher), "
+        "`snip-paper` at 75% (lower)"
+    ) in text()
     for steps, name in ((1000, "fp4"), (1600, "layer-position {fp4, fp8}, 75% by layer")):
         one = significant(steps)[f"{name} against bf16", "all questions"]
         assert f"{one.difference.mean:+.2f} ± {one.difference.half_width:.2f}" in text()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from committed import prose_of
 from scipy.stats import fisher_exact
 
 from eval.bakeoff import fork_tables
@@ -51,8 +52,8 @@ LENGTHS = (50, 75, 125, 225)
 
 @cache
 def text() -> str:
-    """The page, each run of white space as one space."""
-    return " ".join(PAGE.read_text(encoding="utf-8").split())
+    """The prose of the page, each run of white space as one space."""
+    return prose_of("docs/results-shifts.md")
 
 
 @cache
@@ -213,16 +214,18 @@ def test_late_plans_are_not_significantly_worse_and_no_fork_of_theirs_alone_blew
     assert f"means from {min(means):+.3f} to {max(means):+.3f}" in text()
     least, most = _ends(list(late.values()))
     assert f"detectable from {least:.3f} to {most:.3f}" in text()
-    blown = {
-        name: {
-            line["fork"]["base_seed"]
-            for line in by_contender(lines_of("learning-rate-x4", 225))[name]
-            if line["blew_up"]
-        }
-        for name in NAMES
+
+    def blown(shift: str, steps: int, name: str) -> set[int]:
+        own = by_contender(lines_of(shift, steps))[name]
+        return {line["fork"]["base_seed"] for line in own if line["blew_up"]}
+
+    for shift in [*MILD, "learning-rate-x4"]:
+        assert blown(shift, 225, LATE) == blown(shift, 225, REFRESHED) == blown(shift, 225, "bf16")
+    assert blown("learning-rate-x4", 225, LATE) == {1, 3} and "(seeds 1 and 3)" in text()
+    apart = {
+        steps: blown("learning-rate-x4", steps, LATE) ^ blown("learning-rate-x4", steps, "bf16") for steps in (75, 125)
     }
-    assert blown[LATE] == blown[REFRESHED] == blown["bf16"] == {1, 3}
-    assert "(seeds 1 and 3)" in text()
+    assert apart == {75: {3}, 125: {0, 3}} and 3 in blown("learning-rate-x4", 125, LATE)
     earlier = [
         sum(line["blew_up"] for line in by_contender(lines_of("learning-rate-x4", steps))[name])
         for name in (LATE, REFRESHED)

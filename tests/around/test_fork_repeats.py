@@ -28,9 +28,11 @@ def test_each_process_says_for_each_contender_how_many_passes_differed(tmp_path:
         ("nvfp4", 1),
     ]
     assert {(line["passes"], line["differing"], *line["first"]) for line in lines} == {(3, 0)}
+    assert len({(line["contender"], line["most"]) for line in lines}) == 2
 
 
-def test_a_pass_that_differs_is_found_and_what_differs_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", [0, 2])
+def test_a_pass_that_differs_is_found_and_what_differs_is_named(tmp_path: Path, which: int) -> None:
     recipe = load_recipe(write_recipe(tmp_path, [{"format": "bf16"}]))
     text = random_text(8)
     trainee = Trainee(recipe, text, CPU, 0)
@@ -40,10 +42,11 @@ def test_a_pass_that_differs_is_found_and_what_differs_is_named(tmp_path: Path) 
     def passes(ids: Tensor, plan: None, is_watched: bool = False) -> Tensor:
         nonlocal done
         loss, done = own(ids, plan, is_watched), done + 1
-        if done == 6:  # the third after the warm-up
+        if done == fork_repeats._WARM + which + 1:
             gradient = trainee.model.model.norm.weight.grad
             gradient[0] = torch.nextafter(gradient[0], torch.tensor(torch.inf))
         return loss
 
     trainee.passes = passes  # type: ignore[method-assign]
-    assert fork_repeats._differing(trainee, ids, None, 4) == [{"pass": 2, "in": ["model.norm.weight"]}]
+    _, differing = fork_repeats._compared(trainee, ids, None, 4)
+    assert differing == [{"pass": which, "in": ["model.norm.weight"]}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def text_of(page: str) -> str:
-    """A page, each run of white space as one space."""
-    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    """A page without the tables that reports write into it, each run of white space as one space.
+
+    A figure of such a table would stand in for one that the prose has wrong.
+    """
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return " ".join(re.sub(r"<!-- (forks\S*) -->.*?<!-- /\1 -->", "", text, flags=re.DOTALL).split())
+
+
+def prose_of(page: str) -> str:
+    """As `text_of`, without any table."""
+    rows = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    return " ".join(" ".join(row for row in rows if not row.startswith(("|", "<!--"))).split())
 
 
 def lines_of(path: str) -> list[dict[str, Any]]:

@@ -62,7 +62,9 @@ def test_a_sharded_model_is_told_what_fsdp2_takes_off(
     monkeypatch.setattr(expectation, "is_sharded", lambda weight: True)
     model = tiny_llama(hidden=64)
     model.model.layers[0].compile(backend="eager")
-    assert said(model, 1024).text.endswith("; under FSDP2 on two GPUs it was 2 to 18% less (docs/distributed.md)")
+    assert said(model, 1024).text.endswith(
+        "; weights are sharded, and with FSDP2 on two GPUs it was 2 to 18% less (docs/distributed.md)"
+    )
 
 
 def test_what_is_missing_is_a_warning(measured: pytest.LogCaptureFixture) -> None:

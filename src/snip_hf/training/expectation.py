@@ -84,7 +84,7 @@ class Expectation:
             "times the speed of compiled BF16 (docs/hopper.md)"
         )
         if self._is_sharded:
-            self.text += "; under FSDP2 on two GPUs it was 2 to 18% less (docs/distributed.md)"
+            self.text += "; weights are sharded, and with FSDP2 on two GPUs it was 2 to 18% less (docs/distributed.md)"
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from committed import prose_of
 from scipy.stats import norm
 
@@ -324,6 +325,7 @@ def test_boolq_shows_how_often_a_model_says_yes() -> None:
     assert f"{min(balanced):.1f} to {max(balanced):.1f}%" in text()
 
 
+@pytest.mark.slow
 def test_the_tables_of_continued_forks_are_those_of_the_lines(tmp_path: Path) -> None:
     copy = Path(shutil.copy(PAGE, tmp_path))
     report = write_report([LINES], None, Asked.by(load_recipe(RECIPE), RECIPE), [copy])

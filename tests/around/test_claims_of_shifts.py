@@ -285,6 +285,7 @@ def _others(shift: str) -> float:
     return float(np.mean(counts))
 
 
+@pytest.mark.slow
 def test_the_tables_of_shifts_are_those_of_the_lines(tmp_path: Path) -> None:
     quoted = tmp_path / "lines.jsonl"
     kept = [line for line in shifted() if line["fork"]["shift"]["name"] in ("code", "batch-x4")]

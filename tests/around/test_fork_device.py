@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -62,10 +62,11 @@ def test_all_processes_of_the_benchmark_of_steps_are_set_up_on_one_gpu_as_worker
     def random_text(*_: Any) -> None:
         raise _AskedForText
 
-    monkeypatch.setattr(fork_steps, "_random_text", random_text)
+    monkeypatch.setattr(fork_steps, "random_text", random_text)
     options = Namespace(device="cuda", steps=2)
+    recipe: Any = Namespace(base=Namespace(sequences=1))
     with pytest.raises(_AskedForText):
-        fork_steps._measure(3, cast(Any, None), options, Path(), None, None)
+        fork_steps._measure(3, recipe, options, Path(), None, None)
     assert two_gpus == [0] and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 

@@ -15,26 +15,23 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from benchmarks.shared.origin import origin_of
+from snip_hf.cli.commands import at_least_one
 
 from .fork_base import Trainee, deterministic
 from .fork_cells import Fork, contender_of
-from .fork_device import check_graphs, set_up_device
-from .fork_recipe import ForkRecipe, load_recipe
+from .fork_device import set_up_device
+from .fork_options import parser_of, read
+from .fork_recipe import ForkRecipe
 from .fork_run import in_force, make_plan
 from .fork_steps import random_text
-from .forks import positive
 
 _FORK = Fork(base_seed=0, point=0, data_seed=0)
 # One per backend and kind of rounding, without a probe.
@@ -52,20 +49,7 @@ _SHOWN = 10
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs each contender in all processes, and adds a line for each."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    try:
-        recipe = load_recipe(options.recipe, options.override)
-        check_graphs(recipe.cuda_graph, options.device)
-    except (ValueError, TypeError, FileNotFoundError) as error:
-        parser.error(str(error))
-    typed = sys.argv[1:] if arguments is None else arguments
-    options.origin = origin_of(options.device) | {
-        "command": shlex.join(["python", "-m", "eval.bakeoff.fork_repeats", *typed])
-    }
-    if options.commit is not None:
-        options.origin["commit"] = options.commit
-    options.output.parent.mkdir(parents=True, exist_ok=True)
+    recipe, options = read(_parser(), arguments)
     lock = mp.get_context("spawn").Lock()
     mp.start_processes(_repeat, (recipe, options, lock), nprocs=options.processes, start_method="spawn")
 
@@ -125,15 +109,10 @@ def _sums(loss: Tensor, model: nn.Module) -> Tensor:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m eval.bakeoff.fork_repeats", description=__doc__)
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--processes", type=positive, default=1, metavar="N", help="beside each other")
-    parser.add_argument("--passes", type=positive, default=1000, metavar="N", help="of each process and contender")
+    parser = parser_of("eval.bakeoff.fork_repeats", __doc__)
+    parser.add_argument("--processes", type=at_least_one, default=1, metavar="N", help="beside each other")
+    parser.add_argument("--passes", type=at_least_one, default=1000, metavar="N", help="of each process and contender")
     parser.add_argument("--contenders", nargs="+", choices=_CELLS, default=["bf16", "fp8", "fp4"], metavar="NAME")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines; new ones are added")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", metavar="ID", help="the lines' commit, for code that lies without its .git folder")
     return parser
 
 

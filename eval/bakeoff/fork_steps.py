@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,12 +22,11 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from benchmarks.shared.origin import origin_of
-
 from .fork_base import Trainee
 from .fork_cells import Contender, Fork, contender_of
-from .fork_device import check_graphs, set_up_device
-from .fork_recipe import ForkRecipe, load_recipe
+from .fork_device import set_up_device
+from .fork_options import parser_of, read
+from .fork_recipe import ForkRecipe
 from .fork_run import in_force, make_plan
 from .fork_text import ForkText
 
@@ -49,22 +46,9 @@ _CELLS: Sequence[dict[str, Any]] = (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures each contender with each number of processes, and adds a line for each."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    try:
-        recipe = load_recipe(options.recipe, options.override)
-        check_graphs(recipe.cuda_graph, options.device)
-    except (ValueError, TypeError, FileNotFoundError) as error:
-        parser.error(str(error))
-    typed = sys.argv[1:] if arguments is None else arguments
-    options.origin = origin_of(options.device) | {
-        "command": shlex.join(["python", "-m", "eval.bakeoff.fork_steps", *typed])
-    }
-    if options.commit is not None:
-        options.origin["commit"] = options.commit
+    recipe, options = read(_parser(), arguments)
     count, context = max(options.processes), mp.get_context("spawn")
     barrier, seconds = context.Barrier(count), context.Array("d", count)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         given = (recipe, options, Path(folder, "state.pt"), barrier, seconds)
         mp.start_processes(_measure, given, nprocs=count, start_method="spawn")
@@ -141,14 +125,9 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m eval.bakeoff.fork_steps", description=__doc__)
-    parser.add_argument("recipe", type=Path)
-    parser.add_argument("--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
+    parser = parser_of("eval.bakeoff.fork_steps", __doc__)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 4, 8], metavar="N", help="beside each other")
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="that are timed")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines; new ones are added")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", metavar="ID", help="the lines' commit, for code that lies without its .git folder")
     return parser
 
 

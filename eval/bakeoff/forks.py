@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from snip_hf.cli.commands import at_least_one
 from snip_hf.cli.own_modules import add_import_option, import_modules
 
 from .fork_recipe import load_recipe
@@ -61,13 +62,6 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-def positive(text: str) -> int:
-    """For argparse: a number of at least 1."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}; expected a number of at least 1")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m eval.bakeoff.forks",
@@ -85,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--text", type=Path, required=True, metavar="FILE", help="tokens, as an .npz file")
     run.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON lines; new ones are added")
     run.add_argument("--workers", type=int, default=1, metavar="N", help="forks at a time, spread over the GPUs")
-    run.add_argument("--cells", type=positive, metavar="N", help="only the first N contenders of the recipe's cells")
+    run.add_argument("--cells", type=at_least_one, metavar="N", help="only the first N contenders of the cells")
     run.add_argument("--minutes", type=float, metavar="M", help="start no fork that would end later than this")
     run.add_argument("--cache", type=Path, default=Path("runs/forks-cache"), metavar="DIR", help="states of the bases")
     run.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LINES = ROOT / "eval" / "results" / "forks-continue-124m.jsonl"
 RECIPE = ROOT / "recipes" / "forks-continue-124m.yaml"
 PAGE = ROOT / "docs" / "results-continued.md"
+text = partial(prose_of, "docs/results-continued.md")
 SNIP = "snip {{fp4, fp8}}, {}% by {}, refresh_every 250"
 NAMES = {
     "bf16": "BF16",
@@ -47,12 +48,6 @@ TASKS = {
     "openbookqa": "OpenBookQA",
     "mmlu": "MMLU",
 }
-
-
-@cache
-def text() -> str:
-    """The prose of the page, each run of white space as one space."""
-    return prose_of("docs/results-continued.md")
 
 
 @cache

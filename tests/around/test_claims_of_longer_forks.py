@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from committed import ROOT, text_of
 
 from eval.bakeoff import fork_tables
 from eval.bakeoff.fork_lengths import courses_of
@@ -16,16 +17,10 @@ from eval.bakeoff.fork_lines import read_forks
 from eval.bakeoff.fork_recipe import load_recipe
 from eval.bakeoff.fork_report import Asked, write_report
 
-ROOT = Path(__file__).resolve().parents[2]
 LONGER = ROOT / "eval" / "results" / "forks-longer.jsonl"
 BY_GEMM, BY_LAYER = (f"snip {{fp4, fp8}}, 75% by {where}, refresh_every 250" for where in ("gemm", "layer"))
 RULE = "backward-first {fp4, fp8}, 75% by gemm"
 FALLING = "snip {fp4, fp8}, 90% from step 1, 60% from step 1451 by gemm, refresh_every 250"
-
-
-def text_of(page: str) -> str:
-    """A page, each run of white space as one space."""
-    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
 
 
 @cache

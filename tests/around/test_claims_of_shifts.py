@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHIFTS = ROOT / "eval" / "results" / "forks-shifts.jsonl"
 RECIPE = ROOT / "recipes" / "forks-shifts.yaml"
 PAGE = ROOT / "docs" / "results-shifts.md"
+text = partial(prose_of, "docs/results-shifts.md")
 OUTCOME = "held_out_averaged"
 HELD = "snip {fp4, fp8}, 90% by gemm"
 REFRESHED, SELDOM = (f"{HELD}, refresh_every {steps}" for steps in (25, 100))
@@ -48,12 +49,6 @@ NAMES = {
     LATE: "every 25 steps, ten steps late",
 }
 LENGTHS = (50, 75, 125, 225)
-
-
-@cache
-def text() -> str:
-    """The prose of the page, each run of white space as one space."""
-    return prose_of("docs/results-shifts.md")
 
 
 @cache

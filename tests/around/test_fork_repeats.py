@@ -31,6 +31,17 @@ def test_each_process_says_for_each_contender_how_many_passes_differed(tmp_path:
     assert len({(line["contender"], line["most"]) for line in lines}) == 2
 
 
+def test_no_passes_and_a_missing_recipe_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["recipe.yaml", "--passes", "0"], "'0' is no whole number of at least 1"),
+        ([str(tmp_path / "missing.yaml")], "missing.yaml"),
+        ([str(write_recipe(tmp_path, [])), "--override", "forks.cuda_graph=true"], "expected 'cuda'"),
+    ):
+        with pytest.raises(SystemExit):
+            fork_repeats.main([*arguments, "--output", str(tmp_path / "lines.jsonl"), "--device", "cpu"])
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("which", [0, 2])
 def test_a_pass_that_differs_is_found_and_what_differs_is_named(tmp_path: Path, which: int) -> None:
     recipe = load_recipe(write_recipe(tmp_path, [{"format": "bf16"}]))

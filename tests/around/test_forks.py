@@ -118,6 +118,13 @@ def test_base_seeds_in_lists_are_blocks_that_run_one_after_the_other(tmp_path: P
     assert found == [("bf16", 0), ("bf16", 1), ("fp4", 0), ("fp4", 1), ("bf16", 2), ("fp4", 2)]
 
 
+@pytest.mark.parametrize("count", ["0", "-1", "all"])
+def test_a_number_of_contenders_below_1_is_refused(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        forks.main(["run", "recipe.yaml", "--text", "t.npz", "--output", "o.jsonl", "--cells", count])
+    assert f"argument --cells: '{count}' is no whole number of at least 1" in capsys.readouterr().err
+
+
 def test_a_run_of_some_contenders_takes_the_first_cells_and_knows_all_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

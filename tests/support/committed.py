@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@cache
 def text_of(page: str) -> str:
     """A page without the tables that reports write into it, each run of white space as one space.
 
@@ -19,6 +21,7 @@ def text_of(page: str) -> str:
     return " ".join(re.sub(r"<!-- (forks\S*) -->.*?<!-- /\1 -->", "", text, flags=re.DOTALL).split())
 
 
+@cache
 def prose_of(page: str) -> str:
     """As `text_of`, without any table."""
     rows = (ROOT / page).read_text(encoding="utf-8").splitlines()

@@ -59,13 +59,14 @@ def examples(commands: Mapping[str, str], *sentences: str) -> str:
 def add_micro_batches(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--micro-batches",
-        type=_at_least_one,
+        type=at_least_one,
         metavar="N",
         help="micro-batches per step, for the predicted times of a pipeline (default: 4 per stage)",
     )
 
 
-def _at_least_one(text: str) -> int:
+def at_least_one(text: str) -> int:
+    """For argparse: a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)

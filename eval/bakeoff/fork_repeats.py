@@ -5,8 +5,9 @@
 
 Every process does the passes of one and the same step again and again: same weights, tokens and random numbers (those
 that the plan is applied with), and no optimizer step. A line per process and contender has the passes whose loss or
-gradients are not those of most passes, and which parameters they differ in. A single weight speaks of its own GEMM, all
-parameters from some layer to the first one of what that layer passes on. `most` tells those of most passes from others:
+gradients are not those of most passes, and which parameters they differ in; the first ones also in how many elements,
+between which indices, and by how much against the first pass. A single weight speaks of its own GEMM, all parameters
+from some layer to the first one of what that layer passes on. `most` tells those of most passes from others:
 it is equal in all processes and runs on one kind of machine, or something does not repeat there.
 """
 
@@ -16,7 +17,7 @@ import argparse
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,20 +87,44 @@ def _repeat(index: int, recipe: ForkRecipe, options: argparse.Namespace, lock: A
 
 def _compared(trainee: Trainee, ids: Tensor, plan: Any, count: int) -> tuple[str, list[dict[str, Any]]]:
     """Returns what tells most passes after the warm-up from others, and those that differ from them, and in what."""
-    names, found = ["loss", *(name for name, _ in trainee.model.named_parameters())], []
-    for _ in range(_WARM + count):
+    parameters = dict(trainee.model.named_parameters())
+    names, rows = ["loss", *parameters], []
+    first: dict[str, Tensor] = {}
+    where: dict[int, Any] = {}
+    for number in range(-_WARM, count):
         with deterministic(trainee.device):
             loss = trainee.passes(ids, plan)
-        found.append(_sums(loss, trainee.model))
+        if number >= 0:
+            rows.append(tuple(_sums(loss, trainee.model).tolist()))
+            gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+            first = first or {name: gradient.clone() for name, gradient in gradients.items()}
+            if rows[-1] != rows[0] and len(where) < _SHOWN:
+                where[number] = _where(gradients, first)
         trainee.optimizer.zero_grad()
-    rows = [tuple(row) for row in torch.stack(found[_WARM:]).tolist()]
     ((most, _),) = Counter(rows).most_common(1)
     differing = [
         {"pass": number, "in": [name for name, own, usual in zip(names, row, most, strict=True) if own != usual]}
+        | ({"where": where[number]} if number in where else {})
         for number, row in enumerate(rows)
         if row != most
     ]
     return hashlib.sha256(repr(most).encode()).hexdigest()[:12], differing
+
+
+def _where(gradients: Mapping[str, Tensor], first: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns, for each parameter whose gradient differs from the first pass's: how many elements, where, how much."""
+    found = {}
+    for name, gradient in gradients.items():
+        usual = first[name]
+        places = (gradient != usual).nonzero()
+        if len(places):
+            found[name] = {
+                "elements": len(places),
+                "from": places.amin(0).tolist(),
+                "to": places.amax(0).tolist(),
+                "in_norm": float((gradient - usual).norm() / usual.norm()),
+            }
+    return found
 
 
 def _sums(loss: Tensor, model: nn.Module) -> Tensor:

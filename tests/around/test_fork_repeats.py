@@ -55,9 +55,15 @@ def test_a_pass_that_differs_is_found_and_what_differs_is_named(tmp_path: Path, 
         loss, done = own(ids, plan, is_watched), done + 1
         if done == fork_repeats._WARM + which + 1:
             gradient = trainee.model.model.norm.weight.grad
-            gradient[0] = torch.nextafter(gradient[0], torch.tensor(torch.inf))
+            gradient[3] = torch.nextafter(gradient[3], torch.tensor(torch.inf))
         return loss
 
     trainee.passes = passes  # type: ignore[method-assign]
     _, differing = fork_repeats._compared(trainee, ids, None, 4)
-    assert differing == [{"pass": which, "in": ["model.norm.weight"]}]
+    assert [(line["pass"], line["in"]) for line in differing] == [(which, ["model.norm.weight"])]
+    if which == 0:  # the pass that others are compared with
+        assert "where" not in differing[0]
+    else:
+        found = differing[0]["where"]["model.norm.weight"]
+        assert (found["elements"], found["from"], found["to"]) == (1, [3], [3])
+        assert 0 < found["in_norm"] < 1e-6

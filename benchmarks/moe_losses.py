@@ -1,7 +1,7 @@
 """What low precision costs a mixture of experts in loss: emulated, on FP8 tensor cores, and with BF16 products.
 
     python benchmarks/moe_losses.py --text criteria-text.npz --output runs/moe_losses.jsonl
-    python benchmarks/moe_losses.py --text criteria-text.npz --steps 100 --minutes 3 --output runs/moe_losses.jsonl
+    python benchmarks/moe_losses.py --text criteria-text.npz --steps 100 --minutes 6 --output runs/moe_losses.jsonl
     python benchmarks/moe_losses.py --tiny --device cpu --seeds 0 --steps 4 --arms BF16 "MXFP4, emulated"
 
 Trains a Qwen3-MoE from random weights with each arm and seed: FP32 master weights under BF16 autocast, AdamW, a
@@ -11,9 +11,9 @@ arms differ by formats and kernels alone. Seeds run at the same time, each in a 
 held-out text, in each arm's own arithmetic, and its paired differences from BF16 and from the emulated arm.
 
 The line of an arm is written as soon as the arm ends. An arm begins only if it ends before --minutes in the time of its
-seed's longest one so far; the lines of the others say so. With the default of 30 steps this should end within 60 s on
-one H200 (not run there yet): with 100 steps, as in the second command, 115 s did not suffice. Layers run uncompiled: in
-`moe_speed.py` a kind of layers compiled in 17 to 20 s, and these arms have three kinds.
+seed's longest one so far; the lines of the others say so. On one H200, beside other work, an arm of 100 steps took 26
+to 61 s with three seeds at a time. Layers run uncompiled: in `moe_speed.py` a kind of layers compiled in 17 to 20 s,
+and these arms have three kinds.
 """
 
 from __future__ import annotations

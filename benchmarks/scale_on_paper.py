@@ -301,7 +301,7 @@ def speedup(layout: Layout, part: Parts, formats: str, exposed: float, every: in
 
 LAYOUTS = (
     *(Layout(SEVEN, gpus) for gpus in (8, 64, 256, 1024)),
-    *(Layout(SEVENTY, gpus) for gpus in (16, 64, 256, 1024)),
+    *(Layout(SEVENTY, gpus) for gpus in (HOST, 16, 64, 256, 1024)),
     *(Layout(SEVENTY, 8 * ranks, 8) for ranks in (8, 128)),
     *(Layout(SEVENTY, 80 * ranks, 80) for ranks in (1, 12)),
 )
@@ -323,7 +323,12 @@ def page(part: Parts) -> str:
             [*where, f"{100 * share:.1f}%", *figures, f"{trained:.1f}", f"{probe:.1f}", _fits(trained + probe)]
         )
     model, measured = part.two_gpus
+    trained, probe = memory(Layout(SEVENTY, HOST))
     values = {
+        "host_trained": f"{trained:.1f}",
+        "host_probe": f"{probe:.1f}",
+        "host_both": f"{trained + probe:.1f}",
+        "host_left": f"{CAPACITY - trained:.1f}",
         "teraflops": f"{part.flops / 1e12:.0f}",
         "fp4": f"{part.speedups['fp4']:.3f}",
         "mxfp4": f"{part.speedups['mxfp4']:.3f}",

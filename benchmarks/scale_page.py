@@ -62,6 +62,8 @@ within what a step takes ([method.md](method.md), section 3). The last column sa
   tokens of all layers, stay.
 - Without SNIP the gain would be nearly the same: on these GPUs it comes from FP8 products, and torchao's tensorwise FP8
   has it too ([hopper.md](hopper.md)). GPUs with FP4 units were not timed.
+- **70B does not fit on 8 GPUs**: training takes {host_trained} GiB of {capacity} per GPU and leaves {host_left} for
+  activations. A probe takes {host_probe} GiB more, {host_both} in all. The row says what a refresh would cost.
 - **Three of the four rows of pipelines do not fit**: training and probe take more than an H200 has. The rows say what
   a refresh would cost. There is no gain to be had today: a pipeline with a probe needs FP32
   weights without autocast ([distributed.md](distributed.md)), and the fast kernels need BF16.

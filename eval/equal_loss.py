@@ -3,9 +3,10 @@
     python -m eval.equal_loss --docs docs/results-formats.md
 
 A run whose loss ends g above BF16's (of the logarithm, that is, relative) needs the factor e^(g / s) in steps to end
-level, where s is the slope: by how much the logarithm of the loss falls per logarithm of the steps. Slopes are those of
-the BF16 runs at the end of their schedules, from the same lines as the gaps, and those of two published scaling laws at
-7B parameters and 140B tokens. Speeds are of compiled models on an H200, which are not the models of the gaps.
+level, where s is the slope: by how much the logarithm of the loss falls per logarithm of the steps. Gaps are those of
+forks with equal starts: whole trainings of 2,800 steps, and the last 100 steps of 700. Slopes are those of BF16 on the
+same forks at the end of their schedules, and those of two published scaling laws at 7B parameters and 140B tokens.
+Speeds are of compiled models on an H200, which are not the models of the gaps.
 """
 
 from __future__ import annotations
@@ -13,30 +14,41 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import t as student_t
 
 from .bakeoff.documents import markdown, replace_between, wrapped
+from .bakeoff.fork_lines import fork_key
 from .bakeoff.fork_statistics import Difference
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKER = "equal-loss:table"
-FORKS_RECIPE = "recipes/forks-formats.yaml"
-# The forks' training curve has means over so many steps, up to step 700.
+# Contender -> kind of plan whose speed was measured: 4-bit format, and share of it.
+WHOLE = {
+    "fp4": "fp4 100%",
+    "snip {fp4, fp8}, 75% by gemm, refresh_every 250": "fp4 75%",
+    "backward-first {fp4, fp8}, 75% by gemm": "fp4 75%",
+    "snip {fp4, fp8}, 75% by layer, refresh_every 250": "fp4 75%",
+}
+LAST = {
+    "fp4": "fp4 100%",
+    "snip {fp4, fp8}, 3.2 times BF16 (ideal) by gemm": "fp4 75%",
+    "mxfp4": "mxfp4 100%",
+    "snip {mxfp4, mxfp8}, 3.2 times BF16 (ideal) by gemm": "mxfp4 75%",
+}
+# The whole trainings' losses were measured after these steps of the forks; the slope is that between the last two.
+LENGTHS = (700, 1400, 2100, 2700)
+# The short forks' training curve has means over so many steps, up to step 700.
 FORK_STEPS = (612.5, 637.5, 662.5, 687.5)
 # L = E + A / N^a + B / D^b: Hoffmann et al. 2022 (arXiv:2203.15556), approach 3, and the fit of Besiroglu et al. 2024
 # (arXiv:2404.10102) to the same data.
 LAWS = {"Hoffmann": (1.69, 406.4, 410.7, 0.34, 0.28), "Besiroglu": (1.8172, 482.01, 2085.43, 0.3478, 0.3658)}
 PARAMETERS, TOKENS = 7e9, 140e9
-USUAL = {"start_step": 0, "objective": "additive", "loss_weight": 1.0, "weight_weight": 1.0, "switching_cost": 0.0}
-SHARES = (0.75, 0.8)
-# Name of a model in the lines -> its parameters.
-SIZES = {"30M": "30M", "120M": "124M"}
 SHAPES = ("8B, 8 layers", "TinyLlama-1.1B")
 SPEEDS = ("speed_trainer", "speed_mxfp4")
 # Of the Trainer's runs in these lines, oldest first.
@@ -44,13 +56,15 @@ COMMITS = ("e38ca4d-dirty", "d00eed9", "b0d2509", "c78620b")
 
 
 @dataclass(frozen=True)
-class Gap:
-    """Of a contender to BF16, natural logarithms of losses."""
+class Gaps:
+    """Of a contender to BF16: natural logarithms of ratios of losses."""
 
-    source: str
+    runs: str
     contender: str
-    gap: Difference
-    slope: Difference
+    gaps: list[float]
+    """One per fork."""
+    slopes: list[float]
+    """Of BF16 on the same forks."""
     speeds: dict[str, float]
     """Shape -> speed of a step by BF16's; of a plan of this kind."""
 
@@ -59,15 +73,30 @@ def law_slope(law: str) -> float:
     """Returns how much the logarithm of the loss falls per logarithm of the tokens, by a scaling law at 7B."""
     least, a, b, alpha, beta = LAWS[law]
     of_tokens = b / TOKENS**beta
-    return beta * of_tokens / (least + a / PARAMETERS**alpha + of_tokens)
+    return float(beta * of_tokens / (least + a / PARAMETERS**alpha + of_tokens))
 
 
-def more_steps(gap: Difference, slope: Difference) -> tuple[float, float, float]:
-    """Returns the factor of steps that makes a gap good, and its 95% interval, both errors taken as independent."""
-    ratio = gap.mean / slope.mean
-    relative = slope.half_width / slope.mean if slope.forks > 1 else 0.0
-    half = math.hypot(gap.half_width / slope.mean, ratio * relative)
-    return math.exp(ratio), math.exp(ratio - half), math.exp(ratio + half)
+def more_steps(gaps: Sequence[float], slopes: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the factor of steps that makes the gap good, and its 95% interval over the forks.
+
+    The factor's logarithm is the ratio r of the two means. Fieller's interval has all r at which the mean of the paired
+    differences gap - r slope is not significantly different from 0 (Student's t), so that it is not symmetric.
+
+    Args:
+        gaps: one per fork.
+        slopes: those of the same forks; equal ones have no error.
+
+    Raises:
+        ValueError: if the slope itself is not significantly different from 0; the interval would have no end.
+    """
+    gap, slope = float(np.mean(gaps)), float(np.mean(slopes))
+    covariances = np.cov(gaps, slopes) * student_t.ppf(0.975, len(gaps) - 1) ** 2 / len(gaps)
+    # gap^2 - 2 r gap slope + r^2 slope^2 <= what the covariances give, a quadratic inequality in r.
+    square, middle, rest = slope**2 - covariances[1, 1], gap * slope - covariances[0, 1], gap**2 - covariances[0, 0]
+    if square <= 0:
+        raise ValueError(f"The slopes have a mean of {slope:.3g}, which is not significantly different from 0.")
+    half = math.sqrt(max(middle**2 - square * rest, 0.0))
+    return math.exp(gap / slope), math.exp((middle - half) / square), math.exp((middle + half) / square)
 
 
 # ------------------------------------------------------------------------------------------------ from the lines
@@ -91,69 +120,49 @@ def _age(line: dict[str, Any]) -> int:
     return COMMITS.index(line["commit"])
 
 
-def full_runs(speeds: dict[str, dict[str, float]]) -> Iterator[Gap]:
-    """Yields the gaps of whole runs, by model: mean over shares of each seed."""
-    runs = read("eval/results/bakeoff.jsonl")
-    where = ("model", "seed", "learning_rate", "steps")
-    bf16 = {tuple(run["spec"][name] for name in where): run for run in runs if run["spec"]["policy"] == "bf16"}
-    for model in SIZES:
-        slope = Difference.of([_end_slope(run) for key, run in bf16.items() if key[0] == model])
-        for name, policy, kind in (("all FP4", "uniform-fp4", "fp4 100%"), ("SNIP by GEMM", "snip", "fp4 75%")):
-            seeds: dict[int, list[float]] = {}
-            for run in runs:
-                spec = run["spec"]
-                if spec["model"] != model or spec["policy"] != policy or tuple(spec[n] for n in where) not in bf16:
-                    continue
-                if policy == "snip" and not _is_usual(spec):
-                    continue
-                reference = bf16[tuple(spec[n] for n in where)]
-                seeds.setdefault(spec["seed"], []).append(_log_ratio(run["loss"]["plan"], reference["loss"]["plan"]))
-            gap = Difference.of([statistics.fmean(gaps) for gaps in seeds.values()])
-            yield Gap(f"{SIZES[model]} from the start", name, gap, slope, speeds[kind])
+def whole_trainings(speeds: Mapping[str, dict[str, float]]) -> Iterator[Gaps]:
+    """Yields the gaps of forks that train from step 100 to step 2,800, the last one of their schedule."""
+    lines = read("eval/results/forks-longer.jsonl")
+    last = [line for line in lines if line["steps"] == LENGTHS[-1]]
+    return gaps_of("30M, steps 101 to 2,800 of 2,800", last, slopes_between(lines, *LENGTHS[-2:]), WHOLE, speeds)
 
 
-def _is_usual(spec: dict[str, Any]) -> bool:
-    usual = {**USUAL, "granularity": "gemm", "refresh_every": 250}
-    return spec["share"] in SHARES and all(spec[name] == value for name, value in usual.items())
-
-
-def _end_slope(run: dict[str, Any]) -> float:
-    """The slope between the last two evaluations, where the learning rate decays to its end."""
-    (before, high), (after, low) = run["validation_curve"][-2:]
-    return _log_ratio(high, low) / math.log(after / before)
-
-
-def forks(speeds: dict[str, dict[str, float]]) -> Iterator[Gap]:
+def last_steps(speeds: Mapping[str, dict[str, float]]) -> Iterator[Gaps]:
     """Yields the gaps of forks of 100 steps."""
-    lines = [line for line in read("eval/results/forks.jsonl") if FORKS_RECIPE in line["command"]]
-    bf16 = {_fork(line): line for line in lines if line["contender"] == "bf16"}
-    slope = Difference.of([_fork_slope(line["training_curve"]) for line in bf16.values()])
-    snip = "snip {{{}}}, 3.2 times BF16 (ideal) by gemm"
-    kinds = {
-        "fp4": "fp4 100%",
-        snip.format("fp4, fp8"): "fp4 75%",
-        "mxfp4": "mxfp4 100%",
-        snip.format("mxfp4, mxfp8"): "mxfp4 75%",
-    }
+    lines = read("eval/results/forks.jsonl")
+    slopes = {fork_key(line): curve_slope(line["training_curve"]) for line in lines if line["contender"] == "bf16"}
+    return gaps_of("30M, steps 601 to 700 of 700", lines, slopes, LAST, speeds)
+
+
+def gaps_of(
+    runs: str,
+    lines: Sequence[dict[str, Any]],
+    slopes: Mapping[tuple[Any, ...], float],
+    kinds: Mapping[str, str],
+    speeds: Mapping[str, dict[str, float]],
+) -> Iterator[Gaps]:
+    """Yields the gaps of contenders, each on the forks that BF16 has too."""
+    bf16 = {fork_key(line): line["loss"]["held_out_plan"] for line in lines if line["contender"] == "bf16"}
     for contender, kind in kinds.items():
-        gaps = [
-            _log_ratio(line["loss"]["held_out_plan"], bf16[_fork(line)]["loss"]["held_out_plan"])
-            for line in lines
-            if line["contender"] == contender and _fork(line) in bf16
-        ]
-        yield Gap("forks, the last 100 of 700 steps", contender, Difference.of(gaps), slope, speeds[kind])
+        own = {fork_key(line): line["loss"]["held_out_plan"] for line in lines if line["contender"] == contender}
+        both = [fork for fork in own if fork in bf16]
+        gaps = [math.log(own[fork] / bf16[fork]) for fork in both]
+        yield Gaps(runs, contender, gaps, [slopes[fork] for fork in both], speeds[kind])
 
 
-def _fork(line: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(line["fork"].values())
+def slopes_between(lines: Sequence[dict[str, Any]], before: int, after: int) -> dict[tuple[Any, ...], float]:
+    """Returns fork -> slope of BF16's held-out loss between two lengths."""
+    found: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+    for line in sorted(lines, key=lambda line: line["steps"]):
+        if line["contender"] == "bf16" and line["steps"] in (before, after):
+            place = math.log(line["fork"]["point"] + line["steps"]), math.log(line["loss"]["held_out_plan"])
+            found.setdefault(fork_key(line), []).append(place)
+    return {fork: (high - low) / (last - first) for fork, ((first, high), (last, low)) in found.items()}
 
 
-def _fork_slope(curve: Sequence[float]) -> float:
+def curve_slope(curve: Sequence[float]) -> float:
+    """Returns the slope of a short fork's training loss."""
     return -float(np.polyfit(np.log(FORK_STEPS), np.log(curve), 1)[0])
-
-
-def _log_ratio(loss: float, reference: float) -> float:
-    return math.log(loss / reference)
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -162,30 +171,33 @@ def _log_ratio(loss: float, reference: float) -> float:
 def section() -> str:
     """Returns the text between the markers."""
     speeds = measured_speeds()
-    gaps = [*full_runs(speeds), *forks(speeds)]
-    laws = [Difference.of([law_slope(law)]) for law in LAWS]
-    rows = []
-    for one in gaps:
-        own = more_steps(one.gap, one.slope)
-        by_law = [more_steps(one.gap, law) for law in laws]
-        row = [one.source, one.contender, f"{100 * one.gap.mean:+.3f} ± {100 * one.gap.half_width:.3f}"]
-        row += [f"{one.slope.mean:.3f} ± {one.slope.half_width:.3f}", _percent(own)]
-        row += [" to ".join(f"{100 * (factor[0] - 1):+.1f}" for factor in by_law)]
-        for shape in SHAPES:
-            speed = one.speeds[shape]
-            row += [f"{speed:.3f}", _at_equal_loss(speed, own), " to ".join(f"{speed / f[0]:.2f}" for f in by_law)]
-        rows.append(row)
-    columns = ["runs", "contender", "gap, %", "slope", "more steps, %", "the same by the laws, %"]
+    rows = [_row(one) for one in (*whole_trainings(speeds), *last_steps(speeds))]
+    columns = ["runs", "contender", "forks", "gap, %", "slope", "more steps, %", "the same by the laws, %"]
     columns += [f"{shape}: {what}" for shape in SHAPES for what in ("speed per step", "at equal loss", "by the laws")]
     slopes = ", ".join(f"{law_slope(law):.3f} ({law})" for law in LAWS)
     legend = (
-        "Gap to BF16 (natural logarithm of the losses' ratio) and slope: mean ± half of the 95% interval over seeds or "
-        "forks. More steps and speed at equal loss: value (95% interval, both errors as independent), not corrected "
-        f"for the number of rows. The laws' slopes at 7B parameters and 140B tokens: {slopes}. Speeds beside "
-        "{mxfp4, mxfp8} are those of {mxfp4, fp8-tensor}, since MXFP8 was not timed. Each speed is the newest through "
-        "the Trainer ([tensor_scaled.md](tensor_scaled.md))."
+        "Gap to BF16 (natural logarithm of the losses' ratio) and slope: mean ± half of the 95% interval over forks. "
+        "More steps and speed at equal loss: value (95% interval over the forks, paired: Fieller's interval of gap / "
+        "slope), not corrected for the number of rows. Slope: of BF16 on the same forks, of the held-out loss between "
+        "steps 2,200 and 2,800, and of the training loss over the last 100 of 700 steps. The laws' slopes at 7B "
+        f"parameters and 140B tokens: {slopes}. Speeds: one run each on an H200, the newest through the Trainer, whose "
+        "error is in no interval. {fp4, fp8}: `hopper` kernels "
+        "([lines](../benchmarks/results/speed_trainer.jsonl)), 75% for all plans of that share. {mxfp4, mxfp8}: those "
+        "of {mxfp4, fp8-tensor}, since MXFP8 was not timed ([tensor_scaled.md](tensor_scaled.md))."
     )
     return f"{wrapped(legend)}\n\n{markdown(columns, rows)}"
+
+
+def _row(one: Gaps) -> list[str]:
+    own = more_steps(one.gaps, one.slopes)
+    by_law = [more_steps(one.gaps, [law_slope(law)] * len(one.gaps)) for law in LAWS]
+    gap, slope = Difference.of([100 * gap for gap in one.gaps]), Difference.of(one.slopes)
+    row = [one.runs, one.contender, str(gap.forks), str(gap), str(slope).removeprefix("+"), _percent(own)]
+    row.append("; ".join(map(_percent, by_law)))
+    for shape in SHAPES:
+        speed = one.speeds[shape]
+        row += [f"{speed:.3f}", _at_equal_loss(speed, own), "; ".join(_at_equal_loss(speed, law) for law in by_law)]
+    return row
 
 
 def _percent(factor: tuple[float, float, float]) -> str:
@@ -195,7 +207,7 @@ def _percent(factor: tuple[float, float, float]) -> str:
 
 def _at_equal_loss(speed: float, factor: tuple[float, float, float]) -> str:
     value, low, high = factor
-    return f"{speed / value:.3f} ({speed / high:.3f} to {speed / low:.3f})"
+    return f"{speed / value:.2f} ({speed / high:.2f} to {speed / low:.2f})"
 
 
 def main() -> None:

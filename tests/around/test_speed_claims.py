@@ -6,9 +6,11 @@ from statistics import fmean
 from typing import Any
 
 import loss_curves
+import moe_losses
 import pytest
 from committed import lines_of, text_of
 from mxfp4_range import BINADES, OPERANDS
+from scipy import stats
 
 from snip_hf.kernels.tensor_scaled.backend import TensorScaled
 
@@ -289,3 +291,49 @@ def test_what_a_refresh_takes_is_that_of_the_profile() -> None:
     large, small = (of_trainer()[model, "snip-hf 75%"]["refresh_steps"] for model in MODELS)
     assert f"the time of {large:.2f} BF16 steps at the 8B shape and {small:.2f} at 1.1B" in text_of("README.md")
     assert f"the time of {large:.2f} to {small:.2f} BF16 steps" in text_of("docs/choosing.md")
+
+
+def test_the_tables_of_folding_and_of_its_products_are_those_of_the_lines() -> None:
+    lines = [line for line in lines_of("benchmarks/results/speed_folding.jsonl") if line["commit"] == "32aa231"]
+    page, channels = text_of("docs/tensor_scaled.md"), (2048, 4096, 5632, 14336)
+    both = {
+        (line["operand"], line["format"], line["columns"]): f"{line['both_ratio']:.2f}"
+        for line in lines
+        if "both_ratio" in line and "tile" not in line
+    }
+    for row, operand, fmt in (
+        ("activations in MXFP4", "activation", "mxfp4"),
+        ("gradients in MXFP4, stochastic", "gradient", "mxfp4"),
+        ("activations in `fp8-tensor`, which are read twice", "activation", "fp8-tensor"),
+        ("gradients in `fp8-tensor`", "gradient", "fp8-tensor"),
+        ("weights in MXFP4, FP32 masters, as many rows as channels", "weight", "mxfp4"),
+    ):
+        assert f"| {row} | {' | '.join(both[operand, fmt, width] for width in channels)} |" in page
+    alone = {line["operand"]: line["both_ratio"] for line in lines if line.get("tile") == "8x64x1"}
+    assert f"activations take {alone['activation']:.2f} at 14,336 channels, gradients {alone['gradient']:.2f}" in page
+    products = [[line for line in lines if "gemm" in line and line["fast"] is fast] for fast in (False, True)]
+    cells: dict[str, list[str]] = {"tflops": [], "speedup": []}
+    for rows in products:
+        for name, digits in (("tflops", ",.0f"), ("speedup", ".2f")):
+            figures = [row[name] for row in rows if row["format"] == "mxfp4"]
+            cells[name].append(f"{min(figures):{digits}} to {max(figures):{digits}}")
+    assert f"| products of MXFP4 operands, TFLOP/s | {' | '.join(cells['tflops'])} |" in page
+    assert f"| the same, times BF16's | {' | '.join(cells['speedup'])} |" in page
+    for row, fmt in (("MXFP4 at most", "mxfp4"), ("`fp8-tensor` at most", "fp8-tensor")):
+        largest = [max(line["error_norm"] for line in rows if line["format"] == fmt) for rows in products]
+        assert f"{row} | {' | '.join(f'{error:.1e}'.replace('e-0', 'e-') for error in largest)} |" in page
+
+
+def test_what_experts_cost_in_loss_is_that_of_the_lines() -> None:
+    rows, page = lines_of("benchmarks/results/moe_losses.jsonl"), text_of("docs/tensor_scaled.md")
+    found = {}
+    for arm, reference in (("MXFP4", "BF16"), ("MXFP4, emulated", "BF16"), ("MXFP4", "MXFP4, emulated")):
+        gaps = moe_losses.paired(rows, arm, reference, "held_out")
+        assert len(gaps) == 3
+        half = stats.t.ppf(0.975, len(gaps) - 1) * stats.sem(gaps)
+        found[arm, reference] = f"{abs(fmean(gaps)):.2f} ± {half:.2f}"
+        assert abs(fmean(gaps)) < half < 3  # no difference, and none above some 3%
+    kernels, emulated, apart = found.values()
+    text = f"ended {kernels}% above BF16, emulated {emulated}%, and {apart}% below emulated"
+    assert text in page
+    assert not any("held_out" in row for row in rows if "75%" in row["arm"])

@@ -1,0 +1,205 @@
+"""Figures that pages quote of forks with other weights of the divergences, and in the formats of the preset `hopper`,
+are those of the committed lines; so is what pages say of forks that ran twice."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from committed import ROOT, text_of
+
+from eval.bakeoff import fork_tables
+from eval.bakeoff.fork_lines import read_forks
+from eval.bakeoff.fork_recipe import load_recipe
+from eval.bakeoff.fork_report import Asked, write_report
+from snip_hf.numerics.gemms import GEMMS
+
+RESULTS = ROOT / "eval" / "results"
+OBJECTIVES, MXFP4 = "objectives", "mxfp4"
+PAGES = {name: f"docs/results-{name}.md" for name in (OBJECTIVES, MXFP4)}
+LONG = 1000
+
+
+def recipe_of(name: str) -> Path:
+    return ROOT / "recipes" / f"forks-{name}.yaml"
+
+
+@cache
+def lines(name: str) -> list[dict[str, Any]]:
+    return read_forks([RESULTS / f"forks-{name}.jsonl"])
+
+
+def prose_of(page: str) -> str:
+    """The page without its generated tables."""
+    return re.sub(r"<!-- (forks-\S+) -->.*?<!-- /\1 -->", "", text_of(page), flags=re.DOTALL)
+
+
+@cache
+def comparisons(name: str, family: str, steps: int) -> dict[tuple[str, str], fork_tables.Tested]:
+    pairs = load_recipe(recipe_of(name)).comparisons_after(steps)[family]
+    own = [line for line in lines(name) if line["steps"] == steps]
+    return {(test.one, test.other): test for test in fork_tables.tests_of(own, pairs)}
+
+
+def snip(share: int, formats: str = "fp4, fp8") -> str:
+    return f"snip {{{formats}}}, {share}% by gemm"
+
+
+@pytest.mark.parametrize(
+    ("row", "of"),
+    [
+        ("`weight_divergence_factor=0`: the loss divergence alone", "{snip}, weight_divergence_factor 0.0"),
+        ("`weight_divergence_factor=0.3`", "{snip}, weight_divergence_factor 0.3"),
+        ("`loss_divergence_factor=0`: the weight divergence alone", "{snip}, loss_divergence_factor 0.0"),
+        ("`greedy`", "greedy {{fp4, fp8}}, {share}% by gemm"),
+        ("`backward-first`", "backward-first {{fp4, fp8}}, {share}% by gemm"),
+    ],
+)
+def test_the_table_of_weights_has_the_differences_of_the_lines(row: str, of: str) -> None:
+    cells = []
+    for share in (75, 90, 95):
+        one = of.format(snip=snip(share), share=share)
+        found = comparisons(OBJECTIVES, f"at-{share}", 100)[one, snip(share)]
+        figure = str(found.main) if found.reading == fork_tables.NOT_SIGNIFICANT else f"**{found.main}**"
+        cells.append(f"{figure} ({found.main.detectable(found.level):.3f})")
+    assert f"| {row} | {' | '.join(cells)} |" in prose_of(PAGES[OBJECTIVES])
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "steps", "one", "other", "reading"),
+    [
+        (OBJECTIVES, "at-90", 100, f"{snip(90)}, loss_estimator norm", snip(90), ""),
+        (OBJECTIVES, "at-90", 100, f"{snip(90)}, probes 8", snip(90), ""),
+        (OBJECTIVES, "at-90", LONG, f"{snip(90)}, weight_divergence_factor 0.0", snip(90), ""),
+        (OBJECTIVES, "at-90", LONG, "greedy {fp4, fp8}, 90% by gemm", snip(90), ""),
+        (OBJECTIVES, "at-75", LONG, "greedy {fp4, fp8}, 75% by gemm", snip(75), ""),
+        (
+            OBJECTIVES,
+            "greedy",
+            100,
+            f"{snip(90)}, weight_divergence_factor 0.0",
+            "greedy {fp4, fp8}, 90% by gemm",
+            "higher",
+        ),
+        (MXFP4, "to-bf16", 100, "fp8-tensor", "bf16", ""),
+        (MXFP4, "to-bf16", 100, snip(75, "mxfp4, fp8-tensor"), "bf16", ""),
+        (MXFP4, "to-bf16", 100, "mxfp4", "bf16", "higher"),
+        (MXFP4, "to-bf16", 100, snip(75), "bf16", ""),
+        (MXFP4, "to-bf16", 100, "fp4", "bf16", "higher"),
+        (MXFP4, "to-bf16", LONG, snip(75, "mxfp4, fp8-tensor"), "bf16", "higher"),
+        (MXFP4, "to-bf16", LONG, "mxfp4", "bf16", "higher"),
+        (MXFP4, "to-snip", 100, "random {mxfp4, fp8-tensor}, 75% by gemm", snip(75, "mxfp4, fp8-tensor"), "higher"),
+        (MXFP4, "to-snip", 100, "backward-first {mxfp4, fp8-tensor}, 75% by gemm", snip(75, "mxfp4, fp8-tensor"), ""),
+        (MXFP4, "to-snip", 100, snip(75), snip(75, "mxfp4, fp8-tensor"), ""),
+    ],
+)
+def test_pages_have_the_differences_of_the_lines(
+    name: str, family: str, steps: int, one: str, other: str, reading: str
+) -> None:
+    found = comparisons(name, family, steps)[one, other]
+    assert found.reading == (reading or fork_tables.NOT_SIGNIFICANT)
+    assert str(found.main).removeprefix("+") in prose_of(PAGES[name])
+    # The first figure of the page that is not significant before the correction either has its p instead.
+    if not reading and (name, one, steps) != (MXFP4, snip(75, "mxfp4, fp8-tensor"), 100):
+        assert f"{found.main.detectable(found.level):.3f}" in prose_of(PAGES[name])
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/hopper.md", "docs/choosing.md"])
+def test_other_pages_say_what_the_fastest_formats_cost(page: str) -> None:
+    for steps in (100, LONG):
+        for contender in (snip(75, "mxfp4, fp8-tensor"), "mxfp4"):
+            found = comparisons(MXFP4, "to-bf16", steps)[contender, "bf16"]
+            assert str(found.main).removeprefix("+") in text_of(page)
+
+
+def test_pages_say_how_many_forks_ran() -> None:
+    for name, whole, long, asked in ((OBJECTIVES, 396, 71, 144), (MXFP4, 144, 40, 54)):
+        counts = {steps: sum(line["steps"] == steps for line in lines(name)) for steps in (100, LONG)}
+        runs = [steps for run in load_recipe(recipe_of(name)).runs("text") for steps in run.ids]
+        assert counts == {100: whole, LONG: long}
+        assert (runs.count(100), runs.count(LONG)) == (whole, asked)
+        assert f"All {whole} forks of 100 steps ran, and {long} of the {asked} of 1,000 steps" in prose_of(PAGES[name])
+
+
+def test_snip_and_greedy_spend_fp8_where_the_page_says() -> None:
+    def kept(contender: str, is_counted: Any) -> float:
+        own = [line for line in lines(OBJECTIVES) if line["contender"] == contender and line["steps"] == 100]
+        assert len(own) == 18
+        counts = []
+        for line in own:
+            names = list(line["shares"])
+            in_fp8 = [place for place, digit in enumerate(line["plan"]) if names[int(digit)] == "fp8"]
+            assert all(GEMMS[place % 3] == "forward" for place in in_fp8)
+            # Seven linears of each block, three GEMMs each.
+            counts.append(sum(is_counted(place // 21, place // 3 % 7) for place in in_fp8))
+        return fmean(counts)
+
+    text = prose_of(PAGES[OBJECTIVES])
+    greedy = "greedy {fp4, fp8}, 90% by gemm"
+    assert kept(snip(90), lambda block, linear: linear == 1) == 8
+    assert f"`greedy` of {kept(greedy, lambda block, linear: linear == 1):.1f} on average" in text
+    last = [kept(contender, lambda block, linear: block == 7) for contender in (snip(90), greedy)]
+    assert f"SNIP keeps {last[0]:.1f} of its GEMMs and `greedy` {last[1]:.1f}" in text
+
+
+def test_as_many_forks_ran_twice_and_differ_as_the_pages_say() -> None:
+    first = {key_of(line): line for line in read_forks([RESULTS / "forks-criteria.jsonl"])}
+    twice = {
+        name: [(line, first[key_of(line)]) for line in lines(name) if key_of(line) in first]
+        for name in (OBJECTIVES, MXFP4)
+    }
+    others = {name: [(a, b) for a, b in pairs if a["loss"] != b["loss"]] for name, pairs in twice.items()}
+    assert {name: (len(twice[name]), len(others[name])) for name in twice} == {OBJECTIVES: (198, 1), MXFP4: (54, 3)}
+    assert "252 forks of a 30M model ran twice" in text_of("docs/limitations.md")
+    assert "248 ended with the same losses to six decimals" in text_of("docs/limitations.md")
+    differing = [pair for pairs in others.values() for pair in pairs]
+    assert all(a["plan"] == b["plan"] for a, b in differing)
+    gaps = [abs(a["loss"]["held_out_plan"] / b["loss"]["held_out_plan"] - 1) for a, b in differing]
+    assert sorted(gap > 0 for gap in gaps) == [False, True, True, True] and 6e-4 < max(gaps) < 7e-4
+    assert "198 forks ran there too, and 197 have the same losses" in prose_of(PAGES[OBJECTIVES])
+    of_mxfp4 = [line for line, _ in twice[MXFP4] if line["contender"] in ("fp4", snip(75))]
+    assert len(of_mxfp4) == 36 and "33 of 36 forks have the losses" in prose_of(PAGES[MXFP4])
+
+
+def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
+    return line["contender"], *line["fork"].values(), line["steps"], line["state"]
+
+
+def test_passes_repeated_as_often_as_the_page_says() -> None:
+    found: dict[tuple[str, bool], list[int]] = {}
+    for line in map(json.loads, (RESULTS / "fork-repeats.jsonl").read_text(encoding="utf-8").splitlines()):
+        counts = found.setdefault((line["contender"], line["cuda_graph"]), [0, 0])
+        counts[0] += line["passes"]
+        counts[1] += line["differing"]
+        if line["differing"]:
+            assert line["first"][0]["in"] == ["model.layers.7.self_attn.o_proj.weight"]
+    assert found == {
+        ("bf16", True): [30000, 0],
+        ("fp4", True): [30000, 0],
+        ("fp8", True): [30000, 1],
+        ("fp8", False): [20000, 0],
+    }
+    text = text_of("docs/limitations.md")
+    assert "in BF16 and in FP4 all 30,000 had the same bits. In FP8 one of 30,000" in text
+    assert "20,000 passes in FP8 had the same bits" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [OBJECTIVES, MXFP4])
+def test_the_tables_are_those_of_the_lines(tmp_path: Path, name: str) -> None:
+    page, recipe = ROOT / PAGES[name], recipe_of(name)
+    copy = Path(shutil.copy(page, tmp_path))
+    command = (
+        f"python -m eval.bakeoff.forks report eval/results/forks-{name}.jsonl --recipe recipes/forks-{name}.yaml "
+        f"--output eval/results/forks-{name}.md --docs docs/results-{name}.md"
+    )
+    source = [RESULTS / f"forks-{name}.jsonl"]
+    text = write_report(source, None, Asked.by(load_recipe(recipe), recipe, command=command), [copy])
+    assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
+    assert text == (RESULTS / f"forks-{name}.md").read_text(encoding="utf-8")

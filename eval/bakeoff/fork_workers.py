@@ -67,10 +67,17 @@ class Job:
 
 
 class Shared:
-    """What workers have in common."""
+    """What workers have in common.
 
-    def __init__(self, todo: Sequence[ForkRun]) -> None:
+    Args:
+        todo: as in `Job`.
+        workers: how many there are.
+    """
+
+    def __init__(self, todo: Sequence[ForkRun], workers: int = 1) -> None:
         context = mp.get_context("spawn")
+        self.workers = context.Value("i", workers)
+        """How many did not end for want of memory."""
         self.failed = context.Value("i", 0)
         self.is_taken = context.Array("b", len(todo))
         """Place in `todo` -> whether a worker took it."""
@@ -104,12 +111,12 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     drop_unfinished_line(options.output)
     deadline = math.inf if options.minutes is None else began + 60 * options.minutes
     job = Job(recipe, todo, _states_of(recipe.runs(text.digest), lines), options, deadline, os.getpid())
-    shared = Shared(todo)
+    count = min(options.workers, len(todo))
+    shared = Shared(todo, count)
     # Workers end with this process, also when it is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # The workers are processes enough. What one has compiled the others find in inductor's cache.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    count = min(options.workers, len(todo))
     print(f"{count} workers on {options.device}", flush=True)
     mp.start_processes(work, (job, shared), nprocs=count, daemon=True, start_method="spawn")
     done = {line["id"] for line in read_lines(options.output)}
@@ -133,7 +140,10 @@ def _pace_of(lines: list[dict[str, Any]], options: argparse.Namespace) -> Pace |
 
 
 def work(index: int, job: Job, shared: Shared) -> None:
-    """Trains bases and runs forks that no other worker took; what fails is reported and left."""
+    """Trains bases and runs forks that no other worker took; what fails is reported and left.
+
+    Ends when nothing is left to do, or when its device has no memory for it while other workers go on.
+    """
     import_modules(job.options.modules)
     device = set_up_device(index, job.options.device)
     logging.getLogger("snip_hf").setLevel(logging.WARNING)
@@ -148,9 +158,9 @@ def work(index: int, job: Job, shared: Shared) -> None:
             score = _score_of(job, run)
             for steps, found in run_fork(job.recipe, text, run, device, job.options.cache, score, own.get()):
                 _write(job, shared, _signed(job, run, steps, text, device) | found)
-        except Exception:
+        except Exception as error:
             _report_failure(run.name, shared)
-            if not _is_usable(device):
+            if not _is_usable(device) or (isinstance(error, torch.OutOfMemoryError) and _makes_room(shared)):
                 return
             own.drop()  # the failure may have left anything in it
             continue
@@ -264,6 +274,16 @@ def _is_usable(device: torch.device) -> bool:
     except RuntimeError:
         print(f"{device} is not usable any more; this worker ends.", file=sys.stderr, flush=True)
         return False
+    return True
+
+
+def _makes_room(shared: Shared) -> bool:
+    """Returns True if this worker is to end, so that others have its memory: it is not the last one."""
+    with shared.workers.get_lock():
+        if shared.workers.value == 1:
+            return False
+        shared.workers.value -= 1
+    print("This worker ends, so that others have its memory; run fewer (--workers).", file=sys.stderr, flush=True)
     return True
 
 

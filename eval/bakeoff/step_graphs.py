@@ -62,7 +62,7 @@ class StepGraphs:
             is_watched: whether hooks look at the step's passes.
 
         Raises:
-            RuntimeError: too little memory is free for a graph.
+            torch.OutOfMemoryError: too little memory is free for a graph.
         """
         seen = ids.shape, None if plan is None else _formats(plan)
         if seen != self._seen:
@@ -81,7 +81,7 @@ class StepGraphs:
         own, loss = ids.clone(), torch.zeros((), device=ids.device)
         replay = self._capture(lambda: loss.copy_(self._passes(own)))
         if replay is None:
-            raise RuntimeError(
+            raise torch.OutOfMemoryError(
                 "forks.cuda_graph: the GPU has less than 3 GiB free, or less than a graph of the step takes. Run fewer "
                 "processes on it (--workers)."
             )

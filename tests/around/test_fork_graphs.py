@@ -131,7 +131,7 @@ def test_too_little_memory_for_a_graph_is_an_error() -> None:
 
     graphs = StepGraphs(passes, [], lambda work: None)
     graphs.run(torch.ones(1, 1), None, False)
-    with pytest.raises(RuntimeError, match=r"less than 3 GiB free.*fewer processes on it"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"less than 3 GiB free.*fewer processes on it"):
         graphs.run(torch.ones(1, 1), None, False)
 
 

@@ -393,23 +393,40 @@ def test_nothing_starts_that_would_end_too_late(based: tuple[ForkRecipe, ForkTex
     assert not (tmp_path / "lines").exists()
 
 
+# The only worker goes on, whatever fails. One of two ends for want of memory and leaves the rest to the other.
+@pytest.mark.parametrize(
+    ("error", "workers", "failures", "done"),
+    [
+        (RuntimeError, 2, 2, ["fp8", "fp8"]),
+        (torch.OutOfMemoryError, 1, 2, ["fp8", "fp8"]),
+        (torch.OutOfMemoryError, 2, 1, []),
+    ],
+)
 def test_a_fork_that_fails_leaves_no_line_and_stops_no_other(
-    based: tuple[ForkRecipe, ForkText, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    based: tuple[ForkRecipe, ForkText, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception],
+    workers: int,
+    failures: int,
+    done: list[str],
 ) -> None:
     recipe, text, folder = based
 
     def run(recipe: ForkRecipe, text: ForkText, run: ForkRun, *rest: Any) -> list[tuple[int, dict[str, Any]]]:
         if run.contender.name == "bf16":
-            raise RuntimeError("no memory")
+            raise error("no memory")
         return [(4, {"loss": {}})]
 
     monkeypatch.setattr(fork_workers, "run_fork", run)
     arguments = ["run", "recipe.yaml", "--text", str(folder / "text.npz"), "--output", str(tmp_path / "lines")]
     options = forks._parser().parse_args([*arguments, "--device", "cpu", "--cache", str(folder)])
     job = fork_workers.Job(recipe, recipe.runs(text.digest), {}, options, math.inf, os.getppid())
-    shared = fork_workers.Shared(job.todo)
+    shared = fork_workers.Shared(job.todo, workers)
     fork_workers.work(0, job, shared)
-    assert shared.failed.value == 2
+    assert shared.failed.value == failures
+    assert [line["contender"] for line in read_lines(tmp_path / "lines")] == done
+    fork_workers.work(1, job, shared)
     assert [line["contender"] for line in read_lines(tmp_path / "lines")] == ["fp8", "fp8"]
 
 

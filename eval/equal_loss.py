@@ -6,7 +6,7 @@ A run whose loss ends g above BF16's (of the logarithm, that is, relative) needs
 level, where s is the slope: by how much the logarithm of the loss falls per logarithm of the steps. Gaps are those of
 forks with equal starts: whole trainings of 2,800 steps, and the last 100 steps of 700. Slopes are those of BF16 on the
 same forks at the end of their schedules, and those of two published scaling laws at 7B parameters and 140B tokens.
-Speeds are of compiled models on an H200, which are not the models of the gaps.
+Speeds are of compiled models on an H200, which are not the models of the gaps, and count refreshes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from .bakeoff.fork_statistics import Difference
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKER = "equal-loss:table"
-# Contender -> kind of plan whose speed was measured: 4-bit format, and share of it.
+# Contender -> kind of plan whose speed was measured (4-bit format, and share of it), and steps from refresh to refresh.
 WHOLE = {
-    "fp4": "fp4 100%",
-    "snip {fp4, fp8}, 75% by gemm, refresh_every 250": "fp4 75%",
-    "backward-first {fp4, fp8}, 75% by gemm": "fp4 75%",
-    "snip {fp4, fp8}, 75% by layer, refresh_every 250": "fp4 75%",
+    "fp4": ("fp4 100%", math.inf),
+    "snip {fp4, fp8}, 75% by gemm, refresh_every 250": ("fp4 75%", 250),
+    "backward-first {fp4, fp8}, 75% by gemm": ("fp4 75%", math.inf),
+    "snip {fp4, fp8}, 75% by layer, refresh_every 250": ("fp4 75%", 250),
 }
 LAST = {
-    "fp4": "fp4 100%",
-    "snip {fp4, fp8}, 3.2 times BF16 (ideal) by gemm": "fp4 75%",
-    "mxfp4": "mxfp4 100%",
-    "snip {mxfp4, mxfp8}, 3.2 times BF16 (ideal) by gemm": "mxfp4 75%",
+    "fp4": ("fp4 100%", math.inf),
+    "snip {fp4, fp8}, 3.2 times BF16 (ideal) by gemm": ("fp4 75%", math.inf),
+    "mxfp4": ("mxfp4 100%", math.inf),
+    "snip {mxfp4, mxfp8}, 3.2 times BF16 (ideal) by gemm": ("mxfp4 75%", math.inf),
 }
 # The whole trainings' losses were measured after these steps of the forks; the slope is that between the last two.
 LENGTHS = (700, 1400, 2100, 2700)
@@ -50,9 +50,8 @@ FORK_STEPS = (612.5, 637.5, 662.5, 687.5)
 LAWS = {"Hoffmann": (1.69, 406.4, 410.7, 0.34, 0.28), "Besiroglu": (1.8172, 482.01, 2085.43, 0.3478, 0.3658)}
 PARAMETERS, TOKENS = 7e9, 140e9
 SHAPES = ("8B, 8 layers", "TinyLlama-1.1B")
-SPEEDS = ("speed_trainer", "speed_mxfp4")
-# Of the Trainer's runs in these lines, oldest first.
-COMMITS = ("e38ca4d-dirty", "d00eed9", "b0d2509", "c78620b")
+# The Trainer's runs, oldest first.
+SPEEDS = "benchmarks/results/speed_trainer.jsonl"
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,21 @@ class Gaps:
     slopes: list[float]
     """Of BF16 on the same forks."""
     speeds: dict[str, float]
-    """Shape -> speed of a step by BF16's; of a plan of this kind."""
+    """Shape -> speed by BF16's, of a plan of this kind, with its refreshes."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run took, against BF16."""
+
+    speed: float
+    """Of a step without a refresh."""
+    refresh: float
+    """What a refresh adds, in BF16 steps."""
+
+    def with_refreshes(self, every: float) -> float:
+        """Returns the speed with a refresh every so many steps."""
+        return 1 / (1 / self.speed + self.refresh / every)
 
 
 def law_slope(law: str) -> float:
@@ -106,28 +119,25 @@ def read(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (ROOT / path).read_text(encoding="utf-8").splitlines()]
 
 
-def measured_speeds() -> dict[str, dict[str, float]]:
-    """Returns kind of plan -> shape -> speed of a step by BF16's, the newest one through the Trainer."""
-    found: dict[str, dict[str, float]] = {}
+def measured_speeds() -> dict[str, dict[str, Measured]]:
+    """Returns kind of plan -> shape -> what its newest run through the Trainer took."""
+    found: dict[str, dict[str, Measured]] = {}
     names = {"snip-hf 75%": "75%", "snip-hf 100%": "100%"}
-    lines = [line for name in SPEEDS for line in read(f"benchmarks/results/{name}.jsonl")]
-    for line in sorted((line for line in lines if line.get("recipe") in names), key=_age):
-        found.setdefault(f"{line['formats'][0]} {names[line['recipe']]}", {})[line["model"]] = line["speedup"]
+    for line in read(SPEEDS):
+        if line.get("recipe") in names:
+            kind = f"{line['formats'][0]} {names[line['recipe']]}"
+            found.setdefault(kind, {})[line["model"]] = Measured(line["speedup"], line["refresh_steps"])
     return found
 
 
-def _age(line: dict[str, Any]) -> int:
-    return COMMITS.index(line["commit"])
-
-
-def whole_trainings(speeds: Mapping[str, dict[str, float]]) -> Iterator[Gaps]:
+def whole_trainings(speeds: Mapping[str, dict[str, Measured]]) -> Iterator[Gaps]:
     """Yields the gaps of forks that train from step 100 to step 2,800, the last one of their schedule."""
     lines = read("eval/results/forks-longer.jsonl")
     last = [line for line in lines if line["steps"] == LENGTHS[-1]]
     return gaps_of("30M, steps 101 to 2,800 of 2,800", last, slopes_between(lines, *LENGTHS[-2:]), WHOLE, speeds)
 
 
-def last_steps(speeds: Mapping[str, dict[str, float]]) -> Iterator[Gaps]:
+def last_steps(speeds: Mapping[str, dict[str, Measured]]) -> Iterator[Gaps]:
     """Yields the gaps of forks of 100 steps."""
     lines = read("eval/results/forks.jsonl")
     slopes = {fork_key(line): curve_slope(line["training_curve"]) for line in lines if line["contender"] == "bf16"}
@@ -138,16 +148,17 @@ def gaps_of(
     runs: str,
     lines: Sequence[dict[str, Any]],
     slopes: Mapping[tuple[Any, ...], float],
-    kinds: Mapping[str, str],
-    speeds: Mapping[str, dict[str, float]],
+    kinds: Mapping[str, tuple[str, float]],
+    speeds: Mapping[str, dict[str, Measured]],
 ) -> Iterator[Gaps]:
     """Yields the gaps of contenders, each on the forks that BF16 has too."""
     bf16 = {fork_key(line): line["loss"]["held_out_plan"] for line in lines if line["contender"] == "bf16"}
-    for contender, kind in kinds.items():
+    for contender, (kind, every) in kinds.items():
         own = {fork_key(line): line["loss"]["held_out_plan"] for line in lines if line["contender"] == contender}
         both = [fork for fork in own if fork in bf16]
         gaps = [math.log(own[fork] / bf16[fork]) for fork in both]
-        yield Gaps(runs, contender, gaps, [slopes[fork] for fork in both], speeds[kind])
+        own_speeds = {shape: measured.with_refreshes(every) for shape, measured in speeds[kind].items()}
+        yield Gaps(runs, contender, gaps, [slopes[fork] for fork in both], own_speeds)
 
 
 def slopes_between(lines: Sequence[dict[str, Any]], before: int, after: int) -> dict[tuple[Any, ...], float]:
@@ -173,7 +184,9 @@ def section() -> str:
     speeds = measured_speeds()
     rows = [_row(one) for one in (*whole_trainings(speeds), *last_steps(speeds))]
     columns = ["runs", "contender", "forks", "gap, %", "slope", "more steps, %", "the same by the laws, %"]
-    columns += [f"{shape}: {what}" for shape in SHAPES for what in ("speed per step", "at equal loss", "by the laws")]
+    columns += [
+        f"{shape}: {what}" for shape in SHAPES for what in ("speed with refreshes", "at equal loss", "by the laws")
+    ]
     slopes = ", ".join(f"{law_slope(law):.3f} ({law})" for law in LAWS)
     legend = (
         "Gap to BF16 (natural logarithm of the losses' ratio) and slope: mean ± half of the 95% interval over forks. "
@@ -181,9 +194,9 @@ def section() -> str:
         "slope), not corrected for the number of rows. Slope: of BF16 on the same forks, of the held-out loss between "
         "steps 2,200 and 2,800, and of the training loss over the last 100 of 700 steps. The laws' slopes at 7B "
         f"parameters and 140B tokens: {slopes}. Speeds: one run each on an H200, the newest through the Trainer, whose "
-        "error is in no interval. {fp4, fp8}: `hopper` kernels "
-        "([lines](../benchmarks/results/speed_trainer.jsonl)), 75% for all plans of that share. {mxfp4, mxfp8}: those "
-        "of {mxfp4, fp8-tensor}, since MXFP8 was not timed ([tensor_scaled.md](tensor_scaled.md))."
+        "error is in no interval ([lines](../benchmarks/results/speed_trainer.jsonl)), 75% for all plans of that "
+        "share, with the refreshes that a contender's name has. {fp4, fp8}: `hopper` kernels, commit e38ca4d. {mxfp4, "
+        "mxfp8}: {mxfp4, fp8-tensor}, commit c78620b, since MXFP8 was not timed ([tensor_scaled.md](tensor_scaled.md))."
     )
     return f"{wrapped(legend)}\n\n{markdown(columns, rows)}"
 

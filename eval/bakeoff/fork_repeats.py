@@ -5,10 +5,11 @@
 
 Every process does the passes of one and the same step again and again: same weights, tokens and random numbers (those
 that the plan is applied with), and no optimizer step. A line per process and contender has the passes whose loss or
-gradients are not those of most passes, and which parameters they differ in; the first ones also in how many elements,
-between which indices, and by how much against the first pass. A single weight speaks of its own GEMM, all parameters
-from some layer to the first one of what that layer passes on. `most` tells those of most passes from others:
-it is equal in all processes and runs on one kind of machine, or something does not repeat there.
+gradients are not those of most passes, and which parameters they differ in. Of the first pass that differs from the
+very first one it also has in how many elements, between which indices, and by how much (`where`). A single weight
+speaks of its own GEMM, all parameters from some layer to the first one of what that layer passes on. `most` tells those
+of most passes from others: it is equal in all processes and runs on one kind of machine, or something does not repeat
+there.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _repeat(index: int, recipe: ForkRecipe, options: argparse.Namespace, lock: A
         contender = contender_of(_CELLS[name], {"backend": recipe.backend, "solver": "greedy"})
         planned = make_plan(trainee, contender, _FORK, recipe.backend, ids)
         with in_force(trainee, planned, contender.config(_FORK, recipe.backend), _FORK):
-            most, differing = _compared(trainee, ids, planned.plan, options.passes)
+            found = _compared(trainee, ids, planned.plan, options.passes)
         line = {
             "contender": contender.name,
             "backend": planned.backend,
@@ -73,42 +74,42 @@ def _repeat(index: int, recipe: ForkRecipe, options: argparse.Namespace, lock: A
             "process": index,
             "processes": options.processes,
             "passes": options.passes,
-            "most": most,
-            "differing": len(differing),
-            "first": differing[:_SHOWN],
+            **found,
             **options.origin,
         }
         with lock, options.output.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        print(
-            f"{contender.name} ({planned.backend}), process {index}: {len(differing)} of {options.passes}", flush=True
-        )
+        told = f"{found['differing']} of {options.passes}"
+        print(f"{contender.name} ({planned.backend}), process {index}: {told}", flush=True)
 
 
-def _compared(trainee: Trainee, ids: Tensor, plan: Any, count: int) -> tuple[str, list[dict[str, Any]]]:
-    """Returns what tells most passes after the warm-up from others, and those that differ from them, and in what."""
+def _compared(trainee: Trainee, ids: Tensor, plan: Any, count: int) -> dict[str, Any]:
+    """Returns what a line says of passes after the warm-up. Between passes nothing waits for the device."""
     parameters = dict(trainee.model.named_parameters())
-    names, rows = ["loss", *parameters], []
-    first: dict[str, Tensor] = {}
-    where: dict[int, Any] = {}
+    names, sums, first = ["loss", *parameters], [], {}
     for number in range(-_WARM, count):
         with deterministic(trainee.device):
             loss = trainee.passes(ids, plan)
         if number >= 0:
-            rows.append(tuple(_sums(loss, trainee.model).tolist()))
+            sums.append(_sums(loss, trainee.model))
             gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-            first = first or {name: gradient.clone() for name, gradient in gradients.items()}
-            if rows[-1] != rows[0] and len(where) < _SHOWN:
-                where[number] = _where(gradients, first)
+            if number == 0:
+                first = {name: gradient.clone() for name, gradient in gradients.items()}
+                others, is_kept = {name: gradient.clone() for name, gradient in first.items()}, sums[0].new_zeros(())
+            is_new = (sums[-1] != sums[0]).any() & (is_kept == 0)
+            for name, gradient in gradients.items():
+                others[name].copy_(torch.where(is_new, gradient, others[name]))
+            is_kept += is_new
         trainee.optimizer.zero_grad()
+    rows = [tuple(row) for row in torch.stack(sums).tolist()]
     ((most, _),) = Counter(rows).most_common(1)
     differing = [
         {"pass": number, "in": [name for name, own, usual in zip(names, row, most, strict=True) if own != usual]}
-        | ({"where": where[number]} if number in where else {})
         for number, row in enumerate(rows)
         if row != most
     ]
-    return hashlib.sha256(repr(most).encode()).hexdigest()[:12], differing
+    told = hashlib.sha256(repr(most).encode()).hexdigest()[:12]
+    return {"most": told, "differing": len(differing), "first": differing[:_SHOWN], "where": _where(others, first)}
 
 
 def _where(gradients: Mapping[str, Tensor], first: Mapping[str, Tensor]) -> dict[str, Any]:

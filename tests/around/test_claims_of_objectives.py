@@ -4,7 +4,6 @@ are those of the committed lines; so is what pages say of forks that ran twice."
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -35,11 +34,6 @@ def lines(name: str) -> list[dict[str, Any]]:
     return read_forks([RESULTS / f"forks-{name}.jsonl"])
 
 
-def prose_of(page: str) -> str:
-    """The page without its generated tables."""
-    return re.sub(r"<!-- (forks-\S+) -->.*?<!-- /\1 -->", "", text_of(page), flags=re.DOTALL)
-
-
 @cache
 def comparisons(name: str, family: str, steps: int) -> dict[tuple[str, str], fork_tables.Tested]:
     pairs = load_recipe(recipe_of(name)).comparisons_after(steps)[family]
@@ -68,7 +62,7 @@ def test_the_table_of_weights_has_the_differences_of_the_lines(row: str, of: str
         found = comparisons(OBJECTIVES, f"at-{share}", 100)[one, snip(share)]
         figure = str(found.main) if found.reading == fork_tables.NOT_SIGNIFICANT else f"**{found.main}**"
         cells.append(f"{figure} ({found.main.detectable(found.level):.3f})")
-    assert f"| {row} | {' | '.join(cells)} |" in prose_of(PAGES[OBJECTIVES])
+    assert f"| {row} | {' | '.join(cells)} |" in text_of(PAGES[OBJECTIVES])
 
 
 @pytest.mark.parametrize(
@@ -104,10 +98,10 @@ def test_pages_have_the_differences_of_the_lines(
 ) -> None:
     found = comparisons(name, family, steps)[one, other]
     assert found.reading == (reading or fork_tables.NOT_SIGNIFICANT)
-    assert str(found.main).removeprefix("+") in prose_of(PAGES[name])
+    assert str(found.main).removeprefix("+") in text_of(PAGES[name])
     # The first figure of the page that is not significant before the correction either has its p instead.
     if not reading and (name, one, steps) != (MXFP4, snip(75, "mxfp4, fp8-tensor"), 100):
-        assert f"{found.main.detectable(found.level):.3f}" in prose_of(PAGES[name])
+        assert f"{found.main.detectable(found.level):.3f}" in text_of(PAGES[name])
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/hopper.md", "docs/choosing.md"])
@@ -124,7 +118,7 @@ def test_pages_say_how_many_forks_ran() -> None:
         runs = [steps for run in load_recipe(recipe_of(name)).runs("text") for steps in run.ids]
         assert counts == {100: whole, LONG: long}
         assert (runs.count(100), runs.count(LONG)) == (whole, asked)
-        assert f"All {whole} forks of 100 steps ran, and {long} of the {asked} of 1,000 steps" in prose_of(PAGES[name])
+        assert f"All {whole} forks of 100 steps ran, and {long} of the {asked} of 1,000 steps" in text_of(PAGES[name])
 
 
 def test_snip_and_greedy_spend_fp8_where_the_page_says() -> None:
@@ -140,12 +134,34 @@ def test_snip_and_greedy_spend_fp8_where_the_page_says() -> None:
             counts.append(sum(is_counted(place // 21, place // 3 % 7) for place in in_fp8))
         return fmean(counts)
 
-    text = prose_of(PAGES[OBJECTIVES])
+    text = text_of(PAGES[OBJECTIVES])
     greedy = "greedy {fp4, fp8}, 90% by gemm"
     assert kept(snip(90), lambda block, linear: linear == 1) == 8
     assert f"`greedy` of {kept(greedy, lambda block, linear: linear == 1):.1f} on average" in text
     last = [kept(contender, lambda block, linear: block == 7) for contender in (snip(90), greedy)]
     assert f"SNIP keeps {last[0]:.1f} of its GEMMs and `greedy` {last[1]:.1f}" in text
+
+
+def test_the_section_on_124m_has_the_figures_of_its_lines() -> None:
+    recipe, own = (
+        load_recipe(ROOT / "recipes" / "forks-criteria-124m.yaml"),
+        read_forks([RESULTS / "forks-criteria-124m.jsonl"]),
+    )
+    found = {
+        (test.one, test.other): test
+        for family in ("cost", "gemm-90")
+        for test in fork_tables.tests_of(own, recipe.comparisons_after(100)[family])
+    }
+    text = text_of("docs/results-criteria.md")
+    assert len(own) == 194 and "194 of the 495 forks of one base" in text
+    cost = [found[one, "bf16"] for one in ("fp4", snip(90), snip(95))]
+    assert [test.main.forks for test in cost] == [6, 6, 6]
+    assert "is at {}% above BF16, SNIP by GEMM at 90% at {}% and at 95% at {}%".format(*(t.main for t in cost)) in text
+    assert [test.reading == "higher" for test in cost] == [False, True, False]
+    for rule in ("greedy", "backward-first"):
+        test = found[f"{rule} {{fp4, fp8}}, 90% by gemm", snip(90)]
+        assert test.reading == fork_tables.NOT_SIGNIFICANT and f"{test.main}" in text
+        assert f"{test.main.detectable(test.level):.3f}" in text
 
 
 def test_as_many_forks_ran_twice_and_differ_as_the_pages_say() -> None:
@@ -162,9 +178,9 @@ def test_as_many_forks_ran_twice_and_differ_as_the_pages_say() -> None:
     assert all(a["plan"] == b["plan"] for a, b in differing)
     gaps = [abs(a["loss"]["held_out_plan"] / b["loss"]["held_out_plan"] - 1) for a, b in differing]
     assert sorted(gap > 0 for gap in gaps) == [False, True, True, True] and 6e-4 < max(gaps) < 7e-4
-    assert "198 forks ran there too, and 197 have the same losses" in prose_of(PAGES[OBJECTIVES])
+    assert "198 forks ran there too, and 197 have the same losses" in text_of(PAGES[OBJECTIVES])
     of_mxfp4 = [line for line, _ in twice[MXFP4] if line["contender"] in ("fp4", snip(75))]
-    assert len(of_mxfp4) == 36 and "33 of 36 forks have the losses" in prose_of(PAGES[MXFP4])
+    assert len(of_mxfp4) == 36 and "33 of 36 forks have the losses" in text_of(PAGES[MXFP4])
 
 
 def key_of(line: dict[str, Any]) -> tuple[Any, ...]:

@@ -333,7 +333,7 @@ def test_what_other_refreshes_save() -> None:
     assert f"Of the {len(every)} tests in 36 tables one is significant" in text()
     assert f"{only.main} (corrected p = {only.p_holm:.3f})" in text()
     # One in twenty of the tables, if no difference is true.
-    assert 1 <= 36 * 0.05 <= 2 and "With 36 tables at 5% each, one or two" in text()
+    assert "With 36 tables at 5% each, one or two" in text()
 
 
 def test_backward_first_and_by_layer_against_what_was_predicted() -> None:
@@ -527,7 +527,7 @@ def rows_of_rates_to_bf16() -> list[str]:
 def test_which_lines_of_rates_there_are() -> None:
     recipe = load_recipe(RECIPE_OF_RATES)
     assert len(recipe.cells) == len(FORMATS) == 8 and "135 of 480 lines" in text() and len(rated()) == 135
-    assert 8 * len(RATES) * 4 * 3 == 480 and {line["commit"] for line in rated()} == {"42eb520"}
+    assert {line["commit"] for line in rated()} == {"42eb520"}
     counts = {contender: [len(of_rate(factor).get(contender, [])) for factor in RATES] for contender in FORMATS}
     assert counts.pop("bf16") == counts.pop("fp8") == [4] * 5
     assert {name: own for name, own in counts.items() if any(own)} == {
@@ -544,7 +544,7 @@ def test_which_lines_of_rates_there_are() -> None:
     others = [line for line in rated() if line["contender"] not in ("bf16", "fp8")]
     assert len(others) == 3 * 5 and "five of their 120 forks have run" in text()
     assert sum(map(len, of_rate(4).values())) == 10 and "for the ten forks of x4" in text()
-    assert "115 of the 160 forks" in text() and 160 - 45 == 115
+    assert "115 of the 160 forks" in text()
     assert "45 of 160 forks" in text() and len({(line["contender"], str(line["fork"])) for line in rated()}) == 45
 
 

@@ -50,7 +50,7 @@ def test_the_table_in_the_documentation_is_what_the_module_gives() -> None:
 
 def test_the_page_says_how_much_of_the_speed_is_left_after_a_whole_training() -> None:
     text = prose_of(PAGE)
-    speeds = {name: whole_trainings()[name].speeds for name in (ALL_FP4, BY_GEMM)}
+    speeds = {name: whole_trainings()[name].speeds for name in (ALL_FP4, BY_GEMM, RULE)}
     assert f"all FP4 needs {more(ALL_FP4, 1).replace('(', 'more steps (95% interval ')}, SNIP by GEMM" in text
     assert f"SNIP by GEMM at 75% {more(BY_GEMM, 1)}, `backward-first` {more(RULE, 1)}" in text
     assert f"SNIP by layer {more(BY_LAYER, 1).removesuffix(')')}, six forks)" in text
@@ -59,8 +59,11 @@ def test_the_page_says_how_much_of_the_speed_is_left_after_a_whole_training() ->
     assert f"SNIP by GEMM {left(BY_GEMM, LARGE)} of its {speeds[BY_GEMM][LARGE]:.2f}" in text
     assert f"all FP4 {left(ALL_FP4, SMALL)}, so nothing of its {speeds[ALL_FP4][SMALL]:.2f}" in text
     assert f"SNIP by GEMM {left(BY_GEMM, SMALL)} of its {speeds[BY_GEMM][SMALL]:.2f}" in text
-    for name in (ALL_FP4, BY_GEMM):
-        assert " and ".join(left(name, LARGE, law) for law in equal_loss.LAWS) in text
+    for shape in equal_loss.SHAPES:
+        assert f"`backward-first`{', which has no refresh,' * (shape == LARGE)} {left(RULE, shape)} of its" in text
+        assert f"of its {speeds[RULE][shape]:.2f}" in text
+    for name, shape in ((ALL_FP4, LARGE), (BY_GEMM, LARGE), (BY_GEMM, SMALL)):
+        assert " and ".join(left(name, shape, law) for law in equal_loss.LAWS) in text
 
 
 def test_the_page_says_how_much_the_last_100_steps_cost_and_which_slopes_come_before_the_end() -> None:
@@ -81,6 +84,12 @@ def test_the_readme_quotes_the_whole_trainings() -> None:
     assert more(BY_GEMM, 0) in text
     assert f"leaves {left(ALL_FP4, LARGE)} and {left(BY_GEMM, LARGE)}" in text
     assert f"{left(ALL_FP4, SMALL)} and {left(BY_GEMM, SMALL)}" in text
+
+
+def test_a_refresh_adds_its_steps_to_those_between_two() -> None:
+    # 100 steps at twice BF16's speed take 50 of its steps, and the refresh 10.
+    assert equal_loss.Measured(2.0, 10.0).with_refreshes(100) == pytest.approx(100 / 60)
+    assert equal_loss.Measured(2.0, 10.0).with_refreshes(math.inf) == 2.0
 
 
 def test_a_gap_is_made_good_by_the_steps_in_which_the_loss_falls_by_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +103,18 @@ def test_a_backend_that_was_not_measured_promises_nothing(caplog: pytest.LogCapt
     assert not EMULATED.measured_speeds
     said(tiny_llama(hidden=16), 512)
     assert texts(caplog) == []
+
+
+@pytest.mark.parametrize(("requested", "is_cuda"), [("auto", True), ("auto", False), ("emulated", True)])
+def test_emulation_on_a_gpu_that_nobody_asked_for_is_a_warning(
+    caplog: pytest.LogCaptureFixture, requested: str, is_cuda: bool
+) -> None:
+    layers: Any = {"one": SimpleNamespace(in_features=16, weight=SimpleNamespace(is_cuda=is_cuda))}
+    found = Expectation("emulated", layers, logging.getLogger("snip_hf.test"), requested)
+    for _ in range(2):
+        found.say(None, 512)
+    assert [level for level, _ in texts(caplog)] == ["WARNING"] * (requested == "auto" and is_cuda)
+    assert all("emulated, slower than BF16" in message for _, message in texts(caplog))
 
 
 def test_a_run_says_it_when_its_first_micro_batch_has_run(measured: pytest.LogCaptureFixture) -> None:

@@ -117,7 +117,7 @@ class SnipController:
         """Name of the backend in use."""
         self.compiled: str | None = None
         """How the loop compiles the model, for the log; None: as can be seen of it."""
-        self._expectation = Expectation(run.backend, run.layers.present, self._log)
+        self._expectation = Expectation(run.backend, run.layers.present, self._log, self.config.backend)
         self._layers, self._source, self._probe = run.layers, run.source, run.probe
         self._in_force, self._refresher, self._detector = run.in_force, run.refresher, run.detector
         self._coverage, self._messages, self._ahead = run.coverage, run.messages, run.ahead

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..estimation.batch import is_of_sequences
 from ..kernels.backend import BACKENDS
+from ..kernels.emulated import Emulated
 from ..layers.layer import SnipLayer
 from ..parallel.sharding import is_sharded
 
@@ -31,19 +32,24 @@ class Expectation:
         backend: name of the one in use.
         layers: the swapped layers.
         log: gets the warning.
+        requested: `SnipConfig.backend`.
     """
 
-    def __init__(self, backend: str, layers: Mapping[str, SnipLayer], log: logging.Logger) -> None:
+    def __init__(
+        self, backend: str, layers: Mapping[str, SnipLayer], log: logging.Logger, requested: str = "auto"
+    ) -> None:
         self.is_said = False
         self.text: str | None = None
         """What was found, for the log; None: nothing was measured of the backend."""
         self._backend = BACKENDS[backend]
         self._hidden = mode(layer.in_features for layer in layers.values())
         self._is_sharded = any(is_sharded(layer.weight) for layer in layers.values())
+        is_fallback = requested == "auto" and backend == Emulated.name
+        self._is_fallback = is_fallback and any(layer.weight.is_cuda for layer in layers.values())
         self._log = log
 
     def say(self, how: str | None, tokens: int | None) -> None:
-        """Finds it, unless that was done or nothing was measured of the backend.
+        """Finds it, unless that was done or nothing was measured of the backend; warns of emulation on a GPU.
 
         Args:
             how: the model is compiled; None: it is not.
@@ -52,6 +58,11 @@ class Expectation:
         if self.is_said:
             return
         self.is_said = True
+        if self._is_fallback:
+            self._log.warning(
+                "snip-hf: rounding is emulated, slower than BF16: no kernels here run these formats in this training's "
+                "precision (docs/hopper.md). `snip-hf doctor` says what runs; backend='emulated' asks for this."
+            )
         measured = self._backend.measured_speeds
         if not measured:
             return

@@ -61,7 +61,8 @@ class Expectation:
         if self._is_fallback:
             self._log.warning(
                 "snip-hf: rounding is emulated, slower than BF16: no kernels here run these formats in this training's "
-                "precision (docs/hopper.md). `snip-hf doctor` says what runs; backend='emulated' asks for this."
+                "precision (docs/hopper.md). `snip-hf doctor` says what runs; backend=%r asks for this.",
+                self._backend.name,
             )
         measured = self._backend.measured_speeds
         if not measured:

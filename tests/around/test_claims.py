@@ -160,6 +160,16 @@ def test_estimates_from_one_micro_batch_are_further_off() -> None:
 def test_the_table_of_workflow_steps_is_that_of_its_lines() -> None:
     lines = lines_of("benchmarks/results/refresh_steps.jsonl")
     assert refresh_steps.report(lines) in (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")
+    text, (small, large) = text_of("docs/fidelity.md"), (line for line in lines if line["step_peak_mib"])
+    steps = [one["refresh"] / one["step"] for one in (small, large)]
+    assert f"waits for {steps[0]:.1f} of its own steps at 124M and for {steps[1]:.1f} at 1.1B" in text
+    assert f"take {small['passes'] + small['sums']:.2f} and {large['passes'] + large['sums']:.2f} s" in text
+    peaks = [one["refresh_peak_mib"] / one["step_peak_mib"] for one in (small, large)]
+    assert f"at {peaks[0]:.2f} and {peaks[1]:.2f} of it" in text
+    assert (
+        f"peak of {large['refresh_peak_mib'] / 1024:.1f} GiB was below a step's {large['step_peak_mib'] / 1024:.1f}"
+        in text
+    )
 
 
 def test_the_table_of_weight_gradients_is_that_of_its_lines() -> None:

@@ -3,7 +3,6 @@ are those of the committed lines; so is what pages say of forks that ran twice."
 
 from __future__ import annotations
 
-import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -11,10 +10,10 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from committed import ROOT, text_of
+from committed import ROOT, lines_of, text_of
 
 from eval.bakeoff import fork_tables
-from eval.bakeoff.fork_lines import read_forks
+from eval.bakeoff.fork_lines import by_contender, difference_of, read_forks
 from eval.bakeoff.fork_recipe import load_recipe
 from eval.bakeoff.fork_report import Asked, write_report
 from snip_hf.numerics.gemms import GEMMS
@@ -91,6 +90,8 @@ def test_the_table_of_weights_has_the_differences_of_the_lines(row: str, of: str
         (MXFP4, "to-snip", 100, "random {mxfp4, fp8-tensor}, 75% by gemm", snip(75, "mxfp4, fp8-tensor"), "higher"),
         (MXFP4, "to-snip", 100, "backward-first {mxfp4, fp8-tensor}, 75% by gemm", snip(75, "mxfp4, fp8-tensor"), ""),
         (MXFP4, "to-snip", 100, snip(75), snip(75, "mxfp4, fp8-tensor"), ""),
+        (MXFP4, "to-snip", 100, "mxfp4", snip(75, "mxfp4, fp8-tensor"), "higher"),
+        (MXFP4, "to-snip", LONG, "mxfp4", snip(75, "mxfp4, fp8-tensor"), "higher"),
     ],
 )
 def test_pages_have_the_differences_of_the_lines(
@@ -99,8 +100,7 @@ def test_pages_have_the_differences_of_the_lines(
     found = comparisons(name, family, steps)[one, other]
     assert found.reading == (reading or fork_tables.NOT_SIGNIFICANT)
     assert str(found.main).removeprefix("+") in text_of(PAGES[name])
-    # The first figure of the page that is not significant before the correction either has its p instead.
-    if not reading and (name, one, steps) != (MXFP4, snip(75, "mxfp4, fp8-tensor"), 100):
+    if not reading:
         assert f"{found.main.detectable(found.level):.3f}" in text_of(PAGES[name])
 
 
@@ -119,6 +119,43 @@ def test_pages_say_how_many_forks_ran() -> None:
         assert counts == {100: whole, LONG: long}
         assert (runs.count(100), runs.count(LONG)) == (whole, asked)
         assert f"All {whole} forks of 100 steps ran, and {long} of the {asked} of 1,000 steps" in text_of(PAGES[name])
+
+
+def test_other_weights_change_as_little_of_the_plans_as_the_page_says() -> None:
+    plans: dict[str, dict[tuple[Any, ...], list[str]]] = {}
+    for line in lines(OBJECTIVES):
+        if line["steps"] == 100 and line["plan"]:
+            names = list(line["shares"])
+            formats = [names[int(digit)] for digit in line["plan"]]
+            plans.setdefault(line["contender"], {})[tuple(line["fork"].values())] = formats
+
+    def others(one: str, other: str) -> list[int]:
+        """In how many GEMMs the plans of each fork differ."""
+        found = [sum(a != b for a, b in zip(own, plans[other][fork], strict=True)) for fork, own in plans[one].items()]
+        assert len(found) == 18
+        return found
+
+    def of_shares(first: str, second: str = "") -> list[list[int]]:
+        return [others(f"{snip(share)}{first}", f"{snip(share)}{second}") for share in (75, 90, 95)]
+
+    text, none, less = text_of(PAGES[OBJECTIVES]), ", weight_divergence_factor 0.0", ", weight_divergence_factor 0.3"
+    alone = of_shares(", loss_divergence_factor 0.0")
+    same = [[own.count(0) for own in of_shares(*pair)] for pair in ((none,), (none, less))]
+    assert "without it {}, {} and {} of 18 plans are the same at 75, 90 and 95%".format(*same[0]) in text
+    assert "makes the plans of 0 in {}, {} and {} of 18 forks".format(*same[1]) in text
+    assert "changes {:.1f}, {:.1f} and {:.1f} of 168 GEMMs".format(*map(fmean, of_shares(none))) in text
+    assert "The weight divergence alone changes {:.0f}, {:.0f} and {:.0f}".format(*map(fmean, alone)) in text
+    assert f"{others(f'{snip(90)}, probes 8', snip(90)).count(0)} plans are the same" in text
+
+
+@pytest.mark.parametrize("steps", [100, LONG])
+def test_the_cost_of_all_mxfp4_by_the_step_at_which_a_fork_starts_is_that_of_the_lines(steps: int) -> None:
+    own = by_contender(line for line in lines(MXFP4) if line["steps"] == steps)
+    found = [
+        difference_of([line for line in own["mxfp4"] if line["fork"]["point"] == point], own["bf16"], "held_out_plan")
+        for point in (300, 900, 1500)
+    ]
+    assert "{}, {} and {}".format(*(str(one).removeprefix("+") for one in found)) in text_of(PAGES[MXFP4])
 
 
 def test_snip_and_greedy_spend_fp8_where_the_page_says() -> None:
@@ -189,7 +226,7 @@ def key_of(line: dict[str, Any]) -> tuple[Any, ...]:
 
 def test_passes_repeated_as_often_as_the_page_says() -> None:
     found: dict[tuple[str, bool], list[int]] = {}
-    for line in map(json.loads, (RESULTS / "fork-repeats.jsonl").read_text(encoding="utf-8").splitlines()):
+    for line in lines_of("eval/results/fork-repeats.jsonl"):
         counts = found.setdefault((line["contender"], line["cuda_graph"]), [0, 0])
         counts[0] += line["passes"]
         counts[1] += line["differing"]

@@ -36,7 +36,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
 def said(model: nn.Module, tokens: int | None) -> Any:
     log = logging.getLogger("snip_hf.test")
     convert_model(model, SnipConfig())
-    found = Expectation("emulated", snip_linears(model), log)
+    found = Expectation("emulated", snip_linears(model), log, "auto")
     for _ in range(2):
         found.say(how_compiled(model), tokens)
     return found

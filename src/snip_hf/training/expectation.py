@@ -35,9 +35,7 @@ class Expectation:
         requested: `SnipConfig.backend`.
     """
 
-    def __init__(
-        self, backend: str, layers: Mapping[str, SnipLayer], log: logging.Logger, requested: str = "auto"
-    ) -> None:
+    def __init__(self, backend: str, layers: Mapping[str, SnipLayer], log: logging.Logger, requested: str) -> None:
         self.is_said = False
         self.text: str | None = None
         """What was found, for the log; None: nothing was measured of the backend."""

@@ -16,6 +16,7 @@ from snip_hf.schedule_checks import shares_text
 
 from .fork_shifts import Shift
 from .grid import combinations
+from .trial_policies import register_trial
 
 # Which GEMMs run in a cell's format; the others run in BF16.
 GEMM_SETS = {"all": GEMMS, "forward": ("forward",), "backward": ("grad_input", "grad_weight")}
@@ -200,6 +201,7 @@ def _of_policy(point: Mapping[str, Any], common: Mapping[str, Any]) -> Contender
             raise ValueError(f"cells: {name} is given, but the fork decides it: its first plan is made at its start.")
     if "policy" not in point:
         raise ValueError(f"cells: got {dict(point)}; expected format, or policy and other fields of SnipConfig.")
+    register_trial(point["policy"])
     config = SnipConfig.from_dict(_HELD | dict(common) | dict(point))
     values, plain = config.to_dict(), SnipConfig.from_dict(_HELD).to_dict()
     always = ("policy", "formats", "granularity", "target_fp4_fraction")

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing as mp
-from plan_damage_arms import KINDS, OBJECTIVES, ONE_STEP_KINDS, Arm, Assignment, make_arms
+from plan_damage_arms import CRITERIA, KINDS, OBJECTIVES, ONE_STEP_KINDS, Arm, Assignment, make_arms
 from shared import small_models, texts
 from shared.json_lines import drop_unfinished_line, read_lines
 from shared.origin import origin_of
@@ -44,22 +44,26 @@ from snip_hf.numerics.gemms import GEMMS
 
 
 def estimates(state: small_models.State, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the table's rows with two more columns.
+    """Returns the table's rows with more columns.
 
-    loss_taylor is the loss divergence with its first-order part, snip_paper Q = dL + dW of the policy "snip-paper".
+    loss_taylor is the loss divergence with its first-order part, snip_paper Q = dL + dW of the policy "snip-paper",
+    greedy and fisher are the figures of these policies.
     """
-    rows, with_slope, of_paper = (
+    options: tuple[dict[str, Any], ...] = ({}, {"loss_estimator": "taylor"})
+    rows, with_slope, of_paper, *own = (
         estimate_divergence(
             state.model,
             batch,
             state.optimizer,
-            SnipConfig(probe_tokens=None, probe_batch_tokens=None, **options),
+            SnipConfig(probe_tokens=None, probe_batch_tokens=None, **one),
         ).to_records()
-        for options in ({}, {"loss_estimator": "taylor"}, {"policy": "snip-paper"})
+        for one in (*options, *({"policy": policy} for policy in ("snip-paper", *CRITERIA)))
     )
     return [
-        row | {"loss_taylor": slope["loss_divergence"], "snip_paper": q["loss_divergence"] + q["weight_divergence"]}
-        for row, slope, q in zip(rows, with_slope, of_paper, strict=True)
+        row
+        | {"loss_taylor": slope["loss_divergence"], "snip_paper": q["loss_divergence"] + q["weight_divergence"]}
+        | {name: one["criterion"] for name, one in zip(CRITERIA, criteria, strict=True)}
+        for row, slope, q, *criteria in zip(rows, with_slope, of_paper, *own, strict=True)
     ]
 
 

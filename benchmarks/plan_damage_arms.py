@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from snip_hf import SnipConfig
@@ -28,6 +29,8 @@ Row = Mapping[str, Any]
 SHARE = 0.75
 # The paper's Q, which has no figures of single GEMMs.
 SNIP_PAPER = "snip-paper"
+# Policies whose own figures are columns of the table.
+CRITERIA = ("greedy", "fisher")
 PLAN_KINDS = ("rule", "program", "random-layer", "random-gemm")
 # Measured for one step only: for the additivity of single damages.
 ONE_STEP_KINDS = ("share-25", "share-50", "share-100", "layer-fp8", "gemm-fp8")
@@ -60,6 +63,7 @@ TERMS: dict[str, Callable[[Row], float]] = {
     "absolute-error": lambda row: row["absolute_error"],
     "relative-error": lambda row: row["relative_error"],
     SNIP_PAPER: lambda row: row["snip_paper"],
+    **{name: itemgetter(name) for name in CRITERIA},
     **{name: _root(square) for name, square in _SQUARES.items()},
     **{f"{name}^2": square for name, square in _SQUARES.items()},
 }

@@ -74,7 +74,7 @@ class Contender:
     def name(self) -> str:
         if self.format is not None:
             return self.format if self.gemms == "all" else f"{self.format}, {self.gemms} GEMMs"
-        config = SnipConfig.from_dict(_HELD | dict(self.settings))
+        config = held(self.settings)
         known = ("policy", "formats", "granularity", "backend", "solver")
         known += ("target_fp4_fraction", "target_linear_speedup", "rates")
         parts = [f"{key} {value}" for key, value in self.settings.items() if key not in known]
@@ -110,7 +110,7 @@ class Contender:
         own = dict(self.settings)
         if self.format is not None:
             own = uniform_config(self.format, backend)
-        return SnipConfig.from_dict(_HELD | own | {"first_refresh": fork.point + 1, "seed": fork.seed})
+        return held(own | {"first_refresh": fork.point + 1, "seed": fork.seed})
 
 
 @dataclass(frozen=True)
@@ -195,15 +195,20 @@ def uniform_config(format: str, backend: str) -> dict[str, Any]:
     return {"policy": uniform_policy(format), "formats": [format], "backend": backend}
 
 
+def held(settings: Mapping[str, Any]) -> SnipConfig:
+    """Returns the configuration of a contender, which keeps its plan where its settings do not say otherwise."""
+    register_trial(settings.get("policy", ""))
+    return SnipConfig.from_dict(_HELD | dict(settings))
+
+
 def _of_policy(point: Mapping[str, Any], common: Mapping[str, Any]) -> Contender:
     for name in _FORK_DECIDES:
         if name in point or name in common:
             raise ValueError(f"cells: {name} is given, but the fork decides it: its first plan is made at its start.")
     if "policy" not in point:
         raise ValueError(f"cells: got {dict(point)}; expected format, or policy and other fields of SnipConfig.")
-    register_trial(point["policy"])
-    config = SnipConfig.from_dict(_HELD | dict(common) | dict(point))
-    values, plain = config.to_dict(), SnipConfig.from_dict(_HELD).to_dict()
+    config = held(dict(common) | dict(point))
+    values, plain = config.to_dict(), held({}).to_dict()
     always = ("policy", "formats", "granularity", "target_fp4_fraction")
     settings = {name: value for name, value in values.items() if name in always or value != plain[name]}
     settings.pop("start_format", None)  # follows from the formats

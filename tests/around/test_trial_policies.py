@@ -11,7 +11,7 @@ from small import tiny_lm, tokens
 from sums_of_layer import LayerSums
 
 from eval.bakeoff.fork_cells import contender_of
-from eval.bakeoff.trial_policies import TRIALS, Magnitudes, WeightMagnitudes
+from eval.bakeoff.trial_policies import TRIALS, Magnitudes, WeightErrors, WeightMagnitudes
 from snip_hf.config import POLICIES, SnipConfig
 from snip_hf.estimation.divergence import estimate_divergence
 from snip_hf.estimation.pending import LAYER, read_all
@@ -45,15 +45,18 @@ def test_magnitudes_of_weights_are_the_figure_of_greedy_as_a_part_of_the_loss() 
 
 
 @pytest.mark.parametrize("fmt", SnipConfig().formats)
-def test_magnitudes_are_those_of_all_elements_of_weight_and_input(fmt: str) -> None:
+def test_they_are_what_rounding_the_weight_and_the_input_moves(fmt: str) -> None:
     draw = torch.Generator().manual_seed(0)
     x, g, w = (torch.randn(shape, generator=draw) for shape in ((130, 12), (130, 9), (9, 12)))
     sums = LayerSums(LayerSample(390, x, g), w, None, 1)  # 130 of 390 tokens are sampled
     error = {name: (fake_quantize(one, FORMATS[fmt], TILES[name]) - one).double() for name, one in (("x", x), ("w", w))}
     of_weight = 3 * float(((g.double().T @ x.double()) * error["w"]).abs().sum())
     of_input = 3 * float(((g.double() @ w.double()) * error["x"]).abs().sum())
-    found = [kind(sums).pending_loss_divergence(fmt, "token-fisher", None) for kind in (WeightMagnitudes, Magnitudes)]
-    assert read_all(found) == pytest.approx([of_weight, of_weight + of_input], rel=1e-5)
+    kinds = (WeightMagnitudes, Magnitudes, WeightErrors)
+    found = [kind(sums).pending_loss_divergence(fmt, "token-fisher", None) for kind in kinds]
+    rises = (g.double() * (x.double() @ error["w"].T)).sum(1)
+    squares = 390 / 2 * 3 * float(rises.square().sum())  # the mean of 390 tokens' losses
+    assert read_all(found) == pytest.approx([of_weight, of_weight + of_input, squares], rel=1e-5)
 
 
 @pytest.mark.parametrize("policy", TRIALS)

@@ -301,7 +301,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"objective": "sum"}, "objective='sum' is not known; expected one of additive, horizon, paper."),
     (
         {"loss_estimator": "hessian"},
-        "loss_estimator='hessian' is not known; expected one of token-fisher, taylor, norm.",
+        "loss_estimator='hessian' is not known; expected one of token-fisher, taylor, saliency, norm.",
     ),
     ({"solver": "gurobi"}, "solver='gurobi' is not known; expected one of auto, cbc, highs, greedy."),
     (

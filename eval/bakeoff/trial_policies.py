@@ -24,33 +24,23 @@ class WeightErrors(LayerCriterion):
         sums = self.sums
         error = product(sums.x, (sums.rounded("w", name, 1) - sums.w).t())  # (n, I) x (I, O)
         rises = (sums.g * error).sum(1).square_().sum()
-        return Pending(sums.finishing.fisher_factor * rises[None], _first)
+        return sums.finishing.rise("token-fisher", rises[None])
 
 
 class WeightMagnitudes(LayerCriterion):
-    """A loss divergence that adds up how far each weight's rounding moves the loss: sum |(G^T X) * eW|, as `greedy`."""
+    """A loss divergence that adds up how far each weight's rounding moves the loss, as the form "saliency" does."""
 
     def pending_loss_divergence(self, name: str, form: str, gradient: Tensor | None) -> Pending[float]:
-        return Pending(self.sums.sizes.token_ratio * self.moved(name)[None], _first)
-
-    def moved(self, name: str) -> Tensor:
-        """Returns the sum of magnitudes over the sample, (), for this format."""
-        sums = self.sums
-        gradient = product(sums.g.t(), sums.x)  # (O, n) x (n, I)
-        return (gradient * (sums.rounded("w", name, 1) - sums.w)).abs_().sum()
+        return self.sums.pending_loss_divergence(name, "saliency")
 
 
-class Magnitudes(WeightMagnitudes):
+class Magnitudes(LayerCriterion):
     """As `WeightMagnitudes`, and the same for each of the layer's inputs: sum |(G W) * eX|."""
 
-    def moved(self, name: str) -> Tensor:
+    def pending_loss_divergence(self, name: str, form: str, gradient: Tensor | None) -> Pending[float]:
         sums = self.sums
-        gradient = product(sums.g, sums.w)  # (n, O) x (O, I)
-        return super().moved(name) + (gradient * (sums.rounded("x", name, 1) - sums.x)).abs_().sum()
-
-
-def _first(figures: list[float]) -> float:
-    return figures[0]
+        of_input = product(sums.g, sums.w) * (sums.rounded("x", name, 1) - sums.x)  # (n, O) x (O, I)
+        return sums.finishing.rise("saliency", sums.saliency_sum(name) + of_input.abs_().sum())
 
 
 TRIALS: dict[str, type[LayerCriterion]] = {

@@ -597,7 +597,7 @@ def test_a_part_of_a_micro_batch_of_equal_parts_gives_the_loss_and_the_errors_of
     one = LayerSums(part, weight, None, 1, BatchSizes(256, 256, 1024, 1024))
     other = LayerSums(whole, weight, None, 1)
     for fmt in ("fp8", "fp4"):
-        for form in ("token-fisher", "norm"):
+        for form in ("token-fisher", "saliency", "norm"):
             assert one.loss_divergence(fmt, form) == pytest.approx(other.loss_divergence(fmt, form), rel=1e-4)
         wanted = other.errors(fmt)
         for row, pair in one.errors(fmt).items():
@@ -713,6 +713,18 @@ def test_the_norm_form_is_the_written_out_formula(options: dict[str, int], fmt: 
     for batch, tokens, parts in ((None, 300, 1), (BatchSizes(500, 70, 1000, 280), 500, 4)):
         expected = math.sqrt(on_x / tokens / parts + on_w)
         assert LayerSums(sample, w, None, 1, batch).loss_divergence(fmt, "norm") == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "fp4"])
+@pytest.mark.parametrize("options", SAMPLES)
+def test_the_saliency_is_the_written_out_formula_whatever_the_batch(options: dict[str, int], fmt: str) -> None:
+    sample, w = a_sample(**options), a_weight()
+    dw = 300 / len(sample.x) * (sample.grad_output.double().t() @ sample.x.double())
+    expected = float((dw * (fake_quantize(w, FORMATS[fmt], SQUARE_TILE).double() - w.double())).abs().sum())
+    for batch in (None, BatchSizes(500, 70, 1000, 280)):
+        assert LayerSums(sample, w, None, 1, batch).loss_divergence(fmt, "saliency") == pytest.approx(
+            expected, rel=1e-4
+        )
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "fp4"])

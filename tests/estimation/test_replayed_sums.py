@@ -64,14 +64,17 @@ def results(found: list[Figures]) -> list[Any]:
     return [(one.layer, one.format, *(read_all([part])[0] for part in one[2:])) for one in found]
 
 
-def test_figures_of_replayed_layers_are_those_of_each_layer() -> None:
+@pytest.mark.parametrize("loss_estimator", ["token-fisher", "saliency"])
+def test_figures_of_replayed_layers_are_those_of_each_layer(loss_estimator: str) -> None:
     recording = Recording()
     replays = Replays(recording.capture)
     for index in range(4):
         whole, sample = layer(index)
         keys = KEYS[0] + index, KEYS[1] + index
-        expected = whole.figures(sample, task(None), keys, None)
-        assert results(whole.figures(sample, task(replays), keys, None)) == results(expected)
+        expected = whole.figures(sample, task(None, loss_estimator=loss_estimator), keys, None)
+        assert results(whole.figures(sample, task(replays, loss_estimator=loss_estimator), keys, None)) == results(
+            expected
+        )
     assert (recording.captures, recording.replays) == (1, 3)
 
 

@@ -75,6 +75,17 @@ def test_other_forms_of_the_loss_divergence_are_the_dense_layer_s_too(loss_estim
             assert row.loss_divergence == pytest.approx(expected, rel=0.02), row
 
 
+@pytest.mark.parametrize("experts", [0, 4])
+def test_the_saliency_is_greedy_s_figure_of_all_experts_as_a_part_of_the_loss(experts: int) -> None:
+    model = routed_lm(experts, 2)
+    own, greedy = (
+        estimate_divergence(model, tokens(8, 64), None, config_of(**options))
+        for options in ({"loss_estimator": "saliency"}, {"policy": "greedy"})
+    )
+    for row, other in zip(own.rows, greedy.rows, strict=True):
+        assert row.loss_divergence == pytest.approx(other.criterion / own.loss, rel=1e-4), row
+
+
 SHAPES: dict[str, Callable[[int], PreTrainedModel]] = {"Qwen3-MoE": tiny_qwen3_moe, "gpt-oss": tiny_gpt_oss}
 
 

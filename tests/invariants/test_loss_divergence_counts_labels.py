@@ -35,7 +35,7 @@ from snip_hf.parallel.ranks import Processes, Ranks
 CHOICES = SnipConfig().formats[::-1]
 HIDDEN, INNER, VOCABULARY, LENGTH = 12, 20, 17, 33
 # What a table's figures are asked for: a form of SNIP's loss divergence, or the criterion of a policy.
-FORMS = ("token-fisher", "taylor", "norm", "fisher")
+FORMS = ("token-fisher", "taylor", "saliency", "norm", "fisher")
 # Those that are sums over tokens, whatever the tokens are.
 SUMS = ("token-fisher", "taylor", "fisher")
 MASKS = (1.0, 1 / 2, 1 / 8)
@@ -202,6 +202,8 @@ def truth(model: Pointwise, inputs: Inputs, form: str, name: str, fmt: str) -> f
     gradient_w = sum(call.own_gradient.t() @ call.x for call in calls) / labels
     if form == "fisher":
         return sum(float((call.own_gradient * call.error).square().sum()) for call in calls) / labels
+    if form == "saliency":
+        return float((gradient_w * error_w).abs().sum())
     if form == "norm":
         x, g = (torch.cat([call[part] for call in calls]) for part in (0, 1))
         error_x = fake_quantize(x.float(), FORMATS[fmt], ROW_TILE).double() - x

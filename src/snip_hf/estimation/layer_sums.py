@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, reduce
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -258,7 +259,7 @@ class LayerSums:
 
         Args:
             name: format.
-            form: "token-fisher", "taylor" or "norm".
+            form: one of `SnipConfig.loss_estimator`.
             gradient: of the weight, (O, I), over all that the step has seen; for "taylor".
         """
         return read_all([self.pending_loss_divergence(name, form, gradient)])[0]
@@ -266,17 +267,28 @@ class LayerSums:
     def pending_loss_divergence(self, name: str, form: str, gradient: Tensor | None = None) -> Pending[float]:
         """As `loss_divergence`, not waiting for the device."""
         if form == "norm":
-            x, grad_weight = self.rounded("x", name, 1), product(self.g.t(), self.x)  # (O, n) x (n, I)
             # Per token of the batch and not of the layer: so the figures of experts add up to that of a dense layer.
             # Sums of |G|^2 fall with the number of labels, over which the loss is a mean.
             elements = max(1, self.batch.tokens) * self.x.shape[1] * self.batch.parts
-            on_x = self._g_w.square().sum() * (x - self.x).square().sum() / elements
-            on_w = grad_weight.square().sum() * self.weight_error(name) / self.w.numel()
-            return Pending((self.sizes.token_ratio * (on_x + on_w).sqrt())[None], _first)
+            on_x = self._g_w.square().sum() * (self.rounded("x", name, 1) - self.x).square().sum() / elements
+            on_w = self._grad_weight.square().sum() * self.weight_error(name) / self.w.numel()
+            return Pending((self.sizes.token_ratio * (on_x + on_w).sqrt())[None], itemgetter(0))
         if form == "taylor" and gradient is not None:
             rise = self.finishing.fisher_factor * self.fisher_sum(name)
-            return Pending(rise + (gradient * (self.rounded("w", name, 1) - self.w)).sum(), _first)
-        return self.finishing.fisher_rise(self.fisher_sum(name))
+            return Pending(rise + (gradient * (self.rounded("w", name, 1) - self.w)).sum(), itemgetter(0))
+        return self.finishing.rise(form, self.rise_sum(name, form))
+
+    def rise_sum(self, name: str, form: str) -> Tensor:
+        """Returns what a form that needs no gradient of the whole step is made from, (1,)."""
+        return self.saliency_sum(name) if form == "saliency" else self.fisher_sum(name)
+
+    def saliency_sum(self, name: str) -> Tensor:
+        """Returns the sum over the weight's elements of |G^T X * eW|, (1,)."""
+        return (self.rounded("w", name, 1) - self.w).mul_(self._grad_weight).abs_().sum()[None]
+
+    @cached_property
+    def _grad_weight(self) -> Tensor:
+        return product(self.g.t(), self.x)  # (O, n) x (n, I)
 
     def fisher_sum(self, name: str) -> Tensor:
         """Returns the sum over tokens of (G_t . E_t)^2, with E = Q(X) Q(W)^T - X W^T, (1,)."""
@@ -386,7 +398,3 @@ def bend(sizes: Sizes, pushforward: UpdateChange, change: Tensor, sums: Tensor, 
     in_full = norms([pushforward.in_full(scale.sqrt() * change)]).square_()[0]
     to_first_order = scale * moved
     return torch.where(to_first_order > 0, in_full / to_first_order, 1.0)
-
-
-def _first(figures: list[float]) -> float:
-    return figures[0]

@@ -221,8 +221,9 @@ class MatrixSums:
 
     def pending_loss_divergence(self, name: str, form: str, gradient: Sequence[Tensor] | None = None) -> Pending[float]:
         """As `LayerSums.pending_loss_divergence`; `gradient` of each matrix."""
-        if form == "norm":
-            return Pending(self._norm_form(name)[None], _first)
+        if form in ("saliency", "norm"):
+            found = self._saliency(name) if form == "saliency" else self._norm_form(name)
+            return Pending(found[None], _first)
         along = self._by_token.sums(self._along[name][:, None])
         rise = self.batch.labelled / 2 * self.sizes.scale * along.square().sum()
         if form == "taylor" and gradient is not None:
@@ -230,11 +231,24 @@ class MatrixSums:
                 rise = rise + (own * (fake_quantize(w, FORMATS[name], OPERANDS["w"], 1) - w)).sum()
         return Pending(rise[None], _first)
 
+    def _saliency(self, name: str) -> Tensor:
+        """Returns the loss divergence of the form "saliency", of all matrices together, ()."""
+        found = self.x.new_zeros(())
+        for w, gradient in self._gradients():
+            error = fake_quantize(w, FORMATS[name], OPERANDS["w"], 1) - w
+            found = found + error.mul_(gradient).abs_().sum()
+        return self.sizes.token_ratio * found
+
+    def _gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Gives each matrix, and its gradient as far as the sample shows it, (O, n) x (n, I)."""
+        for index, rows, _ in self._parts():
+            yield self._matrices[index].to(torch.float32), product(self.g[rows].t(), self.x[rows])
+
     def _norm_form(self, name: str) -> Tensor:
         elements = max(1, self.batch.tokens) * self.x.shape[1] * self.batch.parts
         error_x = self.rounded("x", name, 1) - self.x
         on_x = self._g_w.square().sum() * error_x.square().sum() / elements
-        grads = [product(self.g[rows].t(), self.x[rows]) for _, rows, _ in self._parts()]  # (O, n) x (n, I)
+        grads = [gradient for _, gradient in self._gradients()]
         size = self._matrices[0].numel() * len(self._matrices)
         on_w = reduce(torch.add, grads).square().sum() * self._weight_errors[name][0] / size
         return self.sizes.token_ratio * (on_x + on_w).sqrt()

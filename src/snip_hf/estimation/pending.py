@@ -55,9 +55,9 @@ class Finishing(NamedTuple):
         is_random = FORMATS[name].gradient.stochastic
         return Pending(sums, partial(squares_of, self.sizes, self.probes, is_random))
 
-    def fisher_rise(self, sums: Tensor) -> Pending[float]:
-        """Of `LayerSums.fisher_sum`."""
-        return Pending(sums, partial(_times, self.fisher_factor))
+    def rise(self, form: str, sums: Tensor) -> Pending[float]:
+        """Of `LayerSums.rise_sum`."""
+        return Pending(sums, partial(_times, self.sizes.token_ratio if form == "saliency" else self.fisher_factor))
 
     @property
     def fisher_factor(self) -> float:

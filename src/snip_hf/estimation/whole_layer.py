@@ -135,9 +135,10 @@ class WholeLayer(NamedTuple):
     def _can_be_replayed(self, task: Task) -> bool:
         """Returns True if all sums are functions of tensors, and small."""
         is_plain = task.criterion is LayerCriterion and not task.measures_noise
-        is_fisher = task.loss_estimator == "token-fisher" or (task.loss_estimator == "taylor" and not self.gradients)
+        form = task.loss_estimator
+        is_sum = form in ("token-fisher", "saliency") or (form == "taylor" and not self.gradients)
         is_linear = self.pushforward is None or isinstance(self.pushforward, tuple)
-        return is_plain and is_fisher and is_linear and self.weights[0].numel() <= MOST_ELEMENTS
+        return is_plain and is_sum and is_linear and self.weights[0].numel() <= MOST_ELEMENTS
 
     def _replayed(self, replays: Replays, sample: LayerSample, task: Task, keys: tuple[int, int]) -> list[Figures]:
         """As `_of_matrix`, from launches that layers of the same shapes share."""
@@ -163,7 +164,8 @@ class WholeLayer(NamedTuple):
             for name in stochastic:
                 sums.take_rounded(name, keys, take(2))
             parts = (
-                (sums.divergence_sums(name, keys), sums.fisher_sum(name), sums.error_norms(name)) for name in formats
+                (sums.divergence_sums(name, keys), sums.rise_sum(name, task.loss_estimator), sums.error_norms(name))
+                for name in formats
             )
             return [one for of_format in parts for one in of_format]
 
@@ -176,7 +178,7 @@ class WholeLayer(NamedTuple):
                 self.name,
                 name,
                 finish.squares(name, next(found)),
-                finish.fisher_rise(next(found)),
+                finish.rise(task.loss_estimator, next(found)),
                 finish.errors(next(found)),
                 Pending(nothing, _no_rows),
                 _nothing(nothing),

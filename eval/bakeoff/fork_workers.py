@@ -153,14 +153,18 @@ def work(index: int, job: Job, shared: Shared) -> None:
     while (run := _take(job, shared, text, device, own)) is not None:
         if _is_late(job, pace.seconds(run)):
             continue
-        began = time.time()
+        began, is_untouched = time.time(), True
         try:
             score = _score_of(job, run)
             for steps, found in run_fork(job.recipe, text, run, device, job.options.cache, score, own.get()):
                 _write(job, shared, _signed(job, run, steps, text, device) | found)
+                is_untouched = False
         except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError) and is_untouched and _makes_room(shared):
+                shared.is_taken[job.todo.index(run)] = False
+                return
             _report_failure(run.name, shared)
-            if not _is_usable(device) or (isinstance(error, torch.OutOfMemoryError) and _makes_room(shared)):
+            if not _is_usable(device):
                 return
             own.drop()  # the failure may have left anything in it
             continue
@@ -278,12 +282,12 @@ def _is_usable(device: torch.device) -> bool:
 
 
 def _makes_room(shared: Shared) -> bool:
-    """Returns True if this worker is to end, so that others have its memory: it is not the last one."""
+    """Returns True if this worker is to end, so that others have its memory and its work: it is not the last one."""
     with shared.workers.get_lock():
         if shared.workers.value == 1:
             return False
         shared.workers.value -= 1
-    print("This worker ends, so that others have its memory; run fewer (--workers).", file=sys.stderr, flush=True)
+    print("This worker ends and leaves memory and work to others; run fewer (--workers).", file=sys.stderr, flush=True)
     return True
 
 
@@ -308,7 +312,7 @@ def _take(job: Job, shared: Shared, text: ForkText, device: torch.device, own: O
             if untrained is not None:
                 shared.bases[untrained].value = _TAKEN
         if untrained is not None:
-            if not _has_trained(job, shared, text, untrained, device) and not _is_usable(device):
+            if not _goes_on_after_base(job, shared, text, untrained, device):
                 return None
         elif is_coming:
             try:
@@ -336,15 +340,18 @@ def _can_fork(job: Job, shared: Shared, text: ForkText, fork: Fork) -> bool:
     return True
 
 
-def _has_trained(job: Job, shared: Shared, text: ForkText, seed: int, device: torch.device) -> bool:
-    """Trains a base; returns False if that failed."""
+def _goes_on_after_base(job: Job, shared: Shared, text: ForkText, seed: int, device: torch.device) -> bool:
+    """Trains a base; returns False if this worker is to end."""
     began = time.time()
     try:
         train_base(job.recipe, text, seed, device, job.options.cache)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, torch.OutOfMemoryError) and _makes_room(shared):
+            shared.bases[seed].value = _FREE
+            return False
         _report_failure(f"base of seed {seed}", shared)
         shared.bases[seed].value = _FAILED
-        return False
+        return _is_usable(device)
     print(f"base of seed {seed}: {time.time() - began:.0f} s", flush=True)
     return True
 

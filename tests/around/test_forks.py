@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from eval.bakeoff.fork_recipe import ForkRecipe, ForkRun, load_recipe
 from eval.bakeoff.fork_text import ForkText, read_text, write_text
 from snip_hf import SnipController
 from snip_hf.costs.rates import RATES
+from snip_hf.estimation import divergence
 from snip_hf.layers.state import snip_linears
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -346,8 +348,23 @@ def test_a_probe_that_came_to_nothing_fails_the_fork(
 ) -> None:
     recipe, text, folder = based
     monkeypatch.setattr(SnipController, "before_optimizer_step", lambda self, step: None)
-    with pytest.raises(RuntimeError, match="The refresh of step 4 came to nothing"):
+    with pytest.raises(RuntimeError, match=r"The refresh of step 4 came to nothing.*: it did not end"):
         forked(recipe, text, Contender(None, "all", SNIP), recipe.forks[0], folder)[0]
+
+
+@pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError])
+def test_a_probe_without_memory_is_told_from_one_that_failed_otherwise(
+    based: tuple[ForkRecipe, ForkText, Path], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise error("no such probe")
+
+    recipe, text, folder = based
+    monkeypatch.setattr(divergence, "run_probe", fail)
+    expected = RuntimeError if error is ValueError else error
+    with pytest.raises(expected, match=f"came to nothing.*{error.__name__}: no such probe") as found:
+        forked(recipe, text, Contender(None, "all", SNIP), recipe.forks[0], folder)
+    assert type(found.value) is expected
 
 
 # ------------------------------------------------------------------------------------------------------------- the runs
@@ -393,13 +410,13 @@ def test_nothing_starts_that_would_end_too_late(based: tuple[ForkRecipe, ForkTex
     assert not (tmp_path / "lines").exists()
 
 
-# The only worker goes on, whatever fails. One of two ends for want of memory and leaves the rest to the other.
+# The only worker goes on, whatever fails. One of two ends for want of memory and leaves all to the other.
 @pytest.mark.parametrize(
     ("error", "workers", "failures", "done"),
     [
         (RuntimeError, 2, 2, ["fp8", "fp8"]),
         (torch.OutOfMemoryError, 1, 2, ["fp8", "fp8"]),
-        (torch.OutOfMemoryError, 2, 1, []),
+        (torch.OutOfMemoryError, 2, 0, []),
     ],
 )
 def test_a_fork_that_fails_leaves_no_line_and_stops_no_other(
@@ -428,6 +445,48 @@ def test_a_fork_that_fails_leaves_no_line_and_stops_no_other(
     assert [line["contender"] for line in read_lines(tmp_path / "lines")] == done
     fork_workers.work(1, job, shared)
     assert [line["contender"] for line in read_lines(tmp_path / "lines")] == ["fp8", "fp8"]
+    assert shared.failed.value == 2
+
+
+def test_a_worker_without_memory_for_a_base_leaves_it_to_another(
+    based: tuple[ForkRecipe, ForkText, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, _, folder = based
+    tried: list[int] = []
+
+    def train(recipe: ForkRecipe, text: ForkText, seed: int, *rest: Any) -> None:
+        tried.append(seed)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        for fork in OF_BASES:
+            if fork.base_seed == seed:
+                state_path(recipe, text, fork, tmp_path).touch()
+
+    monkeypatch.setattr(fork_workers, "train_base", train)
+    monkeypatch.setattr(fork_workers, "run_fork", lambda *arguments: [(4, {"loss": {}})])
+    shared = fork_workers.Shared(OF_TWO_BASES, 2)
+    work_on_two_bases(folder, tmp_path, shared, recipe)
+    assert (tried, shared.failed.value) == ([3], 0)
+    work_on_two_bases(folder, tmp_path, shared, recipe)
+    assert (tried, shared.failed.value) == ([3, 3, 5], 0)
+    assert [line["fork"]["base_seed"] for line in read_lines(tmp_path / "lines")] == [3, 5]
+
+
+def test_an_error_after_some_lengths_is_a_failure_although_it_is_of_memory(
+    based: tuple[ForkRecipe, ForkText, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, _, folder = based
+
+    def run(*arguments: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+        yield 4, {"loss": {}}
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(fork_workers, "run_fork", run)
+    monkeypatch.setattr(fork_workers, "_can_fork", lambda *arguments: True)
+    shared = fork_workers.Shared(OF_TWO_BASES, 2)
+    work_on_two_bases(folder, tmp_path, shared, recipe)
+    assert shared.failed.value == 2
+    assert len(read_lines(tmp_path / "lines")) == 2
 
 
 # Of the base of seed 3, and of seed 5.

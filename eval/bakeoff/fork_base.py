@@ -123,8 +123,7 @@ class Trainee:
             one = controller.offer({"input_ids": ids, "labels": ids})
             controller.count(one)
             plan, is_watched = controller.plan, one.random_state is not None  # which a probe would begin with
-        if self._keys is not None:
-            self._keys.renew()
+        self.renew_keys()
         with deterministic(self.device):
             loss = self.passes(ids, plan, is_watched)
             if controller is not None:
@@ -135,6 +134,11 @@ class Trainee:
         if controller is not None:
             controller.after_step(number)
         return loss
+
+    def renew_keys(self) -> None:
+        """Lets graphs of emulated GEMMs draw by the keys that the layers have now."""
+        if self._keys is not None:
+            self._keys.renew()
 
     def passes(self, ids: Tensor, plan: PrecisionPlan | None, is_watched: bool = False) -> Tensor:
         """Leaves the clipped gradients of tokens (B, L) in the parameters and returns the loss; from a graph, if so.

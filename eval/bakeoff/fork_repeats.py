@@ -3,13 +3,13 @@
     python -m eval.bakeoff.fork_repeats recipes/forks-criteria.yaml --processes 8 --passes 2000 \\
         --output runs/repeats.jsonl --override forks.cuda_graph=true
 
-Every process does the passes of one and the same step again and again: same weights, tokens and random numbers (those
-that the plan is applied with), and no optimizer step. A line per process and contender has the passes whose loss or
-gradients are not those of most passes, and which parameters they differ in. Of the first pass that differs from the
-very first one it also has in how many elements, between which indices, and by how much (`where`). A single weight
-speaks of its own GEMM, all parameters from some layer to the first one of what that layer passes on. `most` tells those
-of most passes from others: it is equal in all processes and runs on one kind of machine, or something does not repeat
-there.
+Every process does the passes of two steps in turns, again and again: same weights and tokens, the random numbers of
+either step, whose keys the host writes before each pass, and no optimizer step. A line per process and contender has
+the passes whose loss or gradients are not those of most passes of their step, and which parameters they differ in. Of
+the first pass that differs from the first one of its step it also has in how many elements, between which indices, and
+by how much (`where`). A single weight speaks of its own GEMM, all parameters from some layer to the first one of what
+that layer passes on. `most` tells those of most passes from others: it is equal in all processes and runs on one kind
+of machine, or something does not repeat there.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from snip_hf.cli.commands import at_least_one
+from snip_hf.layers.state import set_step, snip_linears
 
 from .fork_base import Trainee, deterministic
 from .fork_cells import Fork, contender_of
@@ -47,6 +48,8 @@ _CELLS: dict[str, dict[str, Any]] = {
 # The first passes are compiled, and captured.
 _WARM = 3
 _SHOWN = 10
+# In turns, so that keys that come too late, or too early, are seen.
+_STEPS = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -85,31 +88,52 @@ def _repeat(index: int, recipe: ForkRecipe, options: argparse.Namespace, lock: A
 
 def _compared(trainee: Trainee, ids: Tensor, plan: Any, count: int) -> dict[str, Any]:
     """Returns what a line says of passes after the warm-up. Between passes nothing waits for the device."""
-    parameters = dict(trainee.model.named_parameters())
-    names, sums, first = ["loss", *parameters], [], {}
+    layers, names = snip_linears(trainee.model), ["loss", *dict(trainee.model.named_parameters())]
+    sums, kept = list[Tensor](), [_Kept(), _Kept()]
     for number in range(-_WARM, count):
+        set_step(layers, _FORK.seed, number % _STEPS, 0)
+        trainee.renew_keys()
         with deterministic(trainee.device):
             loss = trainee.passes(ids, plan)
         if number >= 0:
             sums.append(_sums(loss, trainee.model))
-            gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-            if number == 0:
-                first = {name: gradient.clone() for name, gradient in gradients.items()}
-                others, is_kept = {name: gradient.clone() for name, gradient in first.items()}, sums[0].new_zeros(())
-            is_new = (sums[-1] != sums[0]).any() & (is_kept == 0)
-            for name, gradient in gradients.items():
-                others[name].copy_(torch.where(is_new, gradient, others[name]))
-            is_kept += is_new
+            kept[number % _STEPS].take(sums[-1], trainee.model)
         trainee.optimizer.zero_grad()
     rows = [tuple(row) for row in torch.stack(sums).tolist()]
-    ((most, _),) = Counter(rows).most_common(1)
+    most = [Counter(rows[step::_STEPS]).most_common(1)[0][0] for step in range(min(_STEPS, count))]
     differing = [
-        {"pass": number, "in": [name for name, own, usual in zip(names, row, most, strict=True) if own != usual]}
+        {
+            "pass": number,
+            "in": [name for name, own, usual in zip(names, row, most[number % _STEPS], strict=True) if own != usual],
+        }
         for number, row in enumerate(rows)
-        if row != most
+        if row != most[number % _STEPS]
     ]
+    where = {name: found for one in reversed(kept) for name, found in _where(one.others, one.first).items()}
     told = hashlib.sha256(repr(most).encode()).hexdigest()[:12]
-    return {"most": told, "differing": len(differing), "first": differing[:_SHOWN], "where": _where(others, first)}
+    return {"most": told, "differing": len(differing), "first": differing[:_SHOWN], "where": where}
+
+
+class _Kept:
+    """Gradients of the first pass of a step, and of the first one that differs from it. All stays on the device."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, Tensor] = {}
+        self.others: dict[str, Tensor] = {}
+        self._sums: Tensor | None = None
+        self._is_kept: Tensor | None = None
+
+    def take(self, sums: Tensor, model: nn.Module) -> None:
+        """Looks at the gradients that a pass has left, of which these are the sums."""
+        gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+        if self._sums is None or self._is_kept is None:
+            self._sums, self._is_kept = sums, sums.new_zeros(())
+            self.first = {name: gradient.clone() for name, gradient in gradients.items()}
+            self.others = {name: gradient.clone() for name, gradient in gradients.items()}
+        is_new = (sums != self._sums).any() & (self._is_kept == 0)
+        for name, gradient in gradients.items():
+            self.others[name].copy_(torch.where(is_new, gradient, self.others[name]))
+        self._is_kept += is_new
 
 
 def _where(gradients: Mapping[str, Tensor], first: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from torch import Tensor
 from benchmarks.shared.json_lines import read_lines
 from eval.bakeoff import fork_repeats
 from eval.bakeoff.fork_base import Trainee
+from eval.bakeoff.fork_cells import contender_of
 from eval.bakeoff.fork_recipe import load_recipe
+from eval.bakeoff.fork_run import in_force, make_plan
+from snip_hf.layers import state
 
 
 @pytest.mark.slow
@@ -42,7 +46,7 @@ def test_no_passes_and_a_missing_recipe_are_refused(tmp_path: Path, capsys: pyte
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("which", [0, 2])
+@pytest.mark.parametrize("which", [0, 2, 3])
 def test_a_pass_that_differs_is_found_and_what_differs_is_named(tmp_path: Path, which: int) -> None:
     recipe = load_recipe(write_recipe(tmp_path, [{"format": "bf16"}]))
     text = random_text(8)
@@ -59,9 +63,34 @@ def test_a_pass_that_differs_is_found_and_what_differs_is_named(tmp_path: Path, 
         return loss
 
     trainee.passes = passes  # type: ignore[method-assign]
-    line = fork_repeats._compared(trainee, ids, None, 4)
+    line = fork_repeats._compared(trainee, ids, None, 6)
     assert (line["differing"], line["first"]) == (1, [{"pass": which, "in": ["model.norm.weight"]}])
     # Which pass was the odd one does not matter to where it differs.
     found = line["where"]["model.norm.weight"]
     assert (found["elements"], found["from"], found["to"]) == (1, [3], [3])
     assert 0 < found["in_norm"] < 1e-6 and len(line["where"]) == 1
+
+
+def test_a_pass_with_the_keys_of_another_step_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(write_recipe(tmp_path, [{"format": "bf16"}]))
+    text = random_text(8)
+    trainee = Trainee(recipe, text, CPU, 0)
+    (ids,) = trainee.put([text.train[:2]])
+    contender = contender_of({"format": "fp4"}, {"backend": recipe.backend, "solver": "greedy"})
+    planned = make_plan(trainee, contender, fork_repeats._FORK, recipe.backend, ids)
+    calls = 0
+
+    def set_step(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls != fork_repeats._WARM + 4:  # the fourth pass has what the third one had
+            state.set_step(*arguments)
+
+    monkeypatch.setattr(fork_repeats, "set_step", set_step)
+    config = contender.config(fork_repeats._FORK, recipe.backend)
+    with in_force(trainee, planned, config, fork_repeats._FORK):
+        line = fork_repeats._compared(trainee, ids, planned.plan, 8)
+    assert line["differing"] == 1
+    (found,) = line["first"]
+    assert found["pass"] == 3 and any(name.endswith("down_proj.weight") for name in found["in"])
+    assert set(line["where"]) <= set(found["in"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..kernels.rounding import has_kernels
 from ..kernels.sums import row_squares, token_figures
+from ..layers.host_copy import on_device
 from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..numerics.gemms import TILE
 from ..numerics.random_streams import stream_key
@@ -251,8 +252,7 @@ class Recorder:
             kept = self._plan.kept(tokens)
             is_kept = torch.zeros(tokens, dtype=torch.bool)
             is_kept[kept] = True
-            # Without waiting for the device: the host is ahead of it.
-            self._kept[at] = kept.to(device, non_blocking=True), is_kept.to(device, non_blocking=True)
+            self._kept[at] = on_device(kept, device), on_device(is_kept, device)
         return self._kept[at]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..kernels.emulated import EMULATED, STATE_SIZE, KeyOnDevice
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
+from .host_copy import on_device
 from .layer import GRAD_OUTPUT, KEY, STATE, SnipLayer
 
 # The GEMM that a frozen weight does not have.
@@ -132,7 +133,7 @@ class KeysOnDevice:
     def renew(self) -> None:
         """Takes the keys that the states have now, without waiting for the device."""
         assert self._states is not None
-        self._keys[:, 0].copy_(self._states[:, KEY], non_blocking=True)
+        self._keys[:, 0].copy_(on_device(self._states[:, KEY], self._keys.device))
 
 
 class PackedStates:
@@ -162,7 +163,7 @@ class PackedStates:
         base = self.writable()
         if base is not None:
             keys = stream_key(seed, step, micro_batch, self._keys, GRAD_OUTPUT)
-            base[:, KEY] = torch.from_numpy(keys.view(np.int64)).to(base.device, non_blocking=True)
+            base[:, KEY] = on_device(torch.from_numpy(keys.view(np.int64)), base.device)
         return base is not None
 
     def set_rank(self, rank: int, ranks: int) -> bool:
@@ -191,7 +192,7 @@ def set_step(layers: Mapping[str, SnipLayer], seed: int, step: int, micro_batch:
         base = states[members[0]]._base
         if base is not None and base.shape == (len(members), STATE_SIZE):
             members.sort(key=lambda index: states[index].storage_offset())
-            base[:, KEY] = keys[members].to(base.device, non_blocking=True)
+            base[:, KEY] = on_device(keys[members], base.device)
         else:
             for index in members:
                 states[index][KEY] = keys[index]

@@ -1,0 +1,17 @@
+"""Copies of the host's numbers on a device, for which the host does not wait."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def on_device(numbers: Tensor, device: torch.device) -> Tensor:
+    """Returns a host's tensor on a device, contiguous; the host goes on at once, and may write `numbers` anew.
+
+    To CUDA by way of pinned memory, which torch keeps until the copy has been done. Of pageable memory CUDA says only
+    that a copy "might be synchronous with respect to host".
+    """
+    if device.type == "cuda":
+        numbers = numbers.contiguous().pin_memory()
+    return numbers.to(device, non_blocking=True)

@@ -19,6 +19,7 @@ from eval.bakeoff.fork_report import Asked, write_report
 
 REFRESHES, RECIPE = ROOT / "eval" / "results" / "forks-refreshes.jsonl", ROOT / "recipes" / "forks-refreshes.yaml"
 PAGE = "docs/results-refreshes.md"
+NUMBERS = {6: "six", 11: "eleven"}
 HELD, BY_LAYER = "snip {fp4, fp8}, 90% by gemm", "snip {fp4, fp8}, 75% by layer"
 REFRESHED = f"{HELD}, refresh_every 250"
 COST, MEMORY = f"{REFRESHED}, switching_cost 0.03", f"{REFRESHED}, estimate_memory 0.3"
@@ -87,9 +88,17 @@ def test_a_refresh_changes_as_many_gemms_as_the_page_says() -> None:
 
 def test_the_page_says_which_forks_are_there() -> None:
     asked = sum(len(run.ids) for run in load_recipe(RECIPE).runs("text"))
-    assert f"{len(lines())} of the {asked} forks ran" in text_of(PAGE)
-    counts = {contender: len(own) for contender, own in by_contender(lines()).items()}
+    text, earlier = text_of(PAGE), [line for line in lines() if line["commit"] == "6237e0a"]
+    assert f"{len(lines())} of the {asked} forks ran, {len(earlier)} of them in two calls" in text
+    counts = {contender: len(own) for contender, own in by_contender(earlier).items()}
     assert sorted(counts.values()) == [8] * 5 + [9] + [10] * 6 and counts["fp4"] == 9
+    later = [line for line in lines() if line["commit"] != "6237e0a"]
+    assert {(line["commit"], line["machine"].split()[1]) for line in later} == {("7fd4429", "H100")}
+    assert {line["contender"] for line in later} == {name for name, count in counts.items() if count == 8}
+    assert {(line["fork"]["base_seed"], line["fork"]["point"]) for line in later} == {(6, 300)}
+    same = {line["state"] for line in lines() if line["fork"]["base_seed"] == 6 and line["fork"]["point"] == 300}
+    assert len(same) == 1 and f"more than 1,000 steps, {NUMBERS[asked - len(lines())]} forks" in text
+    assert f"`forks-refreshes.jsonl` | {len(lines())} of the {asked} forks" in text_of("eval/README.md")
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ PAGE = "docs/results.md"
 SMALL, LARGE = (f"benchmarks/results/weight_gradients_{size}.jsonl" for size in ("small", "30M"))
 # Page -> its forks.
 ON_TENSOR_CORES = {
-    name: f"forks-{name}" for name in ("criteria", "longer", "refreshes", "shifts", "objectives", "mxfp4")
+    name: f"forks-{name}" for name in ("criteria", "longer", "refreshes", "shifts", "objectives", "loss-forms", "mxfp4")
 } | {"continued": "forks-continue-124m"}
 
 

@@ -1,0 +1,315 @@
+"""Figures that pages quote of forks with other forms of SNIP's loss divergence, and of the main contrasts over 1,000
+steps, are those of the committed lines."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any, get_args
+
+import pytest
+from committed import ROOT, text_of
+
+from eval.bakeoff import fork_tables
+from eval.bakeoff.fork_lines import by_contender, difference_of, fork_key, pairs, read_forks
+from eval.bakeoff.fork_recipe import load_recipe
+from eval.bakeoff.fork_report import Asked, write_report
+from eval.bakeoff.fork_statistics import Difference, holm
+from eval.bakeoff.trial_policies import TRIALS
+from snip_hf.config import LossEstimator, SnipConfig
+from snip_hf.numerics.gemms import GEMMS
+
+RESULTS = ROOT / "eval" / "results"
+FORMS, CONTRASTS, CRITERIA = "loss-forms", "contrasts", "criteria"
+PAGE, CRITERIA_PAGE = "docs/results-loss-forms.md", "docs/results-criteria.md"
+# Family -> where its plans spend 4 bits, in the order of the page's columns.
+SETTINGS = {"at-75": "75% by gemm", "at-90": "90% by gemm", "at-95": "95% by gemm", "layer-75": "75% by layer"}
+ALL_TOKENS = ", probe_tokens None, probe_batch_tokens None"
+WEIGHTS, BOTH, ERRORS = "snip-weight-magnitudes", "snip-magnitudes", "snip-weight-errors"
+LABELS = {name: f"`{name}`" for name in ("greedy", WEIGHTS, BOTH, ERRORS)} | {
+    "snip": "`probe_tokens=None`, `probe_batch_tokens=None`"
+}
+
+
+def recipe_of(name: str) -> Path:
+    return ROOT / "recipes" / f"forks-{name}.yaml"
+
+
+@cache
+def lines(*names: str) -> list[dict[str, Any]]:
+    return read_forks([RESULTS / f"forks-{name}.jsonl" for name in names])
+
+
+def compared(name: str, family: str, steps: int = 100) -> dict[str, fork_tables.Tested]:
+    pairs_of = load_recipe(recipe_of(name)).comparisons_after(steps)[family]
+    return {test.one: test for test in fork_tables.tests_of(lines(name), pairs_of)}
+
+
+def contender(policy: str, setting: str) -> str:
+    return f"{policy} {{fp4, fp8}}, {setting}"
+
+
+def between(one: str, other: str, setting: str, *names: str, point: int | None = None) -> Difference:
+    """The difference of two policies after 100 steps in one setting, of the lines of these recipes."""
+    of = by_contender(line for line in lines(*(names or (FORMS,))) if line["steps"] == 100)
+    own = [line for line in of[contender(one, setting)] if point in (None, line["fork"]["point"])]
+    return difference_of(own, of[other if other == "bf16" else contender(other, setting)], "held_out_plan")
+
+
+def averaged(one: str, other: str) -> Difference:
+    """The difference of two policies over the forks that have all four settings, averaged per fork."""
+    of = by_contender(lines(FORMS))
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for setting in SETTINGS.values():
+        for line, value in pairs(of[contender(one, setting)], of[contender(other, setting)], "held_out_plan"):
+            found.setdefault(fork_key(line), []).append(value)
+    whole = {key: values for key, values in found.items() if len(values) == len(SETTINGS)}
+    return Difference.of([fmean(values) for values in whole.values()], [key[0] for key in whole])
+
+
+@pytest.mark.parametrize("policy", [*LABELS])
+def test_the_table_of_forms_has_the_differences_of_the_lines(policy: str) -> None:
+    cells, forks = [], []
+    for family, setting in SETTINGS.items():
+        found = compared(FORMS, family).get(contender(policy, setting) + (ALL_TOKENS if policy == "snip" else ""))
+        if found is None:
+            assert (policy, family) == ("snip", "layer-75")
+            cells.append("not run")
+            continue
+        figure = str(found.main) if found.reading == fork_tables.NOT_SIGNIFICANT else f"**{found.main}**"
+        cells.append(f"{figure} ({found.main.detectable(found.level):.3f})")
+        forks.append(found.main.forks)
+    assert f"| {LABELS[policy]} | {' | '.join(cells)} |" in text_of(PAGE)
+    assert forks == {BOTH: [24, 27, 26, 27], "snip": [27, 27, 22]}.get(policy, [27] * 4)
+    assert "24 and 26 for `snip-magnitudes` at 75 and 95% and 22 for all tokens at 95%" in text_of(PAGE)
+
+
+def test_greedy_at_90_is_the_only_significant_difference() -> None:
+    found = {(family, one): test for family in SETTINGS for one, test in compared(FORMS, family).items()}
+    readings = {key: test.reading for key, test in found.items() if test.reading != fork_tables.NOT_SIGNIFICANT}
+    assert readings == {("at-90", contender("greedy", "90% by gemm")): "lower"}
+    greedy = {family: found[family, contender("greedy", setting)] for family, setting in SETTINGS.items()}
+    at_90, at_95, layer = greedy["at-90"], greedy["at-95"], greedy["layer-75"]
+    text = text_of(PAGE)
+    assert f"repeats: {at_90.main}, with a corrected p of {at_90.p_holm:.3f}" in text
+    assert f"At 95% (p = {at_95.main.p:.3f}, {at_95.p_holm:.3f} after Holm's correction)" in text
+    assert f"by layer at 75% (p = {layer.main.p:.3f}, {layer.p_holm:.3f} after it)" in text
+    assert f"of the first nine bases, {between('greedy', 'snip', '90% by gemm', CRITERIA)}, repeats" in text
+    assert (
+        f"(-0.028 ± 0.019), [again](results-loss-forms.md) on nine bases that no choice was made on ({at_90.main})"
+        in (text_of(CRITERIA_PAGE))
+    )
+    assert f"the nine other bases `greedy` is at {greedy['at-75'].main}" in text_of(CRITERIA_PAGE)
+    smallest = [found["at-75", one].main.detectable(found["at-75", one].level) for one in compared(FORMS, "at-75")]
+    assert f"would have found {min(smallest):.3f} to {max(smallest):.3f} points" in text
+    means = sorted(-found[family, contender(WEIGHTS, SETTINGS[family])].main.mean for family in [*SETTINGS][1:])
+    assert f"Its means are {means[0]:.3f} to {means[-1]:.3f} points below SNIP's there" in text
+    whole = [found[f"at-{share}", contender("snip", f"{share}% by gemm") + ALL_TOKENS].main for share in (75, 90, 95)]
+    assert "the differences are {}, {} and {} at 75, 90 and 95%, none significant".format(*whole) in text
+
+
+def test_over_both_sets_of_bases_greedy_is_as_far_below_snip_as_the_page_says() -> None:
+    assert {line["fork"]["base_seed"] for line in lines(FORMS)} == set(range(9, 18))
+    found = [
+        between("greedy", "snip", SETTINGS[family], CRITERIA, FORMS)
+        for family in ("at-90", "at-95", "at-75", "layer-75")
+    ]
+    assert [one.forks for one in found] == [54] * 4
+    text = text_of(PAGE)
+    assert "at {}, {} and {} by GEMM at 90, 95 and 75%, and at {} by layer at 75%".format(*found) in text
+    ps = holm([one.p for one in found])
+    shown = ["< 0.001" if p is not None and p < 0.001 else f"{p:.3f}" for p in ps]
+    assert "(p {}, {}, {} and {})".format(*shown) in text and shown[0] == "< 0.001"
+    assert [p is not None and p < 0.05 for p in ps] == [True, True, False, True]
+    assert "These tests were not planned" in text
+
+
+def test_greedy_is_furthest_below_snip_where_a_fork_starts_late() -> None:
+    text = text_of(PAGE)
+    for family in ("at-90", "at-95", "at-75"):
+        found = [
+            between("greedy", "snip", SETTINGS[family], CRITERIA, FORMS, point=point) for point in (300, 900, 1500)
+        ]
+        assert [one.forks for one in found] == [18] * 3
+        shown = "{}, {} and {}" if family != "at-75" else "({}, {}, {})"
+        assert shown.format(*found) in text
+    for own in ((CRITERIA,), (FORMS,)):
+        for setting in ("90% by gemm", "95% by gemm"):
+            of = {point: between("greedy", "snip", setting, *own, point=point).mean for point in (300, 900, 1500)}
+            assert min(of, key=lambda point: of[point]) == 1500
+
+
+def test_snip_with_the_figure_of_greedy_is_level_with_greedy() -> None:
+    text = text_of(PAGE)
+    at_90, at_95, at_75, layer = (
+        between("greedy", WEIGHTS, SETTINGS[family]) for family in ("at-90", "at-95", "at-75", "layer-75")
+    )
+    assert f"`greedy` less it is {at_90}, {at_95} and {at_75} by GEMM at 90, 95 and 75% and {layer} by layer" in text
+    own, greedy = averaged(WEIGHTS, "snip"), averaged("greedy", "snip")
+    assert own.forks == greedy.forks == 27 and own.p is not None and own.p < 0.001
+    below = [str(one).removeprefix("-") for one in (own, greedy)]
+    assert f"it is {below[0]} below SNIP (27 forks, p < 0.001), and `greedy` {below[1]} (p = {greedy.p:.3f})" in text
+    assert "**This average was not planned**" in text
+    both, errors = averaged(BOTH, "snip"), averaged(ERRORS, "snip")
+    assert both.forks == 24 and f"{both} for `{BOTH}` (24 forks, p = {both.p:.3f})" in text
+    assert f"{errors} for `{ERRORS}` (p = {errors.p:.3f})" in text
+    apart = [averaged(WEIGHTS, other) for other in (BOTH, ERRORS)]
+    first, second = (f"{str(one).removeprefix('-')} below the {{}} (p = {one.p:.3f})" for one in apart)
+    assert f"{first.format('former')} and {second.format('latter')}" in text
+    assert "both uncorrected and not planned" in text
+
+
+def test_snip_and_greedy_cost_against_bf16_what_the_page_says() -> None:
+    text = text_of(PAGE)
+    for policy, shown in (("snip", "{}, {} and {}%, and by layer at 75% at {}%"), ("greedy", "{}, {}, {} and {}%")):
+        found = [between(policy, "bf16", setting) for setting in SETTINGS.values()]
+        assert [one.forks for one in found] == [23] * 4
+        assert shown.format(*found) in text
+
+
+def test_the_power_for_what_is_seen_at_90_is_that_of_the_page() -> None:
+    found = compared(FORMS, "at-90")[contender(WEIGHTS, "90% by gemm")]
+    assert round(found.main.mean, 2) == -0.02
+    power, forks = found.main.power(0.02, found.level), found.main.forks_for(0.02, found.level)
+    assert f"a power of {power:.2f} in these forks at Holm's first step; {forks} forks would have 0.8" in text_of(PAGE)
+
+
+def test_the_page_says_how_many_forks_of_which_bases_ran() -> None:
+    asked = [one for run in load_recipe(recipe_of(FORMS)).runs("text") for one in run.ids]
+    counts = {name: len(own) for name, own in by_contender(lines(FORMS)).items()}
+    missing = {name: 27 - count for name, count in counts.items() if count < 27}
+    assert missing == {
+        "bf16": 4,
+        contender("snip", "95% by gemm") + ALL_TOKENS: 5,
+        contender(BOTH, "75% by gemm"): 3,
+        contender(BOTH, "95% by gemm"): 1,
+    }
+    assert f"{len(lines(FORMS))} of the {len(asked)} forks ran" in text_of(PAGE) and len(counts) * 27 == len(asked)
+    assert f"Of the {len(asked) - len(lines(FORMS))} that are missing five are of all tokens" in text_of(PAGE)
+    assert {(line["commit"], line["cuda_graph"]) for line in lines(FORMS)} == {("7fd4429", True)}
+    assert f"`forks-loss-forms.jsonl` | {len(lines(FORMS))} of {len(asked)} forks" in text_of("eval/README.md")
+
+
+def plans(name: str) -> dict[tuple[Any, ...], list[str]]:
+    return {
+        fork_key(line): [list(line["shares"])[int(digit)] for digit in line["plan"]]
+        for line in lines(FORMS)
+        if line["contender"] == name
+    }
+
+
+def others(one: str, other: str, setting: str) -> list[int]:
+    """In how many GEMMs the plans of two policies differ, fork by fork."""
+    theirs = plans(contender(other, setting))
+    own = plans(contender(one, setting))
+    return [sum(a != b for a, b in zip(plan, theirs[fork], strict=True)) for fork, plan in own.items()]
+
+
+def test_plans_differ_in_as_many_gemms_as_the_page_says() -> None:
+    text = text_of(PAGE)
+    policies = ("greedy", WEIGHTS, BOTH, ERRORS)
+    at_90 = [fmean(others(one, "snip", "90% by gemm")) for one in policies]
+    near = fmean(others(WEIGHTS, "greedy", "90% by gemm"))
+    assert f"differ from SNIP's in {at_90[0]:.1f} of 168 GEMMs on average" in text
+    assert f"in {at_90[1]:.1f} (and in {near:.1f} from `greedy`'s), of `{BOTH}` in {at_90[2]:.1f} and of" in text
+    assert f"`{ERRORS}` in {at_90[3]:.1f}." in text
+    at_75 = [others(one, "snip", "75% by gemm") for one in policies]
+    assert "it is {:.1f}, {:.1f}, {:.1f} and {:.1f}, and seven plans".format(*map(fmean, at_75)) in text
+    assert [own.count(0) for own in at_75] == [7] * 4
+
+
+@pytest.mark.parametrize("policy", ["snip", "greedy", WEIGHTS, BOTH, ERRORS])
+def test_forms_keep_fp8_where_the_page_says(policy: str) -> None:
+    own = plans(contender(policy, "90% by gemm"))
+    assert len(own) == 27
+    for setting in ("75% by gemm", "90% by gemm", "95% by gemm"):
+        for plan in plans(contender(policy, setting)).values():
+            assert all(GEMMS[place % 3] == "forward" for place, name in enumerate(plan) if name == "fp8")
+    # Seven linears of each block, three GEMMs each.
+    cells = [
+        fmean(sum(plan[block * 21 + linear * 3] == "fp8" for block in range(8)) for plan in own.values())
+        for linear in range(7)
+    ]
+    label = "SNIP" if policy == "snip" else f"`{policy}`"
+    assert f"| {label} | {' | '.join(f'{cell:.1f}' for cell in cells)} |" in text_of(PAGE)
+
+
+def test_the_option_that_the_pages_name_is_there_and_is_not_the_default() -> None:
+    assert set(TRIALS) == {WEIGHTS, BOTH, ERRORS}
+    assert "saliency" in get_args(LossEstimator) and SnipConfig().loss_estimator == "token-fisher"
+    default = SnipConfig()
+    assert (default.probe_tokens, default.probe_batch_tokens) == (1024, 4096)
+    assert "instead of 1,024 of 4,096" in text_of(PAGE)
+    recipe = load_recipe(recipe_of(FORMS))
+    assert recipe.base.sequences * recipe.data.sequence_length == 8192
+    for page in (PAGE, CRITERIA_PAGE):
+        assert '`loss_estimator="saliency"` is worth a try' in text_of(page)
+
+
+def contrast_cell(family: str, one: str) -> str:
+    found = compared(CONTRASTS, family, 1000)[one]
+    figure = str(found.main) if found.reading == fork_tables.NOT_SIGNIFICANT else f"**{found.main}**"
+    return f"{found.main.forks} | {figure} ({found.main.detectable(found.level):.3f})"
+
+
+def test_the_table_of_1000_steps_has_the_differences_of_the_lines() -> None:
+    text = text_of(CRITERIA_PAGE)
+    layer: dict[str, Callable[[], str]] = {
+        "greedy": lambda: contrast_cell("layer-75", contender("greedy", "75% by layer")),
+        "fisher": lambda: "0 | not asked",
+        "backward-first": lambda: "0 | not possible",
+        "random": lambda: contrast_cell("layer-75", contender("random", "75% by layer")),
+    }
+    for policy, cell in layer.items():
+        assert f"| `{policy}` | {contrast_cell('gemm-95', contender(policy, '95% by gemm'))} | {cell()} |" in text
+    greedy = compared(CONTRASTS, "gemm-95", 1000)[contender("greedy", "95% by gemm")]
+    assert greedy.reading == "lower" and f"(corrected p = {greedy.p_holm:.3f})" in text
+    assert f"[after 1,000 steps](#over-1000-steps) ({greedy.main})" in text
+    of = by_contender(lines(CONTRASTS))
+    starts = [
+        difference_of(
+            [line for line in of[greedy.one] if line["fork"]["point"] == point], of[greedy.other], "held_out_plan"
+        )
+        for point in (300, 1500)
+    ]
+    assert [one.forks for one in starts] == [5, 5]
+    assert "From step 300 its difference is {}, from step 1,500 {}".format(*starts) in text
+    ratio = compared(CONTRASTS, "gemm-95", 1000)[contender("random", "95% by gemm")].main.mean
+    assert 2.4 < ratio / between("random", "snip", "95% by gemm", CRITERIA).mean < 2.6
+
+
+def test_the_pages_say_which_forks_of_1000_steps_are_there() -> None:
+    asked = [one for run in load_recipe(recipe_of(CONTRASTS)).runs("text") for one in run.ids]
+    counts = {name: len(own) for name, own in by_contender(lines(CONTRASTS)).items()}
+    assert len(lines(CONTRASTS)) == 76 and len(asked) == 150
+    assert f"{len(lines(CONTRASTS))} of the {len(asked)} forks ran" in text_of(CRITERIA_PAGE)
+    assert f"{len(lines(CONTRASTS))} of {len(asked)} forks" in text_of("eval/README.md")
+    assert {name for name, count in counts.items() if count != 10} == {contender("random", "75% by layer")}
+    assert counts[contender("random", "75% by layer")] == 6 and not any("90%" in name for name in counts)
+    needed = {
+        (family, one.split()[0]): test.main.forks_for(0.1, test.level)
+        for family in ("gemm-95", "layer-75")
+        for one, test in compared(CONTRASTS, family, 1000).items()
+    }
+    text = text_of(CRITERIA_PAGE)
+    assert f"{needed['layer-75', 'greedy']} for `greedy`, {needed['layer-75', 'random']} for `random`" in text
+    assert f"{needed['gemm-95', 'fisher']} for `fisher`, {needed['gemm-95', 'backward-first']} for" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "against"), [(FORMS, None), (CONTRASTS, "snip {fp4, fp8}, 95% by gemm")])
+def test_the_tables_are_those_of_the_lines(tmp_path: Path, name: str, against: str | None) -> None:
+    recipe, page = recipe_of(name), ROOT / PAGE
+    docs = [Path(shutil.copy(page, tmp_path))] if name == FORMS else []
+    command = f"python -m eval.bakeoff.forks report eval/results/forks-{name}.jsonl --recipe recipes/forks-{name}.yaml "
+    command += f'--against "{against}" ' if against else ""
+    command += f"--output eval/results/forks-{name}.md"
+    command += f" --docs {PAGE}" if docs else ""
+    source, asked = [RESULTS / f"forks-{name}.jsonl"], {"against": against} if against else {}
+    text = write_report(source, None, Asked.by(load_recipe(recipe), recipe, command=command, **asked), docs)
+    assert text == (RESULTS / f"forks-{name}.md").read_text(encoding="utf-8")
+    for copy in docs:
+        assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_l
 from snip_hf import SnipConfig, SnipController
 from snip_hf.estimation.replayed_sums import Capture, cuda_graph
 from snip_hf.kernels.emulated import Emulated
+from snip_hf.layers.host_copy import on_device
 from snip_hf.layers.state import KeysOnDevice, pack_states, snip_linears
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.planning.plan import PrecisionPlan
@@ -111,9 +112,7 @@ class Trainee:
 
     def put(self, sequences: Sequence[np.ndarray[Any, Any]]) -> list[Tensor]:
         """Returns the tokens of steps, (B, L) each, on the device, where a step need not wait for them."""
-        ids = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
-        if self.device.type == "cuda":
-            ids = ids.pin_memory().to(self.device, non_blocking=True)
+        ids = on_device(torch.from_numpy(np.concatenate(sequences).astype(np.int64)), self.device)
         return list(ids.split([len(rows) for rows in sequences]))
 
     def step(self, number: int, ids: Tensor, controller: SnipController | None) -> Tensor:

@@ -40,14 +40,13 @@ from .fork_lines import SCHEMA_VERSION
 from .fork_pace import Pace, overview
 from .fork_recipe import ForkRecipe, ForkRun
 from .fork_run import in_force, make_plan, run_fork
+from .fork_shared import APART, FAILED, FREE, TAKEN, Shared
 from .fork_text import ForkText, read_text
 
 # Between two looks whether a base is there.
 _WAIT_SECONDS = 0.2
 # By how many of its last forks a worker knows how long the next one takes.
 _FORKS_OF_PACE = 5
-# Of a base: nobody trains it; somebody does or did; that failed; lines that are there began with other weights.
-_FREE, _TAKEN, _FAILED, _APART = range(4)
 
 
 @dataclass(frozen=True)
@@ -64,26 +63,6 @@ class Job:
     """Seconds since the epoch."""
     parent: int
     """Id of the process that started the workers."""
-
-
-class Shared:
-    """What workers have in common.
-
-    Args:
-        todo: as in `Job`.
-        workers: how many there are.
-    """
-
-    def __init__(self, todo: Sequence[ForkRun], workers: int = 1) -> None:
-        context = mp.get_context("spawn")
-        self.workers = context.Value("i", workers)
-        """How many did not end for want of memory."""
-        self.failed = context.Value("i", 0)
-        self.is_taken = context.Array("b", len(todo))
-        """Place in `todo` -> whether a worker took it."""
-        self.bases = {run.fork.base_seed: context.Value("i", _FREE) for run in todo}
-        """Seed -> whether a worker trains the base."""
-        self.lock = context.Lock()
 
 
 def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
@@ -112,7 +91,7 @@ def run_forks(recipe: ForkRecipe, options: argparse.Namespace) -> int:
     deadline = math.inf if options.minutes is None else began + 60 * options.minutes
     job = Job(recipe, todo, _states_of(recipe.runs(text.digest), lines), options, deadline, os.getpid())
     count = min(options.workers, len(todo))
-    shared = Shared(todo, count)
+    shared = Shared(todo, count, torch.cuda.device_count() if options.device == "cuda" else 1)
     # Workers end with this process, also when it is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # The workers are processes enough. What one has compiled the others find in inductor's cache.
@@ -150,7 +129,7 @@ def work(index: int, job: Job, shared: Shared) -> None:
     logging.getLogger("snip_hf").addHandler(_WARNINGS)
     text = read_text(job.options.text)
     pace, own = _OwnPace(), OwnTrainee(job.recipe, text, device)
-    while (run := _take(job, shared, text, device, own)) is not None:
+    while (run := _take(index, job, shared, text, device, own)) is not None:
         if _is_late(job, pace.seconds(run)):
             continue
         began, is_untouched = time.time(), True
@@ -160,11 +139,11 @@ def work(index: int, job: Job, shared: Shared) -> None:
                 _write(job, shared, _signed(job, run, steps, text, device) | found)
                 is_untouched = False
         except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError) and is_untouched and _makes_room(shared):
-                shared.is_taken[job.todo.index(run)] = False
+            if is_untouched and _lacks_memory(error) and _leaves(shared, index, fork=job.todo.index(run)):
                 return
             _report_failure(run.name, shared)
             if not _is_usable(device):
+                shared.end(index)
                 return
             own.drop()  # the failure may have left anything in it
             continue
@@ -281,18 +260,26 @@ def _is_usable(device: torch.device) -> bool:
     return True
 
 
-def _makes_room(shared: Shared) -> bool:
-    """Returns True if this worker is to end, so that others have its memory and its work: it is not the last one."""
-    with shared.workers.get_lock():
-        if shared.workers.value == 1:
-            return False
-        shared.workers.value -= 1
-    print("This worker ends and leaves memory and work to others; run fewer (--workers).", file=sys.stderr, flush=True)
-    return True
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Returns True if an error, or what caused it, is for want of a device's memory."""
+    if error is None:
+        return False
+    told = any(text in str(error) for text in ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED"))
+    return told or isinstance(error, torch.OutOfMemoryError) or _lacks_memory(error.__cause__)
 
 
-def _take(job: Job, shared: Shared, text: ForkText, device: torch.device, own: OwnTrainee) -> ForkRun | None:
-    """Returns the first fork that no worker took and whose base is there; None if there will be none.
+def _leaves(shared: Shared, index: int, **taken: int) -> bool:
+    """As `Shared.leave`, and says so."""
+    leaves = shared.leave(index, **taken)
+    if leaves:
+        print("This worker leaves memory and work to others; run fewer (--workers).", file=sys.stderr, flush=True)
+    return leaves
+
+
+def _take(
+    index: int, job: Job, shared: Shared, text: ForkText, device: torch.device, own: OwnTrainee
+) -> ForkRun | None:
+    """Returns the first fork that no worker took and whose base is there; None if this worker is to end.
 
     Until then it trains a base that no worker trains, or waits for one and compiles.
     """
@@ -303,26 +290,30 @@ def _take(job: Job, shared: Shared, text: ForkText, device: torch.device, own: O
                 if shared.is_taken[position]:
                     continue
                 base = shared.bases[run.fork.base_seed]
-                if base.value != _APART and _can_fork(job, shared, text, run.fork):
+                if base.value != APART and _can_fork(job, shared, text, run.fork):
                     shared.is_taken[position] = True
                     return run
-                is_coming |= base.value == _TAKEN
-                if base.value == _FREE and untrained is None:
+                is_coming |= base.value == TAKEN
+                if base.value == FREE and untrained is None:
                     untrained = run.fork.base_seed
             if untrained is not None:
-                shared.bases[untrained].value = _TAKEN
-        if untrained is not None:
-            if not _goes_on_after_base(job, shared, text, untrained, device):
+                shared.bases[untrained].value = TAKEN
+            elif not is_coming:
+                shared.end(index)  # before anything can be given back
                 return None
-        elif is_coming:
-            try:
-                own.warm()
-            except Exception:
-                _report_failure("compilation before the first fork", shared)
-                own.drop()
-            time.sleep(_WAIT_SECONDS)
-        else:
-            return None
+        if untrained is not None:
+            if not _goes_on_after_base(index, job, shared, text, untrained, device):
+                return None
+            continue
+        try:
+            own.warm()
+        except Exception as error:
+            if _lacks_memory(error) and _leaves(shared, index):
+                return None
+            _report_failure("compilation before the first fork", shared)
+            own.drop()
+        time.sleep(_WAIT_SECONDS)
+    shared.end(index)
     return None
 
 
@@ -335,23 +326,25 @@ def _can_fork(job: Job, shared: Shared, text: ForkText, fork: Fork) -> bool:
         check_state(path, job.states.get((fork.base_seed, fork.point), ()))
     except ValueError:
         _report_failure(f"forks of the base of seed {fork.base_seed}", shared)
-        shared.bases[fork.base_seed].value = _APART
+        shared.bases[fork.base_seed].value = APART
         return False
     return True
 
 
-def _goes_on_after_base(job: Job, shared: Shared, text: ForkText, seed: int, device: torch.device) -> bool:
+def _goes_on_after_base(index: int, job: Job, shared: Shared, text: ForkText, seed: int, device: torch.device) -> bool:
     """Trains a base; returns False if this worker is to end."""
     began = time.time()
     try:
         train_base(job.recipe, text, seed, device, job.options.cache)
     except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError) and _makes_room(shared):
-            shared.bases[seed].value = _FREE
+        if _lacks_memory(error) and _leaves(shared, index, base=seed):
             return False
         _report_failure(f"base of seed {seed}", shared)
-        shared.bases[seed].value = _FAILED
-        return _is_usable(device)
+        shared.bases[seed].value = FAILED
+        if _is_usable(device):
+            return True
+        shared.end(index)
+        return False
     print(f"base of seed {seed}: {time.time() - began:.0f} s", flush=True)
     return True
 

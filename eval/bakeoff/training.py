@@ -25,6 +25,7 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup
 from recipes.parts.model import build_model
 from recipes.parts.recipe import ModelSection
 from snip_hf import SnipController, restore_model
+from snip_hf.layers.host_copy import on_device
 from snip_hf.numerics.formats import FORMATS, UNQUANTIZED
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PrecisionPlan
@@ -238,9 +239,7 @@ class Run:
         return loss.detach()
 
     def _batch(self, sequences: np.ndarray[Any, Any]) -> dict[str, Tensor]:
-        ids = torch.from_numpy(sequences.astype(np.int64))
-        if self.device.type == "cuda":
-            ids = ids.pin_memory().to(self.device, non_blocking=True)
+        ids = on_device(torch.from_numpy(sequences.astype(np.int64)), self.device)
         return {"input_ids": ids, "labels": ids}
 
     def _curve(self) -> list[tuple[int, float]]:

@@ -16,7 +16,7 @@ from slow_cases import slow
 from small_forks import BF16, CPU, SNIP, forked, random_text, write_recipe
 
 from benchmarks.shared.json_lines import read_lines
-from eval.bakeoff import fork_workers, forks
+from eval.bakeoff import fork_shared, fork_workers, forks
 from eval.bakeoff.fork_base import Trainee, sequences_of, state_path, train_base
 from eval.bakeoff.fork_cells import Contender
 from eval.bakeoff.fork_pace import Pace, overview
@@ -232,14 +232,14 @@ def test_a_fork_that_is_cut_off_keeps_the_lengths_that_it_reached(
 
     monkeypatch.setattr(fork_workers, "run_fork", cut_off)
     job = job_of(recipe, text, folder, tmp_path / "lines")
-    fork_workers.work(0, job, fork_workers.Shared(job.todo))
+    fork_workers.work(0, job, fork_shared.Shared(job.todo))
     (line,) = read_lines(tmp_path / "lines")
     (run,) = job.todo
     assert (line["steps"], line["id"]) == (2, run.ids[2])
     left = run.without({line["id"]})
     assert left.lengths == (5,)
     monkeypatch.setattr(fork_workers, "run_fork", run_fork)
-    fork_workers.work(0, replace(job, todo=[left]), fork_workers.Shared([left]))
+    fork_workers.work(0, replace(job, todo=[left]), fork_shared.Shared([left]))
     assert [line["steps"] for line in read_lines(tmp_path / "lines")] == [2, 5]
 
 

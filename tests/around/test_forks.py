@@ -17,7 +17,7 @@ import torch
 from small_forks import BF16, CPU, SNIP, TINY, forked, random_text, write_recipe
 
 from benchmarks.shared.json_lines import read_lines
-from eval.bakeoff import fork_base, fork_workers, forks
+from eval.bakeoff import fork_base, fork_shared, fork_workers, forks
 from eval.bakeoff.fork_base import Trainee, sequences_of, state_path, train_base
 from eval.bakeoff.fork_cells import Contender, Fork
 from eval.bakeoff.fork_recipe import ForkRecipe, ForkRun, load_recipe
@@ -406,7 +406,7 @@ def test_nothing_starts_that_would_end_too_late(based: tuple[ForkRecipe, ForkTex
     )
     todo = recipe.runs(read_text(options.text).digest)
     job = fork_workers.Job(recipe, todo, {}, options, 0.0, os.getppid())
-    fork_workers.work(0, job, fork_workers.Shared(job.todo))
+    fork_workers.work(0, job, fork_shared.Shared(job.todo))
     assert not (tmp_path / "lines").exists()
 
 
@@ -439,7 +439,7 @@ def test_a_fork_that_fails_leaves_no_line_and_stops_no_other(
     arguments = ["run", "recipe.yaml", "--text", str(folder / "text.npz"), "--output", str(tmp_path / "lines")]
     options = forks._parser().parse_args([*arguments, "--device", "cpu", "--cache", str(folder)])
     job = fork_workers.Job(recipe, recipe.runs(text.digest), {}, options, math.inf, os.getppid())
-    shared = fork_workers.Shared(job.todo, workers)
+    shared = fork_shared.Shared(job.todo, workers)
     fork_workers.work(0, job, shared)
     assert shared.failed.value == failures
     assert [line["contender"] for line in read_lines(tmp_path / "lines")] == done
@@ -464,12 +464,58 @@ def test_a_worker_without_memory_for_a_base_leaves_it_to_another(
 
     monkeypatch.setattr(fork_workers, "train_base", train)
     monkeypatch.setattr(fork_workers, "run_fork", lambda *arguments: [(4, {"loss": {}})])
-    shared = fork_workers.Shared(OF_TWO_BASES, 2)
+    shared = fork_shared.Shared(OF_TWO_BASES, 2)
     work_on_two_bases(folder, tmp_path, shared, recipe)
     assert (tried, shared.failed.value) == ([3], 0)
     work_on_two_bases(folder, tmp_path, shared, recipe)
     assert (tried, shared.failed.value) == ([3, 3, 5], 0)
     assert [line["fork"]["base_seed"] for line in read_lines(tmp_path / "lines")] == [3, 5]
+
+
+def test_a_worker_without_memory_goes_on_where_no_other_is_left(
+    based: tuple[ForkRecipe, ForkText, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the other one ended because nothing was left to take."""
+    recipe, _, folder = based
+    shared = fork_shared.Shared(OF_TWO_BASES, 2)
+
+    def run(*arguments: Any) -> None:
+        if not tried:
+            shared.end(1)
+        tried.append(arguments)
+        raise RuntimeError("no plan") from torch.OutOfMemoryError("no memory")
+
+    tried: list[Any] = []
+    monkeypatch.setattr(fork_workers, "run_fork", run)
+    monkeypatch.setattr(fork_workers, "_can_fork", lambda *arguments: True)
+    work_on_two_bases(folder, tmp_path, shared, recipe)
+    assert (list(shared.is_taken), shared.failed.value, len(tried)) == ([True, True], 2, 2)
+
+
+def test_the_last_worker_of_each_device_stays() -> None:
+    shared = fork_shared.Shared(OF_TWO_BASES, 3, 2)  # workers 0 and 2 share a device
+    shared.is_taken[0] = shared.is_taken[1] = True
+    shared.bases[5].value = fork_shared.TAKEN
+    assert not shared.leave(1, fork=1) and list(shared.is_taken) == [True, True]
+    assert shared.leave(2, fork=1, base=5) and list(shared.is_taken) == [True, False]
+    assert shared.bases[5].value == fork_shared.FREE
+    assert not shared.leave(0, fork=0) and list(shared.is_taken) == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("error", "lacks"),
+    [
+        (torch.OutOfMemoryError("no"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("no plan"), False),
+    ],
+)
+def test_errors_for_want_of_memory_are_told_from_others(error: Exception, lacks: bool) -> None:
+    assert fork_workers._lacks_memory(error) == lacks
+    wrapped = RuntimeError("compilation failed")
+    wrapped.__cause__ = error
+    assert fork_workers._lacks_memory(wrapped) == lacks
 
 
 def test_an_error_after_some_lengths_is_a_failure_although_it_is_of_memory(
@@ -483,7 +529,7 @@ def test_an_error_after_some_lengths_is_a_failure_although_it_is_of_memory(
 
     monkeypatch.setattr(fork_workers, "run_fork", run)
     monkeypatch.setattr(fork_workers, "_can_fork", lambda *arguments: True)
-    shared = fork_workers.Shared(OF_TWO_BASES, 2)
+    shared = fork_shared.Shared(OF_TWO_BASES, 2)
     work_on_two_bases(folder, tmp_path, shared, recipe)
     assert shared.failed.value == 2
     assert len(read_lines(tmp_path / "lines")) == 2
@@ -495,7 +541,7 @@ OF_TWO_BASES = [ForkRun(BF16, fork, {4: fork.name}) for fork in OF_BASES]
 
 
 def work_on_two_bases(
-    folder: Path, cache: Path, shared: fork_workers.Shared, recipe: ForkRecipe, states: Any = None
+    folder: Path, cache: Path, shared: fork_shared.Shared, recipe: ForkRecipe, states: Any = None
 ) -> None:
     """One worker; no base has a state."""
     arguments = ["run", "recipe.yaml", "--text", str(folder / "text.npz"), "--output", str(cache / "lines")]
@@ -520,8 +566,8 @@ def test_a_base_that_fails_ends_the_waiting_of_its_own_forks_alone(
     monkeypatch.setattr(fork_workers, "train_base", train)
     monkeypatch.setattr(fork_workers, "run_fork", lambda *arguments: [(4, {"loss": {}})])
     monkeypatch.setattr(fork_workers.time, "sleep", pass_by)
-    shared = fork_workers.Shared(OF_TWO_BASES)
-    shared.bases[5].value = fork_workers._TAKEN
+    shared = fork_shared.Shared(OF_TWO_BASES)
+    shared.bases[5].value = fork_shared.TAKEN
     work_on_two_bases(folder, tmp_path, shared, recipe)
     assert [line["fork"]["base_seed"] for line in read_lines(tmp_path / "lines")] == [5]
     assert (len(waited), shared.failed.value) == (3, 1)
@@ -539,8 +585,8 @@ def test_forks_whose_base_has_come_to_their_point_run_before_earlier_ones(
     monkeypatch.setattr(fork_workers, "run_fork", lambda *arguments: [(4, {"loss": {}})])
     monkeypatch.setattr(fork_workers.time, "sleep", pass_by)
     state_path(recipe, text, OF_BASES[1], tmp_path).touch()
-    shared = fork_workers.Shared(OF_TWO_BASES)
-    shared.bases[3].value = fork_workers._TAKEN
+    shared = fork_shared.Shared(OF_TWO_BASES)
+    shared.bases[3].value = fork_shared.TAKEN
     work_on_two_bases(folder, tmp_path, shared, recipe)
     assert [line["fork"]["base_seed"] for line in read_lines(tmp_path / "lines")] == [5, 3]
 
@@ -556,7 +602,7 @@ def test_nothing_forks_from_other_weights_than_the_lines_that_are_there_began_wi
         torch.save({"digest": digest}, state_path(recipe, text, fork, tmp_path))
     states = {(fork.base_seed, fork.point): {"old"} for fork in OF_BASES}
     monkeypatch.setattr(fork_workers, "run_fork", lambda *arguments: [(4, {"loss": {}})])
-    shared = fork_workers.Shared(OF_TWO_BASES)
+    shared = fork_shared.Shared(OF_TWO_BASES)
     work_on_two_bases(folder, tmp_path, shared, recipe, states)
     assert [line["fork"]["base_seed"] for line in read_lines(tmp_path / "lines")] == [OF_BASES[0].base_seed]
     assert shared.failed.value == 1
@@ -582,9 +628,9 @@ def test_a_worker_whose_gpu_is_lost_takes_no_further_base(
 
     monkeypatch.setattr(fork_workers, "train_base", train)
     monkeypatch.setattr(fork_workers, "_is_usable", lambda device: False)
-    shared = fork_workers.Shared(OF_TWO_BASES)
+    shared = fork_shared.Shared(OF_TWO_BASES)
     work_on_two_bases(folder, tmp_path, shared, recipe)
-    assert [state.value for state in shared.bases.values()] == [fork_workers._FAILED, fork_workers._FREE]
+    assert [state.value for state in shared.bases.values()] == [fork_shared.FAILED, fork_shared.FREE]
     assert shared.failed.value == 1
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from rounded import fake_quantize
@@ -12,7 +10,7 @@ from sums_of_layer import LayerSums
 
 from eval.bakeoff.fork_cells import contender_of
 from eval.bakeoff.trial_policies import TRIALS, Magnitudes, WeightErrors, WeightMagnitudes
-from snip_hf.config import POLICIES, SnipConfig
+from snip_hf.config import SnipConfig
 from snip_hf.estimation.divergence import estimate_divergence
 from snip_hf.estimation.pending import LAYER, read_all
 from snip_hf.estimation.samples import LayerSample
@@ -26,11 +24,9 @@ PARTS = (("loss_divergence", 1), ("weight_divergence", 2))
 
 
 @pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    with POLICIES.restored():
-        for name in TRIALS:
-            contender_of({"policy": name}, {})
-        yield
+def registered() -> None:
+    for name in TRIALS:
+        contender_of({"policy": name}, {})
 
 
 def test_magnitudes_of_weights_are_the_figure_of_greedy_as_a_part_of_the_loss() -> None:

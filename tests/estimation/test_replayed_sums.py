@@ -136,6 +136,16 @@ def test_what_is_no_function_of_tensors_alone_is_not_captured(changes: dict[str,
         assert results(whole.figures(sample, task(replays, **changes), KEYS, None)) == expected
 
 
+def test_another_form_of_the_loss_is_compiled_before_it_is_captured() -> None:
+    recording, known = Recording(), set[Any]()
+    for form in ("token-fisher", "saliency"):
+        replays = Replays(recording.capture, known)
+        for index in range(2):  # the first one is the run that compiles
+            whole, sample = layer(index)
+            whole.figures(sample, task(replays, loss_estimator=form), KEYS, None)
+            assert recording.captures == (form == "saliency") + index
+
+
 def test_layers_of_two_shapes_take_turns_each_with_a_capture_of_its_own() -> None:
     recording = Recording()
     replays = Replays(recording.capture)

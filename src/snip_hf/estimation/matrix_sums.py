@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial, reduce
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -223,13 +224,13 @@ class MatrixSums:
         """As `LayerSums.pending_loss_divergence`; `gradient` of each matrix."""
         if form in ("saliency", "norm"):
             found = self._saliency(name) if form == "saliency" else self._norm_form(name)
-            return Pending(found[None], _first)
+            return Pending(found[None], itemgetter(0))
         along = self._by_token.sums(self._along[name][:, None])
         rise = self.batch.labelled / 2 * self.sizes.scale * along.square().sum()
         if form == "taylor" and gradient is not None:
             for w, own in zip(self._matrices, gradient, strict=True):
                 rise = rise + (own * (fake_quantize(w, FORMATS[name], OPERANDS["w"], 1) - w)).sum()
-        return Pending(rise[None], _first)
+        return Pending(rise[None], itemgetter(0))
 
     def _saliency(self, name: str) -> Tensor:
         """Returns the loss divergence of the form "saliency", of all matrices together, ()."""
@@ -240,17 +241,19 @@ class MatrixSums:
         return self.sizes.token_ratio * found
 
     def _gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Gives each matrix, and its gradient as far as the sample shows it, (O, n) x (n, I)."""
+        """Gives each matrix that has rows, and its gradient as far as the sample shows it, (O, n) x (n, I)."""
         for index, rows, _ in self._parts():
-            yield self._matrices[index].to(torch.float32), product(self.g[rows].t(), self.x[rows])
+            if rows.stop > rows.start:
+                yield self._matrices[index].to(torch.float32), product(self.g[rows].t(), self.x[rows])
 
     def _norm_form(self, name: str) -> Tensor:
         elements = max(1, self.batch.tokens) * self.x.shape[1] * self.batch.parts
         error_x = self.rounded("x", name, 1) - self.x
         on_x = self._g_w.square().sum() * error_x.square().sum() / elements
-        grads = [gradient for _, gradient in self._gradients()]
+        nothing = torch.zeros_like(self._matrices[0], dtype=torch.float32)  # no matrix need have rows
+        total = reduce(torch.add, (gradient for _, gradient in self._gradients()), nothing)
         size = self._matrices[0].numel() * len(self._matrices)
-        on_w = reduce(torch.add, grads).square().sum() * self._weight_errors[name][0] / size
+        on_w = total.square().sum() * self._weight_errors[name][0] / size
         return self.sizes.token_ratio * (on_x + on_w).sqrt()
 
     def pending_errors(self, name: str) -> Pending[dict[str, tuple[float, float]]]:
@@ -382,10 +385,6 @@ def _padded(rows: Tensor, lengths: list[int]) -> Tensor:
 def _own_and_total(parts: Tensor) -> Tensor:
     """Returns sum over pieces of |p_r|^2, and |sum of p_r|^2, (2,)."""
     return norms([parts, parts.sum(0)]).square_()
-
-
-def _first(figures: list[float]) -> float:
-    return figures[0]
 
 
 _ACTIVATIONS = (("x", 1), ("x", 0), ("g", 1), ("g", 0))

@@ -169,7 +169,11 @@ class WholeLayer(NamedTuple):
             )
             return [one for of_format in parts for one in of_format]
 
-        key = (sample.tokens, *((one.shape, one.stride(), one.dtype, one.device) for one in inputs))
+        key = (
+            task.loss_estimator,
+            sample.tokens,
+            *((one.shape, one.stride(), one.dtype, one.device) for one in inputs),
+        )
         with torch.cuda.device_of(weight):
             found = iter(replays.run((*key, *task.formats), inputs, work))
         finish, nothing = finishing(sample, task.micro_batches, task.batch), weight.new_zeros(0, dtype=torch.float32)

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def on_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """Returns a host's tensor on a device, contiguous; the host goes on at once, and may write `numbers` anew.
+    """Returns a host's tensor on a device, for which the host does not wait. On the CPU it is the tensor itself.
 
-    To CUDA by way of pinned memory, which torch keeps until the copy has been done. Of pageable memory CUDA says only
-    that a copy "might be synchronous with respect to host".
+    To CUDA by way of pinned memory, which torch keeps until the copy has been done: the host may write `numbers` anew,
+    unless they are pinned. Of pageable memory CUDA says only that a copy "might be synchronous with respect to host".
     """
     if device.type == "cuda":
         numbers = numbers.contiguous().pin_memory()

@@ -1,0 +1,15 @@
+"""What recipes register stays with the test that reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from snip_hf.config import POLICIES
+
+
+@pytest.fixture(autouse=True)
+def registered_for_one_test() -> Iterator[None]:
+    with POLICIES.restored():
+        yield

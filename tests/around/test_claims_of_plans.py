@@ -198,7 +198,7 @@ def test_the_table_of_differences_is_that_of_the_lines(
         cells = []
         for pool in ("by layer", "by GEMM"):
             text, p, corrected = differences[name, pool]
-            cells += [text, of_p(p), of_p(corrected) if corrected < 0.045 else f"{corrected:.2f}"]
+            cells += [text, of_p(p), of_p(corrected) if corrected < 0.1 else f"{corrected:.2f}"]
         assert row_of([ROWS[name], *cells]) in rows_of_page()
 
 
@@ -206,16 +206,21 @@ def test_the_table_of_differences_is_that_of_the_lines(
 def test_the_page_says_which_differences_are_significant(
     differences: dict[tuple[str, str], tuple[str, float, float]],
 ) -> None:
-    lower = {pair for pair, (_, _, corrected) in differences.items() if corrected < 0.045}
-    at_the_level = {pair for pair, (_, _, corrected) in differences.items() if 0.045 <= corrected < 0.06}
+    lower = {pair for pair, (_, _, corrected) in differences.items() if corrected < 0.05}
+    not_quite = {pair for pair, (_, _, corrected) in differences.items() if 0.05 <= corrected < 0.06}
     both = [(name, pool) for name in ("relative-error", "snip-paper") for pool in ("by layer", "by GEMM")]
     assert lower == {*both, (ABSOLUTE, "by GEMM"), ("weight", "by GEMM")}
-    assert at_the_level == {(GREEDY, "by GEMM"), (ABSOLUTE, "by layer"), ("weight", "by layer")}
+    assert not_quite == {(GREEDY, "by GEMM"), (ABSOLUTE, "by layer"), ("weight", "by layer")}
     text = text_of(PAGE)
     new_columns = [(name, pool) for name in (GREEDY, "fisher") for pool in ("by layer", "by GEMM")]
     of_four = holm([differences[pair][1] for pair in new_columns])[1]
-    assert f"By GEMM p is {differences[GREEDY, 'by GEMM'][1]:.3f}." in text
-    assert f"after Holm over these four it is {of_four:.2f}, significant" in text
+    _, p, corrected = differences[GREEDY, "by GEMM"]
+    assert of_four is not None
+    for page in (PAGE, "docs/log.md"):
+        assert f"{corrected:.3f}" in text_of(page) and f"{of_four:.3f}" in text_of(page)
+    assert f"By GEMM p is {p:.3f}, and {corrected:.3f} after Holm's correction over all 18: not significant" in text
+    assert f"Over the four tests of the two new columns alone it would be {of_four:.3f}" in text
+    assert f"(p = {differences[ABSOLUTE, 'by layer'][2]:.3f} after Holm's correction)" in text
     less, ps = zip(*(compared("taylor", "loss", pool) for pool in ("by layer", "by GEMM")), strict=True)
     assert "{} by layer and {} by GEMM, p {:.2f} and {:.2f}".format(*less, *ps) in text
     assert min(p for p in holm(ps) if p is not None) > 0.05

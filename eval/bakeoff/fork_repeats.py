@@ -109,7 +109,8 @@ def _compared(trainee: Trainee, ids: Tensor, plan: Any, count: int) -> dict[str,
         for number, row in enumerate(rows)
         if row != most[number % _STEPS]
     ]
-    where = {name: found for one in reversed(kept) for name, found in _where(one.others, one.first).items()}
+    places = [_where(one.others, one.first) for one in kept]
+    where = [{"step": step, "in": found} for step, found in enumerate(places) if found]
     told = hashlib.sha256(repr(most).encode()).hexdigest()[:12]
     return {"most": told, "differing": len(differing), "first": differing[:_SHOWN], "where": where}
 

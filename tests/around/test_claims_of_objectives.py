@@ -210,36 +210,53 @@ def test_the_section_on_124m_says_which_forks_are_there() -> None:
     assert "At 124M 202 forks of the first base" in text and 495 - len(own) == 202
 
 
+BY_LAYER = "snip {fp4, fp8}, 75% by layer"
+
+
 @pytest.mark.parametrize(
-    ("one", "other", "forks", "reading"),
+    ("one", "other", "forks", "reading", "told"),
     [
-        ("fp4", "bf16", 8, "higher"),
-        (snip(90), "bf16", 7, "higher"),
-        (snip(95), "bf16", 8, "higher"),
-        ("snip {fp4, fp8}, 75% by layer", "bf16", 6, ""),
-        ("fp8", "bf16", 5, ""),
-        ("greedy {fp4, fp8}, 90% by gemm", snip(90), 7, ""),
-        ("fisher {fp4, fp8}, 90% by gemm", snip(90), 7, ""),
-        ("min-abs-err {fp4, fp8}, 90% by gemm", snip(90), 6, ""),
-        ("backward-first {fp4, fp8}, 90% by gemm", snip(90), 7, ""),
-        ("random {fp4, fp8}, 90% by gemm", snip(90), 5, ""),
-        ("min-rel-err {fp4, fp8}, 90% by gemm", snip(90), 4, "higher"),
-        ("hessian-trace {fp4, fp8}, 95% by gemm, probes 8", snip(95), 8, ""),
-        ("snip-paper {fp4, fp8}, 75% by layer", "snip {fp4, fp8}, 75% by layer", 9, "higher"),
-        ("layer-position {fp4, fp8}, 75% by layer", "snip {fp4, fp8}, 75% by layer", 9, ""),
-        ("fisher {fp4, fp8}, 75% by layer", "snip {fp4, fp8}, 75% by layer", 9, ""),
-        (snip(90), "snip {fp4, fp8}, 75% by layer", 4, "higher"),
-        (snip(90), "fp4", 6, ""),
-        (snip(95), "fp4", 7, ""),
-        ("snip {fp4, fp8}, 75% by layer", "fp4", 5, ""),
+        ("fp4", "bf16", 8, "higher", "all FP4 {}% (8 forks)"),
+        (snip(90), "bf16", 7, "higher", "SNIP by GEMM at 90% {}% (7)"),
+        (snip(95), "bf16", 8, "higher", "and at 95% {}% (8), all three significant"),
+        (BY_LAYER, "bf16", 6, "", "by layer at 75% {}% (6)"),
+        ("fp8", "bf16", 5, "", "FP8 {}% (5) are not"),
+        ("greedy {fp4, fp8}, 90% by gemm", snip(90), 7, "", "`greedy` ({}, detectable {})"),
+        ("fisher {fp4, fp8}, 90% by gemm", snip(90), 7, "", "`fisher` ({}, {})"),
+        ("min-abs-err {fp4, fp8}, 90% by gemm", snip(90), 6, "", "`min-abs-err` ({}, {})"),
+        ("backward-first {fp4, fp8}, 90% by gemm", snip(90), 7, "", "`backward-first` ({}, {})"),
+        ("random {fp4, fp8}, 90% by gemm", snip(90), 5, "", "`random` with five ({}, {})"),
+        ("min-rel-err {fp4, fp8}, 90% by gemm", snip(90), 4, "higher", "significantly higher ({}, four forks)"),
+        (
+            "hessian-trace {fp4, fp8}, 95% by gemm, probes 8",
+            snip(95),
+            8,
+            "",
+            "`hessian-trace` has eight forks ({}, detectable {})",
+        ),
+        (
+            "snip-paper {fp4, fp8}, 75% by layer",
+            BY_LAYER,
+            9,
+            "higher",
+            "`snip-paper` is significantly higher than SNIP ({})",
+        ),
+        ("layer-position {fp4, fp8}, 75% by layer", BY_LAYER, 9, "", "`layer-position` ({}, detectable {})"),
+        ("fisher {fp4, fp8}, 75% by layer", BY_LAYER, 9, "", "`fisher` ({}, {})"),
+        (snip(90), BY_LAYER, 4, "higher", "significantly higher than SNIP by layer at 75% ({}, four forks)"),
+        (snip(90), "fp4", 6, "", "all FP4 at 90% ({}, six forks)"),
+        (snip(95), "fp4", 7, "", "at 95% ({}, seven)"),
+        (BY_LAYER, "fp4", 5, "", "by layer ({}, five)"),
     ],
 )
-def test_the_section_on_124m_has_the_figures_of_its_lines(one: str, other: str, forks: int, reading: str) -> None:
-    test, text = of_124m()[1][one, other], text_of("docs/results-criteria.md")
+def test_the_section_on_124m_has_the_figures_of_its_lines(
+    one: str, other: str, forks: int, reading: str, told: str
+) -> None:
+    test = of_124m()[1][one, other]
+    section = text_of("docs/results-criteria.md").partition("## At 124M")[2].partition("## What is missing")[0]
     assert (test.main.forks, test.reading) == (forks, reading or fork_tables.NOT_SIGNIFICANT)
-    assert f"{test.main}" in text
-    if not reading and other not in ("bf16", "fp4"):
-        assert f"{test.main.detectable(test.level):.3f}" in text
+    figures = [str(test.main), f"{test.main.detectable(test.level):.3f}"][: told.count("{}")]
+    assert told.format(*figures) in section
 
 
 def test_at_95_nothing_is_significant_at_124m() -> None:

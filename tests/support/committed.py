@@ -8,6 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from scipy.stats import binomtest
+
+from eval.bakeoff import fork_tables
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,3 +34,27 @@ def prose_of(page: str) -> str:
 
 def lines_of(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (ROOT / path).read_text(encoding="utf-8").splitlines()]
+
+
+def shown(test: fork_tables.Tested) -> str:
+    """A difference with the detectable one, bold if it is significant."""
+    difference = f"**{test.main}**" if test.reading != fork_tables.NOT_SIGNIFICANT else str(test.main)
+    return f"{difference} ({test.main.detectable(test.level):.3f})"
+
+
+def row_of(*cells: object) -> str:
+    """A row of a table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def share_of(count: int, forks: int) -> str:
+    """A count with its Clopper-Pearson interval."""
+    found = binomtest(count, forks).proportion_ci(method="exact")
+    return f"{100 * found.low:.0f} to {100 * found.high:.0f}%"
+
+
+def detectable_of(test: fork_tables.Tested) -> float:
+    """The smallest true difference that a test would find with power 0.8."""
+    found = test.main.detectable(test.level)
+    assert found is not None
+    return found

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_l
 from snip_hf import SnipConfig, SnipController
 from snip_hf.estimation.replayed_sums import Capture, cuda_graph
 from snip_hf.kernels.emulated import Emulated
-from snip_hf.layers.host_copy import on_device
+from snip_hf.kernels.host_copy import on_device
 from snip_hf.layers.state import KeysOnDevice, pack_states, snip_linears
 from snip_hf.numerics.formats import FORMATS
 from snip_hf.planning.plan import PrecisionPlan

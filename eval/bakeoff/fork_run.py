@@ -20,7 +20,7 @@ from snip_hf.kernels.emulated import Emulated
 from snip_hf.numerics.formats import UNQUANTIZED
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PrecisionPlan
-from snip_hf.records.events import Refresh
+from snip_hf.records.events import Event, Refresh
 
 from .fork_base import Trainee, sequences_of, state_path
 from .fork_cells import GEMM_SETS, Contender, Fork
@@ -202,8 +202,7 @@ def make_plan(trainee: Trainee, contender: Contender, fork: Fork, backend: str, 
         sequences: of its first step.
 
     Raises:
-        torch.OutOfMemoryError: there was too little memory for the probe.
-        RuntimeError: the probe, or the solver, came to nothing for another reason.
+        RuntimeError: the probe, or the solver, came to nothing; the message has the reason.
     """
     config = contender.config(fork, backend)
     if config.policy == UNQUANTIZED.name:
@@ -211,8 +210,8 @@ def make_plan(trainee: Trainee, contender: Contender, fork: Fork, backend: str, 
     first = fork.point + 1
     torch.manual_seed(fork.seed)
     controller = SnipController(trainee.model, trainee.optimizer, replace(config, apply_delay=0))
-    reasons: list[str] = []
-    controller.add_tracker(lambda event: reasons.append(event.reason or "") if isinstance(event, Refresh) else None)
+    events: list[Event] = []
+    controller.add_tracker(events.append)
     try:
         controller.step = fork.point
         if controller.needs_probe:
@@ -224,9 +223,8 @@ def make_plan(trainee: Trainee, contender: Contender, fork: Fork, backend: str, 
         controller.close()
         restore_model(trainee.model)
     if controller.needs_probe and plan.provenance.step != first:
-        reason = reasons[-1] if reasons else "it did not end"
-        kind = torch.OutOfMemoryError if reason.startswith(torch.OutOfMemoryError.__name__) else RuntimeError
-        raise kind(f"The refresh of step {first} came to nothing, so there is no plan: {reason}")
+        reason = next((event.reason for event in events if isinstance(event, Refresh)), "it did not end")
+        raise RuntimeError(f"The refresh of step {first} came to nothing, so there is no plan: {reason}")
     if state is not None:  # The step was a rehearsal: training begins before it, with its plan.
         state = state | {"step": fork.point, "config": going_on(config).to_dict()}
     return Planned(_only(plan, GEMM_SETS[contender.gemms]), state, controller.backend)

@@ -13,7 +13,7 @@ FREE, TAKEN, FAILED, APART = range(4)
 
 
 class Shared:
-    """What workers have in common. All of it is read and written under the lock of `is_taken`.
+    """What workers have in common. What is free is taken and given back under the lock of `is_taken`.
 
     Args:
         todo: forks, as in `Job`.
@@ -26,11 +26,13 @@ class Shared:
         self._left = context.Array("i", [len(range(device, workers, devices)) for device in range(devices)])
         """Device -> how many workers have not ended."""
         self.failed = context.Value("i", 0)
+        """How many forks, bases and compilations failed."""
         self.is_taken = context.Array("b", len(todo))
         """Place in `todo` -> whether a worker took it."""
         self.bases = {run.fork.base_seed: context.Value("i", FREE) for run in todo}
         """Seed -> whether a worker trains the base."""
         self.lock = context.Lock()
+        """Of the output."""
 
     def end(self, worker: int) -> None:
         """Notes that a worker takes nothing any more."""

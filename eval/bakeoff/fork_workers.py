@@ -47,6 +47,8 @@ from .fork_text import ForkText, read_text
 _WAIT_SECONDS = 0.2
 # By how many of its last forks a worker knows how long the next one takes.
 _FORKS_OF_PACE = 5
+# What messages say of a device's memory; the first is in the reason of a refresh that came to nothing.
+_OF_MEMORY = (torch.OutOfMemoryError.__name__, "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,7 @@ def _lacks_memory(error: BaseException | None) -> bool:
     """Returns True if an error, or what caused it, is for want of a device's memory."""
     if error is None:
         return False
-    told = any(text in str(error) for text in ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED"))
+    told = any(text in str(error) for text in _OF_MEMORY)
     return told or isinstance(error, torch.OutOfMemoryError) or _lacks_memory(error.__cause__)
 
 

@@ -25,7 +25,7 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup
 from recipes.parts.model import build_model
 from recipes.parts.recipe import ModelSection
 from snip_hf import SnipController, restore_model
-from snip_hf.layers.host_copy import on_device
+from snip_hf.kernels.host_copy import on_device
 from snip_hf.numerics.formats import FORMATS, UNQUANTIZED
 from snip_hf.numerics.gemms import GEMMS
 from snip_hf.planning.plan import PrecisionPlan

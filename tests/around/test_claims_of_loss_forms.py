@@ -45,7 +45,8 @@ def lines(*names: str) -> list[dict[str, Any]]:
 
 def compared(name: str, family: str, steps: int = 100) -> dict[str, fork_tables.Tested]:
     pairs_of = load_recipe(recipe_of(name)).comparisons_after(steps)[family]
-    return {test.one: test for test in fork_tables.tests_of(lines(name), pairs_of)}
+    own = [line for line in lines(name) if line["steps"] == steps]
+    return {test.one: test for test in fork_tables.tests_of(own, pairs_of)}
 
 
 def contender(policy: str, setting: str) -> str:
@@ -122,6 +123,28 @@ def test_greedy_at_90_is_the_only_significant_difference() -> None:
     assert "It ends {} points below SNIP at 90%, {} at 95% and {} by layer".format(*told) in text
     whole = [found[f"at-{share}", contender("snip", f"{share}% by gemm") + ALL_TOKENS].main for share in (75, 90, 95)]
     assert "the differences are {}, {} and {} at 75, 90 and 95%, none significant".format(*whole) in text
+
+
+def test_readme_and_the_page_on_choosing_have_these_figures() -> None:
+    at_90, at_75 = (compared(FORMS, f"at-{share}")[contender("greedy", f"{share}% by gemm")].main for share in (90, 75))
+    readme, choosing = text_of("README.md"), text_of("docs/choosing.md")
+    assert f"on nine other bases {str(at_90).removeprefix('-')} (both significant" in readme
+    assert f"on nine other bases {str(at_90).removeprefix('-')} below (significant)" in choosing
+    long = compared(CONTRASTS, "gemm-95", 1000)[contender("greedy", "95% by gemm")]
+    assert (
+        long.reading == "lower" and f"at 95% it is {str(long.main).removeprefix('-')} below (significant)" in choosing
+    )
+    layer = compared(FORMS, "layer-75")[contender("greedy", "75% by layer")].main
+    before = between("greedy", "snip", "75% by gemm", CRITERIA)
+    assert f"by layer at 75% neither ({layer})" in choosing and f"it is level: {before} and {at_75}" in choosing
+    own = compared(FORMS, "at-90")[contender(WEIGHTS, "90% by gemm")].main
+    assert (
+        f"SNIP ends {str(own).removeprefix('-')} below the default at 90%, which is not significant alone" in choosing
+    )
+    for name, family, steps in (("objectives", "at-90", 1000), ("criteria-124m", "gemm-90", 100)):
+        test = compared(name, family, steps)[contender("greedy", "90% by gemm")]
+        assert test.reading == fork_tables.NOT_SIGNIFICANT and f"({test.main}, " in choosing
+        assert f"{test.main.detectable(test.level):.3f})" in choosing
 
 
 def test_over_both_sets_of_bases_greedy_is_as_far_below_snip_as_the_page_says() -> None:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..kernels.host_copy import on_device
 from ..kernels.rounding import has_kernels
 from ..kernels.sums import row_squares, token_figures
-from ..layers.host_copy import on_device
 from ..layers.layer import Dispatch, ForwardRecorder, SnipLayer
 from ..numerics.gemms import TILE
 from ..numerics.random_streams import stream_key

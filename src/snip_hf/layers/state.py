@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
 from operator import is_
 from typing import Any
 
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.emulated import EMULATED, STATE_SIZE, KeyOnDevice
+from ..kernels.host_copy import kept_on_device, on_device
 from ..numerics.gemms import GEMMS
 from ..numerics.random_streams import stream_key
-from .host_copy import on_device
 from .layer import GRAD_OUTPUT, KEY, STATE, SnipLayer
 
 # The GEMM that a frozen weight does not have.
@@ -170,14 +169,8 @@ class PackedStates:
         """As the function `set_rank`; returns False if nothing was written."""
         base = self.writable()
         if base is not None:
-            base[:, KEY + 1 :] = _on_device((rank, ranks), base.device)
+            base[:, KEY + 1 :] = kept_on_device((rank, ranks), base.device)
         return base is not None
-
-
-@cache
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Kept from pass to pass: to bring them to the device, the host would wait for all that is in its queue."""
-    return torch.tensor(numbers, device=device)
 
 
 def set_step(layers: Mapping[str, SnipLayer], seed: int, step: int, micro_batch: int) -> None:

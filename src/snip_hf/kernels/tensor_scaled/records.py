@@ -12,13 +12,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...numerics.gemms import OPERANDS
+from ..host_copy import kept_on_device
 from . import notes
 from .folding import TOP, exponents_of, table_on
 from .notes import Note
@@ -123,14 +123,8 @@ def _follow(records: Tensor) -> None:
     exponent, largest = records[..., EXPONENT], records[..., LARGEST]
     records[..., CLIPPED] += saturates(exponent, largest)
     headrooms = tuple(GRADIENT_HEADROOM if name == "gradient" else HEADROOM for name in OPERANDS)
-    exponent.copy_(next_exponents(exponent, largest, _on_device(headrooms, records.device)))
+    exponent.copy_(next_exponents(exponent, largest, kept_on_device(headrooms, records.device)))
     largest.zero_()
-
-
-@cache
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Kept from step to step: to bring them to the device, the host would wait for the whole step."""
-    return torch.tensor(numbers, device=device)
 
 
 def saturates(exponent: Tensor, largest: Tensor) -> Tensor:
@@ -207,7 +201,7 @@ def losses(records: Mapping[str, Records], resets: bool = True) -> list[Losses]:
                 blocks = max(row[BLOCKS], 1)
                 found.append(Losses(name, operand, row[SATURATED] / blocks, row[SMALL] / blocks, row[CLIPPED]))
     for one in records.values() if resets else ():
-        columns = _on_device((BLOCKS, SATURATED, SMALL, CLIPPED), one.record.device)
+        columns = kept_on_device((BLOCKS, SATURATED, SMALL, CLIPPED), one.record.device)
         one.record.data.index_fill_(1, columns, 0)
     return sorted(found, key=lambda one: (-one.saturated, -one.clipped_steps, -one.small))
 

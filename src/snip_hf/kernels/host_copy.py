@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -15,3 +17,9 @@ def on_device(numbers: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         numbers = numbers.contiguous().pin_memory()
     return numbers.to(device, non_blocking=True)
+
+
+@cache
+def kept_on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns numbers that are the same at every step, which are brought to the device once."""
+    return torch.tensor(numbers, device=device)

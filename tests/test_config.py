@@ -301,7 +301,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"objective": "sum"}, "objective='sum' is not known; expected one of additive, horizon, paper."),
     (
         {"loss_estimator": "hessian"},
-        "loss_estimator='hessian' is not known; expected one of token-fisher, taylor, saliency, norm.",
+        "loss_estimator='hessian' is not known; expected one of saliency, token-fisher, taylor, norm.",
     ),
     ({"solver": "gurobi"}, "solver='gurobi' is not known; expected one of auto, cbc, highs, greedy."),
     (
@@ -780,7 +780,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "guard_failures": 3,
         "guard_noise": None,
         "probe_memory_mib": None,
-        "loss_estimator": "token-fisher",
+        "loss_estimator": "saliency",
         "objective": "additive",
         "loss_divergence_factor": 1.0,
         "weight_divergence_factor": 1.0,

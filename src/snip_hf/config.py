@@ -47,7 +47,7 @@ Granularity = Literal["layer", "gemm"]
 Decides = Literal["all", "forward"]
 Budget = Literal["flops", "measured"]
 Objective = Literal["additive", "horizon", "paper"]
-LossEstimator = Literal["token-fisher", "taylor", "saliency", "norm"]
+LossEstimator = Literal["saliency", "token-fisher", "taylor", "norm"]
 Solver = Literal["auto", "cbc", "highs", "greedy"]
 Guard = Literal["off", "watch", "raise", "roll-back"]
 _CHOICES = {
@@ -190,12 +190,12 @@ class SnipConfig(FieldNames):
     """Most MiB that a probe may hold beyond the model.
     It then keeps fewer tokens if it has to, and runs blocks twice (`estimation.room`), which changes no number. None:
     tokens are not bounded; the rest stays within what a training step takes."""
-    loss_estimator: LossEstimator = "token-fisher"
-    """Estimator of the loss divergence: "token-fisher", "taylor", "saliency" or "norm".
-    "token-fisher" (ours): curvature, which training does not take away. "taylor" (ours): with the first-order effect
-    of the weight's error, nearest to the loss's rise at this very step. "saliency" (after ScaleBITS): magnitudes of the
-    first-order effects of the weight's elements, for high shares (docs/results-loss-forms.md). "norm": first order,
-    from norms."""
+    loss_estimator: LossEstimator = "saliency"
+    """Estimator of the loss divergence: "saliency", "token-fisher", "taylor" or "norm".
+    "saliency" (after ScaleBITS): magnitudes of the first-order effects of the weight's elements; its plans had the
+    lowest loss (docs/results-loss-forms.md), but it is no estimate of the loss's rise. "token-fisher" (ours): the rise
+    by curvature, which training does not take away. "taylor" (ours): with the first-order effect of the weight's error,
+    nearest to the rise at this very step. "norm": first order, from norms."""
 
     # Objective: who decides, and what for
 

@@ -429,7 +429,7 @@ def test_pages_have_the_figures_of_greedy_of_rules_and_of_the_default_s_share() 
     greedy = against_snip("gemm-90")["greedy"]
     assert greedy.reading == "lower"
     for page in ("README.md", "docs/choosing.md"):
-        assert f"ends {greedy.main}".replace("-", "") in text_of(page)
+        assert f"had ended {greedy.main}".replace("-", "") in text_of(page)
     rule = against_snip("gemm-75")["backward-first"]
     quoted = f"{rule.main} points after 100 steps (detectable {rule.main.detectable(rule.level):.3f})"
     assert quoted in text_of("README.md")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from committed import ROOT, lines_of, text_of
+from committed import ROOT, detectable_of, lines_of, text_of
 from scipy.stats import fisher_exact
 
 from eval.bakeoff import fork_tables
@@ -83,6 +84,14 @@ def test_the_table_of_weights_has_the_differences_of_the_lines(row: str, of: str
             "greedy {fp4, fp8}, 90% by gemm",
             "higher",
         ),
+        (
+            OBJECTIVES,
+            "greedy",
+            LONG,
+            f"{snip(90)}, weight_divergence_factor 0.0",
+            "greedy {fp4, fp8}, 90% by gemm",
+            "",
+        ),
         (MXFP4, "to-bf16", 100, "fp8-tensor", "bf16", ""),
         (MXFP4, "to-bf16", 100, snip(75, "mxfp4, fp8-tensor"), "bf16", ""),
         (MXFP4, "to-bf16", 100, "mxfp4", "bf16", "higher"),
@@ -116,12 +125,37 @@ def test_other_pages_say_what_the_fastest_formats_cost(page: str) -> None:
 
 
 def test_pages_say_how_many_forks_ran() -> None:
-    for name, whole, long, asked in ((OBJECTIVES, 396, 99, 144), (MXFP4, 144, 40, 54)):
+    for name, whole, long, asked in ((OBJECTIVES, 396, 102, 144), (MXFP4, 144, 40, 54)):
         counts = {steps: sum(line["steps"] == steps for line in lines(name)) for steps in (100, LONG)}
         runs = [steps for run in load_recipe(recipe_of(name)).runs("text") for steps in run.ids]
         assert counts == {100: whole, LONG: long}
         assert (runs.count(100), runs.count(LONG)) == (whole, asked)
         assert f"All {whole} forks of 100 steps ran, and {long} of the {asked} of 1,000 steps" in text_of(PAGES[name])
+    ran_on = Counter(
+        (line["commit"], line["machine"].split()[1]) for line in lines(OBJECTIVES) if line["steps"] == LONG
+    )
+    assert ran_on == {("42eb520", "H200"): 71, ("b76cbd1", "H200"): 24, ("7fd4429", "H100"): 7}
+    of_commits = (
+        "71 on four H200 of one host (commit `42eb520`), 24 later on two H200 (commit `b76cbd1`) and 7 on two H100"
+    )
+    assert f"{of_commits} (commit `7fd4429`)" in text_of(PAGES[OBJECTIVES])
+
+
+def test_the_page_says_how_many_forks_its_figures_after_1000_steps_have() -> None:
+    alone, greedy = f"{snip(90)}, weight_divergence_factor 0.0", "greedy {{fp4, fp8}}, {}% by gemm"
+    told = {
+        ("at-90", alone, snip(90)): (12, "the loss divergence alone is at {} in twelve forks (detectable {})"),
+        ("at-90", greedy.format(90), snip(90)): (13, "`greedy` at {} in thirteen ({})"),
+        ("at-75", greedy.format(75), snip(75)): (12, "at 75% `greedy` is at {} in twelve ({})"),
+        ("greedy", alone, greedy.format(90)): (12, "`greedy` at 90%: {} in twelve forks ({})"),
+    }
+    for (family, one, other), (forks, words) in told.items():
+        found = comparisons(OBJECTIVES, family, LONG)[one, other]
+        assert found.main.forks == forks
+        assert words.format(found.main, f"{detectable_of(found):.3f}") in text_of(PAGES[OBJECTIVES])
+    single = comparisons(OBJECTIVES, "at-75", LONG)[f"{snip(75)}, weight_divergence_factor 0.0", snip(75)]
+    assert (single.main.forks, single.reading) == (1, "not tested")
+    assert f"one partner on the same kind of machine, and is at {single.main.mean:+.3f}" in text_of(PAGES[OBJECTIVES])
 
 
 def test_other_weights_change_as_little_of_the_plans_as_the_page_says() -> None:
@@ -182,88 +216,6 @@ def test_snip_and_greedy_spend_fp8_where_the_page_says() -> None:
     assert f"SNIP keeps {last[0]:.1f} of its GEMMs and `greedy` {last[1]:.1f}" in text
 
 
-def of_124m() -> tuple[list[dict[str, Any]], dict[tuple[str, str], fork_tables.Tested]]:
-    """The lines of 124M and the comparisons of all families of their recipe that have lines."""
-    own = read_forks([RESULTS / "forks-criteria-124m.jsonl"])
-    families = load_recipe(ROOT / "recipes" / "forks-criteria-124m.yaml").comparisons_after(100)
-    found = {(test.one, test.other): test for pairs in families.values() for test in fork_tables.tests_of(own, pairs)}
-    return own, found
-
-
-def test_the_section_on_124m_says_which_forks_are_there() -> None:
-    (own, found), text = of_124m(), text_of("docs/results-criteria.md")
-    on = {"H200": 0, "H100": 0}
-    states: dict[int, set[str]] = {}
-    for line in own:
-        on[line["machine"].split()[1]] += 1
-        states.setdefault(line["fork"]["point"], set()).add(line["state"])
-    assert f"{len(own)} of the 495 forks of one base" in text and len(own) == 293
-    assert f"{on['H200']} on H200s (commit `42eb520`) and {on['H100']} on two H100 (commit `7fd4429`)" in text
-    assert len(states) == 3 and all(len(of) == 1 for of in states.values())
-    whole = {contender for contender, lines_of_it in by_contender(own).items() if len(lines_of_it) == 9}
-    assert f"{len(whole)} of the 55 contenders have all nine forks" in text
-    assert f"{len(by_contender(own)) - len(whole)} have one to eight forks" in text
-    among = [test.main.forks for pair, test in found.items() if whole.issuperset(pair)]
-    others = [test.main.forks for pair, test in found.items() if not whole.issuperset(pair)]
-    assert (min(among), max(among), max(others)) == (3, 9, 4)
-    assert "among them three to nine pairs" in text and "their comparisons at most four pairs" in text
-    assert "At 124M 202 forks of the first base" in text and 495 - len(own) == 202
-
-
-BY_LAYER = "snip {fp4, fp8}, 75% by layer"
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "forks", "reading", "told"),
-    [
-        ("fp4", "bf16", 8, "higher", "all FP4 {}% (8 forks)"),
-        (snip(90), "bf16", 7, "higher", "SNIP by GEMM at 90% {}% (7)"),
-        (snip(95), "bf16", 8, "higher", "and at 95% {}% (8), all three significant"),
-        (BY_LAYER, "bf16", 6, "", "by layer at 75% {}% (6)"),
-        ("fp8", "bf16", 5, "", "FP8 {}% (5) are not"),
-        ("greedy {fp4, fp8}, 90% by gemm", snip(90), 7, "", "`greedy` ({}, detectable {})"),
-        ("fisher {fp4, fp8}, 90% by gemm", snip(90), 7, "", "`fisher` ({}, {})"),
-        ("min-abs-err {fp4, fp8}, 90% by gemm", snip(90), 6, "", "`min-abs-err` ({}, {})"),
-        ("backward-first {fp4, fp8}, 90% by gemm", snip(90), 7, "", "`backward-first` ({}, {})"),
-        ("random {fp4, fp8}, 90% by gemm", snip(90), 5, "", "`random` with five ({}, {})"),
-        ("min-rel-err {fp4, fp8}, 90% by gemm", snip(90), 4, "higher", "significantly higher ({}, four forks)"),
-        (
-            "hessian-trace {fp4, fp8}, 95% by gemm, probes 8",
-            snip(95),
-            8,
-            "",
-            "`hessian-trace` has eight forks ({}, detectable {})",
-        ),
-        (
-            "snip-paper {fp4, fp8}, 75% by layer",
-            BY_LAYER,
-            9,
-            "higher",
-            "`snip-paper` is significantly higher than SNIP ({})",
-        ),
-        ("layer-position {fp4, fp8}, 75% by layer", BY_LAYER, 9, "", "`layer-position` ({}, detectable {})"),
-        ("fisher {fp4, fp8}, 75% by layer", BY_LAYER, 9, "", "`fisher` ({}, {})"),
-        (snip(90), BY_LAYER, 4, "higher", "significantly higher than SNIP by layer at 75% ({}, four forks)"),
-        (snip(90), "fp4", 6, "", "all FP4 at 90% ({}, six forks)"),
-        (snip(95), "fp4", 7, "", "at 95% ({}, seven)"),
-        (BY_LAYER, "fp4", 5, "", "by layer ({}, five)"),
-    ],
-)
-def test_the_section_on_124m_has_the_figures_of_its_lines(
-    one: str, other: str, forks: int, reading: str, told: str
-) -> None:
-    test = of_124m()[1][one, other]
-    section = text_of("docs/results-criteria.md").partition("## At 124M")[2].partition("## What is missing")[0]
-    assert (test.main.forks, test.reading) == (forks, reading or fork_tables.NOT_SIGNIFICANT)
-    figures = [str(test.main), f"{test.main.detectable(test.level):.3f}"][: told.count("{}")]
-    assert told.format(*figures) in section
-
-
-def test_at_95_nothing_is_significant_at_124m() -> None:
-    found = [test for (_, other), test in of_124m()[1].items() if other == snip(95) and test.one != snip(90)]
-    assert len(found) == 12 and {test.reading for test in found} <= {fork_tables.NOT_SIGNIFICANT, "not tested"}
-
-
 def test_as_many_forks_ran_twice_and_differ_as_the_pages_say() -> None:
     first = {key_of(line): line for line in read_forks([RESULTS / "forks-criteria.jsonl"])}
     twice = {
@@ -292,6 +244,7 @@ def test_on_hopper_kernels_more_steps_that_ran_twice_differ_than_in_bf16() -> No
                 found.setdefault(key, []).append(line)
     counts: dict[str | None, list[int]] = {}
     of_two_commits = []
+    later = [0, 0, 0]
     for one in found.values():
         ordered = sorted(one, key=lambda line: line["date"])
         for first, second in pairwise(ordered):
@@ -301,30 +254,34 @@ def test_on_hopper_kernels_more_steps_that_ran_twice_differ_than_in_bf16() -> No
             of_two_commits += [first["commit"] != second["commit"]] * differs
             for index, number in enumerate((1, first["steps"], differs)):
                 own[index] += number
-    assert counts == {"hopper": [229, 34600, 7], None: [54, 21600, 0]}
+                later[index] += number * (first["commit"] == "b76cbd1")
+    assert counts == {"hopper": [273, 78600, 9], None: [58, 25600, 0]}
     text = text_of("docs/limitations.md")
-    by_pairs = fisher_exact([[7, 229 - 7], [0, 54]], alternative="greater").pvalue
+    by_pairs = fisher_exact([[9, 273 - 9], [0, 58]], alternative="greater").pvalue
     assert f"the difference from BF16 is not significant (p = {by_pairs:.2f})" in text
-    assert sum(of_two_commits) == 5 and "five of the seven are of two commits" in text
-    assert "229 pairs with 34,600 steps, of which seven trained on other numbers" in text
-    assert "in BF16 54 pairs with 21,600 steps, none" in text
+    assert sum(of_two_commits) == 7 and "seven of the nine are of two commits" in text
+    assert "273 pairs with 78,600 steps, of which nine trained on other numbers" in text
+    assert "in BF16 58 pairs with 25,600 steps, none" in text
+    assert later == [16, 16000, 0] and "16 pairs with 16,000 steps all trained on the same numbers" in text
+    assert f"the rate of the others lets expect {16000 * 9 / (78600 - 16000):.1f}" in text
 
 
-def test_forks_of_1000_steps_that_ran_on_both_kinds_of_machine_end_as_the_log_says() -> None:
+def test_forks_that_ran_on_both_kinds_of_machine_end_as_the_page_says() -> None:
     found: dict[tuple[Any, ...], dict[str, float]] = {}
-    for name in (OBJECTIVES, MXFP4, "refreshes", "contrasts"):
-        for line in lines(name):
-            if line["steps"] == LONG:
-                found.setdefault(key_of(line), {})[line["machine"]] = line["loss"]["held_out_plan"]
-    both = {key: set(losses.values()) for key, losses in found.items() if len(losses) == 2}
-    same = [key for key, losses in both.items() if len(losses) == 1]
-    bf16 = [key for key in both if key[0] == "bf16"]
-    assert (len(both), len(same), len(bf16)) == (18, 12, 4) and not set(bf16) & set(same)
-    assert "12 of 14 on `hopper` kernels end with the same loss to six decimals, and none of four in BF16" in text_of(
-        "docs/limitations.md"
-    )
-    text = text_of("docs/log.md")
-    assert "18 forks of 1,000 steps ran on both from the same weights: 12 end with the same held-out loss" in text
+    own = [line for name in (OBJECTIVES, MXFP4, "refreshes", "contrasts", "criteria-124m") for line in lines(name)]
+    for line in [*own, *lines_of("eval/results/two-cards.jsonl")]:
+        found.setdefault(key_of(line), {})[line["machine"]] = line["loss"]["held_out_plan"]
+    same: dict[tuple[int, bool], list[bool]] = {}
+    for (contender, *_, steps, _), losses in found.items():
+        if len(losses) == 2:
+            same.setdefault((steps, contender == "bf16"), []).append(len(set(losses.values())) == 1)
+    short = same[100, False] + same[100, True]
+    assert all(short) and len(short) == 99 and same[LONG, True] == [False] * 4
+    pairs = sum(map(len, same.values()))
+    text = text_of("docs/limitations.md")
+    assert f"{pairs} forks ran on an H100 and an H200" in text
+    assert "Of 100 steps at 124M all 99 end with the same loss to six decimals" in text
+    assert f"{sum(same[LONG, False])} of {len(same[LONG, False])} on `hopper` kernels and none of four in BF16" in text
 
 
 def key_of(line: dict[str, Any]) -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ _NEVER = {"start_format": "bf16", "first_refresh": 1, "refresh_every": 1, "apply
 SHARED = {
     "adamw": Training(SCHEDULE, "warm", 1e-5, steps=10, keeps_states=True),
     "adamw-layer": Training(SCHEDULE | {"granularity": "layer"}, "warm", 1e-5, steps=10, keeps_states=True),
-    "sgd-gemm-accumulated-clipped": Training(SCHEDULE | {"granularity": "gemm", "target_fp4_fraction": 0.5}, **_SGD),
+    "sgd-gemm-accumulated-clipped": Training(SCHEDULE | {"granularity": "gemm", "target_fp4_fraction": 0.7}, **_SGD),
     "cut-sampled-drift": Training(
         SCHEDULE
         | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,14 +47,15 @@ def test_the_models_own_loss_written_out_gives_the_same_estimate_and_truth() -> 
         assert one.weight_divergence == pytest.approx(other.weight_divergence, rel=1e-3)
 
 
-def test_terms_multiply_the_loss_divergence_which_is_then_not_relative() -> None:
-    batch, model = text(4, 16), tiny_llama(hidden=32)
+@pytest.mark.parametrize("form", ["token-fisher", "saliency"])
+def test_with_terms_the_loss_divergence_is_not_relative_and_token_fisher_is_multiplied_by_them(form: str) -> None:
+    batch, model, config = text(4, 16), tiny_llama(hidden=32), replace(EXACT, loss_estimator=form)
     labelled = Batch.of(batch).labelled
-    own = estimate_divergence(model, batch, None, EXACT)
-    found = estimate_divergence(model, batch, None, EXACT, model_loss, 10)
+    own = estimate_divergence(model, batch, None, config)
+    found = estimate_divergence(model, batch, None, config, model_loss, 10)
+    factor = 10 / labelled if form == "token-fisher" else 1.0
     for one, other in zip(found.rows, own.rows, strict=True):
-        expected = other.loss_divergence * own.loss * 10 / labelled
-        assert one.loss_divergence == pytest.approx(expected, rel=1e-3)
+        assert one.loss_divergence == pytest.approx(other.loss_divergence * own.loss * factor, rel=1e-3)
 
 
 def test_inputs_and_cache_stay_as_they_are() -> None:

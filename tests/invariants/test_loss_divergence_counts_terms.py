@@ -20,7 +20,9 @@ from snip_hf.estimation.divergence import estimate_divergence
 from snip_hf.estimation.ground_truth import measure_divergence
 
 # The policy takes gradients that are 0, as where preferences of either kind balance.
-CONFIG = SnipConfig(policy="fisher", probe_tokens=None, probe_batch_tokens=None, probes=1)
+CONFIG = SnipConfig(
+    policy="fisher", loss_estimator="token-fisher", probe_tokens=None, probe_batch_tokens=None, probes=1
+)
 ROWS, LENGTH, BETA = 64, 33, 0.1
 Inputs = dict[str, Any]
 Terms = Callable[[nn.Module, Inputs], Tensor]

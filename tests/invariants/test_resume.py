@@ -37,7 +37,11 @@ CONFIG = SnipConfig(stages=2, **SCHEDULE)
 BACK_TO_BACK = SCHEDULE | {"refresh_every": 3, "apply_delay": 3}
 OTHER = SnipConfig(stages=2, granularity="gemm", target_fp4_fraction=0.5, probes=2, **BACK_TO_BACK)
 # A check at every step without a plan under way; some of them refresh early.
-DRIFT = SnipConfig(**SCHEDULE | {"refresh_every": 6, "apply_delay": 1, "refresh_on_drift": 0.8, "drift_every": 1})
+# By "token-fisher" the ranking moves within these few steps.
+DRIFT = SnipConfig(
+    **SCHEDULE | {"refresh_every": 6, "apply_delay": 1, "refresh_on_drift": 0.8, "drift_every": 1},
+    loss_estimator="token-fisher",
+)
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 STEPS = 8
 ACCUMULATED = {"bf16": True, "gradient_accumulation_steps": 2}

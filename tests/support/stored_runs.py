@@ -18,11 +18,13 @@ from snip_hf import SnipConfig
 
 # Optimizer steps of a saved state between two refreshes, and of one whose solver still runs.
 IDLE, PENDING = 5, 6
+# The default form of the loss divergence was another one when they were stored.
+COMMON = SCHEDULE | {"loss_estimator": "token-fisher"}
 RUNS = {
     "layer": SnipConfig(
-        **SCHEDULE, granularity="layer", stages=2, refresh_on_drift=0.5, drift_every=3, target_fp4_fraction=0.5
+        **COMMON, granularity="layer", stages=2, refresh_on_drift=0.5, drift_every=3, target_fp4_fraction=0.5
     ),
-    "gemm": SnipConfig(**SCHEDULE, granularity="gemm", budget="measured", timing_file="times.json"),
+    "gemm": SnipConfig(**COMMON, granularity="gemm", budget="measured", timing_file="times.json"),
 }
 
 

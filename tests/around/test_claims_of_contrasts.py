@@ -1,0 +1,251 @@
+"""Figures that the page on criteria quotes of the main contrasts over 1,000 steps are those of the committed lines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+from committed import ROOT, detectable_of, row_of, shown, text_of
+
+from eval.bakeoff import fork_tables
+from eval.bakeoff.fork_lines import LOSSES, by_contender, difference_of, fork_key, read_forks
+from eval.bakeoff.fork_recipe import load_recipe
+from eval.bakeoff.fork_report import Asked, write_report
+from eval.bakeoff.fork_statistics import Difference
+
+RESULTS = ROOT / "eval" / "results"
+RECIPE = ROOT / "recipes" / "forks-contrasts.yaml"
+PAGE, README = "docs/results-criteria.md", "eval/README.md"
+# Family -> where its plans spend 4 bits, in the order of the page's columns.
+SETTINGS = {"gemm-75": "75% by gemm", "gemm-90": "90% by gemm", "gemm-95": "95% by gemm", "layer-75": "75% by layer"}
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+SALIENCY = ", loss_estimator saliency"
+
+
+@cache
+def lines(*names: str) -> list[dict[str, Any]]:
+    """The forks of 1,000 steps of recipes, the first of what ran more than once from the same weights."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name in names or ("contrasts",):
+        for line in read_forks([RESULTS / f"forks-{name}.jsonl"]):
+            if line["steps"] == 1000:
+                found.setdefault((line["contender"], *fork_key(line)), line)
+    return list(found.values())
+
+
+@cache
+def compared(family: str, outcome: str = "held_out_plan") -> dict[str, fork_tables.Tested]:
+    pairs_of = load_recipe(RECIPE).comparisons_after(1000)[family]
+    return {test.one: test for test in fork_tables.tests_of(lines(), pairs_of, outcome)}
+
+
+def contender(policy: str, setting: str) -> str:
+    return f"{policy} {{fp4, fp8}}, {setting}"
+
+
+def against_snip(policy: str, family: str, outcome: str = "held_out_plan") -> fork_tables.Tested:
+    return compared(family, outcome)[contender(policy, SETTINGS[family])]
+
+
+def between(one: str, other: str, *names: str, point: int | None = None) -> Difference:
+    of = by_contender(lines(*names))
+    own = [line for line in of[one] if point in (None, line["fork"]["point"])]
+    return difference_of(own, of[other], "held_out_plan")
+
+
+def section() -> str:
+    return text_of(PAGE).partition("## Over 1,000 steps")[2].partition("## At 124M")[0]
+
+
+def below(found: Difference) -> str:
+    return str(found).removeprefix("-")
+
+
+@pytest.mark.parametrize(
+    ("policy", "cells"),
+    [
+        ("greedy", [""] * 4),
+        ("fisher", ["not asked", "", "", "not asked"]),
+        ("backward-first", ["", "not asked", "", "not possible"]),
+        ("random", ["", "not asked", "", ""]),
+    ],
+)
+def test_the_table_of_1000_steps_has_the_differences_of_the_lines(policy: str, cells: list[str]) -> None:
+    asked = [family for family, cell in zip(SETTINGS, cells, strict=True) if not cell]
+    assert asked == [family for family, where in SETTINGS.items() if contender(policy, where) in compared(family)]
+    own = [cell or shown(against_snip(policy, family)) for family, cell in zip(SETTINGS, cells, strict=True)]
+    assert row_of(f"`{policy}`", *own) in section()
+    forks = [against_snip(policy, family).main.forks for family in asked]
+    assert forks == ([10, 10, 6] if policy == "random" else [10] * len(asked))
+    assert "ten forks per cell, six for `random` by layer" in section()
+
+
+def test_the_row_of_saliency_has_the_differences_of_the_lines() -> None:
+    found = list(compared("saliency").values())
+    tests = {test.one: test for test in found if test.main.forks}
+    own = [tests[contender("snip", SETTINGS[family]) + SALIENCY] for family in ("gemm-75", "gemm-90")]
+    assert {test.reading for test in own} == {fork_tables.NOT_SIGNIFICANT} and len(tests) == 2 and len(found) == 4
+    assert [test.main.forks for test in own] == [10, 10]
+    assert row_of("SNIP with `saliency`", *map(shown, own), "no partner", "no partner") in section()
+    # As predicted, -0.005 and -0.02 are within the intervals.
+    for test, predicted in zip(own, (-0.005, -0.02), strict=True):
+        assert abs(test.main.mean - predicted) < test.main.half_width
+
+
+def test_greedy_at_95_and_random_are_all_that_is_significant() -> None:
+    found = {
+        (outcome, family, test.one.split()[0]): test.reading
+        for outcome in LOSSES
+        for family in (*SETTINGS, "saliency")
+        for test in compared(family, outcome).values()
+        if test.reading in ("higher", "lower")
+    }
+    random = {(outcome, family, "random"): "higher" for outcome in LOSSES for family in ("gemm-75", "gemm-95")}
+    lower = {(outcome, "gemm-95", "greedy"): "lower" for outcome in ("held_out_plan", "held_out_averaged")}
+    assert found == random | lower
+    text, greedy = text_of(PAGE), against_snip("greedy", "gemm-95")
+    assert f"at 95% {str(greedy.main).removeprefix('-')} below (significant)" in text_of("docs/choosing.md")
+    assert "It is so in all four losses." in section() and f"(corrected p = {greedy.p_holm:.3f})" in section()
+    assert "In the loss of the same weights in BF16 and in the training loss it is not significant" in section()
+    assert f"[after 1,000 steps](#over-1000-steps) ({greedy.main})" in text
+    own = [str(against_snip("random", family).main).removeprefix("+") for family in ("gemm-75", "gemm-95")]
+    assert "[after 1,000 steps](#over-1000-steps) by {} and {} at 75 and 95%".format(*own) in text
+    rule = [against_snip("backward-first", family) for family in ("gemm-75", "gemm-95")]
+    told = [f"({test.main}, {detectable_of(test):.3f})" for test in rule]
+    assert "of 1,000 steps at 75% {} and 95% {}".format(*told) in text
+    layer = against_snip("greedy", "layer-75").main
+    assert f"{layer.mean:.3f}" == f"{greedy.main.mean:.3f}" and layer.half_width > greedy.main.half_width
+
+
+def test_greedy_is_where_the_page_says_by_the_step_at_which_a_fork_starts() -> None:
+    found = {
+        family: [between(contender("greedy", where), contender("snip", where), point=point) for point in (300, 1500)]
+        for family, where in SETTINGS.items()
+    }
+    assert {one.forks for own in found.values() for one in own} == {5}
+    text = section()
+    assert "From step 300 its difference is {}, from step 1,500 {}".format(*found["gemm-95"]) in text
+    assert "At 90% `greedy` is at {} from step 300 and at {} from step 1,500".format(*found["gemm-90"]) in text
+    assert "at 75% at {} and {}.".format(*found["gemm-75"]) in text
+
+
+def test_random_plans_are_as_many_times_as_far_from_snip_as_after_100_steps() -> None:
+    of = by_contender(line for line in read_forks([RESULTS / "forks-criteria.jsonl"]) if line["steps"] == 100)
+    ratios = []
+    for family in ("gemm-75", "gemm-95"):
+        one, other = (contender(policy, SETTINGS[family]) for policy in ("random", "snip"))
+        ratios.append(
+            against_snip("random", family).main.mean / difference_of(of[one], of[other], "held_out_plan").mean
+        )
+    assert "at 75 and 95%, by {:.1f} and {:.1f} times what it is after 100 steps".format(*ratios) in section()
+
+
+def test_the_pages_say_which_forks_of_1000_steps_are_there() -> None:
+    asked = [one for run in load_recipe(RECIPE).runs("text") for one in run.ids]
+    own = lines()
+    assert len(own) == len(asked) == 190 and {line["cuda_graph"] for line in own} == {True}
+    assert {(line["fork"]["base_seed"], line["fork"]["point"]) for line in own} == {
+        (seed, point) for seed in range(3, 8) for point in (300, 1500)
+    }
+    on = Counter((line["machine"], line["commit"]) for line in own)
+    assert on == {(H100, "7fd4429"): 76, (H200, "b76cbd1"): 114}
+    assert "All 190 forks ran: 76 on two H100 of one host (commit `7fd4429`) and 114 on two H200" in section()
+    assert "`forks-contrasts.jsonl` | all 190 forks of `forks-contrasts.yaml`" in text_of(README)
+    old = Counter(line["contender"] for line in own if line["machine"] == H100)
+    assert old[contender("random", "75% by layer")] == 6 and set(old.values()) == {6, 10}
+    assert all(("95% by gemm" in name or "by layer" in name) and SALIENCY not in name for name in old)
+    new = {line["contender"] for line in own if line["machine"] == H200} & old.keys()
+    assert new == {contender("random", "75% by layer")}
+    # Nothing else was asked by GEMM at 95% and by layer.
+    both = {line["contender"] for line in own if "95% by gemm" in line["contender"] or "layer" in line["contender"]}
+    assert both - old.keys() == {contender("snip", where) + SALIENCY for where in ("95% by gemm", "75% by layer")}
+
+
+def test_most_forks_of_snip_and_greedy_had_run_before() -> None:
+    before: dict[tuple[Any, ...], list[float]] = {}
+    for name in ("objectives", "refreshes"):
+        for line in read_forks([RESULTS / f"forks-{name}.jsonl"]):
+            if line["steps"] == 1000:
+                before.setdefault((line["contender"], *fork_key(line)), []).append(line["loss"]["held_out_plan"])
+    settings = ("75% by gemm", "90% by gemm")
+    whole = [contender(policy, where) for policy in ("snip", "greedy") for where in settings]
+    keys = {(line["contender"], *fork_key(line)): line["loss"]["held_out_plan"] for line in lines()}
+    again = {key: loss for key, loss in keys.items() if key in before}
+    assert {key[0] for key in again} == set(whole) and sum(key[0] in whole for key in keys) == 40
+    same = [key for key, loss in again.items() if set(before[key]) == {loss}]
+    assert f"{len(again)} of the 40 forks of SNIP and `greedy` by GEMM at 75 and 90% had run on H200s" in section()
+    assert f"{len(same)} of them have the losses that they had there" in section()
+
+
+def test_beside_other_lines_the_differences_are_those_of_the_page() -> None:
+    both = ("contrasts", "refreshes")
+
+    def less(one: str, other: str, forks: int = 9) -> str:
+        found = between(one, other, *both)
+        assert found.forks == forks
+        return str(found)
+
+    def gemm(share: int, policy: str = "snip", more: str = "") -> str:
+        return f"{less(contender(policy, f'{share}% by gemm') + more, 'bf16')}%"
+
+    text, layer = section(), contender("snip", "75% by layer")
+    costs = gemm(75), gemm(75, more=SALIENCY), gemm(75, "backward-first"), gemm(75, "random")
+    assert (
+        "at 75%: SNIP {}, with `saliency` {}, `backward-first` {}, `random` {}.".format(*costs)
+        + f" All FP4 is at {less('fp4', 'bf16')}% there"
+    ) in text
+    told = gemm(90, more=SALIENCY), gemm(95, more=SALIENCY), f"{less(layer + SALIENCY, 'bf16')}%"
+    assert "at 90 and 95%: {} and {}, by layer at 75% {}.".format(*told) in text
+    random = contender("random", "75% by layer")
+    saliency = less(layer + SALIENCY, layer)
+    assert f"SNIP with `saliency` {saliency} (nine forks), `random` {less(random, layer)} (nine, six of them" in text
+    assert between(random, layer).forks == 6
+    shares = between(contender("snip", "75% by gemm"), contender("snip", "90% by gemm"))
+    assert shares.forks == 10 and f"ends {below(shares)} below SNIP at 90% (ten forks)" in text
+    assert "were not planned, are uncorrected and in no table of tests" in text
+
+
+def test_what_was_predicted_is_found_where_the_page_says_so() -> None:
+    text = section()
+    for policy, family, predicted in (
+        ("greedy", "gemm-95", -0.03),
+        ("random", "gemm-95", 0.12),
+        ("random", "gemm-75", 0.3),
+        ("random", "layer-75", 0.05),
+    ):
+        found = against_snip(policy, family).main
+        assert abs(found.mean - predicted) < found.half_width and f"{predicted:+.2f}".rstrip("0") in text
+    for policy, family in (("backward-first", "gemm-95"), ("fisher", "gemm-95"), ("backward-first", "gemm-75")):
+        assert abs(against_snip(policy, family).main.mean) < 0.05
+    assert 0.05 < abs(against_snip("greedy", "layer-75").main.mean) < 0.06 and "**missed**, by a little" in text
+
+
+def test_the_page_says_how_many_forks_would_find_a_tenth_of_a_percent() -> None:
+    def needed(family: str, one: str) -> int | None:
+        test = compared(family)[one]
+        return test.main.forks_for(0.1, test.level)
+
+    of = {
+        (family, policy): needed(family, contender(policy, where))
+        for family, where in SETTINGS.items()
+        for policy in ("greedy", "fisher", "backward-first", "random")
+        if contender(policy, where) in compared(family)
+    }
+    saliency = needed("saliency", contender("snip", "75% by gemm") + SALIENCY)
+    text = text_of(PAGE)
+    assert f"{of['layer-75', 'greedy']} for `greedy`, {of['layer-75', 'random']} for `random`" in text
+    assert f"{of['gemm-95', 'fisher']} for `fisher`, {of['gemm-95', 'backward-first']} for" in text
+    told = f"{of['gemm-75', 'greedy']} for `greedy`, {of['gemm-75', 'backward-first']} for `backward-first`"
+    assert f"{told}, {saliency} for `saliency`" in text
+
+
+@pytest.mark.slow
+def test_the_tables_of_contrasts_are_those_of_the_lines() -> None:
+    against = "snip {fp4, fp8}, 95% by gemm"
+    command = "python -m eval.bakeoff.forks report eval/results/forks-contrasts.jsonl "
+    command += f'--recipe recipes/forks-contrasts.yaml --against "{against}" --output eval/results/forks-contrasts.md'
+    asked = Asked.by(load_recipe(RECIPE), RECIPE, command=command, against=against)
+    text = write_report([RESULTS / "forks-contrasts.jsonl"], None, asked, [])
+    assert text == (RESULTS / "forks-contrasts.md").read_text(encoding="utf-8")

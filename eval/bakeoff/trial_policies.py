@@ -40,7 +40,7 @@ class Magnitudes(LayerCriterion):
     def pending_loss_divergence(self, name: str, form: str, gradient: Tensor | None) -> Pending[float]:
         sums = self.sums
         of_input = product(sums.g, sums.w) * (sums.rounded("x", name, 1) - sums.x)  # (n, O) x (O, I)
-        return sums.finishing.rise("saliency", sums.saliency_sum(name) + of_input.abs_().sum())
+        return sums.finishing.rise("saliency", sums.saliency_sums[name] + of_input.abs_().sum())
 
 
 TRIALS: dict[str, type[LayerCriterion]] = {

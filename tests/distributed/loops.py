@@ -33,7 +33,8 @@ from snip_hf.json_io import read_json, write_json_atomic
 from snip_hf.training.refresh import Solving
 
 ROWS, LENGTH = 4, 128  # of all ranks together; one tile, so that whole tiles are of one rank
-CONFIG = SnipConfig(probe_tokens=None, backend="emulated", **SCHEDULE)  # FP32, which no other one computes in
+# FP32, which no other backend computes in.
+CONFIG = SnipConfig(target_fp4_fraction=0.9, probe_tokens=None, backend="emulated", **SCHEDULE)
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 

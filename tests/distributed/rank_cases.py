@@ -14,9 +14,11 @@ _NEVER = {"start_format": "bf16", "first_refresh": 1, "refresh_every": 1, "apply
 
 # As many ranks as there are share each micro-batch.
 SHARED = {
-    "adamw": Training(SCHEDULE, "warm", 1e-5, steps=10, keeps_states=True),
-    "adamw-layer": Training(SCHEDULE | {"granularity": "layer"}, "warm", 1e-5, steps=10, keeps_states=True),
-    "sgd-gemm-accumulated-clipped": Training(SCHEDULE | {"granularity": "gemm", "target_fp4_fraction": 0.7}, **_SGD),
+    "adamw": Training(SCHEDULE | {"target_fp4_fraction": 0.6}, "warm", 1e-5, steps=10, keeps_states=True),
+    "adamw-layer": Training(
+        SCHEDULE | {"granularity": "layer", "loss_estimator": "token-fisher"}, "warm", 1e-5, steps=10, keeps_states=True
+    ),
+    "sgd-gemm-accumulated-clipped": Training(SCHEDULE | {"granularity": "gemm", "target_fp4_fraction": 0.6}, **_SGD),
     "cut-sampled-drift": Training(
         SCHEDULE
         | {
@@ -37,14 +39,15 @@ SHARED = {
     "fp4-seed-1": Training({"policy": "uniform-fp4", "seed": 1}, "sgd", steps=1),
 }
 _LATER = SCHEDULE | {"first_refresh": 3, "refresh_every": 2, "start_format": "bf16"}
+_OF_EXPERTS = _LATER | {"granularity": "gemm", "target_fp4_fraction": 0.5}
 SHARDED = {
     "fsdp2-adamw": Training(_LATER, "adamw", wrapper="fsdp2", steps=6),
     "ddp-adamw": Training(_LATER, "adamw", steps=6),
     "ddp-views-adamw": Training(_LATER, "adamw", wrapper="ddp-views", steps=6),
     "fsdp2-conv1d": Training(_LATER | {"granularity": "gemm"}, "sgd", wrapper="fsdp2", steps=6, is_conv1d=True),
     "ddp-conv1d": Training(_LATER | {"granularity": "gemm"}, "sgd", steps=6, is_conv1d=True),
-    "fsdp2-experts": Training(_LATER | {"granularity": "gemm"}, "sgd", wrapper="fsdp2", steps=6, is_mixture=True),
-    "ddp-experts": Training(_LATER | {"granularity": "gemm"}, "sgd", steps=6, is_mixture=True),
+    "fsdp2-experts": Training(_OF_EXPERTS, "sgd", wrapper="fsdp2", steps=6, is_mixture=True),
+    "ddp-experts": Training(_OF_EXPERTS, "sgd", steps=6, is_mixture=True),
     "fsdp2-expert-groups": Training(
         _LATER | {"expert_groups": 2, "granularity": "gemm"}, "adamw", wrapper="fsdp2", steps=6, is_mixture=True
     ),

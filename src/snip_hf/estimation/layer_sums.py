@@ -271,7 +271,7 @@ class LayerSums:
             # Sums of |G|^2 fall with the number of labels, over which the loss is a mean.
             elements = max(1, self.batch.tokens) * self.x.shape[1] * self.batch.parts
             on_x = self._g_w.square().sum() * (self.rounded("x", name, 1) - self.x).square().sum() / elements
-            on_w = self._grad_weight.square().sum() * self.weight_error(name) / self.w.numel()
+            on_w = product(self.g.t(), self.x).square().sum() * self.weight_error(name) / self.w.numel()
             return Pending((self.sizes.token_ratio * (on_x + on_w).sqrt())[None], itemgetter(0))
         if form == "taylor" and gradient is not None:
             rise = self.finishing.fisher_factor * self.fisher_sum(name)
@@ -280,15 +280,14 @@ class LayerSums:
 
     def rise_sum(self, name: str, form: str) -> Tensor:
         """Returns what a form that needs no gradient of the whole step is made from, (1,)."""
-        return self.saliency_sum(name) if form == "saliency" else self.fisher_sum(name)
-
-    def saliency_sum(self, name: str) -> Tensor:
-        """Returns the sum over the weight's elements of |G^T X * eW|, (1,)."""
-        return (self.rounded("w", name, 1) - self.w).mul_(self._grad_weight).abs_().sum()[None]
+        return self.saliency_sums[name] if form == "saliency" else self.fisher_sum(name)
 
     @cached_property
-    def _grad_weight(self) -> Tensor:
-        return product(self.g.t(), self.x)  # (O, n) x (n, I)
+    def saliency_sums(self) -> dict[str, Tensor]:
+        """Format -> sum over the weight's elements of |G^T X * eW|, (1,). Of all, so that the gradient is not kept."""
+        gradient = product(self.g.t(), self.x)  # (O, n) x (n, I)
+        errors = ((name, self.rounded("w", name, 1) - self.w) for name in self._formats)
+        return {name: error.mul_(gradient).abs_().sum()[None] for name, error in errors}
 
     def fisher_sum(self, name: str) -> Tensor:
         """Returns the sum over tokens of (G_t . E_t)^2, with E = Q(X) Q(W)^T - X W^T, (1,)."""

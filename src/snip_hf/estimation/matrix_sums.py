@@ -223,7 +223,7 @@ class MatrixSums:
     def pending_loss_divergence(self, name: str, form: str, gradient: Sequence[Tensor] | None = None) -> Pending[float]:
         """As `LayerSums.pending_loss_divergence`; `gradient` of each matrix."""
         if form in ("saliency", "norm"):
-            found = self._saliency(name) if form == "saliency" else self._norm_form(name)
+            found = self._saliencies[name] if form == "saliency" else self._norm_form(name)
             return Pending(found[None], itemgetter(0))
         along = self._by_token.sums(self._along[name][:, None])
         rise = self.batch.labelled / 2 * self.sizes.scale * along.square().sum()
@@ -232,13 +232,15 @@ class MatrixSums:
                 rise = rise + (own * (fake_quantize(w, FORMATS[name], OPERANDS["w"], 1) - w)).sum()
         return Pending(rise[None], itemgetter(0))
 
-    def _saliency(self, name: str) -> Tensor:
-        """Returns the loss divergence of the form "saliency", of all matrices together, ()."""
-        found = self.x.new_zeros(())
+    @cached_property
+    def _saliencies(self) -> dict[str, Tensor]:
+        """Format -> the loss divergence of the form "saliency", of all matrices together, ()."""
+        found = {name: self.x.new_zeros(()) for name in self._formats}
         for w, gradient in self._gradients():
-            error = fake_quantize(w, FORMATS[name], OPERANDS["w"], 1) - w
-            found = found + error.mul_(gradient).abs_().sum()
-        return self.sizes.token_ratio * found
+            for name in self._formats:
+                error = fake_quantize(w, FORMATS[name], OPERANDS["w"], 1) - w
+                found[name] += error.mul_(gradient).abs_().sum()
+        return {name: self.sizes.token_ratio * total for name, total in found.items()}
 
     def _gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Gives each matrix that has rows, and its gradient as far as the sample shows it, (O, n) x (n, I)."""

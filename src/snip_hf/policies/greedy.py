@@ -11,7 +11,7 @@ class Greedy(LayerCriterion):
     """sum over elements of |G^T X * eW|: by how much each element's rounding can move the loss, to first order."""
 
     def pending_rows(self, name: str) -> Pending[Rows]:
-        return Pending(self.sums.sizes.token_ratio * self.sums.saliency_sum(name), forward_only)
+        return Pending(self.sums.sizes.token_ratio * self.sums.saliency_sums[name], forward_only)
 
 
 register_criterion("greedy", Greedy, solver="greedy")

@@ -99,7 +99,9 @@ def measure(family: str, seed: int, text: texts.Text, options: argparse.Namespac
     state.train(text, options.steps, warmup=state.step + 50)
     batches = [text.batch(state.step + index, options.rows) for index in range(options.batches)]
     held_out = [text.batch(options.held_out * seed + index, 8, held_out=True) for index in range(options.held_out)]
-    config = SnipConfig(probe_tokens=None, probe_batch_tokens=None, start_format="bf16", seed=seed)
+    config = SnipConfig(
+        loss_estimator="token-fisher", probe_tokens=None, probe_batch_tokens=None, start_format="bf16", seed=seed
+    )
     with unquantized(state.model, config) as layers:
         tables = {
             name: [

@@ -49,7 +49,7 @@ def estimates(state: small_models.State, batch: Mapping[str, Any]) -> list[dict[
     loss_taylor is the loss divergence with its first-order part, snip_paper Q = dL + dW of the policy "snip-paper",
     greedy and fisher the criteria of these policies.
     """
-    options: tuple[dict[str, Any], ...] = ({}, {"loss_estimator": "taylor"})
+    options: tuple[dict[str, Any], ...] = ({"loss_estimator": "token-fisher"}, {"loss_estimator": "taylor"})
     rows, with_slope, of_paper, *own = (
         estimate_divergence(
             state.model,

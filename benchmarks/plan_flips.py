@@ -90,7 +90,9 @@ def probed(options: argparse.Namespace, text: texts.Text, seed: int, done: set[A
                 if _key(line) in done:
                     continue
                 began = time.perf_counter()
-                config = SnipConfig(probes=directions, probe_batch_tokens=None, seed=repeat)
+                config = SnipConfig(
+                    loss_estimator="token-fisher", probes=directions, probe_batch_tokens=None, seed=repeat
+                )
                 number = _FIRST_BATCH + 100 * step + 8 * repeat
                 batch = text.batch(number * 8 // share, options.rows * share)
                 table = estimate_divergence(state.model, batch, state.optimizer, config)
@@ -128,7 +130,13 @@ def one_fork(
     """Trains one arm from a base's state; returns its held-out loss, and what its refreshes changed."""
     first, refreshes = options.point + 1, []
     values: dict[str, Any] = {"granularity": "layer", "stages": 2, "first_refresh": first, "refresh_every": 10}
-    values |= {"apply_delay": 0, "seed": fork, "solver": "highs", "probe_batch_tokens": None}
+    values |= {
+        "apply_delay": 0,
+        "seed": fork,
+        "solver": "highs",
+        "probe_batch_tokens": None,
+        "loss_estimator": "token-fisher",
+    }
     config = SnipConfig(**values | ARMS[variant])
 
     def note(event: Event) -> None:

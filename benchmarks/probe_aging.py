@@ -81,7 +81,7 @@ def run(options: argparse.Namespace, scenario: str, index: int) -> None:
     state.train(text, options.early if scenario == "early" else options.late)
     convert_model(state.model, SnipConfig(start_format="bf16"))
     flops = linear_flops(state.model)
-    config = SnipConfig(granularity="layer")
+    config = SnipConfig(granularity="layer", loss_estimator="token-fisher")
     setting = Setting(config, flops, find_stages(list(flops), config))
     start = state.step
     old = estimate(state, text)
@@ -105,9 +105,8 @@ def run(options: argparse.Namespace, scenario: str, index: int) -> None:
 def estimate(state: small_models.State, text: texts.Text) -> DivergenceTable:
     """Returns the estimate on the micro-batch of the next step."""
     batch = text.batch(state.step, state.rows)
-    return estimate_divergence(
-        state.model, batch, state.optimizer, SnipConfig(probe_tokens=None, probe_batch_tokens=None)
-    )
+    config = SnipConfig(loss_estimator="token-fisher", probe_tokens=None, probe_batch_tokens=None)
+    return estimate_divergence(state.model, batch, state.optimizer, config)
 
 
 def compare(state: small_models.State, text: texts.Text, old: DivergenceTable, setting: Setting) -> dict[str, float]:

@@ -23,7 +23,7 @@ python benchmarks/scale_on_paper.py report --output docs/scale.md
 
 Every GPU trains on 16,384 tokens per step, in sequences of 4,096, so a step's tokens grow with the GPUs: 131,072 on 8,
 16.8 million on 1,024. A refresh has the default settings (one probe, 4,096 tokens for passes, 1,024 for sums, two
-formats).
+formats), but for `loss_estimator="token-fisher"`, with which its parts were measured.
 
 One check is possible: with two GPUs under DDP this arithmetic gives {model} s for a refresh of TinyLlama-1.1B, and
 {measured} s were measured.
@@ -71,9 +71,9 @@ within what a step takes ([method.md](method.md), section 3). The last column sa
 ## The program of the 70B model
 
 560 linears by GEMM, 1,680 groups, default gap of 1e-4. Prices are drawn from log-normal distributions. Their
-parameters are those of the default objective in a Llama of 6 blocks and width 128 after 200 steps of AdamW on Python's
-own source ([lines](../benchmarks/results/scale_prices.jsonl)): mean ± standard deviation of the natural logarithm of a
-price times the number of linears.
+parameters are those of the objective with "token-fisher" in a Llama of 6 blocks and width 128 after 200 steps of AdamW
+on Python's own source ([lines](../benchmarks/results/scale_prices.jsonl)): mean ± standard deviation of the natural
+logarithm of a price times the number of linears.
 
 {prices}
 

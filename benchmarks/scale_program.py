@@ -81,7 +81,7 @@ def measured_prices(steps: int, blocks: int) -> Iterator[dict[str, Any]]:
     text = texts.load_text(None, "cpu")
     state = small_models.new_state("llama", "adamw", "cpu", seed=0, blocks=blocks, vocabulary=texts.VOCABULARY)
     state.train(text, steps)
-    config = SnipConfig(start_format=UNQUANTIZED.name)
+    config = SnipConfig(start_format=UNQUANTIZED.name, loss_estimator="token-fisher")
     convert_model(state.model, config)
     table = estimate_divergence(state.model, text.batch(steps, 4), state.optimizer, config)
     prices = prices_of(table)

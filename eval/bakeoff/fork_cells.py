@@ -21,8 +21,8 @@ from .trial_policies import register_trial
 # Which GEMMs run in a cell's format; the others run in BF16.
 GEMM_SETS = {"all": GEMMS, "forward": ("forward",), "backward": ("grad_input", "grad_weight")}
 _FORK_DECIDES = ("seed", "fixed_plan", "first_refresh", "start_format")
-# Fields of SnipConfig where a cell does not say otherwise: a plan is kept, and a name means what it means in all lines,
-# whatever the default is.
+# What a contender has where its cell does not say otherwise: its plan is held, and the loss divergence is that of the
+# first lines, so that a name means the same in all of them.
 _HELD: dict[str, Any] = {"refresh_every": None, "apply_delay": 0, "loss_estimator": "token-fisher"}
 
 

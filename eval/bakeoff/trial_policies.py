@@ -24,7 +24,7 @@ class WeightErrors(LayerCriterion):
         sums = self.sums
         error = product(sums.x, (sums.rounded("w", name, 1) - sums.w).t())  # (n, I) x (I, O)
         rises = (sums.g * error).sum(1).square_().sum()
-        return sums.finishing.rise("token-fisher", rises[None])
+        return sums.finishing.loss_divergence("token-fisher", rises[None])
 
 
 class WeightMagnitudes(LayerCriterion):
@@ -40,7 +40,7 @@ class Magnitudes(LayerCriterion):
     def pending_loss_divergence(self, name: str, form: str, gradient: Tensor | None) -> Pending[float]:
         sums = self.sums
         of_input = product(sums.g, sums.w) * (sums.rounded("x", name, 1) - sums.x)  # (n, O) x (O, I)
-        return sums.finishing.rise("saliency", sums.saliency_sums[name] + of_input.abs_().sum())
+        return sums.finishing.loss_divergence("saliency", sums.saliency_sums[name] + of_input.abs_().sum())
 
 
 TRIALS: dict[str, type[LayerCriterion]] = {

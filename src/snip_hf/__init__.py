@@ -9,7 +9,8 @@ SNIP decides it for each layer, or for each GEMM, and decides again every few hu
    back, and how both answer to a small change of all weights (`estimation`).
 2. **Estimate.** From these it computes two prices for each GEMM and format. The loss divergence says how far rounding
    can move the loss now. The weight divergence says how far it moves the optimizer's next update away from the one that
-   would have been made in high precision (`estimate_divergence`; `measure_divergence` measures the same, slowly).
+   would have been made in high precision (`estimate_divergence`). `measure_divergence` measures the latter, and how
+   far the loss does rise, slowly.
 3. **Decide.** An integer program picks one format for each GEMM. The prices add up to as little as possible, while at
    least a given share of the FLOPs runs in FP4 (`planning`). Other policies decide by other rules (`policies`).
 4. **Apply.** The solver works in a process of its own while training goes on. Some steps later every process puts the

@@ -151,7 +151,8 @@ class SnipConfig(FieldNames):
     """Steps between a probe and the application of its plan; the solver runs meanwhile. At most `refresh_every`."""
     refresh_on_drift: float | None = None
     """Rank correlation (Spearman), 0..1, below which the ranking of the layers has moved: refresh early (ours).
-    A cheap check compares the layers' prices with those behind the plan in force. None: never checks."""
+    A cheap check compares the layers' prices with those behind the plan in force. None: never checks. Thresholds were
+    tried with `loss_estimator="token-fisher"`; the ranking by "saliency" may move less."""
     drift_every: int = 100
     """Steps between two checks of the ranking (`refresh_on_drift`), counted from the last probe.
     Each costs one FP32 forward-backward pass. There is none while a plan waits for its application."""
@@ -192,10 +193,10 @@ class SnipConfig(FieldNames):
     tokens are not bounded; the rest stays within what a training step takes."""
     loss_estimator: LossEstimator = "saliency"
     """Estimator of the loss divergence: "saliency", "token-fisher", "taylor" or "norm".
-    "saliency" (after ScaleBITS): magnitudes of the first-order effects of the weight's elements; its plans had the
-    lowest loss (docs/results-loss-forms.md), but it is no estimate of the loss's rise. "token-fisher" (ours): the rise
-    by curvature, which training does not take away. "taylor" (ours): with the first-order effect of the weight's error,
-    nearest to the rise at this very step. "norm": first order, from norms."""
+    "saliency" (after ScaleBITS): magnitudes of the first-order effects of the weight's elements; its plans ended
+    slightly below those of "token-fisher" (docs/results-loss-forms.md), but it is no estimate of the loss's rise.
+    "token-fisher" (ours): the rise by curvature, which training does not take away. "taylor" (ours): with the
+    first-order effect of the weight's error, nearest to the rise at this very step. "norm": first order, from norms."""
 
     # Objective: who decides, and what for
 

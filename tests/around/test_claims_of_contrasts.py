@@ -200,7 +200,7 @@ def test_beside_other_lines_the_differences_are_those_of_the_page() -> None:
     assert "at 90 and 95%: {} and {}, by layer at 75% {}.".format(*told) in text
     random = contender("random", "75% by layer")
     saliency = less(layer + SALIENCY, layer)
-    assert f"SNIP with `saliency` {saliency} (nine forks), `random` {less(random, layer)} (nine, six of them" in text
+    assert f"SNIP with `saliency` {saliency} (nine forks), `random` {less(random, layer)} (nine, six of which" in text
     assert between(random, layer).forks == 6
     shares = between(contender("snip", "75% by gemm"), contender("snip", "90% by gemm"))
     assert shares.forks == 10 and f"ends {below(shares)} below SNIP at 90% (ten forks)" in text

@@ -263,7 +263,7 @@ def test_on_hopper_kernels_more_steps_that_ran_twice_differ_than_in_bf16() -> No
     assert "273 pairs with 78,600 steps, of which nine trained on other numbers" in text
     assert "in BF16 58 pairs with 25,600 steps, none" in text
     assert later == [16, 16000, 0] and "16 pairs with 16,000 steps all trained on the same numbers" in text
-    assert f"the rate of the others lets expect {16000 * 9 / (78600 - 16000):.1f}" in text
+    assert f"at the rate of the other pairs {16000 * 9 / (78600 - 16000):.1f} would differ" in text
 
 
 def test_forks_that_ran_on_both_kinds_of_machine_end_as_the_page_says() -> None:

@@ -69,7 +69,7 @@ class LayerCriterion:
         return self.sums.pending_weight_divergences(name, keys)
 
     def pending_loss_divergence(self, name: str, form: str, gradient: Tensor | None) -> Pending[float]:
-        """Returns the rise of the loss, as `LayerSums.loss_divergence`; by default that of the sums."""
+        """Returns the loss divergence, as `LayerSums.loss_divergence`; by default that of the sums."""
         return self.sums.pending_loss_divergence(name, form, gradient)
 
 

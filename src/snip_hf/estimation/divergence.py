@@ -292,7 +292,7 @@ class _Estimate:
 def _rows(
     figures: Sequence[Figures], flops: Mapping[str, Mapping[str, float]], unit: float, clip_factor: float
 ) -> tuple[list[Divergence], dict[tuple[str, str], float]]:
-    """Waits for all sums, once, and returns what they mean, with rises of the loss in this unit.
+    """Waits for all sums, once, and returns what they mean, with loss divergences in this unit.
 
     Beside the rows: (layer, format) -> squared noise of the weight's gradient, where it was asked for.
     """

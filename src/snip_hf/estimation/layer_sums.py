@@ -255,7 +255,7 @@ class LayerSums:
         return sums[1]
 
     def loss_divergence(self, name: str, form: str, gradient: Tensor | None = None) -> float:
-        """Returns the estimated rise of the loss (not yet relative) from quantizing the forward GEMM.
+        """Returns the loss divergence (not yet relative to the loss) of quantizing the forward GEMM.
 
         Args:
             name: format.
@@ -276,15 +276,15 @@ class LayerSums:
         if form == "taylor" and gradient is not None:
             rise = self.finishing.fisher_factor * self.fisher_sum(name)
             return Pending(rise + (gradient * (self.rounded("w", name, 1) - self.w)).sum(), itemgetter(0))
-        return self.finishing.rise(form, self.rise_sum(name, form))
+        return self.finishing.loss_divergence(form, self.loss_sum(name, form))
 
-    def rise_sum(self, name: str, form: str) -> Tensor:
+    def loss_sum(self, name: str, form: str) -> Tensor:
         """Returns what a form that needs no gradient of the whole step is made from, (1,)."""
         return self.saliency_sums[name] if form == "saliency" else self.fisher_sum(name)
 
     @cached_property
     def saliency_sums(self) -> dict[str, Tensor]:
-        """Format -> sum over the weight's elements of |G^T X * eW|, (1,). Of all, so that the gradient is not kept."""
+        """Format -> sum over the weight's elements of |G^T X * eW|, (1,). The gradient is made once, and not kept."""
         gradient = product(self.g.t(), self.x)  # (O, n) x (n, I)
         errors = ((name, self.rounded("w", name, 1) - self.w) for name in self._formats)
         return {name: error.mul_(gradient).abs_().sum()[None] for name, error in errors}
@@ -339,7 +339,7 @@ class LayerSums:
         return self._pushforward(normal(0, self.w.shape, self.w.device)).square().mean()
 
     def take_rounded(self, name: str, keys: tuple[int, int], rounded: Sequence[Tensor]) -> None:
-        """Takes the randomly rounded G of a format, as `randomly_rounded` returned it, in place of rounding it."""
+        """Takes the randomly rounded G of a format, as `whole_layer` rounded it, in place of rounding it."""
         for contracts, key, one in zip((1, 0), keys, rounded, strict=True):
             self._quantized["g", name, contracts, key] = one
 
@@ -350,15 +350,6 @@ class LayerSums:
             kind, amax = OPERANDS[operand], self._amaxes.get(operand)
             self._quantized[at] = fake_quantize(getattr(self, operand), FORMATS[name], kind, contracts, key, 0, 1, amax)
         return self._quantized[at]
-
-
-def randomly_rounded(sample: LayerSample, name: str, keys: tuple[int, int]) -> list[Tensor]:
-    """Returns G of a format that rounds it randomly, along O and along T, as `LayerSums` rounds it by these keys."""
-    amax = sample.amaxes[1] if sample.is_part and sample.amaxes else None
-    return [
-        fake_quantize(sample.grad_output, FORMATS[name], OPERANDS["g"], contracts, key, 0, 1, amax)
-        for contracts, key in zip((1, 0), keys, strict=True)
-    ]
 
 
 def outputs_at_once(pieces: int, inputs: int) -> int:

@@ -55,8 +55,8 @@ class Finishing(NamedTuple):
         is_random = FORMATS[name].gradient.stochastic
         return Pending(sums, partial(squares_of, self.sizes, self.probes, is_random))
 
-    def rise(self, form: str, sums: Tensor) -> Pending[float]:
-        """Of `LayerSums.rise_sum`."""
+    def loss_divergence(self, form: str, sums: Tensor) -> Pending[float]:
+        """Of `LayerSums.loss_sum`."""
         return Pending(sums, partial(_times, self.sizes.token_ratio if form == "saliency" else self.fisher_factor))
 
     @property

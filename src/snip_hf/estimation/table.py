@@ -17,7 +17,7 @@ class Divergence:
     gemm: str
     format: str
     loss_divergence: float
-    """Relative increase of the loss."""
+    """How far the loss can move, relative to itself, as `SnipConfig.loss_estimator` says it; measured: its rise."""
     weight_divergence: float
     """sqrt(sum over all swapped layers m of |change of m's next update|^2 / |W_m|^2); where some of their weights are
     not trained, sqrt(sum over all trained parameters p of |change of p's next update|^2 / |p's next update|^2)."""

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.rounding import fake_quantize
 from ..numerics.formats import FORMATS
 from .criterion import LayerCriterion, Rows
 from .extrapolation import BatchSizes, Squares
 from .gradient_noise import pending_gradient_noise
-from .layer_sums import LayerSums, finishing, randomly_rounded
+from .layer_sums import OPERANDS, LayerSums, finishing
 from .matrix_sums import MatrixSums
 from .optimizer_step import UpdateChange
 from .pending import ROWS, Pending, read_all
@@ -145,7 +146,7 @@ class WholeLayer(NamedTuple):
         (weight,), pushes = self.weights, self.pushforward or ()
         assert isinstance(pushes, tuple)
         stochastic = [name for name in task.formats if FORMATS[name].gradient.stochastic]
-        rounded = [one for name in stochastic for one in randomly_rounded(sample, name, keys)]
+        rounded = [one for name in stochastic for one in _randomly_rounded(sample, name, keys)]
         of_sample = [sample.x, sample.grad_output, *sample.x_dot, *sample.grad_output_dot, *(sample.amaxes or ())]
         inputs = [weight, *pushes, *of_sample, *rounded]
         probes = len(sample.x_dot)
@@ -164,7 +165,7 @@ class WholeLayer(NamedTuple):
             for name in stochastic:
                 sums.take_rounded(name, keys, take(2))
             parts = (
-                (sums.divergence_sums(name, keys), sums.rise_sum(name, task.loss_estimator), sums.error_norms(name))
+                (sums.divergence_sums(name, keys), sums.loss_sum(name, task.loss_estimator), sums.error_norms(name))
                 for name in formats
             )
             return [one for of_format in parts for one in of_format]
@@ -182,7 +183,7 @@ class WholeLayer(NamedTuple):
                 self.name,
                 name,
                 finish.squares(name, next(found)),
-                finish.rise(task.loss_estimator, next(found)),
+                finish.loss_divergence(task.loss_estimator, next(found)),
                 finish.errors(next(found)),
                 Pending(nothing, _no_rows),
                 _nothing(nothing),
@@ -221,3 +222,12 @@ def _sum_of(parts: Sequence[tuple[int, Callable[[list[float]], Rows]]], figures:
     found = [finish([next(left) for _ in range(count)]) for count, finish in parts]
     values = {row: [rows[row] for rows in found] for row in ROWS}
     return {row: None if None in own else sum(value or 0.0 for value in own) for row, own in values.items()}
+
+
+def _randomly_rounded(sample: LayerSample, name: str, keys: tuple[int, int]) -> list[Tensor]:
+    """Returns G of a format that rounds it randomly, along O and along T, as `LayerSums` rounds it by these keys."""
+    amax = sample.amaxes[1] if sample.is_part and sample.amaxes else None
+    return [
+        fake_quantize(sample.grad_output, FORMATS[name], OPERANDS["g"], contracts, key, 0, 1, amax)
+        for contracts, key in zip((1, 0), keys, strict=True)
+    ]

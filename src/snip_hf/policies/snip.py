@@ -24,7 +24,8 @@ _WEIGHT_PARTS: dict[str, Callable[[Divergence], float]] = {
     "horizon": _over_steps,
     "paper": lambda row: row.weight_divergence,
 }
-# Measured (docs/fidelity.md): over 100 and 1,000 steps the loss divergence alone ranks plans best. A tenth of the
+# Measured (docs/fidelity.md): over 100 and 1,000 steps the loss divergence of the form
+# "token-fisher" alone ranks plans best. A tenth of the
 # weight divergence changes next to nothing there and decides between GEMMs that the loss divergence does not see.
 _WEIGHT_SHARES = {"additive": 0.1, "horizon": 0.1, "paper": 1.0}
 

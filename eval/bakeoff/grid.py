@@ -27,11 +27,11 @@ _OWN_KEYS = ("model", "seed", "steps", "learning_rate_factor", "start_step", "be
 _SHARE_KEYS = ("target_fp4_fraction", "granularity")
 _REFRESH_KEYS = ("refresh_every", "switching_cost", "first_refresh", "apply_delay", "probes")
 _OBJECTIVE_KEYS = ("objective", "loss_divergence_factor", "weight_divergence_factor")
-_OPTION_KEYS = ("formats", "target_linear_speedup", "rates", "decides", "estimate_memory")
+_OPTION_KEYS = ("formats", "target_linear_speedup", "rates", "decides", "estimate_memory", "loss_estimator")
 _BUDGET_KEYS = ("budget", "target_linear_speedup", "rates", "timing_file", "timing_tokens")
 _NAMES = {"target_fp4_fraction": "share"}
-# What decides the ids and fills what has no bearing: the defaults of the first lines, where granularity was "layer".
-_PLAIN = SnipConfig(granularity="layer")
+# What decides the ids and fills what has no bearing: the defaults of the first lines, whatever they are now.
+_PLAIN = SnipConfig(granularity="layer", loss_estimator="token-fisher")
 # Fields of SnipConfig whose value is a list, and how deep it is nested.
 _LIST_FIELDS = {"formats": 1, "skip_modules": 1, "ties": 2, "stages": 2, "share": 2, "target_fp4_fraction": 2}
 
@@ -103,6 +103,8 @@ class Spec:
         if not aims_at_share(config):
             return {}
         found = {name: getattr(config, name) for name in _OPTION_KEYS}
+        if config.policy != "snip":
+            del found["loss_estimator"]
         chosen = {name: value for name, value in found.items() if value != getattr(_PLAIN, name)}
         if self._changes_share:
             chosen["target_fp4_fraction"] = config.to_dict()["target_fp4_fraction"]
@@ -127,6 +129,7 @@ class Spec:
         parts = [f"{{{', '.join(config.formats)}}}"] * ("formats" in options)
         parts += [] if speed is None else [f"{speed:g} times BF16 ({config.rates or 'measured'})"]
         parts += ["forward GEMMs alone"] if "decides" in options else []
+        parts += [f"loss_estimator {config.loss_estimator}"] if "loss_estimator" in options else []
         parts += [shares_text(config.target_fp4_fraction, ".0%")] if self._changes_share else []
         return ", ".join([f"{static}{config.policy}", config.granularity, *parts])
 
@@ -300,7 +303,8 @@ def _spec(
         config = replace(config, **{name: getattr(_PLAIN, name) for name in unused})
     if not needs_probe(config):
         kept = ("policy", "seed", "formats", "ties", "stages", "skip_modules", "backend", "decides")
-        config = SnipConfig(**{name: getattr(config, name) for name in (*kept, *_SHARE_KEYS, *_BUDGET_KEYS)})
+        known = {name: getattr(config, name) for name in (*kept, *_SHARE_KEYS, *_BUDGET_KEYS)}
+        config = SnipConfig(**known, loss_estimator=_PLAIN.loss_estimator)
     rate = models[model].learning_rate * float(point.get("learning_rate_factor", 1.0))
     if config.policy == "bf16":
         start = 0

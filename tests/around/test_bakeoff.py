@@ -34,7 +34,12 @@ from snip_hf import SnipConfig
 ROOT = Path(__file__).resolve().parents[2]
 
 STEPS = 12
-SNIP = {"first_refresh": 3, "refresh_every": 4, "apply_delay": 1, "solver": "greedy"}
+SNIP: dict[str, Any] = {
+    **{"first_refresh": 3, "refresh_every": 4, "apply_delay": 1, "solver": "greedy"},
+    "loss_estimator": "token-fisher",  # as in the recipes
+}
+# How many lines of each grid are of runs that it asks for: as many as before "saliency" was the default (7b56925).
+KNOWN = {"bakeoff": 165, "bakeoff-small": 37}
 
 
 def write_grid(folder: Path, experiments: dict[str, Any], **training: Any) -> Path:
@@ -128,6 +133,38 @@ def test_runs_that_decide_on_forward_gemms_alone_are_named_so(tmp_path: Path) ->
     assert (snip.label, random.label) == ("snip, gemm, forward GEMMs alone", "random, gemm, forward GEMMs alone")
     assert snip.to_dict()["decides"] == random.to_dict()["decides"] == "forward"
     assert "decides" not in uniform.to_dict()
+
+
+def test_runs_with_another_form_of_the_loss_divergence_are_named_so(tmp_path: Path) -> None:
+    entry = {"model": "tiny", "policy": "snip", "granularity": "gemm"}
+    plain, named, other = specs(
+        tmp_path, entry, entry | {"loss_estimator": "token-fisher"}, entry | {"loss_estimator": "saliency"}
+    )
+    grid = load_grid(write_grid(tmp_path, {}))
+    assert plain.to_dict() == named.to_dict() and grid.id_of(plain) == grid.id_of(named) != grid.id_of(other)
+    assert "loss_estimator" not in plain.to_dict()
+    assert other.to_dict() == plain.to_dict() | {"loss_estimator": "saliency"}
+    assert (plain.label, other.label) == ("snip, gemm", "snip, gemm, loss_estimator saliency")
+
+
+def test_a_grid_that_names_no_form_of_the_loss_divergence_takes_the_default_and_says_so(tmp_path: Path) -> None:
+    path, name = write_grid(tmp_path, {"a": [{"model": "tiny", "policy": ["snip", "greedy"]}]}), "loss_estimator"
+    pinned = load_grid(path).experiments["a"]
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    del values["snip"][name]
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    grid = load_grid(path)
+    snip, greedy = grid.experiments["a"]
+    assert snip.snip.loss_estimator == SnipConfig().loss_estimator != pinned[0].snip.loss_estimator
+    assert snip.to_dict() == pinned[0].to_dict() | {name: snip.snip.loss_estimator}
+    assert grid.id_of(snip) != grid.id_of(pinned[0])
+    assert (greedy.label, greedy.to_dict()) == (pinned[1].label, pinned[1].to_dict())
+
+
+def test_the_form_of_the_loss_divergence_makes_no_other_run_of_a_rule(tmp_path: Path) -> None:
+    entry = {"model": "tiny", "policy": ["bf16", "uniform-fp4", "random", "layer-position"]}
+    plain, other = (specs(tmp_path, entry | {"loss_estimator": form}) for form in ("token-fisher", "saliency"))
+    assert plain == other
 
 
 def test_formats_have_no_bearing_on_a_uniform_policy(tmp_path: Path) -> None:
@@ -248,6 +285,16 @@ def test_experiments_that_are_not_asked_for_or_null_are_not_looked_at(tmp_path: 
 def test_committed_lines_are_those_of_runs_of_the_committed_grids(name: str) -> None:
     ids = {line["id"] for line in read_lines(ROOT / "eval" / "results" / f"{name}.jsonl")}
     assert ids and ids <= load_grid(ROOT / "recipes" / f"{name}.yaml").runs().keys()
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_new_default_of_the_form_of_the_loss_divergence_renamed_no_run(name: str) -> None:
+    """Lines with "token-fisher" are not taken for runs with "saliency", and no run that has a line is run again."""
+    lines = {line["id"] for line in read_lines(ROOT / "eval" / "results" / f"{name}.jsonl")}
+    runs = load_grid(ROOT / "recipes" / f"{name}.yaml").runs()
+    assert len(lines & runs.keys()) == KNOWN[name]
+    forms = {spec.snip.loss_estimator for spec in runs.values() if spec.snip.policy == "snip"}
+    assert forms == {"token-fisher"} != {SnipConfig().loss_estimator}
 
 
 @pytest.mark.parametrize("name", ["bakeoff.yaml", "bakeoff-small.yaml"])

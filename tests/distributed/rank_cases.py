@@ -16,7 +16,7 @@ _NEVER = {"start_format": "bf16", "first_refresh": 1, "refresh_every": 1, "apply
 SHARED = {
     "adamw": Training(SCHEDULE | {"target_fp4_fraction": 0.6}, "warm", 1e-5, steps=10, keeps_states=True),
     "adamw-layer": Training(
-        SCHEDULE | {"granularity": "layer", "loss_estimator": "token-fisher"}, "warm", 1e-5, steps=10, keeps_states=True
+        SCHEDULE | {"granularity": "layer", "target_fp4_fraction": 0.5}, "warm", 1e-5, steps=10, keeps_states=True
     ),
     "sgd-gemm-accumulated-clipped": Training(SCHEDULE | {"granularity": "gemm", "target_fp4_fraction": 0.6}, **_SGD),
     "cut-sampled-drift": Training(

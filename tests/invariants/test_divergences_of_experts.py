@@ -89,6 +89,26 @@ def test_the_saliency_is_greedy_s_figure_of_all_experts_as_a_part_of_the_loss(ex
         assert row.loss_divergence == pytest.approx(other.criterion / own.loss, rel=1e-4), row
 
 
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (2, 1), (4, 1), (4, 2), (4, 4)])
+def test_the_saliency_of_equal_experts_is_at_least_that_of_the_dense_layer(experts: int, top_k: int) -> None:
+    """More where each sees some of the tokens, since magnitudes of different experts do not cancel. Where all see all
+    of them, or there is one, it is the dense layer's."""
+    is_split = top_k < experts
+    dense, found, of_each = (
+        rows_with_trained_mixers(model, loss_estimator="saliency", expert_groups=groups)
+        for model, groups in ((routed_lm(0), 1), (routed_lm(experts, top_k), 1), (routed_lm(experts, top_k), experts))
+    )
+    names = [at for at in found if at[0].endswith(PROJECTIONS) and at[1] in ("forward", LAYER)]
+    assert len(names) == 2 * 2 * 2 * 2
+    for at in names:
+        own = [row for (name, *rest), row in of_each.items() if (without_group(name), *rest) == at]
+        assert len(own) == experts
+        together, expected = sum(row.loss_divergence for row in own), dense[at].loss_divergence
+        assert found[at].loss_divergence == pytest.approx(together, rel=1e-5), at
+        assert together >= expected * (1 - 1e-5), at
+        assert together > 1.01 * expected if is_split else together == pytest.approx(expected, rel=1e-5), at
+
+
 SHAPES: dict[str, Callable[[int], PreTrainedModel]] = {"Qwen3-MoE": tiny_qwen3_moe, "gpt-oss": tiny_gpt_oss}
 
 

@@ -429,13 +429,16 @@ def test_there_is_no_check_while_a_plan_waits_for_its_application(
     assert events(tmp_path) == [(1, 3), (4, 0.0, True), (4, 6), (7, 1.0, False), (8, 1.0, False)]
 
 
-@pytest.mark.parametrize(("token", "early"), [slow(None, []), (5, [14])])
+@pytest.mark.parametrize(
+    ("token", "form", "early"),
+    [slow(None, "token-fisher", []), (5, "token-fisher", [14]), slow(5, "saliency", [])],
+)
 def test_an_abrupt_change_of_the_data_refreshes_early_and_the_same_data_does_not(
-    token: int | None, early: list[int], tmp_path: Path
+    token: int | None, form: str, early: list[int], tmp_path: Path
 ) -> None:
-    """Text at first, and from step 14 on, in one of the two runs, nothing but the same token over and over. The ranking
-    by "saliency" hardly moves then (0.94)."""
-    schedule = {"first_refresh": 8, "refresh_every": 99, "loss_estimator": "token-fisher"}
+    """Text at first, and from step 14 on, in all runs but one, nothing but the same token over and over. The ranking by
+    "saliency" hardly moves then."""
+    schedule = {"first_refresh": 8, "refresh_every": 99, "loss_estimator": form}
     loop = Loop(SnipConfig(**DRIFT | schedule), tmp_path, dropout=0.0)
 
     def batch(index: int) -> dict[str, Tensor]:
@@ -449,7 +452,8 @@ def test_an_abrupt_change_of_the_data_refreshes_early_and_the_same_data_does_not
     checks = [line for line in history(tmp_path) if line["event"] == "drift"]
     assert [line["step"] for line in checks] == [10, 12, 14, 16]
     assert [line["step"] for line in checks if line["refresh"]] == early
-    assert all(line["correlation"] > 0.75 for line in checks if line["step"] < 14 or not early)
+    least = 0.9 if form == "saliency" else 0.75
+    assert all(line["correlation"] > least for line in checks if line["step"] < 14 or not early)
     refreshes = [line for line in history(tmp_path) if line["event"] == "refresh"]
     assert [(line["step"], line["status"]) for line in refreshes] == [(step, "applied") for step in (8, *early)]
 

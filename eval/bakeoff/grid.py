@@ -103,8 +103,6 @@ class Spec:
         if not aims_at_share(config):
             return {}
         found = {name: getattr(config, name) for name in _OPTION_KEYS}
-        if config.policy != "snip":
-            del found["loss_estimator"]
         chosen = {name: value for name, value in found.items() if value != getattr(_PLAIN, name)}
         if self._changes_share:
             chosen["target_fp4_fraction"] = config.to_dict()["target_fp4_fraction"]
@@ -301,10 +299,11 @@ def _spec(
     if not aims_at_share(config):
         unused = (*_SHARE_KEYS, *_BUDGET_KEYS, "decides", "ties", "stages", "formats", "start_format")
         config = replace(config, **{name: getattr(_PLAIN, name) for name in unused})
+    if config.policy != "snip":
+        config = replace(config, loss_estimator=_PLAIN.loss_estimator)
     if not needs_probe(config):
-        kept = ("policy", "seed", "formats", "ties", "stages", "skip_modules", "backend", "decides")
-        known = {name: getattr(config, name) for name in (*kept, *_SHARE_KEYS, *_BUDGET_KEYS)}
-        config = SnipConfig(**known, loss_estimator=_PLAIN.loss_estimator)
+        kept = ("policy", "seed", "formats", "ties", "stages", "skip_modules", "backend", "decides", "loss_estimator")
+        config = SnipConfig(**{name: getattr(config, name) for name in (*kept, *_SHARE_KEYS, *_BUDGET_KEYS)})
     rate = models[model].learning_rate * float(point.get("learning_rate_factor", 1.0))
     if config.policy == "bf16":
         start = 0

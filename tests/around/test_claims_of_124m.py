@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
-from committed import ROOT, detectable_of, row_of, shown, text_of
+from committed import RESULTS, ROOT, check_report, detectable_of, row_of, shown, text_of
 
 from eval.bakeoff import fork_tables
 from eval.bakeoff.fork_lines import LOSSES, by_contender, difference_of, read_forks
 from eval.bakeoff.fork_recipe import load_recipe
-from eval.bakeoff.fork_report import Asked, write_report
 from eval.bakeoff.fork_statistics import Difference
 
-RESULTS = ROOT / "eval" / "results"
 RECIPE = ROOT / "recipes" / "forks-criteria-124m.yaml"
 PAGE = "docs/results-criteria.md"
 # Family -> where its plans spend 4 bits, in the order of the page's columns.
@@ -237,11 +236,5 @@ def test_what_was_predicted_is_found_or_missed_as_the_section_says() -> None:
 
 
 @pytest.mark.slow
-def test_the_tables_of_124m_are_those_of_the_lines() -> None:
-    command = (
-        "python -m eval.bakeoff.forks report eval/results/forks-criteria-124m.jsonl "
-        "--recipe recipes/forks-criteria-124m.yaml --output eval/results/forks-criteria-124m.md"
-    )
-    asked = Asked.by(load_recipe(RECIPE), RECIPE, command=command)
-    text = write_report([RESULTS / "forks-criteria-124m.jsonl"], None, asked, [])
-    assert text == (RESULTS / "forks-criteria-124m.md").read_text(encoding="utf-8")
+def test_the_tables_of_124m_are_those_of_the_lines(tmp_path: Path) -> None:
+    check_report(tmp_path, "criteria-124m")

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
-from committed import ROOT, detectable_of, row_of, shown, text_of
+from committed import RESULTS, ROOT, check_report, detectable_of, row_of, shown, text_of
 
 from eval.bakeoff import fork_tables
 from eval.bakeoff.fork_lines import LOSSES, by_contender, difference_of, fork_key, read_forks
 from eval.bakeoff.fork_recipe import load_recipe
-from eval.bakeoff.fork_report import Asked, write_report
 from eval.bakeoff.fork_statistics import Difference
 
-RESULTS = ROOT / "eval" / "results"
 RECIPE = ROOT / "recipes" / "forks-contrasts.yaml"
 PAGE, README = "docs/results-criteria.md", "eval/README.md"
 # Family -> where its plans spend 4 bits, in the order of the page's columns.
@@ -242,10 +241,5 @@ def test_the_page_says_how_many_forks_would_find_a_tenth_of_a_percent() -> None:
 
 
 @pytest.mark.slow
-def test_the_tables_of_contrasts_are_those_of_the_lines() -> None:
-    against = "snip {fp4, fp8}, 95% by gemm"
-    command = "python -m eval.bakeoff.forks report eval/results/forks-contrasts.jsonl "
-    command += f'--recipe recipes/forks-contrasts.yaml --against "{against}" --output eval/results/forks-contrasts.md'
-    asked = Asked.by(load_recipe(RECIPE), RECIPE, command=command, against=against)
-    text = write_report([RESULTS / "forks-contrasts.jsonl"], None, asked, [])
-    assert text == (RESULTS / "forks-contrasts.md").read_text(encoding="utf-8")
+def test_the_tables_of_contrasts_are_those_of_the_lines(tmp_path: Path) -> None:
+    check_report(tmp_path, "contrasts", against="snip {fp4, fp8}, 95% by gemm")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from committed import ROOT, text_of
+from committed import ROOT, check_report, text_of
 
 from eval.bakeoff import fork_tables
 from eval.bakeoff.fork_lengths import courses_of
 from eval.bakeoff.fork_lines import read_forks
 from eval.bakeoff.fork_recipe import load_recipe
-from eval.bakeoff.fork_report import Asked, write_report
 
 LONGER = ROOT / "eval" / "results" / "forks-longer.jsonl"
 BY_GEMM, BY_LAYER = (f"snip {{fp4, fp8}}, 75% by {where}, refresh_every 250" for where in ("gemm", "layer"))
@@ -172,12 +170,4 @@ def test_snip_by_gemm_at_75_is_backward_first_but_for_a_quarter_of_the_forward_f
 
 @pytest.mark.slow
 def test_the_tables_of_longer_forks_are_those_of_the_lines(tmp_path: Path) -> None:
-    recipe, page = ROOT / "recipes" / "forks-longer.yaml", "docs/results-longer.md"
-    command = (
-        "python -m eval.bakeoff.forks report eval/results/forks-longer.jsonl --recipe recipes/forks-longer.yaml "
-        "--output eval/results/forks-longer.md --docs docs/results-longer.md --figures runs/forks-longer"
-    )
-    copy = Path(shutil.copy(ROOT / page, tmp_path))
-    text = write_report([LONGER], None, Asked.by(load_recipe(recipe), recipe, command=command), [copy])
-    assert copy.read_text(encoding="utf-8") == (ROOT / page).read_text(encoding="utf-8")
-    assert text == (ROOT / "eval" / "results" / "forks-longer.md").read_text(encoding="utf-8")
+    check_report(tmp_path, "longer", page="docs/results-longer.md", figures="runs/forks-longer")

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
 
 import pytest
-from committed import ROOT, text_of
+from committed import RESULTS, averaged, check_report, recipe_of, text_of
 
 from eval.bakeoff import fork_tables
 from eval.bakeoff.fork_cells import Fork
-from eval.bakeoff.fork_lines import by_contender, difference_of, fork_key, pairs, read_forks
+from eval.bakeoff.fork_lines import by_contender, difference_of, fork_key, read_forks
 from eval.bakeoff.fork_recipe import load_recipe
-from eval.bakeoff.fork_report import Asked, write_report
 from eval.bakeoff.fork_statistics import Difference, holm
 from eval.bakeoff.trial_policies import TRIALS
 from snip_hf.config import LossEstimator, SnipConfig
 from snip_hf.numerics.gemms import GEMMS
 
-RESULTS = ROOT / "eval" / "results"
 FORMS, CONTRASTS, CRITERIA = "loss-forms", "contrasts", "criteria"
 PAGE, CRITERIA_PAGE = "docs/results-loss-forms.md", "docs/results-criteria.md"
 # Family -> where its plans spend 4 bits, in the order of the page's columns.
@@ -31,10 +28,6 @@ WEIGHTS, BOTH, ERRORS = "snip-weight-magnitudes", "snip-magnitudes", "snip-weigh
 LABELS = {name: f"`{name}`" for name in ("greedy", WEIGHTS, BOTH, ERRORS)} | {
     "snip": "`probe_tokens=None`, `probe_batch_tokens=None`"
 }
-
-
-def recipe_of(name: str) -> Path:
-    return ROOT / "recipes" / f"forks-{name}.yaml"
 
 
 @cache
@@ -59,15 +52,9 @@ def between(one: str, other: str, setting: str, *names: str, point: int | None =
     return difference_of(own, of[other if other == "bf16" else contender(other, setting)], "held_out_plan")
 
 
-def averaged(one: str, other: str) -> Difference:
-    """The difference of two policies over the forks that have all four settings, averaged per fork."""
+def over_settings(one: str, other: str) -> Difference:
     of = by_contender(lines(FORMS))
-    found: dict[tuple[Any, ...], list[float]] = {}
-    for setting in SETTINGS.values():
-        for line, value in pairs(of[contender(one, setting)], of[contender(other, setting)], "held_out_plan"):
-            found.setdefault(fork_key(line), []).append(value)
-    whole = {key: values for key, values in found.items() if len(values) == len(SETTINGS)}
-    return Difference.of([fmean(values) for values in whole.values()], [key[0] for key in whole])
+    return averaged((of[contender(one, setting)], of[contender(other, setting)]) for setting in SETTINGS.values())
 
 
 def test_in_bf16_the_same_weights_are_not_lower() -> None:
@@ -164,15 +151,15 @@ def test_snip_with_the_figure_of_greedy_is_level_with_greedy() -> None:
         between("greedy", WEIGHTS, SETTINGS[family]) for family in ("at-90", "at-95", "at-75", "layer-75")
     )
     assert f"`greedy` less it is {at_90}, {at_95} and {at_75} by GEMM at 90, 95 and 75% and {layer} by layer" in text
-    own, greedy = averaged(WEIGHTS, "snip"), averaged("greedy", "snip")
+    own, greedy = over_settings(WEIGHTS, "snip"), over_settings("greedy", "snip")
     assert own.forks == greedy.forks == 27 and own.p is not None and own.p < 0.001
     below = [str(one).removeprefix("-") for one in (own, greedy)]
     assert f"it is {below[0]} below SNIP (27 forks, p < 0.001), and `greedy` {below[1]} (p = {greedy.p:.3f})" in text
     assert "**This average was not planned**" in text
-    both, errors = averaged(BOTH, "snip"), averaged(ERRORS, "snip")
+    both, errors = over_settings(BOTH, "snip"), over_settings(ERRORS, "snip")
     assert both.forks == 24 and f"{both} for `{BOTH}` (24 forks, p = {both.p:.3f})" in text
     assert f"{errors} for `{ERRORS}` (p = {errors.p:.3f})" in text
-    apart = [averaged(WEIGHTS, other) for other in (BOTH, ERRORS)]
+    apart = [over_settings(WEIGHTS, other) for other in (BOTH, ERRORS)]
     first, second = (f"{str(one).removeprefix('-')} below the {{}} (p = {one.p:.3f})" for one in apart)
     assert f"{first.format('former')} and {second.format('latter')}" in text
     assert "both uncorrected and not planned" in text
@@ -266,13 +253,4 @@ def test_snip_on_the_page_is_the_former_default() -> None:
 
 @pytest.mark.slow
 def test_the_tables_are_those_of_the_lines(tmp_path: Path) -> None:
-    recipe, page = recipe_of(FORMS), ROOT / PAGE
-    copy = Path(shutil.copy(page, tmp_path))
-    command = (
-        f"python -m eval.bakeoff.forks report eval/results/forks-{FORMS}.jsonl --recipe recipes/forks-{FORMS}.yaml "
-        f"--output eval/results/forks-{FORMS}.md --docs {PAGE}"
-    )
-    source = [RESULTS / f"forks-{FORMS}.jsonl"]
-    text = write_report(source, None, Asked.by(load_recipe(recipe), recipe, command=command), [copy])
-    assert text == (RESULTS / f"forks-{FORMS}.md").read_text(encoding="utf-8")
-    assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
+    check_report(tmp_path, FORMS, page=PAGE)

@@ -4,7 +4,6 @@ are those of the committed lines; so is what pages say of forks that ran twice."
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from functools import cache
 from itertools import pairwise
@@ -13,23 +12,17 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from committed import ROOT, detectable_of, lines_of, text_of
+from committed import RESULTS, check_report, detectable_of, lines_of, recipe_of, text_of
 from scipy.stats import fisher_exact
 
 from eval.bakeoff import fork_tables
 from eval.bakeoff.fork_lines import by_contender, difference_of, read_forks
 from eval.bakeoff.fork_recipe import load_recipe
-from eval.bakeoff.fork_report import Asked, write_report
 from snip_hf.numerics.gemms import GEMMS
 
-RESULTS = ROOT / "eval" / "results"
 OBJECTIVES, MXFP4 = "objectives", "mxfp4"
 PAGES = {name: f"docs/results-{name}.md" for name in (OBJECTIVES, MXFP4)}
 LONG = 1000
-
-
-def recipe_of(name: str) -> Path:
-    return ROOT / "recipes" / f"forks-{name}.yaml"
 
 
 @cache
@@ -310,13 +303,4 @@ def test_passes_repeated_as_often_as_the_page_says() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [OBJECTIVES, MXFP4])
 def test_the_tables_are_those_of_the_lines(tmp_path: Path, name: str) -> None:
-    page, recipe = ROOT / PAGES[name], recipe_of(name)
-    copy = Path(shutil.copy(page, tmp_path))
-    command = (
-        f"python -m eval.bakeoff.forks report eval/results/forks-{name}.jsonl --recipe recipes/forks-{name}.yaml "
-        f"--output eval/results/forks-{name}.md --docs docs/results-{name}.md"
-    )
-    source = [RESULTS / f"forks-{name}.jsonl"]
-    text = write_report(source, None, Asked.by(load_recipe(recipe), recipe, command=command), [copy])
-    assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
-    assert text == (RESULTS / f"forks-{name}.md").read_text(encoding="utf-8")
+    check_report(tmp_path, name, page=PAGES[name])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -10,12 +9,11 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from committed import ROOT, text_of
+from committed import ROOT, check_report, text_of
 
 from eval.bakeoff import fork_tables
 from eval.bakeoff.fork_lines import by_contender, read_forks
 from eval.bakeoff.fork_recipe import load_recipe
-from eval.bakeoff.fork_report import Asked, write_report
 
 REFRESHES, RECIPE = ROOT / "eval" / "results" / "forks-refreshes.jsonl", ROOT / "recipes" / "forks-refreshes.yaml"
 PAGE = "docs/results-refreshes.md"
@@ -103,11 +101,4 @@ def test_the_page_says_which_forks_are_there() -> None:
 
 @pytest.mark.slow
 def test_the_tables_of_refreshes_are_those_of_the_lines(tmp_path: Path) -> None:
-    copy = Path(shutil.copy(ROOT / PAGE, tmp_path))
-    command = (
-        "python -m eval.bakeoff.forks report eval/results/forks-refreshes.jsonl --recipe recipes/forks-refreshes.yaml "
-        "--output eval/results/forks-refreshes.md --docs docs/results-refreshes.md"
-    )
-    text = write_report([REFRESHES], None, Asked.by(load_recipe(RECIPE), RECIPE, command=command), [copy])
-    assert copy.read_text(encoding="utf-8") == (ROOT / PAGE).read_text(encoding="utf-8")
-    assert text == (ROOT / "eval" / "results" / "forks-refreshes.md").read_text(encoding="utf-8")
+    check_report(tmp_path, "refreshes", page=PAGE)

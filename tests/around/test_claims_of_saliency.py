@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
-from committed import ROOT, detectable_of, row_of, shown, text_of
+from committed import RESULTS, averaged, check_report, detectable_of, recipe_of, row_of, shown, text_of
 
 from eval.bakeoff import fork_tables
-from eval.bakeoff.fork_lines import Row, by_contender, difference_of, fork_key, pairs, read_forks
+from eval.bakeoff.fork_lines import Row, by_contender, difference_of, fork_key, read_forks
 from eval.bakeoff.fork_recipe import load_recipe
-from eval.bakeoff.fork_report import Asked, write_report
 from eval.bakeoff.fork_statistics import Difference, holm
 from snip_hf.config import SnipConfig
 
-RESULTS = ROOT / "eval" / "results"
 PAGE = "docs/results-loss-forms.md"
 OWN, AT_124M, BEFORE = ("saliency",), ("saliency-124m", "criteria-124m"), ("loss-forms",)
 # In the order of the page's columns.
@@ -32,10 +28,6 @@ FAMILIES = {
 }
 LABELS = {"saliency": '"saliency"', "snip": '"token-fisher"', "greedy": "`greedy`"}
 PLAN, BF16, AVERAGED, TRAINING = "held_out_plan", "held_out_high_precision", "held_out_averaged", "train"
-
-
-def recipe_of(name: str) -> Path:
-    return ROOT / "recipes" / f"forks-{name}.yaml"
 
 
 @cache
@@ -66,7 +58,7 @@ def settings_of(one: str, other: str, *names: str) -> list[fork_tables.Tested]:
     ]
 
 
-def averaged(
+def over_settings(
     one: str,
     other: str,
     names: Sequence[str] = OWN,
@@ -75,14 +67,13 @@ def averaged(
     points: Iterable[int] = POINTS,
     less: int = -1,
 ) -> Difference:
-    """The mean over forks of a difference that is averaged over the four settings; `less`: a base that is left out."""
-    found: dict[tuple[Any, ...], list[float]] = {}
-    for setting in SETTINGS:
-        for line, value in pairs(own_lines(one, setting, *names), own_lines(other, setting, *names), loss):
-            if line["fork"]["point"] in points and line["fork"]["base_seed"] != less:
-                found.setdefault(fork_key(line), []).append(value)
-    whole = {key: values for key, values in found.items() if len(values) == len(SETTINGS)}
-    return Difference.of([fmean(values) for values in whole.values()], [key[0] for key in whole])
+    """As `averaged`; of forks from these points, and of all bases but `less`."""
+
+    def chosen(policy: str, setting: str) -> list[Row]:
+        forks = own_lines(policy, setting, *names)
+        return [line for line in forks if line["fork"]["point"] in points and line["fork"]["base_seed"] != less]
+
+    return averaged(((chosen(one, setting), chosen(other, setting)) for setting in SETTINGS), loss)
 
 
 def p_of(difference: Difference) -> float:
@@ -91,7 +82,7 @@ def p_of(difference: Difference) -> float:
 
 
 def test_the_default_follows_from_the_rule_and_the_lines() -> None:
-    mean = averaged("saliency", "snip")
+    mean = over_settings("saliency", "snip")
     above = [test for test in settings_of("saliency", "snip", *OWN) if test.reading == "higher"]
     follows = "saliency" if mean.mean < 0 and p_of(mean) < 0.05 and not above else "token-fisher"
     assert SnipConfig().loss_estimator == follows == "saliency"
@@ -116,7 +107,7 @@ def test_all_forks_of_the_rule_ran_on_bases_of_their_own() -> None:
 
 
 def test_readme_and_the_page_on_choosing_have_the_figures_of_the_rule() -> None:
-    mean, (at_75, *_, layer) = averaged("saliency", "snip"), settings_of("saliency", "snip", *OWN)
+    mean, (at_75, *_, layer) = over_settings("saliency", "snip"), settings_of("saliency", "snip", *OWN)
     below = [str(one).removeprefix("-") for one in (mean, layer.main)]
     readme, choosing, changes = map(text_of, ("README.md", "docs/choosing.md", "CHANGELOG.md"))
     assert (
@@ -127,17 +118,17 @@ def test_readme_and_the_page_on_choosing_have_the_figures_of_the_rule() -> None:
     assert f"its plans end {below[0]} points below those of" in choosing
     assert f"by layer at 75% it is {below[1]} below (corrected p = {layer.p_holm:.3f}, not planned)" in choosing
     assert f"75% by GEMM, no difference was seen ({at_75.main})" in choosing
-    assert f"the average is {averaged('saliency', 'snip', loss=BF16)}." in choosing
-    early, late = (averaged("saliency", "snip", points=[point]) for point in (POINTS[0], POINTS[-1]))
+    assert f"the average is {over_settings('saliency', 'snip', loss=BF16)}." in choosing
+    early, late = (over_settings("saliency", "snip", points=[point]) for point in (POINTS[0], POINTS[-1]))
     assert f"late in the schedule the average is {late}, where they start early {early}" in choosing
-    assert f"At 124M it is {averaged('saliency', 'snip', AT_124M)}, not significant" in choosing
+    assert f"At 124M it is {over_settings('saliency', 'snip', AT_124M)}, not significant" in choosing
     assert f"{below[0]} points lower on average over four settings" in changes and f"75% {below[1]}; at 75%" in changes
     assert not any(test.reading == "lower" for test in settings_of("greedy", "saliency", *OWN))
 
 
 @pytest.mark.parametrize(("one", "other"), FAMILIES)
 def test_the_table_of_settings_has_the_differences_of_the_lines(one: str, other: str) -> None:
-    found, mean = settings_of(one, other, *OWN), averaged(one, other)
+    found, mean = settings_of(one, other, *OWN), over_settings(one, other)
     own = [line for lines in contenders(*OWN).values() for line in lines]
     asked = load_recipe(recipe_of("saliency")).comparisons_after(100)[FAMILIES[one, other]]
     tests = {test.main: test.p_holm for test in fork_tables.tests_of(own, asked)}
@@ -172,7 +163,7 @@ def test_rank_correlations_are_those_of_the_page_on_fidelity() -> None:
 
 
 def test_what_it_means_has_the_figures_of_the_twelve_bases() -> None:
-    text, found, mean = text_of(PAGE), settings_of("saliency", "snip", *OWN), averaged("saliency", "snip")
+    text, found, mean = text_of(PAGE), settings_of("saliency", "snip", *OWN), over_settings("saliency", "snip")
     below = f"it ends {str(mean).removeprefix('-')} points below"
     assert f'{below} "token-fisher" (p = {p_of(mean):.3f}), averaged over four settings' in text
     at_75, at_90, at_95, layer = (test.main for test in found)
@@ -180,26 +171,26 @@ def test_what_it_means_has_the_figures_of_the_twelve_bases() -> None:
     assert f"where the test would have found {detectable_of(found[0]):.3f}" in text
     assert f"significantly lower**, by {str(layer).removeprefix('-')} points on the twelve bases" in text
     assert f"By GEMM at 90% ({at_90}) and 95% ({at_95}) it is not" in text
-    assert f"is higher ({averaged('saliency', 'snip', points=[300])}, p = 0.066 after Holm's" in text
+    assert f"is higher ({over_settings('saliency', 'snip', points=[300])}, p = 0.066 after Holm's" in text
     greedy = settings_of("greedy", "snip", *OWN)[3]
     assert f"By layer the corrected p is {found[3].p_holm:.3f}, for `greedy` {greedy.p_holm:.3f}" in text
 
 
 def test_the_result_is_at_the_edge() -> None:
     text = text_of(PAGE)
-    without = {base: p_of(averaged("saliency", "snip", less=base)) for base in range(18, 30)}
+    without = {base: p_of(over_settings("saliency", "snip", less=base)) for base in range(18, 30)}
     above = {base: p for base, p in without.items() if p > 0.05}
     first, last = sorted(above)[:-1], max(above)
     assert f"Without one of the bases {', '.join(map(str, first))} and {last} the p of the mean is above 0.05" in text
     assert f"({min(above.values()):.3f} to {max(above.values()):.3f})" in text
-    before, mean = averaged("snip-weight-magnitudes", "snip", BEFORE), averaged("saliency", "snip")
+    before, mean = over_settings("snip-weight-magnitudes", "snip", BEFORE), over_settings("saliency", "snip")
     assert 0.45 < mean.mean / before.mean < 0.55
     assert f"half of that of the nine bases before, {before}, which was looked at afterwards" in text
 
 
 def test_the_mean_depends_on_where_a_fork_starts() -> None:
     text = text_of(PAGE)
-    own, greedy = ([averaged(one, "snip", points=[point]) for point in POINTS] for one in ("saliency", "greedy"))
+    own, greedy = ([over_settings(one, "snip", points=[point]) for point in POINTS] for one in ("saliency", "greedy"))
     assert [one.forks for one in (*own, *greedy)] == [12] * 6
     assert "the mean of the four settings is {}, {} and {} (twelve forks each".format(*own) in text
     assert "For `greedy` they are {}, {} and {}.".format(*greedy) in text
@@ -210,7 +201,7 @@ def test_the_mean_depends_on_where_a_fork_starts() -> None:
 
 def test_other_losses_are_not_all_lower() -> None:
     text = text_of(PAGE)
-    bf16, mean, training = (averaged("saliency", "snip", loss=loss) for loss in (BF16, AVERAGED, TRAINING))
+    bf16, mean, training = (over_settings("saliency", "snip", loss=loss) for loss in (BF16, AVERAGED, TRAINING))
     assert p_of(bf16) > 0.05 and p_of(training) < 0.001
     told = f"the mean of the four is {bf16}, with averaged weights under the plan {mean} (p = {p_of(mean):.3f})"
     assert f"{told}, in the training loss {training} (p < 0.001" in text
@@ -258,7 +249,10 @@ def test_over_all_bases_differences_are_those_of_the_page(
 
 def test_the_form_over_its_21_bases_is_where_the_page_says() -> None:
     text, names = text_of(PAGE), (*BEFORE, *OWN)
-    mean, starts = averaged("form", "snip", names), [averaged("form", "snip", names, points=[p]) for p in POINTS]
+    mean, starts = (
+        over_settings("form", "snip", names),
+        [over_settings("form", "snip", names, points=[p]) for p in POINTS],
+    )
     assert p_of(mean) < 0.001 and (mean.forks, *(one.forks for one in starts)) == (63, 21, 21, 21)
     told = f"the form is at {mean} (63 forks, p < 0.001), from steps 300, 900 and 1,500 at "
     assert told + "{}, {} and {} (21 forks each)".format(*starts) in text
@@ -274,7 +268,7 @@ def test_at_124m_nothing_is_significant() -> None:
     sizes = sorted(map(detectable_of, found))
     told = "nothing is significant: {}, {}, {} and {} in the order".format(*(test.main for test in found))
     assert f"{told} of the table (detectable {sizes[0]:.3f} to {sizes[-1]:.3f})" in text
-    means = [averaged(one, "snip", AT_124M) for one in ("saliency", "greedy")]
+    means = [over_settings(one, "snip", AT_124M) for one in ("saliency", "greedy")]
     assert "The mean of the four is {}, for `greedy` {}.".format(*means) in text
     assert {line["machine"] for own in contenders(*AT_124M).values() for line in own} == {"NVIDIA H200"}
     assert sum(map(len, contenders("saliency-124m").values())) == 36
@@ -295,7 +289,7 @@ def test_after_1000_steps_two_settings_can_be_compared() -> None:
 
 
 def test_forks_that_a_difference_of_a_size_takes_are_those_of_the_page() -> None:
-    text, mean = text_of(PAGE), averaged("saliency", "snip")
+    text, mean = text_of(PAGE), over_settings("saliency", "snip")
     forks = [test.main.forks_for(0.02, test.level) for test in settings_of("saliency", "snip", *OWN)]
     assert 'tests of "saliency" take {}, {}, {} and {} forks in the order'.format(*forks) in text
     size = abs(mean.mean)
@@ -303,12 +297,6 @@ def test_forks_that_a_difference_of_a_size_takes_are_those_of_the_page() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [OWN, AT_124M])
-def test_the_tables_are_those_of_the_lines(tmp_path: Path, names: tuple[str, ...]) -> None:
-    name, recipe = names[0], recipe_of(names[0])
-    docs = [Path(shutil.copy(ROOT / PAGE, tmp_path))] if names == OWN else []
-    source = [RESULTS / f"forks-{one}.jsonl" for one in names]
-    text = write_report(source, None, Asked.by(load_recipe(recipe), recipe), docs)
-    assert text == (RESULTS / f"forks-{name}.md").read_text(encoding="utf-8")
-    for copy in docs:
-        assert copy.read_text(encoding="utf-8") == (ROOT / PAGE).read_text(encoding="utf-8")
+@pytest.mark.parametrize(("names", "page"), [(OWN, PAGE), (AT_124M, None)])
+def test_the_tables_are_those_of_the_lines(tmp_path: Path, names: tuple[str, ...], page: str | None) -> None:
+    check_report(tmp_path, *names, page=page)

@@ -131,6 +131,21 @@ def test_a_stored_state_by_layer_stays_by_layer_and_is_not_taken_for_the_default
         SavedState.of(state).fitted(left_out, flops, IDLE, None)
 
 
+def test_a_stored_state_with_the_former_default_of_the_loss_divergence_is_not_taken_for_the_default() -> None:
+    run = next(path for path in sorted(DATA.glob("*/layer")))
+    state = read_json(run / f"checkpoint-{IDLE}" / "snip_state.json")
+    message = (
+        "The checkpoint was trained with loss_estimator='token-fisher', this run asks for loss_estimator='saliency'"
+    )
+    for policy in ("snip", "fisher"):
+        saved = SavedState.of(state | {"config": state["config"] | {"policy": policy}})
+        named = SnipConfig.from_dict(saved.config)
+        assert saved.fitted(named, saved.plan.flops, IDLE, None).config["loss_estimator"] == "token-fisher"
+        left_out = {name: value for name, value in saved.config.items() if name != "loss_estimator"}
+        with pytest.raises(ValueError, match=f"^{message}"):
+            saved.fitted(SnipConfig.from_dict(left_out), saved.plan.flops, IDLE, None)
+
+
 def test_a_stored_state_without_experts_resumes_with_any_number_of_their_groups() -> None:
     run = next(path for path in sorted(DATA.glob("*/layer")))
     state = read_json(run / f"checkpoint-{IDLE}" / "snip_state.json")

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
+from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from scipy.stats import binomtest
 
 from eval.bakeoff import fork_tables
+from eval.bakeoff.fork_lines import Row, fork_key, pairs
+from eval.bakeoff.fork_recipe import load_recipe
+from eval.bakeoff.fork_report import Asked, write_report
+from eval.bakeoff.fork_statistics import Difference
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "eval" / "results"
 
 
 @cache
@@ -58,3 +68,51 @@ def detectable_of(test: fork_tables.Tested) -> float:
     found = test.main.detectable(test.level)
     assert found is not None
     return found
+
+
+def recipe_of(name: str) -> Path:
+    """The recipe of forks with this name."""
+    return ROOT / "recipes" / f"forks-{name}.yaml"
+
+
+def averaged(settings: Iterable[tuple[Sequence[Row], Sequence[Row]]], loss: str = "held_out_plan") -> Difference:
+    """The mean over the forks that have all settings of a difference that is averaged over them.
+
+    Args:
+        settings: of each, the lines of one contender and of another.
+        loss: whose difference.
+    """
+    found: dict[tuple[Any, ...], list[float]] = {}
+    of_settings = [pairs(ours, theirs, loss) for ours, theirs in settings]
+    for line, value in chain(*of_settings):
+        found.setdefault(fork_key(line), []).append(value)
+    whole = {key: values for key, values in found.items() if len(values) == len(of_settings)}
+    return Difference.of([fmean(values) for values in whole.values()], [key[0] for key in whole])
+
+
+def check_report(
+    folder: Path, *names: str, page: str | None = None, against: str | None = None, figures: str | None = None
+) -> None:
+    """Makes a committed report once more from its lines, and its tables in a copy of their page.
+
+    Args:
+        folder: for the copy.
+        names: of the recipe, which the report has too, and of others whose lines it takes.
+        page: that has tables of the report; None: none has.
+        against: the contender that differences are to; None: as without the option.
+        figures: the folder that the command names.
+    """
+    recipe, report = recipe_of(names[0]), RESULTS / f"forks-{names[0]}.md"
+    lines = [RESULTS / f"forks-{name}.jsonl" for name in names]
+    command = ["python", "-m", "eval.bakeoff.forks", "report", *(str(path.relative_to(ROOT)) for path in lines)]
+    command += ["--recipe", str(recipe.relative_to(ROOT))] + (["--against", against] if against else [])
+    command += ["--output", str(report.relative_to(ROOT))] + (["--docs", page] if page else [])
+    command += ["--figures", figures] if figures else []
+    others = {"against": against} if against else {}
+    copies = [Path(shutil.copy(ROOT / page, folder))] if page else []
+    text = write_report(
+        lines, None, Asked.by(load_recipe(recipe), recipe, command=shlex.join(command), **others), copies
+    )
+    assert text == report.read_text(encoding="utf-8")
+    for copy in copies:
+        assert page and copy.read_text(encoding="utf-8") == (ROOT / page).read_text(encoding="utf-8")

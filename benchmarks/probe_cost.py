@@ -4,14 +4,16 @@
     python benchmarks/probe_cost.py --device cuda --sizes 1B --compile --output runs/probe-cost.jsonl
     python benchmarks/probe_cost.py --formats fp4,fp8 mxfp4,nvfp4,fp4,mxfp8,fp8 --sizes 3M --refreshes 5
     python benchmarks/probe_cost.py --device cuda --sizes 124M 1B --compile --resume --output runs/refresh-steps.jsonl
+    python benchmarks/probe_cost.py --device cuda --sizes 1B --compile --loss-estimators saliency token-fisher
     python benchmarks/refresh_steps.py runs/refresh-steps.jsonl
 
 An ordinary step is forward, backward and AdamW of a Llama that snip-hf has not touched, on random tokens (times do not
 depend on them): on CUDA under BF16 autocast over FP32 weights with fused AdamW, in FP32 on a CPU. Then `SnipController`
 refreshes: probe (passes and sums), program, solver beside `--delay` further steps, application. "refresh" is all that
 training waits for; "waited" is the solver's part of it. Sizes are in `SIZES`; 1B is TinyLlama-1.1B's shape. With
-several `--formats` the refreshes take turns, so that a change of the machine's load meets all alike; "/ first" is the
-time of passes and sums over that of the first formats: on a CPU the processor's, which other programs hardly change.
+several `--formats` or `--loss-estimators` the refreshes take turns, so that a change of the machine's load meets all
+alike; "/ first" is the time of passes and sums over that of the first ones: on a CPU the processor's, which other
+programs hardly change.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ STEPS = ("passes", "sums", "program", "rest", "solver", "waited", "apply", "refr
 COLUMNS = {
     "size": ("model", "{}"),
     "formats": ("formats", "{}"),
+    "loss_estimator": ("loss divergence", "{}"),
     "parameters": ("parameters", "{:,}"),
     "linears": ("linears", "{}"),
     "step": ("step, s", "{:.3g}"),
@@ -82,6 +85,7 @@ def main() -> None:
     parser.add_argument("--probe-batch-tokens", type=int, help="as in SnipConfig; 0 for all (default as there)")
     parser.add_argument("--probe-tokens", type=int, help="as in SnipConfig; 0 for all (default as there)")
     parser.add_argument("--formats", nargs="+", default=[",".join(SnipConfig().formats)], help="lists to compare")
+    parser.add_argument("--loss-estimators", nargs="+", default=[SnipConfig().loss_estimator], help="each per list")
     parser.add_argument("--steps", type=int, default=5, help="ordinary steps to time, after two more (default 5)")
     parser.add_argument("--refreshes", type=int, default=2, help="refreshes to time, after one more (default 2)")
     parser.add_argument("--delay", type=int, default=10, help="apply_delay: steps beside the solver (default 10)")
@@ -113,7 +117,7 @@ def cell(value: Any, form: str) -> str:
 
 
 def measure(size: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields the figures of one size for each of the formats: medians in seconds, MiB, counts, and the settings."""
+    """Yields a size's figures per formats and loss divergence: medians in seconds, MiB, counts, and the settings."""
     hidden, inner, blocks, vocabulary, key_heads, rows, length = SIZES[size]
     rows, length = options.rows or rows, options.length or length
     heads = {"num_attention_heads": hidden // HEAD, "num_key_value_heads": int(hidden // HEAD * key_heads)}
@@ -134,21 +138,21 @@ def measure(size: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         seconds.append(clocked(device, lambda: train(run, optimizer, batch)))
     step, step_peak = statistics.median(seconds[2:]), peak_mib(device)
 
+    configs = [settings(options, formats, loss) for formats in options.formats for loss in options.loss_estimators]
     refreshes = [
-        [refresh(model, optimizer, batch, settings(options, formats)) for formats in options.formats]
-        for _ in range(options.refreshes + 1)
+        [refresh(model, optimizer, batch, config) for config in configs] for _ in range(options.refreshes + 1)
     ][1:]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     first = None
-    for formats, parts in zip(options.formats, zip(*refreshes, strict=True), strict=True):
+    for config, parts in zip(configs, zip(*refreshes, strict=True), strict=True):
         figures = {
             name: statistics.median(part[name] for part in parts) for name in parts[0] if parts[0][name] is not None
         }
         first = first or figures["probe"]
-        kept = settings(options, formats)
         yield {
             "size": size,
-            "formats": formats,
+            "formats": ",".join(config.formats),
+            "loss_estimator": config.loss_estimator,
             "parameters": parameters,
             "linears": 7 * blocks,
             "weights_mib": 4 * parameters / 2**20,
@@ -164,11 +168,11 @@ def measure(size: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "rows": rows,
             "length": length,
             "compiled": options.compile,
-            **{name: getattr(kept, name) for name in ("probe_batch_tokens", "probe_tokens", "apply_delay")},
+            **{name: getattr(config, name) for name in ("probe_batch_tokens", "probe_tokens", "apply_delay")},
         }
 
 
-def settings(options: argparse.Namespace, formats: str) -> SnipConfig:
+def settings(options: argparse.Namespace, formats: str, loss_estimator: str) -> SnipConfig:
     """Returns the configuration of a run whose first step refreshes and whose first step under the plan checks."""
     given = {name: getattr(options, name) for name in ("probe_batch_tokens", "probe_tokens")}
     return SnipConfig(
@@ -182,6 +186,7 @@ def settings(options: argparse.Namespace, formats: str) -> SnipConfig:
         granularity="layer",
         solver="highs",
         formats=tuple(formats.split(",")),
+        loss_estimator=loss_estimator,
         **{name: value or None for name, value in given.items() if value is not None},
     )
 

@@ -31,6 +31,8 @@ MARKER = "equal-loss:table"
 # Contender -> kind of plan whose speed was measured (4-bit format, and share of it), and steps from refresh to refresh.
 WHOLE = {
     "fp4": ("fp4 100%", math.inf),
+    "snip {fp4, fp8}, 75% by gemm, refresh_every 500, loss_estimator saliency": ("fp4 75%", 500),
+    "snip {mxfp4, fp8-tensor}, 75% by gemm, refresh_every 500, loss_estimator saliency": ("mxfp4 75%", 500),
     "snip {fp4, fp8}, 75% by gemm, refresh_every 250": ("fp4 75%", 250),
     "backward-first {fp4, fp8}, 75% by gemm": ("fp4 75%", math.inf),
     "snip {fp4, fp8}, 75% by layer, refresh_every 250": ("fp4 75%", 250),

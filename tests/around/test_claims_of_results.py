@@ -17,6 +17,7 @@ from eval.bakeoff.fork_statistics import Difference
 from snip_hf import SnipConfig
 
 BY_GEMM = "snip {fp4, fp8}, 75% by gemm, refresh_every 250"
+DEFAULT = "snip {fp4, fp8}, 75% by gemm, refresh_every 500, loss_estimator saliency"
 PAGE = "docs/results.md"
 SMALL, LARGE = (f"benchmarks/results/weight_gradients_{size}.jsonl" for size in ("small", "30M"))
 # Page -> its forks.
@@ -71,10 +72,10 @@ def test_the_table_of_weight_gradients_has_both_sizes_and_the_prose_its_figures(
     assert f"changed the loss by {found}% at 30M (not significant)" in text
     assert {(line["parameters"] // 10**6, line["hidden"], line["blocks"]) for line in large} == {(27, 512, 8)}
     assert "of 27M, as wide and deep as the 30M model" in text
-    snip, fp4, fp8 = (whole_training(name) for name in (BY_GEMM, "fp4", "fp8"))
-    assert f"{snip}%, nor that of all FP4, {fp4}%".replace("+", "") in text
+    snip, fp4, default, fp8 = (whole_training(name) for name in (BY_GEMM, "fp4", DEFAULT, "fp8"))
+    assert f"{snip}%, nor that of all FP4, {fp4}%, nor that of the default of now, {default}%.".replace("+", "") in text
     assert f"gap, {fp8}%, lies within".replace("+", "") in text
-    assert min(gap.mean - gap.half_width for gap in (snip, fp4)) > high and fp8.mean < -low
+    assert min(gap.mean - gap.half_width for gap in (snip, fp4, default)) > high and fp8.mean < -low
 
 
 def test_the_forks_that_differ_from_their_baseline_in_weight_gradients_are_those_that_are_named() -> None:
@@ -91,14 +92,19 @@ def test_the_forks_that_differ_from_their_baseline_in_weight_gradients_are_those
 
 
 def test_what_a_whole_training_at_75_percent_costs_stands_in_the_introduction() -> None:
-    snip, fp4 = whole_training(BY_GEMM), whole_training("fp4")
+    snip, fp4 = whole_training(DEFAULT), whole_training("fp4")
     assert snip.forks == 8 and snip.p is not None and snip.p < 0.05
     text = text_of("docs/snip.md")
     assert f"ends {snip}% above BF16 (significant, eight seeds;".replace("+", "") in text
     assert f"All FP4 ends {fp4}% above it".replace("+", "") in text
 
 
-def test_longer_forks_say_that_they_refresh_more_often_than_the_default() -> None:
+def test_longer_forks_say_how_often_the_default_refreshes_and_that_others_refresh_more_often() -> None:
+    default, text = SnipConfig(), text_of("docs/results-longer.md")
+    name = f"by {default.granularity}, refresh_every {default.refresh_every}, loss_estimator {default.loss_estimator}"
+    assert f"snip {{{', '.join(default.formats)}}}, 75% {name}" == DEFAULT
+    quoted = f'`loss_estimator="{default.loss_estimator}"`, a refresh every {default.refresh_every} steps.'
+    assert quoted in text
     every = int(BY_GEMM.rsplit(maxsplit=1)[-1])
-    quoted = f"refreshed every {every} steps; the default of `SnipConfig` is every {SnipConfig().refresh_every}."
-    assert quoted in text_of("docs/results-longer.md")
+    assert every < default.refresh_every
+    assert '`loss_estimator="token-fisher"`' in text and f"and refreshed every {every} steps." in text

@@ -16,7 +16,7 @@ from eval import equal_loss
 from eval.bakeoff.fork_statistics import Difference
 
 PAGE = "docs/results-formats.md"
-ALL_FP4, BY_GEMM, RULE, BY_LAYER = equal_loss.WHOLE
+ALL_FP4, DEFAULT, ON_HOPPER, BY_GEMM, RULE, BY_LAYER = equal_loss.WHOLE
 LARGE, SMALL = equal_loss.SHAPES
 
 
@@ -51,10 +51,10 @@ def test_the_table_in_the_documentation_is_what_the_module_gives() -> None:
 def test_the_page_says_how_much_of_the_speed_is_left_after_a_whole_training() -> None:
     text = prose_of(PAGE)
     speeds = {name: whole_trainings()[name].speeds for name in (ALL_FP4, BY_GEMM, RULE)}
-    assert f"all FP4 needs {more(ALL_FP4, 1).replace('(', 'more steps (95% interval ')}, SNIP by GEMM" in text
-    assert f"SNIP by GEMM at 75% {more(BY_GEMM, 1)}, `backward-first` {more(RULE, 1)}" in text
-    assert f"SNIP by layer {more(BY_LAYER, 1).removesuffix(')')}, six forks)" in text
-    assert len(whole_trainings()[BY_LAYER].gaps) == 6
+    assert f"all FP4 needs {more(ALL_FP4, 1).replace('(', 'more steps (95% interval ')}, the default" in text
+    assert f"by GEMM at 75% needs {more(BY_GEMM, 1)}, `backward-first` {more(RULE, 1)}" in text
+    assert f"SNIP by layer {more(BY_LAYER, 1)}." in text
+    assert {len(one.gaps) for one in whole_trainings().values()} == {8}
     assert f"leaves all FP4 {left(ALL_FP4, LARGE)} of its {speeds[ALL_FP4][LARGE]:.2f}" in text
     assert f"SNIP by GEMM {left(BY_GEMM, LARGE)} of its {speeds[BY_GEMM][LARGE]:.2f}" in text
     assert f"all FP4 {left(ALL_FP4, SMALL)}, so nothing of its {speeds[ALL_FP4][SMALL]:.2f}" in text
@@ -64,6 +64,20 @@ def test_the_page_says_how_much_of_the_speed_is_left_after_a_whole_training() ->
         assert f"of its {speeds[RULE][shape]:.2f}" in text
     for name, shape in ((ALL_FP4, LARGE), (BY_GEMM, LARGE), (BY_GEMM, SMALL)):
         assert " and ".join(left(name, shape, law) for law in equal_loss.LAWS) in text
+
+
+def test_the_page_says_how_much_of_the_default_s_speed_is_left_in_both_pairs_of_formats() -> None:
+    text = prose_of(PAGE)
+    assert f"the default at 75% {more(DEFAULT, 1)}, and in {{mxfp4, fp8-tensor}} {more(ON_HOPPER, 1)}." in text
+
+    def of(name: str, shape: str) -> str:
+        return f"{left(name, shape)} of its {whole_trainings()[name].speeds[shape]:.2f}"
+
+    assert f"leaves the default {of(DEFAULT, LARGE)} with a refresh every 500 steps" in text
+    assert f"in {{mxfp4, fp8-tensor}} {of(ON_HOPPER, LARGE)}; at 1.1B {of(DEFAULT, SMALL)}" in text
+    assert f"of its {whole_trainings()[DEFAULT].speeds[SMALL]:.2f}, and {of(ON_HOPPER, SMALL)}." in text
+    by_laws = {shape: " and ".join(left(DEFAULT, shape, law) for law in equal_loss.LAWS) for shape in equal_loss.SHAPES}
+    assert f"the default would keep {by_laws[LARGE]} at the 8B shape, and {by_laws[SMALL]} at 1.1B" in text
 
 
 def test_the_page_says_how_much_the_last_100_steps_cost_and_which_slopes_come_before_the_end() -> None:
@@ -79,11 +93,22 @@ def test_the_page_says_how_much_the_last_100_steps_cost_and_which_slopes_come_be
 
 
 def test_the_readme_quotes_the_whole_trainings() -> None:
-    text = prose_of("README.md")
+    text, speeds = prose_of("README.md"), whole_trainings()[DEFAULT].speeds
+    assert f"500 steps, {speeds[LARGE]:.2f} times (the default at 75%)" in text
     assert more(ALL_FP4, 0).replace("(", "more steps (95% interval ") in text
-    assert more(BY_GEMM, 0) in text
-    assert f"leaves {left(ALL_FP4, LARGE)} and {left(BY_GEMM, LARGE)}" in text
-    assert f"{left(ALL_FP4, SMALL)} and {left(BY_GEMM, SMALL)}" in text
+    assert f"the default {more(DEFAULT, 0)}." in text
+    assert f"leaves {left(ALL_FP4, LARGE)} and {left(DEFAULT, LARGE)}" in text
+    assert f"{left(ALL_FP4, SMALL)} and {left(DEFAULT, SMALL)}" in text
+    fastest = whole_trainings()[ON_HOPPER].speeds
+    kept = [f"{left(ON_HOPPER, shape)} of {fastest[shape]:.2f}" for shape in (LARGE, SMALL)]
+    assert f"the default keeps {kept[0]}, and at 1.1B {kept[1]}." in text
+    by_laws = {
+        (name, shape): " to ".join(sorted(left(name, shape, law).split()[0] for law in equal_loss.LAWS))
+        for name in (ALL_FP4, DEFAULT)
+        for shape in equal_loss.SHAPES
+    }
+    assert f"{by_laws[ALL_FP4, LARGE]} (all FP4) and {by_laws[DEFAULT, LARGE]} (the default) at 8B" in text
+    assert f"{by_laws[DEFAULT, SMALL]} for the default at 1.1B" in text
 
 
 def test_a_refresh_adds_its_steps_to_those_between_two() -> None:

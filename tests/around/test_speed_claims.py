@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import loss_curves
@@ -86,6 +86,26 @@ def test_the_table_of_targets_is_that_of_the_lines() -> None:
     assert not any(line["recompilations"] for pair in rows for line in pair)
     ahead = " and ".join(f"{line['against_torchao']:.3f}" for line in mixed)
     assert f"75% in MXFP4 was {ahead} times as fast as torchao's tensorwise FP8" in text_of("README.md")
+
+
+def test_memory_and_sums_with_saliency_are_those_of_the_lines() -> None:
+    lines, page = lines_of("benchmarks/results/speed_saliency.jsonl"), text_of("docs/hopper.md")
+    found = {(line["model"], line["recipe"]): line for line in lines if line["part"] == "trainer"}
+    large, small = (found[model, "snip-hf 75%"] for model in MODELS)
+    of_all = found[MODELS[0], "snip-hf 100%"]
+    before = [of_trainer()[model, "snip-hf 75%"]["refresh_peak_ratio"] for model in MODELS]
+    memory = [line["refresh_peak_ratio"] for line in (large, small)]
+    assert memory == pytest.approx(before, abs=1e-3)
+    assert f"refresh is the same, {memory[0]:.3f} and {memory[1]:.3f} of BF16's" in page
+    assert f"{large['speedup']:.3f} (75%) and {of_all['speedup']:.3f} times BF16 (all)" in page
+    assert f"took {large['refresh_steps']:.2f} and {of_all['refresh_steps']:.2f} BF16 steps" in page
+    assert f"{small['speedup']:.3f} times BF16, and {small['refresh_steps']:.2f} steps for a refresh" in page
+    forms = {line["loss_estimator"]: line for line in lines if line["part"] == "refresh"}
+    assert set(forms) == {"saliency", "token-fisher"}
+    for line in forms.values():
+        assert len(line["each"]["sums"]) == 4
+        assert f"sums took {median(line['each']['sums']):.3f} s with both" in page
+        assert f"memory peaked at {line['refresh_peak_mib']:,.0f} MiB with both" in page
 
 
 def test_the_first_steps_are_those_of_the_lines() -> None:

@@ -71,8 +71,7 @@ def test_by_layer_ends_above_by_gemm_after_1400_2100_and_2700_steps() -> None:
     for steps, reading in readings.items():
         found = longer_test(BY_LAYER, BY_GEMM, "to-snip-by-gemm", steps)
         assert found.reading == reading and found.main.forks == 8
-        if steps < 2700:
-            assert str(found.main) in text_of("docs/log.md")
+        assert str(found.main) in text_of("docs/log.md")
         pages = ["docs/results-longer.md"] + ["README.md"] * (steps == 2700)
         assert all(str(found.main).removeprefix("+") in text_of(page) for page in pages)
     last = longer_test(BY_LAYER, "bf16", "to-bf16", 2700)

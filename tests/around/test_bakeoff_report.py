@@ -696,6 +696,7 @@ def test_figures_show_the_uniform_formats_and_the_contenders_with_most_runs() ->
         assert len({str(curve.get_marker()) for curve in curves}) == 12
 
 
+@pytest.mark.slow
 def test_legends_lie_inside_their_figures() -> None:
     lines = many_contenders()
     labels = sorted({line["label"] for line in lines})

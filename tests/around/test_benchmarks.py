@@ -332,6 +332,7 @@ def test_the_reliability_of_repeats_and_rank_correlations_are_those_of_scipy() -
 # --- scripts
 
 
+@pytest.mark.slow
 def test_a_phase_shift_is_measured_on_a_cpu_without_the_fused_kernel(
     text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

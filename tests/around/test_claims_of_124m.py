@@ -126,6 +126,7 @@ def test_what_is_significantly_higher_than_snip_is_what_the_section_names() -> N
     assert in_training.reading == "higher" and f"in the training loss it is ({in_training.main})" in text
 
 
+@pytest.mark.slow
 def test_nothing_is_significantly_lower_than_snip_in_any_loss() -> None:
     found = [test for outcome in LOSSES for family in SETTINGS for test in compared(family, outcome).values()]
     assert len(found) == 4 * 48 and "lower" not in {test.reading for test in found}
@@ -201,6 +202,7 @@ def test_snip_at_different_shares_is_where_the_section_says() -> None:
     assert "it ends {} below 90% and {} below 75% by layer".format(*map(below, others)) in text
 
 
+@pytest.mark.slow
 def test_the_tests_find_what_the_section_says() -> None:
     found = [detectable_of(test) for family in SETTINGS for test in compared(family).values()]
     counts = [sum(one <= effect for one in found) for effect in (0.1, 0.05)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
+import pytest
 from continued import (
     NAMES,
     PAGE,
@@ -117,6 +118,7 @@ def test_the_signs_in_boolq_do_not_last() -> None:
     assert "None of the ten contenders has the same sign with all three seeds" in text()
 
 
+@pytest.mark.slow
 def test_what_the_benchmarks_could_exclude() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert all(row in page for row in rows_of_differences())

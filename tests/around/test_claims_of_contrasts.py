@@ -292,6 +292,7 @@ def test_what_was_predicted_is_found_where_the_page_says_so() -> None:
     assert 0.05 < abs(against_snip("greedy", "layer-75").main.mean) < 0.06 and "**missed**, by a little" in text
 
 
+@pytest.mark.slow
 def test_the_page_says_how_many_forks_would_find_a_tenth_of_a_percent() -> None:
     def needed(family: str, one: str) -> int | None:
         test = compared(family)[one]

@@ -215,6 +215,7 @@ def test_the_lines_of_two_commits_begin_with_the_same_weights_and_train_the_same
     assert f"the same to six decimals in all {len(twice)} pairs" in text()
 
 
+@pytest.mark.slow
 def test_no_held_plan_is_significantly_above_a_refreshed_one() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for compared in ((HELD, REFRESHED), (BY_LAYER, BY_LAYER_REFRESHED), (HELD, RULE)):

@@ -55,6 +55,7 @@ def test_what_is_measured_on_the_way_is_what_a_shorter_fork_ends_with(
     assert on_the_way[0]["loss"] != on_the_way[1]["loss"]
 
 
+@pytest.mark.slow
 def test_a_contender_that_refreshes_goes_on_from_the_plan_of_its_start(
     based: tuple[ForkRecipe, ForkText, Path],
 ) -> None:

@@ -75,6 +75,7 @@ def test_a_fork_asks_for_as_many_sequences_as_it_takes(shift: Shift | None, need
     assert sequences_needed(shift, 2, 4) == needed
 
 
+@pytest.mark.slow
 def test_forks_with_a_shift_are_others_that_begin_alike(based: tuple[ForkRecipe, ForkText, Path]) -> None:
     recipe, text, folder = based
     plain = recipe.forks[0]
@@ -114,6 +115,7 @@ def test_after_a_shift_to_another_text_that_one_is_evaluated(based: tuple[ForkRe
     assert trainee.evaluate() != before
 
 
+@pytest.mark.slow
 def test_a_plan_from_before_the_shift_is_held_and_a_refresh_sees_the_shift(
     based: tuple[ForkRecipe, ForkText, Path],
 ) -> None:

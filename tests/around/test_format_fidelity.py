@@ -84,6 +84,7 @@ def run(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     format_fidelity.main()
 
 
+@pytest.mark.slow
 def test_a_case_is_measured_once_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import stdev
 
 import pytest
-from committed import ROOT, detectable_of, prose_of, text_of
+from committed import RESULTS, ROOT, detectable_of, prose_of, text_of
 from continued import (
     GEMM_RULE,
     LINES,
@@ -32,7 +32,7 @@ from continued import (
 from scipy.stats import t as t_distribution
 
 from eval.bakeoff import fork_tables
-from eval.bakeoff.fork_lines import fork_key
+from eval.bakeoff.fork_lines import by_contender, difference_of, fork_key, read_forks
 from eval.bakeoff.fork_recipe import load_recipe
 from eval.bakeoff.fork_report import Asked, write_report
 
@@ -126,6 +126,8 @@ def test_differences_between_contenders_are_those_of_the_lines() -> None:
     assert all(points(BY_GEMM, "fp4", seed) < 0 < points(BY_LAYER, BY_GEMM, seed) for seed in SEEDS)
     assert f"by {str(saved).removeprefix('-')} points (p = {saved.p:.3f}, uncorrected, not planned)" in text()
     assert f"the interval includes 0: {by_layer} points" in text() and by_layer.mean < by_layer.half_width
+    told = f"the difference was {by_layer.mean:.2f} ± {by_layer.half_width:.2f}% in three pairs"
+    assert told in text_of("docs/config.md")
     half, most = (less(PAPER.format(share), SNIP.format(share, "layer")) for share in (50, 75))
     assert all(points(PAPER.format(of), SNIP.format(of, "layer"), seed) > 0 for of in (50, 75) for seed in SEEDS)
     told = f"is at {half} points with 50% in FP4 (p = {half.p:.3f}) and at {most} with 75% (p = {most.p:.3f}; both"
@@ -164,6 +166,14 @@ def test_with_seed_2_all_cost_most_in_the_held_out_loss_and_least_in_training() 
     assert set(OTHERS) - set(least) == {"fp4"} and "with seed 2 nine of ten cost least there" in text()
 
 
+def scatter_at_30m() -> list[float]:
+    """Standard deviations of differences to BF16 over the seeds of the whole trainings at 30M."""
+    lines = read_forks([RESULTS / "forks-longer.jsonl"])
+    found = by_contender(line for line in lines if line["steps"] == 2700)
+    bf16 = found.pop("bf16")
+    return [difference_of(own, bf16, "held_out_plan").deviation for own in found.values()]
+
+
 def test_what_an_interval_over_so_few_seeds_says() -> None:
     assert f"half of it is {t_distribution.ppf(0.975, 2):.1f} standard errors" in text()
     tests = family("to-bf16")
@@ -173,8 +183,9 @@ def test_what_an_interval_over_so_few_seeds_says() -> None:
     assert f"it takes {min(forks)} to {max(forks)} forks per contender to find 0.1% against BF16" in text()
     scatter = [stdev(points(name, "bf16", seed) for seed in SEEDS) for name in OTHERS]
     longer = text_of("docs/results-longer.md")
-    told = f"scatter by {min(scatter):.2f} to {max(scatter):.2f}% over these seeds, at 30M by 0.15 to 0.36%"
-    assert told in text() and "0.15 to 0.36%" in longer
+    of_30m = scatter_at_30m()
+    told = f"scatter by {min(scatter):.2f} to {max(scatter):.2f}% over these seeds, at 30M by "
+    assert told + f"{min(of_30m):.2f} to {max(of_30m):.2f}%" in text()
     assert "power 0.8: 34 per contender" in longer and "49 for `backward-first` against the default" in longer
     assert "34 to 49 forks per contender" in text()
     half = SNIP.format(50, "layer")

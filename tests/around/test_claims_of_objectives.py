@@ -281,6 +281,7 @@ def test_on_hopper_kernels_more_steps_that_ran_twice_differ_than_in_bf16() -> No
     assert sum(of_two_commits) == 7 and "seven of the nine are of two commits" in text
     assert "280 pairs with 85,600 steps, of which nine trained on other numbers" in text
     assert "in BF16 61 pairs with 28,600 steps, none" in text and "All 280 have FP4" in text
+    assert "of 61 pairs in BF16 that ran twice from the same weights" in text_of("docs/results-longer.md")
     assert later == [16, 16000, 0] and "16 pairs with 16,000 steps all trained on the same numbers" in text
     of_others = 9 / (85600 - 16000)
     assert f"at the rate of the other pairs {16000 * of_others:.1f} would differ" in text

@@ -111,7 +111,7 @@ def test_readme_and_the_page_on_choosing_have_the_figures_of_the_rule() -> None:
     below = [str(one).removeprefix("-") for one in (mean, layer.main)]
     readme, choosing, changes = map(text_of, ("README.md", "docs/choosing.md", "CHANGELOG.md"))
     assert (
-        f'{below[0]} points below SNIP with "token-fisher", on average over four settings (p = {p_of(mean):.3f}'
+        f'{below[0]} points below those by "token-fisher", on average over four settings (p = {p_of(mean):.3f}'
         in readme
     )
     assert f"no difference between the two was seen ({at_75.main} points after 100 steps" in readme

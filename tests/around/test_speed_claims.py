@@ -106,6 +106,11 @@ def test_memory_and_sums_with_saliency_are_those_of_the_lines() -> None:
         assert len(line["each"]["sums"]) == 4
         assert f"sums took {median(line['each']['sums']):.3f} s with both" in page
         assert f"memory peaked at {line['refresh_peak_mib']:,.0f} MiB with both" in page
+        each = line["each"]["refresh"]
+        whole = f"{median(each):.3f} s ({min(each):.3f} to {max(each):.3f})"
+        assert f'{whole} with "{line["loss_estimator"]}"' in page
+    passes = [median(forms[form]["each"]["passes"]) for form in ("saliency", "token-fisher")]
+    assert f"in the passes ({passes[0]:.3f} and {passes[1]:.3f} s)" in page
 
 
 def test_the_first_steps_are_those_of_the_lines() -> None:

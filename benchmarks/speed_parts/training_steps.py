@@ -169,7 +169,8 @@ def refresh(options: argparse.Namespace, found: Sequence[Row]) -> Iterator[Row]:
     release(options.device)
     fields = ("rows", "length", "probe_batch_tokens", "probe_tokens")
     given = argparse.Namespace(**dict.fromkeys(fields), device=str(options.device), compile=False, delay=10)
-    given.steps, given.refreshes, given.formats = 3, 1 if options.quick else 2, [",".join(SnipConfig().formats)]
+    given.steps, given.refreshes, config = 3, 1 if options.quick else 2, SnipConfig()
+    given.formats, given.loss_estimators = [",".join(config.formats)], [config.loss_estimator]
     [figures] = probe_cost.measure("1B", given)
     step = statistics.median(steps) / 1e3
     yield {**figures, "eager_step": figures["step"], "step": step, "refresh_steps": figures["refresh"] / step}

@@ -371,7 +371,7 @@ def test_the_cost_of_a_probe_is_measured_in_steps(
     held = 4 * (12 * 128**2 + others + 2 * 1024 * features)
     assert figures["predicted_mib"] == pytest.approx(held / 2**20, rel=1e-3) and figures["refresh_peak_mib"] is None
     row = capsys.readouterr().out.splitlines()[-1]
-    assert row.startswith("| tiny | fp4,fp8 | 721,280 | 7 | ") and row.endswith(" | - | - |")
+    assert row.startswith("| tiny | fp4,fp8 | saliency | 721,280 | 7 | ") and row.endswith(" | - | - |")
     assert {name: [pytest.approx(figures[name], abs=1e-5)] for name in probe_cost.STEPS} == figures["each"]
     monkeypatch.setattr(sys, "argv", ["probe_cost.py", "--resume", *options, str(output)])
     probe_cost.main()
@@ -389,27 +389,28 @@ def test_a_refresh_is_shown_by_workflow_step() -> None:
 
 
 @pytest.mark.slow
-def test_probes_of_several_lists_of_formats_take_turns(
+def test_probes_of_several_lists_of_formats_and_of_loss_divergences_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(probe_cost, "SIZES", {"tiny": (64, 192, 1, 256, 1, 1, 128)})
-    probed: list[tuple[str, ...]] = []
+    probed: list[tuple[tuple[str, ...], str]] = []
     refresh = probe_cost.refresh
 
     def noted(model: Any, optimizer: Any, batch: Any, config: SnipConfig) -> dict[str, Any]:
-        probed.append(config.formats)
+        probed.append((config.formats, config.loss_estimator))
         return {**refresh(model, optimizer, batch, config), "probe": 1.0 + len(config.formats)}
 
     monkeypatch.setattr(probe_cost, "refresh", noted)
     output = tmp_path / "cost.jsonl"
     options = ["--sizes", "tiny", "--steps", "1", "--refreshes", "1", "--delay", "1", "--output", str(output)]
+    options += ["--loss-estimators", "saliency", "token-fisher"]
     monkeypatch.setattr(sys, "argv", ["probe_cost.py", *options, "--formats", "fp4,fp8", "mxfp4,fp4,mxfp8,fp8"])
     probe_cost.main()
-    assert probed == 2 * [("fp4", "fp8"), ("mxfp4", "fp4", "mxfp8", "fp8")]
+    lists, losses = [("fp4", "fp8"), ("mxfp4", "fp4", "mxfp8", "fp8")], ("saliency", "token-fisher")
+    assert probed == 2 * [(formats, loss) for formats in lists for loss in losses]
     figures = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [(line["formats"], line["of_first"]) for line in figures] == [
-        ("fp4,fp8", 1.0),
-        ("mxfp4,fp4,mxfp8,fp8", pytest.approx(5 / 3)),
+    assert [(line["formats"], line["loss_estimator"], line["of_first"]) for line in figures] == [
+        (",".join(formats), loss, pytest.approx((1 + len(formats)) / 3)) for formats in lists for loss in losses
     ]
 
 

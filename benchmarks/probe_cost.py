@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import torch
@@ -36,6 +36,7 @@ from shared.origin import origin_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from snip_hf import SnipConfig
+from snip_hf.config import LossEstimator
 from snip_hf.estimation import divergence
 from snip_hf.training import refresh as refresh_module
 from snip_hf.training import step_probe
@@ -85,7 +86,9 @@ def main() -> None:
     parser.add_argument("--probe-batch-tokens", type=int, help="as in SnipConfig; 0 for all (default as there)")
     parser.add_argument("--probe-tokens", type=int, help="as in SnipConfig; 0 for all (default as there)")
     parser.add_argument("--formats", nargs="+", default=[",".join(SnipConfig().formats)], help="lists to compare")
-    parser.add_argument("--loss-estimators", nargs="+", default=[SnipConfig().loss_estimator], help="each per list")
+    parser.add_argument(
+        "--loss-estimators", nargs="+", choices=get_args(LossEstimator), default=[SnipConfig().loss_estimator]
+    )
     parser.add_argument("--steps", type=int, default=5, help="ordinary steps to time, after two more (default 5)")
     parser.add_argument("--refreshes", type=int, default=2, help="refreshes to time, after one more (default 2)")
     parser.add_argument("--delay", type=int, default=10, help="apply_delay: steps beside the solver (default 10)")

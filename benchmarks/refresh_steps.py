@@ -36,6 +36,8 @@ def report(lines: Sequence[dict[str, Any]]) -> str:
     heads, rows = ["step"], {name: [title] for name, title in WORKFLOW.items()}
     for line in lines:
         where = f"{line['size']}, {line['rows']} x {line['length']} tokens, {line['machine']}"
+        if "loss_estimator" in line:  # not in earlier lines, which are of "token-fisher"
+            where += f", {line['loss_estimator']}"
         heads += [f"{where}: s", "in training steps", "of the refresh"]
         whole = statistics.median(line["each"]["refresh"])
         for name, cells in rows.items():

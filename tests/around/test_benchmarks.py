@@ -383,9 +383,20 @@ def test_a_refresh_is_shown_by_workflow_step() -> None:
     line = {"size": "1M", "rows": 2, "length": 256, "machine": "a CPU", "step": 2.0, "each": each}
     heads, _, *rows = refresh_steps.report([line]).splitlines()
     assert heads == "| step | 1M, 2 x 256 tokens, a CPU: s | in training steps | of the refresh |"
+    other = refresh_steps.report([{**line, "loss_estimator": "saliency"}])
+    assert other.startswith("| step | 1M, 2 x 256 tokens, a CPU, saliency: s |")
     assert len(rows) == len(probe_cost.STEPS) == len(refresh_steps.WORKFLOW)
     assert rows[0].endswith("| 1 (0.5 to 1.5) | 0.5 | 25.0% |") and rows[4].endswith("| 1 (0.5 to 1.5) | 0.5 |  |")
     assert rows[-1].endswith("| 4 (3 to 5) | 2 | 100.0% |")
+
+
+def test_an_unknown_loss_divergence_is_refused_before_anything_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["probe_cost.py", "--loss-estimators", "salience"])
+    with pytest.raises(SystemExit):
+        probe_cost.main()
+    assert "invalid choice: 'salience'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

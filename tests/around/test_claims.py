@@ -543,6 +543,6 @@ def test_by_layer_is_as_far_above_by_gemm_in_long_forks_as_the_pages_say(page: s
             assert difference.forks == 8
             is_significant = difference.mean > difference.half_width
             assert is_significant == (steps > 700 or bool(form))
-            is_quoted = page == "docs/choosing.md" and steps == 2700 if form else is_significant
+            is_quoted = (page == "docs/choosing.md" and steps == 2700) if form else is_significant
             if is_quoted or page == "docs/config.md":
                 assert f"{difference.mean:.2f} ± {difference.half_width:.2f}%" in text

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from itertools import combinations
 from pathlib import Path
 from statistics import stdev
 
 import pytest
-from committed import RESULTS, ROOT, detectable_of, prose_of, text_of
+from committed import RESULTS, check_report, detectable_of, prose_of, text_of
 from continued import (
     GEMM_RULE,
-    LINES,
     NAMES,
     PAGE,
     PAPER,
@@ -34,7 +32,6 @@ from scipy.stats import t as t_distribution
 from eval.bakeoff import fork_tables
 from eval.bakeoff.fork_lines import by_contender, difference_of, fork_key, read_forks
 from eval.bakeoff.fork_recipe import load_recipe
-from eval.bakeoff.fork_report import Asked, write_report
 
 BY_GEMM, BY_LAYER = SNIP.format(75, "gemm"), SNIP.format(75, "layer")
 OTHERS = [name for name in NAMES if name != "bf16"]
@@ -223,7 +220,4 @@ def test_the_readme_says_what_low_precision_costs_at_124m() -> None:
 
 @pytest.mark.slow
 def test_the_tables_of_continued_forks_are_those_of_the_lines(tmp_path: Path) -> None:
-    copy = Path(shutil.copy(PAGE, tmp_path))
-    report = write_report([LINES], None, Asked.by(load_recipe(RECIPE), RECIPE), [copy])
-    assert copy.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")
-    assert report == (ROOT / "eval" / "results" / "forks-continue-124m.md").read_text(encoding="utf-8")
+    check_report(tmp_path, "continue-124m", page="docs/results-continued.md")

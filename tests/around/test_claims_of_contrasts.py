@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from committed import RESULTS, ROOT, check_report, detectable_of, lines_of, row_of, shown, text_of
+from committed import RESULTS, ROOT, check_report, detectable_of, difference_among, lines_of, row_of, shown, text_of
 
 from eval.bakeoff import fork_tables
 from eval.bakeoff.fork_lines import LOSSES, by_contender, difference_of, fork_key, read_forks
 from eval.bakeoff.fork_recipe import load_recipe
-from eval.bakeoff.fork_statistics import Difference, holm
+from eval.bakeoff.fork_statistics import Difference
 
 RECIPE = ROOT / "recipes" / "forks-contrasts.yaml"
 PAGE, README = "docs/results-criteria.md", "eval/README.md"
@@ -49,9 +49,7 @@ def against_snip(policy: str, family: str, outcome: str = "held_out_plan") -> fo
 
 
 def between(one: str, other: str, *names: str, point: int | None = None) -> Difference:
-    of = by_contender(lines(*names))
-    own = [line for line in of[one] if point in (None, line["fork"]["point"])]
-    return difference_of(own, of[other], "held_out_plan")
+    return difference_among(lines(*names), one, other, point)
 
 
 def section() -> str:
@@ -99,15 +97,8 @@ def test_the_row_of_saliency_has_the_differences_of_the_lines() -> None:
 
 
 def less_saliency(family: str) -> dict[str, fork_tables.Tested]:
-    """By policy, the differences to SNIP with "saliency", as a family of its own."""
-    other, there = contender("snip", SETTINGS[family]) + SALIENCY, {line["contender"] for line in lines()}
-    policies = [p for p in ("greedy", "fisher", "backward-first", "random") if contender(p, SETTINGS[family]) in there]
-    found = [between(contender(policy, SETTINGS[family]), other) for policy in policies]
-    ps = holm([difference.p for difference in found])
-    return {
-        policy: fork_tables.Tested(policy, other, {"held_out_plan": own}, "held_out_plan", p, 0.05 / len(found))
-        for policy, own, p in zip(policies, found, ps, strict=True)
-    }
+    """By policy, the differences to SNIP with "saliency"."""
+    return {name.split(" {")[0]: test for name, test in compared(f"{family}-saliency").items()}
 
 
 @pytest.mark.parametrize("policy", ["greedy", "fisher", "backward-first", "random"])

@@ -10,18 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from committed import ROOT, check_report, detectable_of, text_of
+from committed import DEFAULT, ROOT, check_report, detectable_of, text_of
 
 from eval.bakeoff import fork_tables
 from eval.bakeoff.fork_lengths import Course, courses_of
-from eval.bakeoff.fork_lines import by_contender, difference_of, read_forks
+from eval.bakeoff.fork_lines import read_forks
 from eval.bakeoff.fork_recipe import load_recipe
-from eval.bakeoff.fork_statistics import Difference
 
 LONGER = ROOT / "eval" / "results" / "forks-longer.jsonl"
 BY_GEMM, BY_LAYER = (f"snip {{fp4, fp8}}, 75% by {where}, refresh_every 250" for where in ("gemm", "layer"))
 RULE = "backward-first {fp4, fp8}, 75% by gemm"
-DEFAULT = "snip {fp4, fp8}, 75% by gemm, refresh_every 500, loss_estimator saliency"
 OFTEN, LAYERS = (f"{one}, loss_estimator saliency" for one in (BY_GEMM, BY_LAYER))
 MXFP4, NVFP4 = (DEFAULT.replace("{fp4, fp8}", pair) for pair in ("{mxfp4, fp8-tensor}", "{nvfp4, mxfp8}"))
 FALLING = "snip {fp4, fp8}, 90% from step 1, 60% from step 1451 by gemm, refresh_every 250"
@@ -209,10 +207,11 @@ def test_the_default_meets_the_target_over_a_whole_training(page: str) -> None:
     if page == "docs/results-longer.md":
         assert f"(significant, p = {gap.p_holm:.3f} after the correction)" in text
         assert f"The interval, {low:.3f} to {high:.3f}%, excludes 0.6%" in text
-        fp4, often = (unplanned(DEFAULT, other) for other in ("fp4", OFTEN))
-        assert fp4.p is not None and fp4.p < 0.001 and f"the default {fp4}".replace("-", "") in text
-        assert often.p is not None and f"the default is {often}".replace("+", "") in text
-        assert f"above it (p = {often.p:.2f}, not planned)" in text
+        fp4, often = (longer_test(DEFAULT, other, "afterwards", 2700) for other in ("fp4", OFTEN))
+        assert fp4.p_holm is not None and fp4.p_holm < 0.001
+        assert f"the default {fp4.main}".replace("-", "") in text
+        assert f"the default is {often.main}".replace("+", "") in text
+        assert f"above it (p = {often.p_holm:.2f}, not planned)" in text
 
 
 def test_forks_with_saliency_ran_in_two_calls() -> None:
@@ -269,15 +268,11 @@ def test_nothing_is_significantly_different_from_the_default_but_by_layer() -> N
     for name in ("README.md", "docs/choosing.md", "docs/hopper.md"):
         assert mx.removeprefix("+") in text_of(name)
         assert name == "docs/hopper.md" or layers.removeprefix("+") in text_of(name)
-    above, below = unplanned(LAYERS, OFTEN), unplanned(DEFAULT, "fp4")
-    assert above.p is not None and above.p < 0.001 and f"(significant), {above} points above".replace("+", "") in page
-    assert f"the default {-below.mean:.2f} ± {below.half_width:.2f}%." in text_of("docs/config.md")
-
-
-def unplanned(one: str, other: str) -> Difference:
-    """A difference after the longest forks that no table of the report has."""
-    found = by_contender(line for line in longer() if line["steps"] == 2700)
-    return difference_of(found[one], found[other], "held_out_plan")
+    pairs = (LAYERS, OFTEN), (DEFAULT, "fp4")
+    above, below = (longer_test(*pair, "afterwards", 2700) for pair in pairs)
+    assert above.p_holm is not None and above.p_holm < 0.001
+    assert f"(significant), {above.main} points above".replace("+", "") in page
+    assert f"the default {-below.main.mean:.2f} ± {below.main.half_width:.2f}%." in text_of("docs/config.md")
 
 
 def test_the_page_says_how_much_differences_scatter_and_how_many_forks_find_a_tenth() -> None:

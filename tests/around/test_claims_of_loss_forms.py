@@ -8,11 +8,11 @@ from statistics import fmean
 from typing import Any, get_args
 
 import pytest
-from committed import RESULTS, averaged, check_report, recipe_of, text_of
+from committed import RESULTS, averaged, check_report, difference_among, recipe_of, text_of
 
 from eval.bakeoff import fork_tables
 from eval.bakeoff.fork_cells import Fork
-from eval.bakeoff.fork_lines import by_contender, difference_of, fork_key, read_forks
+from eval.bakeoff.fork_lines import by_contender, fork_key, read_forks
 from eval.bakeoff.fork_recipe import load_recipe
 from eval.bakeoff.fork_statistics import Difference, holm
 from eval.bakeoff.trial_policies import TRIALS
@@ -47,9 +47,9 @@ def contender(policy: str, setting: str) -> str:
 
 def between(one: str, other: str, setting: str, *names: str, point: int | None = None) -> Difference:
     """The difference of two policies after 100 steps in one setting, of the lines of these recipes."""
-    of = by_contender(line for line in lines(*(names or (FORMS,))) if line["steps"] == 100)
-    own = [line for line in of[contender(one, setting)] if point in (None, line["fork"]["point"])]
-    return difference_of(own, of[other if other == "bf16" else contender(other, setting)], "held_out_plan")
+    own = (line for line in lines(*(names or (FORMS,))) if line["steps"] == 100)
+    names_of = [policy if policy == "bf16" else contender(policy, setting) for policy in (one, other)]
+    return difference_among(own, *names_of, point=point)
 
 
 def over_settings(one: str, other: str) -> Difference:

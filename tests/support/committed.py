@@ -16,13 +16,15 @@ from typing import Any
 from scipy.stats import binomtest
 
 from eval.bakeoff import fork_tables
-from eval.bakeoff.fork_lines import Row, fork_key, pairs
+from eval.bakeoff.fork_lines import Row, by_contender, difference_of, fork_key, pairs
 from eval.bakeoff.fork_recipe import load_recipe
 from eval.bakeoff.fork_report import Asked, write_report
 from eval.bakeoff.fork_statistics import Difference
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "results"
+# Of `forks-longer.yaml`: what `SnipConfig` does at 75%.
+DEFAULT = "snip {fp4, fp8}, 75% by gemm, refresh_every 500, loss_estimator saliency"
 
 
 @cache
@@ -73,6 +75,12 @@ def detectable_of(test: fork_tables.Tested) -> float:
 def recipe_of(name: str) -> Path:
     """The recipe of forks with this name."""
     return ROOT / "recipes" / f"forks-{name}.yaml"
+
+
+def difference_among(lines: Iterable[Row], one: str, other: str, point: int | None = None) -> Difference:
+    """The difference of two contenders among lines, of forks that start at this step of the base."""
+    found = by_contender(line for line in lines if point in (None, line["fork"]["point"]))
+    return difference_of(found[one], found[other], "held_out_plan")
 
 
 def averaged(settings: Iterable[tuple[Sequence[Row], Sequence[Row]]], loss: str = "held_out_plan") -> Difference:

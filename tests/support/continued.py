@@ -7,10 +7,10 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
-from committed import ROOT, prose_of, recipe_of, row_of, shown
+from committed import ROOT, difference_among, prose_of, recipe_of, row_of, shown
 
 from eval.bakeoff import fork_tables
-from eval.bakeoff.fork_lines import by_contender, difference_of, read_forks
+from eval.bakeoff.fork_lines import read_forks
 from eval.bakeoff.fork_recipe import load_recipe
 from eval.bakeoff.fork_score_table import Compared, compare_scores, right_answers
 from eval.bakeoff.fork_statistics import Difference, holm
@@ -73,8 +73,7 @@ def points(one: str, other: str, seed: int, steps: int = 1600, loss: str = PLAN)
 
 def less(one: str, other: str) -> Difference:
     """The difference of two contenders over the seeds after 1,600 steps."""
-    of = by_contender(line for line in continued() if line["steps"] == 1600)
-    return difference_of(of[one], of[other], PLAN)
+    return difference_among((line for line in continued() if line["steps"] == 1600), one, other)
 
 
 def family(name: str, outcome: str = PLAN, seeds: Sequence[int] = SEEDS) -> dict[str, fork_tables.Tested]:
@@ -160,8 +159,10 @@ def is_no() -> np.ndarray:
 def boolq(contender: str, seed: int) -> tuple[float, float, float, float]:
     """Right answers, answers "yes", right ones where "yes" is right, and where "no" is, all in percent."""
     right, no = right_answers(line_of(contender, 1600, seed) or {})["boolq"], is_no()
-    shares = right.mean(), np.where(no, 1 - right, right).mean(), right[~no].mean(), right[no].mean()
-    return tuple(100 * float(share) for share in shares)  # type: ignore[return-value]
+    of_all, yes, of_yes, of_no = (
+        100 * float(one.mean()) for one in (right, np.where(no, 1 - right, right), right[~no], right[no])
+    )
+    return of_all, yes, of_yes, of_no
 
 
 def by_seed(contender: str, task: str) -> list[float]:

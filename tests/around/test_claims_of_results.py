@@ -70,7 +70,8 @@ def test_the_table_of_weight_gradients_has_both_sizes_and_the_prose_its_figures(
     assert {(line["parameters"] // 10**6, line["hidden"], line["blocks"]) for line in large} == {(27, 512, 8)}
     assert "of 27M, as wide and deep as the 30M model" in text
     snip, fp4, default, fp8 = (whole_training(name) for name in (BY_GEMM, "fp4", DEFAULT, "fp8"))
-    assert f"{snip}%, nor that of all FP4, {fp4}%, nor that of the present default, {default}%.".replace("+", "") in text
+    gaps = f"{snip}%, nor that of all FP4, {fp4}%, nor that of the present default, {default}%."
+    assert gaps.replace("+", "") in text
     assert f"gap, {fp8}%, lies within".replace("+", "") in text
     assert min(gap.mean - gap.half_width for gap in (snip, fp4, default)) > high and fp8.mean < -low
 

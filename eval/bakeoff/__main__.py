@@ -17,11 +17,13 @@ from pathlib import Path
 import torch
 
 from eval.scoring.local_tasks import EvaluationError
+from snip_hf.extras import needed_by
 
-from .grid import Grid, load_grid
-from .lines import read_runs
-from .report import write_report
-from .runner import run_grid
+with needed_by("eval.bakeoff"):
+    from .grid import Grid, load_grid
+    from .lines import read_runs
+    from .report import write_report
+    from .runner import run_grid
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

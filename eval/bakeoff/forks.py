@@ -20,11 +20,13 @@ import torch
 
 from snip_hf.cli.commands import at_least_one
 from snip_hf.cli.own_modules import add_import_option, import_modules
+from snip_hf.extras import needed_by
 
-from .fork_recipe import load_recipe
-from .fork_report import Asked, write_report
-from .fork_text import write_text
-from .fork_workers import run_forks
+with needed_by("eval.bakeoff.forks"):
+    from .fork_recipe import load_recipe
+    from .fork_report import Asked, write_report
+    from .fork_text import write_text
+    from .fork_workers import run_forks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -32,7 +32,7 @@ def trespasses(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("folder", ["benchmarks", "eval", "recipes", "tests"])
+@pytest.mark.parametrize("folder", ["benchmarks", "eval", "recipes", pytest.param("tests", marks=pytest.mark.slow)])
 def test_no_script_unpickles_what_it_loads(folder: str) -> None:
     found = set()
     for path in (Path(__file__).parents[2] / folder).rglob("*.py"):

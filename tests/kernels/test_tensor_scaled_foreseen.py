@@ -101,7 +101,7 @@ def test_a_step_under_a_plan_launches_no_fold_that_was_not_foreseen(
 
 @pytest.mark.parametrize(("tokens", "small"), [(TOKENS, linear.SMALL), (TOKENS - 5, 0)])
 @pytest.mark.parametrize("is_frozen", [False, True])
-@pytest.mark.parametrize("format", ["mxfp4", "fp8-tensor"])
+@pytest.mark.parametrize("format", ["mxfp4", pytest.param("fp8-tensor", marks=pytest.mark.slow)])
 def test_a_first_step_launches_no_kernel_that_was_not_foreseen(
     format: str, is_frozen: bool, tokens: int, small: int, launches: list[Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:

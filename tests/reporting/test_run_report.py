@@ -395,6 +395,7 @@ def test_many_layers_are_labelled_by_block_and_few_by_name(tmp_path: Path) -> No
     assert len(many) == 40
 
 
+@pytest.mark.slow
 def test_every_layer_of_eighty_blocks_has_a_name_that_can_be_read(tmp_path: Path) -> None:
     write_run(tmp_path, random_assignments(2, blocks=280))  # as many rows as 80 blocks of seven linears
     figure = plan_figure(load_run(tmp_path))

@@ -76,8 +76,8 @@ COLUMNS = {
 }
 
 
-def main() -> None:
-    """Print where the figures come from, then per size a line of JSON, and a table of all."""
+def parser() -> argparse.ArgumentParser:
+    """The command line; with its defaults `measure` is called by other benchmarks too."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["1M", "3M", "10M", "30M"], metavar="SIZE")
     parser.add_argument("--device", default="cpu")
@@ -86,16 +86,20 @@ def main() -> None:
     parser.add_argument("--probe-batch-tokens", type=int, help="as in SnipConfig; 0 for all (default as there)")
     parser.add_argument("--probe-tokens", type=int, help="as in SnipConfig; 0 for all (default as there)")
     parser.add_argument("--formats", nargs="+", default=[",".join(SnipConfig().formats)], help="lists to compare")
-    parser.add_argument(
-        "--loss-estimators", nargs="+", choices=get_args(LossEstimator), default=[SnipConfig().loss_estimator]
-    )
+    losses, loss = get_args(LossEstimator), SnipConfig().loss_estimator
+    parser.add_argument("--loss-estimators", nargs="+", choices=losses, default=[loss], help="each with each list")
     parser.add_argument("--steps", type=int, default=5, help="ordinary steps to time, after two more (default 5)")
     parser.add_argument("--refreshes", type=int, default=2, help="refreshes to time, after one more (default 2)")
     parser.add_argument("--delay", type=int, default=10, help="apply_delay: steps beside the solver (default 10)")
     parser.add_argument("--compile", action="store_true", help="compile the ordinary step (default: eager)")
     parser.add_argument("--output", type=Path, help="JSONL file; lines are added")
     parser.add_argument("--resume", action="store_true", help="leave out the sizes that the output holds")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Print where the figures come from, then per size a line of JSON, and a table of all."""
+    options = parser().parse_args()
     source = origin_of(options.device)
     print(", ".join(f"{name} {value}" for name, value in source.items()))
     found, done = [], set()

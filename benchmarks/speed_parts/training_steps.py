@@ -167,10 +167,7 @@ def refresh(options: argparse.Namespace, found: Sequence[Row]) -> Iterator[Row]:
     if not steps:
         steps = [next(train(one["model"], BF16, options))["step_ms"]]
     release(options.device)
-    fields = ("rows", "length", "probe_batch_tokens", "probe_tokens")
-    given = argparse.Namespace(**dict.fromkeys(fields), device=str(options.device), compile=False, delay=10)
-    given.steps, given.refreshes, config = 3, 1 if options.quick else 2, SnipConfig()
-    given.formats, given.loss_estimators = [",".join(config.formats)], [config.loss_estimator]
-    [figures] = probe_cost.measure("1B", given)
+    given = ["--device", str(options.device), "--steps", "3", "--refreshes", "1" if options.quick else "2"]
+    [figures] = probe_cost.measure("1B", probe_cost.parser().parse_args(given))
     step = statistics.median(steps) / 1e3
     yield {**figures, "eager_step": figures["step"], "step": step, "refresh_steps": figures["refresh"] / step}

@@ -32,6 +32,7 @@ from .coverage_check import CoverageCheck
 from .drift_check import DriftDetector
 from .gradient_source import GradientSource, find_source
 from .kernels_ahead import KernelsAhead
+from .liger import keep_out_of_graphs
 from .loss_scaling import say_if_off
 from .plans import PlanInForce, first_plan, formats_in_use
 from .preparation import cost_of_all, find_setting, name_of
@@ -96,6 +97,7 @@ def assemble(
     if needs_probe(config):
         processes.everyone.by_first(lambda: check_solver(config, log))
     layers = SwappedLayers(bare, config, processes, kernels, getattr(accelerator, "mixed_precision", None), log)
+    keep_out_of_graphs(bare, log)
     say_if_off(optimizer, accelerator, next(bare.parameters()).device, log)
     keep_states_apart([model] if isinstance(model, nn.Module) else model)
     config = _with_ties(bare, config, log)
